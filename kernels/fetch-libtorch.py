@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Puts the CPU half of libtorch 2.11.0 under FOLDER (default target/libtorch): 545 MB fetched, 410 MB kept.
+
+    python3 kernels/fetch-libtorch.py [FOLDER]
+
+No CPU-only libtorch is on PyPI for x86-64, so this takes the CUDA wheel and keeps what a program without
+a GPU needs: libtorch_cpu, libc10, OpenMP, the headers, and the two CUDA stubs libtorch_cpu links against.
+The libraries find each other by their own relative RUNPATH, so the layout torch/lib beside nvidia/cu13/lib
+must stay. A second run does nothing. Needs pip (or the venv module, which brings it)."""
+
+import hashlib, os, pathlib, shutil, subprocess, sys, tempfile, zipfile
+
+TORCH = "2.11.0"
+# (requirement, start of the wheel's sha256, what to keep: (prefix in the wheel, names or None for all))
+WHEELS = [
+    (f"torch=={TORCH}", "0f68f4ac", [
+        ("torch/lib/", ("libtorch_cpu.so", "libtorch.so", "libc10.so", "libgomp", "libshm.so")),
+        ("torch/include/", None),
+    ]),
+    ("nvidia-cuda-runtime==13.0.96", "", [("nvidia/cu13/lib/", ("libcudart",))]),
+    ("nvidia-cuda-cupti==13.0.85", "", [("nvidia/cu13/lib/", ("libcupti.so",))]),
+]
+
+
+def pip(work):
+    """A pip that runs: this Python's, or one in a throw-away environment."""
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        return [sys.executable, "-m", "pip"]
+    home = work / "venv"
+    if subprocess.run([sys.executable, "-m", "venv", str(home)], capture_output=True).returncode != 0:
+        sys.exit("fetching libtorch needs pip: install python3-pip or python3-venv")
+    return [str(home / "bin" / "python"), "-m", "pip"]
+
+
+def keep(wheel, rules, target):
+    with zipfile.ZipFile(wheel) as z:
+        for item in z.infolist():
+            for prefix, names in rules:
+                rest = item.filename.removeprefix(prefix)
+                if item.is_dir() or rest == item.filename:
+                    continue
+                if names is not None and not rest.startswith(names):
+                    continue
+                path = target / item.filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with z.open(item) as source, open(path, "wb") as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "target/libtorch").absolute()
+    marker = folder / "torch" / "build-version"  # torch-sys reads it; written last, so it marks a whole install
+    if marker.exists() and marker.read_text().startswith(TORCH):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"fetching libtorch {TORCH} (545 MB) into {folder}", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        work = pathlib.Path(scratch)
+        command = pip(work)
+        stage = work / "stage"
+        for requirement, sha256, rules in WHEELS:
+            wheels = work / requirement
+            platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 25, 24, 17)] + ["--platform=manylinux2014_x86_64"]
+            subprocess.run(command + ["download", "--no-deps", "--only-binary=:all:", "--python-version=312", "--implementation=cp",
+                                      *platforms, "-q", "-d", str(wheels), requirement], check=True)
+            (wheel,) = wheels.glob("*.whl")
+            found = hashlib.file_digest(open(wheel, "rb"), "sha256").hexdigest() if sys.version_info >= (3, 11) \
+                else hashlib.sha256(wheel.read_bytes()).hexdigest()
+            if not found.startswith(sha256):
+                sys.exit(f"{wheel.name}: sha256 {found}, expected {sha256}...: the download is not the wheel this was tested with")
+            keep(wheel, rules, stage)
+            wheel.unlink()
+        for part in ("torch", "nvidia"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+            os.replace(stage / part, folder / part)
+    marker.write_text(f"{TORCH}\n")
+
+
+main()
