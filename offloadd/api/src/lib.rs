@@ -1,1 +1,52 @@
-//! To be written.
+//! What the daemon and a process agree on, and nothing else.
+//!
+//! ```text
+//!   process (client)                                            offloadd
+//!   ────────────────                                            ────────
+//!   proto::offload_client ── gRPC, offloadd.sock ─────────────▶ proto::offload_server      control
+//!   handoff::receive      ◀─ SCM_RIGHTS, descriptor socket ──── handoff::send              once a session
+//!   ring (producer)       ── submission ring + doorbell ──────▶ ring (consumer)            tile, slot, verb
+//!   ring (consumer)       ◀─ completion ring + doorbell ─────── ring (producer)            ticket, typed result
+//!   arena mapping         ◀═ payload, O_DIRECT by the kernel ═▶ arena mapping              bytes
+//! ```
+//!
+//! Numbers both sides need travel in the handshake (`OpenSessionReply`, [`ring::RingHeader`]); rules both sides
+//! follow (where a slot lies, what a checksum covers) are functions here.
+
+pub mod checksum;
+pub mod fault;
+pub mod geometry;
+pub mod handoff;
+pub mod ids;
+pub mod removable;
+pub mod ring;
+
+/// Generated from `proto/offload.proto`.
+#[allow(missing_docs, unreachable_pub, clippy::all)]
+pub mod proto {
+    tonic::include_proto!("offload.v1");
+}
+
+/// Raised whenever a message, the rings or the handoff change their meaning. Other versions are refused by number.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Tiles, slots and extents are multiples of this: the largest logical block any drive we open may have.
+pub const BLOCK_BYTES: u32 = 4096;
+
+/// A commit's blob for one rank (step, RNG, next sample, ...) is at most this long.
+pub const BLOB_BYTES_MAX: usize = 64 << 10;
+
+/// A job's own layout description is at most this long.
+pub const LAYOUT_BYTES_MAX: usize = 16 << 20;
+
+/// Tiles of one job on one node; bounds every table that is sized by a peer's request.
+pub const TILES_MAX: usize = 1 << 20;
+
+/// One gRPC message: the largest tile table (24 encoded bytes a tile) and layout fit.
+pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
+
+/// A tile is at most this long: it must fit one registered piece of the arena many times over.
+pub const TILE_BYTES_MAX: u32 = 256 << 20;
+
+/// Operations in flight of one session.
+pub const IODEPTH_MAX: u32 = 1024;

@@ -1,0 +1,166 @@
+//! Why something was refused or failed, as a kind to branch on. The words for people travel beside it.
+
+/// Kinds of failure. The numbers are part of the protocol: never reuse one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum FaultKind {
+    /// A device answered with an errno.
+    Io = 1,
+    /// A device moved fewer bytes than asked; 0 is what a removed NVMe drive answers.
+    Short = 2,
+    /// A device is full, or the store has no room for a reservation.
+    NoSpace = 3,
+    /// Bytes do not fit their checksum.
+    Damaged = 4,
+    /// No such tile in this job, or none was defined yet.
+    UnknownTile = 5,
+    /// No such slot in this session.
+    UnknownSlot = 6,
+    /// The slot has an operation in flight.
+    SlotBusy = 7,
+    /// The tile has an operation in flight that this one would disturb.
+    TileBusy = 8,
+    /// The tile does not fit the slot.
+    SlotTooSmall = 9,
+    /// The tile was never written.
+    NeverWritten = 10,
+    /// The write or commit names another generation than the working one.
+    WrongGeneration = 11,
+    /// Of another life of the daemon or session.
+    StaleEpoch = 12,
+    /// More in flight than was granted.
+    TooMany = 13,
+    /// Bytes that make no sense: a bad verb, a used reserved field, an impossible ring index.
+    Protocol = 14,
+    /// A device of the job failed a flush or a manifest write; the job takes nothing more until it is opened again.
+    Poisoned = 15,
+    /// The other side speaks another version.
+    Version = 16,
+    /// Not the caller's.
+    Denied = 17,
+    /// The job, or this rank of it, is open already.
+    Busy = 18,
+    /// The job exists with other tiles, durability or number of nodes.
+    LayoutChanged = 19,
+    /// A setting or request outside its limits.
+    Invalid = 20,
+    /// Host memory of this size is not to be had.
+    NoMemory = 21,
+    /// The job ran with `durability = "none"` and did not end in order.
+    Unclean = 22,
+    /// The daemon is stopping.
+    Stopping = 23,
+    /// There is no such job or session.
+    NotFound = 24,
+}
+
+impl FaultKind {
+    const ALL: [Self; 24] = [
+        Self::Io,
+        Self::Short,
+        Self::NoSpace,
+        Self::Damaged,
+        Self::UnknownTile,
+        Self::UnknownSlot,
+        Self::SlotBusy,
+        Self::TileBusy,
+        Self::SlotTooSmall,
+        Self::NeverWritten,
+        Self::WrongGeneration,
+        Self::StaleEpoch,
+        Self::TooMany,
+        Self::Protocol,
+        Self::Poisoned,
+        Self::Version,
+        Self::Denied,
+        Self::Busy,
+        Self::LayoutChanged,
+        Self::Invalid,
+        Self::NoMemory,
+        Self::Unclean,
+        Self::Stopping,
+        Self::NotFound,
+    ];
+
+    /// The kind of a number, if this version knows it.
+    pub fn from_number(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u32 == number)
+    }
+}
+
+/// A failure with its words.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Fault {
+    /// To branch on.
+    pub kind: FaultKind,
+    /// What was tried, on what, and what a person can do.
+    pub message: String,
+}
+
+impl Fault {
+    /// A failure of `kind`, told in `message`.
+    pub fn new(kind: FaultKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+        }
+    }
+}
+
+impl From<Fault> for tonic::Status {
+    fn from(fault: Fault) -> Self {
+        use prost::Message;
+        use tonic::Code;
+        let code = match fault.kind {
+            FaultKind::NoSpace | FaultKind::NoMemory | FaultKind::TooMany => {
+                Code::ResourceExhausted
+            }
+            FaultKind::Denied => Code::PermissionDenied,
+            FaultKind::NotFound | FaultKind::UnknownTile | FaultKind::UnknownSlot => Code::NotFound,
+            FaultKind::Invalid | FaultKind::Protocol => Code::InvalidArgument,
+            FaultKind::Io | FaultKind::Short | FaultKind::Damaged => Code::DataLoss,
+            FaultKind::Stopping => Code::Unavailable,
+            _ => Code::FailedPrecondition,
+        };
+        let details = crate::proto::Fault {
+            kind: fault.kind as u32,
+            message: fault.message.clone(),
+        };
+        Self::with_details(code, fault.message, details.encode_to_vec().into())
+    }
+}
+
+impl From<&tonic::Status> for Fault {
+    /// The fault a status carries; a status of another origin (a lost connection) becomes [`FaultKind::Stopping`].
+    fn from(status: &tonic::Status) -> Self {
+        use prost::Message;
+        crate::proto::Fault::decode(status.details())
+            .ok()
+            .and_then(|f| Some(Self::new(FaultKind::from_number(f.kind)?, f.message)))
+            .unwrap_or_else(|| {
+                Self::new(
+                    FaultKind::Stopping,
+                    format!("the daemon did not answer: {status}"),
+                )
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_survives_the_way_through_a_status() {
+        for kind in FaultKind::ALL {
+            let fault = Fault::new(kind, format!("tried {kind:?}"));
+            assert_eq!(Fault::from(&tonic::Status::from(fault.clone())), fault);
+        }
+        assert_eq!(FaultKind::from_number(0), None);
+        assert_eq!(
+            Fault::from(&tonic::Status::unavailable("gone")).kind,
+            FaultKind::Stopping
+        );
+    }
+}

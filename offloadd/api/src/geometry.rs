@@ -1,0 +1,244 @@
+//! Where each slot of an arena lies. Both sides compute it from the slot classes, so no offset ever travels.
+//!
+//! ```text
+//!   arena  | class 0: slot 0 | slot 1 | ... | gap | class 1: slot n | ...            |
+//!          | piece 0                        |     | piece 1          | piece 2 ...   |
+//! ```
+//!
+//! io_uring registers at most 1 GiB a buffer, so slots lie in *pieces* of at most [`PIECE_BYTES_MAX`] that no slot
+//! crosses. Pieces start on 2 MiB, where huge pages can.
+
+use crate::BLOCK_BYTES;
+use crate::ids::SlotIndex;
+
+/// Most that one registered buffer may hold (io_uring's limit).
+pub const PIECE_BYTES_MAX: u64 = 1 << 30;
+
+/// Pieces start at multiples of this.
+const PIECE_ALIGN_BYTES: u64 = 2 << 20;
+
+/// Slots of one arena; bounds tables sized by a peer's request.
+pub const SLOTS_MAX: u64 = 1 << 20;
+
+/// Slots of equal size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotClass {
+    /// A multiple of [`BLOCK_BYTES`].
+    pub slot_bytes: u64,
+    /// How many.
+    pub slot_count: u32,
+}
+
+/// A run of slots registered as one buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// From the arena's start.
+    pub offset: u64,
+    /// At most [`PIECE_BYTES_MAX`].
+    pub bytes: u64,
+}
+
+/// One slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotPlace {
+    /// From the arena's start.
+    pub offset: u64,
+    /// Of its class.
+    pub bytes: u64,
+    /// Index of the piece it lies in.
+    pub piece: u32,
+}
+
+/// Why classes make no arena.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GeometryError {
+    /// A slot size the kernel or the ring cannot take.
+    #[error(
+        "slot class {class}: {slot_bytes} bytes; a slot is a multiple of {BLOCK_BYTES} from {BLOCK_BYTES} to 1 GiB"
+    )]
+    SlotBytes {
+        /// Index in the request.
+        class: usize,
+        /// As asked.
+        slot_bytes: u64,
+    },
+    /// More slots than a session may have.
+    #[error("{slots} slots; a session has 1 to {SLOTS_MAX}: use larger tiles")]
+    SlotCount {
+        /// As asked, over all classes.
+        slots: u64,
+    },
+}
+
+/// The places of all slots of an arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    classes: Vec<ClassPlace>,
+    pieces: Vec<Piece>,
+    arena_bytes: u64,
+    slot_count: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct ClassPlace {
+    class: SlotClass,
+    first_slot: u32,
+    first_piece: u32,
+    slots_a_piece: u32,
+}
+
+impl Geometry {
+    /// Lays out `classes` in order. Classes without slots are allowed and take no room.
+    pub fn new(classes: &[SlotClass]) -> Result<Self, GeometryError> {
+        let slots: u64 = classes.iter().map(|c| u64::from(c.slot_count)).sum();
+        if slots == 0 || slots > SLOTS_MAX {
+            return Err(GeometryError::SlotCount { slots });
+        }
+        let mut geometry = Self {
+            classes: Vec::with_capacity(classes.len()),
+            pieces: Vec::new(),
+            arena_bytes: 0,
+            slot_count: 0,
+        };
+        for (index, &class) in classes.iter().enumerate() {
+            let SlotClass {
+                slot_bytes,
+                slot_count,
+            } = class;
+            if slot_bytes == 0
+                || slot_bytes % u64::from(BLOCK_BYTES) != 0
+                || slot_bytes > PIECE_BYTES_MAX
+            {
+                return Err(GeometryError::SlotBytes {
+                    class: index,
+                    slot_bytes,
+                });
+            }
+            // At most PIECE_BYTES_MAX / BLOCK_BYTES = 2^18, so it fits.
+            let slots_a_piece = (PIECE_BYTES_MAX / slot_bytes) as u32;
+            geometry.classes.push(ClassPlace {
+                class,
+                first_slot: geometry.slot_count,
+                first_piece: geometry.pieces.len() as u32,
+                slots_a_piece,
+            });
+            let mut left = slot_count;
+            while left > 0 {
+                let count = left.min(slots_a_piece);
+                let bytes = u64::from(count) * slot_bytes;
+                geometry.pieces.push(Piece {
+                    offset: geometry.arena_bytes,
+                    bytes,
+                });
+                geometry.arena_bytes =
+                    (geometry.arena_bytes + bytes).next_multiple_of(PIECE_ALIGN_BYTES);
+                left -= count;
+            }
+            geometry.slot_count += slot_count;
+        }
+        Ok(geometry)
+    }
+
+    /// Bytes of the arena's memory file.
+    pub fn arena_bytes(&self) -> u64 {
+        self.arena_bytes
+    }
+
+    /// Slots over all classes.
+    pub fn slot_count(&self) -> u32 {
+        self.slot_count
+    }
+
+    /// What to register, in order.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Where `slot` lies; `None` when there is no such slot.
+    pub fn place(&self, slot: SlotIndex) -> Option<SlotPlace> {
+        let index = self
+            .classes
+            .partition_point(|c| c.first_slot <= slot.0)
+            .checked_sub(1)?;
+        // Classes without slots share their successor's first slot; the last of them owns it.
+        let place = &self.classes[index];
+        let within = slot.0 - place.first_slot;
+        if within >= place.class.slot_count {
+            return None;
+        }
+        let piece = place.first_piece + within / place.slots_a_piece;
+        let in_piece = u64::from(within % place.slots_a_piece);
+        let bytes = place.class.slot_bytes;
+        Some(SlotPlace {
+            offset: self.pieces[piece as usize].offset + in_piece * bytes,
+            bytes,
+            piece,
+        })
+    }
+
+    /// The slots of class `class`, in order.
+    pub fn slots_of(&self, class: usize) -> impl Iterator<Item = SlotIndex> + use<> {
+        let place = &self.classes[class];
+        (place.first_slot..place.first_slot + place.class.slot_count).map(SlotIndex)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_lie_apart_in_pieces_no_slot_crosses() {
+        let classes = [(768 << 20, 3), (4096, 0), (4096, 5), (3 << 20, 700)].map(
+            |(slot_bytes, slot_count)| SlotClass {
+                slot_bytes,
+                slot_count,
+            },
+        );
+        let geometry = Geometry::new(&classes).unwrap();
+        let mut end = 0;
+        for slot in 0..geometry.slot_count() {
+            let place = geometry.place(SlotIndex(slot)).unwrap();
+            assert!(
+                place.offset >= end,
+                "slot {slot} overlaps the one before it"
+            );
+            end = place.offset + place.bytes;
+            let piece = geometry.pieces()[place.piece as usize];
+            assert!(
+                place.offset >= piece.offset && end <= piece.offset + piece.bytes,
+                "slot {slot} crosses its piece"
+            );
+            assert!(piece.bytes <= PIECE_BYTES_MAX && piece.offset % PIECE_ALIGN_BYTES == 0);
+        }
+        assert!(end <= geometry.arena_bytes());
+        assert_eq!(geometry.place(SlotIndex(geometry.slot_count())), None);
+        assert_eq!(
+            geometry.slots_of(2).collect::<Vec<_>>(),
+            (3..8).map(SlotIndex).collect::<Vec<_>>()
+        );
+        assert_eq!(geometry.place(SlotIndex(3)).unwrap().bytes, 4096);
+    }
+
+    #[test]
+    fn odd_sizes_and_counts_are_refused() {
+        let one = |slot_bytes, slot_count| {
+            Geometry::new(&[SlotClass {
+                slot_bytes,
+                slot_count,
+            }])
+        };
+        assert!(matches!(one(4095, 1), Err(GeometryError::SlotBytes { .. })));
+        assert!(matches!(one(0, 1), Err(GeometryError::SlotBytes { .. })));
+        assert!(matches!(
+            one((1 << 30) + 4096, 1),
+            Err(GeometryError::SlotBytes { .. })
+        ));
+        assert!(matches!(one(4096, 0), Err(GeometryError::SlotCount { .. })));
+        assert!(matches!(
+            one(4096, u32::MAX),
+            Err(GeometryError::SlotCount { .. })
+        ));
+        assert!(one(1 << 30, 2).is_ok());
+    }
+}

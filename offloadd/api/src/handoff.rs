@@ -1,0 +1,1 @@
+//! Descriptors over the second socket.
