@@ -1,1 +1,24 @@
-//! To be written.
+//! Arithmetic on memory: everything here takes bytes and gives bytes, and knows nothing of files, ranks or steps of a run.
+//!
+//! ```text
+//!   grad tile ──▶ reduce::sum_squares ──▶ (norm, clip) ──┐
+//!                                                        ▼
+//!   param tile, state tile ─────────────────▶ adamw::step_tile ──▶ the same tiles, one step later
+//! ```
+//!
+//! Promise: a result is a function of its arguments alone. The instruction set, the number of threads and where a range is cut
+//! change no bit of it. The plain definitions in `adamw/scalar.rs` and `reduce/scalar.rs` say what the bits are.
+//!
+//! `unsafe` is denied but for the files named below.
+#![deny(unsafe_code)]
+
+pub mod adamw;
+mod cast;
+mod instruction_set;
+pub mod number;
+pub mod reduce;
+#[cfg(feature = "torch")]
+#[allow(unsafe_code)]
+pub mod torch;
+
+pub use instruction_set::InstructionSet;

@@ -1,0 +1,281 @@
+//! The update of `scalar.rs` with AVX2, FMA and F16C, sixteen elements a turn. One of the files allowed to use `unsafe`.
+//!
+//! Promise: the same bits as the definition. Each vector operation below stands for the scalar one on its line there; elements that fill
+//! no block go through the definition itself.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+
+use super::layout::{Elements, Weights};
+use super::scalar::{self, Scalars};
+use crate::InstructionSet;
+use crate::cast::Plain;
+use crate::number::CANONICAL_NAN;
+
+/// Elements a turn: two vectors of fp32, one of 16-bit numbers, so that packing crosses lanes once for both.
+const BLOCK: usize = 16;
+
+/// A step over one chunk. Panics without AVX2, FMA and F16C.
+pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
+    assert!(InstructionSet::Avx2.available());
+    // SAFETY: the line above found every feature the function enables.
+    unsafe { step_blocks(s, elements) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn step_blocks(s: &Scalars, elements: Elements<'_>) {
+    let v = Vectors::new(s);
+    let (momentum, momentum_rest) = elements.momentum.as_chunks_mut::<BLOCK>();
+    let (variance, variance_rest) = elements.variance.as_chunks_mut::<BLOCK>();
+    let moments = momentum.iter_mut().zip(variance);
+    let weights_rest = match elements.weights {
+        Weights::SplitBf16 {
+            param,
+            residual,
+            grad,
+        } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (residual, residual_rest) = residual.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            let weights = param.iter_mut().zip(residual).zip(grad);
+            for (((param, residual), grad), (m, var)) in weights.zip(moments) {
+                let old = join(param, residual);
+                let new = v.update(old, m, var, from_bf16(grad));
+                split(new, param, residual);
+            }
+            Weights::SplitBf16 {
+                param: param_rest,
+                residual: residual_rest,
+                grad: grad_rest,
+            }
+        }
+        Weights::Fp32 { param, grad } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
+                let new = v.update(load(param), m, var, load(grad));
+                store(new, param);
+            }
+            Weights::Fp32 {
+                param: param_rest,
+                grad: grad_rest,
+            }
+        }
+        Weights::Fp16WholeMaster { param, whole, grad } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (whole, whole_rest) = whole.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            let weights = param.iter_mut().zip(whole).zip(grad);
+            for (((param, whole), grad), (m, var)) in weights.zip(moments) {
+                let new = v.update(load(whole), m, var, from_fp16(grad));
+                store(new, whole);
+                to_fp16(new, param);
+            }
+            Weights::Fp16WholeMaster {
+                param: param_rest,
+                whole: whole_rest,
+                grad: grad_rest,
+            }
+        }
+    };
+    scalar::step(
+        s,
+        Elements {
+            weights: weights_rest,
+            momentum: momentum_rest,
+            variance: variance_rest,
+        },
+    );
+}
+
+/// A block of fp32.
+type Block = [__m256; 2];
+
+/// The scalars, one vector each.
+struct Vectors {
+    grad_scale: __m256,
+    beta1: __m256,
+    one_minus_beta1: __m256,
+    beta2: __m256,
+    one_minus_beta2: __m256,
+    root_correction: __m256,
+    eps: __m256,
+    minus_decay: __m256,
+    minus_step_size: __m256,
+}
+
+impl Vectors {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn new(s: &Scalars) -> Self {
+        Self {
+            grad_scale: _mm256_set1_ps(s.grad_scale),
+            beta1: _mm256_set1_ps(s.beta1),
+            one_minus_beta1: _mm256_set1_ps(s.one_minus_beta1),
+            beta2: _mm256_set1_ps(s.beta2),
+            one_minus_beta2: _mm256_set1_ps(s.one_minus_beta2),
+            root_correction: _mm256_set1_ps(s.root_correction),
+            eps: _mm256_set1_ps(s.eps),
+            minus_decay: _mm256_set1_ps(s.minus_decay),
+            minus_step_size: _mm256_set1_ps(s.minus_step_size),
+        }
+    }
+
+    /// The new masters; the moments are replaced in place.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn update(
+        &self,
+        master: Block,
+        momentum: &mut [f32; BLOCK],
+        variance: &mut [f32; BLOCK],
+        grad: Block,
+    ) -> Block {
+        let (m, v) = (load(momentum), load(variance));
+        let low = self.update_vector(master[0], m[0], v[0], grad[0]);
+        let high = self.update_vector(master[1], m[1], v[1], grad[1]);
+        store([low.1, high.1], momentum);
+        store([low.2, high.2], variance);
+        [low.0, high.0]
+    }
+
+    /// `scalar::update`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn update_vector(
+        &self,
+        master: __m256,
+        momentum: __m256,
+        variance: __m256,
+        grad: __m256,
+    ) -> (__m256, __m256, __m256) {
+        let grad = _mm256_mul_ps(grad, self.grad_scale);
+        let momentum = _mm256_fmadd_ps(
+            self.beta1,
+            momentum,
+            _mm256_mul_ps(self.one_minus_beta1, grad),
+        );
+        let variance = _mm256_fmadd_ps(
+            _mm256_mul_ps(self.one_minus_beta2, grad),
+            grad,
+            _mm256_mul_ps(self.beta2, variance),
+        );
+        let denominator = _mm256_fmadd_ps(_mm256_sqrt_ps(variance), self.root_correction, self.eps);
+        let decayed = _mm256_fmadd_ps(self.minus_decay, master, master);
+        let quotient = _mm256_div_ps(momentum, denominator);
+        let master = _mm256_fmadd_ps(self.minus_step_size, quotient, decayed);
+        (canonical(master), canonical(momentum), canonical(variance))
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn canonical(x: __m256) -> __m256 {
+    let nan = _mm256_set1_ps(f32::from_bits(CANONICAL_NAN));
+    _mm256_blendv_ps(x, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load(from: &[f32; BLOCK]) -> Block {
+    let from = from.as_ptr();
+    // SAFETY: the array holds the 16 numbers that both loads read; they need no alignment.
+    unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store(x: Block, to: &mut [f32; BLOCK]) {
+    let to = to.as_mut_ptr();
+    // SAFETY: the array holds the 16 numbers that both stores write; they need no alignment.
+    unsafe {
+        _mm256_storeu_ps(to, x[0]);
+        _mm256_storeu_ps(to.add(8), x[1]);
+    }
+}
+
+/// Sixteen 16-bit numbers.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_halves<T: Plain>(from: &[T; BLOCK]) -> [__m128i; 2] {
+    const { assert!(size_of::<T>() == 2) };
+    let from = from.as_ptr();
+    // SAFETY: the array holds the 16 numbers that both loads read; they need no alignment.
+    unsafe {
+        [
+            _mm_loadu_si128(from.cast()),
+            _mm_loadu_si128(from.add(8).cast()),
+        ]
+    }
+}
+
+/// Stores 32-bit lanes, each within 0..=0xFFFF, as 16-bit numbers.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store_halves<T: Plain>(x: [__m256i; 2], to: &mut [T; BLOCK]) {
+    const { assert!(size_of::<T>() == 2) };
+    // Packing works within 128-bit halves: it gives the quarters 0, 2, 1, 3.
+    let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(x[0], x[1]));
+    // SAFETY: the array holds the 32 bytes written; the store needs no alignment.
+    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), packed) }
+}
+
+/// 16-bit numbers as the upper halves of 32-bit ones.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn upper_halves(x: __m128i) -> __m256i {
+    _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(x))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn from_bf16(from: &[u16; BLOCK]) -> Block {
+    let [a, b] = load_halves(from);
+    [
+        _mm256_castsi256_ps(upper_halves(a)),
+        _mm256_castsi256_ps(upper_halves(b)),
+    ]
+}
+
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn from_fp16(from: &[u16; BLOCK]) -> Block {
+    let [a, b] = load_halves(from);
+    [_mm256_cvtph_ps(a), _mm256_cvtph_ps(b)]
+}
+
+/// `number::to_fp16`; `x` has no NaN but the canonical one.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn to_fp16(x: Block, to: &mut [u16; BLOCK]) {
+    let a = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[0]);
+    let b = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[1]);
+    let both = _mm256_set_m128i(b, a);
+    // SAFETY: the array holds the 32 bytes written; the store needs no alignment.
+    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), both) }
+}
+
+/// `number::join`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn join(param: &[u16; BLOCK], residual: &[i16; BLOCK]) -> Block {
+    let (param, residual) = (load_halves(param), load_halves(residual));
+    let join = |param, residual| {
+        let bits = _mm256_add_epi32(upper_halves(param), _mm256_cvtepi16_epi32(residual));
+        _mm256_castsi256_ps(bits)
+    };
+    [join(param[0], residual[0]), join(param[1], residual[1])]
+}
+
+/// `number::split`; `x` has no NaN but the canonical one.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn split(x: Block, param: &mut [u16; BLOCK], residual: &mut [i16; BLOCK]) {
+    let bits = [_mm256_castps_si256(x[0]), _mm256_castps_si256(x[1])];
+    let half = _mm256_set1_epi32(0x8000);
+    let high = |bits| _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+    store_halves([high(bits[0]), high(bits[1])], param);
+    let mask = _mm256_set1_epi32(0xFFFF);
+    let low = |bits| _mm256_and_si256(bits, mask);
+    store_halves([low(bits[0]), low(bits[1])], residual);
+}

@@ -1,0 +1,235 @@
+//! The update of `scalar.rs` with AVX-512F, sixteen elements a turn. One of the files allowed to use `unsafe`.
+//!
+//! Promise: the same bits as the definition. Each vector operation below stands for the scalar one on its line there; elements that fill
+//! no block go through the definition itself.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::*;
+
+use super::layout::{Elements, Weights};
+use super::scalar::{self, Scalars};
+use crate::InstructionSet;
+use crate::cast::Plain;
+use crate::number::CANONICAL_NAN;
+
+/// Elements a turn: one vector of fp32, half a vector of 16-bit numbers.
+const BLOCK: usize = 16;
+
+/// A step over one chunk. Panics without AVX-512F.
+pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
+    assert!(InstructionSet::Avx512.available());
+    // SAFETY: the line above found every feature the function enables.
+    unsafe { step_blocks(s, elements) }
+}
+
+#[target_feature(enable = "avx512f")]
+fn step_blocks(s: &Scalars, elements: Elements<'_>) {
+    let v = Vectors::new(s);
+    let (momentum, momentum_rest) = elements.momentum.as_chunks_mut::<BLOCK>();
+    let (variance, variance_rest) = elements.variance.as_chunks_mut::<BLOCK>();
+    let moments = momentum.iter_mut().zip(variance);
+    let weights_rest = match elements.weights {
+        Weights::SplitBf16 {
+            param,
+            residual,
+            grad,
+        } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (residual, residual_rest) = residual.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            let weights = param.iter_mut().zip(residual).zip(grad);
+            for (((param, residual), grad), (m, var)) in weights.zip(moments) {
+                let old = join(param, residual);
+                let new = v.update(old, m, var, from_bf16(grad));
+                split(new, param, residual);
+            }
+            Weights::SplitBf16 {
+                param: param_rest,
+                residual: residual_rest,
+                grad: grad_rest,
+            }
+        }
+        Weights::Fp32 { param, grad } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
+                let new = v.update(load(param), m, var, load(grad));
+                store(new, param);
+            }
+            Weights::Fp32 {
+                param: param_rest,
+                grad: grad_rest,
+            }
+        }
+        Weights::Fp16WholeMaster { param, whole, grad } => {
+            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
+            let (whole, whole_rest) = whole.as_chunks_mut::<BLOCK>();
+            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
+            let weights = param.iter_mut().zip(whole).zip(grad);
+            for (((param, whole), grad), (m, var)) in weights.zip(moments) {
+                let new = v.update(load(whole), m, var, from_fp16(grad));
+                store(new, whole);
+                to_fp16(new, param);
+            }
+            Weights::Fp16WholeMaster {
+                param: param_rest,
+                whole: whole_rest,
+                grad: grad_rest,
+            }
+        }
+    };
+    scalar::step(
+        s,
+        Elements {
+            weights: weights_rest,
+            momentum: momentum_rest,
+            variance: variance_rest,
+        },
+    );
+}
+
+/// The scalars, one vector each.
+struct Vectors {
+    grad_scale: __m512,
+    beta1: __m512,
+    one_minus_beta1: __m512,
+    beta2: __m512,
+    one_minus_beta2: __m512,
+    root_correction: __m512,
+    eps: __m512,
+    minus_decay: __m512,
+    minus_step_size: __m512,
+}
+
+impl Vectors {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn new(s: &Scalars) -> Self {
+        Self {
+            grad_scale: _mm512_set1_ps(s.grad_scale),
+            beta1: _mm512_set1_ps(s.beta1),
+            one_minus_beta1: _mm512_set1_ps(s.one_minus_beta1),
+            beta2: _mm512_set1_ps(s.beta2),
+            one_minus_beta2: _mm512_set1_ps(s.one_minus_beta2),
+            root_correction: _mm512_set1_ps(s.root_correction),
+            eps: _mm512_set1_ps(s.eps),
+            minus_decay: _mm512_set1_ps(s.minus_decay),
+            minus_step_size: _mm512_set1_ps(s.minus_step_size),
+        }
+    }
+
+    /// The new masters; the moments are replaced in place. `scalar::update`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn update(
+        &self,
+        master: __m512,
+        momentum_in_out: &mut [f32; BLOCK],
+        variance_in_out: &mut [f32; BLOCK],
+        grad: __m512,
+    ) -> __m512 {
+        let (momentum, variance) = (load(momentum_in_out), load(variance_in_out));
+        let grad = _mm512_mul_ps(grad, self.grad_scale);
+        let momentum = _mm512_fmadd_ps(
+            self.beta1,
+            momentum,
+            _mm512_mul_ps(self.one_minus_beta1, grad),
+        );
+        let variance = _mm512_fmadd_ps(
+            _mm512_mul_ps(self.one_minus_beta2, grad),
+            grad,
+            _mm512_mul_ps(self.beta2, variance),
+        );
+        let denominator = _mm512_fmadd_ps(_mm512_sqrt_ps(variance), self.root_correction, self.eps);
+        let decayed = _mm512_fmadd_ps(self.minus_decay, master, master);
+        let quotient = _mm512_div_ps(momentum, denominator);
+        let master = _mm512_fmadd_ps(self.minus_step_size, quotient, decayed);
+        store(canonical(momentum), momentum_in_out);
+        store(canonical(variance), variance_in_out);
+        canonical(master)
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn canonical(x: __m512) -> __m512 {
+    let nan = _mm512_set1_ps(f32::from_bits(CANONICAL_NAN));
+    _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), nan)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(from: &[f32; BLOCK]) -> __m512 {
+    // SAFETY: the array holds the 64 bytes read; the load needs no alignment.
+    unsafe { _mm512_loadu_ps(from.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store(x: __m512, to: &mut [f32; BLOCK]) {
+    // SAFETY: the array holds the 64 bytes written; the store needs no alignment.
+    unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) }
+}
+
+/// Sixteen 16-bit numbers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_halves<T: Plain>(from: &[T; BLOCK]) -> __m256i {
+    const { assert!(size_of::<T>() == 2) };
+    // SAFETY: the array holds the 32 bytes read; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store_halves<T: Plain>(x: __m256i, to: &mut [T; BLOCK]) {
+    const { assert!(size_of::<T>() == 2) };
+    // SAFETY: the array holds the 32 bytes written; the store needs no alignment.
+    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), x) }
+}
+
+/// 16-bit numbers as the upper halves of 32-bit ones.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn upper_halves(x: __m256i) -> __m512i {
+    _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(x))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn from_bf16(from: &[u16; BLOCK]) -> __m512 {
+    _mm512_castsi512_ps(upper_halves(load_halves(from)))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn from_fp16(from: &[u16; BLOCK]) -> __m512 {
+    _mm512_cvtph_ps(load_halves(from))
+}
+
+/// `number::to_fp16`; `x` has no NaN but the canonical one.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn to_fp16(x: __m512, to: &mut [u16; BLOCK]) {
+    store_halves(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x), to);
+}
+
+/// `number::join`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn join(param: &[u16; BLOCK], residual: &[i16; BLOCK]) -> __m512 {
+    let residual = _mm512_cvtepi16_epi32(load_halves(residual));
+    let bits = _mm512_add_epi32(upper_halves(load_halves(param)), residual);
+    _mm512_castsi512_ps(bits)
+}
+
+/// `number::split`; `x` has no NaN but the canonical one.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn split(x: __m512, param: &mut [u16; BLOCK], residual: &mut [i16; BLOCK]) {
+    let bits = _mm512_castps_si512(x);
+    let high = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)));
+    store_halves(_mm512_cvtepi32_epi16(high), param);
+    // The narrowing keeps the low halves.
+    store_halves(_mm512_cvtepi32_epi16(bits), residual);
+}

@@ -1,0 +1,289 @@
+//! Where a tile's numbers lie, and the tile cut into one slice a plane.
+//!
+//! ```text
+//!   param tile   [ parameter; n ]
+//!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
+//!   grad tile    [ gradient; n ]
+//! ```
+//!
+//! Planes and not records: each kernel reads and writes whole cache lines of one type.
+
+use std::ops::Range;
+
+use crate::cast::{view, view_mut};
+use crate::number;
+
+/// Each plane starts at a multiple of this: a cache line, and the widest vector.
+const PLANE_ALIGN_BYTES: usize = 64;
+
+/// How a parameter's fp32 master is stored beside its two moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Master {
+    /// The bf16 parameter is the upper half of the master; the state begins with the i16 residual. Gradients are bf16.
+    SplitBf16,
+    /// The parameter itself is fp32, and so are gradients; the state is the two moments only.
+    Fp32,
+    /// The parameter is fp16, and so are gradients; the state begins with the whole fp32 master.
+    Fp16WholeMaster,
+}
+
+impl Master {
+    /// Bytes of one parameter.
+    pub fn param_bytes(self) -> usize {
+        match self {
+            Self::SplitBf16 | Self::Fp16WholeMaster => 2,
+            Self::Fp32 => 4,
+        }
+    }
+
+    /// Bytes of one gradient as it is kept in host memory.
+    pub fn grad_bytes(self) -> usize {
+        self.param_bytes()
+    }
+
+    /// Bytes of state of one parameter, without the padding of planes.
+    pub fn state_bytes(self) -> usize {
+        self.first_plane_bytes() + 4 + 4
+    }
+
+    /// Bytes of one element of the plane before the moments.
+    fn first_plane_bytes(self) -> usize {
+        match self {
+            Self::SplitBf16 => 2,
+            Self::Fp32 => 0,
+            Self::Fp16WholeMaster => 4,
+        }
+    }
+}
+
+/// One tile's buffers. Each starts at a multiple of 64 bytes and may be longer than the tile needs.
+#[derive(Debug)]
+pub struct Tile<'a> {
+    /// How the buffers are laid out.
+    pub master: Master,
+    /// `elems * param_bytes`, updated in place.
+    pub param: &'a mut [u8],
+    /// [`state_tile_bytes`], updated in place.
+    pub state: &'a mut [u8],
+    /// `elems * grad_bytes`.
+    pub grad: &'a [u8],
+    /// Elements of the tile.
+    pub elems: usize,
+}
+
+/// Bytes of the state of a tile of `elems` elements.
+pub fn state_tile_bytes(master: Master, elems: usize) -> usize {
+    plane_bytes(master.first_plane_bytes(), elems) + 2 * plane_bytes(4, elems)
+}
+
+/// Makes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so equal masters give equal bytes.
+///
+/// The tile has `masters.len()` elements. Panics if a slice is too short or does not start at a multiple of 64 bytes.
+pub fn init_tile(master: Master, masters: &[f32], param: &mut [u8], state: &mut [u8]) {
+    let elems = masters.len();
+    check("param", param, elems * master.param_bytes());
+    check("state", state, state_tile_bytes(master, elems));
+    let param = &mut param[..elems * master.param_bytes()];
+    let state = &mut state[..state_tile_bytes(master, elems)];
+    state.fill(0);
+    let first = &mut state[..elems * master.first_plane_bytes()];
+    match master {
+        Master::SplitBf16 => {
+            let planes = view_mut(param).iter_mut().zip(view_mut(first));
+            for (from, (param, residual)) in masters.iter().zip(planes) {
+                (*param, *residual) = number::split(*from);
+            }
+        }
+        Master::Fp32 => {
+            for (from, param) in masters.iter().zip(view_mut(param)) {
+                *param = number::canonical(*from);
+            }
+        }
+        Master::Fp16WholeMaster => {
+            let planes = view_mut(param).iter_mut().zip(view_mut(first));
+            for (from, (param, whole)) in masters.iter().zip(planes) {
+                *param = number::to_fp16(*from);
+                *whole = number::canonical(*from);
+            }
+        }
+    }
+}
+
+/// The fp32 masters of a tile of `out.len()` elements, exactly.
+///
+/// Panics if a slice is too short or does not start at a multiple of 64 bytes.
+pub fn read_masters(master: Master, param: &[u8], state: &[u8], out: &mut [f32]) {
+    let elems = out.len();
+    check("param", param, elems * master.param_bytes());
+    check("state", state, state_tile_bytes(master, elems));
+    let param = &param[..elems * master.param_bytes()];
+    let first = &state[..elems * master.first_plane_bytes()];
+    match master {
+        Master::SplitBf16 => {
+            let planes = view(param).iter().zip(view(first));
+            for (out, (param, residual)) in out.iter_mut().zip(planes) {
+                *out = number::join(*param, *residual);
+            }
+        }
+        Master::Fp32 => out.copy_from_slice(view(param)),
+        Master::Fp16WholeMaster => out.copy_from_slice(view(first)),
+    }
+}
+
+/// A run of elements, one slice a plane, all of one length.
+pub(super) struct Elements<'a> {
+    pub(super) weights: Weights<'a>,
+    pub(super) momentum: &'a mut [f32],
+    pub(super) variance: &'a mut [f32],
+}
+
+/// The planes that depend on how the master is stored.
+pub(super) enum Weights<'a> {
+    SplitBf16 {
+        param: &'a mut [u16],
+        residual: &'a mut [i16],
+        grad: &'a [u16],
+    },
+    Fp32 {
+        param: &'a mut [f32],
+        grad: &'a [f32],
+    },
+    Fp16WholeMaster {
+        param: &'a mut [u16],
+        whole: &'a mut [f32],
+        grad: &'a [u16],
+    },
+}
+
+impl<'a> Elements<'a> {
+    /// The elements of `range` of a tile. Panics as `step_range` says.
+    pub(super) fn of(tile: Tile<'a>, range: Range<usize>) -> Self {
+        let Tile {
+            master,
+            param,
+            state,
+            grad,
+            elems,
+        } = tile;
+        assert!(
+            range.start <= range.end && range.end <= elems,
+            "range {range:?} is not within the tile's {elems} elements"
+        );
+        check("param", param, elems * master.param_bytes());
+        check("state", state, state_tile_bytes(master, elems));
+        check("grad", grad, elems * master.grad_bytes());
+
+        let part = |elem_bytes: usize| range.start * elem_bytes..range.end * elem_bytes;
+        let param = &mut param[part(master.param_bytes())];
+        let grad = &grad[part(master.grad_bytes())];
+        let (first, moments) = state.split_at_mut(plane_bytes(master.first_plane_bytes(), elems));
+        let (momentum, variance) = moments.split_at_mut(plane_bytes(4, elems));
+        let first = &mut first[part(master.first_plane_bytes())];
+        let weights = match master {
+            Master::SplitBf16 => Weights::SplitBf16 {
+                param: view_mut(param),
+                residual: view_mut(first),
+                grad: view(grad),
+            },
+            Master::Fp32 => Weights::Fp32 {
+                param: view_mut(param),
+                grad: view(grad),
+            },
+            Master::Fp16WholeMaster => Weights::Fp16WholeMaster {
+                param: view_mut(param),
+                whole: view_mut(first),
+                grad: view(grad),
+            },
+        };
+        Self {
+            weights,
+            momentum: view_mut(&mut momentum[part(4)]),
+            variance: view_mut(&mut variance[part(4)]),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.momentum.len()
+    }
+
+    /// The first `middle` elements, and the rest.
+    pub(super) fn split_at(self, middle: usize) -> (Self, Self) {
+        let (left, right) = self.weights.split_at(middle);
+        let (momentum, momentum_right) = self.momentum.split_at_mut(middle);
+        let (variance, variance_right) = self.variance.split_at_mut(middle);
+        (
+            Self {
+                weights: left,
+                momentum,
+                variance,
+            },
+            Self {
+                weights: right,
+                momentum: momentum_right,
+                variance: variance_right,
+            },
+        )
+    }
+}
+
+impl<'a> Weights<'a> {
+    fn split_at(self, middle: usize) -> (Self, Self) {
+        match self {
+            Self::SplitBf16 {
+                param,
+                residual,
+                grad,
+            } => {
+                let (param, p) = param.split_at_mut(middle);
+                let (residual, r) = residual.split_at_mut(middle);
+                let (grad, g) = grad.split_at(middle);
+                let right = Self::SplitBf16 {
+                    param: p,
+                    residual: r,
+                    grad: g,
+                };
+                (
+                    Self::SplitBf16 {
+                        param,
+                        residual,
+                        grad,
+                    },
+                    right,
+                )
+            }
+            Self::Fp32 { param, grad } => {
+                let (param, p) = param.split_at_mut(middle);
+                let (grad, g) = grad.split_at(middle);
+                (Self::Fp32 { param, grad }, Self::Fp32 { param: p, grad: g })
+            }
+            Self::Fp16WholeMaster { param, whole, grad } => {
+                let (param, p) = param.split_at_mut(middle);
+                let (whole, w) = whole.split_at_mut(middle);
+                let (grad, g) = grad.split_at(middle);
+                let right = Self::Fp16WholeMaster {
+                    param: p,
+                    whole: w,
+                    grad: g,
+                };
+                (Self::Fp16WholeMaster { param, whole, grad }, right)
+            }
+        }
+    }
+}
+
+fn plane_bytes(elem_bytes: usize, elems: usize) -> usize {
+    (elem_bytes * elems).next_multiple_of(PLANE_ALIGN_BYTES)
+}
+
+fn check(name: &str, slice: &[u8], bytes_min: usize) {
+    assert!(
+        slice.len() >= bytes_min,
+        "the {name} slice has {} bytes, its tile needs {bytes_min}",
+        slice.len()
+    );
+    assert!(
+        slice.as_ptr().addr().is_multiple_of(PLANE_ALIGN_BYTES),
+        "the {name} slice starts at address {:#x}, which is no multiple of {PLANE_ALIGN_BYTES}",
+        slice.as_ptr().addr()
+    );
+}

@@ -1,0 +1,121 @@
+//! AdamW on the CPU, over tiles: unscale and clip (one multiplier), update and cast in one pass over the bytes.
+//!
+//! Bytes per parameter and step, which are what limits the speed:
+//!
+//! | master | read | written |
+//! |---|---|---|
+//! | `SplitBf16` | 2 parameter + 10 state + 2 gradient | 2 + 10 |
+//! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
+//! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
+//!
+//! Stores are plain ones: the update is in place, its lines are in the cache already, so stores past the cache would save no read.
+//!
+//! Promise: the bits of a result depend on the arguments alone, not on instruction set, threads or how a tile is cut into ranges. What
+//! they are is said in `scalar.rs`. The floating-point environment must be the default one (no flushing of denormals).
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod layout;
+mod scalar;
+
+use std::ops::Range;
+
+use layout::Elements;
+use scalar::Scalars;
+
+pub use crate::InstructionSet;
+pub use layout::{Master, Tile, init_tile, read_masters, state_tile_bytes};
+
+/// Elements one thread takes at a time: 229 to 262 KB over all planes, which fit the L2 of any server core, and 64-byte lines are not
+/// shared by two threads.
+const CHUNK_ELEMS: usize = 16 * 1024;
+
+/// The scalars of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Hyper {
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay of the momentum, 0 to 1.
+    pub beta1: f32,
+    /// Decay of the variance, 0 to 1.
+    pub beta2: f32,
+    /// Added to the root of the variance.
+    pub eps: f32,
+    /// Decoupled weight decay; a step takes `lr * weight_decay` of the weight away.
+    pub weight_decay: f32,
+    /// The step being taken, counted from 1, for bias correction.
+    pub step: u64,
+    /// Multiplies each gradient first: one over the loss scale, times the clip factor.
+    pub grad_scale: f32,
+}
+
+/// One AdamW step over a tile of `elems` elements: `param` and `state` in place, `grad` read.
+///
+/// The slices may be longer than the tile needs; the rest is left alone. Panics if one is shorter or does not start at a multiple of 64
+/// bytes, or if `hyper.step` is 0.
+pub fn step_tile(
+    master: Master,
+    hyper: &Hyper,
+    param: &mut [u8],
+    state: &mut [u8],
+    grad: &[u8],
+    elems: usize,
+) {
+    step_range(master, hyper, param, state, grad, elems, 0..elems);
+}
+
+/// As [`step_tile`], but only the elements of `range` are updated: for tensors of one tile that differ in weight decay or learning rate.
+///
+/// `tile_elems` is the whole tile's count, from which the planes' places follow. Panics if `range` reaches beyond it.
+pub fn step_range(
+    master: Master,
+    hyper: &Hyper,
+    param: &mut [u8],
+    state: &mut [u8],
+    grad: &[u8],
+    tile_elems: usize,
+    range: Range<usize>,
+) {
+    let tile = Tile {
+        master,
+        param,
+        state,
+        grad,
+        elems: tile_elems,
+    };
+    step_range_with(InstructionSet::best(), hyper, tile, range);
+}
+
+/// As [`step_range`], with instructions of the caller's choice: for tests and measurements.
+///
+/// Panics if this machine lacks them.
+pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range: Range<usize>) {
+    assert!(set.available(), "this processor has no {set:?}");
+    let scalars = Scalars::new(hyper);
+    step_elements(set, &scalars, Elements::of(tile, range));
+}
+
+/// Halves the work until a piece is one chunk; rayon's threads share the pieces.
+fn step_elements(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
+    if elements.len() <= CHUNK_ELEMS {
+        return step_chunk(set, scalars, elements);
+    }
+    let middle = (elements.len() / 2).next_multiple_of(CHUNK_ELEMS);
+    let (left, right) = elements.split_at(middle);
+    rayon::join(
+        || step_elements(set, scalars, left),
+        || step_elements(set, scalars, right),
+    );
+}
+
+fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
+    match set {
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx2 => avx2::step(scalars, elements),
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx512 => avx512::step(scalars, elements),
+        _ => scalar::step(scalars, elements),
+    }
+}

@@ -1,0 +1,131 @@
+//! The definition: what one AdamW step is, operation by operation. The vector files compute these same operations in this same order.
+//!
+//! Kingma & Ba, "Adam", ICLR 2015, algorithm 1, with the decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay
+//! Regularization", ICLR 2019, algorithm 2 (the decay scaled by the learning rate, as every framework has it). For step t:
+//!
+//! ```text
+//!   g = grad * grad_scale
+//!   m = beta1 m + (1 - beta1) g
+//!   v = beta2 v + (1 - beta2) g g
+//!   p = p - lr weight_decay p - lr/(1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+//! ```
+//!
+//! All of it in fp32, each line of [`update`] one rounding, division and square root as IEEE 754 has them. What depends on the step alone
+//! is computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the canonical NaN.
+
+use super::Hyper;
+use super::layout::{Elements, Weights};
+use crate::number;
+
+/// A step's scalars as the kernels use them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scalars {
+    pub(super) grad_scale: f32,
+    pub(super) beta1: f32,
+    pub(super) one_minus_beta1: f32,
+    pub(super) beta2: f32,
+    pub(super) one_minus_beta2: f32,
+    /// 1 / sqrt(1 - beta2^t)
+    pub(super) root_correction: f32,
+    pub(super) eps: f32,
+    /// -lr weight_decay
+    pub(super) minus_decay: f32,
+    /// -lr / (1 - beta1^t)
+    pub(super) minus_step_size: f32,
+}
+
+impl Scalars {
+    pub(super) fn new(hyper: &Hyper) -> Self {
+        assert!(
+            hyper.step >= 1,
+            "steps are counted from 1: bias correction of step 0 divides by zero"
+        );
+        let (lr, beta1, beta2) = (
+            f64::from(hyper.lr),
+            f64::from(hyper.beta1),
+            f64::from(hyper.beta2),
+        );
+        let correction1 = 1.0 - power(beta1, hyper.step);
+        let correction2 = 1.0 - power(beta2, hyper.step);
+        Self {
+            grad_scale: hyper.grad_scale,
+            beta1: hyper.beta1,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: hyper.beta2,
+            one_minus_beta2: (1.0 - beta2) as f32,
+            root_correction: (1.0 / correction2.sqrt()) as f32,
+            eps: hyper.eps,
+            minus_decay: (-lr * f64::from(hyper.weight_decay)) as f32,
+            minus_step_size: (-lr / correction1) as f32,
+        }
+    }
+}
+
+/// `base^exponent` by squaring. The library's powers are not the same bits on every platform.
+fn power(base: f64, exponent: u64) -> f64 {
+    let (mut result, mut square, mut left) = (1.0, base, exponent);
+    while left > 0 {
+        if left & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        left >>= 1;
+    }
+    result
+}
+
+/// New master, momentum and variance of one element.
+#[inline(always)]
+fn update(s: &Scalars, master: f32, momentum: f32, variance: f32, grad: f32) -> (f32, f32, f32) {
+    let grad = grad * s.grad_scale;
+    let momentum = s.beta1.mul_add(momentum, s.one_minus_beta1 * grad);
+    let variance = (s.one_minus_beta2 * grad).mul_add(grad, s.beta2 * variance);
+    let denominator = variance.sqrt().mul_add(s.root_correction, s.eps);
+    let decayed = s.minus_decay.mul_add(master, master);
+    let master = s.minus_step_size.mul_add(momentum / denominator, decayed);
+    (
+        number::canonical(master),
+        number::canonical(momentum),
+        number::canonical(variance),
+    )
+}
+
+// Inlined into the vector files, whose last elements they take: there `mul_add` is an instruction, here it may be a call.
+
+#[inline(always)]
+pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
+    let Elements {
+        weights,
+        momentum,
+        variance,
+    } = elements;
+    let moments = momentum.iter_mut().zip(variance);
+    match weights {
+        Weights::SplitBf16 {
+            param,
+            residual,
+            grad,
+        } => {
+            let weights = param.iter_mut().zip(residual).zip(grad);
+            for (((param, residual), grad), (m, v)) in weights.zip(moments) {
+                let master = number::join(*param, *residual);
+                let (master, momentum, variance) =
+                    update(s, master, *m, *v, number::from_bf16(*grad));
+                (*param, *residual) = number::split(master);
+                (*m, *v) = (momentum, variance);
+            }
+        }
+        Weights::Fp32 { param, grad } => {
+            for ((param, grad), (m, v)) in param.iter_mut().zip(grad).zip(moments) {
+                (*param, *m, *v) = update(s, *param, *m, *v, *grad);
+            }
+        }
+        Weights::Fp16WholeMaster { param, whole, grad } => {
+            let weights = param.iter_mut().zip(whole).zip(grad);
+            for (((param, whole), grad), (m, v)) in weights.zip(moments) {
+                (*whole, *m, *v) = update(s, *whole, *m, *v, number::from_fp16(*grad));
+                *param = number::to_fp16(*whole);
+            }
+        }
+    }
+}

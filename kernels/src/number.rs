@@ -1,0 +1,134 @@
+//! The 16-bit formats, and the split of a fp32 master into a bf16 parameter and a 16-bit residual.
+//!
+//! Promise: [`split`] and [`join`] are inverse on every number, so a master costs 16 bits beside its parameter and loses nothing; a NaN
+//! stays a NaN. All NaNs become one, [`CANONICAL_NAN`], because which NaN an instruction hands on depends on the order of its operands,
+//! which compilers choose.
+
+use half::f16;
+
+/// The bits of the only NaN that is ever stored: quiet, positive, no payload. Its upper half is the bf16 NaN 0x7FC0.
+pub const CANONICAL_NAN: u32 = 0x7FC0_0000;
+
+/// `x`, or the canonical NaN where `x` is any NaN.
+#[inline(always)]
+pub fn canonical(x: f32) -> f32 {
+    let bits = x.to_bits();
+    // On the bits, as a compiler may not treat these as interchangeable NaNs.
+    let is_nan = bits & 0x7FFF_FFFF > 0x7F80_0000;
+    f32::from_bits(if is_nan { CANONICAL_NAN } else { bits })
+}
+
+/// Splits a master into the bits of its bf16 parameter and the residual.
+///
+/// The parameter is the nearest bf16, halves away from zero. To nearest even would not be invertible: at a low half of 0x8000 two
+/// masters would share one pair.
+#[inline(always)]
+pub fn split(master: f32) -> (u16, i16) {
+    let bits = canonical(master).to_bits();
+    let high = (bits.wrapping_add(0x8000) >> 16) as u16;
+    // bits - (high << 16) lies in -0x8000..0x8000, so its low 16 bits are all of it, and they are those of `bits`.
+    (high, bits as u16 as i16)
+}
+
+/// The master that was split.
+#[inline(always)]
+pub fn join(param: u16, residual: i16) -> f32 {
+    f32::from_bits((u32::from(param) << 16).wrapping_add_signed(i32::from(residual)))
+}
+
+/// The value of a bf16.
+#[inline(always)]
+pub fn from_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The nearest bf16, halves to even; for gradients, which need no inverse.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = canonical(x).to_bits();
+    let last_kept = (bits >> 16) & 1;
+    ((bits + 0x7FFF + last_kept) >> 16) as u16
+}
+
+/// The value of a fp16.
+#[inline(always)]
+pub fn from_fp16(bits: u16) -> f32 {
+    f16::from_bits(bits).to_f32()
+}
+
+/// The nearest fp16, halves to even; beyond 65,519 in magnitude infinity.
+#[inline(always)]
+pub fn to_fp16(x: f32) -> u16 {
+    f16::from_f32(canonical(x)).to_bits()
+}
+
+#[cfg(test)]
+mod tests {
+    //! What could go wrong: a rounding that is not invertible for a few of the 2^32 masters, or that carries a NaN into infinity or
+    //! zero. All 2^32 are tried.
+    use super::*;
+    use half::bf16;
+    use rayon::prelude::*;
+
+    /// Every bit pattern is tried as eight vectors of blocks, in parallel; true where `holds` is true of all.
+    fn for_all_masters(holds: impl Fn(f32) -> bool + Sync) -> bool {
+        (0..=u16::MAX).into_par_iter().all(|high| {
+            let first = u32::from(high) << 16;
+            (0..=u16::MAX).fold(true, |all, low| {
+                all & holds(f32::from_bits(first | u32::from(low)))
+            })
+        })
+    }
+
+    #[test]
+    fn every_master_comes_back_from_its_parameter_and_residual() {
+        assert!(for_all_masters(|master| {
+            let (param, residual) = split(master);
+            join(param, residual).to_bits() == canonical(master).to_bits()
+        }));
+    }
+
+    #[test]
+    fn no_nan_becomes_a_number_and_no_number_a_nan() {
+        assert!(for_all_masters(|master| {
+            let (param, residual) = split(master);
+            let stored_nan = param == 0x7FC0 && residual == 0;
+            stored_nan == master.is_nan() && from_bf16(param).is_nan() == master.is_nan()
+        }));
+    }
+
+    #[test]
+    fn the_parameter_is_the_nearest_bf16() {
+        // Checked in f64, where the difference of two neighbours is exact.
+        assert!(for_all_masters(|master| {
+            let (param, _) = split(master);
+            let distance = |bits: u16| (f64::from(from_bf16(bits)) - f64::from(master)).abs();
+            !master.is_finite()
+                || !from_bf16(param).is_finite()
+                || (distance(param) <= distance(param.wrapping_add(1))
+                    && (param & 0x7FFF == 0 || distance(param) <= distance(param - 1)))
+        }));
+    }
+
+    #[test]
+    fn gradients_round_to_the_nearest_even_bf16() {
+        assert!(for_all_masters(|x| {
+            to_bf16(x) == bf16::from_f32(canonical(x)).to_bits()
+        }));
+    }
+
+    #[test]
+    fn fp16_rounds_as_the_software_definition_does() {
+        // half uses the processor's conversion where there is one; from_f32_const never does.
+        assert!((0..=u16::MAX).into_par_iter().all(|high| {
+            [
+                0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0xD000, 0xFFFF,
+            ]
+            .iter()
+            .all(|low| {
+                let x = canonical(f32::from_bits(u32::from(high) << 16 | low));
+                to_fp16(x) == f16::from_f32_const(x).to_bits()
+            })
+        }));
+    }
+}
