@@ -1,0 +1,49 @@
+//! The C functions of shim.cpp, as they are. Callers beside this file check what each one asks for.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use super::{TorchError, first_line};
+
+/// `at::Tensor *`, the same pointer as `tch::Tensor::as_ptr`.
+pub(super) type RawTensor = *mut c_void;
+
+unsafe extern "C" {
+    /// Fills `results` (`input_count` places) with new tensors. NULL, or a message to free.
+    pub(super) fn offload_vjp(
+        outputs: *const RawTensor,
+        grad_outputs: *const RawTensor,
+        output_count: usize,
+        inputs: *const RawTensor,
+        input_count: usize,
+        results: *mut RawTensor,
+    ) -> *mut c_char;
+
+    /// How many tensors share the memory of `tensor`, itself included: clones and views.
+    pub(super) fn offload_share_count(tensor: RawTensor) -> usize;
+
+    pub(super) fn offload_set_deterministic(on: c_int) -> *mut c_char;
+
+    pub(super) fn offload_set_threads(count: c_int) -> *mut c_char;
+
+    fn offload_free_message(message: *mut c_char);
+}
+
+/// Turns a shim's message into an error and frees it.
+///
+/// # Safety
+/// `message` is NULL or came from a shim function just now and is used nowhere else.
+pub(super) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(), TorchError> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: not NULL, and the shim returns NUL-terminated text (the caller's promise).
+    let text = unsafe { CStr::from_ptr(message) }
+        .to_string_lossy()
+        .into_owned();
+    // SAFETY: the shim allocated it, nobody else has it (the caller's promise), and `text` is a copy.
+    unsafe { offload_free_message(message) };
+    Err(TorchError::Torch {
+        op,
+        message: first_line(&text),
+    })
+}
