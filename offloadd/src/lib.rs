@@ -1,1 +1,17 @@
-//! To be written.
+//! The per-node daemon: owns pinned host memory and drives, and moves tiles between them for training processes.
+//!
+//! ```text
+//!   gRPC socket ──▶ server ──Call──▶┌────────┐──Event──▶┌──────┐
+//!   descriptors ──▶ server/handoff ▶│ driver │          │ core │  decides: sessions, jobs, commits
+//!   rings ───────── doorbells ─────▶│        │◀─Action──└──────┘
+//!   devices ◀────── engine ◀───Io───└────────┘              ▲ once, at start
+//!      ▲                                                    │
+//!      └── blocks ◀── store: format, recover, verify ───────┘
+//! ```
+//!
+//! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
+//! so `tests/simulation.rs` drives it through thousands of seeded crashes.
+
+pub mod blocks;
+pub mod core;
+pub mod store;

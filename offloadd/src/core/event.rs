@@ -1,0 +1,378 @@
+//! What goes into the core and what comes out of it: closed lists, so that a test can make every one of them.
+//!
+//! Everything here is checked input: the server turns messages into these types and refuses what does not fit.
+
+use offload_api::fault::Fault;
+use offload_api::geometry::{Geometry, SlotClass, SlotPlace};
+use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
+use offload_api::ring::entry::{Cqe, Sqe};
+
+use crate::blocks::AlignedBytes;
+use crate::store::definition::{JobDefinition, JobName};
+
+/// The driver's number for a call that waits for its reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CallId(pub u64);
+
+/// One process's session. Never reused in one life of the daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub u64);
+
+/// One operation of a device. Never reused in one life of the daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct IoId(pub u64);
+
+/// Who calls, as the kernel says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Owner of the jobs it may see.
+    pub uid: u32,
+    /// For messages only: a pid alone is no identity.
+    pub pid: u32,
+}
+
+/// Something happened.
+#[derive(Debug)]
+pub enum Event {
+    /// A checked call. Its answer is one [`Action::Reply`] with the same number, perhaps much later.
+    Call {
+        /// Given back in the reply.
+        call: CallId,
+        /// Who calls.
+        peer: Peer,
+        /// What is wanted.
+        request: Call,
+    },
+    /// The arena, rings and descriptors of `session` exist; or they do not, and the open is refused with the fault.
+    ArenaMade {
+        /// Of the [`Action::MakeArena`].
+        session: SessionId,
+        /// Whether they exist.
+        result: Result<(), Fault>,
+    },
+    /// The process has taken its descriptors over the second socket.
+    Attached {
+        /// Which.
+        session: SessionId,
+    },
+    /// One entry copied out of the submission ring, unchecked.
+    Submission {
+        /// Whose ring.
+        session: SessionId,
+        /// The copy.
+        entry: Sqe,
+    },
+    /// An operation has ended. Its buffer is the driver's to free.
+    IoDone {
+        /// Of the [`Action::Io`].
+        io: IoId,
+        /// How it ended.
+        result: IoResult,
+    },
+    /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
+    PeerGone {
+        /// Which.
+        session: SessionId,
+    },
+}
+
+/// How an operation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoResult {
+    /// Bytes moved (a flush: 0), or the errno.
+    pub outcome: Result<u32, i32>,
+    /// From submission to completion.
+    pub device_ns: u64,
+}
+
+/// What a peer may ask for.
+#[derive(Debug)]
+pub enum Call {
+    /// Who answers, what is free.
+    Describe,
+    /// Host memory for one process of a job.
+    Open(OpenSession),
+    /// Tiles of a job.
+    Define {
+        /// Of the session.
+        token: SessionToken,
+        /// All of the job's tiles on this node.
+        definition: JobDefinition,
+    },
+    /// Where to go on from.
+    Resume {
+        /// Of the session.
+        token: SessionToken,
+        /// 0: from nothing.
+        generation: Generation,
+    },
+    /// One rank's part of a generation.
+    Commit {
+        /// Of the session.
+        token: SessionToken,
+        /// The working generation.
+        generation: Generation,
+        /// At most `BLOB_BYTES_MAX`.
+        blob: Vec<u8>,
+    },
+    /// The generation is prepared on every node.
+    Confirm {
+        /// Of the session.
+        token: SessionToken,
+        /// The one that was prepared.
+        generation: Generation,
+    },
+    /// Ends the session in order.
+    Close {
+        /// Of the session.
+        token: SessionToken,
+    },
+    /// The caller's jobs.
+    ListJobs,
+    /// Gives a job's space back.
+    DropJob {
+        /// Of the caller's uid.
+        job: JobName,
+    },
+}
+
+/// What a process asks for when it comes.
+#[derive(Clone, Debug)]
+pub struct OpenSession {
+    /// 16 random bytes the driver drew for this session.
+    pub token: SessionToken,
+    /// With the peer's uid it names the job.
+    pub job: JobName,
+    /// Over all nodes.
+    pub rank: Rank,
+    /// Ranks of the job on this node, at least 1.
+    pub local_ranks: u32,
+    /// Slots of the arena.
+    pub classes: Vec<SlotClass>,
+    /// Operations in flight it wants, at least 1.
+    pub iodepth: u32,
+}
+
+/// The answer to a [`Call`] of the same name.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    /// Who answers.
+    Describe(DescribeReply),
+    /// The session exists.
+    Open(Box<OpenReply>),
+    /// The tiles exist.
+    Define {
+        /// Of the whole job, over all devices.
+        reserved_bytes: u64,
+    },
+    /// Tiles can be read and written.
+    Resume {
+        /// What writes must name.
+        working_generation: Generation,
+    },
+    /// The generation is durable here.
+    Commit {
+        /// As called.
+        generation: Generation,
+        /// False while other nodes must still prepare it.
+        confirmed: bool,
+        /// The next one.
+        working_generation: Generation,
+    },
+    /// The one before may be overwritten.
+    Confirm,
+    /// The session's I/O has ended.
+    Close,
+    /// The caller's jobs, by name.
+    ListJobs(Vec<JobSummary>),
+    /// The job is gone.
+    DropJob {
+        /// Over all devices.
+        freed_bytes: u64,
+    },
+}
+
+/// What the core knows about the daemon; engine and memory notes are the driver's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DescribeReply {
+    /// This life.
+    pub epoch: Epoch,
+    /// In the store's order.
+    pub devices: Vec<DeviceState>,
+    /// Host memory a new session may still take.
+    pub arena_free_bytes: u64,
+}
+
+/// A device of the store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceState {
+    /// As the settings name it.
+    pub path: String,
+    /// Smallest unit of I/O.
+    pub block_bytes: u32,
+    /// For tiles and records.
+    pub data_bytes: u64,
+    /// Of them not reserved.
+    pub free_bytes: u64,
+    /// Measured at format, 0 = unknown.
+    pub read_bytes_per_s: u64,
+    /// Measured at format, 0 = unknown.
+    pub write_bytes_per_s: u64,
+}
+
+/// What a new session needs; the server adds where the descriptor socket is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpenReply {
+    /// For every later call.
+    pub token: SessionToken,
+    /// This life.
+    pub epoch: Epoch,
+    /// Of the arena's memory file.
+    pub arena_bytes: u64,
+    /// Of each ring.
+    pub ring_entries: u32,
+    /// Granted.
+    pub iodepth: u32,
+    /// Tiles are multiples of this.
+    pub block_bytes: u32,
+    /// In the store's order: a completion's `device` is an index of this list.
+    pub devices: Vec<DeviceState>,
+    /// What the store knows of the job.
+    pub job: Option<JobRecord>,
+}
+
+/// A job as the store has it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobRecord {
+    /// Layout, tiles, durability, nodes.
+    pub definition: std::sync::Arc<JobDefinition>,
+    /// That can be resumed from, oldest first, at most two.
+    pub generations: Vec<GenerationRecord>,
+    /// False: written in place and not ended in order.
+    pub clean: bool,
+}
+
+/// A generation on the devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationRecord {
+    /// Its number.
+    pub generation: Generation,
+    /// Prepared on every node.
+    pub confirmed: bool,
+    /// One a local rank that committed, by rank.
+    pub blobs: Vec<(Rank, Vec<u8>)>,
+}
+
+/// A line of the list of jobs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobSummary {
+    /// With `uid` it names the job.
+    pub job: JobName,
+    /// Its owner.
+    pub uid: u32,
+    /// Over all devices.
+    pub reserved_bytes: u64,
+    /// 0 = none yet.
+    pub newest_generation: Generation,
+    /// Whether a session of it is open.
+    pub open: bool,
+}
+
+/// What the driver must do, in the order given.
+#[derive(Debug)]
+pub enum Action {
+    /// Start an operation. It ends in one [`Event::IoDone`], whatever becomes of it.
+    Io {
+        /// Given back when it ends.
+        io: IoId,
+        /// In the store's order.
+        device: DeviceIndex,
+        /// What.
+        op: IoOp,
+        /// From the device's start; 0 for a flush.
+        offset: u64,
+        /// A multiple of the block; 0 for a flush.
+        bytes: u32,
+        /// From or into which memory.
+        buffer: Buffer,
+    },
+    /// Put an entry into the session's completion ring.
+    Complete {
+        /// Whose ring.
+        session: SessionId,
+        /// The entry.
+        entry: Cqe,
+    },
+    /// Answer a call.
+    Reply {
+        /// Of the [`Event::Call`].
+        call: CallId,
+        /// The answer.
+        reply: Result<Reply, Fault>,
+    },
+    /// Make memory, rings, descriptors; then [`Event::ArenaMade`].
+    MakeArena {
+        /// For later events.
+        session: SessionId,
+        /// Shown by the process on the descriptor socket.
+        token: SessionToken,
+        /// Who may take the descriptors.
+        peer: Peer,
+        /// Where the slots lie.
+        geometry: Geometry,
+        /// Of each ring, a power of two.
+        ring_entries: u32,
+        /// Granted.
+        iodepth: u32,
+    },
+    /// All I/O of the session has ended: unmap, unregister, close.
+    DropArena {
+        /// Which. Forgotten after this.
+        session: SessionId,
+    },
+    /// The peer broke the protocol: close its descriptor socket. [`Action::DropArena`] follows when its I/O has ended.
+    Evict {
+        /// Which.
+        session: SessionId,
+        /// For the log.
+        why: Fault,
+    },
+}
+
+/// What a device can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoOp {
+    /// Device to memory.
+    Read,
+    /// Memory to device.
+    Write,
+    /// Everything written to this device survives power loss.
+    Flush,
+}
+
+/// The memory of an operation.
+#[derive(Debug)]
+pub enum Buffer {
+    /// The first `bytes` of a slot of a session's arena.
+    Slot {
+        /// Whose arena.
+        session: SessionId,
+        /// Where in it.
+        place: SlotPlace,
+    },
+    /// The daemon's own bytes (records, catalog), all of them.
+    Meta(AlignedBytes),
+    /// Of a flush.
+    None,
+}
+
+/// What the core may hand out, from the settings.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Host memory of all arenas together.
+    pub arena_bytes_max: u64,
+    /// Sessions at a time.
+    pub sessions_max: u32,
+    /// Operations in flight of one session, at most `IODEPTH_MAX`.
+    pub iodepth_max: u32,
+}

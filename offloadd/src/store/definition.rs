@@ -1,0 +1,177 @@
+//! A job's tiles: what a process defines, checked.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::{BLOCK_BYTES, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX};
+
+/// Longest name of a job.
+pub const JOB_NAME_BYTES_MAX: usize = 128;
+
+/// Nodes of one job.
+const NODES_MAX: u32 = 1 << 16;
+
+/// 1 to 128 of `[A-Za-z0-9._-]`: fits paths, logs and command lines without quoting.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobName(String);
+
+impl JobName {
+    /// [`FaultKind::Invalid`] for anything else.
+    pub fn new(name: impl Into<String>) -> Result<Self, Fault> {
+        let name = name.into();
+        let fits = (1..=JOB_NAME_BYTES_MAX).contains(&name.len())
+            && name
+                .bytes()
+                .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
+        if !fits {
+            let shown: String = name.chars().take(40).collect();
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "job name {shown:?}: a name is 1 to {JOB_NAME_BYTES_MAX} of A-Z a-z 0-9 . _ -"
+                ),
+            ));
+        }
+        Ok(Self(name))
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for JobName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a tile holds. The numbers are the store's and the protocol's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum TileKind {
+    /// Parameters.
+    Param = 1,
+    /// Residual, momentum, variance together.
+    State = 2,
+    /// Gradients.
+    Grad = 3,
+}
+
+impl TileKind {
+    /// The kind of a number, if there is one.
+    pub fn from_number(number: u32) -> Option<Self> {
+        [Self::Param, Self::State, Self::Grad]
+            .into_iter()
+            .find(|kind| *kind as u32 == number)
+    }
+}
+
+/// What a crash may cost. The numbers are the store's and the protocol's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Durability {
+    /// Two extents a tile, written out of place.
+    Committed = 1,
+    /// One extent, written in place: a crash loses the job's state.
+    None = 2,
+}
+
+impl Durability {
+    /// The durability of a number, if there is one.
+    pub fn from_number(number: u32) -> Option<Self> {
+        [Self::Committed, Self::None]
+            .into_iter()
+            .find(|durability| *durability as u32 == number)
+    }
+
+    /// Extents of each tile.
+    pub fn extents_a_tile(self) -> usize {
+        match self {
+            Self::Committed => 2,
+            Self::None => 1,
+        }
+    }
+}
+
+/// One tile as its job describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TileSpec {
+    /// Which flat buffer.
+    pub unit: u32,
+    /// Of what.
+    pub kind: TileKind,
+    /// First element, within the unit.
+    pub elem_offset: u64,
+    /// A multiple of [`BLOCK_BYTES`], at most [`TILE_BYTES_MAX`].
+    pub tile_bytes: u32,
+}
+
+/// All of a job's tiles on this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobDefinition {
+    layout: Vec<u8>,
+    tiles: Vec<TileSpec>,
+    durability: Durability,
+    nodes: u32,
+}
+
+impl JobDefinition {
+    /// [`FaultKind::Invalid`] for sizes and counts outside the limits of `offload_api`.
+    pub fn new(
+        layout: Vec<u8>,
+        tiles: Vec<TileSpec>,
+        durability: Durability,
+        nodes: u32,
+    ) -> Result<Self, Fault> {
+        let invalid = |message: String| Err(Fault::new(FaultKind::Invalid, message));
+        if layout.len() > LAYOUT_BYTES_MAX {
+            return invalid(format!(
+                "layout of {} bytes; at most {LAYOUT_BYTES_MAX}",
+                layout.len()
+            ));
+        }
+        if tiles.is_empty() || tiles.len() > TILES_MAX {
+            return invalid(format!(
+                "{} tiles; a job has 1 to {TILES_MAX} on a node: use larger tiles",
+                tiles.len()
+            ));
+        }
+        if nodes == 0 || nodes > NODES_MAX {
+            return invalid(format!("{nodes} nodes; a job has 1 to {NODES_MAX}"));
+        }
+        for (index, tile) in tiles.iter().enumerate() {
+            let bytes = tile.tile_bytes;
+            if bytes == 0 || bytes % BLOCK_BYTES != 0 || bytes > TILE_BYTES_MAX {
+                return invalid(format!(
+                    "tile {index} has {bytes} bytes; a tile is a multiple of {BLOCK_BYTES} up to {TILE_BYTES_MAX}"
+                ));
+            }
+        }
+        Ok(Self {
+            layout,
+            tiles,
+            durability,
+            nodes,
+        })
+    }
+
+    /// The job's own description; only kept.
+    pub fn layout(&self) -> &[u8] {
+        &self.layout
+    }
+
+    /// A tile's place in this list is its index everywhere else.
+    pub fn tiles(&self) -> &[TileSpec] {
+        &self.tiles
+    }
+
+    /// What a crash may cost.
+    pub fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    /// At least 1.
+    pub fn nodes(&self) -> u32 {
+        self.nodes
+    }
+}

@@ -1,0 +1,3 @@
+//! What lies on the devices.
+
+pub mod definition;
