@@ -1,0 +1,111 @@
+//! The index protocol of one ring, free of memory maps, so that loom can walk all its interleavings
+//! (`tests/ring_loom.rs`).
+//!
+//! Promises: a consumer sees an entry only after its producer has written all of it, a producer writes over an entry
+//! only after its consumer has copied it, and neither believes an impossible index of the other.
+
+use std::sync::atomic::Ordering;
+
+use super::RingError;
+
+/// An index both sides see.
+pub trait SharedIndex {
+    /// Reads it.
+    fn load(&self, order: Ordering) -> u32;
+    /// Writes it.
+    fn store(&self, index: u32, order: Ordering);
+}
+
+/// The shared half of a ring. The private half is [`Producer`] or [`Consumer`].
+pub trait SharedRing {
+    /// What it carries.
+    type Entry;
+    /// Both indices.
+    type Index: SharedIndex;
+
+    /// For messages: "submission" or "completion".
+    const NAME: &'static str;
+
+    /// How many places; a power of two, and the same at every call.
+    fn entries(&self) -> u32;
+    /// Entries consumed.
+    fn head(&self) -> &Self::Index;
+    /// Entries produced.
+    fn tail(&self) -> &Self::Index;
+    /// Copies an entry out. `place` is below `entries()`.
+    fn read(&self, place: u32) -> Self::Entry;
+    /// Copies an entry in. `place` is below `entries()`.
+    fn write(&self, place: u32, entry: &Self::Entry);
+}
+
+/// The side that writes entries.
+#[derive(Debug, Default)]
+pub struct Producer {
+    tail: u32,
+}
+
+impl Producer {
+    /// Puts an entry in; `false` when the ring is full.
+    pub fn put<R: SharedRing>(&mut self, ring: &R, entry: &R::Entry) -> Result<bool, RingError> {
+        if self.waiting(ring)? == ring.entries() {
+            return Ok(false);
+        }
+        ring.write(self.tail & (ring.entries() - 1), entry);
+        self.tail = self.tail.wrapping_add(1);
+        // Release: the entry is whole before the consumer can see its index.
+        ring.tail().store(self.tail, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Entries put in and not taken yet.
+    pub fn waiting<R: SharedRing>(&self, ring: &R) -> Result<u32, RingError> {
+        // Acquire: the consumer has copied what it counts as consumed before we write over it.
+        let head = ring.head().load(Ordering::Acquire);
+        checked_distance::<R>(ring, self.tail, head, head)
+    }
+}
+
+/// The side that takes entries.
+#[derive(Debug, Default)]
+pub struct Consumer {
+    head: u32,
+}
+
+impl Consumer {
+    /// Takes the oldest entry; `None` when there is none.
+    pub fn take<R: SharedRing>(&mut self, ring: &R) -> Result<Option<R::Entry>, RingError> {
+        if self.ready(ring)? == 0 {
+            return Ok(None);
+        }
+        let entry = ring.read(self.head & (ring.entries() - 1));
+        self.head = self.head.wrapping_add(1);
+        // Release: the copy above is done before the producer can write over it.
+        ring.head().store(self.head, Ordering::Release);
+        Ok(Some(entry))
+    }
+
+    /// Entries that can be taken.
+    pub fn ready<R: SharedRing>(&self, ring: &R) -> Result<u32, RingError> {
+        // Acquire: what the producer wrote before this index is seen.
+        let tail = ring.tail().load(Ordering::Acquire);
+        checked_distance::<R>(ring, tail, self.head, tail)
+    }
+}
+
+fn checked_distance<R: SharedRing>(
+    ring: &R,
+    tail: u32,
+    head: u32,
+    of_peer: u32,
+) -> Result<u32, RingError> {
+    let distance = tail.wrapping_sub(head);
+    if distance > ring.entries() {
+        return Err(RingError::Index {
+            ring: R::NAME,
+            index: of_peer,
+            ours: if of_peer == tail { head } else { tail },
+            entries: ring.entries(),
+        });
+    }
+    Ok(distance)
+}
