@@ -93,7 +93,8 @@ pub fn sum_squares_with(set: InstructionSet, grad_type: GradType, grad: &[u8]) -
             }
         })
         .collect();
-    let sum: f64 = chunk_sums.iter().sum();
+    // Not iter().sum(), which is -0 for no gradients at all.
+    let sum = chunk_sums.iter().fold(0.0, |sum, chunk| sum + chunk);
     // Which NaN an addition hands on is the processor's affair; callers get one.
     if sum.is_nan() { f64::NAN } else { sum }
 }

@@ -1,0 +1,161 @@
+//! AdamW gives the same bits on every instruction set, on any number of threads, and however a tile is cut.
+//!
+//! What could go wrong: a vector kernel rounds otherwise, handles a tail, a NaN, an infinity or a denormal otherwise, takes a plane of
+//! a wrong place, or writes beyond its range. Each kernel is compared with the definition byte by byte, padding included, on numbers
+//! chosen to break it.
+
+use crate::common::{MASTERS, OwnedTile, Random, available_vector_sets, with_threads};
+use kernels::InstructionSet;
+use kernels::adamw::{Hyper, step_range, step_range_with, step_tile};
+use proptest::prelude::*;
+
+const HYPER: Hyper = Hyper {
+    lr: 3e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    step: 7,
+    grad_scale: 0.37,
+};
+
+fn stepped(set: InstructionSet, hyper: &Hyper, before: &OwnedTile) -> OwnedTile {
+    let mut tile = before.clone();
+    let all = 0..tile.elems;
+    step_range_with(set, hyper, tile.borrow(), all);
+    tile
+}
+
+#[test]
+fn every_instruction_set_gives_the_definitions_bits_at_every_tail_length() {
+    let sets = available_vector_sets();
+    let mut random = Random(1);
+    let lengths = (0..=70).chain([1000, 16 * 1024 - 1, 16 * 1024 + 17, 100_003]);
+    for elems in lengths {
+        for master in MASTERS {
+            let before = OwnedTile::hard(master, elems, &mut random);
+            let defined = stepped(InstructionSet::Scalar, &HYPER, &before);
+            assert!(
+                elems == 0 || *defined.state != *before.state,
+                "nothing was stepped"
+            );
+            for set in &sets {
+                let tile = stepped(*set, &HYPER, &before);
+                tile.assert_same_bits(&defined, &format!("{set:?} and the definition"));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_instruction_set_starts_a_range_anywhere() {
+    let mut random = Random(2);
+    for set in available_vector_sets() {
+        for master in MASTERS {
+            for start in 0..40 {
+                let before = OwnedTile::hard(master, 150, &mut random);
+                let range = start..start + 70;
+                let mut defined = before.clone();
+                step_range_with(
+                    InstructionSet::Scalar,
+                    &HYPER,
+                    defined.borrow(),
+                    range.clone(),
+                );
+                let mut tile = before;
+                step_range_with(set, &HYPER, tile.borrow(), range.clone());
+                tile.assert_same_bits(&defined, &format!("{set:?}, range {range:?}"));
+            }
+        }
+    }
+}
+
+fn any_hyper() -> impl Strategy<Value = Hyper> {
+    let magnitude = prop_oneof![Just(0.0f32), 1e-9f32..1e-3, 1e-3f32..1.0, Just(1e30f32)];
+    (
+        (magnitude.clone(), 0.0f32..1.0, 0.0f32..1.0),
+        (magnitude.clone(), magnitude.clone(), 1u64..100_000),
+        prop_oneof![Just(1.0f32), Just(f32::NAN), Just(f32::INFINITY), magnitude],
+    )
+        .prop_map(
+            |((lr, beta1, beta2), (eps, weight_decay, step), grad_scale)| Hyper {
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                step,
+                grad_scale,
+            },
+        )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_scalars_and_any_numbers_give_the_definitions_bits(
+        hyper in any_hyper(), seed: u64, elems in 0usize..200, which in 0usize..3
+    ) {
+        let before = OwnedTile::hard(MASTERS[which], elems, &mut Random(seed));
+        let defined = stepped(InstructionSet::Scalar, &hyper, &before);
+        for set in InstructionSet::ALL.into_iter().filter(|set| set.available()) {
+            stepped(set, &hyper, &before).assert_same_bits(&defined, &format!("{set:?}"));
+        }
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    for master in MASTERS {
+        let before = OwnedTile::hard(master, 200_001, &mut Random(3));
+        let tiles = [1, 2, 3].map(|thread_count| {
+            let before = &before;
+            with_threads(thread_count, move || {
+                let mut tile = before.clone();
+                let elems = tile.elems;
+                let t = tile.borrow();
+                step_tile(master, &HYPER, t.param, t.state, t.grad, elems);
+                tile
+            })
+        });
+        tiles[1].assert_same_bits(&tiles[0], "two threads and one");
+        tiles[2].assert_same_bits(&tiles[0], "three threads and one");
+        tiles[0].assert_same_bits(
+            &stepped(InstructionSet::Scalar, &HYPER, &before),
+            "one thread and the definition",
+        );
+    }
+}
+
+#[test]
+fn a_tile_stepped_in_ranges_has_the_bits_of_one_stepped_whole() {
+    for master in MASTERS {
+        let before = OwnedTile::hard(master, 50_000, &mut Random(4));
+        let whole = stepped(InstructionSet::best(), &HYPER, &before);
+        let mut tile = before;
+        for range in [20_001..50_000, 0..3, 3..3, 3..20_001] {
+            let t = tile.borrow();
+            step_range(master, &HYPER, t.param, t.state, t.grad, 50_000, range);
+        }
+        tile.assert_same_bits(&whole, "ranges and the whole");
+    }
+}
+
+#[test]
+fn a_range_leaves_the_rest_of_its_tile_alone() {
+    for master in MASTERS {
+        let before = OwnedTile::hard(master, 1000, &mut Random(5));
+        let mut tile = before.clone();
+        let t = tile.borrow();
+        step_range(master, &HYPER, t.param, t.state, t.grad, 1000, 100..900);
+        // Stepping the others too must give the whole tile's step: had they been touched, they would be two steps on.
+        for range in [0..100, 900..1000] {
+            let t = tile.borrow();
+            step_range(master, &HYPER, t.param, t.state, t.grad, 1000, range);
+        }
+        tile.assert_same_bits(
+            &stepped(InstructionSet::Scalar, &HYPER, &before),
+            "each element once",
+        );
+    }
+}

@@ -1,0 +1,184 @@
+//! A tile's planes lie where the layout says, and a tile that cannot be right is refused before it is touched.
+//!
+//! What could go wrong: planes that overlap or move between versions (stored tiles would be read as other numbers), padding with old
+//! bytes in it (equal tiles, different checksums), masters that change when they are stored and read.
+
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
+use kernels::adamw::{
+    Hyper, Master, init_tile, read_masters, state_tile_bytes, step_range, step_tile,
+};
+use kernels::number;
+
+const HYPER: Hyper = Hyper {
+    lr: 1.0,
+    beta1: 0.5,
+    beta2: 0.75,
+    eps: 0.0,
+    weight_decay: 0.0,
+    step: 1,
+    grad_scale: 1.0,
+};
+
+#[test]
+fn sizes_are_those_the_design_counts_with() {
+    let sizes = MASTERS.map(|m| (m.param_bytes(), m.grad_bytes(), m.state_bytes()));
+    assert_eq!(sizes, [(2, 2, 10), (4, 4, 8), (2, 2, 12)]);
+    for master in MASTERS {
+        assert_eq!(state_tile_bytes(master, 0), 0);
+        assert_eq!(state_tile_bytes(master, 64), 64 * master.state_bytes());
+    }
+    // One element: each plane is padded to 64 bytes.
+    assert_eq!(MASTERS.map(|m| state_tile_bytes(m, 1)), [192, 128, 192]);
+    // 33 elements: 66 bytes of residual, 132 of each fp32 plane.
+    assert_eq!(
+        MASTERS.map(|m| state_tile_bytes(m, 33)),
+        [128 + 192 + 192, 192 + 192, 192 * 3]
+    );
+}
+
+#[test]
+fn a_stepped_tile_has_the_bytes_it_always_had() {
+    // Golden: one element, master 1 + 2^-20, gradient 2. m = 0.5 * 2 = 1, v = 0.25 * 4 = 1; corrected 2 / sqrt(4) = 1; p = 2^-20.
+    let mut tile = OwnedTile::zeroed(Master::SplitBf16, 1);
+    init_tile(
+        Master::SplitBf16,
+        &[1.0 + 2f32.powi(-20)],
+        &mut tile.param,
+        &mut tile.state,
+    );
+    assert_eq!(*tile.param, [0x80, 0x3F]);
+    assert_eq!(tile.state[..2], [8, 0]);
+    tile.grad = AlignedBytes::of_u16(&[0x4000]);
+    step_tile(
+        Master::SplitBf16,
+        &HYPER,
+        &mut tile.param,
+        &mut tile.state,
+        &tile.grad,
+        1,
+    );
+    let mut state = vec![0; 192];
+    state[64..68].copy_from_slice(&[0, 0, 0x80, 0x3F]);
+    state[128..132].copy_from_slice(&[0, 0, 0x80, 0x3F]);
+    assert_eq!(*tile.param, [0x80, 0x35]);
+    assert_eq!(*tile.state, *state);
+}
+
+#[test]
+fn masters_come_back_as_they_went_in() {
+    let mut random = Random(21);
+    let masters: Vec<f32> = (0..3001).map(|_| random.hard_f32()).collect();
+    for master in MASTERS {
+        let mut tile = OwnedTile::zeroed(master, masters.len());
+        init_tile(master, &masters, &mut tile.param, &mut tile.state);
+        let mut out = vec![1.0; masters.len()];
+        read_masters(master, &tile.param, &tile.state, &mut out);
+        for (read, written) in out.iter().zip(&masters) {
+            assert_eq!(
+                read.to_bits(),
+                number::canonical(*written).to_bits(),
+                "{master:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn equal_masters_give_equal_bytes_whatever_the_slot_held() {
+    let masters: Vec<f32> = (0..77).map(|i| i as f32).collect();
+    for master in MASTERS {
+        let mut clean = OwnedTile::zeroed(master, 77);
+        let mut used = OwnedTile::hard(master, 77, &mut Random(22));
+        for tile in [&mut clean, &mut used] {
+            init_tile(master, &masters, &mut tile.param, &mut tile.state);
+        }
+        assert_eq!(*clean.param, *used.param, "{master:?}");
+        assert_eq!(*clean.state, *used.state, "{master:?}");
+    }
+}
+
+#[test]
+fn what_lies_behind_the_tile_in_its_slot_is_left_alone() {
+    for master in MASTERS {
+        let state_bytes = state_tile_bytes(master, 10);
+        let mut param = AlignedBytes::of(&[0xAB; 4096]);
+        let mut state = AlignedBytes::of(&[0xAB; 4096]);
+        let grad = AlignedBytes::of(&[0x3F; 4096]);
+        init_tile(master, &[1.0; 10], &mut param, &mut state);
+        step_tile(master, &HYPER, &mut param, &mut state, &grad, 10);
+        assert!(
+            param[10 * master.param_bytes()..]
+                .iter()
+                .all(|b| *b == 0xAB)
+        );
+        assert!(state[state_bytes..].iter().all(|b| *b == 0xAB));
+        assert_ne!(param[0], 0xAB);
+    }
+}
+
+/// Steps a tile of 32 elements with slices cut as asked.
+fn step_cut(
+    param: std::ops::Range<usize>,
+    state: std::ops::Range<usize>,
+    grad: std::ops::Range<usize>,
+) {
+    let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
+    step_tile(
+        Master::SplitBf16,
+        &HYPER,
+        &mut p[param],
+        &mut s[state],
+        &g[grad],
+        32,
+    );
+}
+
+#[test]
+fn a_tile_that_just_fits_is_stepped() {
+    step_cut(0..64, 0..320, 0..64);
+}
+
+#[test]
+#[should_panic(expected = "the param slice has 63 bytes, its tile needs 64")]
+fn a_short_parameter_is_refused() {
+    step_cut(0..63, 0..320, 0..64);
+}
+
+#[test]
+#[should_panic(expected = "the state slice has 319 bytes, its tile needs 320")]
+fn a_short_state_is_refused() {
+    step_cut(0..64, 0..319, 0..64);
+}
+
+#[test]
+#[should_panic(expected = "the grad slice has 62 bytes, its tile needs 64")]
+fn a_short_gradient_is_refused() {
+    step_cut(0..64, 0..320, 0..62);
+}
+
+#[test]
+#[should_panic(expected = "the state slice starts at address")]
+fn a_misaligned_state_is_refused() {
+    step_cut(0..64, 32..4096, 0..64);
+}
+
+#[test]
+#[should_panic(expected = "is not within the tile's 32 elements")]
+fn a_range_beyond_the_tile_is_refused() {
+    let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
+    step_range(Master::SplitBf16, &HYPER, &mut p, &mut s, &g, 32, 0..33);
+}
+
+#[test]
+#[should_panic(expected = "steps are counted from 1")]
+fn step_zero_is_refused() {
+    let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
+    step_tile(
+        Master::Fp32,
+        &Hyper { step: 0, ..HYPER },
+        &mut p,
+        &mut s,
+        &g,
+        32,
+    );
+}

@@ -1,0 +1,7 @@
+//! Tests of the arithmetic on the CPU, in one program: `cargo test -p kernels --test cpu`.
+
+mod adamw_bits;
+mod adamw_definition;
+mod adamw_tiles;
+mod common;
+mod reduce;
