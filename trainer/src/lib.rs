@@ -1,1 +1,18 @@
-//! To be written.
+//! ZeRO-3 training of a Llama-shaped model whose parameters and optimizer state live where the run file says.
+//!
+//! ```text
+//!   RUN.toml ─▶ config ─▶ plan ─▶ store (folders checked, private daemon) ─▶ swapper
+//!                                                                              │ weights            ▲ gradients
+//!   text files ─▶ data ─▶ windows of tokens ─▶ train/step.rs: forward, backward, unit by unit (compute) ─▶ metrics.jsonl
+//! ```
+//!
+//! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
+
+pub mod compute;
+pub mod config;
+pub mod data;
+pub mod fingerprint;
+pub mod learning_rate;
+pub mod metrics;
+pub mod model;
+pub mod run;

@@ -1,0 +1,85 @@
+//! A model's arithmetic, one unit at a time. The only module that uses `tch`: nothing outside names a tensor.
+//!
+//! ```text
+//! tokens ─▶ embed_forward ─▶ block_forward ─▶ .. ─▶ block_forward ─▶ head_loss_backward ─▶ loss
+//!               the activations between are kept by the caller               │
+//! embed_backward ◀─ block_backward ◀─ .. ◀─ block_backward ◀─────────────────┘ gradient of an activation
+//!        └───────────────┴──────────────────────┴──────▶ GradSink, one a unit ─▶ the unit's flat gradient
+//! ```
+//!
+//! A forward keeps nothing but its output; a backward computes its unit again from the unit's input. So weights are
+//! needed only while their unit runs, and memory is one unit's graph and one activation a unit.
+//!
+//! Promises: the same bits from the same weights and tokens each time, wherever the caller's buffers lie; gradients
+//! equal to those of one graph over the whole model, bit for bit, in fp32 and bf16.
+
+mod block;
+mod engine;
+mod grads;
+mod head;
+#[cfg(test)]
+mod tests;
+mod values;
+
+pub use engine::{Engine, set_up};
+pub use grads::GradSink;
+pub use values::{Activation, Dtype, IGNORED, Tokens, UnitWeights};
+
+use kernels::torch::TorchError;
+
+/// Why something could not be computed.
+#[derive(Debug, thiserror::Error)]
+pub enum ComputeError {
+    /// The model's configuration does not describe a model.
+    #[error(transparent)]
+    Config(#[from] crate::model::ConfigError),
+    /// torch failed, out of memory most likely.
+    #[error(transparent)]
+    Torch(#[from] TorchError),
+    /// Tokens do not fill the batch.
+    #[error("{count} tokens do not fill {micro_batch} sequences of {seq_len}")]
+    TokenCount {
+        /// Tokens given.
+        count: usize,
+        /// Sequences.
+        micro_batch: usize,
+        /// Tokens of one.
+        seq_len: usize,
+    },
+    /// A token the model has no row for.
+    #[error(
+        "token {id} at position {position} is outside the vocabulary of {vocab_size}: the data was made with another tokenizer"
+    )]
+    TokenOutside {
+        /// The token.
+        id: i64,
+        /// Where in the batch, counted over all sequences.
+        position: usize,
+        /// The model's `vocab_size`.
+        vocab_size: usize,
+    },
+    /// A sequence longer than the engine was set up for.
+    #[error("a sequence of {seq_len} tokens is longer than the {max} this run was set up for")]
+    SequenceTooLong {
+        /// Tokens in the sequence.
+        seq_len: usize,
+        /// The engine's `seq_len`.
+        max: usize,
+    },
+    /// A buffer of bytes has not the unit's length.
+    #[error("unit {unit} has {expected} bytes, the buffer {found}")]
+    BufferLength {
+        /// The unit's name.
+        unit: String,
+        /// Bytes of the unit.
+        expected: usize,
+        /// Bytes of the buffer.
+        found: usize,
+    },
+}
+
+impl From<tch::TchError> for ComputeError {
+    fn from(error: tch::TchError) -> Self {
+        ComputeError::Torch(error.into())
+    }
+}
