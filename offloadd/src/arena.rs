@@ -1,0 +1,313 @@
+//! A session's memory: a sealed memory file, mapped here for the devices and in the process for everything else.
+//!
+//! Promises: a new arena is zeros that no other session ever saw (a fresh file each time); all of it is touched before it
+//! is handed out, so that no later access needs memory the machine no longer has; the file cannot be resized by anyone
+//! (no SIGBUS). It is locked where the limits allow, and says so where they do not.
+//!
+//! Cost: first touch is 0.04 to 4 s a GiB, depending on whether the machine's own host must find the pages; so arenas are
+//! made off the owner thread, by several threads. The daemon never reads or writes the bytes: it hands out addresses to
+//! the kernel, nothing else. Holds the `unsafe` of mapping.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::geometry::{Geometry, Piece};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// Touched at a time by one thread: small enough to spread a small arena, large enough for huge pages.
+const TOUCH_BYTES: usize = 64 << 20;
+
+/// More threads than this wait for the same memory controller.
+const TOUCH_THREADS_MAX: usize = 8;
+
+/// What to do when memory cannot be locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockPolicy {
+    /// Run unlocked.
+    Try,
+    /// Refuse.
+    Require,
+}
+
+/// Why there is no arena. All become [`FaultKind::NoMemory`].
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// The machine has less memory than asked for.
+    #[error(
+        "an arena of {asked_bytes} bytes: the machine has {available_bytes} bytes of memory to give; ask for less, or stop something else"
+    )]
+    TooLarge {
+        /// As asked.
+        asked_bytes: u64,
+        /// MemAvailable of the kernel.
+        available_bytes: u64,
+    },
+    /// A system call failed.
+    #[error("an arena of {asked_bytes} bytes: {action}: {source}")]
+    System {
+        /// As asked.
+        asked_bytes: u64,
+        /// What failed.
+        action: &'static str,
+        /// The errno.
+        source: std::io::Error,
+    },
+    /// It must be locked and cannot be.
+    #[error("an arena of {asked_bytes} bytes cannot be locked: {source}. {MEND}")]
+    NotLocked {
+        /// As asked.
+        asked_bytes: u64,
+        /// The errno.
+        source: std::io::Error,
+    },
+}
+
+impl From<ArenaError> for Fault {
+    fn from(error: ArenaError) -> Self {
+        Self::new(FaultKind::NoMemory, error.to_string())
+    }
+}
+
+const MEND: &str = "To mend it run `ulimit -l unlimited` before the start, put `* - memlock unlimited` into \
+     /etc/security/limits.d/offloadd.conf and log in again, or set `LimitMEMLOCK=infinity` in the service's unit";
+
+/// What locked memory would cost this daemon, told once at start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LockOutlook {
+    /// Whether arenas up to the limit of the settings can be locked.
+    pub can_lock: bool,
+    /// What running unlocked costs, and the line that mends it. Empty when it can.
+    pub note: String,
+}
+
+/// Whether `arena_bytes_max` bytes may be locked by this process: by capability or by limit.
+pub fn lock_outlook(arena_bytes_max: u64) -> LockOutlook {
+    let capable = rustix::thread::capabilities(None).is_ok_and(|sets| {
+        sets.effective
+            .contains(rustix::thread::CapabilitySet::IPC_LOCK)
+    });
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    match limit {
+        Some(limit_bytes) if !capable && limit_bytes < arena_bytes_max => LockOutlook {
+            can_lock: false,
+            note: format!(
+                "arena memory stays unlocked and unregistered: this user may lock {limit_bytes} bytes (ulimit -l), arenas take \
+                 up to {arena_bytes_max}. The kernel may swap it out in the middle of a step, and each read or write pins \
+                 its pages anew. {MEND}"
+            ),
+        },
+        _ => LockOutlook {
+            can_lock: true,
+            note: String::new(),
+        },
+    }
+}
+
+/// A session's memory. Unmapped when the last owner is gone, and engines own a share of it while an operation is in
+/// flight: so the kernel never writes to memory that has become something else.
+#[derive(Debug)]
+pub struct Arena {
+    id: ArenaId,
+    fd: OwnedFd,
+    base: NonNull<u8>,
+    bytes: usize,
+    pieces: Vec<Piece>,
+    locked: bool,
+}
+
+/// Tells arenas apart in an engine's tables. Never reused in one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ArenaId(u64);
+
+// SAFETY: the mapping belongs to this value, and no method reads or writes its bytes.
+unsafe impl Send for Arena {}
+// SAFETY: as above: `&self` gives addresses out, not bytes.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Makes, maps, touches, locks and seals the memory of `geometry`. Takes as long as touching takes.
+    ///
+    /// # Errors
+    /// [`ArenaError`]; nothing is left behind.
+    pub fn make(geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let asked_bytes = geometry.arena_bytes();
+        let failed = |action| {
+            move |errno: Errno| ArenaError::System {
+                asked_bytes,
+                action,
+                source: errno.into(),
+            }
+        };
+        if let Some(available_bytes) = available_memory_bytes()
+            && available_bytes < asked_bytes
+        {
+            return Err(ArenaError::TooLarge {
+                asked_bytes,
+                available_bytes,
+            });
+        }
+        let fd = memory_file("offloadd-arena").map_err(failed("memfd_create"))?;
+        rustix::fs::ftruncate(&fd, asked_bytes).map_err(failed("ftruncate"))?;
+        let bytes = asked_bytes as usize;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of this program.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        }
+        .map_err(failed("mmap"))?;
+        // From here on dropping unmaps.
+        let mut arena = Self {
+            id: ArenaId(NEXT.fetch_add(1, Ordering::Relaxed)),
+            fd,
+            base: NonNull::new(base.cast()).expect("mmap answers no null"),
+            bytes,
+            pieces: geometry.pieces().to_vec(),
+            locked: false,
+        };
+        // Only a wish: many machines keep `shmem_enabled` at never.
+        // SAFETY: advice about our own whole mapping; huge pages do not change what the bytes are.
+        let _ = unsafe {
+            rustix::mm::madvise(arena.base.as_ptr().cast(), bytes, Advice::LinuxHugepage)
+        };
+        arena.touch().map_err(failed(
+            "touching it: the machine is out of memory or a limit (cgroup, tmpfs) is",
+        ))?;
+        // SAFETY: our own whole mapping; locking does not change what the bytes are.
+        match unsafe { rustix::mm::mlock(arena.base.as_ptr().cast(), bytes) } {
+            Ok(()) => arena.locked = true,
+            Err(errno) if policy == LockPolicy::Require => {
+                return Err(ArenaError::NotLocked {
+                    asked_bytes,
+                    source: errno.into(),
+                });
+            }
+            Err(_) => {}
+        }
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(failed("sealing it"))?;
+        Ok(arena)
+    }
+
+    /// Tells it apart.
+    pub fn id(&self) -> ArenaId {
+        self.id
+    }
+
+    /// Of the whole memory file.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether the kernel may not swap it out.
+    pub fn locked(&self) -> bool {
+        self.locked
+    }
+
+    /// What can be registered as one buffer each.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// The address of `bytes` bytes at `offset`, for the kernel. Panics beyond the arena: offsets come from the core's own
+    /// geometry, never from a peer.
+    pub fn address(&self, offset: u64, bytes: u64) -> *mut u8 {
+        let end = offset.checked_add(bytes).expect("an offset in an arena");
+        assert!(
+            end <= self.bytes as u64,
+            "{offset} + {bytes} lies beyond an arena of {} bytes",
+            self.bytes
+        );
+        // SAFETY: inside the mapping, as asserted.
+        unsafe { self.base.as_ptr().add(offset as usize) }
+    }
+
+    /// Makes every page present, by several threads.
+    fn touch(&self) -> Result<(), Errno> {
+        let chunks = self.bytes.div_ceil(TOUCH_BYTES);
+        let threads = std::thread::available_parallelism()
+            .map_or(1, |n| n.get())
+            .min(TOUCH_THREADS_MAX)
+            .min(chunks);
+        let next = AtomicUsize::new(0);
+        let work = || {
+            loop {
+                let start = next.fetch_add(1, Ordering::Relaxed) * TOUCH_BYTES;
+                if start >= self.bytes {
+                    return Ok(());
+                }
+                self.populate(start, TOUCH_BYTES.min(self.bytes - start))?;
+            }
+        };
+        std::thread::scope(|scope| {
+            let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let mine = work();
+            helpers
+                .into_iter()
+                .map(|helper| helper.join().expect("touching memory does not panic"))
+                .fold(mine, Result::and)
+        })
+    }
+
+    fn populate(&self, start: usize, bytes: usize) -> Result<(), Errno> {
+        for _ in 0..1000 {
+            let address = self.address(start as u64, bytes as u64);
+            // SAFETY: a part of our own mapping, as `address` asserts; populating keeps the bytes.
+            match unsafe {
+                rustix::mm::madvise(address.cast(), bytes, Advice::LinuxPopulateWrite)
+            } {
+                // Interrupted by a signal or short of memory for a moment: it goes on where it stopped.
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                // Kernels before 5.14 do not know the advice; this has the same end, slower.
+                Err(Errno::INVAL) => {
+                    let whole = rustix::fs::FallocateFlags::empty();
+                    return rustix::fs::fallocate(&self.fd, whole, start as u64, bytes as u64);
+                }
+                result => return result,
+            }
+        }
+        Err(Errno::AGAIN)
+    }
+}
+
+impl AsFd for Arena {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `make` with this size; every operation in flight owns a share of this value, so none is left.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+/// An empty memory file that can be sealed and never executed.
+pub(crate) fn memory_file(name: &str) -> Result<OwnedFd, Errno> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        // Kernels before 6.3 do not know NOEXEC_SEAL.
+        Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),
+        result => result,
+    }
+}
+
+/// What the kernel could give without swapping; `None` where it does not say.
+fn available_memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}

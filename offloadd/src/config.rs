@@ -1,0 +1,363 @@
+//! The daemon's settings: what the file says ([`ConfigToml`]), and what is left after the checks ([`Config`]).
+//!
+//! Unknown keys are errors that name the nearest known one. Nothing here touches a device.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::core::Limits;
+use crate::engine::EngineChoice;
+
+/// Devices of one store. Bounds every table with a line a device.
+pub const DEVICES_MAX: usize = 64;
+
+/// Sessions at a time, when the file does not say: eight processes on each of eight GPUs.
+const SESSIONS_DEFAULT: u32 = 64;
+const SESSIONS_MAX: u32 = 1024;
+
+/// Operations in flight of one session, when the file does not say.
+const IODEPTH_DEFAULT: u32 = 64;
+
+/// A unix socket's path, with `.fds` behind it, must fit 107 bytes.
+const SOCKET_PATH_BYTES_MAX: usize = 103;
+
+/// The file, unchecked.
+#[derive(Debug, Deserialize)]
+struct ConfigToml {
+    socket: PathBuf,
+    devices: Vec<PathBuf>,
+    arena_bytes_max: Size,
+    #[serde(default)]
+    engine: Option<String>,
+    #[serde(default)]
+    require_locked: bool,
+    #[serde(default)]
+    sessions_max: Option<u32>,
+    #[serde(default)]
+    iodepth_max: Option<u32>,
+}
+
+const KEYS: [&str; 7] = [
+    "socket",
+    "devices",
+    "arena_bytes_max",
+    "engine",
+    "require_locked",
+    "sessions_max",
+    "iodepth_max",
+];
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Size {
+    Number(u64),
+    Words(String),
+}
+
+/// Settings that hold together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Where calls come in. Descriptors go over [`Config::descriptor_socket`] beside it.
+    pub socket: PathBuf,
+    /// Files or block devices, each once.
+    pub devices: Vec<PathBuf>,
+    /// Host memory of all sessions together, at least one block.
+    pub arena_bytes_max: u64,
+    /// How bytes are moved.
+    pub engine: EngineChoice,
+    /// Refuse to start, and refuse sessions, when memory cannot be locked.
+    pub require_locked: bool,
+    /// Sessions at a time.
+    pub sessions_max: u32,
+    /// Operations in flight of one session.
+    pub iodepth_max: u32,
+}
+
+/// What is wrong with the settings.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("settings {path}: {source}")]
+    Unreadable {
+        /// Of the file.
+        path: PathBuf,
+        /// The errno.
+        source: std::io::Error,
+    },
+    /// It is no TOML, or a value has another type.
+    #[error("settings {path}: {message}")]
+    Form {
+        /// Of the file.
+        path: PathBuf,
+        /// Line and reason.
+        message: String,
+    },
+    /// A key nobody reads.
+    #[error("settings {path}: unknown key `{key}`{}", hint(nearest))]
+    UnknownKey {
+        /// Of the file.
+        path: PathBuf,
+        /// As written.
+        key: String,
+        /// The known key that looks most like it.
+        nearest: Option<&'static str>,
+    },
+    /// A value outside its limits.
+    #[error("settings {path}: {key}: {message}")]
+    Value {
+        /// Of the file.
+        path: PathBuf,
+        /// Which.
+        key: &'static str,
+        /// What it must be.
+        message: String,
+    },
+}
+
+fn hint(nearest: &Option<&str>) -> String {
+    match nearest {
+        Some(key) => format!("; did you mean `{key}`?"),
+        None => format!("; known keys: {}", KEYS.join(", ")),
+    }
+}
+
+impl Config {
+    /// Reads and checks the file at `path`.
+    ///
+    /// # Errors
+    /// [`ConfigError`], the first found.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable {
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::parse(&text, path)
+    }
+
+    /// Checks `text`; `path` is for messages.
+    ///
+    /// # Errors
+    /// [`ConfigError`], the first found.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let form = |error: toml::de::Error| ConfigError::Form {
+            path: path.to_owned(),
+            message: error.to_string(),
+        };
+        let table: toml::Table = toml::from_str(text).map_err(form)?;
+        if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            return Err(ConfigError::UnknownKey {
+                path: path.to_owned(),
+                key: key.clone(),
+                nearest: nearest_key(key),
+            });
+        }
+        let toml: ConfigToml = toml::from_str(text).map_err(form)?;
+        toml.check(path)
+    }
+
+    /// Where descriptors are handed over: beside the socket for calls.
+    pub fn descriptor_socket(&self) -> PathBuf {
+        let mut name = self.socket.clone().into_os_string();
+        name.push(".fds");
+        name.into()
+    }
+
+    /// What the core may hand out.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            arena_bytes_max: self.arena_bytes_max,
+            sessions_max: self.sessions_max,
+            iodepth_max: self.iodepth_max,
+        }
+    }
+}
+
+impl ConfigToml {
+    fn check(self, path: &Path) -> Result<Config, ConfigError> {
+        let refuse = |key, message: String| {
+            Err(ConfigError::Value {
+                path: path.to_owned(),
+                key,
+                message,
+            })
+        };
+        let socket_bytes = self.socket.as_os_str().len();
+        if !self.socket.is_absolute() || socket_bytes > SOCKET_PATH_BYTES_MAX {
+            let message = format!(
+                "{} must be an absolute path of at most {SOCKET_PATH_BYTES_MAX} bytes",
+                self.socket.display()
+            );
+            return refuse("socket", message);
+        }
+        if self.devices.is_empty() || self.devices.len() > DEVICES_MAX {
+            let message = format!(
+                "{} devices; a store has 1 to {DEVICES_MAX}",
+                self.devices.len()
+            );
+            return refuse("devices", message);
+        }
+        for (index, device) in self.devices.iter().enumerate() {
+            if !device.is_absolute() {
+                return refuse("devices", format!("{} is not absolute", device.display()));
+            }
+            if self.devices[..index].contains(device) {
+                return refuse("devices", format!("{} is there twice", device.display()));
+            }
+        }
+        let arena_bytes_max = match self.arena_bytes_max {
+            Size::Number(bytes) => bytes,
+            Size::Words(words) => match parse_size(&words) {
+                Ok(bytes) => bytes,
+                Err(message) => return refuse("arena_bytes_max", message),
+            },
+        };
+        if arena_bytes_max < u64::from(offload_api::BLOCK_BYTES) {
+            return refuse(
+                "arena_bytes_max",
+                format!("{arena_bytes_max} bytes hold no block"),
+            );
+        }
+        let engine = match self.engine.as_deref() {
+            None => EngineChoice::default(),
+            Some(name) => match EngineChoice::from_name(name) {
+                Some(choice) => choice,
+                None => {
+                    let known = EngineChoice::NAMES.join(", ");
+                    return refuse("engine", format!("`{name}` is none of {known}"));
+                }
+            },
+        };
+        let sessions_max = self.sessions_max.unwrap_or(SESSIONS_DEFAULT);
+        if sessions_max == 0 || sessions_max > SESSIONS_MAX {
+            let message = format!("{sessions_max}; from 1 to {SESSIONS_MAX}");
+            return refuse("sessions_max", message);
+        }
+        let iodepth_max = self.iodepth_max.unwrap_or(IODEPTH_DEFAULT);
+        if iodepth_max == 0 || iodepth_max > offload_api::IODEPTH_MAX {
+            let message = format!("{iodepth_max}; from 1 to {}", offload_api::IODEPTH_MAX);
+            return refuse("iodepth_max", message);
+        }
+        Ok(Config {
+            socket: self.socket,
+            devices: self.devices,
+            arena_bytes_max,
+            engine,
+            require_locked: self.require_locked,
+            sessions_max,
+            iodepth_max,
+        })
+    }
+}
+
+/// Bytes of "64GiB", "512 MiB" or "4096".
+///
+/// # Errors
+/// What is wrong with the words.
+pub fn parse_size(words: &str) -> Result<u64, String> {
+    let words = words.trim();
+    let split = words
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(words.len());
+    let (digits, unit) = words.split_at(split);
+    let shift = match unit.trim() {
+        "" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        other => {
+            return Err(format!(
+                "`{words}`: the unit `{other}` is none of KiB, MiB, GiB, TiB"
+            ));
+        }
+    };
+    let count: u64 = digits
+        .parse()
+        .map_err(|_| format!("`{words}` does not begin with a whole number that fits"))?;
+    count
+        .checked_mul(1 << shift)
+        .ok_or_else(|| format!("`{words}` is more than 2^64 bytes"))
+}
+
+/// The known key most like `key`, if one is close enough to be meant.
+fn nearest_key(key: &str) -> Option<&'static str> {
+    KEYS.iter()
+        .map(|known| (strsim::normalized_damerau_levenshtein(key, known), *known))
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .filter(|(likeness, _)| *likeness >= 0.5)
+        .map(|(_, known)| known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WHOLE: &str = r#"
+        socket = "/run/offloadd/offloadd.sock"
+        devices = ["/mnt/nvme0/tiles", "/mnt/nvme1/tiles"]
+        arena_bytes_max = "64GiB"
+        engine = "psync"
+        require_locked = true
+        sessions_max = 16
+        iodepth_max = 32
+    "#;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("offloadd.toml")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let config = parse(WHOLE).unwrap();
+        assert_eq!(config.arena_bytes_max, 64 << 30);
+        assert_eq!(config.engine, EngineChoice::Psync);
+        assert!(config.require_locked);
+        assert_eq!((config.sessions_max, config.iodepth_max), (16, 32));
+        assert_eq!(
+            config.descriptor_socket(),
+            Path::new("/run/offloadd/offloadd.sock.fds")
+        );
+        let table: toml::Table = toml::from_str(WHOLE).unwrap();
+        assert!(KEYS.iter().all(|key| table.contains_key(*key)));
+    }
+
+    #[test]
+    fn an_unknown_key_is_an_error_that_names_the_nearest() {
+        let message = parse(&WHOLE.replace("devices", "device")).unwrap_err();
+        assert!(message.contains("`device`"), "{message}");
+        assert!(message.contains("did you mean `devices`"), "{message}");
+        let message = parse(&format!("{WHOLE}\nzzz = 1")).unwrap_err();
+        assert!(message.contains("known keys: socket"), "{message}");
+    }
+
+    #[test]
+    fn values_outside_their_limits_are_refused_by_key() {
+        for (from, to, key) in [
+            ("/run/offloadd/offloadd.sock", "offloadd.sock", "socket"),
+            ("/mnt/nvme1/tiles", "/mnt/nvme0/tiles", "devices"),
+            ("/mnt/nvme1/tiles", "nvme1/tiles", "devices"),
+            ("64GiB", "64GB", "arena_bytes_max"),
+            ("64GiB", "1", "arena_bytes_max"),
+            ("psync", "aio", "engine"),
+            ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
+            ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
+        ] {
+            let message = parse(&WHOLE.replace(from, to)).unwrap_err();
+            assert!(message.contains(&format!(" {key}: ")), "{message}");
+        }
+        let long = format!("/{}", "x".repeat(110));
+        let message = parse(&WHOLE.replace("/run/offloadd/offloadd.sock", &long)).unwrap_err();
+        assert!(message.contains("at most 103 bytes"), "{message}");
+    }
+
+    #[test]
+    fn sizes_have_binary_units_and_bounds() {
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size(" 3 KiB "), Ok(3072));
+        assert_eq!(parse_size("2TiB"), Ok(2 << 40));
+        for wrong in ["", "GiB", "-1", "1.5GiB", "99999999TiB", "1GB"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Engines move bytes between devices and memory, many operations at a time.
+//!
+//! ```text
+//!   driver ── submit(Io) ──▶ backlog ──start──▶ kernel or threads ──▶ wake() is readable ──reap──▶ IoDone
+//! ```
+//!
+//! Promises: every [`Io`] that was submitted comes back as exactly one [`IoDone`], with what the device said: an errno, or
+//! the bytes it moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits,
+//! except [`Engine::open`]'s probe and dropping an engine, which waits for what is in flight.
+//!
+//! An enum and not a trait: there are two, and the owner thread should not care which it has.
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use offload_api::ids::DeviceIndex;
+
+use crate::arena::{Arena, ArenaId};
+use crate::blocks::AlignedBytes;
+use crate::core::{IoId, IoOp};
+
+pub mod psync;
+
+pub mod uring;
+
+/// What the settings ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// io_uring where the machine lets us, threads otherwise.
+    #[default]
+    Auto,
+    /// io_uring or nothing.
+    Uring,
+    /// Threads with pread and pwrite.
+    Psync,
+}
+
+impl EngineChoice {
+    /// The setting's words.
+    pub const NAMES: [&str; 3] = ["auto", "uring", "psync"];
+
+    /// The choice of a setting's word.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "auto" => Some(Self::Auto),
+            "uring" => Some(Self::Uring),
+            "psync" => Some(Self::Psync),
+            _ => None,
+        }
+    }
+}
+
+/// One operation.
+#[derive(Debug)]
+pub struct Io {
+    /// Given back when it ends.
+    pub id: IoId,
+    /// In the order the engine was opened with.
+    pub device: DeviceIndex,
+    /// What.
+    pub op: IoOp,
+    /// From the device's start.
+    pub offset: u64,
+    /// 0 for a flush.
+    pub bytes: u32,
+    /// At least `bytes` long.
+    pub memory: Memory,
+}
+
+/// The memory of an operation, owned by it while it runs.
+#[derive(Debug)]
+pub enum Memory {
+    /// A part of an arena.
+    Arena {
+        /// Kept mapped.
+        arena: Arc<Arena>,
+        /// From its start.
+        offset: u64,
+        /// The registered piece it lies in.
+        piece: u32,
+    },
+    /// The daemon's own bytes.
+    Meta(AlignedBytes),
+    /// Of a flush.
+    None,
+}
+
+impl Memory {
+    /// Where the kernel finds the bytes. Panics when there are fewer than `bytes`.
+    fn address(&mut self, bytes: u32) -> *mut u8 {
+        match self {
+            Self::Arena { arena, offset, .. } => arena.address(*offset, u64::from(bytes)),
+            Self::Meta(own) => {
+                assert!(bytes as usize <= own.len(), "{bytes} of {} bytes", own.len());
+                own.as_mut_slice().as_mut_ptr()
+            }
+            Self::None => {
+                assert_eq!(bytes, 0, "an operation without memory moves no bytes");
+                std::ptr::null_mut()
+            }
+        }
+    }
+}
+
+/// How an operation ended.
+#[derive(Debug)]
+pub struct IoDone {
+    /// Of the [`Io`].
+    pub id: IoId,
+    /// Bytes moved (a flush: 0), or the errno.
+    pub outcome: Result<u32, i32>,
+    /// From submission to completion, as the engine saw it.
+    pub device_ns: u64,
+    /// Given back.
+    pub memory: Memory,
+}
+
+/// No engine, or one that no longer works.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The machine does not let us.
+    #[error("engine uring: {0}")]
+    UringUnavailable(String),
+    /// Threads or descriptors are not to be had.
+    #[error("engine psync: {action}: {source}")]
+    Psync {
+        /// What failed.
+        action: &'static str,
+        /// The errno.
+        source: std::io::Error,
+    },
+    /// The ring failed in a way no operation explains.
+    #[error("engine uring: {action}: {source}; the daemon cannot go on")]
+    Broken {
+        /// What failed.
+        action: &'static str,
+        /// The errno.
+        source: std::io::Error,
+    },
+}
+
+/// The engine a daemon has, chosen once.
+#[derive(Debug)]
+pub enum Engine {
+    /// io_uring, one ring.
+    Uring(Box<uring::Uring>),
+    /// Threads.
+    Psync(psync::Psync),
+}
+
+impl Engine {
+    /// Opens an engine for `devices` and tries a read of the first one. Gives the reason for the choice, for people.
+    ///
+    /// `inflight_max` bounds what may be submitted and not yet reaped. Call it on the thread that will use the engine.
+    ///
+    /// # Errors
+    /// [`EngineError`] when what was asked for is not to be had; `Auto` falls back instead.
+    pub fn open(
+        choice: EngineChoice,
+        devices: &[Arc<File>],
+        inflight_max: usize,
+    ) -> Result<(Self, String), EngineError> {
+        let psync = || psync::Psync::open(devices, inflight_max).map(Self::Psync);
+        match choice {
+            EngineChoice::Psync => Ok((psync()?, "chosen by the settings".into())),
+            EngineChoice::Uring => {
+                let ring = uring::Uring::open(devices, inflight_max)?;
+                let reason = format!("chosen by the settings; {}", ring.flavour());
+                Ok((Self::Uring(Box::new(ring)), reason))
+            }
+            EngineChoice::Auto => match uring::Uring::open(devices, inflight_max) {
+                Ok(ring) => {
+                    let reason = format!("a probe read worked; {}", ring.flavour());
+                    Ok((Self::Uring(Box::new(ring)), reason))
+                }
+                Err(error) => Ok((psync()?, format!("instead of uring: {error}"))),
+            },
+        }
+    }
+
+    /// As the settings call it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Uring(_) => "uring",
+            Self::Psync(_) => "psync",
+        }
+    }
+
+    /// Takes an operation. It runs after the next [`Self::start`].
+    pub fn submit(&mut self, io: Io) {
+        match self {
+            Self::Uring(e) => e.submit(io),
+            Self::Psync(e) => e.submit(io),
+        }
+    }
+
+    /// Sets going what was submitted, and does one small piece of work put off until now.
+    ///
+    /// # Errors
+    /// [`EngineError::Broken`]: nothing more will come of this engine.
+    pub fn start(&mut self) -> Result<(), EngineError> {
+        match self {
+            Self::Uring(e) => e.start(),
+            Self::Psync(_) => Ok(()),
+        }
+    }
+
+    /// Takes what has ended, without waiting.
+    ///
+    /// # Errors
+    /// [`EngineError::Broken`]: nothing more will come of this engine.
+    pub fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
+        match self {
+            Self::Uring(e) => e.reap(done),
+            Self::Psync(e) => {
+                e.reap(done);
+                Ok(())
+            }
+        }
+    }
+
+    /// Readable when [`Self::reap`] will find something.
+    pub fn wake(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Uring(e) => e.wake(),
+            Self::Psync(e) => e.wake(),
+        }
+    }
+
+    /// Submitted and not yet reaped.
+    pub fn inflight_count(&self) -> usize {
+        match self {
+            Self::Uring(e) => e.inflight_count(),
+            Self::Psync(e) => e.inflight_count(),
+        }
+    }
+
+    /// Makes an arena's memory known to the kernel, piece by piece with each [`Self::start`], where that helps. Operations
+    /// work before, and when the machine's limits forbid it.
+    pub fn register(&mut self, arena: &Arc<Arena>) {
+        if let Self::Uring(e) = self {
+            e.register(arena);
+        }
+    }
+
+    /// Ends what [`Self::register`] began.
+    pub fn forget(&mut self, arena: ArenaId) {
+        if let Self::Uring(e) = self {
+            e.forget(arena);
+        }
+    }
+
+    /// Whether [`Self::start`] has put-off work left, so that the caller should not sleep.
+    pub fn has_work(&self) -> bool {
+        match self {
+            Self::Uring(e) => e.has_work(),
+            Self::Psync(_) => false,
+        }
+    }
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

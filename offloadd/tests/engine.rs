@@ -1,0 +1,230 @@
+//! Both engines against real files. What could go wrong: bytes at the wrong place, an error or a short transfer that looks
+//! like success, an operation that never comes back, memory that cannot be registered. Every test runs the same body on
+//! `uring` and `psync`, with arena memory (registered by uring) and with the daemon's own.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::geometry::{Geometry, SlotClass};
+use offload_api::ids::{DeviceIndex, SlotIndex};
+use offloadd::arena::{Arena, LockPolicy};
+use offloadd::blocks::AlignedBytes;
+use offloadd::core::{IoId, IoOp};
+use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+const BLOCK: u32 = 4096;
+
+/// A direct file of `bytes`, gone when the folder is.
+fn file(folder: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32)
+        .open(folder.path().join(name))
+        .unwrap();
+    file.set_len(bytes).unwrap();
+    Arc::new(file)
+}
+
+/// Runs `body` on each engine this machine has; says which it has not.
+fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
+    for choice in [EngineChoice::Uring, EngineChoice::Psync] {
+        match Engine::open(choice, devices, 4096) {
+            Ok((mut engine, _)) => body(&mut engine),
+            Err(error) if choice == EngineChoice::Uring => println!("skipped uring: {error}"),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Starts everything submitted and waits for `count` to end, as the driver does: sleeping on the wake-up.
+fn finish(engine: &mut Engine, count: usize) -> Vec<IoDone> {
+    let limit = Instant::now() + Duration::from_secs(10);
+    let mut done = Vec::new();
+    engine.start().unwrap();
+    while done.len() < count {
+        assert!(Instant::now() < limit, "{} of {count} ended", done.len());
+        if engine.has_work() {
+            engine.start().unwrap();
+        }
+        let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
+        poll(&mut [PollFd::new(&engine.wake(), PollFlags::IN)], Some(&wait)).unwrap();
+        engine.reap(&mut done).unwrap();
+    }
+    assert_eq!(engine.inflight_count(), 0);
+    done.sort_by_key(|d| d.id.0);
+    done
+}
+
+fn io(id: u64, op: IoOp, offset: u64, memory: Memory) -> Io {
+    let bytes = match &memory {
+        Memory::Meta(own) => own.len() as u32,
+        Memory::Arena { .. } => BLOCK,
+        Memory::None => 0,
+    };
+    let device = DeviceIndex(0);
+    Io { id: IoId(id), device, op, offset, bytes, memory }
+}
+
+fn meta(fill: u8, bytes: usize) -> Memory {
+    let mut own = AlignedBytes::zeroed(bytes);
+    own.as_mut_slice().fill(fill);
+    Memory::Meta(own)
+}
+
+fn bytes_of(done: &IoDone) -> &[u8] {
+    match &done.memory {
+        Memory::Meta(own) => own.as_slice(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_was_written_is_read_back_from_the_right_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 1 << 20);
+    on_each_engine(&[device.clone()], |engine| {
+        for i in 0..64 {
+            engine.submit(io(i, IoOp::Write, i * 4096, meta(i as u8 + 1, 4096)));
+        }
+        engine.submit(io(64, IoOp::Flush, 0, Memory::None));
+        let done = finish(engine, 65);
+        assert!(done[..64].iter().all(|d| d.outcome == Ok(BLOCK)));
+        assert_eq!(done[64].outcome, Ok(0), "the flush");
+        for i in 0..64 {
+            engine.submit(io(i, IoOp::Read, i * 4096, meta(0, 4096)));
+        }
+        for (i, d) in finish(engine, 64).iter().enumerate() {
+            assert_eq!(d.outcome, Ok(BLOCK));
+            assert!(bytes_of(d).iter().all(|b| *b == i as u8 + 1), "block {i}");
+        }
+        // Not only through the same engine.
+        let mut own = AlignedBytes::zeroed(4096);
+        device.read_exact_at(own.as_mut_slice(), 5 * 4096).unwrap();
+        assert!(own.as_slice().iter().all(|b| *b == 6));
+    });
+}
+
+#[test]
+fn an_arena_moves_bytes_before_during_and_after_its_registration() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 1 << 20);
+    let classes = [8192, 4096].map(|slot_bytes| SlotClass { slot_bytes, slot_count: 4 });
+    let geometry = Geometry::new(&classes).unwrap();
+    on_each_engine(&[device], |engine| {
+        let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
+        let place = geometry.place(SlotIndex(6)).unwrap();
+        let slot = || Memory::Arena {
+            arena: arena.clone(),
+            offset: place.offset,
+            piece: place.piece,
+        };
+        for (round, step) in ["before", "during", "after"].iter().enumerate() {
+            match *step {
+                "during" => engine.register(&arena),
+                "after" => engine.forget(arena.id()),
+                _ => {}
+            }
+            // The process's side: it writes its own mapping of the same memory file.
+            let fill = [round as u8 + 7; 4096];
+            rustix::io::pwrite(arena.as_fd(), &fill, place.offset).unwrap();
+            // The first start registers one piece, the second the other.
+            engine.submit(io(1, IoOp::Flush, 0, Memory::None));
+            finish(engine, 1);
+            engine.submit(io(2, IoOp::Write, 8192, slot()));
+            assert_eq!(finish(engine, 1)[0].outcome, Ok(BLOCK), "{step}");
+            rustix::io::pwrite(arena.as_fd(), &[0; 4096], place.offset).unwrap();
+            engine.submit(io(3, IoOp::Read, 8192, slot()));
+            assert_eq!(finish(engine, 1)[0].outcome, Ok(BLOCK), "{step}");
+            let mut seen = [0; 4096];
+            rustix::io::pread(arena.as_fd(), &mut seen, place.offset).unwrap();
+            assert_eq!(seen, fill, "{step}");
+            // The neighbour is untouched.
+            let before = geometry.place(SlotIndex(5)).unwrap();
+            rustix::io::pread(arena.as_fd(), &mut seen, before.offset).unwrap();
+            assert_eq!(seen, [0; 4096]);
+        }
+    });
+}
+
+#[test]
+fn reading_over_the_end_is_short_and_not_success() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 3 * 4096);
+    on_each_engine(&[device], |engine| {
+        engine.submit(io(0, IoOp::Read, 2 * 4096, meta(9, 2 * 4096)));
+        engine.submit(io(1, IoOp::Read, 1 << 30, meta(9, 4096)));
+        let done = finish(engine, 2);
+        assert_eq!(done[0].outcome, Ok(BLOCK), "half of it");
+        assert_eq!(done[1].outcome, Ok(0), "what a removed drive answers");
+    });
+}
+
+#[test]
+fn an_errno_comes_back_as_the_errno_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = file(&folder, "a", 1 << 20);
+    // Opened for reading only: every write is EBADF. And an offset that direct I/O cannot take: EINVAL.
+    let read_only = Arc::new(
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32)
+            .open(folder.path().join("a"))
+            .unwrap(),
+    );
+    on_each_engine(&[good, read_only], |engine| {
+        let mut write = io(0, IoOp::Write, 0, meta(1, 4096));
+        write.device = DeviceIndex(1);
+        engine.submit(write);
+        engine.submit(io(1, IoOp::Write, 77, meta(1, 4096)));
+        engine.submit(io(2, IoOp::Write, 4096, meta(1, 4096)));
+        let done = finish(engine, 3);
+        assert_eq!(done[0].outcome, Err(9), "EBADF");
+        assert_eq!(done[1].outcome, Err(22), "EINVAL");
+        assert_eq!(done[2].outcome, Ok(BLOCK), "the others go on");
+    });
+}
+
+#[test]
+fn a_full_device_is_enospc() {
+    let Ok(full) = OpenOptions::new().read(true).write(true).open("/dev/full") else {
+        println!("skipped: there is no /dev/full");
+        return;
+    };
+    on_each_engine(&[Arc::new(full)], |engine| {
+        engine.submit(io(0, IoOp::Write, 0, meta(1, 4096)));
+        assert_eq!(finish(engine, 1)[0].outcome, Err(28));
+    });
+}
+
+#[test]
+fn more_operations_than_the_rings_hold_all_end_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 1 << 20);
+    on_each_engine(&[device], |engine| {
+        for i in 0..4000 {
+            engine.submit(io(i, IoOp::Write, i % 256 * 4096, meta(3, 4096)));
+        }
+        let done = finish(engine, 4000);
+        let ids: Vec<_> = done.iter().map(|d| d.id.0).collect();
+        assert_eq!(ids, (0..4000).collect::<Vec<_>>());
+        assert!(done.iter().all(|d| d.outcome == Ok(BLOCK)));
+    });
+}
+
+#[test]
+fn the_automatic_choice_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 1 << 20);
+    let (engine, reason) = Engine::open(EngineChoice::Auto, &[device], 16).unwrap();
+    match engine.name() {
+        "uring" => assert!(reason.contains("probe read worked"), "{reason}"),
+        _ => assert!(reason.contains("instead of uring: "), "{reason}"),
+    }
+}
