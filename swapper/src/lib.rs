@@ -1,1 +1,49 @@
-//! To be written.
+//! Decides which tile is where and when it moves: prefetch, update, evict, commit.
+//!
+//! ```text
+//!   trainer thread        owner thread                              update worker
+//!   ──────────────        ────────────                              ─────────────
+//!   Swapper (front) ────▶ driver ── events ──▶ core                 Optimizer
+//!     gather, scatter,      ▲   ◀── actions ───  pure: decides        one tile at a time, so that
+//!     finish_step           │                                         I/O goes on meanwhile
+//!          ◀── slots ───────┼─────── slots ──────────────────────────▶
+//!                           ▼
+//!                     client session ══▶ offloadd ══▶ devices          or host memory alone
+//! ```
+//!
+//! - [`Swapper`] is what a trainer holds: blocking calls, typed errors.
+//! - [`schedule`] has a step's program as data, updates at once or deferred; [`bound`] its bytes and shortest time.
+//! - [`core`] is a pure state machine, run under thousands of seeded interleavings in `tests/simulation.rs`.
+//! - Units are numbers with element counts: nothing here knows models, optimizers or accelerators.
+//!
+//! Bytes are lent by passing the slot itself over a channel and back, so a slot has one owner at any time: the driver,
+//! the trainer, the worker or the kernel.
+
+#![forbid(unsafe_code)]
+
+mod backing;
+pub mod bound;
+pub mod core;
+mod driver;
+mod error;
+mod layout;
+mod lend;
+mod open;
+pub mod schedule;
+mod settings;
+mod swapper;
+mod worker;
+
+pub use bound::{StepBytes, StepRates, bound_s};
+pub use error::SwapperError;
+pub use layout::{
+    Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
+    resident, shard_of,
+};
+pub use offload_client::{ClientError, Daemon, Durability, TileError, private};
+pub use schedule::{Op, Schedule, StepProgram};
+pub use settings::{
+    Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
+    StoreSettings, SwapperSettings,
+};
+pub use swapper::{Optimizer, Swapper};

@@ -1,0 +1,522 @@
+//! The acting half: one owner thread between the trainer, the update worker and the session. It holds every slot that
+//! nobody else has and does what the core says. It decides nothing.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use offload_client::{Done, Slot, TileIndex, Verb, Waker};
+
+use crate::SwapperError;
+use crate::backing::{Arena, GRAD_CLASS};
+use crate::core::{Action, Core, CoreSettings, Event, Request, SlotNumber, TileId};
+use crate::layout::{Kind, Layout};
+use crate::lend::{Lent, Message, Reply, UpdateJob};
+use crate::settings::{MemoryPlan, Opened, STALL_MAX, StepIo, SwapperSettings};
+use crate::swapper::Optimizer;
+use crate::worker;
+
+/// How often a waiting owner looks at the stall limit.
+const WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// The way to the owner thread. What stands in it is bounded by what was lent: each slot away comes back once.
+#[derive(Debug)]
+pub(crate) struct Inbox<H> {
+    sender: Sender<Message<H>>,
+    waker: Option<Waker>,
+}
+
+impl<H> Clone for Inbox<H> {
+    fn clone(&self) -> Self {
+        Self {
+            sender: self.sender.clone(),
+            waker: self.waker.clone(),
+        }
+    }
+}
+
+/// The owner thread has ended.
+#[derive(Debug)]
+pub(crate) struct Gone;
+
+impl<H> Inbox<H> {
+    pub(crate) fn send(&self, message: Message<H>) -> Result<(), Gone> {
+        self.sender.send(message).map_err(|_| Gone)?;
+        if let Some(waker) = &self.waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+}
+
+/// The owner thread's handle. Dropping it ends the thread without ending the session in order, like a crash.
+#[derive(Debug)]
+pub(crate) struct Owner<H> {
+    inbox: Inbox<H>,
+    thread: Option<JoinHandle<Result<(), SwapperError>>>,
+}
+
+impl<H: Clone + Send + 'static> Owner<H> {
+    pub(crate) fn start(
+        settings: &SwapperSettings,
+        layout: Arc<Layout>,
+        arena: Arena,
+        opened: &Opened,
+        optimizer: impl Optimizer<H> + 'static,
+    ) -> (Self, Inbox<H>, Receiver<Reply>) {
+        let (sender, messages) = channel();
+        let (replies, from_owner) = channel();
+        let (jobs, from_driver) = channel();
+        let waker = match &arena {
+            Arena::Memory(_) => None,
+            Arena::Session(session) => Some(session.waker()),
+        };
+        let inbox = Inbox { sender, waker };
+        let worker = std::thread::spawn({
+            let (layout, inbox) = (layout.clone(), inbox.clone());
+            move || worker::run(&layout, optimizer, &from_driver, &inbox)
+        });
+        let driver = Driver::new(settings, layout, arena, opened, replies, jobs);
+        let thread = std::thread::spawn(move || {
+            // The driver ends with its way to the worker, which ends the worker. Its panics came as messages.
+            let result = driver.run(&messages);
+            let _ = worker.join();
+            result
+        });
+        let owner = Self {
+            inbox: inbox.clone(),
+            thread: Some(thread),
+        };
+        (owner, inbox, from_owner)
+    }
+}
+
+impl<H> Owner<H> {
+    /// Ends the session in order.
+    pub(crate) fn close(&mut self) -> Result<(), SwapperError> {
+        self.end(Message::Close { in_order: true })
+    }
+
+    fn end(&mut self, message: Message<H>) -> Result<(), SwapperError> {
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        // An owner that has failed is gone already, and has said why.
+        let _ = self.inbox.send(message);
+        thread.join().unwrap_or(Err(SwapperError::Stopped))
+    }
+}
+
+impl<H> Drop for Owner<H> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end(Message::Close { in_order: false }) {
+            tracing::debug!(%error, "the swapper's owner thread had failed");
+        }
+    }
+}
+
+struct Driver<H> {
+    core: Core,
+    actions: Vec<Action>,
+    layout: Arc<Layout>,
+    arena: Arena,
+    /// By kind and slot number; `None` while the slot is lent, with the worker or with the kernel.
+    slots: [Vec<Option<Slot>>; 2],
+    /// By range.
+    grads: Vec<Option<Slot>>,
+    /// Slot numbers of ranges that are away.
+    away: HashMap<u32, [Option<SlotNumber>; 2]>,
+    /// Tile and slot of each operation in flight, by the daemon's tile index.
+    inflight: HashMap<TileIndex, (TileId, SlotNumber)>,
+    moved_last: Instant,
+    done: Vec<Done>,
+
+    replies: Sender<Reply>,
+    jobs: Sender<UpdateJob<H>>,
+    /// Of the newest steps that update: the core runs one step's updates at a time, the next one may wait.
+    hypers: VecDeque<(u64, H)>,
+    steps: u64,
+    /// Of commits planned and not begun, in order.
+    blobs: VecDeque<Vec<u8>>,
+    commit_begun: bool,
+
+    asked: Asked,
+    io: StepIo,
+}
+
+/// What the trainer waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asked {
+    Nothing,
+    Finish,
+    Other,
+}
+
+impl<H: Clone> Driver<H> {
+    fn new(
+        settings: &SwapperSettings,
+        layout: Arc<Layout>,
+        mut arena: Arena,
+        opened: &Opened,
+        replies: Sender<Reply>,
+        jobs: Sender<UpdateJob<H>>,
+    ) -> Self {
+        let MemoryPlan {
+            param_resident_count,
+            state_resident_count,
+            param_staging_count,
+            state_staging_count,
+            range_count,
+            ..
+        } = opened.memory;
+        let core = Core::new(CoreSettings {
+            units: layout.units().to_vec(),
+            resident: settings.residency(&layout),
+            staging: [param_staging_count, state_staging_count],
+            iodepth: opened.iodepth,
+            durable: matches!(arena, Arena::Session(_)),
+        });
+        let slots = [
+            arena.take_all(
+                Kind::Param as usize,
+                param_resident_count + param_staging_count,
+            ),
+            arena.take_all(
+                Kind::State as usize,
+                state_resident_count + state_staging_count,
+            ),
+        ];
+        let grads = arena.take_all(GRAD_CLASS, range_count);
+        Self {
+            core,
+            actions: Vec::new(),
+            layout,
+            arena,
+            slots,
+            grads,
+            away: HashMap::new(),
+            inflight: HashMap::new(),
+            moved_last: Instant::now(),
+            done: Vec::new(),
+            replies,
+            jobs,
+            hypers: VecDeque::new(),
+            steps: 0,
+            blobs: VecDeque::new(),
+            commit_begun: false,
+            asked: Asked::Nothing,
+            io: StepIo {
+                generation: opened.generation,
+                ..StepIo::default()
+            },
+        }
+    }
+
+    /// Works until it is closed or something fails; a failure is told to the trainer's next or present request.
+    fn run(mut self, messages: &Receiver<Message<H>>) -> Result<(), SwapperError> {
+        let error = match self.work(messages) {
+            Ok(in_order) => return self.end(in_order),
+            Err(error) => error,
+        };
+        tracing::debug!(%error, state = self.core.describe(), "the swapper stops");
+        self.core.on_event(Event::Failed, &mut self.actions);
+        while self.asked == Asked::Nothing {
+            match messages.recv() {
+                Ok(Message::Request { .. }) => self.asked = Asked::Other,
+                // Nobody was told: the caller of `close` is.
+                Ok(Message::Close { in_order: true }) => return Err(error),
+                Ok(Message::Close { in_order: false }) | Err(_) => return Ok(()),
+                Ok(_) => {}
+            }
+        }
+        // A trainer that has gone needs no answer.
+        let _ = self.replies.send(Reply::Failed(error));
+        Ok(())
+    }
+
+    /// `true` when it was closed in order.
+    fn work(&mut self, messages: &Receiver<Message<H>>) -> Result<bool, SwapperError> {
+        loop {
+            let mut idle = true;
+            loop {
+                match messages.try_recv() {
+                    Ok(Message::Close { in_order }) => return Ok(in_order),
+                    Ok(message) => self.take(message)?,
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => return Ok(false),
+                }
+                idle = false;
+            }
+            if self.completions()? || !idle {
+                continue;
+            }
+            match &mut self.arena {
+                Arena::Memory(_) => match messages.recv() {
+                    Ok(Message::Close { in_order }) => return Ok(in_order),
+                    Ok(message) => self.take(message)?,
+                    Err(_) => return Ok(false),
+                },
+                Arena::Session(session) => {
+                    session
+                        .wait(WAIT_MAX)
+                        .map_err(client("waiting for tiles"))?;
+                    self.check_stall()?;
+                }
+            }
+        }
+    }
+
+    fn end(self, in_order: bool) -> Result<(), SwapperError> {
+        match self.arena {
+            Arena::Session(session) if in_order => {
+                session.close().map_err(client("closing the session"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn take(&mut self, message: Message<H>) -> Result<(), SwapperError> {
+        match message {
+            Message::Plan { ops, blob } => {
+                self.blobs.extend(blob);
+                self.event(Event::Plan(ops))
+            }
+            Message::Request {
+                request,
+                hyper,
+                blob,
+            } => {
+                self.asked = match request {
+                    Request::Finish { .. } => Asked::Finish,
+                    _ => Asked::Other,
+                };
+                self.blobs.extend(blob);
+                if let Some(hyper) = hyper {
+                    self.steps += 1;
+                    self.hypers.push_back((self.steps, hyper));
+                }
+                self.event(Event::Request(request))
+            }
+            Message::Returned(lent) => {
+                let range = lent.range;
+                self.put_back(lent);
+                self.event(Event::Returned { range })
+            }
+            Message::Updated { lent, update_ns } => {
+                let range = lent.range;
+                self.put_back(lent);
+                self.io.update_ns += update_ns;
+                self.event(Event::Updated { range })
+            }
+            Message::UpdatePanicked { range, message } => {
+                let range = &self.layout.ranges()[range as usize];
+                Err(SwapperError::UpdatePanicked {
+                    unit: range.unit,
+                    elems: range.elems.clone(),
+                    message,
+                })
+            }
+            Message::Close { .. } => unreachable!("ends the loop it is received in"),
+        }
+    }
+
+    /// Takes in what the session has completed. `true` when there was something.
+    fn completions(&mut self) -> Result<bool, SwapperError> {
+        let Arena::Session(session) = &mut self.arena else {
+            return Ok(false);
+        };
+        let mut done = std::mem::take(&mut self.done);
+        session
+            .poll(&mut done)
+            .map_err(client("taking completions"))?;
+        let committed = match self.commit_begun {
+            true => session.poll_commit(),
+            false => None,
+        };
+        let any = !done.is_empty() || committed.is_some();
+        for one in done.drain(..) {
+            self.moved(one)?;
+        }
+        self.done = done;
+        if let Some(committed) = committed {
+            let committed = committed.map_err(client("committing"))?;
+            self.commit_begun = false;
+            self.moved_last = Instant::now();
+            self.io.generation = committed.generation.0;
+            self.event(Event::Committed)?;
+        }
+        Ok(any)
+    }
+
+    fn moved(&mut self, done: Done) -> Result<(), SwapperError> {
+        let (tile, slot) = self
+            .inflight
+            .remove(&done.tile)
+            .expect("only what is in flight completes");
+        self.moved_last = Instant::now();
+        let reading = done.verb == Verb::SwapIn;
+        match done.result {
+            Ok(moved) => {
+                let (bytes, count) = match reading {
+                    true => (&mut self.io.read_bytes, &mut self.io.read_count),
+                    false => (&mut self.io.written_bytes, &mut self.io.written_count),
+                };
+                *bytes += u64::from(moved.bytes);
+                *count += 1;
+                self.slots[tile.kind as usize][slot.0 as usize] = Some(done.slot);
+                self.event(Event::Moved { tile })
+            }
+            Err(source) => {
+                let range = &self.layout.ranges()[tile.range as usize];
+                Err(SwapperError::Tile {
+                    doing: if reading { "reading" } else { "writing" },
+                    kind: tile.kind,
+                    unit: range.unit,
+                    elems: range.elems.clone(),
+                    source,
+                })
+            }
+        }
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), SwapperError> {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.core.on_event(event, &mut actions);
+        for action in actions.drain(..) {
+            self.act(action)?;
+        }
+        self.actions = actions;
+        Ok(())
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), SwapperError> {
+        match action {
+            Action::Read { tile, slot } => self.start(Verb::SwapIn, tile, slot),
+            Action::Write { tile, slot } => self.start(Verb::SwapOut, tile, slot),
+            Action::Update { range, slots, step } => {
+                let lent = self.lend(range, slots.map(Some), true);
+                while self.hypers.front().is_some_and(|(of, _)| *of < step) {
+                    self.hypers.pop_front();
+                }
+                let (of, hyper) = self.hypers.front().expect("a step brings its hyper");
+                assert_eq!(*of, step, "each step brings one hyper");
+                let hyper = hyper.clone();
+                // A worker that is gone has panicked, and its message comes.
+                let _ = self.jobs.send(UpdateJob { lent, hyper });
+                Ok(())
+            }
+            Action::Lend { range, slots, grad } => {
+                let lent = self.lend(range, slots, grad);
+                self.reply(Reply::Lend(lent));
+                Ok(())
+            }
+            Action::Commit { .. } => {
+                let blob = self.blobs.pop_front().expect("a commit has its blob");
+                let Arena::Session(session) = &mut self.arena else {
+                    panic!("a commit without a store");
+                };
+                self.commit_begun = true;
+                session.begin_commit(blob).map_err(client("committing"))
+            }
+            Action::Done => {
+                let io = self.io;
+                if std::mem::replace(&mut self.asked, Asked::Nothing) == Asked::Finish {
+                    self.io = StepIo {
+                        generation: io.generation,
+                        ..StepIo::default()
+                    };
+                }
+                self.reply(Reply::Done { io });
+                Ok(())
+            }
+            Action::Refused { asked, announced } => {
+                self.asked = Asked::Nothing;
+                self.reply(Reply::Failed(SwapperError::OutOfOrder { asked, announced }));
+                Ok(())
+            }
+        }
+    }
+
+    fn start(&mut self, verb: Verb, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
+        let index = TileIndex(self.layout.table_index(tile.kind, tile.range));
+        let bytes = self.slots[tile.kind as usize][slot.0 as usize]
+            .take()
+            .expect("the core knows where each slot is");
+        let Arena::Session(session) = &mut self.arena else {
+            panic!("{tile:?} moves without a store");
+        };
+        if self.inflight.is_empty() {
+            self.moved_last = Instant::now();
+        }
+        let started = match verb {
+            Verb::SwapIn => session.swap_in(index, bytes),
+            Verb::SwapOut => session.swap_out(index, bytes),
+        };
+        started.map_err(|(_, source)| client("moving a tile")(source))?;
+        self.inflight.insert(index, (tile, slot));
+        Ok(())
+    }
+
+    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 2], grad: bool) -> Lent {
+        let mut take = |kind: Kind| {
+            slots[kind as usize].map(|slot| {
+                self.slots[kind as usize][slot.0 as usize]
+                    .take()
+                    .expect("the core knows where each slot is")
+            })
+        };
+        let (param, state) = (take(Kind::Param), take(Kind::State));
+        let grad = grad.then(|| {
+            self.grads[range as usize]
+                .take()
+                .expect("gradients have one user at a time")
+        });
+        self.away.insert(range, slots);
+        Lent {
+            range,
+            param,
+            state,
+            grad,
+        }
+    }
+
+    fn put_back(&mut self, lent: Lent) {
+        let slots = self
+            .away
+            .remove(&lent.range)
+            .expect("only what was lent comes back");
+        for (kind, bytes) in [(Kind::Param, lent.param), (Kind::State, lent.state)] {
+            if let Some(slot) = slots[kind as usize] {
+                self.slots[kind as usize][slot.0 as usize] = bytes;
+            }
+        }
+        if lent.grad.is_some() {
+            self.grads[lent.range as usize] = lent.grad;
+        }
+    }
+
+    fn reply(&self, reply: Reply) {
+        // A trainer that has gone needs no answer; its close comes next.
+        let _ = self.replies.send(reply);
+    }
+
+    fn check_stall(&self) -> Result<(), SwapperError> {
+        let inflight = self.inflight.len() + usize::from(self.commit_begun);
+        if inflight > 0 && self.moved_last.elapsed() > STALL_MAX {
+            return Err(SwapperError::Stalled {
+                seconds: STALL_MAX.as_secs(),
+                inflight,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn client(doing: &'static str) -> impl FnOnce(offload_client::ClientError) -> SwapperError {
+    move |source| SwapperError::Client {
+        doing: doing.into(),
+        source,
+    }
+}

@@ -1,0 +1,99 @@
+//! Why the swapper refused or gave up. After anything but a refused call it takes nothing more; what was committed stays.
+
+use crate::schedule::Op;
+
+/// A refusal or failure of the swapper.
+#[derive(Debug, thiserror::Error)]
+pub enum SwapperError {
+    /// Settings that cannot work; nothing was touched.
+    #[error("swapper settings: {what}")]
+    Settings {
+        /// Which, why, and what would do.
+        what: String,
+    },
+    /// The staging budget is below what two tiles of each kind need.
+    #[error(
+        "a staging budget of {budget_bytes} bytes is too small: two tiles of each kind need {needed_bytes} bytes; raise it or use smaller tiles"
+    )]
+    StagingTooSmall {
+        /// As given.
+        budget_bytes: u64,
+        /// The least that works.
+        needed_bytes: u64,
+    },
+    /// A program the swapper cannot follow.
+    #[error("step program: {what}")]
+    Program {
+        /// Which operation, and why not.
+        what: String,
+    },
+    /// The trainer asked for something else than it announced.
+    #[error("{asked:?} was asked, but the step's program has {}", match announced {
+        Some(op) => format!("{op:?} next"),
+        None => "nothing more".into(),
+    })]
+    OutOfOrder {
+        /// What was asked.
+        asked: Op,
+        /// What the program has.
+        announced: Option<Op>,
+    },
+    /// The tiles have no content yet.
+    #[error("the tiles were never filled: call initialize first")]
+    NotInitialized,
+    /// The job was made with another layout.
+    #[error(
+        "job {job:?} exists with another layout ({what}): resume with the settings it was made with, or start afresh under another job name"
+    )]
+    LayoutChanged {
+        /// The job's name.
+        job: String,
+        /// What differs.
+        what: String,
+    },
+    /// The daemon refused a call or is gone.
+    #[error("{doing}: {source}")]
+    Client {
+        /// What was tried.
+        doing: String,
+        /// The client's words.
+        source: offload_client::ClientError,
+    },
+    /// A tile could not be read or written, or came back damaged.
+    #[error("{doing} {kind:?} elements {elems:?} of unit {unit}: {source}")]
+    Tile {
+        /// `reading` or `writing`.
+        doing: &'static str,
+        /// Of which kind the tile is.
+        kind: crate::Kind,
+        /// Index of the unit.
+        unit: usize,
+        /// The tile's elements, counted from the unit's first.
+        elems: std::ops::Range<u64>,
+        /// Device, offset and cause.
+        source: offload_client::TileError,
+    },
+    /// The optimizer panicked.
+    #[error("the update of elements {elems:?} of unit {unit} panicked: {message}")]
+    UpdatePanicked {
+        /// Index of the unit.
+        unit: usize,
+        /// The tile's elements, counted from the unit's first.
+        elems: std::ops::Range<u64>,
+        /// The panic's message.
+        message: String,
+    },
+    /// Operations were in flight and none completed for too long.
+    #[error(
+        "no device operation completed for {seconds} s with {inflight} in flight: look at the daemon's log and the drives"
+    )]
+    Stalled {
+        /// How long was waited.
+        seconds: u64,
+        /// Operations in flight.
+        inflight: usize,
+    },
+    /// An earlier failure, which was reported then, has ended this swapper.
+    #[error("the swapper stopped after an earlier error; what was committed before it is safe")]
+    Stopped,
+}

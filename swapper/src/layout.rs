@@ -1,0 +1,395 @@
+//! Tiles from units: which elements each tile holds, how many bytes it has, and which stay in host memory.
+//!
+//! ```text
+//!   unit   | elements 0 .. n                                            |
+//!   shard  | rank 0                       | rank 1                      |      equal, the last one shorter
+//!   ranges | range 0 | range 1 | range 2  | range 0 | range 1 | ...     |      tile_elems each, the last one shorter
+//! ```
+//!
+//! Each range is one `param` tile, one `state` tile and one `grad` slot. The job's table lists the param tiles of all
+//! ranks and then the state tiles, so that neighbours of one kind go to different devices.
+
+use std::ops::Range;
+
+use crate::error::SwapperError;
+
+/// Tiles and slots are multiples of this many bytes.
+const BLOCK_BYTES: u64 = 4096;
+
+/// Ranges start at multiples of this many elements, so that a tile of any element size is whole blocks.
+pub const TILE_ELEMS_STEP: u64 = 4096;
+
+/// 2 MiB of bf16 parameters and 10 MiB of state: large enough for any drive's full speed.
+const TILE_ELEMS_LARGE: u64 = 1 << 20;
+
+/// Smaller tiles than this cost more in operations than they give in overlap.
+const TILE_ELEMS_SMALL: u64 = 64 << 10;
+
+/// A small model is still cut into this many ranges, so that there is something to overlap.
+const RANGES_WANTED: u64 = 16;
+
+/// Parameters gathered together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnitShape {
+    /// Parameters of the unit, over all ranks.
+    pub elems: u64,
+}
+
+/// Bytes of a tile's three parts.
+#[derive(Clone, Copy, Debug)]
+pub struct TileBytes {
+    /// Bytes of one parameter.
+    pub param_bytes_per_elem: usize,
+    /// Bytes of one gradient as it is kept in host memory.
+    pub grad_bytes_per_elem: usize,
+    /// Bytes of the state of a tile of so many elements.
+    pub state_tile_bytes: fn(usize) -> usize,
+}
+
+/// A run of a unit's elements: what one tile of each kind holds.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct TileRange {
+    /// Index of the unit.
+    pub unit: usize,
+    /// Elements, counted from the unit's first.
+    pub elems: Range<u64>,
+}
+
+/// What is swapped: the two kinds that live on devices. Gradients stay in host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// Parameters as the model computes with them.
+    Param = 0,
+    /// Residual or master, momentum and variance.
+    State = 1,
+}
+
+impl Kind {
+    /// Both, in the order of every table indexed by kind.
+    pub const ALL: [Self; 2] = [Self::Param, Self::State];
+}
+
+/// One tile of the job's table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TableEntry {
+    /// Index of the unit.
+    pub unit: u32,
+    /// Its kind.
+    pub kind: Kind,
+    /// First element, within the unit.
+    pub elem_offset: u64,
+    /// Whole blocks.
+    pub tile_bytes: u32,
+}
+
+/// One rank's ranges of every unit, and the table of the whole job.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    units: Vec<Range<u32>>,
+    ranges: Vec<TileRange>,
+    table: Vec<TableEntry>,
+    /// Index in `table` of each range's tiles, by kind.
+    table_index: [Vec<u32>; 2],
+    tile_bytes: TileBytes,
+    tile_elems: u64,
+}
+
+impl Layout {
+    /// Cuts `units` into ranges of `tile_elems` for `rank` of `ranks`.
+    pub fn new(
+        units: &[UnitShape],
+        tile_bytes: TileBytes,
+        tile_elems: u64,
+        rank: u32,
+        ranks: u32,
+    ) -> Result<Self, SwapperError> {
+        let refuse = |what: String| Err(SwapperError::Settings { what });
+        if tile_elems == 0 || tile_elems % TILE_ELEMS_STEP != 0 {
+            return refuse(format!(
+                "tile_elems = {tile_elems}: it is a multiple of {TILE_ELEMS_STEP}"
+            ));
+        }
+        if rank >= ranks {
+            return refuse(format!("rank {rank} of {ranks} ranks: ranks count from 0"));
+        }
+        if units.iter().all(|unit| unit.elems == 0) {
+            return refuse("the model has no parameters".into());
+        }
+        let mut layout = Self {
+            units: Vec::with_capacity(units.len()),
+            ranges: Vec::new(),
+            table: Vec::new(),
+            table_index: [Vec::new(), Vec::new()],
+            tile_bytes,
+            tile_elems,
+        };
+        let largest = layout
+            .slot_bytes(Kind::State)
+            .max(layout.slot_bytes(Kind::Param));
+        if largest > u64::from(u32::MAX) {
+            return refuse(format!(
+                "tile_elems = {tile_elems} makes tiles of {largest} bytes: use fewer elements"
+            ));
+        }
+        for kind in Kind::ALL {
+            for (unit, shape) in units.iter().enumerate() {
+                let first = layout.ranges.len() as u32;
+                for owner in 0..ranks {
+                    let shard = shard_of(shape.elems, owner, ranks);
+                    let mut start = shard.start;
+                    while start < shard.end {
+                        let elems = start..shard.end.min(start + tile_elems);
+                        if owner == rank {
+                            layout.table_index[kind as usize].push(layout.table.len() as u32);
+                            if kind == Kind::Param {
+                                layout.ranges.push(TileRange {
+                                    unit,
+                                    elems: elems.clone(),
+                                });
+                            }
+                        }
+                        let bytes = layout.bytes_of(kind, elems.end - elems.start);
+                        layout.table.push(TableEntry {
+                            unit: unit as u32,
+                            kind,
+                            elem_offset: elems.start,
+                            tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
+                        });
+                        start = elems.end;
+                    }
+                }
+                if kind == Kind::Param {
+                    layout.units.push(first..layout.ranges.len() as u32);
+                }
+            }
+        }
+        Ok(layout)
+    }
+
+    /// The ranges of each unit, as indices into [`Layout::ranges`].
+    pub fn units(&self) -> &[Range<u32>] {
+        &self.units
+    }
+
+    /// This rank's ranges, units in order and elements in order.
+    pub fn ranges(&self) -> &[TileRange] {
+        &self.ranges
+    }
+
+    /// The tiles of all ranks; a tile's place here is its index for the daemon.
+    pub fn table(&self) -> &[TableEntry] {
+        &self.table
+    }
+
+    /// Where a range's tile of `kind` stands in [`Layout::table`].
+    pub fn table_index(&self, kind: Kind, range: u32) -> u32 {
+        self.table_index[kind as usize][range as usize]
+    }
+
+    /// Elements of a range.
+    pub fn elems(&self, range: u32) -> u64 {
+        let elems = &self.ranges[range as usize].elems;
+        elems.end - elems.start
+    }
+
+    /// Elements a tile has, except a shard's last.
+    pub fn tile_elems(&self) -> u64 {
+        self.tile_elems
+    }
+
+    /// Bytes of a tile's content, without padding.
+    pub fn content_bytes(&self, kind: Kind, range: u32) -> usize {
+        self.bytes_of(kind, self.elems(range)) as usize
+    }
+
+    /// Bytes a tile moves: its content padded to whole blocks.
+    pub fn moved_bytes(&self, kind: Kind, range: u32) -> u64 {
+        self.bytes_of(kind, self.elems(range))
+            .next_multiple_of(BLOCK_BYTES)
+    }
+
+    /// Bytes of a range's gradients, without padding.
+    pub fn grad_bytes(&self, range: u32) -> usize {
+        self.elems(range) as usize * self.tile_bytes.grad_bytes_per_elem
+    }
+
+    /// Bytes of a slot that takes any tile of `kind`.
+    pub fn slot_bytes(&self, kind: Kind) -> u64 {
+        self.bytes_of(kind, self.tile_elems)
+            .next_multiple_of(BLOCK_BYTES)
+    }
+
+    /// Bytes of a slot that takes the gradients of any range.
+    pub fn grad_slot_bytes(&self) -> u64 {
+        (self.tile_elems * self.tile_bytes.grad_bytes_per_elem as u64).next_multiple_of(BLOCK_BYTES)
+    }
+
+    /// Bytes of all tiles of all ranks, once.
+    pub fn table_bytes(&self) -> u64 {
+        self.table
+            .iter()
+            .map(|tile| u64::from(tile.tile_bytes))
+            .sum()
+    }
+
+    fn bytes_of(&self, kind: Kind, elems: u64) -> u64 {
+        match kind {
+            Kind::Param => elems * self.tile_bytes.param_bytes_per_elem as u64,
+            Kind::State => (self.tile_bytes.state_tile_bytes)(elems as usize) as u64,
+        }
+    }
+}
+
+/// The elements of a unit that `rank` of `ranks` owns: equal shards, the last ones shorter.
+pub fn shard_of(unit_elems: u64, rank: u32, ranks: u32) -> Range<u64> {
+    let shard_elems = unit_elems
+        .div_ceil(u64::from(ranks))
+        .next_multiple_of(if ranks == 1 { 1 } else { TILE_ELEMS_STEP });
+    let at = |rank: u32| unit_elems.min(shard_elems * u64::from(rank));
+    at(rank)..at(rank + 1)
+}
+
+/// Elements a tile should have: about a million, fewer for a small model, and such that little of the last tiles' slots
+/// stays empty.
+pub fn choose_tile_elems(units: &[UnitShape], ranks: u32) -> u64 {
+    let shards: Vec<u64> = units
+        .iter()
+        .map(|unit| shard_of(unit.elems, 0, ranks).end)
+        .filter(|&elems| elems > 0)
+        .collect();
+    let total: u64 = shards.iter().sum();
+    let target = (total / RANGES_WANTED)
+        .clamp(TILE_ELEMS_SMALL, TILE_ELEMS_LARGE)
+        .next_multiple_of(TILE_ELEMS_STEP);
+    // Slots have one size, so a shard of a little more than a whole number of tiles wastes most of one. Candidates
+    // between three quarters and all of the target, the larger one where equal.
+    let slots_elems = |tile_elems: u64| -> u64 {
+        shards
+            .iter()
+            .map(|elems| elems.next_multiple_of(tile_elems))
+            .sum()
+    };
+    (0..=64)
+        .map(|part| {
+            (target - target * part / 256)
+                .next_multiple_of(TILE_ELEMS_STEP)
+                .max(TILE_ELEMS_STEP)
+        })
+        .min_by_key(|&tile_elems| (slots_elems(tile_elems), u64::MAX - tile_elems))
+        .unwrap_or(target)
+}
+
+/// Which of `count` ranges stay in host memory: `share` of them, spread evenly.
+pub fn resident(count: usize, share: f64) -> Vec<bool> {
+    let chosen = (count as f64 * share).round() as u64;
+    let count = count as u64;
+    (0..count)
+        .map(|i| (i + 1) * chosen / count > i * chosen / count)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes() -> TileBytes {
+        TileBytes {
+            param_bytes_per_elem: 2,
+            grad_bytes_per_elem: 2,
+            state_tile_bytes: |elems| elems * 10,
+        }
+    }
+
+    fn shapes(elems: &[u64]) -> Vec<UnitShape> {
+        elems.iter().map(|&elems| UnitShape { elems }).collect()
+    }
+
+    #[test]
+    fn every_element_is_in_one_tile_of_one_rank() {
+        let units = shapes(&[10_000, 4096, 0, 50_001]);
+        for ranks in [1, 2, 3, 8] {
+            let mut seen: Vec<Vec<bool>> = units
+                .iter()
+                .map(|u| vec![false; u.elems as usize])
+                .collect();
+            let mut table_seen = Vec::new();
+            for rank in 0..ranks {
+                let layout = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
+                for (range, tile) in layout.ranges().iter().enumerate() {
+                    assert!(layout.units()[tile.unit].contains(&(range as u32)));
+                    for elem in tile.elems.clone() {
+                        assert!(!std::mem::replace(
+                            &mut seen[tile.unit][elem as usize],
+                            true
+                        ));
+                    }
+                    for kind in Kind::ALL {
+                        let index = layout.table_index(kind, range as u32);
+                        let entry = &layout.table()[index as usize];
+                        assert_eq!((entry.unit as usize, entry.kind), (tile.unit, kind));
+                        assert_eq!(entry.elem_offset, tile.elems.start);
+                        assert_eq!(
+                            u64::from(entry.tile_bytes),
+                            layout.moved_bytes(kind, range as u32)
+                        );
+                        table_seen.push(index);
+                    }
+                }
+            }
+            assert!(seen.iter().flatten().all(|&seen| seen), "{ranks} ranks");
+            table_seen.sort_unstable();
+            let table = Layout::new(&units, bytes(), 8192, 0, ranks).unwrap();
+            assert_eq!(
+                table_seen,
+                (0..table.table().len() as u32).collect::<Vec<_>>()
+            );
+        }
+    }
+
+    #[test]
+    fn the_share_is_met_and_spread_evenly() {
+        for count in [1, 7, 64] {
+            for share in [0.0, 0.3, 0.5, 1.0] {
+                let chosen = resident(count, share);
+                let total = chosen.iter().filter(|&&r| r).count();
+                assert_eq!(total, (count as f64 * share).round() as usize);
+                for half in [&chosen[..count / 2], &chosen[count / 2..]] {
+                    let part = half.iter().filter(|&&r| r).count() as f64;
+                    assert!((part - half.len() as f64 * total as f64 / count as f64).abs() <= 1.0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tile_sizes_suit_the_model() {
+        let units = shapes(&[200_000; 10]);
+        let small = choose_tile_elems(&units, 1);
+        let layout = Layout::new(&units, bytes(), small, 0, 1).unwrap();
+        assert!(layout.ranges().len() as u64 >= RANGES_WANTED);
+        assert!(units[0].elems.next_multiple_of(small) - units[0].elems < small / 8);
+        let tiny = choose_tile_elems(&shapes(&[3000]), 1);
+        assert!((TILE_ELEMS_SMALL / 2..=TILE_ELEMS_SMALL).contains(&tiny));
+        // A little over twelve tiles: shrinking a tile would need a thirteenth, so it must not be the naive size.
+        let units = shapes(&[12 * TILE_ELEMS_LARGE + 4096; 32]);
+        let large = choose_tile_elems(&units, 1);
+        let waste = units[0].elems.next_multiple_of(large) - units[0].elems;
+        assert!(
+            large > TILE_ELEMS_LARGE / 2 && waste < large / 8,
+            "{large}, {waste} unused"
+        );
+        assert_eq!(large % TILE_ELEMS_STEP, 0);
+    }
+
+    #[test]
+    fn impossible_cuts_are_refused() {
+        let units = shapes(&[1000]);
+        for (elems, rank, ranks) in [(0, 0, 1), (5000, 0, 1), (4096, 1, 1), (1 << 40, 0, 1)] {
+            assert!(matches!(
+                Layout::new(&units, bytes(), elems, rank, ranks),
+                Err(SwapperError::Settings { .. })
+            ));
+        }
+        assert!(Layout::new(&shapes(&[0]), bytes(), 4096, 0, 1).is_err());
+    }
+}

@@ -1,0 +1,55 @@
+//! What travels between the threads: requests to the owner, slots lent to trainer and worker, and slots coming back.
+
+use offload_client::Slot;
+
+use crate::core::Request;
+use crate::schedule::Op;
+use crate::{StepIo, SwapperError};
+
+/// One range's slots, away from the owner. Which are there depends on the use.
+#[derive(Debug, Default)]
+pub(crate) struct Lent {
+    pub(crate) range: u32,
+    pub(crate) param: Option<Slot>,
+    pub(crate) state: Option<Slot>,
+    pub(crate) grad: Option<Slot>,
+}
+
+/// To the owner.
+#[derive(Debug)]
+pub(crate) enum Message<H> {
+    /// A pass begins. The blob goes with the plan's commit, if it has one.
+    Plan { ops: Vec<Op>, blob: Option<Vec<u8>> },
+    /// Answered by any number of [`Reply::Lend`] and one [`Reply::Done`] or [`Reply::Failed`].
+    Request {
+        request: Request,
+        hyper: Option<H>,
+        blob: Option<Vec<u8>>,
+    },
+    /// The trainer has done with a range.
+    Returned(Lent),
+    /// The worker has updated a range.
+    Updated { lent: Lent, update_ns: u64 },
+    /// The optimizer panicked; the slots are lost with it.
+    UpdatePanicked { range: u32, message: String },
+    /// End. In order, the session is closed; otherwise it ends as in a crash.
+    Close { in_order: bool },
+}
+
+/// To the trainer.
+#[derive(Debug)]
+pub(crate) enum Reply {
+    /// The next range of the unit that was asked for.
+    Lend(Lent),
+    /// The request is served. `io` counts since the request before that finished a step.
+    Done { io: StepIo },
+    /// Nothing more will be served.
+    Failed(SwapperError),
+}
+
+/// To the update worker.
+#[derive(Debug)]
+pub(crate) struct UpdateJob<H> {
+    pub(crate) lent: Lent,
+    pub(crate) hyper: H,
+}

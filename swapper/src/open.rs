@@ -1,0 +1,264 @@
+//! Opening: memory, the job and the generation to go on from. A job made with another layout is refused.
+
+use offload_client::{
+    Generation, JobDefinition, JobRecord, MemoryArena, Rank, Session, SessionInfo, SessionSettings,
+    SlotClass, Tile, TileKind,
+};
+
+use crate::SwapperError;
+use crate::backing::Arena;
+use crate::layout::{Kind, Layout};
+use crate::settings::{Backing, DeviceRates, MemoryPlan, Opened, StoreSettings, SwapperSettings};
+
+/// One node: committed is confirmed.
+const NODES: u32 = 1;
+
+pub(crate) fn open(
+    settings: &SwapperSettings,
+    layout: &Layout,
+) -> Result<(Arena, Opened), SwapperError> {
+    let memory = settings.plan_of(layout)?;
+    match &settings.backing {
+        Backing::Memory => open_memory(settings, memory),
+        Backing::Store(store) => open_store(settings, store, layout, memory),
+    }
+}
+
+fn classes(memory: &MemoryPlan) -> [SlotClass; 3] {
+    let class = |slot_bytes, slot_count| SlotClass {
+        slot_bytes,
+        slot_count,
+    };
+    [
+        class(
+            memory.param_slot_bytes,
+            memory.param_resident_count + memory.param_staging_count,
+        ),
+        class(
+            memory.state_slot_bytes,
+            memory.state_resident_count + memory.state_staging_count,
+        ),
+        class(memory.grad_slot_bytes, memory.range_count),
+    ]
+}
+
+fn open_memory(
+    settings: &SwapperSettings,
+    memory: MemoryPlan,
+) -> Result<(Arena, Opened), SwapperError> {
+    let arena = MemoryArena::new(&classes(&memory)).map_err(client(|| {
+        format!("taking {} bytes of host memory", memory.host_bytes())
+    }))?;
+    let opened = Opened {
+        resumed: None,
+        generation: 0,
+        memory,
+        iodepth: settings.iodepth,
+        engine: "memory".into(),
+        devices: Vec::new(),
+        notes: Vec::new(),
+    };
+    Ok((Arena::Memory(arena), opened))
+}
+
+fn open_store(
+    settings: &SwapperSettings,
+    store: &StoreSettings,
+    layout: &Layout,
+    memory: MemoryPlan,
+) -> Result<(Arena, Opened), SwapperError> {
+    let mut session = Session::open(SessionSettings {
+        socket: store.socket.clone(),
+        job: store.job.clone(),
+        rank: Rank(settings.rank),
+        local_ranks: settings.ranks,
+        classes: classes(&memory).to_vec(),
+        iodepth: settings.iodepth,
+    })
+    .map_err(client(|| format!("opening job {:?}", store.job)))?;
+
+    let definition = JobDefinition {
+        layout: settings.layout.clone(),
+        tiles: tiles(layout),
+        durability: store.durability,
+        nodes: NODES,
+    };
+    let generation = match &session.info().job {
+        Some(record) => {
+            if let Some(what) = difference(record, &definition) {
+                return Err(SwapperError::LayoutChanged {
+                    job: store.job.clone(),
+                    what,
+                });
+            }
+            record
+                .generations
+                .last()
+                .map_or(Generation(0), |newest| newest.generation)
+        }
+        None => {
+            session.define_tiles(definition).map_err(client(|| {
+                format!(
+                    "reserving room for {} tiles of job {:?}",
+                    memory.table_count, store.job
+                )
+            }))?;
+            Generation(0)
+        }
+    };
+    session.resume(generation).map_err(client(|| {
+        format!("going to generation {generation} of job {:?}", store.job)
+    }))?;
+
+    let info = session.info();
+    let opened = Opened {
+        resumed: blob_of(info, generation, settings.rank, &store.job)?,
+        generation: generation.0,
+        memory,
+        iodepth: info.iodepth,
+        engine: info.engine.clone(),
+        devices: info
+            .devices
+            .iter()
+            .map(|device| DeviceRates {
+                path: device.path.display().to_string(),
+                read_bytes_per_s: device.read_bytes_per_s,
+                write_bytes_per_s: device.write_bytes_per_s,
+            })
+            .collect(),
+        notes: [
+            format!("engine {}: {}", info.engine, info.engine_reason),
+            info.memory_note.clone(),
+        ]
+        .into_iter()
+        .filter(|note| !note.is_empty())
+        .collect(),
+    };
+    if opened.iodepth < crate::IODEPTH_MIN {
+        return Err(SwapperError::Settings {
+            what: format!(
+                "the daemon grants {} operations in flight, {} are needed: raise its limit",
+                opened.iodepth,
+                crate::IODEPTH_MIN
+            ),
+        });
+    }
+    Ok((Arena::Session(Box::new(session)), opened))
+}
+
+fn tiles(layout: &Layout) -> Vec<Tile> {
+    layout
+        .table()
+        .iter()
+        .map(|entry| Tile {
+            unit: entry.unit,
+            kind: match entry.kind {
+                Kind::Param => TileKind::Param,
+                Kind::State => TileKind::State,
+            },
+            elem_offset: entry.elem_offset,
+            tile_bytes: entry.tile_bytes,
+        })
+        .collect()
+}
+
+/// This rank's blob of `generation`; `None` when nothing was ever committed.
+fn blob_of(
+    info: &SessionInfo,
+    generation: Generation,
+    rank: u32,
+    job: &str,
+) -> Result<Option<Vec<u8>>, SwapperError> {
+    let generations = info.job.as_ref().map_or(&[][..], |job| &job.generations);
+    let Some(record) = generations.iter().find(|g| g.generation == generation) else {
+        return Ok(None);
+    };
+    match record.blobs.iter().find(|blob| blob.rank == Rank(rank)) {
+        Some(blob) => Ok(Some(blob.blob.clone())),
+        None => Err(SwapperError::LayoutChanged {
+            job: job.into(),
+            what: format!("generation {generation} has no part of rank {rank}"),
+        }),
+    }
+}
+
+/// How an existing job differs from what is wanted, in words.
+fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
+    if record.layout != wanted.layout {
+        return Some("its model or layout description is another one".into());
+    }
+    if record.durability != wanted.durability {
+        return Some(format!(
+            "its durability is {:?}, not {:?}",
+            record.durability, wanted.durability
+        ));
+    }
+    if record.nodes != wanted.nodes {
+        return Some(format!("it runs on {} nodes", record.nodes));
+    }
+    if record.tiles != wanted.tiles {
+        let first = record
+            .tiles
+            .iter()
+            .zip(&wanted.tiles)
+            .position(|(has, wants)| has != wants)
+            .unwrap_or_else(|| record.tiles.len().min(wanted.tiles.len()));
+        return Some(format!(
+            "it has {} tiles, not {}; tile {first} is the first other one: another tile_elems, precision or number of ranks",
+            record.tiles.len(),
+            wanted.tiles.len()
+        ));
+    }
+    None
+}
+
+fn client(
+    doing: impl FnOnce() -> String,
+) -> impl FnOnce(offload_client::ClientError) -> SwapperError {
+    move |source| SwapperError::Client {
+        doing: doing(),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Durability;
+
+    #[test]
+    fn each_difference_is_told() {
+        let tile = |tile_bytes| Tile {
+            unit: 0,
+            kind: TileKind::Param,
+            elem_offset: 0,
+            tile_bytes,
+        };
+        let wanted = JobDefinition {
+            layout: b"a".to_vec(),
+            tiles: vec![tile(4096), tile(8192)],
+            durability: Durability::Committed,
+            nodes: 1,
+        };
+        let same = JobRecord {
+            layout: wanted.layout.clone(),
+            tiles: wanted.tiles.clone(),
+            durability: wanted.durability,
+            nodes: wanted.nodes,
+            generations: Vec::new(),
+            clean: true,
+        };
+        assert_eq!(difference(&same, &wanted), None);
+        let told = |change: fn(&mut JobRecord), words: &str| {
+            let mut other = same.clone();
+            change(&mut other);
+            let what = difference(&other, &wanted).unwrap();
+            assert!(what.contains(words), "{what}");
+        };
+        told(|r| r.layout.push(0), "layout");
+        told(|r| r.durability = Durability::None, "durability");
+        told(|r| r.nodes = 2, "2 nodes");
+        told(|r| r.tiles[1].tile_bytes = 4096, "tile 1");
+        told(|r| r.tiles.truncate(1), "1 tiles, not 2; tile 1");
+    }
+}

@@ -1,0 +1,235 @@
+//! A step's program as data: in which order units are gathered, get gradients, are updated, and when a commit follows.
+//!
+//! ```text
+//!   at once   | G0 G1 G2 | G2 S2 G1 S1 G0 S0 | U0 U1 U2 commit |
+//!   deferred  | U0 G0 U1 G1 U2 G2 commit | G2 S2 G1 S1 G0 S0 |           updates of the step before, the same bits
+//! ```
+//!
+//! Both end with what is expected to come next, so that reads go ahead over the end of a step.
+
+use crate::error::SwapperError;
+
+/// When the updates of a step run. Both give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Schedule {
+    /// All at the end of the step.
+    AtOnce,
+    /// Each unit's just before its first gather of the next step.
+    Deferred,
+}
+
+/// One operation on one unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// The trainer provides first contents of parameters and state.
+    Fill {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// The optimizer runs, if the unit's gradients wait for it.
+    Update {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// The trainer takes the parameters.
+    Gather {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// The trainer brings the gradients.
+    Scatter {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// The trainer looks at parameters and state.
+    Visit {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// An update is expected here, but its gradients are still to come: something to read ahead for.
+    Expect {
+        /// Index of the unit.
+        unit: usize,
+    },
+    /// What was filled and updated before this becomes a generation.
+    Commit,
+}
+
+/// The uses a trainer announces for one pass: gathers and scatters, in the order it will ask for them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepProgram {
+    ops: Vec<Op>,
+}
+
+impl StepProgram {
+    /// Checks that there are only gathers and scatters, and one scatter a unit at most.
+    ///
+    /// A unit may be gathered any number of times (tied embeddings); its gradients come once.
+    pub fn new(ops: Vec<Op>) -> Result<Self, SwapperError> {
+        let mut scattered = Vec::new();
+        for op in &ops {
+            match *op {
+                Op::Gather { .. } => {}
+                Op::Scatter { unit } if !scattered.contains(&unit) => scattered.push(unit),
+                Op::Scatter { unit } => {
+                    return Err(SwapperError::Program {
+                        what: format!(
+                            "unit {unit} is scattered twice: sum its gradients and bring them once"
+                        ),
+                    });
+                }
+                other => {
+                    return Err(SwapperError::Program {
+                        what: format!("{other:?} is not the trainer's to announce"),
+                    });
+                }
+            }
+        }
+        Ok(Self { ops })
+    }
+
+    /// Forward over `units` units, then back: each is gathered again and then scattered.
+    pub fn training(units: usize) -> Self {
+        let forward = (0..units).map(|unit| Op::Gather { unit });
+        let backward = (0..units)
+            .rev()
+            .flat_map(|unit| [Op::Gather { unit }, Op::Scatter { unit }]);
+        Self {
+            ops: forward.chain(backward).collect(),
+        }
+    }
+
+    /// Gathers only, for evaluation.
+    pub fn reading(units: impl IntoIterator<Item = usize>) -> Self {
+        Self {
+            ops: units.into_iter().map(|unit| Op::Gather { unit }).collect(),
+        }
+    }
+
+    /// As announced.
+    pub fn ops(&self) -> &[Op] {
+        &self.ops
+    }
+
+    /// Units that get gradients, in the order of their first use.
+    fn updated_units(&self) -> impl Iterator<Item = usize> + '_ {
+        let scattered = |unit| self.ops.contains(&Op::Scatter { unit });
+        let mut seen = Vec::new();
+        self.ops.iter().filter_map(move |op| match *op {
+            Op::Gather { unit } | Op::Scatter { unit }
+                if !seen.contains(&unit) && scattered(unit) =>
+            {
+                seen.push(unit);
+                Some(unit)
+            }
+            _ => None,
+        })
+    }
+}
+
+/// Updates of the `pending` units, the commit, and then `program` as what comes next.
+pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+    let mut ops: Vec<Op> = pending.iter().map(|&unit| Op::Update { unit }).collect();
+    ops.extend(commit.then_some(Op::Commit));
+    ops.extend(&program.ops);
+    ops.extend(program.updated_units().map(|unit| Op::Expect { unit }));
+    ops
+}
+
+/// `program` with each `pending` unit's update before its first use; the commit follows the last of them.
+pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+    let mut left: Vec<usize> = pending.to_vec();
+    let mut ops = Vec::with_capacity(program.ops.len() + 2 * pending.len() + 1);
+    if commit && left.is_empty() {
+        ops.push(Op::Commit);
+    }
+    for &op in &program.ops {
+        if let Op::Gather { unit } | Op::Scatter { unit } = op
+            && let Some(at) = left.iter().position(|&pending| pending == unit)
+        {
+            left.swap_remove(at);
+            ops.push(Op::Update { unit });
+            ops.push(op);
+            if commit && left.is_empty() {
+                ops.push(Op::Commit);
+            }
+        } else {
+            ops.push(op);
+        }
+    }
+    // Units the program does not use: their updates are due all the same.
+    if !left.is_empty() {
+        left.sort_unstable();
+        ops.extend(left.into_iter().map(|unit| Op::Update { unit }));
+        ops.extend(commit.then_some(Op::Commit));
+    }
+    ops.extend(program.updated_units().map(|unit| Op::Expect { unit }));
+    ops
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Op::*;
+
+    #[test]
+    fn deferred_updates_come_just_before_the_first_gather() {
+        let program = StepProgram::training(2);
+        assert_eq!(
+            deferred(&[0, 1], true, &program),
+            [
+                Update { unit: 0 },
+                Gather { unit: 0 },
+                Update { unit: 1 },
+                Gather { unit: 1 },
+                Commit,
+                Gather { unit: 1 },
+                Scatter { unit: 1 },
+                Gather { unit: 0 },
+                Scatter { unit: 0 },
+                Expect { unit: 0 },
+                Expect { unit: 1 },
+            ]
+        );
+    }
+
+    #[test]
+    fn a_unit_nobody_gathers_is_updated_and_committed_too() {
+        assert_eq!(
+            deferred(&[0, 1], true, &StepProgram::reading([1])),
+            [
+                Update { unit: 1 },
+                Gather { unit: 1 },
+                Update { unit: 0 },
+                Commit
+            ]
+        );
+        assert_eq!(deferred(&[], true, &StepProgram::default()), [Commit]);
+    }
+
+    #[test]
+    fn at_once_updates_everything_first() {
+        assert_eq!(
+            at_once(&[0, 1], true, &StepProgram::reading([0])),
+            [
+                Update { unit: 0 },
+                Update { unit: 1 },
+                Commit,
+                Gather { unit: 0 }
+            ]
+        );
+    }
+
+    #[test]
+    fn a_program_the_swapper_cannot_follow_is_refused() {
+        let twice = vec![Scatter { unit: 3 }, Scatter { unit: 3 }];
+        for ops in [twice, vec![Commit], vec![Update { unit: 0 }]] {
+            assert!(matches!(
+                StepProgram::new(ops),
+                Err(SwapperError::Program { .. })
+            ));
+        }
+        let tied = vec![Gather { unit: 0 }, Gather { unit: 0 }, Scatter { unit: 0 }];
+        assert!(StepProgram::new(tied).is_ok());
+    }
+}

@@ -1,0 +1,351 @@
+//! What a swapper is made from, and what it tells back.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
+use crate::{Schedule, SwapperError};
+
+/// Slots of each kind a swapper cannot do without: one tile passes through while the next one comes.
+pub const STAGING_MIN: u32 = 2;
+
+/// Operations in flight a swapper cannot do without: one each way.
+pub const IODEPTH_MIN: u32 = 2;
+
+/// Everything a swapper needs to know.
+#[derive(Clone, Debug)]
+pub struct SwapperSettings {
+    /// The model's units, in order.
+    pub units: Vec<UnitShape>,
+    /// Bytes of a tile's parts.
+    pub tile_bytes: TileBytes,
+    /// Elements of a tile, see [`crate::choose_tile_elems`].
+    pub tile_elems: u64,
+    /// Share of the `param` tiles kept in host memory, 0 to 1.
+    pub param_share: f64,
+    /// Share of the `state` tiles kept in host memory, 0 to 1.
+    pub state_share: f64,
+    /// Slots the other tiles pass through.
+    pub staging: Staging,
+    /// When updates run.
+    pub schedule: Schedule,
+    /// Steps between commits; 0: only at [`crate::Swapper::drain`].
+    pub commit_every: u64,
+    /// Operations in flight, half of them each way. At least [`IODEPTH_MIN`].
+    pub iodepth: u32,
+    /// Where tiles live.
+    pub backing: Backing,
+    /// The job's own description of its layout. A job that was made with another one is refused.
+    pub layout: Vec<u8>,
+    /// This process among the job's.
+    pub rank: u32,
+    /// Processes of the job, all on this node.
+    pub ranks: u32,
+}
+
+/// How many staging slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Staging {
+    /// As many as this many bytes allow.
+    Bytes(u64),
+    /// So many of each kind, at least [`STAGING_MIN`].
+    Slots {
+        /// For `param` tiles.
+        param: u32,
+        /// For `state` tiles.
+        state: u32,
+    },
+}
+
+impl Default for Staging {
+    /// 1.4 GB keep one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters are trained.
+    fn default() -> Self {
+        Self::Bytes(1_400_000_000)
+    }
+}
+
+/// Where tiles live.
+#[derive(Clone, Debug)]
+pub enum Backing {
+    /// In host memory, all of them; nothing is committed.
+    Memory,
+    /// In a daemon's store.
+    Store(StoreSettings),
+}
+
+/// Which store, and how.
+#[derive(Clone, Debug)]
+pub struct StoreSettings {
+    /// The daemon's control socket.
+    pub socket: PathBuf,
+    /// The job's name.
+    pub job: String,
+    /// Whether committed tiles survive a crash.
+    pub durability: offload_client::Durability,
+}
+
+/// Host and device memory a swapper will take, known before it starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// Slots of resident `param` tiles.
+    pub param_resident_count: u32,
+    /// Slots of resident `state` tiles.
+    pub state_resident_count: u32,
+    /// Staging slots for `param` tiles; 0 when all are resident.
+    pub param_staging_count: u32,
+    /// Staging slots for `state` tiles; 0 when all are resident.
+    pub state_staging_count: u32,
+    /// Ranges of this rank: each has one slot for gradients.
+    pub range_count: u32,
+    /// Of one slot.
+    pub param_slot_bytes: u64,
+    /// Of one slot.
+    pub state_slot_bytes: u64,
+    /// Of one slot.
+    pub grad_slot_bytes: u64,
+    /// Bytes of all tiles of all ranks, once; a durable store holds them twice.
+    pub table_bytes: u64,
+    /// Tiles of all ranks.
+    pub table_count: usize,
+}
+
+impl MemoryPlan {
+    /// Of resident tiles.
+    pub fn resident_bytes(&self) -> u64 {
+        u64::from(self.param_resident_count) * self.param_slot_bytes
+            + u64::from(self.state_resident_count) * self.state_slot_bytes
+    }
+
+    /// Of staging slots.
+    pub fn staging_bytes(&self) -> u64 {
+        u64::from(self.param_staging_count) * self.param_slot_bytes
+            + u64::from(self.state_staging_count) * self.state_slot_bytes
+    }
+
+    /// Of gradients.
+    pub fn grad_bytes(&self) -> u64 {
+        u64::from(self.range_count) * self.grad_slot_bytes
+    }
+
+    /// All host memory.
+    pub fn host_bytes(&self) -> u64 {
+        self.resident_bytes() + self.staging_bytes() + self.grad_bytes()
+    }
+
+    /// Room the tiles need on devices: two extents a tile, or one.
+    pub fn device_bytes(&self, durability: offload_client::Durability) -> u64 {
+        self.table_bytes
+            * match durability {
+                offload_client::Durability::Committed => 2,
+                offload_client::Durability::None => 1,
+            }
+    }
+}
+
+impl SwapperSettings {
+    /// Checks the settings and says what memory they take. Touches nothing.
+    pub fn plan(&self) -> Result<MemoryPlan, SwapperError> {
+        let layout = self.cut()?;
+        self.plan_of(&layout)
+    }
+
+    pub(crate) fn cut(&self) -> Result<Layout, SwapperError> {
+        Layout::new(
+            &self.units,
+            self.tile_bytes,
+            self.tile_elems,
+            self.rank,
+            self.ranks,
+        )
+    }
+
+    /// Which ranges' tiles stay in host memory, by kind.
+    pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 2] {
+        let count = layout.ranges().len();
+        let (param, state) = match self.backing {
+            Backing::Memory => (1.0, 1.0),
+            Backing::Store(_) => (self.param_share, self.state_share),
+        };
+        [resident(count, param), resident(count, state)]
+    }
+
+    pub(crate) fn plan_of(&self, layout: &Layout) -> Result<MemoryPlan, SwapperError> {
+        for (name, share) in [
+            ("param_share", self.param_share),
+            ("state_share", self.state_share),
+        ] {
+            if !(0.0..=1.0).contains(&share) {
+                return Err(SwapperError::Settings {
+                    what: format!("{name} = {share}: a share is from 0 to 1"),
+                });
+            }
+        }
+        if self.iodepth < IODEPTH_MIN {
+            return Err(SwapperError::Settings {
+                what: format!("iodepth = {}: at least {IODEPTH_MIN}", self.iodepth),
+            });
+        }
+        let range_count = layout.ranges().len() as u32;
+        let [param_resident_count, state_resident_count] = self
+            .residency(layout)
+            .map(|kind| kind.iter().filter(|&&resident| resident).count() as u32);
+        let mut plan = MemoryPlan {
+            param_resident_count,
+            state_resident_count,
+            param_staging_count: 0,
+            state_staging_count: 0,
+            range_count,
+            param_slot_bytes: layout.slot_bytes(Kind::Param),
+            state_slot_bytes: layout.slot_bytes(Kind::State),
+            grad_slot_bytes: layout.grad_slot_bytes(),
+            table_bytes: layout.table_bytes(),
+            table_count: layout.table().len(),
+        };
+        let staged = [
+            range_count - param_resident_count,
+            range_count - state_resident_count,
+        ];
+        let slot_bytes = [plan.param_slot_bytes, plan.state_slot_bytes];
+        let counts = self.staging.counts(staged, slot_bytes)?;
+        [plan.param_staging_count, plan.state_staging_count] = counts;
+        Ok(plan)
+    }
+}
+
+impl Staging {
+    /// Slots of each kind for `staged` tiles of each kind; none where there is nothing to stage, and never more than tiles.
+    fn counts(self, staged: [u32; 2], slot_bytes: [u64; 2]) -> Result<[u32; 2], SwapperError> {
+        let least = staged.map(|staged| staged.min(STAGING_MIN));
+        let bytes = |counts: [u32; 2]| {
+            u64::from(counts[0]) * slot_bytes[0] + u64::from(counts[1]) * slot_bytes[1]
+        };
+        match self {
+            Self::Slots { param, state } => {
+                if param.min(state) < STAGING_MIN {
+                    return Err(SwapperError::Settings {
+                        what: format!(
+                            "staging of {param} param and {state} state slots: at least {STAGING_MIN} each"
+                        ),
+                    });
+                }
+                Ok([param.min(staged[0]), state.min(staged[1])])
+            }
+            Self::Bytes(budget_bytes) => {
+                if bytes(least) > budget_bytes {
+                    return Err(SwapperError::StagingTooSmall {
+                        budget_bytes,
+                        needed_bytes: bytes(least),
+                    });
+                }
+                // Two param slots for each state slot: one for the update that state waits for, one for the gathers
+                // around it. Binary search for the most that fits.
+                let of = |n: u32| {
+                    [
+                        staged[0].min(n.saturating_mul(2)).max(least[0]),
+                        staged[1].min(n).max(least[1]),
+                    ]
+                };
+                let (mut fits, mut too_many) = (0, staged[0].max(staged[1]) + 1);
+                while fits + 1 < too_many {
+                    let middle = fits + (too_many - fits) / 2;
+                    if bytes(of(middle)) <= budget_bytes {
+                        fits = middle;
+                    } else {
+                        too_many = middle;
+                    }
+                }
+                Ok(of(fits))
+            }
+        }
+    }
+}
+
+/// What [`crate::Swapper::open`] found and made.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// The blob of the generation the tiles are at; `None`: the tiles are empty, call `initialize`.
+    pub resumed: Option<Vec<u8>>,
+    /// That generation, 0 for none.
+    pub generation: u64,
+    /// Memory taken.
+    pub memory: MemoryPlan,
+    /// Operations in flight granted.
+    pub iodepth: u32,
+    /// How the daemon moves bytes; `memory` without a store.
+    pub engine: String,
+    /// The store's devices; none without a store.
+    pub devices: Vec<DeviceRates>,
+    /// What a person should know: unlocked memory and its cure, and the like.
+    pub notes: Vec<String>,
+}
+
+impl Opened {
+    /// All devices together, bytes a second (read, written); `None` when one of them was never measured.
+    pub fn rates(&self) -> Option<(f64, f64)> {
+        let sum = |rate: fn(&DeviceRates) -> u64| {
+            let known = !self.devices.is_empty() && self.devices.iter().all(|d| rate(d) > 0);
+            known.then(|| self.devices.iter().map(|d| rate(d) as f64).sum())
+        };
+        Some((sum(|d| d.read_bytes_per_s)?, sum(|d| d.write_bytes_per_s)?))
+    }
+}
+
+/// One device of the store.
+#[derive(Clone, Debug)]
+pub struct DeviceRates {
+    /// Its path on the daemon's side.
+    pub path: String,
+    /// Measured when it was formatted; 0: not known.
+    pub read_bytes_per_s: u64,
+    /// Measured when it was formatted; 0: not known.
+    pub write_bytes_per_s: u64,
+}
+
+/// What moved since the call before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepIo {
+    /// From devices.
+    pub read_bytes: u64,
+    /// To devices.
+    pub written_bytes: u64,
+    /// Tiles from devices.
+    pub read_count: u64,
+    /// Tiles to devices.
+    pub written_count: u64,
+    /// The newest committed generation.
+    pub generation: u64,
+    /// Time the trainer waited for tiles, updates and commits.
+    pub waited_ns: u64,
+    /// Time the optimizer ran.
+    pub update_ns: u64,
+}
+
+/// How long operations may be in flight without one completing.
+pub(crate) const STALL_MAX: Duration = Duration::from_secs(120);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_keeps_to_its_budget_and_to_what_is_staged() {
+        let slot_bytes = [2 << 20, 10 << 20];
+        let counts = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes);
+        for budget in [24 << 20, 25 << 20, 100 << 20, 1 << 30] {
+            let [param, state] = counts(budget, [1000, 1000]).unwrap();
+            let used = u64::from(param) * slot_bytes[0] + u64::from(state) * slot_bytes[1];
+            assert!(used <= budget && param >= STAGING_MIN && state >= STAGING_MIN);
+            assert!(
+                used + 2 * slot_bytes[0] + slot_bytes[1] > budget,
+                "{budget} is not used up"
+            );
+        }
+        assert_eq!(counts(1 << 40, [7, 3]).unwrap(), [7, 3]);
+        assert_eq!(counts(1 << 30, [0, 0]).unwrap(), [0, 0]);
+        assert_eq!(counts(2 << 20, [1, 0]).unwrap(), [1, 0]);
+        assert!(matches!(
+            counts(23 << 20, [9, 9]),
+            Err(SwapperError::StagingTooSmall { needed_bytes, .. }) if needed_bytes == 24 << 20
+        ));
+    }
+}

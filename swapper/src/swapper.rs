@@ -1,0 +1,378 @@
+//! The trainer's side: blocking calls that ask the owner thread and pass lent slots to the caller's closures.
+//!
+//! A step is `begin_step`, then the announced gathers and scatters in order, then `finish_step` (or `skip_step`).
+//! Updates, reads ahead, writes behind and commits go on by themselves on the other threads.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use crate::core::Request;
+use crate::driver::{Inbox, Owner};
+use crate::layout::{Kind, Layout, TileRange};
+use crate::lend::{Lent, Message, Reply};
+use crate::schedule::{self, Op, Schedule, StepProgram};
+use crate::settings::{Opened, StepIo, SwapperSettings};
+use crate::{SwapperError, open};
+
+/// One tile's update. It runs on a thread of its own, in the program's order, and must be deterministic.
+///
+/// `param` and `state` are updated in place, `grad` is read; `hyper` is what `finish_step` was given. Slices start at
+/// multiples of 4096 bytes. A closure of the same arguments is an optimizer too.
+pub trait Optimizer<H>: Send {
+    /// Updates the tile of `range`.
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &H,
+    );
+}
+
+impl<H, F> Optimizer<H> for F
+where
+    F: FnMut(&TileRange, &mut [u8], &mut [u8], &[u8], &H) + Send,
+{
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &H,
+    ) {
+        self(range, param, state, grad, hyper);
+    }
+}
+
+/// Holds all tiles of one rank. `H` is what one step's updates share (learning rate and the like).
+///
+/// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
+/// Dropping it without [`Swapper::close`] is like a crash: what was not committed is lost.
+#[derive(Debug)]
+pub struct Swapper<H: Clone + Send + 'static> {
+    layout: Arc<Layout>,
+    schedule: Schedule,
+    commit_every: u64,
+    initialized: bool,
+    owner: Owner<H>,
+    inbox: Inbox<H>,
+    replies: Receiver<Reply>,
+    program: StepProgram,
+    /// Units whose gradients came in this step.
+    scattered: Vec<usize>,
+    /// Units whose updates may still be to run.
+    pending: Vec<usize>,
+    /// Steps finished since a commit was last planned, and the blob of the newest.
+    uncommitted_count: u64,
+    blob: Vec<u8>,
+    waited: Duration,
+    stopped: bool,
+}
+
+impl<H: Clone + Send + 'static> Swapper<H> {
+    /// Takes memory, opens or makes the job, and goes to its newest generation.
+    pub fn open(
+        settings: SwapperSettings,
+        optimizer: impl Optimizer<H> + 'static,
+    ) -> Result<(Self, Opened), SwapperError> {
+        let layout = Arc::new(settings.cut()?);
+        let (backing, opened) = open::open(&settings, &layout)?;
+        let (owner, inbox, replies) =
+            Owner::start(&settings, layout.clone(), backing, &opened, optimizer);
+        let swapper = Self {
+            layout,
+            schedule: settings.schedule,
+            commit_every: settings.commit_every,
+            initialized: opened.resumed.is_some(),
+            owner,
+            inbox,
+            replies,
+            program: StepProgram::default(),
+            scattered: Vec::new(),
+            pending: Vec::new(),
+            uncommitted_count: 0,
+            blob: opened.resumed.clone().unwrap_or_default(),
+            waited: Duration::ZERO,
+            stopped: false,
+        };
+        Ok((swapper, opened))
+    }
+
+    /// How units are cut.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Gives every tile its first content and commits it with `blob`. `fill` gets zeroed `param` and `state` of each
+    /// range, units and elements in order. Without a store this is also how saved contents come back.
+    pub fn initialize(
+        &mut self,
+        fill: &mut dyn FnMut(&TileRange, &mut [u8], &mut [u8]),
+        blob: Vec<u8>,
+    ) -> Result<(), SwapperError> {
+        self.check()?;
+        let layout = self.layout.clone();
+        let units = 0..layout.units().len();
+        let mut ops: Vec<Op> = units.clone().map(|unit| Op::Fill { unit }).collect();
+        ops.push(Op::Commit);
+        self.blob = blob.clone();
+        self.send(Message::Plan {
+            ops,
+            blob: Some(blob),
+        })?;
+        for unit in units {
+            self.serve(Op::Fill { unit }, &mut |lent| {
+                let param = whole(&mut lent.param);
+                let state = whole(&mut lent.state);
+                param.fill(0);
+                state.fill(0);
+                fill(
+                    &layout.ranges()[lent.range as usize],
+                    &mut param[..layout.content_bytes(Kind::Param, lent.range)],
+                    &mut state[..layout.content_bytes(Kind::State, lent.range)],
+                );
+            })?;
+        }
+        self.settle(Vec::new(), None)?;
+        self.initialized = true;
+        self.uncommitted_count = 0;
+        self.pending.clear();
+        Ok(())
+    }
+
+    /// Begins a pass. Gathers and scatters must then come exactly as `program` says.
+    ///
+    /// A pass that is never finished changes nothing: evaluation begins passes of gathers only, after `drain`.
+    pub fn begin_step(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.check()?;
+        if !self.initialized {
+            return Err(SwapperError::NotInitialized);
+        }
+        let units = self.layout.units().len();
+        for op in program.ops() {
+            if let Op::Gather { unit } | Op::Scatter { unit } = *op
+                && unit >= units
+            {
+                return Err(SwapperError::Program {
+                    what: format!("{op:?}, but there are {units} units"),
+                });
+            }
+        }
+        let ops = self.plan_ops(&self.pending, false, &program);
+        self.program = program;
+        self.scattered.clear();
+        self.send(Message::Plan { ops, blob: None })
+    }
+
+    /// Calls `take` with the parameters of each range of `unit` in order, the unit's pending update applied. The range is
+    /// in elements from the unit's first.
+    pub fn gather(
+        &mut self,
+        unit: usize,
+        take: &mut dyn FnMut(Range<u64>, &[u8]),
+    ) -> Result<(), SwapperError> {
+        self.check()?;
+        let layout = self.layout.clone();
+        self.serve(Op::Gather { unit }, &mut |lent| {
+            let param = whole(&mut lent.param);
+            take(
+                layout.ranges()[lent.range as usize].elems.clone(),
+                &param[..layout.content_bytes(Kind::Param, lent.range)],
+            );
+        })
+    }
+
+    /// Calls `fill` to write the gradients of each range of `unit` in order. What is there before is of an earlier step.
+    pub fn scatter(
+        &mut self,
+        unit: usize,
+        fill: &mut dyn FnMut(Range<u64>, &mut [u8]),
+    ) -> Result<(), SwapperError> {
+        self.check()?;
+        let layout = self.layout.clone();
+        self.serve(Op::Scatter { unit }, &mut |lent| {
+            let grad = whole(&mut lent.grad);
+            fill(
+                layout.ranges()[lent.range as usize].elems.clone(),
+                &mut grad[..layout.grad_bytes(lent.range)],
+            );
+        })?;
+        self.scattered.push(unit);
+        Ok(())
+    }
+
+    /// All gradients are there: updates the units that got some, with `hyper`.
+    ///
+    /// At once: returns when all updates are done and, where one is due, the commit. Deferred: returns at once; the updates
+    /// run before each unit's next gather, and a due commit follows them. `blob` is committed with this step's tiles.
+    pub fn finish_step(&mut self, hyper: H, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
+        self.end_step(Some(hyper), blob)
+    }
+
+    /// Drops this step's gradients (they overflowed): no tile changes, but `blob` counts as a step for commits.
+    pub fn skip_step(&mut self, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
+        self.end_step(None, blob)
+    }
+
+    /// Applies pending updates, writes what is dirty and commits it with the newest blob, if that is not done already.
+    pub fn drain(&mut self) -> Result<(), SwapperError> {
+        self.check()?;
+        let commit = self.uncommitted_count > 0;
+        let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
+        let blob = commit.then(|| self.blob.clone());
+        self.settle(ops, blob)?;
+        self.uncommitted_count = 0;
+        self.pending.clear();
+        Ok(())
+    }
+
+    /// Drains, then calls `see` with `param` and `state` of each range, units and elements in order.
+    pub fn visit(
+        &mut self,
+        see: &mut dyn FnMut(&TileRange, &[u8], &[u8]),
+    ) -> Result<(), SwapperError> {
+        self.drain()?;
+        if !self.initialized {
+            return Err(SwapperError::NotInitialized);
+        }
+        let layout = self.layout.clone();
+        let units = 0..layout.units().len();
+        let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
+        self.send(Message::Plan { ops, blob: None })?;
+        for unit in units {
+            self.serve(Op::Visit { unit }, &mut |lent| {
+                see(
+                    &layout.ranges()[lent.range as usize],
+                    &whole(&mut lent.param)[..layout.content_bytes(Kind::Param, lent.range)],
+                    &whole(&mut lent.state)[..layout.content_bytes(Kind::State, lent.range)],
+                );
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Ends in order. What was not drained is lost, as in a crash.
+    pub fn close(mut self) -> Result<(), SwapperError> {
+        self.owner.close()
+    }
+
+    fn end_step(&mut self, hyper: Option<H>, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
+        self.check()?;
+        let update = hyper.is_some();
+        let updated = std::mem::take(&mut self.scattered);
+        let updated = if update { updated } else { Vec::new() };
+        self.uncommitted_count += 1;
+        let commit = self.commit_every > 0 && self.uncommitted_count >= self.commit_every;
+        let ops = self.plan_ops(&updated, commit, &self.program);
+        self.blob = blob.clone();
+        let io = self.request(
+            Request::Finish {
+                ops,
+                update,
+                wait: self.schedule == Schedule::AtOnce,
+            },
+            hyper,
+            commit.then_some(blob),
+            &mut |lent| panic!("a finished step lends nothing, not range {}", lent.range),
+        )?;
+        if commit {
+            self.uncommitted_count = 0;
+        }
+        self.pending = updated;
+        let waited_ns = std::mem::take(&mut self.waited).as_nanos() as u64;
+        Ok(StepIo { waited_ns, ..io })
+    }
+
+    /// The program with the `pending` units' updates where this schedule has them.
+    fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+        match self.schedule {
+            Schedule::AtOnce => {
+                // In the model's order, so that the parameters backward used last are updated first.
+                let mut pending = pending.to_vec();
+                pending.sort_unstable();
+                schedule::at_once(&pending, commit, program)
+            }
+            Schedule::Deferred => schedule::deferred(pending, commit, program),
+        }
+    }
+
+    /// Follows `ops` to their end, with nothing pending and every commit acknowledged.
+    fn settle(&mut self, ops: Vec<Op>, blob: Option<Vec<u8>>) -> Result<(), SwapperError> {
+        self.request(Request::Drain { ops }, None, blob, &mut |lent| {
+            panic!("a drain lends nothing, not range {}", lent.range)
+        })
+        .map(drop)
+    }
+
+    fn serve(&mut self, op: Op, use_it: &mut dyn FnMut(&mut Lent)) -> Result<(), SwapperError> {
+        self.request(Request::Serve(op), None, None, use_it)
+            .map(drop)
+    }
+
+    /// Sends `request` and passes what is lent for it to `use_it`, until it is served.
+    fn request(
+        &mut self,
+        request: Request,
+        hyper: Option<H>,
+        blob: Option<Vec<u8>>,
+        use_it: &mut dyn FnMut(&mut Lent),
+    ) -> Result<StepIo, SwapperError> {
+        self.send(Message::Request {
+            request,
+            hyper,
+            blob,
+        })?;
+        loop {
+            let since = Instant::now();
+            let reply = self.replies.recv();
+            self.waited += since.elapsed();
+            match reply {
+                Ok(Reply::Lend(mut lent)) => {
+                    use_it(&mut lent);
+                    self.send(Message::Returned(lent))?;
+                }
+                Ok(Reply::Done { io }) => return Ok(io),
+                Ok(Reply::Failed(error)) => {
+                    // A request out of order was refused and nothing happened; all else is final.
+                    self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
+                    return Err(error);
+                }
+                Err(_) => {
+                    self.stopped = true;
+                    return Err(SwapperError::Stopped);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, message: Message<H>) -> Result<(), SwapperError> {
+        self.inbox.send(message).map_err(|_| {
+            self.stopped = true;
+            // The owner says why it ended before it does.
+            while let Ok(reply) = self.replies.try_recv() {
+                if let Reply::Failed(error) = reply {
+                    return error;
+                }
+            }
+            SwapperError::Stopped
+        })
+    }
+
+    fn check(&self) -> Result<(), SwapperError> {
+        if self.stopped {
+            return Err(SwapperError::Stopped);
+        }
+        Ok(())
+    }
+}
+
+/// All bytes of a slot that this use must have.
+fn whole(slot: &mut Option<offload_client::Slot>) -> &mut [u8] {
+    slot.as_mut()
+        .expect("the owner lends the slots its use needs")
+        .as_mut_slice()
+}
