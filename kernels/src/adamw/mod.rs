@@ -8,7 +8,8 @@
 //! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
 //! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
 //!
-//! Stores are plain ones: the update is in place, its lines are in the cache already, so stores past the cache would save no read.
+//! Stores are plain ones. The update is in place, so its lines are in the cache when they are written and stores past the cache save no
+//! read: measured with AVX2 on four Zen 3 cores, they ran at a fifth to a half of the speed.
 //!
 //! Promise: the bits of a result depend on the arguments alone, not on instruction set, threads or how a tile is cut into ranges. What
 //! they are is said in `scalar.rs`. The floating-point environment must be the default one (no flushing of denormals).
