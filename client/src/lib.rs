@@ -1,1 +1,54 @@
-//! To be written.
+//! A process's side of `offloadd`: a session with its slots, tiles that move between slots and devices, commits.
+//!
+//! ```text
+//!   PrivateDaemon::start ──▶ child `offloadd serve --private`         only when no socket was configured
+//!
+//!   Session::open ── gRPC ──▶ version, epoch, token ── descriptors ──▶ arena mapped, rings mapped
+//!
+//!   take_slot ─▶ Slot ── swap_in / swap_out ─▶ Ticket      the slot is the kernel's
+//!                 ▲                              │
+//!                 └────────── Done ◀──── poll ◀──┘         and comes back, checked, or with a TileError
+//!
+//!   begin_commit ─▶ poll_commit                            a generation and its blob are durable
+//! ```
+//!
+//! Promises: bytes of a tile that do not fit their checksum are never handed out; a slot is not lent twice and not freed
+//! while the kernel may write it; no call waits longer than its deadline, and a daemon that dies ends every wait with
+//! [`ClientError::DaemonGone`]. Callers see no gRPC, no descriptor and no shared memory but their own slots.
+//!
+//! One thread drives a session; [`Waker`] wakes it from others. `unsafe` is in `mapping.rs` alone.
+
+mod control;
+mod convert;
+mod daemon;
+mod error;
+mod flight;
+mod mapping;
+mod memory;
+pub mod private;
+mod session;
+mod signal;
+mod slot;
+mod types;
+
+pub use daemon::{Daemon, DaemonInfo, JobSummary};
+pub use error::{ClientError, TileError};
+pub use flight::{Done, Moved, Ticket};
+pub use mapping::ArenaMemory;
+pub use memory::MemoryArena;
+pub use session::{Committed, Session};
+pub use signal::Waker;
+pub use slot::Slot;
+pub use types::{
+    DeviceInfo, Durability, GenerationRecord, JobDefinition, JobRecord, RankBlob, SessionInfo,
+    SessionSettings, Tile, TileKind,
+};
+
+pub use offload_api::checksum::checksum;
+pub use offload_api::fault::{Fault, FaultKind};
+pub use offload_api::geometry::SlotClass;
+pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, TileIndex};
+pub use offload_api::ring::entry::Verb;
+pub use offload_api::{
+    BLOB_BYTES_MAX, BLOCK_BYTES, IODEPTH_MAX, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX,
+};

@@ -1,0 +1,240 @@
+//! gRPC behind blocking calls with deadlines. The only async code of this crate: one thread that owns the connection.
+
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use offload_api::MESSAGE_BYTES_MAX;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::proto::offload_client::OffloadClient;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Response, Status};
+
+use crate::ClientError;
+use crate::signal::Waker;
+
+/// To reach a daemon. It accepts at once or not at all: the bound is for one that hangs.
+const CONNECT_WAIT: Duration = Duration::from_secs(10);
+
+/// A call that touches no device.
+pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(30);
+
+/// Touching an arena can take seconds a GiB; a commit waits for its slowest rank and device.
+pub(crate) const LONG_WAIT: Duration = Duration::from_secs(600);
+
+pub(crate) type Client = OffloadClient<Channel>;
+
+/// A connection to a daemon. Dropping it gives up calls that still run.
+pub(crate) struct Control {
+    socket: PathBuf,
+    client: Client,
+    runtime: tokio::runtime::Handle,
+    /// Rung when a call ends.
+    ended: Waker,
+    stop: Option<tokio::sync::oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Control {
+    pub(crate) fn connect(socket: &Path) -> Result<Self, ClientError> {
+        let connect = |source| ClientError::Connect {
+            socket: socket.to_owned(),
+            source,
+        };
+        let name = socket.to_str().ok_or_else(|| {
+            let what = "the path of a socket must be UTF-8";
+            connect(io::Error::new(io::ErrorKind::InvalidInput, what))
+        })?;
+        let endpoint = Endpoint::from_shared(format!("unix:{name}"))
+            .map_err(|e| connect(io::Error::other(e)))?;
+        let ended = Waker::new()?;
+        let (started, start) = mpsc::sync_channel(1);
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let thread = std::thread::Builder::new()
+            .name("offload-control".into())
+            .spawn(move || {
+                let runtime = match tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                {
+                    Ok(runtime) => runtime,
+                    Err(error) => return drop(started.send(Err(error))),
+                };
+                runtime.block_on(async {
+                    let connecting = tokio::time::timeout(CONNECT_WAIT, endpoint.connect());
+                    let channel = match connecting.await {
+                        Ok(Ok(channel)) => Ok(channel),
+                        Ok(Err(error)) => Err(io_error(&error)),
+                        Err(_) => Err(io::ErrorKind::TimedOut.into()),
+                    };
+                    let ready = channel.map(|c| (c, tokio::runtime::Handle::current()));
+                    if started.send(ready).is_ok() {
+                        // An error says that Control is gone, which is the same.
+                        let _ = stopped.await;
+                    }
+                });
+            })
+            .map_err(connect)?;
+        let (channel, runtime) = start
+            .recv()
+            .expect("the thread answers once")
+            .map_err(connect)?;
+        Ok(Self {
+            socket: socket.to_owned(),
+            client: Client::new(channel)
+                .max_decoding_message_size(MESSAGE_BYTES_MAX)
+                .max_encoding_message_size(MESSAGE_BYTES_MAX),
+            runtime,
+            ended,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Rung when a call ends.
+    pub(crate) fn ended(&self) -> &Waker {
+        &self.ended
+    }
+
+    /// Starts a call that ends after `limit` at the latest.
+    pub(crate) fn begin<R, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        make: impl FnOnce(Client) -> F,
+    ) -> Pending<R>
+    where
+        R: Send + 'static,
+        F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
+    {
+        let (sender, answer) = mpsc::sync_channel(1);
+        let answering = make(self.client.clone());
+        let ended = self.ended.clone();
+        self.runtime.spawn(async move {
+            let result = match tokio::time::timeout(limit, answering).await {
+                Ok(Ok(response)) => Ok(response.into_inner()),
+                Ok(Err(status)) => Err(Some(status)),
+                Err(_) => Err(None),
+            };
+            // Nobody waits any more: nothing to tell.
+            let _ = sender.send(result);
+            ended.wake();
+        });
+        Pending {
+            call,
+            limit,
+            started: Instant::now(),
+            socket: self.socket.clone(),
+            answer,
+        }
+    }
+
+    /// A call, waited for.
+    pub(crate) fn call<R, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        make: impl FnOnce(Client) -> F,
+    ) -> Result<R, ClientError>
+    where
+        R: Send + 'static,
+        F: Future<Output = Result<Response<R>, Status>> + Send + 'static,
+    {
+        self.begin(call, limit, make).wait()
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It only ends its runtime; a panic there was printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A call under way.
+pub(crate) struct Pending<R> {
+    call: &'static str,
+    limit: Duration,
+    started: Instant,
+    socket: PathBuf,
+    answer: mpsc::Receiver<Result<R, Option<Status>>>,
+}
+
+impl<R> Pending<R> {
+    /// The answer, if it is there.
+    pub(crate) fn poll(&self) -> Option<Result<R, ClientError>> {
+        match self.answer.try_recv() {
+            Ok(result) => Some(self.told(result)),
+            Err(mpsc::TryRecvError::Empty) => None,
+            Err(mpsc::TryRecvError::Disconnected) => Some(Err(self.gone())),
+        }
+    }
+
+    fn wait(self) -> Result<R, ClientError> {
+        // The task ends by itself at the limit; a little more only guards against a bug in that.
+        let longest = self.limit + Duration::from_secs(5);
+        match self.answer.recv_timeout(longest) {
+            Ok(result) => self.told(result),
+            Err(mpsc::RecvTimeoutError::Timeout) => self.told(Err(None)),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Err(self.gone()),
+        }
+    }
+
+    fn told(&self, result: Result<R, Option<Status>>) -> Result<R, ClientError> {
+        result.map_err(|status| match status {
+            None => ClientError::Timeout {
+                call: self.call,
+                socket: self.socket.clone(),
+                waited: self.started.elapsed(),
+            },
+            // Only a daemon puts a fault into the details; without one the connection broke.
+            Some(status) if status.details().is_empty() && is_broken(&status) => self.gone(),
+            Some(status) => match Fault::from(&status) {
+                fault if fault.kind == FaultKind::Stopping && status.details().is_empty() => {
+                    ClientError::protocol(format!("{}: {status}", self.call))
+                }
+                fault => ClientError::Refused(fault),
+            },
+        })
+    }
+
+    fn gone(&self) -> ClientError {
+        ClientError::DaemonGone {
+            socket: self.socket.clone(),
+        }
+    }
+}
+
+/// Codes that tonic gives to a lost connection.
+fn is_broken(status: &Status) -> bool {
+    use tonic::Code;
+    matches!(
+        status.code(),
+        Code::Unavailable | Code::Unknown | Code::Cancelled | Code::Internal
+    ) && std::error::Error::source(status).is_some()
+}
+
+/// The system's error behind a transport error, so that "no such file" can be told from "permission denied".
+fn io_error(error: &(dyn std::error::Error + 'static)) -> io::Error {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<io::Error>() {
+            return match io.raw_os_error() {
+                Some(errno) => io::Error::from_raw_os_error(errno),
+                None => io::Error::new(io.kind(), io.to_string()),
+            };
+        }
+        cause = error.source();
+    }
+    io::Error::other(error.to_string())
+}

@@ -1,0 +1,124 @@
+//! A daemon without a session: who it is, and which jobs it keeps.
+
+use std::path::Path;
+
+use offload_api::PROTOCOL_VERSION;
+use offload_api::ids::{Epoch, Generation};
+use offload_api::proto;
+
+use crate::control::{Control, LONG_WAIT, SHORT_WAIT};
+use crate::types::DeviceInfo;
+use crate::{ClientError, convert};
+
+/// A connection to a daemon that speaks this crate's protocol version.
+pub struct Daemon {
+    pub(crate) control: Control,
+    info: DaemonInfo,
+}
+
+/// Who answers.
+#[derive(Clone, Debug)]
+pub struct DaemonInfo {
+    /// Its life.
+    pub epoch: Epoch,
+    /// Crate version, for people.
+    pub build: String,
+    /// How it moves bytes.
+    pub engine: String,
+    /// Why so.
+    pub engine_reason: String,
+    /// Of its store.
+    pub devices: Vec<DeviceInfo>,
+    /// Host memory a new session may still take.
+    pub arena_free_bytes: u64,
+    /// Whether arenas stay in memory whatever the machine is short of.
+    pub memory_locked: bool,
+    /// What unlocked memory costs and the line that mends it; empty when locked.
+    pub memory_note: String,
+}
+
+/// A job in the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobSummary {
+    /// Its name.
+    pub job: String,
+    /// Whose it is.
+    pub uid: u32,
+    /// Room it takes on the devices.
+    pub reserved_bytes: u64,
+    /// 0 before its first commit.
+    pub newest_generation: Generation,
+    /// Whether a session of it is open.
+    pub open: bool,
+}
+
+impl Daemon {
+    /// [`ClientError::Connect`] when nobody listens, [`ClientError::Version`] when another release does.
+    pub fn connect(socket: &Path) -> Result<Self, ClientError> {
+        let control = Control::connect(socket)?;
+        let info = describe(&control)?;
+        Ok(Self { control, info })
+    }
+
+    /// As it answered when we connected.
+    pub fn info(&self) -> &DaemonInfo {
+        &self.info
+    }
+
+    /// Asks again: what is free changes.
+    pub fn describe(&mut self) -> Result<&DaemonInfo, ClientError> {
+        self.info = describe(&self.control)?;
+        Ok(&self.info)
+    }
+
+    /// The caller's jobs.
+    pub fn jobs(&self) -> Result<Vec<JobSummary>, ClientError> {
+        let reply = self
+            .control
+            .call("ListJobs", SHORT_WAIT, |mut client| async move {
+                client.list_jobs(proto::ListJobsRequest {}).await
+            })?;
+        let jobs = reply.jobs.into_iter().map(|job| JobSummary {
+            job: job.job,
+            uid: job.uid,
+            reserved_bytes: job.reserved_bytes,
+            newest_generation: Generation(job.newest_generation),
+            open: job.open,
+        });
+        Ok(jobs.collect())
+    }
+
+    /// Gives a job's room back and answers how many bytes that were. Refused while a session of it is open.
+    pub fn drop_job(&self, job: &str) -> Result<u64, ClientError> {
+        let request = proto::DropJobRequest { job: job.into() };
+        let reply = self
+            .control
+            .call("DropJob", LONG_WAIT, |mut client| async move {
+                client.drop_job(request).await
+            })?;
+        Ok(reply.freed_bytes)
+    }
+}
+
+fn describe(control: &Control) -> Result<DaemonInfo, ClientError> {
+    let reply = control.call("Describe", SHORT_WAIT, |mut client| async move {
+        client.describe(proto::DescribeRequest {}).await
+    })?;
+    if reply.protocol_version != PROTOCOL_VERSION {
+        return Err(ClientError::Version {
+            ours: PROTOCOL_VERSION,
+            theirs: reply.protocol_version,
+            build: reply.build,
+        });
+    }
+    Ok(DaemonInfo {
+        epoch: Epoch(reply.epoch),
+        build: reply.build,
+        engine: reply.engine,
+        engine_reason: reply.engine_reason,
+        devices: reply.devices.into_iter().map(convert::device).collect(),
+        arena_free_bytes: reply.arena_free_bytes,
+        memory_locked: reply.memory_locked,
+        memory_note: reply.memory_note,
+    })
+}

@@ -1,0 +1,190 @@
+//! What is in flight: which slot belongs to which ticket, and what a completion means.
+
+use std::io;
+
+use offload_api::checksum::checksum;
+use offload_api::fault::FaultKind;
+use offload_api::ids::{Generation, TicketId, TileIndex};
+use offload_api::removable::{Mechanism, removed};
+use offload_api::ring::entry::{Cqe, Verb};
+
+use crate::types::DeviceInfo;
+use crate::{ClientError, Slot, TileError};
+
+/// Names one operation in flight. It owns nothing: dropping it frees nothing and the [`Done`] still comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket(pub(crate) TicketId);
+
+/// One operation has ended and its slot is the caller's again.
+#[derive(Debug)]
+pub struct Done {
+    /// As answered when it was started.
+    pub ticket: Ticket,
+    /// Which way.
+    pub verb: Verb,
+    /// Which tile.
+    pub tile: TileIndex,
+    /// The slot; after a failed swap in its bytes are all ones.
+    pub slot: Slot,
+    /// What came of it.
+    pub result: Result<Moved, TileError>,
+}
+
+/// A tile has moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moved {
+    /// The tile's length.
+    pub bytes: u32,
+    /// On the device, as the daemon saw it.
+    pub device_ns: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    pub(crate) verb: Verb,
+    pub(crate) tile: TileIndex,
+    pub(crate) tile_bytes: u32,
+    pub(crate) slot: Slot,
+}
+
+/// Slots lent to the kernel. A ticket's low half is a place in this table, its high half tells uses of a place apart.
+#[derive(Debug)]
+pub(crate) struct Flights {
+    places: Vec<Option<(TicketId, InFlight)>>,
+    free: Vec<u32>,
+    started: u32,
+    swap_out_count: usize,
+}
+
+impl Flights {
+    pub(crate) fn new(iodepth: u32) -> Self {
+        Self {
+            places: (0..iodepth).map(|_| None).collect(),
+            free: (0..iodepth).rev().collect(),
+            started: 0,
+            swap_out_count: 0,
+        }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    pub(crate) fn swap_out_count(&self) -> usize {
+        self.swap_out_count
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// Keeps the slot until [`Flights::end`]. Not to be called when full.
+    pub(crate) fn start(&mut self, flight: InFlight) -> TicketId {
+        let place = self.free.pop().expect("asked before: not full");
+        self.started = self.started.wrapping_add(1);
+        let ticket = TicketId(u64::from(self.started) << 32 | u64::from(place));
+        self.swap_out_count += usize::from(flight.verb == Verb::SwapOut);
+        self.places[place as usize] = Some((ticket, flight));
+        ticket
+    }
+
+    /// Gives the slot back; `None` for a ticket that is not in flight.
+    pub(crate) fn end(&mut self, ticket: TicketId) -> Option<InFlight> {
+        let place = ticket.0 as u32;
+        let entry = self.places.get_mut(place as usize)?;
+        if !matches!(entry, Some((expected, _)) if *expected == ticket) {
+            return None;
+        }
+        let (_, flight) = entry.take()?;
+        self.free.push(place);
+        self.swap_out_count -= usize::from(flight.verb == Verb::SwapOut);
+        Some(flight)
+    }
+
+    /// What a completion says. A swapped-in tile is checked here, where its bytes will be used, so that damage by the
+    /// drive, the bus or a misdirected write shows alike.
+    pub(crate) fn complete(
+        &mut self,
+        cqe: &Cqe,
+        devices: &[DeviceInfo],
+    ) -> Result<Done, ClientError> {
+        let ticket = TicketId(cqe.ticket);
+        let mut flight = self.end(ticket).ok_or_else(|| {
+            ClientError::protocol(format!(
+                "a completion for ticket {:#x}, which is not in flight",
+                cqe.ticket
+            ))
+        })?;
+        let result = outcome(cqe, &flight, devices);
+        if flight.verb == Verb::SwapIn && result.as_ref().is_ok_and(Result::is_err) {
+            flight.slot.as_mut_slice().fill(0xff);
+        }
+        Ok(Done {
+            ticket: Ticket(ticket),
+            verb: flight.verb,
+            tile: flight.tile,
+            result: result?,
+            slot: flight.slot,
+        })
+    }
+}
+
+fn outcome(
+    cqe: &Cqe,
+    flight: &InFlight,
+    devices: &[DeviceInfo],
+) -> Result<Result<Moved, TileError>, ClientError> {
+    let device = || {
+        devices
+            .get(cqe.device as usize)
+            .map_or_else(|| "(no device)".into(), |d| d.path.clone())
+    };
+    let (verb, tile, offset) = (flight.verb, flight.tile, cqe.offset);
+    if cqe.fault == 0 {
+        if cqe.moved_bytes != flight.tile_bytes {
+            return Err(ClientError::protocol(format!(
+                "tile {tile} of {} bytes was said to be moved with {}",
+                flight.tile_bytes, cqe.moved_bytes
+            )));
+        }
+        if verb == Verb::SwapIn && !removed(Mechanism::Checksum) {
+            let found = checksum(&flight.slot.as_slice()[..flight.tile_bytes as usize]);
+            if found != cqe.checksum {
+                return Ok(Err(TileError::Damaged {
+                    device: device(),
+                    offset,
+                    tile,
+                    generation: Generation(cqe.generation),
+                    expected: cqe.checksum,
+                    found,
+                }));
+            }
+        }
+        return Ok(Ok(Moved {
+            bytes: flight.tile_bytes,
+            device_ns: cqe.device_ns,
+        }));
+    }
+    let kind = FaultKind::from_number(cqe.fault).ok_or_else(|| {
+        ClientError::protocol(format!("a completion with the unknown fault {}", cqe.fault))
+    })?;
+    Ok(Err(match kind {
+        FaultKind::Io | FaultKind::NoSpace => TileError::Io {
+            verb,
+            tile,
+            device: device(),
+            offset,
+            asked_bytes: cqe.asked_bytes,
+            source: io::Error::from_raw_os_error(cqe.errno),
+        },
+        FaultKind::Short => TileError::Short {
+            verb,
+            tile,
+            device: device(),
+            offset,
+            asked_bytes: cqe.asked_bytes,
+            moved_bytes: cqe.moved_bytes,
+        },
+        kind => TileError::Refused { verb, tile, kind },
+    }))
+}

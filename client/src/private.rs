@@ -1,0 +1,403 @@
+//! A daemon of one's own, as a child: for people who want to train, not to run a service. The same program and the same
+//! sockets as the service, so there is one code path.
+//!
+//! ```text
+//!   folder/offloadd.toml   its settings, written here at each start
+//!   folder/offloadd.log    what it prints, appended
+//!   folder/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
+//! ```
+//!
+//! Promises: the child ends when this value is dropped or this process dies, whichever way; starting never takes longer
+//! than its bounds; every failure shows the end of the log.
+
+use std::fmt::Write as _;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader, Write as _};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::ClientError;
+
+/// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
+const START_WAIT: Duration = Duration::from_secs(60);
+
+/// File systems without fallocate are filled with zeros: 1 TB at 300 MB/s.
+const FORMAT_WAIT: Duration = Duration::from_secs(3600);
+
+/// From SIGTERM to SIGKILL: its I/O in flight ends in this time unless a device hangs.
+const STOP_WAIT: Duration = Duration::from_secs(5);
+
+/// The daemon's limit for its socket, which leaves room for the second socket's name beside it.
+const SOCKET_PATH_BYTES_MAX: usize = 103;
+
+/// Of the log, shown when the daemon does not start.
+const SHOWN_LINES_MAX: usize = 15;
+
+/// What a private daemon is to be.
+#[derive(Clone, Debug)]
+pub struct PrivateSettings {
+    /// Its program; by default `offloadd` beside this one, one folder up, or in `PATH`.
+    pub program: Option<PathBuf>,
+    /// For settings, log and sockets; made if missing.
+    pub folder: PathBuf,
+    /// Devices of its store, with the size of a file that does not exist yet. Missing files are formatted, all of one
+    /// size, and only when all are missing.
+    pub devices: Vec<(PathBuf, u64)>,
+    /// Host memory all sessions together may take.
+    pub arena_bytes_max: u64,
+    /// "auto", "uring" or "psync".
+    pub engine: String,
+}
+
+/// A running private daemon.
+#[derive(Debug)]
+pub struct PrivateDaemon {
+    socket: PathBuf,
+    log: PathBuf,
+    pid: u32,
+    keeper: Keeper,
+    /// Removed with this value.
+    short_folder: Option<PathBuf>,
+}
+
+impl PrivateDaemon {
+    /// Formats the store if it is new, starts the daemon, waits until it listens.
+    pub fn start(settings: PrivateSettings) -> Result<Self, ClientError> {
+        let program = find_program(settings.program.as_deref())?;
+        make_folder(&settings.folder, false)?;
+        let log = settings.folder.join("offloadd.log");
+        if is_new(&settings.devices)? {
+            format(&program, &settings.devices, &log)?;
+        }
+        let (socket, short_folder) = socket_place(&settings.folder)?;
+        let config = settings.folder.join("offloadd.toml");
+        fs::write(&config, config_text(&socket, &settings)?)
+            .map_err(|e| failed(format!("writing {}: {e}", config.display())))?;
+        let mut command = Command::new(&program);
+        command.arg("serve").arg("--config").arg(&config);
+        command.arg("--private").stdin(Stdio::null());
+        command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::from(open_log(&log)?));
+        let (keeper, pid, stdout) = Keeper::start(command, &program)?;
+        // Dropped on failure: ends the child and removes the folder.
+        let daemon = Self {
+            socket,
+            log,
+            pid,
+            keeper,
+            short_folder,
+        };
+        daemon.wait_ready(stdout)
+    }
+
+    /// For [`crate::SessionSettings::socket`].
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Of the child, for messages and for tests that kill it.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    fn wait_ready(mut self, stdout: ChildStdout) -> Result<Self, ClientError> {
+        let log = open_log(&self.log)?;
+        let (sender, ready) = mpsc::sync_channel(1);
+        // Ends with the child's output; reads on after READY, or the child would block on a full pipe.
+        std::thread::Builder::new()
+            .name("offloadd-output".into())
+            .spawn(move || {
+                let mut log = log;
+                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                    if line.starts_with("READY") {
+                        // Nobody waits any more after a timeout.
+                        let _ = sender.try_send(());
+                    }
+                    // A full disk must not stop the daemon from talking.
+                    let _ = writeln!(log, "{line}");
+                }
+            })
+            .map_err(|e| failed(format!("starting a thread: {e}")))?;
+        let what = match ready.recv_timeout(START_WAIT) {
+            Ok(()) => return Ok(self),
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                format!("it was not ready after {} s", START_WAIT.as_secs())
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => match self.keeper.stop() {
+                Some(status) => format!("it ended at once ({status})"),
+                None => "it closed its output".into(),
+            },
+        };
+        Err(failed(format!("{what}{}", end_of(&self.log))))
+    }
+}
+
+impl Drop for PrivateDaemon {
+    fn drop(&mut self) {
+        self.keeper.stop();
+        if let Some(folder) = &self.short_folder {
+            // What is left then is an empty folder in a place that is emptied at boot.
+            let _ = fs::remove_dir_all(folder);
+        }
+    }
+}
+
+/// Owns the child. A thread of its own, because a child that asked to die with its parent dies with the *thread* that
+/// started it, and the caller's may be short-lived.
+#[derive(Debug)]
+struct Keeper {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<Option<ExitStatus>>>,
+}
+
+impl Keeper {
+    fn start(
+        mut command: Command,
+        program: &Path,
+    ) -> Result<(Self, u32, ChildStdout), ClientError> {
+        let (stop, stopped) = mpsc::channel();
+        let (sender, started) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("offloadd-keeper".into())
+            .spawn(move || {
+                let mut child = match command.spawn() {
+                    Ok(child) => child,
+                    Err(error) => {
+                        // The caller waits for it.
+                        let _ = sender.send(Err(error));
+                        return None;
+                    }
+                };
+                let stdout = child.stdout.take().expect("asked for a pipe");
+                let _ = sender.send(Ok((child.id(), stdout)));
+                // Ends when the sender is dropped.
+                let _ = stopped.recv();
+                end(&mut child)
+            })
+            .map_err(|e| failed(format!("starting a thread: {e}")))?;
+        let keeper = Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        };
+        let (pid, stdout) = started
+            .recv()
+            .expect("the thread answers once")
+            .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
+        Ok((keeper, pid, stdout))
+    }
+
+    /// Ends the child if it has not ended; how it ended the first time it is asked.
+    fn stop(&mut self) -> Option<ExitStatus> {
+        drop(self.stop.take());
+        self.thread.take()?.join().ok().flatten()
+    }
+}
+
+fn end(child: &mut Child) -> Option<ExitStatus> {
+    if let Ok(Some(status)) = child.try_wait() {
+        return Some(status);
+    }
+    let pid = rustix::process::Pid::from_child(child);
+    // It has not been waited for, so the number is still its own.
+    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    if let Some(status) = wait(child, STOP_WAIT) {
+        return Some(status);
+    }
+    let _ = child.kill();
+    child.wait().ok()
+}
+
+/// std has no wait with a limit; starting and stopping a daemon is rare enough for asking every few milliseconds.
+fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Some(status),
+            Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+            _ => return None,
+        }
+    }
+}
+
+fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
+    if let Some(program) = configured {
+        if program.is_file() {
+            return Ok(program.to_owned());
+        }
+        return Err(failed(format!("no program at {}", program.display())));
+    }
+    let beside = std::env::current_exe().ok();
+    let near = beside
+        .iter()
+        .flat_map(|exe| exe.ancestors().skip(1).take(2));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = near
+        .map(Path::to_owned)
+        .chain(std::env::split_paths(&path))
+        .collect::<Vec<_>>();
+    folders
+        .iter()
+        .map(|folder| folder.join("offloadd"))
+        .find(|program| program.is_file())
+        .ok_or_else(|| {
+            failed(format!(
+                "no program `offloadd` in {} nor in PATH; build it (`cargo build -p offloadd`) or name a running one's socket",
+                beside.map_or_else(|| "this program's folder".into(), |exe| exe.display().to_string())
+            ))
+        })
+}
+
+/// Whether no device exists yet. Some but not all is a store with a device missing, which must not be formatted over.
+fn is_new(devices: &[(PathBuf, u64)]) -> Result<bool, ClientError> {
+    let missing: Vec<_> = devices.iter().filter(|(path, _)| !path.exists()).collect();
+    if missing.len() == devices.len() {
+        return Ok(true);
+    }
+    match missing.first() {
+        None => Ok(false),
+        Some((path, _)) => Err(failed(format!(
+            "device {} is missing and others of its store exist: mount its drive, or remove the others to start anew",
+            path.display()
+        ))),
+    }
+}
+
+fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), ClientError> {
+    let Some((_, bytes)) = devices.first() else {
+        return Err(failed("no devices are named".into()));
+    };
+    if devices.iter().any(|(_, other)| other != bytes) {
+        return Err(failed(
+            "devices of different sizes; format them by hand with `offloadd format`".into(),
+        ));
+    }
+    for (path, _) in devices {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)
+                .map_err(|e| failed(format!("making {}: {e}", parent.display())))?;
+        }
+    }
+    let mut command = Command::new(program);
+    command.arg("format").args(devices.iter().map(|d| &d.0));
+    command.arg("--size").arg(bytes.to_string());
+    let output = open_log(log)?;
+    let errors = output
+        .try_clone()
+        .map_err(|e| failed(format!("{}: {e}", log.display())))?;
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(output)
+        .stderr(errors)
+        .spawn()
+        .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
+    match wait(&mut child, FORMAT_WAIT) {
+        Some(status) if status.success() => Ok(()),
+        status => {
+            end(&mut child);
+            let how = status.map_or_else(|| "it took too long".into(), |s| s.to_string());
+            Err(failed(format!(
+                "formatting its devices failed ({how}){}",
+                end_of(log)
+            )))
+        }
+    }
+}
+
+/// Where its socket is to be, and the folder made for it if that is not below `folder`.
+fn socket_place(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), ClientError> {
+    let folder = std::path::absolute(folder).map_err(|e| failed(e.to_string()))?;
+    let usual = folder.join("run");
+    let socket = usual.join("offloadd.sock");
+    if socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX {
+        make_folder(&usual, true)?;
+        return Ok((socket, None));
+    }
+    let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
+    // Unique while we live, and nobody else may enter. Another's folder of this name makes this fail, not share.
+    static STARTED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let nth = STARTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let short = base.join(format!("offloadd-{}-{nth}", std::process::id()));
+    if short.exists() {
+        // Of an earlier process with our number: ours to remove only if it is ours.
+        let _ = fs::remove_dir_all(&short);
+    }
+    fs::DirBuilder::new()
+        .mode(0o700)
+        .create(&short)
+        .map_err(|e| failed(format!("making {}: {e}", short.display())))?;
+    Ok((short.join("offloadd.sock"), Some(short)))
+}
+
+/// Makes `folder`. With `ours_alone`, nobody else may enter it, even if it existed.
+fn make_folder(folder: &Path, ours_alone: bool) -> Result<(), ClientError> {
+    let failed = |e: std::io::Error| failed(format!("making {}: {e}", folder.display()));
+    let made = fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder);
+    made.map_err(failed)?;
+    if ours_alone && fs::metadata(folder).map_err(failed)?.mode() & 0o077 != 0 {
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn config_text(socket: &Path, settings: &PrivateSettings) -> Result<String, ClientError> {
+    let mut text = String::from("# Written at each start of a private daemon.\n");
+    let devices = settings.devices.iter().map(|(path, _)| path_text(path));
+    let devices: Vec<String> = devices.collect::<Result<_, _>>()?;
+    let lines = [
+        format!("socket = {}", path_text(socket)?),
+        format!("devices = [{}]", devices.join(", ")),
+        format!("arena_bytes_max = {}", settings.arena_bytes_max),
+        format!("engine = {}", quoted(&settings.engine)),
+    ];
+    for line in lines {
+        writeln!(text, "{line}").expect("writing to a String");
+    }
+    Ok(text)
+}
+
+/// Absolute, as the child may work elsewhere, and as a TOML string.
+fn path_text(path: &Path) -> Result<String, ClientError> {
+    let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
+    let text = absolute
+        .to_str()
+        .ok_or_else(|| failed(format!("{} is not UTF-8", path.display())))?;
+    Ok(quoted(text))
+}
+
+/// A TOML basic string: JSON's escapes are a subset of its.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+fn open_log(log: &Path) -> Result<File, ClientError> {
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .map_err(|e| failed(format!("log {}: {e}", log.display())))
+}
+
+/// The last lines of the log, for a message.
+fn end_of(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<_> = text.lines().collect();
+    let from = lines.len().saturating_sub(SHOWN_LINES_MAX);
+    let mut shown = format!("; the end of its log {}:", log.display());
+    for line in &lines[from..] {
+        write!(shown, "\n  {line}").expect("writing to a String");
+    }
+    shown
+}
+
+fn failed(what: String) -> ClientError {
+    ClientError::Private { what }
+}
