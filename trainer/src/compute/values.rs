@@ -147,7 +147,7 @@ impl Tokens {
         let inside = |id: i64| usize::try_from(id).is_ok_and(|id| id < vocab_size);
         if let Some(position) = ids
             .iter()
-            .position(|&id| !inside(id) && !(ignored && id == IGNORED))
+            .position(|&id| !(inside(id) || ignored && id == IGNORED))
         {
             return Err(ComputeError::TokenOutside {
                 id: ids[position],

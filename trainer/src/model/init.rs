@@ -93,3 +93,124 @@ fn normal(key: u64, offset: u64, initializer_range: f64) -> f32 {
     let u2 = (splitmix64(counter.wrapping_add(1)) >> 11) as f64 * UNIT;
     (initializer_range * (-2.0 * u1.ln()).sqrt() * (TAU * u2).cos()) as f32
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{LlamaConfig, unit_layouts};
+
+    fn layouts() -> Vec<UnitLayout> {
+        unit_layouts(&LlamaConfig {
+            vocab_size: 1000,
+            hidden_size: 96,
+            intermediate_size: 200,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: None,
+            rope_theta: 10000.0,
+            rms_norm_eps: 1e-6,
+            tied: false,
+            initializer_range: 0.02,
+            max_position_embeddings: 128,
+        })
+    }
+
+    #[test]
+    fn weights_are_those_of_the_written_formula() {
+        assert_eq!(splitmix64(0), 0xE220_A839_7B1D_CDAF);
+        // From the formula in Python: (seed, unit, offset) and the bits of the f32.
+        for (seed, unit, offset, bits) in [
+            (0, 0, 0, 0xBB07_3D13),
+            (42, 0, 5, 0x3BB8_B5E8),
+            (42, 0, 16383, 0xBCE9_611D),
+            (42, 3, 96, 0x3BF7_C79F),
+            (u64::MAX, 3, 1000, 0x3C97_AE87u32),
+        ] {
+            let mut out = [0f32];
+            let layouts = layouts();
+            // The head's first parameter is a norm; the projection starts at 128.
+            let layout = if unit == 3 {
+                &layouts[0]
+            } else {
+                &layouts[unit]
+            };
+            fill(layout, unit, seed, 0.02, offset..offset + 1, &mut out);
+            assert_eq!(
+                out[0].to_bits(),
+                bits,
+                "seed {seed}, unit {unit}, offset {offset}: {:#x}",
+                out[0].to_bits()
+            );
+        }
+    }
+
+    #[test]
+    fn any_range_alone_has_the_bits_it_has_in_the_whole() {
+        for (unit, layout) in layouts().iter().enumerate() {
+            let mut whole = vec![f32::NAN; layout.elems];
+            fill(layout, unit, 9, 0.02, 0..layout.elems, &mut whole);
+            let mut start = 0;
+            for length in [1, 63, 64, 65, 4097, 30000].into_iter().cycle() {
+                let end = (start + length).min(layout.elems);
+                let mut part = vec![f32::NAN; end - start];
+                fill(layout, unit, 9, 0.02, start..end, &mut part);
+                assert!(
+                    part.iter()
+                        .zip(&whole[start..end])
+                        .all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{start}..{end}"
+                );
+                start = end;
+                if start == layout.elems {
+                    break;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn matrices_are_normal_norms_are_one_padding_is_zero() {
+        for (unit, layout) in layouts().iter().enumerate() {
+            let mut values = vec![f32::NAN; layout.elems];
+            fill(layout, unit, 1, 0.02, 0..layout.elems, &mut values);
+            let mut covered = vec![false; layout.elems];
+            for param in &layout.params {
+                covered[param.range_elems()].fill(true);
+                let own = &values[param.range_elems()];
+                if !param.decay {
+                    assert!(own.iter().all(|&w| w == 1.0), "{}", param.name);
+                    continue;
+                }
+                let count = own.len() as f64;
+                let mean = own.iter().map(|&w| f64::from(w)).sum::<f64>() / count;
+                let variance = own.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>() / count;
+                // Five standard errors.
+                assert!(
+                    mean.abs() < 5.0 * 0.02 / count.sqrt(),
+                    "{}: mean {mean}",
+                    param.name
+                );
+                assert!(
+                    (variance.sqrt() / 0.02 - 1.0).abs() < 5.0 / (2.0 * count).sqrt(),
+                    "{}",
+                    param.name
+                );
+            }
+            assert!(
+                values
+                    .iter()
+                    .zip(&covered)
+                    .all(|(&w, &covered)| covered || w.to_bits() == 0)
+            );
+        }
+        // Another seed or unit is another model.
+        let mut a = vec![0f32; 64];
+        let mut b = vec![0f32; 64];
+        fill(&layouts()[0], 0, 1, 0.02, 0..64, &mut a);
+        fill(&layouts()[0], 0, 2, 0.02, 0..64, &mut b);
+        assert!(a.iter().zip(&b).all(|(x, y)| x != y));
+        fill(&layouts()[0], 1, 1, 0.02, 0..64, &mut b);
+        assert!(a.iter().zip(&b).all(|(x, y)| x != y));
+    }
+}

@@ -117,3 +117,119 @@ pub fn unit_layouts(config: &LlamaConfig) -> Vec<UnitLayout> {
     units.push(UnitLayout::new("head", head));
     units
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(tied: bool) -> LlamaConfig {
+        LlamaConfig {
+            vocab_size: 101,
+            hidden_size: 36,
+            intermediate_size: 50,
+            layers: 3,
+            heads: 6,
+            kv_heads: 2,
+            head_dim: Some(10),
+            rope_theta: 10000.0,
+            rms_norm_eps: 1e-6,
+            tied,
+            initializer_range: 0.02,
+            max_position_embeddings: 128,
+        }
+    }
+
+    #[test]
+    fn units_come_in_forward_order_with_hugging_face_names() {
+        let units = unit_layouts(&config(false));
+        let names: Vec<&str> = units.iter().map(|unit| unit.name.as_str()).collect();
+        assert_eq!(
+            names,
+            ["embedding", "block.0", "block.1", "block.2", "head"]
+        );
+        let block: Vec<(&str, &[usize], bool)> = units[2]
+            .params
+            .iter()
+            .map(|p| (p.name.as_str(), p.shape.as_slice(), p.decay))
+            .collect();
+        assert_eq!(
+            block,
+            [
+                ("model.layers.1.input_layernorm.weight", &[36][..], false),
+                (
+                    "model.layers.1.self_attn.q_proj.weight",
+                    &[60, 36][..],
+                    true
+                ),
+                (
+                    "model.layers.1.self_attn.k_proj.weight",
+                    &[20, 36][..],
+                    true
+                ),
+                (
+                    "model.layers.1.self_attn.v_proj.weight",
+                    &[20, 36][..],
+                    true
+                ),
+                (
+                    "model.layers.1.self_attn.o_proj.weight",
+                    &[36, 60][..],
+                    true
+                ),
+                (
+                    "model.layers.1.post_attention_layernorm.weight",
+                    &[36][..],
+                    false
+                ),
+                ("model.layers.1.mlp.gate_proj.weight", &[50, 36][..], true),
+                ("model.layers.1.mlp.up_proj.weight", &[50, 36][..], true),
+                ("model.layers.1.mlp.down_proj.weight", &[36, 50][..], true),
+            ]
+        );
+        let outer = |unit: &UnitLayout| {
+            unit.params
+                .iter()
+                .map(|p| p.name.clone())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(outer(&units[0]), ["model.embed_tokens.weight"]);
+        assert_eq!(outer(&units[4]), ["model.norm.weight", "lm_head.weight"]);
+        assert_eq!(
+            outer(&unit_layouts(&config(true))[4]),
+            ["model.norm.weight"]
+        );
+    }
+
+    #[test]
+    fn parameters_are_aligned_and_do_not_overlap_and_are_all_there() {
+        for tied in [false, true] {
+            let config = config(tied);
+            let units = unit_layouts(&config);
+            for unit in &units {
+                let mut end = 0;
+                for param in &unit.params {
+                    assert!(
+                        param.offset_elems.is_multiple_of(ALIGN_ELEMS),
+                        "{}",
+                        param.name
+                    );
+                    assert!(param.offset_elems >= end, "{} overlaps", param.name);
+                    assert!(
+                        param.offset_elems - end < ALIGN_ELEMS,
+                        "{} wastes room",
+                        param.name
+                    );
+                    end = param.range_elems().end;
+                }
+                assert_eq!(unit.elems, end.next_multiple_of(ALIGN_ELEMS));
+            }
+            let count: usize = units.iter().map(UnitLayout::params_elems).sum();
+            assert_eq!(count, config.params_count());
+        }
+        // Counted by hand: 2 x 101 x 36 outside, 36 + 3 x (36 x (60 + 20 + 20) + 60 x 36 + 3 x 36 x 50 + 2 x 36) inside.
+        assert_eq!(
+            config(false).params_count(),
+            7272 + 36 + 3 * (3600 + 2160 + 5400 + 72)
+        );
+    }
+}

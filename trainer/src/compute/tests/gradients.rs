@@ -1,0 +1,103 @@
+//! Every gradient against central differences in fp64, where the error of the method is some 1e-9.
+
+use super::*;
+
+const STEP: f64 = 1e-5;
+
+/// Moves each parameter of each unit by itself and compares the loss's slope with its gradient.
+fn all_gradients_are_slopes(tied: bool) {
+    // One block: a second would double the parameters and try nothing new.
+    let config = LlamaConfig {
+        layers: 1,
+        head_dim: None,
+        ..config(tied)
+    };
+    let mut case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+    let loss_scale = 0.75;
+    let (loss, grads) = case.loss_and_grads(loss_scale);
+    assert!(
+        (loss - case.loss()).abs() < 1e-12,
+        "training and evaluation see one loss"
+    );
+    for (unit, flat) in grads.iter().enumerate() {
+        let flat = f64s(flat);
+        let layout = case.engine.units()[unit].clone();
+        assert!(
+            flat.iter().any(|&g| g.abs() > 1e-3),
+            "{} has gradients worth checking",
+            layout.name
+        );
+        for param in &layout.params {
+            for offset in param.range_elems() {
+                let slope = loss_scale * slope(&mut case, unit, offset);
+                let error = (flat[offset] - slope).abs();
+                let at = offset - param.offset_elems;
+                assert!(
+                    error < 1e-7 * (1.0 + slope.abs()),
+                    "{} [{at}]: {} and {slope}",
+                    param.name,
+                    flat[offset]
+                );
+            }
+        }
+    }
+}
+
+fn slope(case: &mut Case, unit: usize, offset: usize) -> f64 {
+    let mut value = [0u8; 8];
+    value.copy_from_slice(&case.weights[unit].bytes_mut()[offset * 8..][..8]);
+    let here = f64::from_ne_bytes(value);
+    let set = |case: &mut Case, x: f64| {
+        case.weights[unit].bytes_mut()[offset * 8..][..8].copy_from_slice(&x.to_ne_bytes());
+    };
+    set(case, here + STEP);
+    let above = case.loss();
+    set(case, here - STEP);
+    let below = case.loss();
+    set(case, here);
+    (above - below) / (2.0 * STEP)
+}
+
+#[test]
+fn the_gradient_of_every_parameter_is_the_slope_of_the_loss() {
+    all_gradients_are_slopes(false);
+}
+
+#[test]
+fn the_gradient_of_a_tied_embedding_counts_both_of_its_uses() {
+    all_gradients_are_slopes(true);
+}
+
+#[test]
+fn the_gradient_of_a_blocks_input_is_a_slope() {
+    let case = Case::new(false, Kind::Double);
+    let input = case.forward().swap_remove(0).0;
+    let grad_output = Activation(input.cos() * 2.0); // any fixed direction
+    let mut sink = case.engine.new_grads(1);
+    let found = case.engine.block_backward(
+        &case.weights[1],
+        &Activation(input.copy()),
+        &grad_output,
+        &mut sink,
+    );
+    let found = Vec::<f64>::try_from(found.unwrap().0.view([-1])).unwrap();
+    let along = |moved: &tch::Tensor| {
+        let output = case
+            .engine
+            .block_forward(&case.weights[1], &Activation(moved.copy()))
+            .unwrap();
+        f64::try_from((output.0 * &grad_output.0).sum(Kind::Double)).unwrap()
+    };
+    for (i, &gradient) in found.iter().enumerate() {
+        let moved = |by: f64| {
+            let mut values = Vec::<f64>::try_from(input.view([-1])).unwrap();
+            values[i] += by;
+            tch::Tensor::from_slice(&values).view_as(&input)
+        };
+        let slope = (along(&moved(STEP)) - along(&moved(-STEP))) / (2.0 * STEP);
+        assert!(
+            (gradient - slope).abs() < 1e-7 * (1.0 + slope.abs()),
+            "element {i}: {gradient} and {slope}"
+        );
+    }
+}

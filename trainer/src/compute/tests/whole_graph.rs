@@ -1,0 +1,110 @@
+//! Block by block against one autograd graph over the whole model: the same bits.
+
+use kernels::torch::vjp;
+use tch::{Reduction, Tensor};
+
+use super::*;
+use crate::compute::block::{self, Rotary, at_least_fp32, rms_norm};
+
+/// Loss and flat gradients from one graph, written down without slices, sinks or recomputing.
+fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
+    let (engine, config) = (&case.engine, case.engine.config());
+    let leaves: Vec<Vec<Tensor>> = engine
+        .units()
+        .iter()
+        .zip(&case.weights)
+        .map(|(layout, weights)| {
+            layout
+                .params
+                .iter()
+                .map(|param| weights.param(param, true).unwrap())
+                .collect()
+        })
+        .collect();
+    let (_, seq_len) = case.inputs.shape();
+    let rotary = Rotary::new(config, seq_len, case.kind).unwrap();
+    // Looked up in fp32 and rounded: exact forward, and the gradient is summed in fp32 as ours is.
+    let table = leaves[0][0].to_kind(at_least_fp32(case.kind));
+    let mut x = Tensor::embedding(&table, &case.inputs.ids, -1, false, false).to_kind(case.kind);
+    for unit in case.blocks() {
+        let params = std::array::from_fn(|i| leaves[unit][i].shallow_clone());
+        x = block::forward(config, &rotary, &params, &x).unwrap();
+    }
+    let head = leaves.last().unwrap();
+    let projection = if config.tied { &leaves[0][0] } else { &head[1] };
+    let rows = x.view([-1, config.hidden_size as i64]);
+    let logits = rms_norm(&rows, &head[0], config.rms_norm_eps)
+        .unwrap()
+        .linear(projection, None::<Tensor>);
+    let targets = case.targets.ids.view([-1]);
+    let wide = logits.to_kind(at_least_fp32(case.kind));
+    let losses = wide.cross_entropy_loss(&targets, None::<Tensor>, Reduction::None, IGNORED, 0.0);
+    let counted = case.targets.counted() as f64;
+    let weights = losses.detach().full_like(1.0 / counted);
+    let loss = f64::try_from(losses.detach().sum(Kind::Double)).unwrap() / counted;
+    let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
+    let mut grads = vjp(&[&losses], &[&weights], &inputs).unwrap().into_iter();
+    let flat = engine
+        .units()
+        .iter()
+        .map(|layout| {
+            let mut sink = GradSink::of_kind(layout, case.kind);
+            for param in 0..layout.params.len() {
+                sink.add(param, grads.next().unwrap()).unwrap();
+            }
+            finished(&mut sink)
+        })
+        .collect();
+    (loss, flat)
+}
+
+/// Large enough that torch uses its vector and threaded paths.
+fn larger(tied: bool) -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 300,
+        hidden_size: 96,
+        intermediate_size: 200,
+        layers: 3,
+        head_dim: None,
+        initializer_range: 0.05,
+        max_position_embeddings: 64,
+        ..config(tied)
+    }
+}
+
+#[test]
+fn block_by_block_gives_the_bits_of_one_graph() {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for config in [config(false), larger(false)] {
+            let case = Case::of(&config, kind, MICRO_BATCH, config.max_position_embeddings);
+            let (loss, grads) = case.loss_and_grads(1.0);
+            let (whole_loss, whole_grads) = whole_graph(&case);
+            assert_eq!(loss.to_bits(), whole_loss.to_bits(), "{kind:?}: the loss");
+            for ((ours, whole), layout) in grads.iter().zip(&whole_grads).zip(case.engine.units()) {
+                assert!(ours == whole, "{kind:?}: the gradients of {}", layout.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tied_model_in_fp32_gives_the_bits_of_one_graph() {
+    let case = Case::of(&larger(true), Kind::Float, MICRO_BATCH, 64);
+    let (loss, grads) = case.loss_and_grads(1.0);
+    let (whole_loss, whole_grads) = whole_graph(&case);
+    assert_eq!(loss.to_bits(), whole_loss.to_bits());
+    assert!(grads == whole_grads);
+}
+
+#[test]
+fn the_same_step_again_gives_the_same_bits() {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let first = Case::of(&larger(false), kind, MICRO_BATCH, 64);
+        let (loss, grads) = first.loss_and_grads(1.0);
+        // Other allocations in between move every buffer; the first case still holds its own.
+        let second = Case::of(&larger(false), kind, MICRO_BATCH, 64);
+        let (again, grads_again) = second.loss_and_grads(1.0);
+        assert_eq!(loss.to_bits(), again.to_bits());
+        assert!(grads == grads_again, "{kind:?}");
+    }
+}
