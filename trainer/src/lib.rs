@@ -11,8 +11,12 @@
 pub mod compute;
 pub mod config;
 pub mod data;
+pub mod digest;
 pub mod fingerprint;
 pub mod learning_rate;
 pub mod metrics;
 pub mod model;
+pub mod plan;
 pub mod run;
+pub mod store;
+pub mod train;

@@ -1,1 +1,69 @@
-fn main() {}
+//! `trainer`: trains a run, or prints what a run holds.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, Parser, Subcommand};
+
+/// Trains language models whose parameters and optimizer state live on NVMe drives.
+#[derive(Parser)]
+#[command(version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train; the same command again goes on where the run was left.
+    #[command(after_help = "Examples:
+  trainer train configs/demo.toml
+  trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
+  trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
+  trainer train configs/demo.toml --fresh                                            # forget the run and start again")]
+    Train {
+        #[command(flatten)]
+        run: RunArgs,
+        /// Forget what an earlier run of the same folder left, in the folder and in the store.
+        #[arg(long)]
+        fresh: bool,
+    },
+    /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
+    #[command(after_help = "Example:
+  trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
+    Digest {
+        #[command(flatten)]
+        run: RunArgs,
+    },
+}
+
+#[derive(Args)]
+struct RunArgs {
+    /// The run file: TOML, or JSON when its name ends in .json.
+    #[arg(value_name = "RUN.toml")]
+    file: PathBuf,
+    /// Replace a setting of the file; the value is TOML, or plain text.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+}
+
+impl RunArgs {
+    fn settings(&self) -> anyhow::Result<trainer::config::RunSettings> {
+        trainer::config::read(&self.file, &self.sets)
+            .with_context(|| self.file.display().to_string())
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(std::io::stderr)
+        .init();
+    match Cli::parse().command {
+        Command::Train { run, fresh } => trainer::train::train(run.settings()?, fresh)?,
+        Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings()?)?),
+    }
+    Ok(())
+}

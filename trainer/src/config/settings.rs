@@ -1,0 +1,245 @@
+//! The checked settings of a run. Whatever holds one of these has been through `resolve.rs`; no field contradicts another.
+
+use std::path::PathBuf;
+
+use serde::{Serialize, Serializer};
+
+use crate::compute::Dtype;
+use crate::model::LlamaConfig;
+
+/// A run, ready to be planned.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunSettings {
+    pub model: LlamaConfig,
+    /// Parameters and activations. Bf16 keeps its fp32 master split.
+    #[serde(serialize_with = "dtype_word")]
+    pub dtype: Dtype,
+    pub batch: Batch,
+    /// Largest global norm of the gradients; 0 leaves them as they are.
+    pub gradient_clipping: f64,
+    pub optimizer: OptimizerSettings,
+    pub lr: LrSchedule,
+    pub data: DataSettings,
+    pub train: TrainSettings,
+    pub placement: Placement,
+    pub offload: OffloadSettings,
+    /// What a reader of the run file should know: keys without effect, defaults taken.
+    #[serde(skip)]
+    pub notes: Vec<String>,
+}
+
+impl RunSettings {
+    /// Every resolved setting as `key = value`, one a line.
+    pub fn lines(&self) -> Vec<String> {
+        fn walk(path: &str, value: &serde_json::Value, lines: &mut Vec<String>) {
+            match value {
+                serde_json::Value::Object(table) => {
+                    for (key, value) in table {
+                        walk(
+                            &if path.is_empty() {
+                                key.clone()
+                            } else {
+                                format!("{path}.{key}")
+                            },
+                            value,
+                            lines,
+                        );
+                    }
+                }
+                value => lines.push(format!("{path} = {value}")),
+            }
+        }
+        let mut lines = Vec::new();
+        walk(
+            "",
+            &serde_json::to_value(self).expect("the settings are plain data"),
+            &mut lines,
+        );
+        lines
+    }
+}
+
+fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(match dtype {
+        Dtype::Bf16 => "bf16",
+        Dtype::Fp32 => "fp32",
+    })
+}
+
+/// One step's samples: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Batch {
+    pub micro_batch: usize,
+    pub micro_batches: usize,
+    pub seq_len: usize,
+}
+
+impl Batch {
+    /// Windows of one step.
+    pub fn samples(&self) -> u64 {
+        (self.micro_batch * self.micro_batches) as u64
+    }
+
+    /// Tokens of one step.
+    pub fn tokens(&self) -> u64 {
+        self.samples() * self.seq_len as u64
+    }
+}
+
+/// AdamW with decoupled weight decay.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct OptimizerSettings {
+    pub lr: f64,
+    pub betas: [f64; 2],
+    pub eps: f64,
+    pub weight_decay: f64,
+}
+
+/// How the learning rate goes over the steps; `schedule.rs` has the formulas.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub enum LrSchedule {
+    /// The optimizer's, always.
+    Constant { lr: f64 },
+    /// Up, then level.
+    Warmup(Warmup),
+    /// Up, then straight down to `min_lr` at `total_steps`.
+    WarmupDecay { warmup: Warmup, total_steps: u64 },
+    /// Up, then half a cosine down to `min_ratio` of the maximum at `total_steps`.
+    WarmupCosine {
+        warmup: Warmup,
+        total_steps: u64,
+        min_ratio: f64,
+    },
+}
+
+/// The rise from `min_lr` to `max_lr` in `steps` steps, straight or with the logarithm of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Warmup {
+    pub min_lr: f64,
+    pub max_lr: f64,
+    pub steps: u64,
+    pub logarithmic: bool,
+}
+
+/// The text and how much of its end is kept for evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DataSettings {
+    pub files: Vec<PathBuf>,
+    pub holdout_share: Share,
+}
+
+/// The run itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TrainSettings {
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// The step this start ends with: `steps`, or less when the run is to be continued later.
+    pub stop_after: u64,
+    pub seed: u64,
+    /// Steps between evaluations; 0: none.
+    pub eval_every: u64,
+    pub eval_batches: u64,
+    pub log_every: u64,
+    /// Steps between saves into the run folder, for runs without a store; 0: only at the end and on SIGTERM.
+    pub save_every: u64,
+    pub run_folder: PathBuf,
+    /// Threads that compute.
+    pub threads: usize,
+}
+
+/// Where something lives between uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Tier {
+    /// With the processor that computes: host memory on a machine without a GPU.
+    None,
+    /// Host memory.
+    Cpu,
+    /// Devices of the store.
+    Nvme,
+}
+
+impl Tier {
+    /// DeepSpeed's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Cpu => "cpu",
+            Self::Nvme => "nvme",
+        }
+    }
+}
+
+/// Where parameters and optimizer state live.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Placement {
+    pub param: Tier,
+    pub optimizer: Tier,
+    /// Folders for a private daemon's device files, each once.
+    pub nvme_paths: Vec<PathBuf>,
+    /// Share of the param tiles that stays in host memory.
+    pub param_share: Share,
+    /// Share of the state tiles that stays in host memory.
+    pub state_share: Share,
+}
+
+impl Placement {
+    /// Whether anything lives on devices.
+    pub fn has_store(&self) -> bool {
+        self.param == Tier::Nvme || self.optimizer == Tier::Nvme
+    }
+}
+
+/// A share between 0 and 1, both included.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
+pub struct Share(f64);
+
+impl Share {
+    /// All of it.
+    pub const ALL: Self = Self(1.0);
+
+    /// `None` unless 0 <= share <= 1.
+    pub fn new(share: f64) -> Option<Self> {
+        (0.0..=1.0).contains(&share).then_some(Self(share))
+    }
+
+    /// The number.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+/// When a step's update runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Schedule {
+    /// After backward, before the next step.
+    AtOnce,
+    /// Each unit's just before its first use in the next step.
+    Deferred,
+}
+
+/// What a crash may cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Durability {
+    /// Nothing that was committed: two extents a tile.
+    Full,
+    /// Everything: one extent a tile, written in place.
+    None,
+}
+
+/// How tiles move.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct OffloadSettings {
+    /// A daemon that runs already; without one a private daemon is started.
+    pub socket: Option<PathBuf>,
+    pub schedule: Schedule,
+    /// Steps between commits; 0: only before evaluation and at the end.
+    pub commit_every: u64,
+    /// Elements of a tile; chosen from the model's size when left out.
+    pub tile_elems: Option<u64>,
+    /// Bytes of slots through which tiles pass; chosen when left out.
+    pub staging_bytes: Option<u64>,
+    pub iodepth: u32,
+    pub durability: Durability,
+    /// The private daemon's engine: auto, uring or psync.
+    pub engine: String,
+}

@@ -1,0 +1,336 @@
+//! What a run file means, and what is refused. What could go wrong: a typing error is taken for a default, two keys
+//! contradict each other and one wins in silence, a DeepSpeed file means something else here.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+/// A small run that is right; `changes` (dotted path, value) are laid over it.
+fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
+    let mut tree = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "model": {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4
+        },
+        "data": {"files": ["text"]},
+        "train": {"steps": 100, "seq_len": 32}
+    });
+    for (path, value) in changes {
+        apply(&mut tree, &format!("{path}=0")).unwrap();
+        *tree
+            .pointer_mut(&format!("/{}", path.replace('.', "/")))
+            .unwrap() = value.clone();
+    }
+    check(tree, "test")
+}
+
+/// The message of a refusal.
+fn refused(changes: &[(&str, Value)]) -> String {
+    run_with(changes).expect_err("must be refused").to_string()
+}
+
+#[test]
+fn a_short_run_file_gets_defaults() {
+    let run = run_with(&[]).unwrap();
+    assert_eq!(
+        run.batch,
+        Batch {
+            micro_batch: 2,
+            micro_batches: 1,
+            seq_len: 32
+        }
+    );
+    assert_eq!(run.gradient_clipping, 1.0);
+    assert_eq!(run.model.kv_heads, 4);
+    assert_eq!((run.train.stop_after, run.offload.commit_every), (100, 1));
+    assert_eq!(run.train.run_folder, Path::new("runs/test"));
+    assert!(!run.placement.has_store());
+}
+
+#[test]
+fn any_two_batch_sizes_give_the_third() {
+    let batch = |changes: &[(&str, Value)]| {
+        run_with(changes).map(|run| (run.batch.micro_batch, run.batch.micro_batches))
+    };
+    assert_eq!(batch(&[("train_batch_size", json!(8))]).unwrap(), (2, 4));
+    assert_eq!(
+        batch(&[("gradient_accumulation_steps", json!(3))]).unwrap(),
+        (2, 3)
+    );
+    let without_micro = [
+        ("train_micro_batch_size_per_gpu", json!(null)),
+        ("train_batch_size", json!(8)),
+    ];
+    assert_eq!(batch(&without_micro).unwrap(), (8, 1));
+    let text = refused(&[
+        ("train_batch_size", json!(9)),
+        ("gradient_accumulation_steps", json!(4)),
+    ]);
+    assert!(
+        text.contains("train_batch_size: 9 contradicts") && text.contains("2 * 4 = 8"),
+        "{text}"
+    );
+    assert!(
+        refused(&[("train_batch_size", json!(9))])
+            .contains("not a multiple of train_micro_batch_size_per_gpu = 2")
+    );
+    assert!(
+        refused(&[("train_micro_batch_size_per_gpu", json!(null))])
+            .contains("train_micro_batch_size_per_gpu is missing")
+    );
+    assert!(refused(&[("train_micro_batch_size_per_gpu", json!(0))]).contains("must be 1 to"));
+}
+
+#[test]
+fn devices_and_stages_that_contradict_are_refused() {
+    const PARAM: &str = "zero_optimization.offload_param.device";
+    const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
+    const PARAM_PATH: &str = "zero_optimization.offload_param.nvme_path";
+    let nvme = json!("nvme");
+    assert!(refused(&[(PARAM, nvme.clone())]).contains("\"none\" beside parameters on nvme"));
+    assert!(
+        refused(&[(OPTIMIZER, nvme.clone())]).contains("offload_optimizer.nvme_path is missing")
+    );
+    let on_stage_2 = [
+        (OPTIMIZER, nvme.clone()),
+        ("zero_optimization.stage", json!(2)),
+    ];
+    assert!(refused(&on_stage_2).contains("zero_optimization.stage: 2 cannot keep"));
+    assert!(
+        refused(&[(PARAM, json!("disk"))]).contains("\"disk\": use \"none\", \"cpu\" or \"nvme\"")
+    );
+    assert!(refused(&[("offload.socket", json!("/s"))]).contains("nothing lives on nvme"));
+    assert!(refused(&[("offload.resident_share", json!(0.5))]).contains("in host memory already"));
+    let with_socket = [(OPTIMIZER, nvme.clone()), ("offload.socket", json!("/s"))];
+    let run = run_with(&with_socket).unwrap();
+    assert_eq!(
+        (
+            run.placement.param_share.get(),
+            run.placement.state_share.get()
+        ),
+        (1.0, 0.0)
+    );
+    let both = [
+        (OPTIMIZER, nvme.clone()),
+        (PARAM, nvme),
+        (PARAM_PATH, json!(["/a", "/b"])),
+        ("zero_optimization.offload_optimizer.nvme_path", json!("/a")),
+        ("offload.resident_share", json!(0.25)),
+    ];
+    let run = run_with(&both).unwrap();
+    assert_eq!(run.placement.nvme_paths, [Path::new("/a"), Path::new("/b")]);
+    assert_eq!(
+        (
+            run.placement.param_share.get(),
+            run.placement.state_share.get()
+        ),
+        (0.25, 0.25)
+    );
+}
+
+#[test]
+fn values_out_of_range_name_their_key() {
+    for (key, value, part) in [
+        (
+            "train.steps",
+            json!(0),
+            "train.steps: 0: must be at least 1",
+        ),
+        (
+            "train.stop_after",
+            json!(101),
+            "train.stop_after: 101: must be 1 to 100",
+        ),
+        (
+            "train.seq_len",
+            json!(4096),
+            "train.seq_len: 4096 is beyond",
+        ),
+        ("train.eval_every", json!(5), "set data.holdout_share"),
+        (
+            "data.holdout_share",
+            json!(1.5),
+            "data.holdout_share: 1.5: must be 0 to 1",
+        ),
+        ("data.files", json!([]), "data.files is missing"),
+        (
+            "gradient_clipping",
+            json!(-1.0),
+            "gradient_clipping: -1: must not be negative",
+        ),
+        (
+            "optimizer.type",
+            json!("Lion"),
+            "optimizer.type: \"Lion\" is not supported",
+        ),
+        (
+            "optimizer.params.betas",
+            json!([0.9, 1.0]),
+            "optimizer.params.betas",
+        ),
+        (
+            "scheduler.type",
+            json!("OneCycle"),
+            "scheduler.type: \"OneCycle\" is not supported",
+        ),
+        (
+            "offload.tile_elems",
+            json!(5000),
+            "offload.tile_elems: 5000: must be a multiple of 4096",
+        ),
+        (
+            "offload.staging_bytes",
+            json!("64MB"),
+            "offload.staging_bytes: expected a number of bytes",
+        ),
+        (
+            "offload.iodepth",
+            json!(0),
+            "offload.iodepth: 0: must be 1 to",
+        ),
+        (
+            "model.num_attention_heads",
+            json!(5),
+            "hidden_size = 64 is not a multiple of num_attention_heads = 5",
+        ),
+        (
+            "model.vocab_size",
+            json!(100),
+            "model.vocab_size: 100: bytes are tokens",
+        ),
+        ("train.seed", json!("x"), "train.seed: invalid type"),
+        (
+            "optimizer.params.lr",
+            json!("fast"),
+            "optimizer.params.lr: invalid type",
+        ),
+    ] {
+        let mut changes = vec![(key, value)];
+        if key.starts_with("scheduler") {
+            changes.push(("scheduler.params.warmup_num_steps", json!(10)));
+        }
+        let text = refused(&changes);
+        assert!(text.contains(part), "{key}: {text}");
+    }
+}
+
+#[test]
+fn schedulers_are_deepspeeds() {
+    let with = |kind: &str, warmup: u64| {
+        run_with(&[
+            ("scheduler.type", json!(kind)),
+            ("scheduler.params.warmup_num_steps", json!(warmup)),
+        ])
+    };
+    let warmup = Warmup {
+        min_lr: 0.0,
+        max_lr: 0.001,
+        steps: 20,
+        logarithmic: true,
+    };
+    assert_eq!(with("WarmupLR", 20).unwrap().lr, LrSchedule::Warmup(warmup));
+    assert_eq!(
+        with("WarmupDecayLR", 20).unwrap().lr,
+        LrSchedule::WarmupDecay {
+            warmup,
+            total_steps: 100
+        }
+    );
+    assert!(matches!(
+        with("WarmupCosineLR", 20).unwrap().lr,
+        LrSchedule::WarmupCosine {
+            total_steps: 100,
+            ..
+        }
+    ));
+    assert!(
+        with("WarmupDecayLR", 100)
+            .unwrap_err()
+            .to_string()
+            .contains("leaves no step of 100")
+    );
+    assert_eq!(
+        run_with(&[]).unwrap().lr,
+        LrSchedule::Constant { lr: 0.001 }
+    );
+}
+
+#[test]
+fn auto_means_the_default_and_is_shown() {
+    let run = run_with(&[
+        ("gradient_clipping", json!("auto")),
+        ("optimizer.params.betas", json!("auto")),
+    ])
+    .unwrap();
+    assert_eq!(
+        (run.gradient_clipping, run.optimizer.betas),
+        (1.0, [0.9, 0.999])
+    );
+    assert_eq!(
+        run.notes
+            .iter()
+            .filter(|note| note.contains("\"auto\""))
+            .count(),
+        2
+    );
+}
+
+#[test]
+fn set_lays_toml_values_over_the_file() {
+    let mut tree = json!({"train": {"steps": 1}});
+    for set in [
+        "train.steps=5",
+        "offload.socket=/run/x.sock",
+        "data.files=[\"a\", \"b\"]",
+        "bf16.enabled = true",
+    ] {
+        apply(&mut tree, set).unwrap();
+    }
+    let expected = json!({
+        "train": {"steps": 5}, "offload": {"socket": "/run/x.sock"}, "data": {"files": ["a", "b"]}, "bf16": {"enabled": true}
+    });
+    assert_eq!(tree, expected);
+    for wrong in ["train.steps", "=5", "a..b=1", "a="] {
+        assert!(
+            matches!(apply(&mut tree, wrong), Err(SettingsError::Set { .. })),
+            "{wrong}"
+        );
+    }
+}
+
+#[test]
+fn toml_and_json_files_mean_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let (toml, json) = (folder.path().join("a.toml"), folder.path().join("a.json"));
+    std::fs::write(&toml, "[train]\nsteps = 3\nbad = 1").unwrap();
+    std::fs::write(&json, "{\"train\": {\"steps\": 3, \"bad\": 1}}").unwrap();
+    for path in [&toml, &json] {
+        assert!(
+            read(path, &[])
+                .unwrap_err()
+                .to_string()
+                .starts_with("unknown key train.bad")
+        );
+    }
+    std::fs::write(&toml, "[train").unwrap();
+    std::fs::write(&json, "[1]").unwrap();
+    assert!(
+        read(&toml, &[])
+            .unwrap_err()
+            .to_string()
+            .contains("is not valid TOML")
+    );
+    assert!(
+        read(&json, &[])
+            .unwrap_err()
+            .to_string()
+            .contains("outermost value must be an object")
+    );
+    assert!(
+        read(Path::new("/nowhere.toml"), &[])
+            .unwrap_err()
+            .to_string()
+            .contains("cannot read the run file /nowhere.toml")
+    );
+}

@@ -1,0 +1,201 @@
+//! The run file as written: every key we read, none of them checked yet.
+//!
+//! Each table has a value for every key (`None` where the file is silent), so writing `ConfigToml::default()` out gives the
+//! list of keys we use. `keys.rs` takes it from there: the key table cannot disagree with what is read.
+//! Top-level keys are DeepSpeed's, with DeepSpeed's meaning; `[model] [data] [train] [offload]` are ours.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// A run file, unchecked. `RunSettings` is the checked form.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ConfigToml {
+    pub train_batch_size: Option<u64>,
+    pub train_micro_batch_size_per_gpu: Option<u64>,
+    pub gradient_accumulation_steps: Option<u64>,
+    pub gradient_clipping: Option<f64>,
+    pub bf16: Bf16Toml,
+    pub optimizer: OptimizerToml,
+    pub scheduler: SchedulerToml,
+    pub zero_optimization: ZeroToml,
+    pub model: ModelToml,
+    pub data: DataToml,
+    pub train: TrainToml,
+    pub offload: OffloadToml,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Bf16Toml {
+    pub enabled: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OptimizerToml {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub params: OptimizerParamsToml,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OptimizerParamsToml {
+    pub lr: Option<f64>,
+    pub betas: Option<[f64; 2]>,
+    pub eps: Option<f64>,
+    pub weight_decay: Option<f64>,
+    pub adam_w_mode: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SchedulerToml {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub params: SchedulerParamsToml,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SchedulerParamsToml {
+    pub warmup_min_lr: Option<f64>,
+    pub warmup_max_lr: Option<f64>,
+    pub warmup_num_steps: Option<u64>,
+    pub warmup_type: Option<String>,
+    pub total_num_steps: Option<u64>,
+    pub warmup_min_ratio: Option<f64>,
+    pub cos_min_ratio: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ZeroToml {
+    pub stage: Option<u64>,
+    pub offload_param: TierToml,
+    pub offload_optimizer: TierToml,
+}
+
+/// Where the parameters, or the optimizer's state, live between uses.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TierToml {
+    pub device: Option<String>,
+    pub nvme_path: Option<Paths>,
+}
+
+/// DeepSpeed knows one path; we take a list too, one store over all of them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a path or a list of paths")]
+pub enum Paths {
+    One(PathBuf),
+    Several(Vec<PathBuf>),
+}
+
+impl Paths {
+    /// The paths in the order written.
+    pub fn list(&self) -> Vec<PathBuf> {
+        match self {
+            Self::One(path) => vec![path.clone()],
+            Self::Several(paths) => paths.clone(),
+        }
+    }
+}
+
+/// The model's shape, with Hugging Face's names.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelToml {
+    pub vocab_size: Option<u64>,
+    pub hidden_size: Option<u64>,
+    pub intermediate_size: Option<u64>,
+    pub num_hidden_layers: Option<u64>,
+    pub num_attention_heads: Option<u64>,
+    pub num_key_value_heads: Option<u64>,
+    pub head_dim: Option<u64>,
+    pub rope_theta: Option<f64>,
+    pub rms_norm_eps: Option<f64>,
+    pub tie_word_embeddings: Option<bool>,
+    pub initializer_range: Option<f64>,
+    pub max_position_embeddings: Option<u64>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DataToml {
+    pub files: Option<Vec<PathBuf>>,
+    pub holdout_share: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TrainToml {
+    pub steps: Option<u64>,
+    pub seq_len: Option<u64>,
+    pub seed: Option<u64>,
+    pub eval_every: Option<u64>,
+    pub eval_batches: Option<u64>,
+    pub log_every: Option<u64>,
+    pub save_every: Option<u64>,
+    pub run_folder: Option<PathBuf>,
+    pub stop_after: Option<u64>,
+    pub threads: Option<u64>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OffloadToml {
+    pub socket: Option<PathBuf>,
+    pub schedule: Option<String>,
+    pub resident_share: Option<f64>,
+    pub commit_every: Option<u64>,
+    pub tile_elems: Option<u64>,
+    pub staging_bytes: Option<ByteCount>,
+    pub iodepth: Option<u64>,
+    pub durability: Option<String>,
+    pub engine: Option<String>,
+}
+
+/// A number of bytes: an integer, or text such as "64MiB".
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a number of bytes, as 67108864 or \"64MiB\""
+)]
+pub enum ByteCount {
+    Number(u64),
+    Text(String),
+}
+
+impl ByteCount {
+    /// The bytes, or `None` when the text is no number with KiB, MiB, GiB or TiB, or does not fit 64 bits.
+    pub fn bytes(&self) -> Option<u64> {
+        let text = match self {
+            Self::Number(bytes) => return Some(*bytes),
+            Self::Text(text) => text.trim(),
+        };
+        let (number, shift) = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]
+            .iter()
+            .find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)))
+            .unwrap_or((text, 0));
+        let number: u64 = number.trim().parse().ok()?;
+        number.checked_mul(1 << shift)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_numbers_or_binary_units() {
+        let bytes = |text: &str| ByteCount::Text(text.into()).bytes();
+        assert_eq!(bytes("64MiB"), Some(64 << 20));
+        assert_eq!(bytes("2 GiB"), Some(2 << 30));
+        assert_eq!(bytes("4096"), Some(4096));
+        assert_eq!(bytes("64MB"), None);
+        assert_eq!(bytes("99999999999TiB"), None);
+    }
+}

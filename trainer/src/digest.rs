@@ -1,0 +1,76 @@
+//! A fingerprint of weights and optimizer state, unit by unit, at the last committed step. Two runs with equal digests hold
+//! the same bits, wherever they keep them.
+
+use std::fmt;
+
+use swapper::TileRange;
+
+use crate::config::RunSettings;
+use crate::fingerprint::Fingerprint;
+use crate::train::{Prepared, TrainError};
+
+/// Fingerprints of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Digest {
+    /// The step whose result this is.
+    pub step: u64,
+    pub units: Vec<UnitDigest>,
+}
+
+/// Fingerprints of one unit: its parameters, and residuals and moments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnitDigest {
+    pub name: String,
+    pub weights: u64,
+    pub state: u64,
+}
+
+/// Reads the run's tiles where they are; changes none of them.
+///
+/// # Errors
+/// Nothing was committed yet, or what opening and reading the run says.
+pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
+    let prepared = Prepared::new(settings, 0, false)?;
+    let names: Vec<String> = prepared
+        .plan
+        .units
+        .iter()
+        .map(|unit| unit.name.clone())
+        .collect();
+    let mut run = prepared.open_existing()?;
+    let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
+    run.swapper.visit(&mut |range: &TileRange, param, state| {
+        let (weights, states) = &mut prints[range.unit];
+        weights.add(param);
+        states.add(state);
+    })?;
+    let step = run.state.step;
+    run.close()?;
+    let unit = |(name, (weights, state)): (String, (Fingerprint, Fingerprint))| UnitDigest {
+        name,
+        weights: weights.finish(),
+        state: state.finish(),
+    };
+    Ok(Digest {
+        step,
+        units: names.into_iter().zip(prints).map(unit).collect(),
+    })
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "step {}", self.step)?;
+        let mut all = Fingerprint::default();
+        for UnitDigest {
+            name,
+            weights,
+            state,
+        } in &self.units
+        {
+            writeln!(f, "{name:12} weights {weights:016x} state {state:016x}")?;
+            all.add(&weights.to_le_bytes());
+            all.add(&state.to_le_bytes());
+        }
+        write!(f, "all          {:016x}", all.finish())
+    }
+}

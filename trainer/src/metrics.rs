@@ -1,0 +1,192 @@
+//! `metrics.jsonl` in the run folder: one object a step, in the order of steps, none twice.
+//!
+//! A line is written when its step's loss is known; the commit of that step may come later. So after a crash the file may be
+//! ahead of the weights, or end in a torn line: opening it for step k drops all that is beyond k. The other way round, the
+//! commit may have been the last thing that happened: then line k is missing, and is made up for from the committed blob.
+//! Lines are not flushed to the drive one by one (a flush a step would stall the drive that tiles go to): after power loss the
+//! file may lack lines, the weights do not.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// What happened in one step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    pub step: u64,
+    /// Mean over the step's tokens. Written with as many digits as its bits need.
+    pub loss: f64,
+    /// Global norm before clipping.
+    pub grad_norm: f64,
+    pub lr: f64,
+    /// Tokens of all steps so far.
+    pub tokens: u64,
+    /// Seconds from the step's start to its end.
+    pub step_s: f64,
+    /// Bytes this step read from and wrote to devices.
+    pub device_read_bytes: u64,
+    pub device_written_bytes: u64,
+    /// Host memory held by the run.
+    pub host_bytes: u64,
+    /// Seconds that this step could not have been faster than; 0 when nothing lives on devices or their rates are unknown.
+    pub bound_s: f64,
+    /// Mean loss over held-out text after this step, when it was evaluated.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_loss: Option<f64>,
+}
+
+/// The file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {verb} {}: {source}", path.display())]
+pub struct MetricsError {
+    verb: &'static str,
+    path: PathBuf,
+    source: std::io::Error,
+}
+
+/// The open file, positioned after its last step.
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// The file's place in a run folder.
+    pub fn path(run_folder: &Path) -> PathBuf {
+        run_folder.join("metrics.jsonl")
+    }
+
+    /// The last step of the whole lines in a run folder; 0 when there are none.
+    pub fn last_step(run_folder: &Path) -> u64 {
+        File::open(Self::path(run_folder))
+            .and_then(|file| kept(&file, u64::MAX))
+            .map_or(0, |(_, last_step)| last_step)
+    }
+
+    /// Opens or makes the file and cuts it back to the steps up to `step`, the one resumed. Returns its last step too: it is
+    /// less than `step` when the end came between a commit and its line.
+    ///
+    /// # Errors
+    /// The file cannot be read or written.
+    pub fn open(run_folder: &Path, step: u64) -> Result<(Self, u64), MetricsError> {
+        let path = Self::path(run_folder);
+        let failed = |verb| {
+            let path = path.clone();
+            move |source| MetricsError { verb, path, source }
+        };
+        let opened = OpenOptions::new()
+            .create(true)
+            .read(true)
+            .append(true)
+            .open(&path);
+        let file = opened.map_err(failed("open"))?;
+        let (kept_bytes, last_step) = kept(&file, step).map_err(failed("read"))?;
+        file.set_len(kept_bytes).map_err(failed("cut back"))?;
+        Ok((Self { path, file }, last_step))
+    }
+
+    /// Adds one step's line.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), MetricsError> {
+        let mut line = serde_json::to_vec(metrics).expect("metrics are plain data");
+        line.push(b'\n');
+        // One write: a kill leaves a whole line or none, but for a full disk.
+        self.file.write_all(&line).map_err(|source| MetricsError {
+            verb: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+}
+
+/// Bytes of the leading lines that are whole and of steps up to `step`, and the last of these steps.
+fn kept(file: &File, step: u64) -> std::io::Result<(u64, u64)> {
+    let mut reader = BufReader::new(file);
+    let (mut bytes, mut last_step) = (0, 0);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let length = reader.read_until(b'\n', &mut line)?;
+        let metrics = serde_json::from_slice::<StepMetrics>(&line);
+        match metrics {
+            Ok(metrics)
+                if line.ends_with(b"\n") && (last_step + 1..=step).contains(&metrics.step) =>
+            {
+                bytes += length as u64;
+                last_step = metrics.step;
+            }
+            _ => return Ok((bytes, last_step)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: 1.0 / step as f64,
+            grad_norm: 0.1,
+            lr: 1e-3,
+            tokens: step * 8,
+            step_s: 0.5,
+            device_read_bytes: 1,
+            device_written_bytes: 2,
+            host_bytes: 3,
+            bound_s: 0.25,
+            eval_loss: None,
+        }
+    }
+
+    fn steps(folder: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(MetricsFile::path(folder)).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().step)
+            .collect()
+    }
+
+    #[test]
+    fn opening_for_a_step_drops_what_lies_beyond_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        for step in 1..=5 {
+            file.write(&line(step)).unwrap();
+        }
+        let (mut file, last_step) = MetricsFile::open(folder.path(), 3).unwrap();
+        assert_eq!(last_step, 3);
+        assert_eq!(steps(folder.path()), [1, 2, 3]);
+        file.write(&line(4)).unwrap();
+        assert_eq!(steps(folder.path()), [1, 2, 3, 4]);
+        assert_eq!(MetricsFile::last_step(folder.path()), 4);
+        MetricsFile::open(folder.path(), 0).unwrap();
+        assert_eq!(steps(folder.path()), [0; 0]);
+    }
+
+    #[test]
+    fn a_torn_last_line_is_dropped_and_a_missing_one_shows() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        file.write(&line(1)).unwrap();
+        file.file.write_all(b"{\"step\":2,\"lo").unwrap();
+        let (mut file, last_step) = MetricsFile::open(folder.path(), 2).unwrap();
+        assert_eq!(last_step, 1);
+        file.write(&line(2)).unwrap();
+        assert_eq!(steps(folder.path()), [1, 2]);
+    }
+
+    #[test]
+    fn a_loss_keeps_its_bits() {
+        let mut metrics = line(3);
+        metrics.loss = f64::from_bits(0x3FD5_5555_5555_5557);
+        let text = serde_json::to_string(&metrics).unwrap();
+        let back: StepMetrics = serde_json::from_str(&text).unwrap();
+        assert_eq!(back.loss.to_bits(), metrics.loss.to_bits());
+        assert!(!text.contains("eval_loss"));
+    }
+}

@@ -1,0 +1,347 @@
+//! The run folder: one trainer at a time, one model for its whole life.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::fingerprint::Fingerprint;
+use crate::metrics::MetricsFile;
+
+/// What a run is from its first step to its last. Kept in `run.json`; a change of any of it needs `--fresh`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunDescription {
+    /// The model's shape and precision, and how it is cut into tiles.
+    pub layout: Value,
+    /// Where the state is kept between starts.
+    pub store: String,
+    /// What a crash may cost, for runs with a store.
+    pub durability: Option<Value>,
+}
+
+/// Why a run folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    #[error("train.run_folder: cannot {verb} {}: {source}", path.display())]
+    Io {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("train.run_folder: another trainer works in {}", path.display())]
+    Busy { path: PathBuf },
+    #[error("{} is damaged ({message}): start again with --fresh", path.display())]
+    Damaged { path: PathBuf, message: String },
+    #[error(
+        "{} holds another run: {} was {was}, is now {now}. Use another train.run_folder, or start again with --fresh",
+        path.display(), what
+    )]
+    Changed {
+        path: PathBuf,
+        what: String,
+        was: String,
+        now: String,
+    },
+}
+
+/// A run folder that this process has for itself.
+pub struct RunFolder {
+    path: PathBuf,
+    name: String,
+    /// Locked for as long as it is open.
+    _lock: File,
+}
+
+impl RunFolder {
+    /// Makes the folder if need be and locks it.
+    ///
+    /// # Errors
+    /// It cannot be made, or another trainer works in it.
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
+        fs::create_dir_all(path).map_err(|source| FolderError::Io {
+            verb: "make the folder",
+            path: path.into(),
+            source,
+        })?;
+        let path = resolved(path);
+        let lock_path = path.join(".lock");
+        let lock = File::create(&lock_path).map_err(|source| FolderError::Io {
+            verb: "write",
+            path: lock_path,
+            source,
+        })?;
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| FolderError::Busy { path: path.clone() })?;
+        let name = job_name(&path);
+        Ok(Self {
+            path,
+            name,
+            _lock: lock,
+        })
+    }
+
+    /// The folder, links resolved.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The run's name for a store: the folder's name and a fingerprint of its path, so that two runs never share a job.
+    pub fn job_name(&self) -> &str {
+        &self.name
+    }
+
+    /// Removes all that an earlier run left in the folder.
+    ///
+    /// # Errors
+    /// Something cannot be removed.
+    pub fn forget(&self) -> Result<(), FolderError> {
+        for path in [description_path(&self.path), MetricsFile::path(&self.path)] {
+            remove(&path, fs::remove_file(&path))?;
+        }
+        let checkpoints = self.checkpoint_folder();
+        remove(&checkpoints, fs::remove_dir_all(&checkpoints))
+    }
+
+    /// Where runs without a store save.
+    pub fn checkpoint_folder(&self) -> PathBuf {
+        self.path.join("checkpoint")
+    }
+
+    /// Refuses `new` when the folder at `path` holds a run that is something else, naming the first thing that differs.
+    /// False when it holds no run.
+    ///
+    /// # Errors
+    /// The difference, or an unreadable `run.json`.
+    pub fn check(path: &Path, new: &RunDescription) -> Result<bool, FolderError> {
+        let Some(old) = read_description(path)? else {
+            return Ok(false);
+        };
+        let value =
+            |description: &RunDescription| serde_json::to_value(description).expect("plain data");
+        match differences(&value(&old), &value(new)).into_iter().next() {
+            None => Ok(true),
+            Some(Difference { what, was, now }) => Err(FolderError::Changed {
+                path: path.into(),
+                what,
+                was,
+                now,
+            }),
+        }
+    }
+
+    /// Remembers what the run is.
+    ///
+    /// # Errors
+    /// `run.json` cannot be written.
+    pub fn describe(&self, description: &RunDescription) -> Result<(), FolderError> {
+        let path = description_path(&self.path);
+        let temporary = path.with_extension("json.new");
+        let text = serde_json::to_string_pretty(description).expect("plain data");
+        let write = || -> std::io::Result<()> {
+            let mut file = File::create(&temporary)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.path)?.sync_all()
+        };
+        write().map_err(|source| FolderError::Io {
+            verb: "write",
+            path,
+            source,
+        })
+    }
+}
+
+fn description_path(run_folder: &Path) -> PathBuf {
+    run_folder.join("run.json")
+}
+
+/// The description that an earlier start left, if there was one.
+fn read_description(run_folder: &Path) -> Result<Option<RunDescription>, FolderError> {
+    let path = description_path(run_folder);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => {
+            return Err(FolderError::Io {
+                verb: "read",
+                path,
+                source,
+            });
+        }
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|error| FolderError::Damaged {
+            path,
+            message: error.to_string(),
+        })
+}
+
+/// `path` from the root, links resolved as far as it exists: the same for a folder before and after it is made.
+pub(crate) fn resolved(path: &Path) -> PathBuf {
+    let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
+    let existing = whole
+        .ancestors()
+        .find_map(|ancestor| Some((ancestor, fs::canonicalize(ancestor).ok()?)));
+    match existing {
+        Some((ancestor, real)) => match whole.strip_prefix(ancestor) {
+            Ok(rest) if !rest.as_os_str().is_empty() => real.join(rest),
+            _ => real,
+        },
+        None => whole,
+    }
+}
+
+/// One value that is not what it was.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Difference {
+    pub(crate) what: String,
+    pub(crate) was: String,
+    pub(crate) now: String,
+}
+
+/// All leaves in which two trees differ, by path.
+pub(crate) fn differences(old: &Value, new: &Value) -> Vec<Difference> {
+    fn walk(path: &str, old: &Value, new: &Value, found: &mut Vec<Difference>) {
+        if let (Value::Object(before), Value::Object(after)) = (old, new) {
+            let missing = &Value::Null;
+            for (key, old) in before {
+                let path = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
+                walk(&path, old, after.get(key).unwrap_or(missing), found);
+            }
+            for (key, new) in after.iter().filter(|(key, _)| !before.contains_key(*key)) {
+                walk(
+                    &if path.is_empty() {
+                        key.clone()
+                    } else {
+                        format!("{path}.{key}")
+                    },
+                    missing,
+                    new,
+                    found,
+                );
+            }
+        } else if old != new {
+            let text = |value: &Value| {
+                value
+                    .as_str()
+                    .map_or_else(|| value.to_string(), str::to_owned)
+            };
+            found.push(Difference {
+                what: path.to_owned(),
+                was: text(old),
+                now: text(new),
+            });
+        }
+    }
+    let mut found = Vec::new();
+    walk("", old, new, &mut found);
+    found
+}
+
+fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), FolderError> {
+    match result {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(FolderError::Io {
+            verb: "remove",
+            path: path.into(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Letters, digits, '-' and '_' only, and short: the store takes it as a job's name.
+pub(crate) fn job_name(path: &Path) -> String {
+    let stem = path
+        .file_name()
+        .map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
+    let stem: String = stem
+        .chars()
+        .map(|c| {
+            if c.is_ascii_alphanumeric() || c == '-' || c == '_' {
+                c
+            } else {
+                '-'
+            }
+        })
+        .take(32)
+        .collect();
+    let stem = stem.trim_start_matches('-');
+    format!(
+        "{}-{:016x}",
+        if stem.is_empty() { "run" } else { stem },
+        Fingerprint::of(path.as_os_str().as_encoded_bytes())
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn one_trainer_works_in_a_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = RunFolder::open(folder.path()).unwrap();
+        assert!(matches!(
+            RunFolder::open(folder.path()),
+            Err(FolderError::Busy { .. })
+        ));
+        drop(first);
+        assert!(RunFolder::open(folder.path()).is_ok());
+    }
+
+    #[test]
+    fn a_changed_model_is_named_and_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFolder::open(folder.path()).unwrap();
+        let with = |hidden: u64| RunDescription {
+            layout: json!({"model": {"hidden_size": hidden}}),
+            store: "in the run folder".into(),
+            durability: None,
+        };
+        let check = |hidden| RunFolder::check(folder.path(), &with(hidden));
+        assert!(!check(64).unwrap());
+        run.describe(&with(64)).unwrap();
+        assert!(check(64).unwrap());
+        let text = check(128).unwrap_err().to_string();
+        assert!(
+            text.contains("layout.model.hidden_size was 64, is now 128")
+                && text.contains("--fresh"),
+            "{text}"
+        );
+        run.forget().unwrap();
+        assert!(!check(128).unwrap());
+    }
+
+    #[test]
+    fn a_folder_has_one_name_before_and_after_it_is_made() {
+        let folder = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(folder.path(), folder.path().join("link")).unwrap();
+        let path = folder.path().join("link/a/b");
+        let before = resolved(&path);
+        fs::create_dir_all(&path).unwrap();
+        assert_eq!(before, resolved(&path));
+        assert_eq!(before, fs::canonicalize(&path).unwrap());
+    }
+
+    #[test]
+    fn job_names_are_plain_and_differ_by_folder() {
+        let one = job_name(Path::new("/a/größe 1"));
+        assert!(
+            one.chars()
+                .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
+                && one.len() <= 49,
+            "{one}"
+        );
+        assert_ne!(one, job_name(Path::new("/b/größe 1")));
+        assert!(job_name(Path::new("/")).starts_with("run-"));
+    }
+}

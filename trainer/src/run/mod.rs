@@ -1,0 +1,10 @@
+//! A run's folder and what it remembers: `run.json` (what it is), `metrics.jsonl`, and `checkpoint/` for runs without a store.
+
+mod checkpoint;
+mod folder;
+mod state;
+
+pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+pub use folder::{FolderError, RunDescription, RunFolder};
+pub(crate) use folder::{differences, job_name, resolved};
+pub use state::{RunState, StateError};

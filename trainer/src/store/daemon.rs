@@ -1,0 +1,97 @@
+//! A private daemon for one run: its device files lie in the folders of `nvme_path`, named after the job.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use swapper::private::{PrivateDaemon, PrivateSettings};
+
+use super::{StoreError, check_folder};
+
+/// The device files of a run's private store.
+#[derive(Clone, Debug)]
+pub struct StoreFiles {
+    files: Vec<PathBuf>,
+    file_bytes: u64,
+}
+
+impl StoreFiles {
+    /// `offloadd-JOB.tiles` in each of `folders`, of `file_bytes` each.
+    pub fn new(folders: &[PathBuf], job: &str, file_bytes: u64) -> Self {
+        let files = folders
+            .iter()
+            .map(|folder| folder.join(format!("offloadd-{job}.tiles")))
+            .collect();
+        Self { files, file_bytes }
+    }
+
+    /// Checks that every folder can hold its file.
+    ///
+    /// # Errors
+    /// The first folder that cannot, and why. Nothing is made.
+    pub fn check(&self) -> Result<(), StoreError> {
+        for file in &self.files {
+            check_folder(
+                file.parent().expect("made in a folder"),
+                file,
+                self.file_bytes,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Whether all of them exist.
+    pub fn exist(&self) -> bool {
+        self.files.iter().all(|file| file.exists())
+    }
+
+    /// Removes those that exist, for a run that starts again.
+    ///
+    /// # Errors
+    /// A daemon still has one of them; it cannot be removed.
+    pub fn remove(&self) -> Result<(), StoreError> {
+        for path in &self.files {
+            let failed = |verb| {
+                move |source| StoreError::Io {
+                    verb,
+                    path: path.clone(),
+                    source,
+                }
+            };
+            let file = match File::open(path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                opened => opened.map_err(failed("open"))?,
+            };
+            // The daemon's own lock: a store in use is never removed under it.
+            rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+                .map_err(|_| StoreError::Busy { path: path.clone() })?;
+            fs::remove_file(path).map_err(failed("remove"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Formats the files if they are new, and starts a daemon on them that ends with this process. Its log is in `folder`.
+///
+/// # Errors
+/// The daemon's own words.
+pub fn start_private(
+    files: &StoreFiles,
+    folder: &Path,
+    arena_bytes_max: u64,
+    engine: &str,
+) -> Result<PrivateDaemon, StoreError> {
+    let devices = files
+        .files
+        .iter()
+        .map(|file| (file.clone(), files.file_bytes))
+        .collect();
+    let settings = PrivateSettings {
+        program: None,
+        folder: folder.to_path_buf(),
+        devices,
+        arena_bytes_max,
+        engine: engine.to_owned(),
+    };
+    Ok(PrivateDaemon::start(settings)?)
+}

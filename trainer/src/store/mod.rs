@@ -1,0 +1,8 @@
+//! The store behind a run: a daemon that runs already, or a private one in the folders of `nvme_path`.
+
+mod daemon;
+mod folder;
+
+pub use daemon::{StoreFiles, start_private};
+pub(crate) use folder::Gib;
+pub use folder::{StoreError, check_folder};

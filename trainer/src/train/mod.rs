@@ -1,0 +1,330 @@
+//! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
+
+mod open;
+mod progress;
+mod step;
+mod stop;
+mod update;
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use swapper::{StepIo, StepRates, SwapperError, bound_s};
+
+pub(crate) use open::{OpenRun, Prepared};
+
+use crate::compute::{ComputeError, Engine};
+use crate::config::{RunSettings, Tier};
+use crate::data::{Data, DataError};
+use crate::learning_rate::learning_rate;
+use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
+use crate::plan::{Plan, PlanError};
+use crate::run::{CheckpointError, FolderError, StateError};
+use crate::store::StoreError;
+use progress::Progress;
+use step::{Gradients, Stepper};
+use stop::Stop;
+
+/// Why a run did not start, or ended before its time.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Compute(#[from] ComputeError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    State(#[from] StateError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error("cannot take over SIGTERM and SIGINT: {0}")]
+    Signals(std::io::Error),
+    #[error("cannot start {count} threads for the optimizer: {message}")]
+    Threads { count: usize, message: String },
+    #[error(
+        "step {step}: loss {loss}, gradient norm {norm}: training diverged. The weights are those of step {}: lower optimizer.params.lr or warm up longer, and start again", step - 1
+    )]
+    Diverged { step: u64, loss: f64, norm: f64 },
+    #[error(
+        "{} has metrics of a run, but its store has no such job: bring the store back, or start again with --fresh", run_folder.display()
+    )]
+    StoreLost { run_folder: PathBuf },
+    #[error("nothing was committed yet in {}", run_folder.display())]
+    NothingCommitted { run_folder: PathBuf },
+}
+
+/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. `fresh` forgets an earlier run of the same folder.
+///
+/// # Errors
+/// Whatever refused the run or ended it. What was committed or saved before stays.
+pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
+    let stop = Stop::register().map_err(TrainError::Signals)?;
+    let data = Data::open(
+        &settings.data,
+        settings.batch.seq_len,
+        settings.train.seed,
+        settings.train.eval_every > 0,
+    )?;
+    let prepared = Prepared::new(settings.clone(), data.bytes() as u64, fresh)?;
+    prepared.check_room()?;
+    show(&settings, &prepared.plan, &data);
+    start_threads(settings.train.threads)?;
+    let engine = Engine::new(&settings.model, settings.dtype, settings.batch.seq_len)?;
+    let stepper = Stepper::new(engine, settings.batch, prepared.plan.master)?;
+
+    let (run, resumed) = prepared.open(fresh, &mut |note| println!("{note}"))?;
+    show_opened(&run, resumed);
+    let mut training = Training::new(settings, data, stepper, run)?;
+    while training.run.state.step < training.settings.train.stop_after && !stop.asked() {
+        training.step()?;
+    }
+    training.end(stop.asked())
+}
+
+/// Sets up torch's and the optimizer's threads, once for the process.
+fn start_threads(count: usize) -> Result<(), TrainError> {
+    crate::compute::set_up(count)?;
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(count)
+        .build_global();
+    pool.map_err(|error| TrainError::Threads {
+        count,
+        message: error.to_string(),
+    })
+}
+
+/// A run in its loop.
+struct Training {
+    settings: RunSettings,
+    data: Data,
+    stepper: Stepper,
+    metrics: MetricsFile,
+    progress: Progress,
+    run: OpenRun,
+    /// The step whose tiles the run folder has, for runs without a store.
+    saved_step: Option<u64>,
+}
+
+impl Training {
+    fn new(
+        settings: RunSettings,
+        data: Data,
+        stepper: Stepper,
+        run: OpenRun,
+    ) -> Result<Self, TrainError> {
+        let state = &run.state;
+        let train = &settings.train;
+        let (metrics, last_step) = MetricsFile::open(run.folder.path(), state.step)?;
+        let progress = Progress::new(state.step, train.stop_after, train.log_every);
+        let lost = state
+            .last
+            .clone()
+            .filter(|last| last.step == state.step && last_step < state.step);
+        let saved_step = (state.step > 0).then_some(state.step);
+        let mut training = Self {
+            settings,
+            data,
+            stepper,
+            metrics,
+            progress,
+            run,
+            saved_step,
+        };
+        // The commit was the last that happened before the end: the step's line is made up for.
+        if let Some(mut last) = lost {
+            training.evaluate_if_due(&mut last)?;
+            training.metrics.write(&last)?;
+        }
+        Ok(training)
+    }
+
+    /// One step, its line in the metrics, and what is due after it.
+    fn step(&mut self) -> Result<(), TrainError> {
+        let (settings, state) = (&self.settings, &mut self.run.state);
+        let started = Instant::now();
+        let step = state.step + 1;
+        let lr = learning_rate(&settings.lr, step);
+        let gradients =
+            self.stepper
+                .forward_backward(&mut self.run.swapper, &self.data, state.next_sample)?;
+        let Gradients { loss, norm, .. } = gradients;
+        if !(loss.is_finite() && norm.is_finite()) {
+            return self.diverged(step, loss, norm);
+        }
+        state.step = step;
+        state.tokens += settings.batch.tokens();
+        state.next_sample += settings.batch.samples();
+        state.lr = lr;
+        let mut metrics = StepMetrics {
+            step,
+            loss,
+            grad_norm: norm,
+            lr,
+            tokens: state.tokens,
+            step_s: started.elapsed().as_secs_f64(),
+            device_read_bytes: 0,
+            device_written_bytes: 0,
+            host_bytes: self.run.plan.host_bytes(),
+            bound_s: 0.0,
+            eval_loss: None,
+        };
+        state.last = Some(metrics.clone());
+        let blob = state.encode();
+        let swapper = &mut self.run.swapper;
+        let io = step::finish(
+            swapper,
+            &settings.optimizer,
+            settings.gradient_clipping,
+            step,
+            lr,
+            norm,
+            blob,
+        )?;
+        metrics.step_s = started.elapsed().as_secs_f64();
+        metrics.device_read_bytes = io.read_bytes;
+        metrics.device_written_bytes = io.written_bytes;
+        metrics.bound_s = self.bound_s(&gradients, &io);
+        self.evaluate_if_due(&mut metrics)?;
+        self.metrics.write(&metrics)?;
+        self.progress.step(&metrics, self.settings.batch.tokens());
+        self.run.state.last = Some(metrics);
+        self.save_if_due()
+    }
+
+    /// The step's gradients are thrown away with the swapper's staging; the step before is committed first.
+    fn diverged(&mut self, step: u64, loss: f64, norm: f64) -> Result<(), TrainError> {
+        self.run.swapper.drain()?;
+        Err(TrainError::Diverged { step, loss, norm })
+    }
+
+    /// Seconds this step could not have been faster than, from its own computing and the devices' measured rates.
+    fn bound_s(&self, gradients: &Gradients, io: &StepIo) -> f64 {
+        let plan = &self.run.plan;
+        let rates = self.run.opened.rates();
+        // Devices nobody measured bound nothing that could be stated.
+        let bytes = if rates.is_some() {
+            plan.step_bytes
+        } else {
+            swapper::StepBytes::default()
+        };
+        let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or_default();
+        let rates = StepRates {
+            read_bytes_per_s,
+            write_bytes_per_s,
+            staging_bytes: plan.memory.staging_bytes() as f64,
+            forward_s: gradients.forward_s,
+            backward_s: gradients.backward_s,
+            update_s: io.update_ns as f64 * 1e-9,
+            bus_s: 0.0,
+        };
+        bound_s(plan.swapper.schedule, &bytes, &rates)
+    }
+
+    fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<(), TrainError> {
+        let train = &self.settings.train;
+        if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
+            self.run.swapper.drain()?;
+            let loss =
+                self.stepper
+                    .evaluate(&mut self.run.swapper, &self.data, train.eval_batches)?;
+            metrics.eval_loss = Some(loss);
+        }
+        Ok(())
+    }
+
+    fn save_if_due(&mut self) -> Result<(), TrainError> {
+        let (every, step) = (self.settings.train.save_every, self.run.state.step);
+        if !self.settings.placement.has_store() && every > 0 && step.is_multiple_of(every) {
+            self.run.save()?;
+            self.saved_step = Some(step);
+        }
+        Ok(())
+    }
+
+    /// Drains, saves and closes.
+    fn end(mut self, asked: bool) -> Result<(), TrainError> {
+        self.run.swapper.drain()?;
+        let step = self.run.state.step;
+        if !self.settings.placement.has_store() && self.saved_step != Some(step) {
+            self.run.save()?;
+        }
+        let why = if asked { "stopped as asked" } else { "done" };
+        self.progress.say(&format!(
+            "{why}: at step {step} of {}, all of it {}; {}",
+            self.settings.train.steps,
+            if self.settings.placement.has_store() {
+                "committed"
+            } else {
+                "saved"
+            },
+            MetricsFile::path(self.run.folder.path()).display()
+        ));
+        self.run.close()
+    }
+}
+
+/// What is going to happen, before it does.
+fn show(settings: &RunSettings, plan: &Plan, data: &Data) {
+    println!("settings");
+    for line in settings.lines() {
+        println!("  {line}");
+    }
+    for note in &settings.notes {
+        println!("note: {note}");
+    }
+    let placement = &settings.placement;
+    if placement.param != Tier::Nvme || placement.optimizer != Tier::Nvme {
+        println!(
+            "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
+        );
+    }
+    println!("plan");
+    for line in plan.to_string().lines() {
+        println!("  {line}");
+    }
+    println!(
+        "  text      {} files, {} windows of {} tokens, {} held out",
+        data.files(),
+        data.windows(),
+        settings.batch.seq_len,
+        data.holdout_windows()
+    );
+}
+
+/// What was found.
+fn show_opened(run: &OpenRun, resumed: bool) {
+    let opened = &run.opened;
+    println!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
+    for device in &opened.devices {
+        let rate = |bytes: u64| {
+            if bytes == 0 {
+                "unknown".into()
+            } else {
+                format!("{:.2} GB/s", bytes as f64 / 1e9)
+            }
+        };
+        println!(
+            "  device    {}: reads {}, writes {}",
+            device.path,
+            rate(device.read_bytes_per_s),
+            rate(device.write_bytes_per_s)
+        );
+    }
+    for note in &opened.notes {
+        println!("note: {note}");
+    }
+    if resumed {
+        println!("resumed at step {}", run.state.step);
+    } else {
+        println!("started with fresh weights");
+    }
+}

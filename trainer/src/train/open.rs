@@ -1,0 +1,386 @@
+//! From settings to a run that can step: everything checked first, then folder, store, swapper, and where the run stands.
+
+use std::path::{Path, PathBuf};
+
+use kernels::adamw::{Hyper, init_tile};
+use serde_json::{Value, json};
+use swapper::private::PrivateDaemon;
+use swapper::{Backing, Daemon, Swapper, TileRange};
+
+use super::TrainError;
+use super::update::Update;
+use crate::config::RunSettings;
+use crate::metrics::MetricsFile;
+use crate::model::init;
+use crate::plan::Plan;
+use crate::run::{
+    CheckpointError, Checkpoints, RunDescription, RunFolder, RunState, job_name, resolved,
+};
+use crate::store::{StoreError, StoreFiles, start_private};
+
+/// Version of the description that a store keeps with a job.
+const LAYOUT_VERSION: u32 = 1;
+
+/// Slots start at blocks and classes may be padded: a private daemon may give a little more than the slots' sum.
+const ARENA_SLACK_BYTES: u64 = 16 << 20;
+
+/// A run whose settings, folders and memory were checked; nothing was made yet.
+pub(crate) struct Prepared {
+    pub(crate) settings: RunSettings,
+    pub(crate) plan: Plan,
+    run_folder: PathBuf,
+    /// Files of a private store, if the run has one.
+    files: Option<StoreFiles>,
+    description: RunDescription,
+    /// Whether the folder holds the run already.
+    begun: bool,
+}
+
+/// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
+pub(crate) struct OpenRun {
+    pub(crate) swapper: Swapper<Hyper>,
+    pub(crate) opened: swapper::Opened,
+    pub(crate) state: RunState,
+    pub(crate) plan: Plan,
+    pub(crate) checkpoints: Checkpoints,
+    pub(crate) folder: RunFolder,
+    _daemon: Option<PrivateDaemon>,
+}
+
+impl Prepared {
+    /// Plans the run. With `fresh`, what an earlier run left in its folder does not count.
+    ///
+    /// # Errors
+    /// Settings that contradict each other or the run that the folder holds.
+    pub(crate) fn new(
+        settings: RunSettings,
+        text_bytes: u64,
+        fresh: bool,
+    ) -> Result<Self, TrainError> {
+        let plan = Plan::new(&settings, text_bytes)?;
+        let run_folder = resolved(&settings.train.run_folder);
+        let description = describe(&settings, &plan);
+        let begun = !fresh && RunFolder::check(&run_folder, &description)?;
+        let private = settings.placement.has_store() && settings.offload.socket.is_none();
+        let files = private.then(|| {
+            let folders = &settings.placement.nvme_paths;
+            StoreFiles::new(
+                folders,
+                &job_name(&run_folder),
+                plan.device_file_bytes(folders.len() as u64),
+            )
+        });
+        Ok(Self {
+            settings,
+            plan,
+            run_folder,
+            files,
+            description,
+            begun,
+        })
+    }
+
+    /// Checks that there is room for the run: folders of a private store, then memory. Touches nothing.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub(crate) fn check_room(&self) -> Result<(), TrainError> {
+        if let Some(files) = &self.files {
+            files.check()?;
+        }
+        Ok(self.plan.check_memory()?)
+    }
+
+    /// Opens the run where it stands, or makes it. Returns it and whether it was resumed.
+    ///
+    /// # Errors
+    /// Folder, store, daemon or checkpoint.
+    pub(crate) fn open(
+        mut self,
+        fresh: bool,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(OpenRun, bool), TrainError> {
+        let folder = RunFolder::open(&self.run_folder)?;
+        if fresh {
+            self.forget(&folder)?;
+        }
+        let (mut run, resumed) = self.open_at(folder, say)?;
+        if !resumed
+            && self.settings.placement.has_store()
+            && MetricsFile::last_step(run.folder.path()) > 0
+        {
+            return Err(TrainError::StoreLost {
+                run_folder: self.run_folder,
+            });
+        }
+        run.folder.describe(&self.description)?;
+        if !resumed {
+            run.initialize(&self.settings)?;
+        }
+        Ok((run, resumed))
+    }
+
+    /// Opens a run that has something committed, to read it.
+    ///
+    /// # Errors
+    /// Nothing was committed yet; folder, store, daemon or checkpoint.
+    pub(crate) fn open_existing(mut self) -> Result<OpenRun, TrainError> {
+        if self.begun && self.files.as_ref().is_none_or(StoreFiles::exist) {
+            let folder = RunFolder::open(&self.run_folder)?;
+            if let (run, true) = self.open_at(folder, &mut |_| {})? {
+                return Ok(run);
+            }
+        }
+        Err(TrainError::NothingCommitted {
+            run_folder: self.run_folder,
+        })
+    }
+
+    /// Opens the run at its newest generation or checkpoint; whether there was one comes with it.
+    fn open_at(
+        &mut self,
+        folder: RunFolder,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(OpenRun, bool), TrainError> {
+        let daemon = self.connect(&folder)?;
+        let mut plan = self.plan.clone();
+        plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
+        let (swapper, opened) =
+            Swapper::open(plan.swapper.clone(), Update::new(plan.master, &plan.units))?;
+        let state = RunState::new(
+            self.settings.train.seed,
+            trained_with(&self.settings, plan.text_bytes),
+        );
+        let checkpoints = Checkpoints::new(folder.checkpoint_folder());
+        let mut run = OpenRun {
+            swapper,
+            opened,
+            state,
+            plan,
+            checkpoints,
+            folder,
+            _daemon: daemon,
+        };
+        let resumed = match run.opened.resumed.take() {
+            Some(blob) => {
+                run.state = resume(&run.state, &blob, say)?;
+                true
+            }
+            None => run.restore(say)?,
+        };
+        Ok((run, resumed))
+    }
+
+    /// Removes what an earlier run of the same folder left, here and in the store.
+    fn forget(&self, folder: &RunFolder) -> Result<(), TrainError> {
+        if let Some(files) = &self.files {
+            files.remove()?;
+        } else if let Some(socket) = &self.settings.offload.socket {
+            let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
+            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+            if jobs.iter().any(|job| job.job == folder.job_name()) {
+                daemon
+                    .drop_job(folder.job_name())
+                    .map_err(StoreError::Daemon)?;
+            }
+        }
+        Ok(folder.forget()?)
+    }
+
+    /// Names the daemon in the plan: the one behind the socket, or a private one that is started here.
+    fn connect(&mut self, folder: &RunFolder) -> Result<Option<PrivateDaemon>, TrainError> {
+        let Backing::Store(store) = &mut self.plan.swapper.backing else {
+            return Ok(None);
+        };
+        store.job = folder.job_name().to_owned();
+        let Some(files) = &self.files else {
+            let daemon = Daemon::connect(&store.socket).map_err(StoreError::Daemon)?;
+            let devices: Vec<&Path> = daemon
+                .info()
+                .devices
+                .iter()
+                .map(|device| device.path.as_path())
+                .collect();
+            check_paths(&self.settings.placement.nvme_paths, &devices)?;
+            return Ok(None);
+        };
+        let arena_bytes_max = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
+        let daemon = start_private(
+            files,
+            &folder.path().join("offloadd"),
+            arena_bytes_max,
+            &self.settings.offload.engine,
+        )?;
+        store.socket = daemon.socket().to_path_buf();
+        Ok(Some(daemon))
+    }
+}
+
+impl OpenRun {
+    /// Reads the newest checkpoint, for runs without a store. False when there is none.
+    fn restore(&mut self, say: &mut dyn FnMut(String)) -> Result<bool, TrainError> {
+        if matches!(self.plan.swapper.backing, Backing::Store(_)) {
+            return Ok(false);
+        }
+        let Some(mut checkpoint) = self.checkpoints.newest()? else {
+            return Ok(false);
+        };
+        self.state = resume(&self.state, &checkpoint.blob, say)?;
+        let mut failed: Option<CheckpointError> = None;
+        let fill = &mut |_: &TileRange, param: &mut [u8], state: &mut [u8]| {
+            for part in [param, state] {
+                if failed.is_none() {
+                    failed = checkpoint.next_tile(part).err();
+                }
+            }
+        };
+        self.swapper.initialize(fill, self.state.encode())?;
+        match failed {
+            None => Ok(true),
+            Some(error) => Err(error.into()),
+        }
+    }
+
+    /// Fresh weights into every tile; commits them as step 0.
+    fn initialize(&mut self, settings: &RunSettings) -> Result<(), TrainError> {
+        let mut masters = vec![0f32; self.plan.swapper.tile_elems as usize];
+        let (units, master, seed) = (&self.plan.units, self.plan.master, settings.train.seed);
+        let fill = &mut |range: &TileRange, param: &mut [u8], state: &mut [u8]| {
+            let elems = range.elems.start as usize..range.elems.end as usize;
+            let masters = &mut masters[..elems.len()];
+            init::fill(
+                &units[range.unit],
+                range.unit,
+                seed,
+                settings.model.initializer_range,
+                elems,
+                masters,
+            );
+            init_tile(master, masters, param, state);
+        };
+        Ok(self.swapper.initialize(fill, self.state.encode())?)
+    }
+
+    /// Writes all tiles and the state into the run folder.
+    pub(crate) fn save(&mut self) -> Result<(), TrainError> {
+        let (swapper, state) = (&mut self.swapper, &self.state);
+        self.checkpoints.save(state.step, &state.encode(), |take| {
+            swapper.visit(&mut |_, param, state| {
+                take(param);
+                take(state);
+            })?;
+            Ok::<(), TrainError>(())
+        })
+    }
+
+    /// Ends in order; everything that should last was drained or saved before.
+    pub(crate) fn close(self) -> Result<(), TrainError> {
+        Ok(self.swapper.close()?)
+    }
+}
+
+/// The state in `blob`. Differences to what the run would now be trained with are said, not refused: a run may go on with
+/// another rate or more text.
+fn resume(
+    fresh: &RunState,
+    blob: &[u8],
+    say: &mut dyn FnMut(String),
+) -> Result<RunState, TrainError> {
+    let mut state = RunState::decode(blob)?;
+    for change in crate::run::differences(&state.trained_with, &fresh.trained_with) {
+        say(format!(
+            "note: {} was {} until step {}, is {} from here on",
+            change.what, change.was, state.step, change.now
+        ));
+    }
+    state.trained_with = fresh.trained_with.clone();
+    state.seed = fresh.seed;
+    Ok(state)
+}
+
+/// What a run is for its whole life.
+fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
+    let lines: Value = serde_json::to_value(settings).expect("plain data");
+    let store = match (&settings.offload.socket, settings.placement.has_store()) {
+        (_, false) => "in the run folder".into(),
+        (Some(_), true) => "with the daemon of offload.socket".into(),
+        (None, true) => {
+            let folders: Vec<String> = settings
+                .placement
+                .nvme_paths
+                .iter()
+                .map(|path| resolved(path).display().to_string())
+                .collect();
+            format!("in {}", folders.join(", "))
+        }
+    };
+    let durability = settings
+        .placement
+        .has_store()
+        .then(|| lines["offload"]["durability"].clone());
+    RunDescription {
+        layout: json!({
+            "version": LAYOUT_VERSION,
+            "model": settings.model,
+            "dtype": lines["dtype"],
+            "tile_elems": plan.swapper.tile_elems,
+        }),
+        store,
+        durability,
+    }
+}
+
+/// What may change between two starts of a run, and is shown when it does.
+fn trained_with(settings: &RunSettings, text_bytes: u64) -> Value {
+    let lines = serde_json::to_value(settings).expect("plain data");
+    json!({
+        "batch": lines["batch"],
+        "gradient_clipping": lines["gradient_clipping"],
+        "optimizer": lines["optimizer"],
+        "lr": lines["lr"],
+        "data": {"bytes": text_bytes, "holdout_share": lines["data"]["holdout_share"]},
+        "seed": settings.train.seed,
+    })
+}
+
+/// Each of `paths` must be a folder in which the store has a device, or a device itself.
+fn check_paths(paths: &[PathBuf], devices: &[&Path]) -> Result<(), StoreError> {
+    for path in paths {
+        let folder = resolved(path);
+        let holds = |device: &&Path| resolved(device).starts_with(&folder);
+        if !devices.iter().any(holds) {
+            let devices: Vec<String> = devices
+                .iter()
+                .map(|device| device.display().to_string())
+                .collect();
+            return Err(StoreError::NotOfTheStore {
+                path: path.clone(),
+                devices: devices.join(", "),
+            });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nvme_path_must_be_of_the_shared_store() {
+        let folder = tempfile::tempdir().unwrap();
+        let device = folder.path().join("drive.tiles");
+        std::fs::write(&device, "").unwrap();
+        check_paths(&[folder.path().into()], &[&device]).unwrap();
+        check_paths(&[], &[&device]).unwrap();
+        let other = tempfile::tempdir().unwrap();
+        let text = check_paths(&[other.path().into()], &[&device])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("is not a folder of the store behind offload.socket")
+                && text.contains("drive.tiles"),
+            "{text}"
+        );
+    }
+}
