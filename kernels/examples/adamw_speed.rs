@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use kernels::InstructionSet;
 use kernels::adamw::{Hyper, Master, Tile, init_tile, state_tile_bytes, step_range_with};
-use kernels::reduce::{GradType, sum_squares_with};
+use kernels::reduce::sum_squares_with;
 
 /// Elements of one tile: 10 MiB of state with the split master, a size drives like.
 const TILE_ELEMS: usize = 1 << 20;
@@ -62,22 +62,18 @@ fn main() {
                 );
             }
         }
-        let grad_type = match master {
-            Master::SplitBf16 => GradType::Bf16,
-            Master::Fp32 => GradType::Fp32,
-            Master::Fp16WholeMaster => GradType::Fp16,
-        };
-        for set in [InstructionSet::Scalar, InstructionSet::best()] {
-            let seconds = best_seconds(core_count, |_| {
+        let grad_type = master.grad_type();
+        let set = InstructionSet::best();
+        for thread_count in thread_counts(core_count) {
+            let seconds = best_seconds(thread_count, |_| {
                 for tile in &tiles {
                     assert!(sum_squares_with(set, grad_type, tile.grad.bytes()) > 0.0);
                 }
             });
-            let name = format!("  norm of {grad_type:?}");
             report(
-                &name,
+                &format!("  norm of {grad_type:?}"),
                 set,
-                core_count,
+                thread_count,
                 tile_count,
                 seconds,
                 grad_type.elem_bytes(),

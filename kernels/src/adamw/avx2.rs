@@ -39,6 +39,9 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             let weights = param.iter_mut().zip(residual).zip(grad);
             for (((param, residual), grad), (m, var)) in weights.zip(moments) {
+                prefetch_after(param);
+                prefetch_after(residual);
+                prefetch_after(grad);
                 let old = join(param, residual);
                 let new = v.update(old, m, var, from_bf16(grad));
                 split(new, param, residual);
@@ -53,6 +56,8 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
+                prefetch_after(param);
+                prefetch_after(grad);
                 let new = v.update(load(param), m, var, load(grad));
                 store(new, param);
             }
@@ -67,6 +72,9 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             let weights = param.iter_mut().zip(whole).zip(grad);
             for (((param, whole), grad), (m, var)) in weights.zip(moments) {
+                prefetch_after(param);
+                prefetch_after(whole);
+                prefetch_after(grad);
                 let new = v.update(load(whole), m, var, from_fp16(grad));
                 store(new, whole);
                 to_fp16(new, param);
@@ -86,6 +94,16 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             variance: variance_rest,
         },
     );
+}
+
+/// Asks for the cache line 1 KiB after this block. The processor's own prefetch starts anew at each page of each plane. On the 16-core
+/// Xeon of an H200 host 1 to 2 KiB gave 10 to 20 % with one to four threads, 5 to 10 % with 16; 256 bytes gave nothing.
+#[inline(always)]
+pub(super) fn prefetch_after<T>(block: &T) {
+    const DISTANCE_BYTES: usize = 1024;
+    let address = std::ptr::from_ref(block).wrapping_byte_add(DISTANCE_BYTES);
+    // SAFETY: a prefetch reads nothing a program can see and faults nowhere, also beyond the end of a plane.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
 }
 
 /// A block of fp32.
@@ -131,6 +149,8 @@ impl Vectors {
         variance: &mut [f32; BLOCK],
         grad: Block,
     ) -> Block {
+        prefetch_after(momentum);
+        prefetch_after(variance);
         let (m, v) = (load(momentum), load(variance));
         let low = self.update_vector(master[0], m[0], v[0], grad[0]);
         let high = self.update_vector(master[1], m[1], v[1], grad[1]);

@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 
+use super::avx2::prefetch_after;
 use super::layout::{Elements, Weights};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
@@ -39,6 +40,9 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             let weights = param.iter_mut().zip(residual).zip(grad);
             for (((param, residual), grad), (m, var)) in weights.zip(moments) {
+                prefetch_after(param);
+                prefetch_after(residual);
+                prefetch_after(grad);
                 let old = join(param, residual);
                 let new = v.update(old, m, var, from_bf16(grad));
                 split(new, param, residual);
@@ -53,6 +57,8 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
+                prefetch_after(param);
+                prefetch_after(grad);
                 let new = v.update(load(param), m, var, load(grad));
                 store(new, param);
             }
@@ -67,6 +73,9 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
             let weights = param.iter_mut().zip(whole).zip(grad);
             for (((param, whole), grad), (m, var)) in weights.zip(moments) {
+                prefetch_after(param);
+                prefetch_after(whole);
+                prefetch_after(grad);
                 let new = v.update(load(whole), m, var, from_fp16(grad));
                 store(new, whole);
                 to_fp16(new, param);
@@ -128,6 +137,8 @@ impl Vectors {
         variance_in_out: &mut [f32; BLOCK],
         grad: __m512,
     ) -> __m512 {
+        prefetch_after(momentum_in_out);
+        prefetch_after(variance_in_out);
         let (momentum, variance) = (load(momentum_in_out), load(variance_in_out));
         let grad = _mm512_mul_ps(grad, self.grad_scale);
         let momentum = _mm512_fmadd_ps(

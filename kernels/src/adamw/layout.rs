@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use crate::cast::{view, view_mut};
 use crate::number;
+use crate::reduce::GradType;
 
 /// Each plane starts at a multiple of this: a cache line, and the widest vector.
 const PLANE_ALIGN_BYTES: usize = 64;
@@ -38,7 +39,16 @@ impl Master {
 
     /// Bytes of one gradient as it is kept in host memory.
     pub fn grad_bytes(self) -> usize {
-        self.param_bytes()
+        self.grad_type().elem_bytes()
+    }
+
+    /// How gradients of such parameters are stored.
+    pub fn grad_type(self) -> GradType {
+        match self {
+            Self::SplitBf16 => GradType::Bf16,
+            Self::Fp32 => GradType::Fp32,
+            Self::Fp16WholeMaster => GradType::Fp16,
+        }
     }
 
     /// Bytes of state of one parameter, without the padding of planes.

@@ -1,7 +1,7 @@
 //! Gradients on the CPU: their norm, their sum over micro-batches, and the cast to what is stored.
 //!
-//! Bytes an element: `sum_squares` reads 2 or 4; `accumulate` reads 2 or 4 and 4, writes 4; `store_grad` reads 4, writes 2 or 4. Memory is
-//! the limit of all three, which AVX2 reaches, so there is no wider version.
+//! Bytes an element: `sum_squares` reads 2 or 4; `accumulate` reads 2 or 4 and 4, writes 4; `store_grad` reads 4, writes 2 or 4. A few
+//! cores with AVX2 load memory fully with these, so there is no wider version.
 //!
 //! Promise: the bits of a result depend on the arguments alone; `scalar.rs` says what they are.
 

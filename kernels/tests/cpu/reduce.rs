@@ -120,6 +120,16 @@ fn a_single_nan_or_infinity_shows_in_the_norm() {
 }
 
 #[test]
+fn every_nan_norm_is_the_same_nan() {
+    // Negative, with a payload, quiet and signalling: the processor would hand these on.
+    for bits in [0xFFC0_1234u32, 0x7F80_0001, 0xFF80_4000] {
+        let grad = AlignedBytes::of(&bits.to_le_bytes());
+        let sum = sum_squares(GradType::Fp32, &grad);
+        assert_eq!(sum.to_bits(), f64::NAN.to_bits(), "{bits:#x}");
+    }
+}
+
+#[test]
 fn the_norm_neither_overflows_nor_vanishes() {
     let huge = AlignedBytes::of_f32(&[3e38; 4]);
     let expected = 4.0 * f64::from(3e38f32).powi(2);
