@@ -1,6 +1,6 @@
 //! One Llama block in torch operators, as Hugging Face's `LlamaDecoderLayer` computes it.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
 use crate::model::LlamaConfig;
@@ -24,7 +24,7 @@ impl Rotary {
     ) -> Result<Self, ComputeError> {
         let wide = at_least_fp32(kind);
         let head_dim = config.head_dim() as i64;
-        let options = (wide, tch::Device::Cpu);
+        let options = (wide, Device::Cpu);
         let exponents =
             Tensor::f_arange_start_step(0, head_dim, 2, options)?.f_div_scalar(head_dim as f64)?;
         let wavelengths = Tensor::f_full([1], config.rope_theta, options)?
@@ -66,6 +66,21 @@ pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor, 
     Ok(wide.f_mul(&scale)?.f_to_kind(x.kind())?.f_mul(weight)?)
 }
 
+/// `x` as matrix products take it. On the CPU that is fp32 for bf16: few CPUs multiply bf16, and the others go through it
+/// element by element (17 times slower than fp32 for a whole step on an EPYC with AVX2). Products of two bf16 numbers are
+/// exact in fp32, so a result rounded to bf16 is what bf16 units with fp32 sums give, but for the order of the sums.
+pub(super) fn product_input(x: &Tensor) -> Result<Tensor, ComputeError> {
+    Ok(match (x.kind(), x.device()) {
+        (Kind::BFloat16, Device::Cpu) => x.f_to_kind(Kind::Float)?,
+        _ => x.shallow_clone(),
+    })
+}
+
+/// `x` times the transposed `weight`, as `kind`; `x` and `weight` as [`product_input`] gives them.
+pub(super) fn linear(x: &Tensor, weight: &Tensor, kind: Kind) -> Result<Tensor, ComputeError> {
+    Ok(x.f_linear(weight, None::<Tensor>)?.f_to_kind(kind)?)
+}
+
 /// The block's output for input `x`, both [micro_batch, seq_len, hidden_size]; `params` in the order of the layout.
 pub(super) fn forward(
     config: &LlamaConfig,
@@ -74,35 +89,46 @@ pub(super) fn forward(
     x: &Tensor,
 ) -> Result<Tensor, ComputeError> {
     let [input_norm, q, k, v, o, post_norm, gate, up, down] = params;
-    let normed = rms_norm(x, input_norm, config.rms_norm_eps)?;
-    let x = x.f_add(&attention(config, rotary, &normed, [q, k, v, o])?)?;
-    let normed = rms_norm(&x, post_norm, config.rms_norm_eps)?;
-    let gated = linear(&normed, gate)?
+    let project =
+        |x: &Tensor, weight: &Tensor| linear(x, &product_input(weight)?, params[0].kind());
+
+    let normed = product_input(&rms_norm(x, input_norm, config.rms_norm_eps)?)?;
+    let [q, k, v] = [
+        project(&normed, q)?,
+        project(&normed, k)?,
+        project(&normed, v)?,
+    ];
+    let mixed = attention(config, rotary, [&q, &k, &v])?;
+    let x = x.f_add(&project(&mixed, o)?)?;
+
+    let normed = product_input(&rms_norm(&x, post_norm, config.rms_norm_eps)?)?;
+    let gated = project(&normed, gate)?
         .f_silu()?
-        .f_mul(&linear(&normed, up)?)?;
-    Ok(x.f_add(&linear(&gated, down)?)?)
+        .f_mul(&project(&normed, up)?)?;
+    Ok(x.f_add(&project(&product_input(&gated)?, down)?)?)
 }
 
+/// Causal attention of [micro_batch, seq_len, heads * head_dim] each; the result is an input for a product.
 fn attention(
     config: &LlamaConfig,
     rotary: &Rotary,
-    x: &Tensor,
-    [q, k, v, o]: [&Tensor; 4],
+    [q, k, v]: [&Tensor; 3],
 ) -> Result<Tensor, ComputeError> {
-    let (micro_batch, seq_len, _) = x.size3()?;
+    let (micro_batch, seq_len, _) = q.size3()?;
     let head_dim = config.head_dim() as i64;
     let (cos, sin) = rotary.rows(seq_len)?;
     // [micro_batch, heads, seq_len, head_dim]
-    let heads = |weight: &Tensor, count: usize| -> Result<Tensor, ComputeError> {
-        Ok(linear(x, weight)?
-            .f_view([micro_batch, seq_len, count as i64, head_dim])?
+    let heads = |x: &Tensor, count: usize| -> Result<Tensor, ComputeError> {
+        Ok(x.f_view([micro_batch, seq_len, count as i64, head_dim])?
             .f_transpose(1, 2)?)
     };
     let query = rotate(&heads(q, config.heads)?, &cos, &sin)?;
     let key = rotate(&heads(k, config.kv_heads)?, &cos, &sin)?;
     let value = heads(v, config.kv_heads)?;
     let share = (config.heads / config.kv_heads) as i64;
-    let (key, value) = (shared_heads(&key, share)?, shared_heads(&value, share)?);
+    let query = product_input(&query)?;
+    let key = shared_heads(&product_input(&key)?, share)?;
+    let value = shared_heads(&product_input(&value)?, share)?;
     let mixed = Tensor::f_scaled_dot_product_attention(
         &query,
         &key,
@@ -113,12 +139,11 @@ fn attention(
         None,
         false,
     )?;
-    linear(
-        &mixed
-            .f_transpose(1, 2)?
-            .f_reshape([micro_batch, seq_len, -1])?,
-        o,
-    )
+    let mixed = mixed
+        .f_transpose(1, 2)?
+        .f_reshape([micro_batch, seq_len, -1])?;
+    // Rounded as a bf16 attention's output is.
+    product_input(&mixed.f_to_kind(q.kind())?)
 }
 
 /// Each pair (i, i + head_dim / 2) turned by its position's angle.
@@ -139,8 +164,4 @@ fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
         .f_unsqueeze(2)?
         .f_expand([micro_batch, heads, share, seq_len, head_dim], false)?;
     Ok(repeated.f_reshape([micro_batch, heads * share, seq_len, head_dim])?)
-}
-
-fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor, ComputeError> {
-    Ok(x.f_linear(weight, None::<Tensor>)?)
 }

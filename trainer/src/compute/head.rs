@@ -5,7 +5,7 @@ use kernels::torch::vjp;
 use tch::{Kind, Reduction, Tensor};
 
 use super::ComputeError;
-use super::block::{at_least_fp32, rms_norm};
+use super::block::{at_least_fp32, linear, product_input, rms_norm};
 use super::values::IGNORED;
 
 /// Logits held at a time: 16 MiB in fp32, some copies of it in flight.
@@ -20,13 +20,15 @@ pub(super) fn loss_sum(
     targets: &Tensor,
     logits_elems_max: usize,
 ) -> Result<f64, ComputeError> {
-    let normed = rms_norm(rows, norm, eps)?;
+    let normed = product_input(&rms_norm(rows, norm, eps)?)?;
+    let projection = product_input(projection)?;
     let mut sum = 0.0;
     for (start, length) in slices(rows.size()[0], projection.size()[0], logits_elems_max) {
         let losses = row_losses(
             &normed.f_narrow(0, start, length)?,
-            projection,
+            &projection,
             &targets.f_narrow(0, start, length)?,
+            rows.kind(),
         )?;
         sum += f64::try_from(losses.f_sum(Kind::Double)?)?;
     }
@@ -41,12 +43,12 @@ pub(super) struct HeadGrads {
     pub(super) rows: Tensor,
     /// Gradient of the final norm's weight.
     pub(super) norm: Tensor,
-    /// Gradient of the projection; fp32 when several slices were summed.
+    /// Gradient of the projection; not yet rounded to the kind it is stored in where it was computed in fp32.
     pub(super) projection: Tensor,
 }
 
 /// Loss and gradients of `token_weight` times the sum of the counted tokens' losses. `rows` is [rows, hidden_size],
-/// `norm` and `projection` are leaves that want gradients, `targets` [rows].
+/// `norm` is a leaf that wants a gradient, `targets` [rows].
 pub(super) fn loss_and_grads(
     rows: &Tensor,
     norm: &Tensor,
@@ -58,16 +60,22 @@ pub(super) fn loss_and_grads(
 ) -> Result<HeadGrads, ComputeError> {
     let rows = rows.f_detach()?.set_requires_grad(true);
     let normed = rms_norm(&rows, norm, eps)?;
-    let leaf = normed.f_detach()?;
+    let leaf = product_input(&normed.f_detach()?)?;
+    let projection = product_input(&projection.f_detach()?)?.set_requires_grad(true);
     let mut loss_sum = 0.0;
     let mut normed_grads = Vec::new();
     let mut projection_grad: Option<Tensor> = None;
     for (start, length) in slices(rows.size()[0], projection.size()[0], logits_elems_max) {
         let slice = leaf.f_narrow(0, start, length)?.set_requires_grad(true);
-        let losses = row_losses(&slice, projection, &targets.f_narrow(0, start, length)?)?;
+        let losses = row_losses(
+            &slice,
+            &projection,
+            &targets.f_narrow(0, start, length)?,
+            rows.kind(),
+        )?;
         loss_sum += f64::try_from(losses.f_detach()?.f_sum(Kind::Double)?)?;
         let weights = losses.f_detach()?.f_full_like(token_weight)?;
-        let mut grads = vjp(&[&losses], &[&weights], &[&slice, projection])?.into_iter();
+        let mut grads = vjp(&[&losses], &[&weights], &[&slice, &projection])?.into_iter();
         let (slice_grad, grad) = (
             grads.next().expect("two inputs"),
             grads.next().expect("two inputs"),
@@ -78,7 +86,7 @@ pub(super) fn loss_and_grads(
             Some(sum) => sum.f_to_kind(at_least_fp32(sum.kind()))?.f_add_(&grad)?,
         });
     }
-    let normed_grad = Tensor::f_cat(&normed_grads, 0)?;
+    let normed_grad = Tensor::f_cat(&normed_grads, 0)?.f_to_kind(rows.kind())?;
     let mut grads = vjp(&[&normed], &[&normed_grad], &[&rows, norm])?.into_iter();
     Ok(HeadGrads {
         loss_sum,
@@ -88,13 +96,14 @@ pub(super) fn loss_and_grads(
     })
 }
 
-/// Each row's loss in fp32 at least; 0 for an ignored target.
+/// Each row's loss in fp32 at least, from logits rounded to `kind`; 0 for an ignored target.
 fn row_losses(
     normed: &Tensor,
     projection: &Tensor,
     targets: &Tensor,
+    kind: Kind,
 ) -> Result<Tensor, ComputeError> {
-    let logits = normed.f_linear(projection, None::<Tensor>)?;
+    let logits = linear(normed, projection, kind)?;
     let logits = logits.f_to_kind(at_least_fp32(logits.kind()))?;
     Ok(logits.f_cross_entropy_loss(targets, None::<Tensor>, Reduction::None, IGNORED, 0.0)?)
 }

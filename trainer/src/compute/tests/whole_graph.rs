@@ -4,7 +4,7 @@ use kernels::torch::vjp;
 use tch::{Reduction, Tensor};
 
 use super::*;
-use crate::compute::block::{self, Rotary, at_least_fp32, rms_norm};
+use crate::compute::block::{self, Rotary, at_least_fp32, linear, product_input, rms_norm};
 
 /// Loss and flat gradients from one graph, written down without slices, sinks or recomputing.
 fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
@@ -33,9 +33,12 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let head = leaves.last().unwrap();
     let projection = if config.tied { &leaves[0][0] } else { &head[1] };
     let rows = x.view([-1, config.hidden_size as i64]);
-    let logits = rms_norm(&rows, &head[0], config.rms_norm_eps)
-        .unwrap()
-        .linear(projection, None::<Tensor>);
+    let normed = rms_norm(&rows, &head[0], config.rms_norm_eps).unwrap();
+    let (normed, projection) = (
+        product_input(&normed).unwrap(),
+        product_input(projection).unwrap(),
+    );
+    let logits = linear(&normed, &projection, case.kind).unwrap();
     let targets = case.targets.ids.view([-1]);
     let wide = logits.to_kind(at_least_fp32(case.kind));
     let losses = wide.cross_entropy_loss(&targets, None::<Tensor>, Reduction::None, IGNORED, 0.0);
