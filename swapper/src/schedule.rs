@@ -36,6 +36,11 @@ pub enum Op {
         /// Index of the unit.
         unit: usize,
     },
+    /// Both, tile by tile: each is updated and then gathered, so that it is still in its slot.
+    UpdateAndGather {
+        /// Index of the unit.
+        unit: usize,
+    },
     /// The trainer brings the gradients.
     Scatter {
         /// Index of the unit.
@@ -46,10 +51,12 @@ pub enum Op {
         /// Index of the unit.
         unit: usize,
     },
-    /// An update is expected here, but its gradients are still to come: something to read ahead for.
+    /// The next step is expected to use the unit here: something to read ahead for.
     Expect {
         /// Index of the unit.
         unit: usize,
+        /// Whether it will be updated, or only gathered.
+        update: bool,
     },
     /// What was filled and updated before this becomes a generation.
     Commit,
@@ -111,28 +118,46 @@ impl StepProgram {
         &self.ops
     }
 
-    /// Units that get gradients, in the order of their first use.
-    fn updated_units(&self) -> impl Iterator<Item = usize> + '_ {
-        let scattered = |unit| self.ops.contains(&Op::Scatter { unit });
+    /// The units in the order the same program would use them next, each with its update if it has gradients.
+    fn first_uses(&self) -> impl Iterator<Item = Op> + '_ {
         let mut seen = Vec::new();
         self.ops.iter().filter_map(move |op| match *op {
-            Op::Gather { unit } | Op::Scatter { unit }
-                if !seen.contains(&unit) && scattered(unit) =>
-            {
+            Op::Gather { unit } | Op::Scatter { unit } if !seen.contains(&unit) => {
                 seen.push(unit);
-                Some(unit)
+                let update = self.ops.contains(&Op::Scatter { unit });
+                Some(Op::Expect { unit, update })
             }
             _ => None,
         })
     }
+
+    /// The updates that follow the program when they run at once, in the model's order.
+    fn updates(&self) -> impl Iterator<Item = Op> + '_ {
+        let mut units: Vec<usize> = self
+            .ops
+            .iter()
+            .filter_map(|op| match *op {
+                Op::Scatter { unit } => Some(unit),
+                _ => None,
+            })
+            .collect();
+        units.sort_unstable();
+        let expect = |unit| Op::Expect { unit, update: true };
+        units.into_iter().map(expect)
+    }
 }
 
-/// Updates of the `pending` units, the commit, and then `program` as what comes next.
+/// Updates of the `pending` units in the model's order, the commit, and then `program` as what comes next.
 pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
-    let mut ops: Vec<Op> = pending.iter().map(|&unit| Op::Update { unit }).collect();
+    let mut pending = pending.to_vec();
+    pending.sort_unstable();
+    let mut ops: Vec<Op> = pending
+        .into_iter()
+        .map(|unit| Op::Update { unit })
+        .collect();
     ops.extend(commit.then_some(Op::Commit));
     ops.extend(&program.ops);
-    ops.extend(program.updated_units().map(|unit| Op::Expect { unit }));
+    ops.extend(program.updates());
     ops
 }
 
@@ -148,8 +173,10 @@ pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<O
             && let Some(at) = left.iter().position(|&pending| pending == unit)
         {
             left.swap_remove(at);
-            ops.push(Op::Update { unit });
-            ops.push(op);
+            match op {
+                Op::Gather { .. } => ops.push(Op::UpdateAndGather { unit }),
+                _ => ops.extend([Op::Update { unit }, op]),
+            }
             if commit && left.is_empty() {
                 ops.push(Op::Commit);
             }
@@ -163,7 +190,7 @@ pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<O
         ops.extend(left.into_iter().map(|unit| Op::Update { unit }));
         ops.extend(commit.then_some(Op::Commit));
     }
-    ops.extend(program.updated_units().map(|unit| Op::Expect { unit }));
+    ops.extend(program.first_uses());
     ops
 }
 
@@ -178,17 +205,21 @@ mod tests {
         assert_eq!(
             deferred(&[0, 1], true, &program),
             [
-                Update { unit: 0 },
-                Gather { unit: 0 },
-                Update { unit: 1 },
-                Gather { unit: 1 },
+                UpdateAndGather { unit: 0 },
+                UpdateAndGather { unit: 1 },
                 Commit,
                 Gather { unit: 1 },
                 Scatter { unit: 1 },
                 Gather { unit: 0 },
                 Scatter { unit: 0 },
-                Expect { unit: 0 },
-                Expect { unit: 1 },
+                Expect {
+                    unit: 0,
+                    update: true
+                },
+                Expect {
+                    unit: 1,
+                    update: true
+                },
             ]
         );
     }
@@ -198,10 +229,13 @@ mod tests {
         assert_eq!(
             deferred(&[0, 1], true, &StepProgram::reading([1])),
             [
-                Update { unit: 1 },
-                Gather { unit: 1 },
+                UpdateAndGather { unit: 1 },
                 Update { unit: 0 },
-                Commit
+                Commit,
+                Expect {
+                    unit: 1,
+                    update: false
+                }
             ]
         );
         assert_eq!(deferred(&[], true, &StepProgram::default()), [Commit]);

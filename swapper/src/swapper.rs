@@ -290,12 +290,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// The program with the `pending` units' updates where this schedule has them.
     fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
         match self.schedule {
-            Schedule::AtOnce => {
-                // In the model's order, so that the parameters backward used last are updated first.
-                let mut pending = pending.to_vec();
-                pending.sort_unstable();
-                schedule::at_once(&pending, commit, program)
-            }
+            Schedule::AtOnce => schedule::at_once(pending, commit, program),
             Schedule::Deferred => schedule::deferred(pending, commit, program),
         }
     }

@@ -400,7 +400,16 @@ impl Core {
                     lent: VecDeque::new(),
                 })
             }
-            Request::Finish { ops, update, wait } => Waiting::Finishing { ops, update, wait },
+            Request::Finish { ops, update, wait } => {
+                if self.pending_count > 0 {
+                    // The trainer left its program early. Updates behind gathers that never come would want their slots.
+                    let left: Vec<Op> = (0..self.units.len())
+                        .map(|unit| Op::Update { unit })
+                        .collect();
+                    self.set_plan(&left);
+                }
+                Waiting::Finishing { ops, update, wait }
+            }
             Request::Drain { ops } => {
                 self.scattered.fill(false);
                 self.set_plan(&ops);
@@ -617,6 +626,7 @@ impl Core {
     /// resident ones only for a commit, and only once no update will change them before it.
     fn start_writes(&mut self, actions: &mut Vec<Action>) {
         let generation = self.acknowledged + 1;
+        let updates_left = self.pending_generation == generation;
         for resident in [false, true] {
             if resident && self.commits == 0 {
                 return;
@@ -631,7 +641,7 @@ impl Core {
                 // Lent, updated again or written since it was put here: it comes back to the queue when it must.
                 let stale = tiles.dirty(tile.range) != Some(generation)
                     || tiles.place(tile.range) != Place::Here
-                    || (resident && self.pending[tile.range as usize]);
+                    || (resident && updates_left && self.pending[tile.range as usize]);
                 if stale {
                     continue;
                 }

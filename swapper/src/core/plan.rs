@@ -1,7 +1,7 @@
 //! A program expanded to uses of single ranges, each knowing where the same tile is used next.
 //!
-//! Positions count uses from the plan's start. An update that stands right before its unit's gather is woven with it,
-//! range by range, so that the gather finds each tile still in its slot.
+//! Positions count uses from the plan's start. The order of a plan is a promise that its uses can end in that order: the
+//! trainer must not wait for a later use before it asks for an earlier one.
 
 use std::ops::Range;
 
@@ -18,15 +18,16 @@ pub(super) enum UseKind {
     Gather,
     Scatter,
     Visit,
-    Expect,
+    ExpectUpdate,
+    ExpectGather,
 }
 
 impl UseKind {
     /// Whether a tile of `kind` must be in its slot.
     pub(super) fn needs(self, kind: Kind) -> bool {
         match self {
-            Self::Fill | Self::Update | Self::Visit | Self::Expect => true,
-            Self::Gather => kind == Kind::Param,
+            Self::Fill | Self::Update | Self::Visit | Self::ExpectUpdate => true,
+            Self::Gather | Self::ExpectGather => kind == Kind::Param,
             Self::Scatter => false,
         }
     }
@@ -64,15 +65,10 @@ impl Plan {
         first: &mut [Vec<u32>; 2],
     ) -> Self {
         let mut plan = Self::default();
-        let mut woven: Option<usize> = None;
-        for (at, &op) in ops.iter().enumerate() {
+        for &op in ops {
             match op {
                 Op::Update { unit } => {
                     assert!(!plan.commits, "an update after its commit");
-                    if ops.get(at + 1) == Some(&Op::Gather { unit }) {
-                        woven = Some(unit);
-                        continue;
-                    }
                     for range in units[unit].clone().filter(|&range| wanted(range)) {
                         plan.push_update(range);
                     }
@@ -81,31 +77,28 @@ impl Plan {
                     assert!(!plan.commits, "two commits in one plan");
                     plan.commits = true;
                 }
-                Op::Expect { unit } => {
+                Op::Expect { unit, update } => {
+                    let what = match update {
+                        true => UseKind::ExpectUpdate,
+                        false => UseKind::ExpectGather,
+                    };
                     for range in units[unit].clone() {
-                        plan.push(UseKind::Expect, range);
+                        plan.push(what, range);
                     }
                 }
-                Op::Fill { unit }
-                | Op::Gather { unit }
-                | Op::Scatter { unit }
-                | Op::Visit { unit } => {
-                    let what = match op {
-                        Op::Fill { .. } => UseKind::Fill,
-                        Op::Scatter { .. } => UseKind::Scatter,
-                        Op::Visit { .. } => UseKind::Visit,
-                        _ => UseKind::Gather,
-                    };
-                    let update_too = woven.take() == Some(unit);
-                    let mut positions = Vec::with_capacity(units[unit].len());
-                    for range in units[unit].clone() {
-                        if update_too && wanted(range) {
+                Op::UpdateAndGather { unit } => {
+                    assert!(!plan.commits, "an update after its commit");
+                    let gather = Op::Gather { unit };
+                    plan.serve(gather, UseKind::Gather, &units[unit], |plan, range| {
+                        if wanted(range) {
                             plan.push_update(range);
                         }
-                        positions.push(plan.push(what, range));
-                    }
-                    plan.served.push((op, positions));
+                    });
                 }
+                Op::Fill { unit } => plan.serve(op, UseKind::Fill, &units[unit], |_, _| {}),
+                Op::Gather { unit } => plan.serve(op, UseKind::Gather, &units[unit], |_, _| {}),
+                Op::Scatter { unit } => plan.serve(op, UseKind::Scatter, &units[unit], |_, _| {}),
+                Op::Visit { unit } => plan.serve(op, UseKind::Visit, &units[unit], |_, _| {}),
             }
         }
         for first in first.iter_mut() {
@@ -122,6 +115,24 @@ impl Plan {
             }
         }
         plan
+    }
+
+    /// Adds the trainer's operation on a unit, with `before` each of its ranges.
+    fn serve(
+        &mut self,
+        op: Op,
+        what: UseKind,
+        unit: &Range<u32>,
+        mut before: impl FnMut(&mut Self, u32),
+    ) {
+        let positions = unit
+            .clone()
+            .map(|range| {
+                before(self, range);
+                self.push(what, range)
+            })
+            .collect();
+        self.served.push((op, positions));
     }
 
     fn push_update(&mut self, range: u32) {
@@ -147,12 +158,14 @@ mod tests {
     #[test]
     fn an_update_is_woven_with_its_gather_and_uses_are_chained() {
         let ops = [
-            Op::Update { unit: 0 },
-            Op::Gather { unit: 0 },
+            Op::UpdateAndGather { unit: 0 },
             Op::Commit,
             Op::Gather { unit: 0 },
             Op::Scatter { unit: 0 },
-            Op::Expect { unit: 0 },
+            Op::Expect {
+                unit: 0,
+                update: true,
+            },
         ];
         let mut first = [vec![0; 2], vec![0; 2]];
         // Range 1's update has run already.
@@ -169,8 +182,8 @@ mod tests {
                 (Gather, 1),
                 (Scatter, 0),
                 (Scatter, 1),
-                (Expect, 0),
-                (Expect, 1),
+                (ExpectUpdate, 0),
+                (ExpectUpdate, 1),
             ]
         );
         let next =
@@ -179,6 +192,6 @@ mod tests {
         assert_eq!(next(Kind::State), [7, 7, 8, 7, 8, 7, 8, NEVER, NEVER]);
         assert_eq!(first, [vec![0, 2], vec![0, 8]]);
         assert_eq!((plan.updates, plan.commits), (vec![0], true));
-        assert_eq!(plan.served[0], (ops[1], vec![1, 2]));
+        assert_eq!(plan.served[0], (Op::Gather { unit: 0 }, vec![1, 2]));
     }
 }

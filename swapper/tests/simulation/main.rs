@@ -1,0 +1,209 @@
+//! The core against devices, trainers and workers that answer in any order, fail and start again.
+//!
+//! What could go wrong: a slot used twice or lost, a stale tile handed out, a write in the wrong generation, a commit of a half
+//! written generation, more in flight than allowed, a wait that never ends, bytes moved for nothing. Each seed draws a job, a
+//! setup and an order of events; the world (`world.rs`) checks every action, and a toy model whose every number depends on all
+//! before it (`toy.rs`) shows the rest. `SWAPPER_SEED=n` runs one seed again.
+
+mod toy;
+mod world;
+
+use swapper::{Op, Schedule, StepProgram, resident};
+use toy::{Reference, Rng};
+use world::{End, Job, Life, Moves, Setup, Store};
+
+const SEEDS: u64 = 2000;
+
+/// Runs the seeds, or the one that `SWAPPER_SEED` names. A seed that fails is printed.
+fn for_seeds(test: impl Fn(&mut Rng)) {
+    struct Print(u64);
+    impl Drop for Print {
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                eprintln!("run it again with SWAPPER_SEED={}", self.0);
+            }
+        }
+    }
+    let one = std::env::var("SWAPPER_SEED").ok().map(|seed| {
+        seed.parse::<u64>()
+            .unwrap_or_else(|e| panic!("SWAPPER_SEED={seed}: {e}"))
+    });
+    let seeds = one.map_or(0..SEEDS, |seed| seed..seed + 1);
+    for seed in seeds {
+        let _print = Print(seed);
+        test(&mut Rng(seed));
+    }
+}
+
+fn draw_job(rng: &mut Rng) -> Job {
+    let mut end = 0;
+    let units: Vec<_> = (0..1 + rng.below(6))
+        .map(|_| {
+            let start = end;
+            end += 1 + rng.below(4) as u32;
+            start..end
+        })
+        .collect();
+    let mut program = StepProgram::training(units.len()).ops().to_vec();
+    let mut trained = vec![true; end as usize];
+    if rng.chance(20) {
+        // Tied embeddings: unit 0 is gathered at the head too.
+        program.splice(
+            units.len()..units.len(),
+            [Op::Gather { unit: 0 }, Op::Gather { unit: 0 }],
+        );
+    }
+    if rng.chance(20) {
+        let frozen = rng.below(units.len());
+        program.retain(|op| *op != Op::Scatter { unit: frozen });
+        for range in units[frozen].clone() {
+            trained[range as usize] = false;
+        }
+    }
+    let overflows = if rng.chance(30) { 30 } else { 0 };
+    Job {
+        units,
+        program: StepProgram::new(program).unwrap(),
+        trained,
+        skipped: (0..1 + rng.below(6))
+            .map(|_| rng.chance(overflows))
+            .collect(),
+        evaluate_every: if rng.chance(30) { 1 + rng.below(3) } else { 0 },
+        durable: !rng.chance(10),
+    }
+}
+
+fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
+    let ranges = job.ranges();
+    let share = |rng: &mut Rng| match rng.below(4) {
+        _ if !job.durable => 1.0,
+        0 => 0.0,
+        1 => 1.0,
+        _ => rng.below(101) as f64 / 100.0,
+    };
+    let shares = [share(rng), share(rng)];
+    let staging = shares.map(|share| {
+        let staged = resident(ranges, share).iter().filter(|&&r| !r).count();
+        let more = if rng.chance(50) { 0 } else { rng.below(ranges) };
+        (2 + more).min(staged) as u32
+    });
+    Setup {
+        shares,
+        staging,
+        iodepth: 2 + rng.below(7) as u32,
+        schedule: match rng.chance(50) {
+            true => Schedule::AtOnce,
+            false => Schedule::Deferred,
+        },
+        commit_every: rng.below(4) as u64,
+        speeds: [(); 5].map(|()| [1, 10, 100][rng.below(3)]),
+        fails_at: (job.durable && rng.chance(40)).then(|| rng.next() % 200),
+    }
+}
+
+#[test]
+fn training_through_failures_equals_training_in_memory() {
+    let lives = std::cell::Cell::new((0, 0));
+    for_seeds(|rng| {
+        let job = draw_job(rng);
+        let reference = Reference::new(&job.trained, &job.skipped);
+        let mut store = Store::default();
+        loop {
+            let setup = draw_setup(rng, &job);
+            let (from, new) = match &store.committed {
+                Some(generation) => (generation.step, false),
+                None => (0, true),
+            };
+            let life = Life::new(&job, &reference, &setup, &mut store, rng);
+            let (end, moves) = life.run();
+            let (all, failed) = lives.get();
+            lives.set((all + 1, failed + u64::from(end == End::Failed)));
+            if end == End::Finished {
+                check_moves(&job, &setup, from, new, &moves);
+                break;
+            }
+            let committed = store.committed.as_ref().map_or(0, |g| g.step);
+            assert!(committed >= from, "a failure lost a generation");
+        }
+    });
+    let (all, failed) = lives.get();
+    println!("{all} lives, {failed} of them ended by a failure");
+    assert!(
+        all < 100 || failed > all / 20,
+        "the seeds make too few failures to show anything"
+    );
+}
+
+/// A life without failure moves what the design's formula says: never more, and all that is written of it.
+fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
+    let steps = (from as usize..job.skipped.len())
+        .filter(|&step| !job.skipped[step])
+        .count() as u64;
+    let passes = job.skipped.len() as u64 - from;
+    let evaluations = match job.evaluate_every {
+        0 => 0,
+        every => (from..job.skipped.len() as u64)
+            .filter(|step| step % every as u64 == 0)
+            .count() as u64,
+    };
+    for kind in [0, 1] {
+        let residents = resident(job.ranges(), setup.shares[kind]);
+        let mut reads_max = 0;
+        let mut writes_max = 0;
+        let mut writes_min = 0;
+        for (unit, ranges) in job.units.iter().enumerate() {
+            let gathers = job.program.ops().iter();
+            let gathers = gathers.filter(|op| **op == Op::Gather { unit }).count() as u64;
+            for range in ranges.clone() {
+                let updates = if job.trained[range as usize] {
+                    steps
+                } else {
+                    0
+                };
+                let fills = u64::from(new);
+                writes_max += updates + fills;
+                if residents[range as usize] {
+                    // Read once in a resumed life, or not at all.
+                    reads_max += u64::from(!new);
+                    let commits_all = setup.commit_every == 1;
+                    writes_min += fills + if commits_all { updates } else { updates.min(1) };
+                    continue;
+                }
+                // Deferred, an update finds the parameters that its gather needs anyway, except in a drain.
+                reads_max += match (kind, setup.schedule) {
+                    (1, _) | (_, Schedule::AtOnce) => updates,
+                    (_, Schedule::Deferred) => updates.min(1 + evaluations),
+                };
+                reads_max += if kind == 0 {
+                    passes * gathers + evaluations
+                } else {
+                    0
+                };
+                // The last visit.
+                reads_max += 1;
+                writes_min += fills
+                    + if setup.commit_every == 1 {
+                        updates
+                    } else {
+                        updates.min(1)
+                    };
+            }
+        }
+        if !job.durable {
+            (reads_max, writes_max, writes_min) = (0, 0, 0);
+        }
+        // A change of plans nobody could foresee (an evaluation, a skipped step, the end) wastes what was read ahead.
+        let surprises = 2 + 3 * evaluations + 2 * (passes - steps);
+        let wasted = surprises * u64::from(setup.staging[kind]);
+        assert!(
+            moves.reads[kind] <= reads_max + wasted,
+            "{} reads of kind {kind}, {reads_max} and {wasted} wasted at most: {setup:?} {job:?}",
+            moves.reads[kind]
+        );
+        assert!(
+            (writes_min..=writes_max).contains(&moves.writes[kind]),
+            "{} writes of kind {kind}, not {writes_min} to {writes_max}: {setup:?}",
+            moves.writes[kind]
+        );
+    }
+}

@@ -1,0 +1,81 @@
+//! A toy model: contents are one number a tile, and every update mixes all it read, so one stale read changes all that
+//! follows. `Reference` computes the same in the plainest way.
+
+/// Seeded numbers (splitmix64).
+#[derive(Clone, Debug)]
+pub(crate) struct Rng(pub(crate) u64);
+
+impl Rng {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        mix(&[self.0])
+    }
+
+    /// From 0 to `end - 1`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    pub(crate) fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+}
+
+/// One number from several.
+pub(crate) fn mix(parts: &[u64]) -> u64 {
+    parts.iter().fold(0x1234_5678_9ABC_DEF0, |hash, part| {
+        let mut z = (hash ^ part).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 30)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 27)
+    })
+}
+
+/// What a tile holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Content {
+    pub(crate) value: u64,
+    /// The step that made it; 0: filled.
+    pub(crate) step: u64,
+}
+
+pub(crate) fn filled(kind: usize, range: usize) -> Content {
+    Content {
+        value: mix(&[kind as u64, range as u64]),
+        step: 0,
+    }
+}
+
+pub(crate) fn gradient(step: u64, range: usize, param: Content) -> u64 {
+    mix(&[step, range as u64, param.value])
+}
+
+/// Param and state after an update.
+pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 2] {
+    let [param, state] = contents;
+    [0, 1].map(|kind| Content {
+        value: mix(&[kind, step, param.value, state.value, grad]),
+        step,
+    })
+}
+
+/// Contents of every range after each step, index 0 being the filled ones.
+pub(crate) struct Reference(pub(crate) Vec<Vec<[Content; 2]>>);
+
+impl Reference {
+    /// `trained[range]` and `skipped[step - 1]` say what is updated.
+    pub(crate) fn new(trained: &[bool], skipped: &[bool]) -> Self {
+        let ranges = trained.len();
+        let mut contents: Vec<_> = (0..ranges)
+            .map(|range| [filled(0, range), filled(1, range)])
+            .collect();
+        let mut all = vec![contents.clone()];
+        for (step, &skip) in (1..).zip(skipped) {
+            for range in (0..ranges).filter(|&range| trained[range] && !skip) {
+                let grad = gradient(step, range, contents[range][0]);
+                contents[range] = update(step, contents[range], grad);
+            }
+            all.push(contents.clone());
+        }
+        Self(all)
+    }
+}

@@ -1,0 +1,641 @@
+//! Devices, slots, a trainer and an update worker that answer the core in any order, and watch what it does.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use swapper::core::{Action, Core, CoreSettings, Event, Kind, Op, Request, SlotNumber, TileId};
+use swapper::schedule;
+use swapper::{Schedule, StepProgram, resident};
+
+use crate::toy::{Content, Reference, Rng, filled, gradient, update};
+
+/// What is trained. It stays the same over all lives.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) units: Vec<Range<u32>>,
+    pub(crate) program: StepProgram,
+    pub(crate) trained: Vec<bool>,
+    /// Whether each step's gradients overflow.
+    pub(crate) skipped: Vec<bool>,
+    pub(crate) evaluate_every: usize,
+    pub(crate) durable: bool,
+}
+
+impl Job {
+    pub(crate) fn ranges(&self) -> usize {
+        self.trained.len()
+    }
+}
+
+/// How one life of the swapper is set up. A later life may choose otherwise.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) shares: [f64; 2],
+    pub(crate) staging: [u32; 2],
+    pub(crate) iodepth: u32,
+    pub(crate) schedule: Schedule,
+    pub(crate) commit_every: u64,
+    /// How likely each of trainer, worker, reads, writes and commits is to be the next to get on.
+    pub(crate) speeds: [usize; 5],
+    /// The operation with this number fails, and the life ends.
+    pub(crate) fails_at: Option<u64>,
+}
+
+/// What is on devices: the newest content of each tile, and the last generation.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Store {
+    pub(crate) committed: Option<Generation>,
+    /// By range and kind.
+    working: Vec<[Option<Content>; 2]>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Generation {
+    /// The blob: the step the trainer had finished.
+    pub(crate) step: u64,
+    contents: Vec<[Option<Content>; 2]>,
+}
+
+/// What a life moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Moves {
+    /// Tiles read and written, by kind.
+    pub(crate) reads: [u64; 2],
+    pub(crate) writes: [u64; 2],
+    /// Passes begun and ended: each may have made reads ahead useless.
+    pub(crate) passes: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    holds: Option<(u32, Option<Content>)>,
+    /// With the kernel, the trainer or the worker.
+    away: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Io {
+    Read(TileId, SlotNumber),
+    Write(TileId, SlotNumber),
+}
+
+#[derive(Clone, Debug)]
+enum Call {
+    Plan(Vec<Op>, Option<u64>),
+    Request(Request, Option<u64>),
+}
+
+/// One life, from a start to its end or to its first failure.
+pub(crate) struct Life<'a> {
+    job: &'a Job,
+    reference: &'a Reference,
+    setup: &'a Setup,
+    store: &'a mut Store,
+    rng: &'a mut Rng,
+    core: Core,
+    actions: Vec<Action>,
+    slots: [Vec<Slot>; 2],
+    grads: Vec<Option<(u64, u64)>>,
+    ios: Vec<Io>,
+    io_number: u64,
+    updates: VecDeque<(u32, [SlotNumber; 2], u64)>,
+    lent: VecDeque<(u32, [Option<SlotNumber>; 2], bool)>,
+    committing: Option<u64>,
+    /// Blobs of commits planned and not begun.
+    blobs: VecDeque<u64>,
+
+    // The trainer.
+    calls: VecDeque<Call>,
+    /// What it waits for; `None`: it computes.
+    asked: Option<Op>,
+    waiting: bool,
+    step: u64,
+    /// Steps of this life whose hyper was sent, by the core's count.
+    hypers: Vec<u64>,
+    pending: Vec<usize>,
+    uncommitted: u64,
+    ending: bool,
+    /// Generation of each step's tiles, as the trainer's calls made it; and the one acknowledged.
+    generation: u64,
+    generation_of: Vec<u64>,
+    acknowledged: u64,
+    moves: Moves,
+}
+
+/// How a life ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    Finished,
+    Failed,
+}
+
+impl<'a> Life<'a> {
+    pub(crate) fn new(
+        job: &'a Job,
+        reference: &'a Reference,
+        setup: &'a Setup,
+        store: &'a mut Store,
+        rng: &'a mut Rng,
+    ) -> Self {
+        let ranges = job.ranges();
+        let residents = setup.shares.map(|share| resident(ranges, share));
+        let core = Core::new(CoreSettings {
+            units: job.units.clone(),
+            resident: residents.clone(),
+            staging: setup.staging,
+            iodepth: setup.iodepth,
+            durable: job.durable,
+        });
+        let slots = [0, 1].map(|kind| {
+            let count =
+                residents[kind].iter().filter(|&&r| r).count() + setup.staging[kind] as usize;
+            vec![
+                Slot {
+                    holds: None,
+                    away: false
+                };
+                count
+            ]
+        });
+        // What was written after the last commit may be anything: a life must never look at it.
+        store.working = match &store.committed {
+            Some(generation) => generation.contents.clone(),
+            None => vec![[None; 2]; ranges],
+        };
+        let step = store.committed.as_ref().map_or(0, |g| g.step);
+        Self {
+            job,
+            reference,
+            setup,
+            store,
+            rng,
+            core,
+            actions: Vec::new(),
+            slots,
+            grads: vec![None; ranges],
+            ios: Vec::new(),
+            io_number: 0,
+            updates: VecDeque::new(),
+            lent: VecDeque::new(),
+            committing: None,
+            blobs: VecDeque::new(),
+            calls: VecDeque::new(),
+            asked: None,
+            waiting: false,
+            step,
+            hypers: Vec::new(),
+            pending: Vec::new(),
+            uncommitted: 0,
+            ending: false,
+            generation: 1,
+            // Of filled tiles, and of what an earlier life made: on devices already, or to be filled into generation 1.
+            generation_of: vec![1; step as usize + 1],
+            acknowledged: 0,
+            moves: Moves::default(),
+        }
+    }
+
+    /// Trains to the last step and looks at all tiles.
+    pub(crate) fn run(mut self) -> (End, Moves) {
+        if self.store.committed.is_none() {
+            self.call_fill();
+        }
+        loop {
+            // Whoever can get on, by speed: the trainer, the worker, reads, writes, the commit.
+            let reads = self
+                .ios
+                .iter()
+                .filter(|io| matches!(io, Io::Read(..)))
+                .count();
+            let writes = self.ios.len() - reads;
+            let trainer = !self.lent.is_empty() || !self.waiting;
+            let able = [
+                trainer,
+                !self.updates.is_empty(),
+                reads > 0,
+                writes > 0,
+                self.committing.is_some(),
+            ];
+            let weights: Vec<usize> = able
+                .iter()
+                .zip(self.setup.speeds)
+                .map(|(&able, speed)| if able { speed } else { 0 })
+                .collect();
+            let total: usize = weights.iter().sum();
+            assert!(
+                total > 0,
+                "nothing can get on: {}; {:?}",
+                self.core.describe(),
+                self.setup
+            );
+            let mut pick = self.rng.below(total);
+            let who = weights
+                .iter()
+                .position(|&weight| {
+                    let found = pick < weight;
+                    pick = pick.wrapping_sub(weight);
+                    found
+                })
+                .unwrap();
+            let failed = match who {
+                0 if self.lent.is_empty() => {
+                    if !self.next_call() {
+                        self.check_end();
+                        return (End::Finished, self.moves);
+                    }
+                    false
+                }
+                0 => {
+                    self.give_back();
+                    false
+                }
+                1 => {
+                    self.update();
+                    false
+                }
+                2 => self.complete_io(true),
+                3 => self.complete_io(false),
+                _ => self.complete_commit(),
+            };
+            if failed {
+                self.fail();
+                return (End::Failed, self.moves);
+            }
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        self.core.on_event(event, &mut self.actions);
+        for action in std::mem::take(&mut self.actions) {
+            self.act(action);
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Read { tile, slot } => {
+                assert!(self.job.durable);
+                let kind = tile.kind as usize;
+                for io in &self.ios {
+                    let (Io::Read(other, _) | Io::Write(other, _)) = io;
+                    assert_ne!(*other, tile, "two operations on one tile");
+                }
+                let holder = self.slots[kind][slot.0 as usize];
+                assert!(!holder.away, "{slot:?} is in use");
+                if let Some((range, Some(content))) = holder.holds {
+                    assert!(
+                        range == tile.range
+                            || self.store.working[range as usize][kind] == Some(content),
+                        "the newest content of range {range} is lost"
+                    );
+                }
+                self.slots[kind][slot.0 as usize] = Slot {
+                    holds: Some((tile.range, None)),
+                    away: true,
+                };
+                self.moves.reads[kind] += 1;
+                self.ios.push(Io::Read(tile, slot));
+                self.check_iodepth();
+            }
+            Action::Write { tile, slot } => {
+                assert!(self.job.durable);
+                let content = self.take(tile.kind, tile.range, slot);
+                let generation = self.generation_of[content.step as usize];
+                assert_eq!(
+                    generation,
+                    self.acknowledged + 1,
+                    "{tile:?} of step {} is written in the wrong generation",
+                    content.step
+                );
+                assert!(self.committing.is_none(), "a write during a commit");
+                self.moves.writes[tile.kind as usize] += 1;
+                self.ios.push(Io::Write(tile, slot));
+                self.check_iodepth();
+            }
+            Action::Update { range, slots, step } => {
+                for kind in Kind::ALL {
+                    self.take(kind, range, slots[kind as usize]);
+                }
+                self.updates
+                    .push_back((range, slots, self.hypers[step as usize - 1]));
+                assert!(self.updates.len() <= 2, "the worker has a short queue");
+            }
+            Action::Lend { range, slots, grad } => {
+                let fill = matches!(self.asked, Some(Op::Fill { .. }));
+                for kind in Kind::ALL {
+                    let Some(slot) = slots[kind as usize] else {
+                        continue;
+                    };
+                    if fill {
+                        let holder = &mut self.slots[kind as usize][slot.0 as usize];
+                        assert!(!holder.away);
+                        if let Some((held, Some(content))) = holder.holds {
+                            let on_device = self.store.working[held as usize][kind as usize];
+                            assert!(held == range || on_device == Some(content));
+                        }
+                        *holder = Slot {
+                            holds: Some((range, None)),
+                            away: true,
+                        };
+                    } else {
+                        self.take(kind, range, slot);
+                    }
+                }
+                assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
+                assert!(
+                    !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
+                    "gradients are overwritten while an update reads them"
+                );
+                self.lent.push_back((range, slots, grad));
+            }
+            Action::Commit { generation } => {
+                assert!(self.committing.is_none(), "two commits at once");
+                assert_eq!(generation, self.acknowledged + 1);
+                let writing = |io: &Io| matches!(io, Io::Write(..));
+                assert!(
+                    !self.ios.iter().any(writing),
+                    "a commit while tiles are written"
+                );
+                let blob = self.blobs.pop_front().expect("a commit nobody planned");
+                self.committing = Some(blob);
+            }
+            Action::Done => {
+                assert!(self.waiting && self.lent.is_empty());
+                self.waiting = false;
+                self.asked = None;
+            }
+            Action::Refused { asked, announced } => panic!("{asked:?} refused for {announced:?}"),
+        }
+    }
+
+    /// Takes a slot into use, which must hold `range`'s content.
+    fn take(&mut self, kind: Kind, range: u32, slot: SlotNumber) -> Content {
+        let slot = &mut self.slots[kind as usize][slot.0 as usize];
+        assert!(!slot.away, "a slot is used twice");
+        slot.away = true;
+        let Some((held, Some(content))) = slot.holds else {
+            panic!("range {range} was lent a slot without content");
+        };
+        assert_eq!(held, range, "a slot holds another range");
+        content
+    }
+
+    fn check_iodepth(&self) {
+        assert!(
+            self.ios.len() <= self.setup.iodepth as usize,
+            "iodepth exceeded"
+        );
+    }
+
+    fn give_back(&mut self) {
+        let (range, slots, grad) = self.lent.pop_front().unwrap();
+        let index = range as usize;
+        let op = self.asked.expect("lent for something");
+        // Every use sees all finished steps applied, and nothing of the one being made.
+        let finished = self.step;
+        for kind in [0, 1] {
+            let Some(slot) = slots[kind] else { continue };
+            let slot = &mut self.slots[kind][slot.0 as usize];
+            assert!(std::mem::take(&mut slot.away));
+            if let Op::Fill { .. } = op {
+                slot.holds = Some((range, Some(filled(kind, index))));
+            }
+            let (_, content) = slot.holds.unwrap();
+            assert_eq!(
+                content,
+                Some(self.reference.0[finished as usize][index][kind]),
+                "{op:?} sees range {range} otherwise than after step {finished}"
+            );
+        }
+        if grad {
+            let param = self.reference.0[self.step as usize][index][0];
+            let step = self.step + 1;
+            self.grads[index] = Some((step, gradient(step, index, param)));
+        }
+        self.event(Event::Returned { range });
+    }
+
+    fn update(&mut self) {
+        let (range, slots, step) = self.updates.pop_front().unwrap();
+        let index = range as usize;
+        let (of, grad) = self.grads[index].take().expect("gradients for an update");
+        assert_eq!(of, step, "gradients and hyper are of one step");
+        let before = [0, 1].map(|kind: usize| {
+            let (_, content) = self.slots[kind][slots[kind].0 as usize].holds.unwrap();
+            content.unwrap()
+        });
+        let after = update(step, before, grad);
+        for kind in [0, 1] {
+            let slot = &mut self.slots[kind][slots[kind].0 as usize];
+            assert!(std::mem::take(&mut slot.away));
+            slot.holds = Some((range, Some(after[kind])));
+        }
+        self.event(Event::Updated { range });
+    }
+
+    /// One of the operations of a direction ends, in any order. `true` when it fails.
+    fn complete_io(&mut self, reading: bool) -> bool {
+        let of_direction: Vec<usize> = (0..self.ios.len())
+            .filter(|&at| matches!(self.ios[at], Io::Read(..)) == reading)
+            .collect();
+        let at = of_direction[self.rng.below(of_direction.len())];
+        let io = self.ios.remove(at);
+        self.io_number += 1;
+        if self.setup.fails_at == Some(self.io_number) {
+            return true;
+        }
+        let (Io::Read(tile, slot) | Io::Write(tile, slot)) = io;
+        let kind = tile.kind as usize;
+        let on_device = &mut self.store.working[tile.range as usize][kind];
+        let slot = &mut self.slots[kind][slot.0 as usize];
+        assert!(std::mem::take(&mut slot.away));
+        match io {
+            Io::Read(..) => {
+                assert!(on_device.is_some(), "{tile:?} was never written");
+                slot.holds = Some((tile.range, *on_device));
+            }
+            Io::Write(..) => *on_device = slot.holds.unwrap().1,
+        }
+        self.event(Event::Moved { tile });
+        false
+    }
+
+    fn complete_commit(&mut self) -> bool {
+        let step = self.committing.take().unwrap();
+        self.io_number += 1;
+        if self.setup.fails_at == Some(self.io_number) {
+            return true;
+        }
+        for (range, contents) in self.store.working.iter().enumerate() {
+            let expected = self.reference.0[step as usize][range].map(Some);
+            assert_eq!(
+                *contents, expected,
+                "generation of step {step} has range {range} otherwise"
+            );
+        }
+        self.store.committed = Some(Generation {
+            step,
+            contents: self.store.working.clone(),
+        });
+        self.acknowledged += 1;
+        self.event(Event::Committed);
+        false
+    }
+
+    /// After a failure nothing is started, whatever else completes.
+    fn fail(&mut self) {
+        self.core.on_event(Event::Failed, &mut self.actions);
+        for io in std::mem::take(&mut self.ios) {
+            let (Io::Read(tile, _) | Io::Write(tile, _)) = io;
+            self.core.on_event(Event::Moved { tile }, &mut self.actions);
+        }
+        for (range, ..) in std::mem::take(&mut self.updates) {
+            self.core
+                .on_event(Event::Updated { range }, &mut self.actions);
+        }
+        assert_eq!(self.actions, [], "something is started after a failure");
+    }
+
+    fn check_end(&self) {
+        assert!(self.ios.is_empty() && self.updates.is_empty() && self.committing.is_none());
+        assert!(self.slots.iter().flatten().all(|slot| !slot.away));
+        assert!(self.blobs.is_empty());
+        if self.job.durable {
+            let generation = self.store.committed.as_ref().expect("a drain commits");
+            assert_eq!(generation.step, self.job.skipped.len() as u64);
+        }
+    }
+}
+
+/// The trainer: what `Swapper` would send.
+impl Life<'_> {
+    fn call_fill(&mut self) {
+        let units = 0..self.job.units.len();
+        let mut ops: Vec<Op> = units.clone().map(|unit| Op::Fill { unit }).collect();
+        ops.push(Op::Commit);
+        self.calls.push_back(Call::Plan(ops, Some(0)));
+        for unit in units {
+            self.serve(Op::Fill { unit });
+        }
+        let ops = Vec::new();
+        self.calls
+            .push_back(Call::Request(Request::Drain { ops }, None));
+    }
+
+    fn serve(&mut self, op: Op) {
+        self.calls
+            .push_back(Call::Request(Request::Serve(op), None));
+    }
+
+    fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+        match self.setup.schedule {
+            Schedule::AtOnce => schedule::at_once(pending, commit, program),
+            Schedule::Deferred => schedule::deferred(pending, commit, program),
+        }
+    }
+
+    /// The trainer's next call; `false` at the end.
+    fn next_call(&mut self) -> bool {
+        if self.calls.is_empty() && !self.call_more() {
+            return false;
+        }
+        match self.calls.pop_front().unwrap() {
+            Call::Plan(ops, blob) => {
+                self.planned(blob);
+                self.moves.passes += 1;
+                self.event(Event::Plan(ops));
+            }
+            Call::Request(request, blob) => {
+                self.planned(blob);
+                self.waiting = true;
+                match &request {
+                    Request::Serve(op) => self.asked = Some(*op),
+                    Request::Finish { update, .. } => {
+                        self.step += 1;
+                        self.moves.passes += 1;
+                        self.generation_of
+                            .push(self.generation - u64::from(blob.is_some()));
+                        if *update {
+                            self.hypers.push(self.step);
+                        }
+                    }
+                    Request::Drain { .. } => self.moves.passes += 1,
+                }
+                self.event(Event::Request(request));
+            }
+        }
+        true
+    }
+
+    /// A call that plans a commit ends the working generation.
+    fn planned(&mut self, blob: Option<u64>) {
+        if let Some(step) = blob {
+            self.generation += 1;
+            if self.job.durable {
+                self.blobs.push_back(step);
+            }
+        }
+    }
+
+    /// Calls of the next step, evaluation or end; `false` when there are none.
+    fn call_more(&mut self) -> bool {
+        let steps = self.job.skipped.len() as u64;
+        if self.ending {
+            return false;
+        }
+        if self.step == steps {
+            self.ending = true;
+            self.call_drain();
+            let units = 0..self.job.units.len();
+            let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
+            self.calls.push_back(Call::Plan(ops, None));
+            units.for_each(|unit| self.serve(Op::Visit { unit }));
+            return true;
+        }
+        let evaluates = self.job.evaluate_every > 0
+            && (self.step as usize).is_multiple_of(self.job.evaluate_every);
+        if evaluates {
+            self.call_drain();
+            let program = StepProgram::reading(0..self.job.units.len());
+            let ops = self.plan_ops(&[], false, &program);
+            self.calls.push_back(Call::Plan(ops, None));
+            program.ops().iter().for_each(|&op| self.serve(op));
+        }
+        let program = self.job.program.clone();
+        let ops = self.plan_ops(&self.pending, false, &program);
+        self.calls.push_back(Call::Plan(ops, None));
+        program.ops().iter().for_each(|&op| self.serve(op));
+
+        let update = !self.job.skipped[self.step as usize];
+        let updated: Vec<usize> = program
+            .ops()
+            .iter()
+            .filter_map(|op| match op {
+                Op::Scatter { unit } if update => Some(*unit),
+                _ => None,
+            })
+            .collect();
+        self.uncommitted += 1;
+        let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
+        let ops = self.plan_ops(&updated, commit, &program);
+        let wait = self.setup.schedule == Schedule::AtOnce;
+        let blob = commit.then_some(self.step + 1);
+        self.calls
+            .push_back(Call::Request(Request::Finish { ops, update, wait }, blob));
+        if commit {
+            self.uncommitted = 0;
+        }
+        self.pending = updated;
+        true
+    }
+
+    fn call_drain(&mut self) {
+        let commit = self.uncommitted > 0;
+        let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
+        let blob = commit.then_some(self.step);
+        self.calls
+            .push_back(Call::Request(Request::Drain { ops }, blob));
+        self.uncommitted = 0;
+        self.pending.clear();
+    }
+}
