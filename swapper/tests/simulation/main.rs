@@ -12,7 +12,8 @@ use swapper::{Op, Schedule, StepProgram, resident};
 use toy::{Reference, Rng};
 use world::{End, Job, Life, Moves, Setup, Store};
 
-const SEEDS: u64 = 2000;
+/// Four seconds on two cores.
+const SEEDS: u64 = 8000;
 
 /// Runs the seeds, or the one that `SWAPPER_SEED` names. A seed that fails is printed.
 fn for_seeds(test: impl Fn(&mut Rng)) {
@@ -205,5 +206,64 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
             "{} writes of kind {kind}, not {writes_min} to {writes_max}: {setup:?}",
             moves.writes[kind]
         );
+    }
+}
+
+/// What `steps` steps over 12 units of one range each move, devices being faster than all else.
+fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 2], seed: u64) -> Moves {
+    let units = 12;
+    let job = Job {
+        units: (0..units).map(|unit| unit..unit + 1).collect(),
+        program: StepProgram::training(units as usize),
+        trained: vec![true; units as usize],
+        skipped: vec![false; steps],
+        evaluate_every: 0,
+        durable: true,
+    };
+    let setup = Setup {
+        shares: [0.0; 2],
+        staging,
+        iodepth: 8,
+        schedule,
+        commit_every: 1,
+        speeds: [1, 1, 100_000, 100_000, 100_000],
+        fails_at: None,
+    };
+    let reference = Reference::new(&job.trained, &job.skipped);
+    let life = Life::new(
+        &job,
+        &reference,
+        &setup,
+        &mut Store::default(),
+        &mut Rng(seed),
+    )
+    .run();
+    life.1
+}
+
+#[test]
+fn a_step_moves_the_formulas_bytes_less_what_stays_at_turning_points() {
+    for (schedule, param_reads) in [(Schedule::AtOnce, 36), (Schedule::Deferred, 24)] {
+        for staging in [[2, 2], [3, 2], [4, 4], [4, 8]] {
+            for seed in 0..10 {
+                // Ten steps more, so that start and end do not count.
+                let [few, many] = [10, 20].map(|steps| moves_of(steps, schedule, staging, seed));
+                let a_step = |few: u64, many: u64| (many - few) as f64 / 10.0;
+                // The end of forward and the end of a step find the last param tiles still in their slots.
+                let kept = 2 * staging[0];
+                assert_eq!(
+                    a_step(few.reads[0], many.reads[0]),
+                    f64::from(param_reads - kept),
+                    "{schedule:?}, {staging:?}, seed {seed}"
+                );
+                if staging[1] <= 4 {
+                    assert_eq!(a_step(few.reads[1], many.reads[1]), 12.0);
+                }
+                assert!(a_step(few.reads[1], many.reads[1]) <= 12.0);
+                for kind in [0, 1] {
+                    assert_eq!(a_step(few.writes[kind], many.writes[kind]), 12.0);
+                }
+            }
+        }
     }
 }
