@@ -1,0 +1,97 @@
+//! Makes a store of a set of devices: superblocks and an empty catalog.
+
+use super::catalog::Catalog;
+use super::superblock::{self, StoreId, Superblock};
+use super::{BLOCK, CATALOG_OFFSETS, DATA_OFFSET, DEVICES_MAX, SUPERBLOCK_OFFSETS, StoreError};
+use super::{sealed, sealed::Unreadable};
+use crate::blocks::{AlignedBytes, Blocks};
+
+/// Data of the smallest device that is worth anything.
+const DATA_BYTES_MIN: u64 = 1 << 20;
+
+/// What format was told or has measured about one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MeasuredRates {
+    /// 0 = unknown.
+    pub read_bytes_per_s: u64,
+    /// 0 = unknown.
+    pub write_bytes_per_s: u64,
+}
+
+/// Refuses what [`format`] would refuse, and changes nothing: to be asked before a measurement writes over the devices.
+pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
+    let count = blocks.count();
+    if count == 0 || count > DEVICES_MAX as usize {
+        return Err(StoreError::Invalid(format!(
+            "{count} devices; a store has 1 to {DEVICES_MAX}"
+        )));
+    }
+    for position in 0..count {
+        let path = blocks.path(position).to_owned();
+        let bytes = blocks.size_bytes(position);
+        let needed_bytes = DATA_OFFSET + DATA_BYTES_MIN;
+        if bytes < needed_bytes {
+            return Err(StoreError::TooSmall {
+                path,
+                bytes,
+                needed_bytes,
+            });
+        }
+        for offset in SUPERBLOCK_OFFSETS {
+            match sealed::read(blocks, position, offset, BLOCK, superblock::MAGIC) {
+                Err(Unreadable::Device(error)) => return Err(error.into()),
+                // A damaged superblock is still a sign that the device was somebody's.
+                Ok(_) | Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) if !force => {
+                    return Err(StoreError::HoldsStore { path });
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes one store `id` of all devices of `blocks`, in their order. Without `force` a device that holds one is refused
+/// and nothing is changed. `rates` has one entry a device.
+pub fn format(
+    blocks: &mut impl Blocks,
+    id: StoreId,
+    rates: &[MeasuredRates],
+    created_unix_s: u64,
+    force: bool,
+) -> Result<Vec<Superblock>, StoreError> {
+    check(blocks, force)?;
+    let count = blocks.count();
+    assert_eq!(rates.len(), count, "one measurement a device");
+    // The old superblocks go first: half of a format must not look like the old store with an empty catalog.
+    let zeros = AlignedBytes::zeroed(BLOCK as usize);
+    for position in 0..count {
+        for offset in SUPERBLOCK_OFFSETS {
+            blocks.write(position, offset, &zeros)?;
+        }
+        blocks.flush(position)?;
+    }
+    let catalog = Catalog::empty(id).encode();
+    for offset in CATALOG_OFFSETS {
+        blocks.write(0, offset, &catalog)?;
+    }
+    blocks.flush(0)?;
+    let mut superblocks = Vec::with_capacity(count);
+    for (position, rate) in rates.iter().enumerate() {
+        let superblock = Superblock {
+            store: id,
+            device_index: position as u32,
+            device_count: count as u32,
+            data_bytes: (blocks.size_bytes(position) - DATA_OFFSET) / BLOCK * BLOCK,
+            read_bytes_per_s: rate.read_bytes_per_s,
+            write_bytes_per_s: rate.write_bytes_per_s,
+            created_unix_s,
+        };
+        for offset in SUPERBLOCK_OFFSETS {
+            blocks.write(position, offset, &superblock.encode())?;
+        }
+        blocks.flush(position)?;
+        superblocks.push(superblock);
+    }
+    Ok(superblocks)
+}

@@ -1,0 +1,294 @@
+//! The record of one generation, and the mark beside it.
+
+use std::sync::Arc;
+
+use offload_api::ids::{Epoch, Generation, Rank};
+use offload_api::{BLOB_BYTES_MAX, TILES_MAX};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::BLOCK;
+use super::sealed::{self, Head, Unreadable};
+use crate::blocks::AlignedBytes;
+
+pub(crate) const RECORD_MAGIC: [u8; 8] = *b"OFFLREC1";
+pub(crate) const MARK_MAGIC: [u8; 8] = *b"OFFLMRK1";
+
+/// Local ranks of one job.
+pub const LOCAL_RANKS_MAX: u32 = 1024;
+
+/// One generation of a job, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Of the catalog.
+    pub job_id: u64,
+    /// Never 0.
+    pub generation: Generation,
+    /// The daemon's life that wrote it: tells two attempts at a generation apart.
+    pub epoch: Epoch,
+    /// Written as confirmed, because there is one node only.
+    pub born_confirmed: bool,
+    /// By tile index; `None` = never written.
+    pub versions: Arc<Vec<Option<Version>>>,
+    /// By rank.
+    pub blobs: Arc<Vec<(Rank, Vec<u8>)>>,
+}
+
+/// What a tile holds and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Version {
+    /// That wrote it.
+    pub generation: Generation,
+    /// Of all its bytes.
+    pub checksum: u32,
+    /// Which of its two extents.
+    pub which: u8,
+}
+
+/// What is known of a record beyond itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Mark {
+    /// Every node has this generation.
+    Confirmed = 1,
+    /// Durability none: its tiles are being written over.
+    Overwriting = 2,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawRecord {
+    head: Head,
+    job_id: u64,
+    generation: u64,
+    epoch: u64,
+    tile_count: u64,
+    blob_count: u32,
+    born_confirmed: u32,
+    reserved: u64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawVersion {
+    generation: u64,
+    checksum: u32,
+    /// 0 = never written, 1 and 2 = the extents.
+    place: u32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawBlob {
+    rank: u32,
+    bytes: u32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawMark {
+    head: Head,
+    job_id: u64,
+    generation: u64,
+    epoch: u64,
+    mark: u32,
+    reserved: u32,
+}
+
+const _: () = assert!(size_of::<RawRecord>() == 80 && size_of::<RawVersion>() == 16);
+const _: () = assert!(size_of::<RawBlob>() == 8 && size_of::<RawMark>() == 64);
+
+/// Most one copy can need; bounds what a head can make a reader allocate.
+pub(crate) const BYTES_MAX: u64 = record_bytes_max(TILES_MAX, LOCAL_RANKS_MAX);
+
+/// Room one copy of a record needs when every rank brings its largest blob.
+pub const fn record_bytes_max(tile_count: usize, local_ranks: u32) -> u64 {
+    let blob = size_of::<RawBlob>() + BLOB_BYTES_MAX;
+    let bytes =
+        size_of::<RawRecord>() + tile_count * size_of::<RawVersion>() + local_ranks as usize * blob;
+    (bytes as u64).next_multiple_of(BLOCK)
+}
+
+impl Record {
+    /// Which slot it belongs to.
+    pub fn slot(generation: Generation) -> usize {
+        (generation.0 % 2) as usize
+    }
+
+    /// Sealed blocks.
+    pub fn encode(&self) -> AlignedBytes {
+        let header = RawRecord {
+            head: Head::unsealed(RECORD_MAGIC),
+            job_id: self.job_id,
+            generation: self.generation.0,
+            epoch: self.epoch.0,
+            tile_count: self.versions.len() as u64,
+            blob_count: self.blobs.len() as u32,
+            born_confirmed: u32::from(self.born_confirmed),
+            reserved: 0,
+        };
+        let versions: Vec<RawVersion> = self.versions.iter().map(to_raw).collect();
+        let table: Vec<RawBlob> = self
+            .blobs
+            .iter()
+            .map(|(rank, blob)| RawBlob {
+                rank: rank.0,
+                bytes: blob.len() as u32,
+            })
+            .collect();
+        let mut parts = vec![header.as_bytes(), versions.as_bytes(), table.as_bytes()];
+        parts.extend(self.blobs.iter().map(|(_, blob)| blob.as_slice()));
+        sealed::seal(&parts)
+    }
+
+    /// From blocks whose seal is sound. A record of another job (of a dropped one) is [`Unreadable::Blank`].
+    pub fn decode(
+        blocks: &AlignedBytes,
+        job_id: u64,
+        tile_count: usize,
+    ) -> Result<Self, Unreadable> {
+        let damaged = |what: &str| Unreadable::Damaged(what.into());
+        let (header, rest) = RawRecord::ref_from_prefix(blocks.as_slice()).expect("a block");
+        if header.job_id != job_id {
+            return Err(Unreadable::Blank);
+        }
+        let sound = header.tile_count == tile_count as u64
+            && header.generation != 0
+            && header.blob_count <= LOCAL_RANKS_MAX
+            && header.born_confirmed <= 1
+            && header.reserved == 0;
+        if !sound {
+            return Err(damaged("its checksum fits, its fields make no sense"));
+        }
+        let (versions, rest) = <[RawVersion]>::ref_from_prefix_with_elems(rest, tile_count)
+            .map_err(|_| damaged("its tiles do not fit"))?;
+        let (table, mut rest) =
+            <[RawBlob]>::ref_from_prefix_with_elems(rest, header.blob_count as usize)
+                .map_err(|_| damaged("its blobs do not fit"))?;
+        let versions = versions
+            .iter()
+            .map(from_raw)
+            .collect::<Option<Vec<_>>>()
+            .ok_or_else(|| damaged("a tile's place makes no sense"))?;
+        let mut blobs = Vec::with_capacity(table.len());
+        for entry in table {
+            let (blob, after) = rest
+                .split_at_checked(entry.bytes as usize)
+                .ok_or_else(|| damaged("a blob does not fit"))?;
+            blobs.push((Rank(entry.rank), blob.to_vec()));
+            rest = after;
+        }
+        Ok(Self {
+            job_id,
+            generation: Generation(header.generation),
+            epoch: Epoch(header.epoch),
+            born_confirmed: header.born_confirmed == 1,
+            versions: Arc::new(versions),
+            blobs: Arc::new(blobs),
+        })
+    }
+
+    /// The mark that says `mark` of this record, one block.
+    pub fn encode_mark(&self, mark: Mark) -> AlignedBytes {
+        let raw = RawMark {
+            head: Head::unsealed(MARK_MAGIC),
+            job_id: self.job_id,
+            generation: self.generation.0,
+            epoch: self.epoch.0,
+            mark: mark as u32,
+            reserved: 0,
+        };
+        sealed::seal(&[raw.as_bytes()])
+    }
+
+    /// What a sound block says of this record. A mark of another record is [`Unreadable::Blank`].
+    pub fn decode_mark(&self, block: &AlignedBytes) -> Result<Mark, Unreadable> {
+        let (raw, _) = RawMark::ref_from_prefix(block.as_slice()).expect("a block");
+        let same = raw.job_id == self.job_id
+            && raw.generation == self.generation.0
+            && raw.epoch == self.epoch.0;
+        if !same {
+            return Err(Unreadable::Blank);
+        }
+        [Mark::Confirmed, Mark::Overwriting]
+            .into_iter()
+            .find(|mark| *mark as u32 == raw.mark && raw.reserved == 0)
+            .ok_or_else(|| Unreadable::Damaged(format!("it says {}", raw.mark)))
+    }
+}
+
+/// A record with its mark.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Marked {
+    /// The record.
+    pub record: Record,
+    /// What is known beyond it.
+    pub mark: Option<Mark>,
+}
+
+impl Marked {
+    /// Every node has it.
+    pub fn confirmed(&self) -> bool {
+        // Nothing is overwritten before it is confirmed, so the second mark implies the first.
+        self.record.born_confirmed || self.mark.is_some()
+    }
+}
+
+/// What one of a job's two slots holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SlotContent {
+    /// Nothing of this job.
+    Empty,
+    /// Bytes that are no record, or may be one tomorrow: cut off by power loss, damaged, or a write that failed.
+    Unknown,
+    /// A record.
+    Sound(Marked),
+}
+
+impl SlotContent {
+    /// The record, if there is one.
+    pub fn sound(&self) -> Option<&Marked> {
+        match self {
+            Self::Sound(marked) => Some(marked),
+            Self::Empty | Self::Unknown => None,
+        }
+    }
+}
+
+/// The generations that can be resumed from, oldest first: the newest, and the one before it while the newest is not
+/// confirmed. (Once it is, tiles of the next generation go where the one before it lies.)
+pub fn resumable(slots: &[SlotContent; 2]) -> Vec<&Marked> {
+    let mut sound: Vec<&Marked> = slots.iter().filter_map(SlotContent::sound).collect();
+    sound.sort_by_key(|marked| marked.record.generation);
+    if sound.len() == 2 && sound[1].confirmed() {
+        sound.remove(0);
+    }
+    sound
+}
+
+fn to_raw(version: &Option<Version>) -> RawVersion {
+    match version {
+        None => RawVersion {
+            generation: 0,
+            checksum: 0,
+            place: 0,
+        },
+        Some(version) => RawVersion {
+            generation: version.generation.0,
+            checksum: version.checksum,
+            place: u32::from(version.which) + 1,
+        },
+    }
+}
+
+/// `None`: no writer makes this.
+fn from_raw(raw: &RawVersion) -> Option<Option<Version>> {
+    match raw.place {
+        0 if raw.generation == 0 && raw.checksum == 0 => Some(None),
+        1 | 2 => Some(Some(Version {
+            generation: Generation(raw.generation),
+            checksum: raw.checksum,
+            which: (raw.place - 1) as u8,
+        })),
+        _ => None,
+    }
+}

@@ -1,0 +1,506 @@
+//! Reads a store into memory when a daemon starts, and mends what stands twice.
+//!
+//! [`read`] changes nothing. [`open`] also writes the sound copy of a structure over the other one: after it, both copies
+//! of everything are equal, which the catalog's update and the next power cut rely on.
+
+use offload_api::ids::{DeviceIndex, Generation};
+
+use super::StoreError;
+use super::catalog::{self, Catalog, Entry};
+use super::manifest::{self, Mark, Marked, Record, SlotContent};
+use super::placement::Space;
+use super::sealed::{self, Unreadable};
+use super::superblock::{self, StoreId, Superblock};
+use super::tile_table::{self, TileTable};
+use super::{BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS};
+use crate::blocks::{AlignedBytes, Blocks};
+
+/// All that is known of a store.
+#[derive(Clone, Debug)]
+pub struct RecoveredStore {
+    /// Of all devices.
+    pub id: StoreId,
+    /// In the store's order: a [`DeviceIndex`] is an index of this list.
+    pub devices: Vec<RecoveredDevice>,
+    /// The newest one.
+    pub catalog: Catalog,
+    /// One an entry of the catalog, in its order.
+    pub jobs: Vec<RecoveredJob>,
+    /// What no job holds.
+    pub space: Space,
+    /// Copies that were not sound.
+    pub notes: Vec<Note>,
+    repairs: Vec<Repair>,
+}
+
+/// A device of the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecoveredDevice {
+    /// Its place in the list it was opened from (the settings' order).
+    pub position: usize,
+    /// What messages call it.
+    pub path: String,
+    /// What it says of itself.
+    pub superblock: Superblock,
+}
+
+/// A job of the store.
+#[derive(Clone, Debug)]
+pub struct RecoveredJob {
+    /// From the catalog.
+    pub entry: Entry,
+    /// Its tiles and where they lie.
+    pub table: TileTable,
+    /// Even and odd generations.
+    pub slots: [SlotContent; 2],
+}
+
+impl RecoveredJob {
+    /// False: written in place and not ended in order, so the tiles are not to be trusted.
+    pub fn clean(&self) -> bool {
+        manifest::resumable(&self.slots)
+            .iter()
+            .all(|marked| marked.mark != Some(Mark::Overwriting))
+    }
+}
+
+/// A copy of a structure that cannot be used. The other one can, or the structure was being written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    /// Device.
+    pub path: String,
+    /// Of the copy.
+    pub offset: u64,
+    /// Which structure, of which job.
+    pub what: String,
+    /// What is wrong with it.
+    pub why: String,
+    /// What it means.
+    pub consequence: Consequence,
+}
+
+/// What an unusable copy means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Consequence {
+    /// The other copy serves.
+    Mended,
+    /// Neither copy of a record is whole: power loss during a commit that was not acknowledged, or damage to both.
+    GenerationLost,
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let consequence = match self.consequence {
+            Consequence::Mended => "the other copy serves",
+            Consequence::GenerationLost => {
+                "a commit was cut off before it was acknowledged, or both copies are damaged; the generation before it serves"
+            }
+        };
+        let Self {
+            path,
+            offset,
+            what,
+            why,
+            ..
+        } = self;
+        write!(f, "{what} at {offset} of {path}: {why}; {consequence}")
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Repair {
+    position: usize,
+    offset: u64,
+    blocks: AlignedBytes,
+}
+
+/// Reads the store of all devices of `blocks` and changes nothing.
+pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
+    let mut reader = Reader {
+        blocks,
+        notes: Vec::new(),
+        repairs: Vec::new(),
+    };
+    let devices = reader.devices()?;
+    let id = devices[0].superblock.store;
+    let home = devices[0].position;
+    let catalog = reader.catalog(home, id)?;
+    let mut space = Space::new(devices.iter().map(|device| {
+        let Superblock {
+            data_bytes,
+            read_bytes_per_s,
+            write_bytes_per_s,
+            ..
+        } = device.superblock;
+        (
+            data_bytes,
+            read_bytes_per_s.saturating_add(write_bytes_per_s),
+        )
+    }));
+    let mut jobs = Vec::with_capacity(catalog.entries.len());
+    for entry in &catalog.entries {
+        check_area(entry, &devices[0])?;
+        let table = reader.table(home, entry)?;
+        if !space.retake(&table.definition, &entry.area, &table.extents) {
+            return Err(StoreError::Contradiction(format!(
+                "job {} of uid {} holds space that another job holds or no device has",
+                entry.name, entry.uid
+            )));
+        }
+        let slots = [0, 1].map(|slot| reader.slot(home, entry, &table, slot));
+        jobs.push(RecoveredJob {
+            entry: entry.clone(),
+            table,
+            slots,
+        });
+    }
+    let Reader { notes, repairs, .. } = reader;
+    Ok(RecoveredStore {
+        id,
+        devices,
+        catalog,
+        jobs,
+        space,
+        notes,
+        repairs,
+    })
+}
+
+/// Reads the store and mends unsound copies. Only under the store's lock.
+pub fn open(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
+    let mut store = read(blocks)?;
+    let mut touched = vec![false; blocks.count()];
+    for repair in std::mem::take(&mut store.repairs) {
+        blocks.write(repair.position, repair.offset, &repair.blocks)?;
+        touched[repair.position] = true;
+    }
+    for position in (0..touched.len()).filter(|&position| touched[position]) {
+        blocks.flush(position)?;
+    }
+    Ok(store)
+}
+
+struct Reader<'a, B> {
+    blocks: &'a mut B,
+    notes: Vec<Note>,
+    repairs: Vec<Repair>,
+}
+
+/// One copy: what it says and its bytes.
+type Copy<T> = Result<(T, AlignedBytes), Unreadable>;
+
+impl<B: Blocks> Reader<'_, B> {
+    fn devices(&mut self) -> Result<Vec<RecoveredDevice>, StoreError> {
+        let mut devices = (0..self.blocks.count())
+            .map(|position| {
+                Ok(RecoveredDevice {
+                    position,
+                    path: self.blocks.path(position).to_owned(),
+                    superblock: self.superblock(position)?,
+                })
+            })
+            .collect::<Result<Vec<_>, StoreError>>()?;
+        let Some(first) = devices.first().cloned() else {
+            return Err(StoreError::Invalid(
+                "a store has at least one device".into(),
+            ));
+        };
+        let (store, count) = (first.superblock.store, first.superblock.device_count);
+        for device in &devices {
+            if device.superblock.store != store || device.superblock.device_count != count {
+                return Err(StoreError::Foreign {
+                    path: device.path.clone(),
+                    found: device.superblock.store.to_string(),
+                    other_path: first.path,
+                    expected: store.to_string(),
+                });
+            }
+            let found_bytes = self.blocks.size_bytes(device.position);
+            let expected_bytes = DATA_OFFSET + device.superblock.data_bytes;
+            if found_bytes < expected_bytes {
+                return Err(StoreError::Shrunk {
+                    path: device.path.clone(),
+                    found_bytes,
+                    expected_bytes,
+                });
+            }
+        }
+        devices.sort_by_key(|device| device.superblock.device_index);
+        for pair in devices.windows(2) {
+            if pair[0].superblock.device_index == pair[1].superblock.device_index {
+                return Err(StoreError::Duplicate {
+                    path: pair[0].path.clone(),
+                    other_path: pair[1].path.clone(),
+                    index: pair[0].superblock.device_index,
+                });
+            }
+        }
+        for index in 0..count {
+            if devices
+                .get(index as usize)
+                .map(|d| d.superblock.device_index)
+                != Some(index)
+            {
+                return Err(StoreError::Missing { index, count });
+            }
+        }
+        Ok(devices)
+    }
+
+    fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
+        let copies = SUPERBLOCK_OFFSETS.map(|offset| {
+            self.copy(
+                position,
+                offset,
+                BLOCK,
+                superblock::MAGIC,
+                Superblock::decode,
+            )
+        });
+        let path = self.blocks.path(position).to_owned();
+        if let [Err(Unreadable::Blank), Err(Unreadable::Blank)] = &copies {
+            return Err(StoreError::NoStore { path });
+        }
+        self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
+    }
+
+    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Catalog, StoreError> {
+        let copies = CATALOG_OFFSETS.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                let catalog = Catalog::decode(blocks)?;
+                if catalog.store != id {
+                    return Err(Unreadable::Damaged(format!(
+                        "it is of store {}",
+                        catalog.store
+                    )));
+                }
+                Ok(catalog)
+            };
+            self.copy(position, offset, CATALOG_BYTES_MAX, catalog::MAGIC, decode)
+        });
+        self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
+            catalog.sequence
+        })
+    }
+
+    fn table(&mut self, position: usize, entry: &Entry) -> Result<TileTable, StoreError> {
+        let offsets = entry.area.definitions();
+        let bytes = entry.area.definition_bytes;
+        let copies = offsets.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                if blocks.len() as u64 != bytes || sealed::crc_of(blocks) != entry.definition_crc {
+                    return Err(Unreadable::Damaged("it is not the catalog's".into()));
+                }
+                TileTable::decode(blocks, entry.job_id)
+            };
+            self.copy(position, offset, bytes, tile_table::MAGIC, decode)
+        });
+        let what = format!("definition of {}", of_job(entry));
+        self.newest(&what, position, offsets, copies, |_| 0)
+    }
+
+    fn slot(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        table: &TileTable,
+        slot: usize,
+    ) -> SlotContent {
+        let tile_count = table.extents.len();
+        let offsets = entry.area.records(slot);
+        let bytes_max = entry.area.record_bytes_max;
+        let copies = offsets.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                let record = Record::decode(blocks, entry.job_id, tile_count)?;
+                if Record::slot(record.generation) != slot {
+                    return Err(Unreadable::Damaged("it belongs to the other slot".into()));
+                }
+                Ok(record)
+            };
+            self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
+        });
+        let what = format!("record of {}, slot {slot}", of_job(entry));
+        if let [Err(first), Err(second)] = &copies {
+            if matches!(first, Unreadable::Blank) && matches!(second, Unreadable::Blank) {
+                return SlotContent::Empty;
+            }
+            for (why, offset) in [first, second].into_iter().zip(offsets) {
+                if !matches!(why, Unreadable::Blank) {
+                    let why = why.to_string();
+                    self.note(position, offset, &what, why, Consequence::GenerationLost);
+                }
+            }
+            return SlotContent::Unknown;
+        }
+        let record = self
+            .newest(&what, position, offsets, copies, |r: &Record| {
+                (r.generation, r.epoch)
+            })
+            .expect("one copy is sound");
+        let mark = self.mark(position, entry, &record, slot);
+        SlotContent::Sound(Marked { record, mark })
+    }
+
+    fn mark(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        record: &Record,
+        slot: usize,
+    ) -> Option<Mark> {
+        let offsets = entry.area.marks(slot);
+        let copies = offsets.map(|offset| {
+            self.copy(position, offset, BLOCK, manifest::MARK_MAGIC, |block| {
+                record.decode_mark(block)
+            })
+        });
+        if copies.iter().all(Result::is_err) {
+            // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
+            // one. Unsound bytes are still told.
+            for (copy, offset) in copies.iter().zip(offsets) {
+                if let Err(why @ (Unreadable::Damaged(_) | Unreadable::Device(_))) = copy {
+                    let what = mark_of(entry, record.generation);
+                    let why = why.to_string();
+                    self.note(position, offset, &what, why, Consequence::GenerationLost);
+                }
+            }
+            return None;
+        }
+        let what = mark_of(entry, record.generation);
+        self.newest(&what, position, offsets, copies, |mark| *mark as u32)
+            .ok()
+    }
+
+    fn copy<T>(
+        &mut self,
+        position: usize,
+        offset: u64,
+        bytes_max: u64,
+        magic: [u8; 8],
+        decode: impl Fn(&AlignedBytes) -> Result<T, Unreadable>,
+    ) -> Copy<T> {
+        let blocks = sealed::read(self.blocks, position, offset, bytes_max, magic)?;
+        Ok((decode(&blocks)?, blocks))
+    }
+
+    /// Of two copies the sound one with the greater key (the first of equals); the other one is to be mended.
+    fn newest<T, K: Ord>(
+        &mut self,
+        what: &str,
+        position: usize,
+        offsets: [u64; 2],
+        copies: [Copy<T>; 2],
+        key: impl Fn(&T) -> K,
+    ) -> Result<T, StoreError> {
+        let path = self.blocks.path(position).to_owned();
+        let [first, second] = copies;
+        // Sound and of a later version: the device is a newer daemon's, whatever the other copy says.
+        for copy in [&first, &second] {
+            if let Err(Unreadable::Newer(version)) = copy {
+                return Err(StoreError::NewerVersion {
+                    what: newer_name(what),
+                    path,
+                    version: *version,
+                });
+            }
+        }
+        let (taken, blocks, stale) = match (first, second) {
+            (Err(first), Err(second)) => {
+                return Err(StoreError::Damaged {
+                    what: what.into(),
+                    path,
+                    first: first.to_string(),
+                    second: second.to_string(),
+                });
+            }
+            (Ok((taken, blocks)), Err(why)) => {
+                let why = why.to_string();
+                self.note(position, offsets[1], what, why, Consequence::Mended);
+                (taken, blocks, 1)
+            }
+            (Err(why), Ok((taken, blocks))) => {
+                let why = why.to_string();
+                self.note(position, offsets[0], what, why, Consequence::Mended);
+                (taken, blocks, 0)
+            }
+            (Ok((first, first_blocks)), Ok((second, second_blocks))) => {
+                if first_blocks.as_slice() == second_blocks.as_slice() {
+                    return Ok(first);
+                }
+                let (taken, blocks, stale) = if key(&first) >= key(&second) {
+                    (first, first_blocks, 1)
+                } else {
+                    (second, second_blocks, 0)
+                };
+                let why = "it is older than the other copy".to_owned();
+                self.note(position, offsets[stale], what, why, Consequence::Mended);
+                (taken, blocks, stale)
+            }
+        };
+        self.repairs.push(Repair {
+            position,
+            offset: offsets[stale],
+            blocks,
+        });
+        Ok(taken)
+    }
+
+    fn note(
+        &mut self,
+        position: usize,
+        offset: u64,
+        what: &str,
+        why: String,
+        consequence: Consequence,
+    ) {
+        self.notes.push(Note {
+            path: self.blocks.path(position).to_owned(),
+            offset,
+            what: what.to_owned(),
+            why,
+            consequence,
+        });
+    }
+}
+
+/// The area must lie in device 0's data and be large enough to hold what its own numbers claim, before it is read.
+fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), StoreError> {
+    let area = &entry.area;
+    let fits = area.offset >= DATA_OFFSET
+        && area.definition_bytes > 0
+        && area.definition_bytes <= tile_table::BYTES_MAX
+        && area.record_bytes_max > 0
+        && area.record_bytes_max <= manifest::BYTES_MAX
+        && area.offset + area.bytes() <= DATA_OFFSET + home.superblock.data_bytes;
+    if fits {
+        return Ok(());
+    }
+    Err(StoreError::Contradiction(format!(
+        "the area of {} does not lie in {}",
+        of_job(entry),
+        home.path
+    )))
+}
+
+pub(crate) fn of_job(entry: &Entry) -> String {
+    format!("job {} of uid {}", entry.name, entry.uid)
+}
+
+fn mark_of(entry: &Entry, generation: Generation) -> String {
+    format!("mark of generation {generation} of {}", of_job(entry))
+}
+
+fn newer_name(what: &str) -> &'static str {
+    ["superblock", "catalog", "definition", "record", "mark"]
+        .into_iter()
+        .find(|name| what.starts_with(name))
+        .unwrap_or("a structure")
+}
+
+/// The device a [`DeviceIndex`] names.
+impl std::ops::Index<DeviceIndex> for RecoveredStore {
+    type Output = RecoveredDevice;
+    fn index(&self, device: DeviceIndex) -> &RecoveredDevice {
+        &self.devices[device.0 as usize]
+    }
+}

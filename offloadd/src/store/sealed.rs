@@ -1,0 +1,148 @@
+//! What every stored structure starts with, and the checksum over all of it.
+//!
+//! The rule is the same in every format version, so a reader can tell "newer" from "damaged".
+
+use offload_api::checksum::checksum;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::{BLOCK, FORMAT_VERSION};
+use crate::blocks::{AlignedBytes, BlockError, Blocks};
+
+/// The first 32 bytes of every stored structure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Head {
+    /// Which structure.
+    pub magic: [u8; 8],
+    /// [`FORMAT_VERSION`].
+    pub version: u32,
+    /// CRC-32C of all `bytes`, taken with this field zero.
+    pub crc: u32,
+    /// Whole blocks, this head included.
+    pub bytes: u64,
+    /// Zero.
+    pub reserved: u64,
+}
+
+const _: () = assert!(size_of::<Head>() == 32);
+
+const CRC_OFFSET: usize = 12;
+
+impl Head {
+    /// A head to be finished by [`seal`].
+    pub fn unsealed(magic: [u8; 8]) -> Self {
+        Self {
+            magic,
+            version: FORMAT_VERSION,
+            crc: 0,
+            bytes: 0,
+            reserved: 0,
+        }
+    }
+}
+
+/// Why bytes are not the structure that was looked for.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    /// Nothing of ours: other magic.
+    #[error("there is none")]
+    Blank,
+    /// Sound, but of a later format.
+    #[error("it has format version {0}")]
+    Newer(u32),
+    /// Ours, and not whole.
+    #[error("{0}")]
+    Damaged(String),
+    /// The device did not give it.
+    #[error(transparent)]
+    Device(#[from] BlockError),
+}
+
+/// `structure` (which starts with a [`Head`]) and what follows it as sealed blocks.
+pub fn seal(parts: &[&[u8]]) -> AlignedBytes {
+    let bytes: usize = parts.iter().map(|part| part.len()).sum();
+    assert!(bytes >= size_of::<Head>());
+    let mut sealed = AlignedBytes::zeroed(bytes);
+    let mut at = 0;
+    for part in parts {
+        sealed.as_mut_slice()[at..at + part.len()].copy_from_slice(part);
+        at += part.len();
+    }
+    let blocks_bytes = sealed.len() as u64;
+    let (head, _) = Head::mut_from_prefix(sealed.as_mut_slice()).expect("a head's worth of bytes");
+    head.bytes = blocks_bytes;
+    head.crc = 0;
+    let crc = checksum(sealed.as_slice());
+    sealed.as_mut_slice()[CRC_OFFSET..CRC_OFFSET + 4].copy_from_slice(&crc.to_le_bytes());
+    sealed
+}
+
+/// The checksum in the head of sealed blocks.
+pub fn crc_of(sealed: &AlignedBytes) -> u32 {
+    let (head, _) = Head::read_from_prefix(sealed.as_slice()).expect("a head's worth of bytes");
+    head.crc
+}
+
+/// Reads the structure at `offset`, at most `bytes_max` long, and checks its head and checksum.
+pub fn read(
+    blocks: &mut impl Blocks,
+    position: usize,
+    offset: u64,
+    bytes_max: u64,
+    magic: [u8; 8],
+) -> Result<AlignedBytes, Unreadable> {
+    let mut first = AlignedBytes::zeroed(BLOCK as usize);
+    blocks.read(position, offset, &mut first)?;
+    let bytes = check_head(first.as_slice(), bytes_max, magic)?;
+    let mut all = first;
+    if bytes > BLOCK {
+        all = AlignedBytes::zeroed(bytes as usize);
+        blocks.read(position, offset, &mut all)?;
+    }
+    check(&mut all, bytes_max, magic)?;
+    Ok(all)
+}
+
+/// Checks the head and checksum of blocks in memory (and leaves them as they were).
+fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), Unreadable> {
+    let bytes = check_head(all.as_slice(), bytes_max, magic)?;
+    if bytes != all.len() as u64 {
+        return Err(Unreadable::Damaged(format!(
+            "its head says {bytes} bytes, {} were read",
+            all.len()
+        )));
+    }
+    let (head, _) = Head::read_from_prefix(all.as_slice()).expect("checked above");
+    let stored = &mut all.as_mut_slice()[CRC_OFFSET..CRC_OFFSET + 4];
+    stored.fill(0);
+    let crc = checksum(all.as_slice());
+    all.as_mut_slice()[CRC_OFFSET..CRC_OFFSET + 4].copy_from_slice(&head.crc.to_le_bytes());
+    if crc != head.crc {
+        return Err(Unreadable::Damaged(format!(
+            "checksum {crc:08x}, its head says {:08x}",
+            head.crc
+        )));
+    }
+    if head.version != FORMAT_VERSION {
+        return Err(Unreadable::Newer(head.version));
+    }
+    if head.reserved != 0 {
+        return Err(Unreadable::Damaged("a reserved field is not zero".into()));
+    }
+    Ok(())
+}
+
+/// The length a head claims, if it can be.
+fn check_head(first: &[u8], bytes_max: u64, magic: [u8; 8]) -> Result<u64, Unreadable> {
+    let (head, _) = Head::read_from_prefix(first).map_err(|_| Unreadable::Blank)?;
+    if head.magic != magic {
+        return Err(Unreadable::Blank);
+    }
+    if head.bytes == 0 || head.bytes % BLOCK != 0 || head.bytes > bytes_max {
+        return Err(Unreadable::Damaged(format!(
+            "its head says {} bytes, at most {bytes_max} fit",
+            head.bytes
+        )));
+    }
+    Ok(head.bytes)
+}

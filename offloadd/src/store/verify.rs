@@ -1,0 +1,167 @@
+//! Reads everything a store holds, without changing it, and names all that is damaged.
+//!
+//! Of each job it checks the tiles of every generation that can be resumed from. The one before a confirmed newest is
+//! not checked: its extents are where the next generation is being written.
+
+use offload_api::BLOCK_BYTES;
+use offload_api::checksum::checksum;
+use offload_api::ids::{Generation, TileIndex};
+use offload_api::removable::{Mechanism, removed};
+
+use super::StoreError;
+use super::definition::{JobName, TileSpec};
+use super::manifest::{self, Mark};
+use super::recover::{self, Note, RecoveredJob, RecoveredStore};
+use crate::blocks::{AlignedBytes, Blocks};
+
+/// What a store holds and what of it is damaged.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// Jobs looked at.
+    pub job_count: usize,
+    /// Versions of tiles read and compared.
+    pub tile_count: usize,
+    /// Bytes of them.
+    pub tile_bytes: u64,
+    /// Tiles that are not what was committed.
+    pub damaged_tiles: Vec<DamagedTile>,
+    /// Copies of our own structures that are not sound.
+    pub notes: Vec<Note>,
+    /// Jobs written in place that did not end in order; their tiles were not compared.
+    pub unclean_jobs: Vec<(u32, JobName)>,
+}
+
+impl Report {
+    /// Nothing is wrong.
+    pub fn is_sound(&self) -> bool {
+        self.damaged_tiles.is_empty() && self.notes.is_empty()
+    }
+}
+
+/// A tile that is not what was committed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DamagedTile {
+    /// Device.
+    pub path: String,
+    /// Of the extent.
+    pub offset: u64,
+    /// Owner of the job.
+    pub uid: u32,
+    /// The job.
+    pub job: JobName,
+    /// In the job's table.
+    pub tile: TileIndex,
+    /// What the job calls it.
+    pub spec: TileSpec,
+    /// Whose record says what it must be.
+    pub generation: Generation,
+    /// The generation that wrote it.
+    pub written_by: Generation,
+    /// What is wrong.
+    pub damage: Damage,
+}
+
+/// What is wrong with a tile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Damage {
+    /// Other bytes than were committed.
+    Checksum {
+        /// By the record.
+        expected: u32,
+        /// Of the bytes.
+        found: u32,
+    },
+    /// The device did not give them.
+    Unreadable(String),
+}
+
+impl std::fmt::Display for DamagedTile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let spec = &self.spec;
+        write!(
+            f,
+            "{} bytes at {} of {}: tile {} (unit {}, {:?}, element {}) of generation {} of job {} of uid {}, written by generation {}: ",
+            spec.tile_bytes,
+            self.offset,
+            self.path,
+            self.tile,
+            spec.unit,
+            spec.kind,
+            spec.elem_offset,
+            self.generation,
+            self.job,
+            self.uid,
+            self.written_by
+        )?;
+        match &self.damage {
+            Damage::Checksum { expected, found } => {
+                write!(f, "checksum {found:08x}, committed was {expected:08x}")
+            }
+            Damage::Unreadable(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Reads all of the store on `blocks`. Only under the store's lock, or a running daemon's writes look like damage.
+pub fn verify(blocks: &mut impl Blocks) -> Result<Report, StoreError> {
+    let store = recover::read(blocks)?;
+    let mut report = Report {
+        job_count: store.jobs.len(),
+        notes: store.notes.clone(),
+        ..Report::default()
+    };
+    for job in &store.jobs {
+        verify_job(blocks, &store, job, &mut report);
+    }
+    Ok(report)
+}
+
+fn verify_job(
+    blocks: &mut impl Blocks,
+    store: &RecoveredStore,
+    job: &RecoveredJob,
+    report: &mut Report,
+) {
+    if !job.clean() {
+        report
+            .unclean_jobs
+            .push((job.entry.uid, job.entry.name.clone()));
+    }
+    for marked in manifest::resumable(&job.slots) {
+        if marked.mark == Some(Mark::Overwriting) {
+            continue;
+        }
+        let specs = job.table.definition.tiles().iter();
+        let places = specs.zip(&job.table.extents).zip(&*marked.record.versions);
+        for (index, ((spec, extents), version)) in places.enumerate() {
+            let Some(version) = version else { continue };
+            let extent = extents[usize::from(version.which)];
+            let device = &store[extent.device];
+            let mut bytes = AlignedBytes::zeroed(spec.tile_bytes as usize);
+            assert!(spec.tile_bytes % BLOCK_BYTES == 0);
+            report.tile_count += 1;
+            report.tile_bytes += u64::from(spec.tile_bytes);
+            let damage = match blocks.read(device.position, extent.offset, &mut bytes) {
+                Err(error) => Damage::Unreadable(error.to_string()),
+                Ok(()) => {
+                    let (expected, found) = (version.checksum, checksum(bytes.as_slice()));
+                    if expected == found || removed(Mechanism::Checksum) {
+                        continue;
+                    }
+                    Damage::Checksum { expected, found }
+                }
+            };
+            report.damaged_tiles.push(DamagedTile {
+                path: device.path.clone(),
+                offset: extent.offset,
+                uid: job.entry.uid,
+                job: job.entry.name.clone(),
+                tile: TileIndex(index as u32),
+                spec: *spec,
+                generation: marked.record.generation,
+                written_by: version.generation,
+                damage,
+            });
+        }
+    }
+}
