@@ -25,6 +25,9 @@ pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(30);
 /// Touching an arena can take seconds a GiB; a commit waits for its slowest rank and device.
 pub(crate) const LONG_WAIT: Duration = Duration::from_secs(600);
 
+/// From a hang-up to the answer that was on its way.
+const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
+
 pub(crate) type Client = OffloadClient<Channel>;
 
 /// A connection to a daemon. Dropping it gives up calls that still run.
@@ -173,20 +176,27 @@ pub(crate) struct Pending<R> {
 impl<R> Pending<R> {
     /// The answer, if it is there.
     pub(crate) fn poll(&self) -> Option<Result<R, ClientError>> {
-        match self.answer.try_recv() {
-            Ok(result) => Some(self.told(result)),
-            Err(mpsc::TryRecvError::Empty) => None,
-            Err(mpsc::TryRecvError::Disconnected) => Some(Err(self.gone())),
-        }
+        self.poll_for(Duration::ZERO)
+    }
+
+    /// After the daemon hung up: its last answer (a session that was closed hangs up too, and one that was thrown out is
+    /// told why), or that it is gone. Calls of a dead daemon end by themselves at once.
+    pub(crate) fn last_words(&self) -> Result<R, ClientError> {
+        self.poll_for(LAST_WORDS_WAIT)
+            .unwrap_or_else(|| Err(self.gone()))
     }
 
     fn wait(self) -> Result<R, ClientError> {
         // The task ends by itself at the limit; a little more only guards against a bug in that.
-        let longest = self.limit + Duration::from_secs(5);
-        match self.answer.recv_timeout(longest) {
-            Ok(result) => self.told(result),
-            Err(mpsc::RecvTimeoutError::Timeout) => self.told(Err(None)),
-            Err(mpsc::RecvTimeoutError::Disconnected) => Err(self.gone()),
+        self.poll_for(self.limit + Duration::from_secs(5))
+            .unwrap_or_else(|| self.told(Err(None)))
+    }
+
+    fn poll_for(&self, limit: Duration) -> Option<Result<R, ClientError>> {
+        match self.answer.recv_timeout(limit) {
+            Ok(result) => Some(self.told(result)),
+            Err(mpsc::RecvTimeoutError::Timeout) => None,
+            Err(mpsc::RecvTimeoutError::Disconnected) => Some(Err(self.gone())),
         }
     }
 

@@ -431,9 +431,15 @@ impl Session {
             if let Some(result) = self.poll_commit() {
                 return result;
             }
-            if let Err(error) = self.pause() {
-                self.commit = Commit::None;
-                return Err(error);
+            match self.pause() {
+                Err(ClientError::DaemonGone { .. }) => {
+                    let ending = std::mem::replace(&mut self.commit, Commit::None);
+                    let Commit::Pending(pending) = ending else {
+                        unreachable!("begun above and not ended");
+                    };
+                    self.commit = Commit::Ended(pending.last_words().map(|r| self.committed(r)));
+                }
+                other => other?,
             }
         }
     }
@@ -450,7 +456,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the session in order. What was not committed is forgotten.
+    /// Ends the session in order and answers when its memory is free again. What was not committed is forgotten.
     pub fn close(self) -> Result<(), ClientError> {
         let request = proto::CloseSessionRequest {
             token: self.token.clone(),
@@ -477,10 +483,9 @@ impl Session {
             if let Some(result) = pending.poll() {
                 return result;
             }
-            if let Err(gone) = self.pause() {
-                // The reply may have come just before the hang-up: a session that was closed in order hangs up too.
-                std::thread::sleep(Duration::from_millis(20));
-                return pending.poll().unwrap_or(Err(gone));
+            match self.pause() {
+                Err(ClientError::DaemonGone { .. }) => return pending.last_words(),
+                other => other?,
             }
         }
     }
@@ -516,17 +521,19 @@ impl Session {
         if let Commit::Pending(pending) = &self.commit
             && let Some(result) = pending.poll()
         {
-            self.commit = Commit::Ended(result.map(|reply| {
-                let working = Generation(reply.working_generation);
-                self.working = Some(working);
-                Committed {
-                    generation: Generation(reply.generation),
-                    confirmed: reply.confirmed,
-                    working,
-                }
-            }));
+            self.commit = Commit::Ended(result.map(|reply| self.committed(reply)));
         }
         matches!(self.commit, Commit::Ended(_))
+    }
+
+    fn committed(&mut self, reply: proto::CommitReply) -> Committed {
+        let working = Generation(reply.working_generation);
+        self.working = Some(working);
+        Committed {
+            generation: Generation(reply.generation),
+            confirmed: reply.confirmed,
+            working,
+        }
     }
 
     fn gone(&self) -> ClientError {
