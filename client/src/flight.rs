@@ -188,3 +188,42 @@ fn outcome(
         kind => TileError::Refused { verb, tile, kind },
     }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{MemoryArena, SlotClass};
+
+    #[test]
+    fn a_ticket_ends_once_and_an_old_one_never_takes_a_newer_ones_slot() {
+        let mut arena = MemoryArena::new(&[SlotClass {
+            slot_bytes: 4096,
+            slot_count: 2,
+        }])
+        .unwrap();
+        let mut flights = Flights::new(2);
+        let mut start = |flights: &mut Flights, verb| {
+            flights.start(InFlight {
+                verb,
+                tile: TileIndex(0),
+                tile_bytes: 4096,
+                slot: arena.take_slot(0).unwrap(),
+            })
+        };
+        let first = start(&mut flights, Verb::SwapOut);
+        let second = start(&mut flights, Verb::SwapIn);
+        assert!(flights.is_full());
+        assert_eq!((flights.count(), flights.swap_out_count()), (2, 1));
+        drop(flights.end(first).unwrap());
+        assert!(flights.end(first).is_none());
+        let third = start(&mut flights, Verb::SwapIn);
+        // The same place, another use of it.
+        assert_eq!(third.0 as u32, first.0 as u32);
+        assert!(flights.end(first).is_none());
+        for never in [0, 7, u64::MAX] {
+            assert!(flights.end(TicketId(never)).is_none());
+        }
+        assert!(flights.end(second).is_some() && flights.end(third).is_some());
+        assert_eq!((flights.count(), flights.swap_out_count()), (0, 0));
+    }
+}

@@ -83,3 +83,13 @@ fn memory_that_is_not_there_is_an_error_before_anything_starts() {
     }]);
     assert!(matches!(huge, Err(ClientError::Os { .. })), "{huge:?}");
 }
+
+#[test]
+fn sessions_and_slots_can_move_to_another_thread_and_wakers_be_shared() {
+    fn moves<T: Send>() {}
+    fn is_shared<T: Sync>() {}
+    moves::<offload_client::Session>();
+    moves::<offload_client::Slot>();
+    moves::<offload_client::Waker>();
+    is_shared::<offload_client::Waker>();
+}

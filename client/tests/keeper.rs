@@ -1,0 +1,105 @@
+//! What could go wrong: the program that is started as a private daemon fails, chatters or will not end, and its user
+//! hangs or learns nothing. The program here is a shell script.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
+
+use offload_client::ClientError;
+use offload_client::private::{PrivateDaemon, PrivateSettings};
+
+fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, ClientError> {
+    let program = folder.join("offloadd");
+    fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    PrivateDaemon::start(PrivateSettings {
+        program: Some(program),
+        folder: folder.to_owned(),
+        devices: vec![(folder.join("quote\" and space.tiles"), 1 << 20)],
+        arena_bytes_max: 1 << 20,
+        engine: "auto".into(),
+    })
+}
+
+#[test]
+fn it_is_formatted_once_and_its_settings_are_as_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = r#"echo "$0 $@" >> "$(dirname $0)/calls"
+        case $1 in
+            format) touch "$2" ;;
+            serve) echo READY; exec sleep 60 ;;
+        esac"#;
+    for _ in 0..2 {
+        drop(start(folder.path(), script).unwrap());
+    }
+    let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
+    let verbs: Vec<_> = calls
+        .lines()
+        .map(|l| l.split(' ').nth(1).unwrap())
+        .collect();
+    assert_eq!(verbs, ["format", "serve", "serve"], "{calls}");
+    assert!(
+        calls.lines().next().unwrap().ends_with("--size 1048576"),
+        "{calls}"
+    );
+    let settings = fs::read_to_string(folder.path().join("offloadd.toml")).unwrap();
+    assert!(
+        settings.contains(r#"quote\" and space.tiles"]"#),
+        "{settings}"
+    );
+    assert!(
+        settings.contains("arena_bytes_max = 1048576\nengine = \"auto\""),
+        "{settings}"
+    );
+}
+
+#[test]
+fn one_that_ends_at_once_is_reported_with_the_end_of_its_log() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
+    let words = start(folder.path(), "echo the reason >&2; exit 3")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        words.contains("exit status: 3") && words.contains("the reason"),
+        "{words}"
+    );
+}
+
+#[test]
+fn a_failed_format_is_reported_and_nothing_is_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let words = start(
+        folder.path(),
+        "echo no room; [ $1 = serve ] && echo READY; exit 1",
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(
+        words.contains("formatting") && words.contains("no room"),
+        "{words}"
+    );
+}
+
+#[test]
+fn one_that_chatters_does_not_block_and_one_that_will_not_end_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
+    // A pipe holds 64 KiB; the marker shows that the script got past the chatter.
+    let script = r#"trap '' TERM
+        echo READY
+        i=0; while [ $i -lt 4000 ]; do echo "line $i of much that nobody asked for"; i=$((i+1)); done
+        touch "$(dirname $0)/past"
+        while :; do sleep 0.05; done"#;
+    let daemon = start(folder.path(), script).unwrap();
+    let before = Instant::now();
+    while !folder.path().join("past").exists() {
+        assert!(before.elapsed() < Duration::from_secs(10), "it blocks");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let pid = daemon.pid();
+    let before = Instant::now();
+    drop(daemon);
+    assert!(before.elapsed() < Duration::from_secs(10));
+    assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+}
