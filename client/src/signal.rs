@@ -1,4 +1,4 @@
-//! The eventfds a session waits on.
+//! What a session waits on, and rings: eventfds, and the pipe the daemon rings.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -39,8 +39,9 @@ pub(crate) fn ring(fd: impl AsFd) {
     while let Err(rustix::io::Errno::INTR) = rustix::io::write(&fd, &1u64.to_ne_bytes()) {}
 }
 
-/// Empties an eventfd that poll said is readable.
+/// Empties an eventfd, or a pipe that is used as one, that poll said is readable. What is left of a very full pipe only
+/// ends one more wait for nothing.
 pub(crate) fn hush(fd: impl AsFd) {
-    let mut count = [0; 8];
+    let mut count = [0; 4096];
     while let Err(rustix::io::Errno::INTR) = rustix::io::read(&fd, &mut count) {}
 }
