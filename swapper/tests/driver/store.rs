@@ -1,0 +1,268 @@
+//! With a private daemon: the program `offloadd`, built into the same target folder.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use swapper::private::{PrivateDaemon, PrivateSettings};
+use swapper::{
+    Backing, Durability, Schedule, Staging, StoreSettings, Swapper, SwapperError, SwapperSettings,
+    TileError,
+};
+
+use crate::toy;
+
+const DEVICE_BYTES: u64 = 16 << 20;
+
+fn devices(folder: &Path) -> Vec<PathBuf> {
+    vec![folder.join("a.tiles"), folder.join("b.tiles")]
+}
+
+fn start(folder: &Path) -> PrivateDaemon {
+    PrivateDaemon::start(PrivateSettings {
+        program: None,
+        folder: folder.join("daemon"),
+        devices: devices(folder)
+            .into_iter()
+            .map(|path| (path, DEVICE_BYTES))
+            .collect(),
+        arena_bytes_max: 64 << 20,
+        engine: "auto".into(),
+    })
+    .unwrap_or_else(|e| panic!("no private daemon (`cargo build -p offloadd` makes it): {e}"))
+}
+
+fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
+    toy::settings(Backing::Store(StoreSettings {
+        socket: daemon.socket().to_path_buf(),
+        job: job.into(),
+        durability: Durability::Committed,
+    }))
+}
+
+#[test]
+fn wherever_tiles_live_the_bytes_are_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let expected = toy::reference(3);
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        for (share, commit_every) in [(0.0, 1), (0.5, 2), (1.0, 0)] {
+            let job = format!("{schedule:?}-{commit_every}");
+            let settings = SwapperSettings {
+                schedule,
+                param_share: share,
+                state_share: share,
+                commit_every,
+                ..settings(&daemon, &job)
+            };
+            let (mut swapper, opened, step) = toy::open(&settings).unwrap();
+            assert_eq!((step, opened.devices.len()), (0, 2));
+            let mut moved = (0, 0);
+            for step in 1..=3 {
+                let io = toy::train_step(&mut swapper, step).unwrap();
+                moved = (moved.0 + io.read_bytes, moved.1 + io.written_bytes);
+            }
+            let found = toy::contents(&mut swapper).unwrap();
+            toy::assert_same(&found, &expected, &job);
+            assert_eq!(moved.0 > 0, share < 1.0, "{job} read {} bytes", moved.0);
+            swapper.close().unwrap();
+
+            // Another life, all tiles elsewhere, the other schedule.
+            let settings = SwapperSettings {
+                schedule: Schedule::Deferred,
+                param_share: 1.0 - share,
+                staging: Staging::Slots { param: 2, state: 5 },
+                ..settings
+            };
+            let (mut swapper, _, step) = toy::open(&settings).unwrap();
+            assert_eq!(step, 3, "{job} resumes at its last step");
+            let found = toy::contents(&mut swapper).unwrap();
+            toy::assert_same(&found, &expected, &job);
+        }
+    }
+}
+
+#[test]
+fn a_step_at_once_moves_what_the_formula_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let settings = SwapperSettings {
+        schedule: Schedule::AtOnce,
+        ..settings(&daemon, "bytes")
+    };
+    let bytes = settings.step_bytes().unwrap();
+    let slot_bytes = settings.plan().unwrap().param_slot_bytes;
+    let (mut swapper, ..) = toy::open(&settings).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    for step in 2..=4 {
+        let io = toy::train_step(&mut swapper, step).unwrap();
+        assert_eq!(io.written_bytes as f64, bytes.written_bytes, "step {step}");
+        // Read ahead for the next step and kept from the one before: at most the staging slots, either way.
+        let kept = bytes.read_bytes() - io.read_bytes as f64;
+        let most = (3 * slot_bytes * 3) as f64;
+        assert!(
+            (-most..=most).contains(&kept),
+            "step {step}: {kept} bytes less"
+        );
+        assert_eq!(io.generation, step + 1, "filled tiles are generation 1");
+    }
+}
+
+#[test]
+fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = start(folder.path());
+    let mut step = 0;
+    for kill in 0..5u64 {
+        let settings = SwapperSettings {
+            schedule: [Schedule::Deferred, Schedule::AtOnce][kill as usize % 2],
+            ..settings(&daemon, "killed")
+        };
+        let (mut swapper, ..) = toy::open(&settings).unwrap();
+        let pid = daemon.pid().to_string();
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(10 + 23 * kill));
+            let killed = Command::new("kill").args(["-9", &pid]).status();
+            assert!(killed.unwrap().success());
+            Instant::now()
+        });
+        let mut acknowledged = step;
+        let failed = loop {
+            match toy::train_step(&mut swapper, step + 1) {
+                Ok(io) => {
+                    step += 1;
+                    // Generation 1 is what was filled, and every step commits.
+                    acknowledged = acknowledged.max(io.generation - 1);
+                }
+                Err(error) => break error,
+            }
+        };
+        let waited = killer.join().unwrap().elapsed();
+        assert!(waited < Duration::from_secs(5), "{waited:?} for {failed}");
+        assert!(matches!(failed, SwapperError::Client { .. }), "{failed}");
+        drop(swapper);
+        drop(daemon);
+
+        daemon = start(folder.path());
+        let (mut swapper, _, resumed) = toy::open(&self::settings(&daemon, "killed")).unwrap();
+        // A step may be committed whose acknowledgement, or whose last call, did not come through.
+        assert!(
+            (acknowledged..=step + 1).contains(&resumed),
+            "step {step} was finished, {acknowledged} acknowledged, {resumed} came back"
+        );
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(resumed), "after kill -9");
+        swapper.close().unwrap();
+        step = resumed;
+    }
+}
+
+#[test]
+fn another_layout_is_refused_in_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let first = settings(&daemon, "layout");
+    let (swapper, ..) = toy::open(&first).unwrap();
+    swapper.close().unwrap();
+    let described = SwapperSettings {
+        layout: b"another model".to_vec(),
+        ..first.clone()
+    };
+    let cut = SwapperSettings {
+        tile_elems: 4096,
+        ..first
+    };
+    for (other, words) in [(described, "layout description"), (cut, "tile_elems")] {
+        match Swapper::open(other, toy::update) {
+            Err(SwapperError::LayoutChanged { what, .. }) => {
+                assert!(what.contains(words), "{what}")
+            }
+            Err(other) => panic!("{other}"),
+            Ok(_) => panic!("another layout was accepted"),
+        }
+    }
+}
+
+#[test]
+fn a_damaged_tile_is_named_and_never_handed_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let (mut swapper, ..) = toy::open(&settings(&daemon, "damaged")).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    swapper.drain().unwrap();
+    swapper.close().unwrap();
+    drop(daemon);
+
+    // The second device holds tiles and nothing else after its first MiB: one flipped byte in each block.
+    let device = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&devices(folder.path())[1])
+        .unwrap();
+    let mut byte = [0];
+    for offset in ((1 << 20)..DEVICE_BYTES).step_by(4096) {
+        device.read_exact_at(&mut byte, offset + 77).unwrap();
+        device.write_all_at(&[byte[0] ^ 4], offset + 77).unwrap();
+    }
+    drop(device);
+
+    let daemon = start(folder.path());
+    let (mut swapper, _, step) = toy::open(&settings(&daemon, "damaged")).unwrap();
+    assert_eq!(step, 1);
+    let expected = toy::reference(1);
+    let mut seen = 0;
+    let error = swapper
+        .visit(&mut |range, param, state| {
+            let (of, expected_param, expected_state) = &expected[seen];
+            assert!(of == range && expected_param == param && expected_state == state);
+            seen += 1;
+        })
+        .unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            SwapperError::Tile {
+                doing: "reading",
+                source: TileError::Damaged { device, .. },
+                ..
+            } if device.ends_with("b.tiles")
+        ),
+        "{error}"
+    );
+    assert!(matches!(swapper.drain(), Err(SwapperError::Stopped)));
+}
+
+#[test]
+fn a_swapper_dropped_like_a_crash_loses_what_was_not_committed_and_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let settings = SwapperSettings {
+        commit_every: 2,
+        ..settings(&daemon, "dropped")
+    };
+    let (mut swapper, ..) = toy::open(&settings).unwrap();
+    for step in 1..=3 {
+        toy::train_step(&mut swapper, step).unwrap();
+    }
+    drop(swapper);
+    let (mut swapper, _, resumed) = reopen(&settings);
+    assert!(
+        resumed == 0 || resumed == 2,
+        "step {resumed} was never to be committed"
+    );
+    let found = toy::contents(&mut swapper).unwrap();
+    toy::assert_same(&found, &toy::reference(resumed), "after a drop");
+}
+
+/// A session that was dropped ends when its I/O has: until then its rank is busy.
+fn reopen(settings: &SwapperSettings) -> (Swapper<u64>, swapper::Opened, u64) {
+    let since = Instant::now();
+    loop {
+        match toy::open(settings) {
+            Ok(opened) => return opened,
+            Err(error) if since.elapsed() > Duration::from_secs(2) => panic!("{error}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! A toy model over real tiles, and what its training must come to, computed on plain vectors.
+
+use std::ops::Range;
+
+use swapper::{
+    Backing, Op, Opened, Schedule, Staging, StepIo, StepProgram, Swapper, SwapperError,
+    SwapperSettings, TileBytes, TileRange, UnitShape,
+};
+
+/// Several tiles a unit, odd ends, one unit of a single tile.
+pub(crate) const UNITS: [u64; 4] = [70_000, 20_001, 4096, 33_333];
+
+pub(crate) const TILE_ELEMS: u64 = 8192;
+
+const TILE_BYTES: TileBytes = TileBytes {
+    param_bytes_per_elem: 2,
+    grad_bytes_per_elem: 2,
+    state_tile_bytes: |elems| elems * 10 + 64,
+};
+
+pub(crate) fn settings(backing: Backing) -> SwapperSettings {
+    SwapperSettings {
+        units: UNITS.map(|elems| UnitShape { elems }).to_vec(),
+        tile_bytes: TILE_BYTES,
+        tile_elems: TILE_ELEMS,
+        param_share: 0.0,
+        state_share: 0.0,
+        staging: Staging::Slots { param: 3, state: 2 },
+        schedule: Schedule::Deferred,
+        commit_every: 1,
+        iodepth: 8,
+        backing,
+        layout: b"toy".to_vec(),
+        rank: 0,
+        ranks: 1,
+    }
+}
+
+fn mix(a: u64, b: u64) -> u64 {
+    let z = (a ^ b.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z ^ (z >> 29)
+}
+
+pub(crate) fn fill(range: &TileRange, param: &mut [u8], state: &mut [u8]) {
+    assert!(param.iter().chain(&*state).all(|&byte| byte == 0));
+    for (i, byte) in param.iter_mut().enumerate() {
+        *byte = mix(range.unit as u64, range.elems.start * 2 + i as u64) as u8;
+    }
+    for (i, byte) in state.iter_mut().enumerate() {
+        *byte = mix(range.elems.start, i as u64) as u8;
+    }
+}
+
+fn gradient(step: u64, elems: &Range<u64>, param: &[u8], grad: &mut [u8]) {
+    for (i, (grad, param)) in grad.iter_mut().zip(param).enumerate() {
+        *grad = mix(step ^ elems.start, i as u64 ^ u64::from(*param) << 32) as u8;
+    }
+}
+
+/// The optimizer: everything depends on everything it gets.
+pub(crate) fn update(
+    range: &TileRange,
+    param: &mut [u8],
+    state: &mut [u8],
+    grad: &[u8],
+    step: &u64,
+) {
+    let of_grad = grad
+        .iter()
+        .fold(*step, |hash, &byte| mix(hash, byte.into()));
+    for (i, byte) in state.iter_mut().enumerate() {
+        *byte = byte.wrapping_add(mix(of_grad, i as u64 ^ range.elems.start) as u8);
+    }
+    let of_state = state.iter().fold(0, |hash, &byte| mix(hash, byte.into()));
+    for (i, byte) in param.iter_mut().enumerate() {
+        *byte = byte
+            .wrapping_mul(5)
+            .wrapping_add(mix(of_state, i as u64) as u8);
+    }
+}
+
+/// All tiles: range, param, state.
+pub(crate) type Contents = Vec<(TileRange, Vec<u8>, Vec<u8>)>;
+
+/// Trains `steps` steps without any swapper.
+pub(crate) fn reference(steps: u64) -> Contents {
+    let layout = swapper::Layout::new(
+        &settings(Backing::Memory).units,
+        TILE_BYTES,
+        TILE_ELEMS,
+        0,
+        1,
+    )
+    .unwrap();
+    let mut all: Contents = layout
+        .ranges()
+        .iter()
+        .map(|range| {
+            let elems = (range.elems.end - range.elems.start) as usize;
+            let (mut param, mut state) = (vec![0; elems * 2], vec![0; elems * 10 + 64]);
+            fill(range, &mut param, &mut state);
+            (range.clone(), param, state)
+        })
+        .collect();
+    for step in 1..=steps {
+        for (range, param, state) in &mut all {
+            let mut grad = vec![0; param.len()];
+            gradient(step, &range.elems, param, &mut grad);
+            update(range, param, state, &grad, &step);
+        }
+    }
+    all
+}
+
+/// Opens, fills where nothing was committed, and says at which step it is.
+pub(crate) fn open(
+    settings: &SwapperSettings,
+) -> Result<(Swapper<u64>, Opened, u64), SwapperError> {
+    let (mut swapper, opened) = Swapper::open(settings.clone(), update)?;
+    let step = match &opened.resumed {
+        Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),
+        None => {
+            swapper.initialize(&mut fill, blob(0))?;
+            0
+        }
+    };
+    Ok((swapper, opened, step))
+}
+
+pub(crate) fn blob(step: u64) -> Vec<u8> {
+    step.to_le_bytes().to_vec()
+}
+
+/// One step: a forward pass, a backward pass, and its end.
+pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo, SwapperError> {
+    let program = StepProgram::training(UNITS.len());
+    swapper.begin_step(program.clone())?;
+    let mut params: Vec<Vec<(Range<u64>, Vec<u8>)>> = vec![Vec::new(); UNITS.len()];
+    for &op in program.ops() {
+        match op {
+            Op::Gather { unit } => {
+                let mut taken = Vec::new();
+                swapper.gather(unit, &mut |elems, bytes| {
+                    taken.push((elems, bytes.to_vec()))
+                })?;
+                let before = std::mem::replace(&mut params[unit], taken);
+                assert!(
+                    before.is_empty() || before == params[unit],
+                    "backward sees other parameters than forward"
+                );
+            }
+            Op::Scatter { unit } => {
+                let mut params = params[unit].iter();
+                swapper.scatter(unit, &mut |elems, grad| {
+                    let (of, param) = params.next().unwrap();
+                    assert_eq!(*of, elems);
+                    gradient(step, &elems, param, grad);
+                })?;
+            }
+            other => unreachable!("{other:?} in a trainer's program"),
+        }
+    }
+    swapper.finish_step(step, blob(step))
+}
+
+pub(crate) fn contents(swapper: &mut Swapper<u64>) -> Result<Contents, SwapperError> {
+    let mut all = Contents::new();
+    swapper.visit(&mut |range, param, state| {
+        all.push((range.clone(), param.to_vec(), state.to_vec()));
+    })?;
+    Ok(all)
+}
+
+/// Not `assert_eq`, which would print megabytes.
+pub(crate) fn assert_same(found: &Contents, expected: &Contents, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: number of ranges");
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.0, expected.0, "{what}");
+        assert!(found.1 == expected.1, "{what}: param of {:?}", found.0);
+        assert!(found.2 == expected.2, "{what}: state of {:?}", found.0);
+    }
+}
