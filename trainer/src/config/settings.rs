@@ -97,6 +97,7 @@ pub struct OptimizerSettings {
 
 /// How the learning rate goes over the steps; `schedule.rs` has the formulas.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum LrSchedule {
     /// The optimizer's, always.
     Constant { lr: f64 },
@@ -149,6 +150,7 @@ pub struct TrainSettings {
 
 /// Where something lives between uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Tier {
     /// With the processor that computes: host memory on a machine without a GPU.
     None,
@@ -210,6 +212,7 @@ impl Share {
 
 /// When a step's update runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Schedule {
     /// After backward, before the next step.
     AtOnce,
@@ -219,6 +222,7 @@ pub enum Schedule {
 
 /// What a crash may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Durability {
     /// Nothing that was committed: two extents a tile.
     Full,

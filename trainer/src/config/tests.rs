@@ -143,9 +143,9 @@ fn values_out_of_range_name_their_key() {
             "train.stop_after: 101: must be 1 to 100",
         ),
         (
-            "train.seq_len",
-            json!(4096),
-            "train.seq_len: 4096 is beyond",
+            "model.max_position_embeddings",
+            json!(16),
+            "train.seq_len: 32 is beyond model.max_position_embeddings = 16",
         ),
         ("train.eval_every", json!(5), "set data.holdout_share"),
         (

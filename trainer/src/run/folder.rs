@@ -17,8 +17,6 @@ pub struct RunDescription {
     pub layout: Value,
     /// Where the state is kept between starts.
     pub store: String,
-    /// What a crash may cost, for runs with a store.
-    pub durability: Option<Value>,
 }
 
 /// Why a run folder cannot be used.
@@ -305,7 +303,6 @@ mod tests {
         let with = |hidden: u64| RunDescription {
             layout: json!({"model": {"hidden_size": hidden}}),
             store: "in the run folder".into(),
-            durability: None,
         };
         let check = |hidden| RunFolder::check(folder.path(), &with(hidden));
         assert!(!check(64).unwrap());

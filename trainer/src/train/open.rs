@@ -9,7 +9,7 @@ use swapper::{Backing, Daemon, Swapper, TileRange};
 
 use super::TrainError;
 use super::update::Update;
-use crate::config::RunSettings;
+use crate::config::{Durability, RunSettings};
 use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::Plan;
@@ -301,23 +301,20 @@ fn resume(
 /// What a run is for its whole life.
 fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
-    let store = match (&settings.offload.socket, settings.placement.has_store()) {
-        (_, false) => "in the run folder".into(),
-        (Some(_), true) => "with the daemon of offload.socket".into(),
+    let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
+        (_, false) => "in the run folder".to_owned(),
+        (Some(_), true) => "with the daemon of offload.socket".to_owned(),
         (None, true) => {
-            let folders: Vec<String> = settings
-                .placement
-                .nvme_paths
-                .iter()
+            let folders = settings.placement.nvme_paths.iter();
+            let folders: Vec<String> = folders
                 .map(|path| resolved(path).display().to_string())
                 .collect();
             format!("in {}", folders.join(", "))
         }
     };
-    let durability = settings
-        .placement
-        .has_store()
-        .then(|| lines["offload"]["durability"].clone());
+    if settings.placement.has_store() && settings.offload.durability == Durability::None {
+        store += ", written in place";
+    }
     RunDescription {
         layout: json!({
             "version": LAYOUT_VERSION,
@@ -326,7 +323,6 @@ fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
             "tile_elems": plan.swapper.tile_elems,
         }),
         store,
-        durability,
     }
 }
 

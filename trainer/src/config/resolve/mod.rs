@@ -1,0 +1,305 @@
+//! Checks values against their ranges and against each other, and fills in what the run file leaves open.
+
+mod batch;
+mod optimizer;
+mod placement;
+
+use std::path::PathBuf;
+
+use super::toml::{ConfigToml, ModelToml};
+use super::{
+    DataSettings, Durability, OffloadSettings, Placement, RunSettings, Schedule, SettingsError,
+    Share, TrainSettings,
+};
+use crate::compute::Dtype;
+use crate::data::VOCAB_SIZE;
+use crate::model::LlamaConfig;
+
+/// Tokens of a window beyond this are a typing error, not a model.
+const SEQ_LEN_MAX: u64 = 1 << 20;
+const THREADS_MAX: u64 = 1024;
+const IODEPTH_MAX: u64 = 1024;
+/// What several drives need to be busy with tiles of megabytes; the daemon may grant less.
+const IODEPTH_DEFAULT: u64 = 32;
+
+pub(super) fn resolve(
+    config: ConfigToml,
+    name: &str,
+    mut notes: Vec<String>,
+) -> Result<RunSettings, SettingsError> {
+    let ConfigToml {
+        bf16,
+        optimizer,
+        scheduler,
+        zero_optimization,
+        model,
+        data,
+        train,
+        offload,
+        ..
+    } = &config;
+    let steps = required(
+        "train.steps",
+        train.steps,
+        "say how many optimizer steps the run has",
+    )?;
+    let seq_len = required(
+        "train.seq_len",
+        train.seq_len,
+        "say how many tokens a window has",
+    )?;
+    at_least("train.steps", steps, 1)?;
+    within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
+    let batch = batch::batch(&config, seq_len)?;
+    let optimizer = optimizer::optimizer(optimizer)?;
+    let lr = optimizer::scheduler(scheduler, optimizer.lr, steps, &mut notes)?;
+    let placement = placement::placement(
+        zero_optimization,
+        offload.resident_share,
+        offload.socket.is_some(),
+        &mut notes,
+    )?;
+    let model = resolve_model(model, seq_len)?;
+
+    let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
+    not_negative("gradient_clipping", gradient_clipping)?;
+    let holdout_share = share("data.holdout_share", data.holdout_share.unwrap_or(0.0))?;
+    let files = data.files.clone().unwrap_or_default();
+    if files.is_empty() {
+        return Err(SettingsError::Missing {
+            key: "data.files",
+            message: "name text files or folders of them",
+        });
+    }
+
+    let stop_after = train.stop_after.unwrap_or(steps);
+    within("train.stop_after", stop_after, 1, steps)?;
+    let eval_every = train.eval_every.unwrap_or(0);
+    if eval_every > 0 && holdout_share.get() == 0.0 {
+        return Err(value(
+            "train.eval_every",
+            "evaluation needs a text of its own: set data.holdout_share, for example 0.05",
+        ));
+    }
+    let eval_batches = train.eval_batches.unwrap_or(4);
+    at_least("train.eval_batches", eval_batches, 1)?;
+    let log_every = train.log_every.unwrap_or(10);
+    at_least("train.log_every", log_every, 1)?;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    let threads = train.threads.unwrap_or(cores);
+    within("train.threads", threads, 1, THREADS_MAX)?;
+    if placement.has_store() && train.save_every.is_some() {
+        return Err(value(
+            "train.save_every",
+            "runs with a store commit instead: use offload.commit_every",
+        ));
+    }
+
+    Ok(RunSettings {
+        model,
+        dtype: if bf16.enabled.unwrap_or(false) {
+            Dtype::Bf16
+        } else {
+            Dtype::Fp32
+        },
+        batch,
+        gradient_clipping,
+        optimizer,
+        lr,
+        data: DataSettings {
+            files,
+            holdout_share,
+        },
+        train: TrainSettings {
+            steps,
+            stop_after,
+            seed: train.seed.unwrap_or(0),
+            eval_every,
+            eval_batches,
+            log_every,
+            save_every: train.save_every.unwrap_or(0),
+            run_folder: train
+                .run_folder
+                .clone()
+                .unwrap_or_else(|| PathBuf::from("runs").join(name)),
+            threads: threads as usize,
+        },
+        offload: resolve_offload(&config, &placement)?,
+        placement,
+        notes,
+    })
+}
+
+/// The model's own checks name Hugging Face's keys; they all lie in `[model]`.
+fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<LlamaConfig, SettingsError> {
+    let mut given = serde_json::to_value(model).expect("the settings are plain data");
+    let keys = given.as_object_mut().expect("a table");
+    keys.retain(|_, value| !value.is_null());
+    if keys.is_empty() {
+        return Err(SettingsError::Missing {
+            key: "model",
+            message: "describe the model with Hugging Face's keys",
+        });
+    }
+    if let (Some(heads), None) = (
+        keys.get("num_attention_heads").cloned(),
+        keys.get("num_key_value_heads"),
+    ) {
+        keys.insert("num_key_value_heads".into(), heads);
+    }
+    keys.entry("vocab_size").or_insert(VOCAB_SIZE.into());
+    keys.entry("max_position_embeddings")
+        .or_insert(seq_len.max(2048).into());
+    let model: LlamaConfig =
+        serde_json::from_value(given).map_err(|error| value("model", error.to_string()))?;
+    model
+        .validate()
+        .map_err(|error| value("model", error.to_string()))?;
+    if (model.vocab_size as u64) < VOCAB_SIZE {
+        return Err(value(
+            "model.vocab_size",
+            format!(
+                "{}: bytes are tokens, at least {VOCAB_SIZE}",
+                model.vocab_size
+            ),
+        ));
+    }
+    if seq_len > model.max_position_embeddings as u64 {
+        let most = model.max_position_embeddings;
+        return Err(value(
+            "train.seq_len",
+            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
+        ));
+    }
+    Ok(model)
+}
+
+fn resolve_offload(
+    config: &ConfigToml,
+    placement: &Placement,
+) -> Result<OffloadSettings, SettingsError> {
+    let offload = &config.offload;
+    let schedule = match offload.schedule.as_deref() {
+        None | Some("deferred") => Schedule::Deferred,
+        Some("at_once") => Schedule::AtOnce,
+        Some(other) => {
+            return Err(value(
+                "offload.schedule",
+                format!("\"{other}\": use \"deferred\" or \"at_once\""),
+            ));
+        }
+    };
+    let durability = match offload.durability.as_deref() {
+        None | Some("full") => Durability::Full,
+        Some("none") => Durability::None,
+        Some(other) => {
+            return Err(value(
+                "offload.durability",
+                format!("\"{other}\": use \"full\" or \"none\""),
+            ));
+        }
+    };
+    let engine = offload.engine.clone().unwrap_or_else(|| "auto".into());
+    if !["auto", "uring", "psync"].contains(&engine.as_str()) {
+        return Err(value(
+            "offload.engine",
+            format!("\"{engine}\": use \"auto\", \"uring\" or \"psync\""),
+        ));
+    }
+    if offload.engine.is_some() && offload.socket.is_some() {
+        return Err(value(
+            "offload.engine",
+            "belongs to the settings of the daemon behind offload.socket: leave it out",
+        ));
+    }
+    if !placement.has_store() {
+        for (key, given) in [
+            ("offload.engine", offload.engine.is_some()),
+            ("offload.durability", offload.durability.is_some()),
+            ("offload.commit_every", offload.commit_every.is_some()),
+        ] {
+            if given {
+                return Err(value(
+                    key,
+                    "nothing lives on nvme in this run: leave it out, or set a device to \"nvme\"",
+                ));
+            }
+        }
+    }
+    let tile_elems = offload.tile_elems;
+    if let Some(elems) = tile_elems
+        && (elems == 0 || elems % 4096 != 0 || elems > 1 << 28)
+    {
+        return Err(value(
+            "offload.tile_elems",
+            format!(
+                "{elems}: must be a multiple of 4096, at most {}",
+                1u64 << 28
+            ),
+        ));
+    }
+    let staging_bytes = match &offload.staging_bytes {
+        None => None,
+        Some(count) => Some(count.bytes().filter(|bytes| *bytes > 0).ok_or_else(|| {
+            value(
+                "offload.staging_bytes",
+                "expected a number of bytes, as 67108864 or \"64MiB\"",
+            )
+        })?),
+    };
+    let iodepth = offload.iodepth.unwrap_or(IODEPTH_DEFAULT);
+    within("offload.iodepth", iodepth, 1, IODEPTH_MAX)?;
+    Ok(OffloadSettings {
+        socket: offload.socket.clone(),
+        schedule,
+        commit_every: offload.commit_every.unwrap_or(1),
+        tile_elems,
+        staging_bytes,
+        iodepth: iodepth as u32,
+        durability,
+        engine,
+    })
+}
+
+fn required(
+    key: &'static str,
+    number: Option<u64>,
+    message: &'static str,
+) -> Result<u64, SettingsError> {
+    number.ok_or(SettingsError::Missing { key, message })
+}
+
+fn at_least(key: &'static str, number: u64, least: u64) -> Result<(), SettingsError> {
+    if number >= least {
+        Ok(())
+    } else {
+        Err(value(key, format!("{number}: must be at least {least}")))
+    }
+}
+
+fn within(key: &'static str, number: u64, least: u64, most: u64) -> Result<(), SettingsError> {
+    if (least..=most).contains(&number) {
+        Ok(())
+    } else {
+        Err(value(key, format!("{number}: must be {least} to {most}")))
+    }
+}
+
+fn not_negative(key: &'static str, number: f64) -> Result<(), SettingsError> {
+    if number.is_finite() && number >= 0.0 {
+        Ok(())
+    } else {
+        Err(value(key, format!("{number}: must not be negative")))
+    }
+}
+
+fn share(key: &'static str, number: f64) -> Result<Share, SettingsError> {
+    Share::new(number).ok_or_else(|| value(key, format!("{number}: must be 0 to 1")))
+}
+
+fn value(key: &'static str, message: impl Into<String>) -> SettingsError {
+    SettingsError::Value {
+        key,
+        message: message.into(),
+    }
+}

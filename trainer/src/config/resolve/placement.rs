@@ -1,0 +1,122 @@
+//! Where parameters and optimizer live: DeepSpeed's stage and offload tables, and how they may go together.
+
+use super::{share, value};
+use crate::config::toml::ZeroToml;
+use crate::config::{Placement, SettingsError, Share, Tier};
+
+pub(super) fn placement(
+    zero: &ZeroToml,
+    resident_share: Option<f64>,
+    has_socket: bool,
+    notes: &mut Vec<String>,
+) -> Result<Placement, SettingsError> {
+    const PARAM: &str = "zero_optimization.offload_param.device";
+    const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
+    let param = tier(PARAM, zero.offload_param.device.as_deref())?;
+    let optimizer = tier(OPTIMIZER, zero.offload_optimizer.device.as_deref())?;
+    let has_store = param == Tier::Nvme || optimizer == Tier::Nvme;
+    // Left out, it is the one stage there is. DeepSpeed's default of 0 would contradict every offload below.
+    let stage = zero.stage.unwrap_or(3);
+    if stage > 3 {
+        return Err(value(
+            "zero_optimization.stage",
+            format!("{stage}: there are stages 0 to 3"),
+        ));
+    }
+    if stage < 3 && (has_store || param != Tier::None) {
+        return Err(value(
+            "zero_optimization.stage",
+            format!(
+                "{stage} cannot keep parameters in host memory or anything on nvme: set stage = 3, or devices none and cpu"
+            ),
+        ));
+    }
+    if stage < 3 {
+        notes.push(format!(
+            "zero_optimization.stage {stage}: one process shards nothing, it runs as stage 3 does"
+        ));
+    }
+    if param == Tier::Nvme && optimizer == Tier::None {
+        return Err(value(
+            OPTIMIZER,
+            "\"none\" beside parameters on nvme: the optimizer's state is five times as large, set it to \"nvme\" or \"cpu\"",
+        ));
+    }
+    let mut nvme_paths = Vec::new();
+    for (key, device, path) in [
+        (
+            "zero_optimization.offload_param.nvme_path",
+            param,
+            &zero.offload_param.nvme_path,
+        ),
+        (
+            "zero_optimization.offload_optimizer.nvme_path",
+            optimizer,
+            &zero.offload_optimizer.nvme_path,
+        ),
+    ] {
+        match (device, path) {
+            (Tier::Nvme, Some(paths)) => {
+                let paths = paths.list();
+                if paths.is_empty() || paths.iter().any(|path| path.as_os_str().is_empty()) {
+                    return Err(value(key, "names no folder"));
+                }
+                for path in paths {
+                    if !nvme_paths.contains(&path) {
+                        nvme_paths.push(path);
+                    }
+                }
+            }
+            (Tier::Nvme, None) if !has_socket => {
+                return Err(SettingsError::Missing {
+                    key,
+                    message: "device is \"nvme\": name a folder on the drive, or the socket of a running offloadd in offload.socket",
+                });
+            }
+            (Tier::None | Tier::Cpu, Some(_)) => notes.push(format!(
+                "{key} has no effect: device is \"{}\"",
+                device.word()
+            )),
+            _ => {}
+        }
+    }
+    if has_socket && !has_store {
+        return Err(value(
+            "offload.socket",
+            "nothing lives on nvme in this run: leave the socket out, or set a device to \"nvme\"",
+        ));
+    }
+    if resident_share.is_some() && !has_store {
+        return Err(value(
+            "offload.resident_share",
+            "everything is in host memory already: leave it out, or set a device to \"nvme\"",
+        ));
+    }
+    let share = share("offload.resident_share", resident_share.unwrap_or(0.0))?;
+    let of = |tier| {
+        if tier == Tier::Nvme {
+            share
+        } else {
+            Share::ALL
+        }
+    };
+    Ok(Placement {
+        param,
+        optimizer,
+        nvme_paths,
+        param_share: of(param),
+        state_share: of(optimizer),
+    })
+}
+
+fn tier(key: &'static str, word: Option<&str>) -> Result<Tier, SettingsError> {
+    match word.unwrap_or("none") {
+        "none" => Ok(Tier::None),
+        "cpu" => Ok(Tier::Cpu),
+        "nvme" => Ok(Tier::Nvme),
+        other => Err(value(
+            key,
+            format!("\"{other}\": use \"none\", \"cpu\" or \"nvme\""),
+        )),
+    }
+}

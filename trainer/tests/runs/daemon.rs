@@ -1,0 +1,95 @@
+//! An `offloadd` that serves a store in a lab, for runs through a socket.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::lab::{Lab, succeed};
+
+/// Starting reads a few blocks; a loaded machine takes its time.
+const START_WAIT: Duration = Duration::from_secs(20);
+
+/// A daemon that ends with this value.
+pub(crate) struct Daemon {
+    child: Child,
+    socket: PathBuf,
+    /// Unix socket paths are short: 107 bytes.
+    _folder: TempDir,
+}
+
+impl Daemon {
+    /// Formats a store of 256 MiB in the lab and serves it.
+    pub(crate) fn start(lab: &Lab) -> Self {
+        let device = lab.path("shared.tiles");
+        let mut format = Command::new(program());
+        format.arg("format").arg(&device).args(["--size", "256MiB"]);
+        format.stdout(Stdio::piped()).stderr(Stdio::piped());
+        succeed(format);
+        let folder = tempfile::tempdir().expect("a folder for the socket");
+        let socket = folder.path().join("offloadd.sock");
+        let config = lab.path("offloadd.toml");
+        let text = format!(
+            "socket = \"{}\"\ndevices = [\"{}\"]\narena_bytes_max = \"512MiB\"\n",
+            socket.display(),
+            device.display()
+        );
+        std::fs::write(&config, text).expect("the daemon's settings are written");
+        let mut serve = Command::new(program());
+        serve
+            .arg("serve")
+            .arg("--config")
+            .arg(&config)
+            .stdin(Stdio::null());
+        let log = std::fs::File::create(lab.path("offloadd.log")).expect("a log");
+        serve
+            .stdout(log.try_clone().expect("the log again"))
+            .stderr(log);
+        let mut child = serve.spawn().expect("offloadd starts");
+        let deadline = Instant::now() + START_WAIT;
+        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
+            let log = || std::fs::read_to_string(lab.path("offloadd.log")).unwrap_or_default();
+            assert!(
+                child.try_wait().expect("it can be asked").is_none(),
+                "offloadd ended: {}",
+                log()
+            );
+            assert!(
+                Instant::now() < deadline,
+                "offloadd does not listen: {}",
+                log()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Self {
+            child,
+            socket,
+            _folder: folder,
+        }
+    }
+
+    /// The settings that lead a run to it.
+    pub(crate) fn socket(&self) -> Vec<String> {
+        vec![format!("offload.socket={}", self.socket.display())]
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended by itself; a test that cares has looked.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `offloadd` beside the trainer under test.
+pub(crate) fn program() -> PathBuf {
+    let program = Path::new(env!("CARGO_BIN_EXE_trainer")).with_file_name("offloadd");
+    assert!(
+        program.is_file(),
+        "{} is missing: build it first (cargo build -p offloadd)",
+        program.display()
+    );
+    program
+}

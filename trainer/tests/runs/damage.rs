@@ -1,0 +1,108 @@
+//! A store that was damaged between two starts: training stops and names what is damaged; it never goes on with wrong weights.
+//!
+//! What could go wrong: flipped bytes of a tile are trained with; a damaged superblock or manifest is taken for an empty
+//! store and overwritten; the message says nothing that leads to the drive. The file is damaged as a drive would do it.
+
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use crate::lab::{Lab, Run};
+
+/// The store's data area begins here; before it lie superblocks and catalog.
+const DATA_OFFSET: u64 = 1 << 20;
+
+/// A run of three steps on a private store, and the store's file.
+fn trained(lab: &Lab) -> (Run, PathBuf) {
+    let run = lab.run("run", &["train.stop_after=3"]).with(&lab.nvme());
+    run.train();
+    let files = lab.store_files();
+    assert_eq!(files.len(), 1, "{files:?}");
+    (
+        lab.run("run", &[]).with(&lab.nvme()),
+        files.into_iter().next().expect("one"),
+    )
+}
+
+fn flip(file: &PathBuf, offset: u64) {
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(file)
+        .expect("the store's file");
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).expect("a byte");
+    file.write_all_at(&[byte[0] ^ 0x40], offset)
+        .expect("another byte");
+}
+
+#[test]
+fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
+    let lab = Lab::new();
+    let (run, file) = trained(&lab);
+    // One byte in every block of the data area that is not zero: whichever extent is current, it is damaged.
+    let content = std::fs::read(&file).expect("the store");
+    let mut flipped = 0;
+    let tiles: Vec<u64> = tile_blocks(&content);
+    for offset in tiles {
+        flip(&file, offset);
+        flipped += 1;
+    }
+    assert!(flipped > 0);
+    let text = run.refused();
+    for part in [
+        file.file_name().unwrap().to_str().unwrap(),
+        "damaged",
+        "offset",
+        "unit",
+        "expected",
+        "found",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert_eq!(run.metrics().len(), 3, "no step was made of damaged tiles");
+}
+
+/// Offsets of full blocks that look like fp32 weights or moments: no text of the store's own records.
+fn tile_blocks(content: &[u8]) -> Vec<u64> {
+    let data = &content[DATA_OFFSET as usize..];
+    let full = |block: &[u8]| block.iter().filter(|byte| **byte == 0).count() < 512;
+    data.chunks_exact(4096)
+        .enumerate()
+        .filter(|(_, block)| full(block))
+        .map(|(block, _)| DATA_OFFSET + block as u64 * 4096 + 2048)
+        .collect()
+}
+
+#[test]
+fn one_damaged_superblock_is_survived_and_two_are_named() {
+    let lab = Lab::new();
+    let (run, file) = trained(&lab);
+    let digest = run.digest();
+    flip(&file, 20);
+    assert_eq!(run.digest(), digest, "the second copy serves");
+    flip(&file, (64 << 10) + 20);
+    let text = run.refused();
+    assert!(
+        text.contains(file.file_name().unwrap().to_str().unwrap()),
+        "{text}"
+    );
+    assert_eq!(run.metrics().len(), 3);
+}
+
+#[test]
+fn a_lost_store_is_not_taken_for_a_new_run() {
+    let lab = Lab::new();
+    let (run, file) = trained(&lab);
+    std::fs::remove_file(&file).expect("removed");
+    let text = run.refused();
+    assert!(
+        text.contains("has metrics of a run, but its store has no such job")
+            && text.contains("--fresh"),
+        "{text}"
+    );
+    assert_eq!(run.metrics().len(), 3);
+    let mut fresh = run.command("train");
+    fresh.arg("--fresh");
+    crate::lab::succeed(fresh);
+    assert_eq!(run.metrics().len(), 6);
+}

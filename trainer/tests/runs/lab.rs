@@ -1,0 +1,248 @@
+//! Runs of the built `trainer` for tests: a tiny model, a text of its own, run files as a person would write them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// No run of a test takes longer than this; one that hangs must not hang the tests.
+const RUN_WAIT: Duration = Duration::from_secs(60);
+
+/// A folder with a text, in which runs and stores are made.
+pub(crate) struct Lab {
+    folder: TempDir,
+}
+
+/// A run file and the settings laid over it.
+pub(crate) struct Run {
+    pub(crate) folder: PathBuf,
+    file: PathBuf,
+    sets: Vec<String>,
+}
+
+impl Lab {
+    /// On the drive that holds the target folder, so that direct I/O is as real as it gets.
+    pub(crate) fn new() -> Self {
+        let folder =
+            tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for the test");
+        let lab = Self { folder };
+        std::fs::write(lab.path("text"), text(20_000)).expect("the text is written");
+        std::fs::create_dir(lab.path("drive")).expect("a folder for the store");
+        lab
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A run named `name` with `sets` laid over the tiny run file.
+    pub(crate) fn run(&self, name: &str, sets: &[&str]) -> Run {
+        let file = self.path(&format!("{name}.toml"));
+        let folder = self.path(&format!("runs/{name}"));
+        std::fs::write(&file, run_file(&self.path("text"), &folder))
+            .expect("the run file is written");
+        Run {
+            folder,
+            file,
+            sets: sets.iter().map(|set| (*set).to_owned()).collect(),
+        }
+    }
+
+    /// A run whose settings are all in `settings`, as JSON.
+    pub(crate) fn run_of_json(&self, name: &str, settings: &Value) -> Run {
+        let file = self.path(&format!("{name}.json"));
+        std::fs::write(&file, settings.to_string()).expect("the run file is written");
+        let folder = settings["train"]["run_folder"]
+            .as_str()
+            .expect("a run folder")
+            .into();
+        Run {
+            folder,
+            file,
+            sets: Vec::new(),
+        }
+    }
+
+    /// The settings that keep parameters and optimizer in a private store of this lab.
+    pub(crate) fn nvme(&self) -> Vec<String> {
+        let drive = self.path("drive");
+        ["param", "optimizer"]
+            .iter()
+            .map(|what| {
+                let drive = drive.display();
+                format!("zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = \"{drive}\"}}")
+            })
+            .collect()
+    }
+
+    /// The files of private stores in this lab.
+    pub(crate) fn store_files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.path("drive")).expect("the drive's folder");
+        entries
+            .map(|entry| entry.expect("an entry").path())
+            .collect()
+    }
+}
+
+impl Run {
+    pub(crate) fn with(mut self, sets: &[impl AsRef<str>]) -> Self {
+        self.sets
+            .extend(sets.iter().map(|set| set.as_ref().to_owned()));
+        self
+    }
+
+    pub(crate) fn command(&self, verb: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command
+            .arg(verb)
+            .arg(&self.file)
+            .env_remove("RUST_BACKTRACE")
+            .env_remove("RUST_LIB_BACKTRACE");
+        for set in &self.sets {
+            command.arg("--set").arg(set);
+        }
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// Trains, and expects it to end well. Answers what it printed.
+    pub(crate) fn train(&self) -> String {
+        succeed(self.command("train"))
+    }
+
+    /// Trains, and expects a refusal or failure. Answers what it said.
+    pub(crate) fn refused(&self) -> String {
+        fail(self.command("train"))
+    }
+
+    /// Fingerprints of what the run holds.
+    pub(crate) fn digest(&self) -> String {
+        succeed(self.command("digest"))
+    }
+
+    /// The lines of metrics.jsonl.
+    pub(crate) fn metrics(&self) -> Vec<Value> {
+        let path = self.folder.join("metrics.jsonl");
+        let text = std::fs::read_to_string(&path)
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        text.lines()
+            .map(|line| serde_json::from_str(line).expect("a line of JSON"))
+            .collect()
+    }
+
+    /// The bits of one number of every step.
+    pub(crate) fn bits(&self, key: &str) -> Vec<u64> {
+        self.metrics()
+            .iter()
+            .map(|line| {
+                line[key]
+                    .as_f64()
+                    .unwrap_or_else(|| panic!("{key} in {line}"))
+                    .to_bits()
+            })
+            .collect()
+    }
+}
+
+/// Runs to the end and answers stdout.
+pub(crate) fn succeed(command: Command) -> String {
+    let output = finish(spawn(command));
+    let (out, err) = words(&output);
+    assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
+    out
+}
+
+/// Runs to the end, which must be an error and not a panic, and answers stderr.
+pub(crate) fn fail(command: Command) -> String {
+    let output = finish(spawn(command));
+    let (out, err) = words(&output);
+    assert_eq!(
+        output.status.code(),
+        Some(1),
+        "an error was expected: {}\n{out}\n{err}",
+        output.status
+    );
+    err
+}
+
+pub(crate) fn spawn(mut command: Command) -> Child {
+    command
+        .spawn()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"))
+}
+
+/// Waits, with a bound: kills what hangs.
+pub(crate) fn finish(mut child: Child) -> Output {
+    // The tests' programs print little: nothing blocks on a full pipe.
+    let deadline = Instant::now() + RUN_WAIT;
+    while child.try_wait().expect("the child can be asked").is_none() {
+        if Instant::now() > deadline {
+            child.kill().expect("killed");
+            let output = child.wait_with_output().expect("its words");
+            panic!("it hung for {RUN_WAIT:?}: {:?}", words(&output));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().expect("its words")
+}
+
+fn words(output: &Output) -> (String, String) {
+    (
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    )
+}
+
+/// Sentences of a small vocabulary in an order that repeats nowhere, so that there is something to learn.
+pub(crate) fn text(bytes: usize) -> String {
+    const WORDS: [&str; 12] = [
+        "tile ", "unit ", "slot ", "moves ", "reads ", "keeps ", "the ", "a ", "drive ", "often ",
+        "never ", "well. ",
+    ];
+    let mut text = String::new();
+    let mut state = 1u64;
+    while text.len() < bytes {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        text += WORDS[(state >> 40) as usize % WORDS.len()];
+    }
+    text
+}
+
+fn run_file(text: &Path, folder: &Path) -> String {
+    format!(
+        r#"
+train_micro_batch_size_per_gpu = 2
+optimizer = {{ type = "AdamW", params = {{ lr = 3e-3, betas = [0.9, 0.95], weight_decay = 0.1 }} }}
+scheduler = {{ type = "WarmupDecayLR", params = {{ warmup_num_steps = 2, warmup_type = "linear" }} }}
+
+[model]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+
+[data]
+files = ["{}"]
+
+[train]
+steps = 6
+seq_len = 16
+seed = 7
+run_folder = "{}"
+threads = 1
+
+[offload]
+tile_elems = 4096
+"#,
+        text.display(),
+        folder.display()
+    )
+}

@@ -1,0 +1,11 @@
+//! Whole runs of the built `trainer`, and of `offloadd` beside it, as a user starts them. Each module's header says what
+//! could go wrong there and how it would be found.
+
+mod bits;
+mod daemon;
+mod damage;
+mod lab;
+mod memory;
+mod parity;
+mod resume;
+mod settings;

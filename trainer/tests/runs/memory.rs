@@ -1,0 +1,171 @@
+//! Runs without a store: they save into the run folder and go on from there.
+//!
+//! What could go wrong: a run that was stopped and continued differs from one that was not; a signal loses work; an
+//! evaluation changes the training; accumulation is not what it says. Found by comparing losses and fingerprints bit by bit.
+
+use std::time::Duration;
+
+use crate::lab::{Lab, finish, spawn};
+
+#[test]
+fn ten_steps_are_five_and_five_more() {
+    let lab = Lab::new();
+    for device in ["none", "cpu"] {
+        let zero = format!("zero_optimization.offload_optimizer.device={device}");
+        let sets = ["train.steps=10", &zero];
+        let whole = lab.run(&format!("whole-{device}"), &sets);
+        whole.train();
+        let parts = lab
+            .run(&format!("parts-{device}"), &sets)
+            .with(&["train.stop_after=5"]);
+        parts.train();
+        assert_eq!(parts.metrics().len(), 5);
+        let parts = lab.run(&format!("parts-{device}"), &sets);
+        assert!(parts.train().contains("resumed at step 5"));
+        assert_eq!(whole.bits("loss"), parts.bits("loss"));
+        assert_eq!(whole.bits("grad_norm"), parts.bits("grad_norm"));
+        assert_eq!(whole.digest(), parts.digest());
+    }
+}
+
+#[test]
+fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    run.train();
+    let (losses, digest) = (run.bits("loss"), run.digest());
+    assert!(run.train().contains("resumed at step 6"));
+    assert_eq!(
+        (run.bits("loss"), run.digest()),
+        (losses.clone(), digest.clone())
+    );
+    let mut again = run.command("train");
+    again.arg("--fresh");
+    assert!(crate::lab::succeed(again).contains("started with fresh weights"));
+    assert_eq!((run.bits("loss"), run.digest()), (losses, digest));
+}
+
+#[test]
+fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
+    let lab = Lab::new();
+    let sets = ["train.steps=100000", "scheduler={}", "train.log_every=1"];
+    let run = lab.run("run", &sets);
+    let child = spawn(run.command("train"));
+    let metrics = run.folder.join("metrics.jsonl");
+    while std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&child),
+        rustix::process::Signal::TERM,
+    )
+    .unwrap();
+    let output = finish(child);
+    assert!(output.status.success(), "{output:?}");
+    let steps = run.metrics().len();
+    assert!(
+        run.digest().starts_with(&format!("step {steps}\n")),
+        "all {steps} steps are saved"
+    );
+}
+
+#[test]
+fn evaluation_appears_and_changes_nothing() {
+    let lab = Lab::new();
+    let plain = lab.run("plain", &["data.holdout_share=0.1"]);
+    let evaluated = lab.run(
+        "evaluated",
+        &["data.holdout_share=0.1", "train.eval_every=3"],
+    );
+    plain.train();
+    evaluated.train();
+    assert_eq!(plain.bits("loss"), evaluated.bits("loss"));
+    assert_eq!(plain.digest(), evaluated.digest());
+    let steps: Vec<u64> = evaluated
+        .metrics()
+        .iter()
+        .filter(|line| line["eval_loss"].is_number())
+        .map(|line| line["step"].as_u64().expect("a step"))
+        .collect();
+    assert_eq!(steps, [3, 6]);
+    for line in evaluated.metrics() {
+        let mut keys: Vec<&str> = line
+            .as_object()
+            .expect("an object")
+            .keys()
+            .map(String::as_str)
+            .collect();
+        keys.retain(|key| *key != "eval_loss");
+        let expected = [
+            "bound_s",
+            "device_read_bytes",
+            "device_written_bytes",
+            "grad_norm",
+            "host_bytes",
+            "loss",
+            "lr",
+            "step",
+            "step_s",
+            "tokens",
+        ];
+        keys.sort_unstable();
+        assert_eq!(keys, expected);
+    }
+}
+
+#[test]
+fn two_micro_batches_are_close_to_one_of_twice_the_size() {
+    let lab = Lab::new();
+    let one = lab.run("one", &["train_micro_batch_size_per_gpu=4"]);
+    let two = lab.run("two", &["gradient_accumulation_steps=2"]);
+    one.train();
+    two.train();
+    for (one, two) in one.metrics().iter().zip(two.metrics()) {
+        for key in ["loss", "grad_norm"] {
+            let (one, two) = (one[key].as_f64().unwrap(), two[key].as_f64().unwrap());
+            assert!((one - two).abs() < 1e-4 * one, "{key}: {one} and {two}");
+        }
+        assert_eq!(one["tokens"], two["tokens"]);
+    }
+}
+
+#[test]
+fn a_tied_head_trains_too() {
+    let lab = Lab::new();
+    let run = lab.run(
+        "tied",
+        &[
+            "model.tie_word_embeddings=true",
+            "train.steps=30",
+            "scheduler={}",
+        ],
+    );
+    run.train();
+    let losses: Vec<f64> = run
+        .metrics()
+        .iter()
+        .map(|line| line["loss"].as_f64().unwrap())
+        .collect();
+    assert!(losses[29] < losses[0] - 0.5, "{losses:?}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.save_every=3"]);
+    run.train();
+    let newest = run.folder.join("checkpoint/000000000006.ckpt");
+    let mut bytes = std::fs::read(&newest).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&newest, bytes).unwrap();
+    let digest_before = {
+        let text = run.refused();
+        assert!(text.contains("000000000006.ckpt is damaged"), "{text}");
+        std::fs::remove_file(&newest).unwrap();
+        run.digest()
+    };
+    assert!(digest_before.starts_with("step 3\n"));
+    assert!(run.train().contains("resumed at step 3"));
+    assert_eq!(run.metrics().len(), 6);
+}

@@ -1,0 +1,156 @@
+//! Runs on a store go on where the last commit left them, bit for bit, however they ended.
+//!
+//! What could go wrong: a commit holds tiles of two steps; a blob belongs to another step than its tiles; the next sample or
+//! the rate is off by one after a resume; a tile written after the commit surfaces; metrics have a step twice or not at all.
+//! A run is killed with -9, trainer and daemon both, at random instants, and compared with one that nobody killed.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout};
+use std::time::Duration;
+
+use crate::lab::{Lab, Run, finish, spawn};
+
+#[test]
+fn ten_steps_on_a_store_are_five_and_five_more() {
+    let lab = Lab::new();
+    let sets = ["train.steps=10"];
+    let whole = lab.run("whole", &sets);
+    whole.train();
+    let parts = |extra: &[&str]| lab.run("parts", &sets).with(extra).with(&lab.nvme());
+    parts(&["train.stop_after=5"]).train();
+    assert_eq!(parts(&[]).metrics().len(), 5);
+    assert!(parts(&[]).train().contains("resumed at step 5"));
+    assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
+    assert_eq!(whole.bits("grad_norm"), parts(&[]).bits("grad_norm"));
+    assert_eq!(whole.digest(), parts(&[]).digest());
+}
+
+#[test]
+fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
+    use std::os::unix::process::CommandExt;
+    let lab = Lab::new();
+    let run = lab
+        .run("run", &["train.steps=100000", "scheduler={}"])
+        .with(&lab.nvme());
+    // A terminal sends the signal to the whole group, the private daemon included if it is in it.
+    let mut command = run.command("train");
+    command.process_group(0);
+    let child = spawn(command);
+    let metrics = run.folder.join("metrics.jsonl");
+    while std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let group = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process_group(group, rustix::process::Signal::INT).unwrap();
+    let output = finish(child);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let steps = run.metrics().len();
+    assert!(
+        run.digest().starts_with(&format!("step {steps}\n")),
+        "all {steps} steps are committed"
+    );
+}
+
+/// Kills of one run. Some come while it starts, most in the middle of steps.
+const KILLS: u64 = 20;
+
+#[test]
+fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
+    let seed = std::env::var("TRAINER_SEED").map_or_else(
+        |_| u64::from(std::process::id()),
+        |seed| seed.parse().unwrap(),
+    );
+    println!("TRAINER_SEED={seed} repeats the instants of this run");
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=60",
+        "data.holdout_share=0.1",
+        "train.eval_every=20",
+        "train.eval_batches=1",
+    ];
+    let whole = lab.run("whole", &sets);
+    whole.train();
+    let killed = lab.run("killed", &sets).with(&lab.nvme());
+    let mut random = seed;
+    let mut steps_seen = Vec::new();
+    for _ in 0..KILLS {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        let instant = Duration::from_micros((random >> 33) % 60_000);
+        kill_after(&killed, instant);
+        steps_seen.push(
+            std::fs::read_to_string(killed.folder.join("metrics.jsonl"))
+                .map_or(0, |text| text.lines().count()),
+        );
+    }
+    println!("steps in metrics.jsonl at the kills: {steps_seen:?}");
+    killed.train();
+    for key in ["loss", "grad_norm", "lr", "tokens"] {
+        assert_eq!(whole.bits(key), killed.bits(key), "{key}, seed {seed}");
+    }
+    let evaluations = |run: &Run| -> Vec<(u64, Option<u64>)> {
+        let metrics = run.metrics();
+        metrics
+            .iter()
+            .map(|line| {
+                (
+                    line["step"].as_u64().unwrap(),
+                    line["eval_loss"].as_f64().map(f64::to_bits),
+                )
+            })
+            .collect()
+    };
+    assert_eq!(evaluations(&whole), evaluations(&killed), "seed {seed}");
+    assert_eq!(whole.digest(), killed.digest(), "seed {seed}");
+}
+
+/// Starts the run, waits until it trains and then for `instant`, and kills trainer and daemon with -9.
+fn kill_after(run: &Run, instant: Duration) {
+    let mut child = spawn(run.command("train"));
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let trains = |lines: &mut std::io::Lines<BufReader<ChildStdout>>| {
+        lines
+            .map_while(Result::ok)
+            .any(|line| line.starts_with("resumed") || line.starts_with("started"))
+    };
+    if !trains(&mut lines) {
+        let output = child.wait_with_output().expect("its words");
+        panic!(
+            "it did not start: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    std::thread::sleep(instant);
+    let daemons = children(&child);
+    assert!(
+        !daemons.is_empty() || child.try_wait().expect("asked").is_some(),
+        "a private daemon runs beside it"
+    );
+    for pid in daemons {
+        // It may have ended with the run.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+    let _ = child.kill();
+    child.wait().expect("it ends");
+}
+
+/// Child processes of all its threads.
+fn children(parent: &Child) -> Vec<rustix::process::Pid> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", parent.id())) else {
+        return Vec::new();
+    };
+    tasks
+        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("children")).ok())
+        .flat_map(|pids| {
+            pids.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        })
+        .filter_map(|pid| rustix::process::Pid::from_raw(pid.parse().ok()?))
+        .collect()
+}

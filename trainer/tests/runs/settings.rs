@@ -1,0 +1,291 @@
+//! Runs that cannot start are refused before anything is touched, in words that say what to do.
+//!
+//! What could go wrong: a bad setting is found only when a store is formatted already or a run half done, or it is met with
+//! a message that names no key, path or cure. Each test looks at the message, and that no folder was made.
+
+use std::process::Command;
+
+use crate::daemon::Daemon;
+use crate::lab::{Lab, Run, fail, spawn, succeed};
+
+/// Refused with all of `parts` in the message, and nothing made.
+fn refused_untouched(lab: &Lab, run: &Run, parts: &[&str]) {
+    let text = run.refused();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert!(!run.folder.exists(), "the run folder was made");
+    assert!(lab.store_files().is_empty(), "a store was made");
+}
+
+#[test]
+fn settings_that_contradict_each_other_are_refused() {
+    let lab = Lab::new();
+    for (sets, parts) in [
+        (
+            vec!["train.stepz=5"],
+            vec!["unknown key train.stepz: did you mean train.steps?"],
+        ),
+        (
+            vec!["train_batch_size=3"],
+            vec!["train_batch_size: 3 is not a multiple of train_micro_batch_size_per_gpu = 2"],
+        ),
+        (
+            vec!["train_batch_size=9", "gradient_accumulation_steps=2"],
+            vec!["train_batch_size: 9 contradicts", "= 2 * 2 = 4"],
+        ),
+        (
+            vec!["zero_optimization.offload_optimizer.device=nvme"],
+            vec!["offload_optimizer.nvme_path is missing", "offload.socket"],
+        ),
+        (
+            vec!["fp16.enabled=true"],
+            vec!["fp16 is DeepSpeed's but not supported here: use bf16.enabled = true"],
+        ),
+        (
+            vec!["zero_optimization.zenflow.topk_ratio=0.1"],
+            vec!["zero_optimization.zenflow is DeepSpeed's but not supported"],
+        ),
+        (
+            vec!["train.eval_every=2"],
+            vec!["train.eval_every: evaluation needs a text of its own: set data.holdout_share"],
+        ),
+        (vec!["nonsense"], vec!["--set nonsense: expected key=value"]),
+    ] {
+        let parts: Vec<&str> = parts.iter().map(|part| &**part).collect();
+        refused_untouched(&lab, &lab.run("run", &sets), &parts);
+    }
+}
+
+#[test]
+fn texts_that_are_too_short_are_refused() {
+    let lab = Lab::new();
+    std::fs::write(lab.path("empty"), "").unwrap();
+    std::fs::write(lab.path("short"), "16 bytes exactly").unwrap();
+    for (name, parts) in [
+        ("empty", ["data.files", "empty is empty"]),
+        (
+            "short",
+            [
+                "the text for training has 16 bytes",
+                "train.seq_len = 16 tokens needs 17",
+            ],
+        ),
+        (
+            "missing",
+            ["data.files: cannot read", "missing: No such file"],
+        ),
+    ] {
+        let files = format!("data.files=[\"{}\"]", lab.path(name).display());
+        refused_untouched(&lab, &lab.run("run", &[&files]), &parts);
+    }
+}
+
+#[test]
+fn folders_that_cannot_hold_a_store_are_refused() {
+    let lab = Lab::new();
+    let on = |path: &std::path::Path| {
+        format!(
+            "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
+            path.display()
+        )
+    };
+    let missing = lab.path("not-there");
+    refused_untouched(
+        &lab,
+        &lab.run("run", &[&on(&missing)]),
+        &["not-there does not exist: make the folder"],
+    );
+    refused_untouched(
+        &lab,
+        &lab.run("run", &[&on(&lab.path("text"))]),
+        &["text is not a folder"],
+    );
+    // Nobody makes files there, not even root.
+    refused_untouched(
+        &lab,
+        &lab.run("run", &[&on("/proc".as_ref())]),
+        &["nvme_path: cannot write in /proc"],
+    );
+}
+
+#[test]
+fn a_store_larger_than_the_free_space_is_refused() {
+    let lab = Lab::new();
+    // 1.1 T parameters: no drive these tests run on has 27 TB free.
+    let large = [
+        "model.hidden_size=32768",
+        "model.intermediate_size=131072",
+        "model.num_hidden_layers=64",
+        "model.num_attention_heads=256",
+        "model.num_key_value_heads=256",
+        "offload.tile_elems=1048576",
+    ];
+    let run = lab.run("run", &large).with(&lab.nvme());
+    refused_untouched(
+        &lab,
+        &run,
+        &[
+            "drive has ",
+            " free, the store needs ",
+            "GiB: free some, name more folders",
+        ],
+    );
+    let in_memory = lab.run("run", &large);
+    refused_untouched(
+        &lab,
+        &in_memory,
+        &["of host memory", "is available: set a device to \"nvme\""],
+    );
+}
+
+#[test]
+fn a_file_system_without_direct_io_is_refused() {
+    let lab = Lab::new();
+    let drive = lab.path("drive");
+    let run = lab.run("run", &[]).with(&lab.nvme());
+    // ramfs has no direct I/O; a mount namespace of its own needs no cleaning up.
+    let mount = format!("mount -t ramfs none '{}'", drive.display());
+    let probe = Command::new("unshare")
+        .args(["--mount", "sh", "-c", &mount])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        println!(
+            "skipped: a_file_system_without_direct_io_is_refused: mounting a ramfs needs root"
+        );
+        return;
+    }
+    let trainer = run.command("train");
+    let mut inside = Command::new("unshare");
+    inside
+        .args([
+            "--mount",
+            "sh",
+            "-c",
+            &format!("{mount} && exec \"$@\""),
+            "sh",
+        ])
+        .arg(trainer.get_program());
+    inside.args(trainer.get_args()).env_remove("RUST_BACKTRACE");
+    inside
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let text = fail(inside);
+    assert!(
+        text.contains("has no direct I/O (O_DIRECT): name a folder on a drive"),
+        "{text}"
+    );
+    assert!(!run.folder.exists());
+}
+
+#[test]
+fn a_socket_nobody_listens_on_is_named() {
+    let lab = Lab::new();
+    let socket = format!("offload.socket={}", lab.path("nobody.sock").display());
+    let run = lab.run(
+        "run",
+        &["zero_optimization.offload_optimizer.device=nvme", &socket],
+    );
+    let text = run.refused();
+    assert!(text.contains("nobody.sock"), "{text}");
+    assert!(!run.folder.join("metrics.jsonl").exists());
+}
+
+#[test]
+fn a_folder_that_is_not_of_the_shared_store_is_refused() {
+    let lab = Lab::new();
+    let daemon = Daemon::start(&lab);
+    let elsewhere = lab.path("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let zero = format!(
+        "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
+        elsewhere.display()
+    );
+    let text = lab.run("run", &[&zero]).with(&daemon.socket()).refused();
+    assert!(
+        text.contains("elsewhere is not a folder of the store behind offload.socket"),
+        "{text}"
+    );
+}
+
+#[test]
+fn another_model_in_the_same_run_folder_is_refused() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.steps=1", "scheduler={}"]);
+    run.train();
+    let digest = run.digest();
+    for (set, part) in [
+        (
+            "model.intermediate_size=128",
+            "layout.model.intermediate_size was 64, is now 128",
+        ),
+        ("bf16.enabled=true", "layout.dtype was fp32, is now bf16"),
+        (
+            "offload.tile_elems=8192",
+            "layout.tile_elems was 4096, is now 8192",
+        ),
+    ] {
+        let text = lab
+            .run("run", &["train.steps=1", "scheduler={}", set])
+            .refused();
+        assert!(text.contains(part) && text.contains("--fresh"), "{text}");
+    }
+    let moved = lab
+        .run("run", &["train.steps=1", "scheduler={}"])
+        .with(&lab.nvme());
+    let text = moved.refused();
+    assert!(
+        text.contains("store was in the run folder, is now in "),
+        "{text}"
+    );
+    assert_eq!(
+        lab.run("run", &["train.steps=1", "scheduler={}"]).digest(),
+        digest
+    );
+}
+
+#[test]
+fn a_second_trainer_in_a_run_folder_is_refused() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.steps=100000", "scheduler={}"]);
+    let mut first = spawn(run.command("train"));
+    while !run.folder.join("metrics.jsonl").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let text = run.refused();
+    assert!(text.contains("another trainer works in"), "{text}");
+    first.kill().unwrap();
+    first.wait().unwrap();
+}
+
+#[test]
+fn a_changed_learning_rate_is_said_and_taken() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.stop_after=2"]);
+    run.train();
+    let said = lab.run("run", &["optimizer.params.lr=0.5"]).train();
+    assert!(
+        said.contains("note: optimizer.lr was 0.003 until step 2, is 0.5 from here on"),
+        "{said}"
+    );
+}
+
+#[test]
+fn help_shows_how_to_use_it() {
+    for (verb, part) in [
+        ("train", "trainer train configs/demo.toml --set"),
+        ("digest", "trainer digest configs/demo.toml"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command
+            .args([verb, "--help"])
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped());
+        let text = succeed(command);
+        assert!(
+            text.contains("Examples:") || text.contains("Example:"),
+            "{text}"
+        );
+        assert!(text.contains(part), "{text}");
+    }
+}
