@@ -263,9 +263,8 @@ impl Arena {
         for _ in 0..1000 {
             let address = self.address(start as u64, bytes as u64);
             // SAFETY: a part of our own mapping, as `address` asserts; populating keeps the bytes.
-            match unsafe {
-                rustix::mm::madvise(address.cast(), bytes, Advice::LinuxPopulateWrite)
-            } {
+            match unsafe { rustix::mm::madvise(address.cast(), bytes, Advice::LinuxPopulateWrite) }
+            {
                 // Interrupted by a signal or short of memory for a moment: it goes on where it stopped.
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 // Kernels before 5.14 do not know the advice; this has the same end, slower.

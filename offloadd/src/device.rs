@@ -37,13 +37,17 @@ pub struct Device {
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// Nothing is there.
-    #[error("device {path}: there is no such file; is its drive mounted? `offloadd format` makes a new store")]
+    #[error(
+        "device {path}: there is no such file; is its drive mounted? `offloadd format` makes a new store"
+    )]
     Missing {
         /// As the settings name it.
         path: PathBuf,
     },
     /// We may not.
-    #[error("device {path}: not readable and writable by uid {uid}; chown it, or add the user to the group `disk`")]
+    #[error(
+        "device {path}: not readable and writable by uid {uid}; chown it, or add the user to the group `disk`"
+    )]
     NotWritable {
         /// As the settings name it.
         path: PathBuf,
@@ -57,7 +61,9 @@ pub enum DeviceError {
         path: PathBuf,
     },
     /// The file system buffers everything.
-    #[error("device {path}: its file system takes no direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES}; use ext4 or XFS on the drive")]
+    #[error(
+        "device {path}: its file system takes no direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES}; use ext4 or XFS on the drive"
+    )]
     NoDirect {
         /// As the settings name it.
         path: PathBuf,
@@ -83,7 +89,9 @@ pub enum DeviceError {
         path: PathBuf,
     },
     /// Not enough room.
-    #[error("device {path}: {asked_bytes} bytes asked for, {free_bytes} bytes free on its file system")]
+    #[error(
+        "device {path}: {asked_bytes} bytes asked for, {free_bytes} bytes free on its file system"
+    )]
     NoSpace {
         /// As named.
         path: PathBuf,
@@ -144,7 +152,9 @@ impl Device {
         let bytes = if kind.is_block_device() {
             block_device_bytes(&file).map_err(failed("asking for its size"))?
         } else {
-            file.metadata().map_err(failed("asking for its size"))?.len()
+            file.metadata()
+                .map_err(failed("asking for its size"))?
+                .len()
         };
         let device = Self {
             path: path.display().to_string(),

@@ -53,8 +53,15 @@ fn finish(engine: &mut Engine, count: usize) -> Vec<IoDone> {
         if engine.has_work() {
             engine.start().unwrap();
         }
-        let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
-        poll(&mut [PollFd::new(&engine.wake(), PollFlags::IN)], Some(&wait)).unwrap();
+        let wait = Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        };
+        poll(
+            &mut [PollFd::new(&engine.wake(), PollFlags::IN)],
+            Some(&wait),
+        )
+        .unwrap();
         engine.reap(&mut done).unwrap();
     }
     assert_eq!(engine.inflight_count(), 0);
@@ -69,7 +76,14 @@ fn io(id: u64, op: IoOp, offset: u64, memory: Memory) -> Io {
         Memory::None => 0,
     };
     let device = DeviceIndex(0);
-    Io { id: IoId(id), device, op, offset, bytes, memory }
+    Io {
+        id: IoId(id),
+        device,
+        op,
+        offset,
+        bytes,
+        memory,
+    }
 }
 
 fn meta(fill: u8, bytes: usize) -> Memory {
@@ -115,7 +129,10 @@ fn what_was_written_is_read_back_from_the_right_place() {
 fn an_arena_moves_bytes_before_during_and_after_its_registration() {
     let folder = tempfile::tempdir().unwrap();
     let device = file(&folder, "a", 1 << 20);
-    let classes = [8192, 4096].map(|slot_bytes| SlotClass { slot_bytes, slot_count: 4 });
+    let classes = [8192, 4096].map(|slot_bytes| SlotClass {
+        slot_bytes,
+        slot_count: 4,
+    });
     let geometry = Geometry::new(&classes).unwrap();
     on_each_engine(&[device], |engine| {
         let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());

@@ -66,9 +66,10 @@ pub struct Received {
     pub arena: OwnedFd,
     /// [`crate::ring`]'s pages: sealed against resizing.
     pub ring: OwnedFd,
-    /// eventfd the process writes after it put submissions.
+    /// eventfd the process adds 1 to after it put submissions. The daemon never empties it.
     pub submission_doorbell: OwnedFd,
-    /// eventfd the daemon writes after it put completions.
+    /// Readable after the daemon put completions; empty it with one read. The reading end of a pipe: whether a write to an
+    /// eventfd blocks is up to everyone who has it, and no process may block the daemon.
     pub completion_doorbell: OwnedFd,
     /// Keep it open as long as the session shall live; it hangs up when the daemon is gone or threw the session out.
     pub life_line: OwnedFd,
@@ -83,7 +84,7 @@ pub struct Offered<'fd> {
     pub ring: BorrowedFd<'fd>,
     /// Rung by the process.
     pub submission_doorbell: BorrowedFd<'fd>,
-    /// Rung by the daemon.
+    /// Rung by the daemon: the end to read.
     pub completion_doorbell: BorrowedFd<'fd>,
 }
 

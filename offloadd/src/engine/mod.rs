@@ -93,7 +93,11 @@ impl Memory {
         match self {
             Self::Arena { arena, offset, .. } => arena.address(*offset, u64::from(bytes)),
             Self::Meta(own) => {
-                assert!(bytes as usize <= own.len(), "{bytes} of {} bytes", own.len());
+                assert!(
+                    bytes as usize <= own.len(),
+                    "{bytes} of {} bytes",
+                    own.len()
+                );
                 own.as_mut_slice().as_mut_ptr()
             }
             Self::None => {

@@ -222,7 +222,8 @@ impl Uring {
     }
 
     pub(super) fn forget(&mut self, arena: ArenaId) {
-        self.to_register.retain(|(waiting, _)| waiting.id() != arena);
+        self.to_register
+            .retain(|(waiting, _)| waiting.id() != arena);
         let pieces = self.registered.remove(&arena).unwrap_or_default();
         for buffer in pieces.into_iter().flatten() {
             let nothing = libc::iovec {
@@ -304,11 +305,9 @@ impl Uring {
             (IoOp::Read, None) => opcode::Read::new(device, address, io.bytes)
                 .offset(io.offset)
                 .build(),
-            (IoOp::Write, Some(index)) => {
-                opcode::WriteFixed::new(device, address, io.bytes, index)
-                    .offset(io.offset)
-                    .build()
-            }
+            (IoOp::Write, Some(index)) => opcode::WriteFixed::new(device, address, io.bytes, index)
+                .offset(io.offset)
+                .build(),
             (IoOp::Write, None) => opcode::Write::new(device, address, io.bytes)
                 .offset(io.offset)
                 .build(),
@@ -423,7 +422,10 @@ fn set_up() -> std::io::Result<(IoUring, &'static str)> {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
             let mut plain = IoUring::builder();
             plain.setup_cqsize(completions);
-            Ok((plain.build(SUBMISSION_ENTRIES)?, "no DEFER_TASKRUN before Linux 6.1"))
+            Ok((
+                plain.build(SUBMISSION_ENTRIES)?,
+                "no DEFER_TASKRUN before Linux 6.1",
+            ))
         }
         Err(e) => Err(e),
     }

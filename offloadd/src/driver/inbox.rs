@@ -1,0 +1,131 @@
+//! How other threads reach the owner thread: a bounded queue and an eventfd that wakes it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+
+use offload_api::fault::{Fault, FaultKind};
+use rustix::event::{EventfdFlags, eventfd};
+use tokio::sync::oneshot;
+
+use super::keeper::Made;
+use crate::core::{Call, Peer, Reply, SessionId};
+
+/// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
+const WAITING_MAX: usize = 1024;
+
+/// What the owner thread is told.
+#[derive(Debug)]
+pub(super) enum Message {
+    /// A checked call and where its answer goes.
+    Call {
+        peer: Peer,
+        request: Call,
+        answer: oneshot::Sender<Result<Reply, Fault>>,
+    },
+    /// The keeper made a session's memory, or could not.
+    Made {
+        session: SessionId,
+        made: Result<Box<Made>, Fault>,
+    },
+    /// End in order.
+    Stop,
+}
+
+/// The way to the owner thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct DriverHandle {
+    queue: SyncSender<Message>,
+    wake: Arc<OwnedFd>,
+}
+
+impl DriverHandle {
+    /// Hands a call over; its answer comes later.
+    ///
+    /// # Errors
+    /// [`FaultKind::TooMany`] when the owner thread is that far behind, [`FaultKind::Stopping`] when it has ended.
+    pub fn call(
+        &self,
+        peer: Peer,
+        request: Call,
+    ) -> Result<oneshot::Receiver<Result<Reply, Fault>>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        let message = Message::Call {
+            peer,
+            request,
+            answer,
+        };
+        match self.queue.try_send(message) {
+            Ok(()) => {
+                self.ring();
+                Ok(receiver)
+            }
+            Err(TrySendError::Full(_)) => Err(Fault::new(
+                FaultKind::TooMany,
+                format!("{WAITING_MAX} calls wait already: try again in a second"),
+            )),
+            Err(TrySendError::Disconnected(_)) => Err(stopping()),
+        }
+    }
+
+    /// Asks the owner thread to end in order. Safe to repeat.
+    pub fn stop(&self) {
+        self.send(Message::Stop);
+    }
+
+    /// Waits for room; for our own threads only.
+    pub(super) fn send(&self, message: Message) {
+        // An error means that the owner thread has ended: nobody needs the message.
+        let _ = self.queue.send(message);
+        self.ring();
+    }
+
+    fn ring(&self) {
+        // Fails only at 2^64 - 2 unread wake-ups: then it is awake.
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// The owner thread's end.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    queue: Receiver<Message>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Inbox {
+    /// Both ends.
+    pub(super) fn new() -> std::io::Result<(Self, DriverHandle)> {
+        let (sender, queue) = sync_channel(WAITING_MAX);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = Arc::new(eventfd(0, flags)?);
+        let handle = DriverHandle {
+            queue: sender,
+            wake: wake.clone(),
+        };
+        Ok((Self { queue, wake }, handle))
+    }
+
+    /// Readable when something waits.
+    pub(super) fn wake(&self) -> impl AsFd + '_ {
+        &*self.wake
+    }
+
+    /// Call before taking: what comes afterwards wakes again.
+    pub(super) fn hush(&self) {
+        let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
+    }
+
+    /// The oldest message.
+    pub(super) fn take(&self) -> Option<Message> {
+        self.queue.try_recv().ok()
+    }
+}
+
+/// What a call gets while the daemon ends.
+pub(super) fn stopping() -> Fault {
+    Fault::new(
+        FaultKind::Stopping,
+        "offloadd is stopping: what was committed is safe; start again when it is back",
+    )
+}

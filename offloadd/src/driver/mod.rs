@@ -1,0 +1,776 @@
+//! The owner thread: waits for everything at once, tells the core, does what the core says.
+//!
+//! ```text
+//!   inbox (calls, memory made) ─┐                      ┌─▶ engine
+//!   submission doorbells ───────┤        Event         ├─▶ completion rings, doorbells
+//!   engine's wake-up ───────────┼─▶ epoll ───▶ core ───┼─▶ answers to calls
+//!   descriptor socket, hellos ──┤         Action       ├─▶ keeper (make, free memory)
+//!   life lines, pidfds ─────────┘                      └─▶ evict
+//! ```
+//!
+//! Promises: never waits for a process, a device or memory; takes a bounded number of entries from each ring in turn, so
+//! that a busy or hostile process delays nobody else; a session's memory is freed only when the core says that its I/O
+//! has ended.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::handoff;
+use offload_api::ids::Epoch;
+use offload_api::ring::entry::Sqe;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use tokio::sync::oneshot;
+
+use crate::arena::LockPolicy;
+use crate::core::{Action, Buffer, CallId, Core, Event, IoResult, Limits, Reply, SessionId};
+use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
+
+mod inbox;
+mod keeper;
+mod session;
+
+pub use inbox::DriverHandle;
+use inbox::{Inbox, Message, stopping};
+use keeper::{Keeper, Made};
+use session::{Session, State};
+
+/// How long a new session may wait for its process to fetch the descriptors.
+const ATTACH_WAIT: Duration = Duration::from_secs(10);
+
+/// How long a connection to the descriptor socket may stay without a word.
+const HELLO_WAIT: Duration = Duration::from_secs(2);
+
+/// Connections to the descriptor socket that have not said who they are.
+const HELLOS_MAX: usize = 64;
+
+/// Calls that wait for the core's answer; a commit waits for the slowest local rank.
+const CALLS_MAX: usize = 4096;
+
+/// Submissions taken from one ring before the next one's turn.
+const ENTRIES_A_TURN: usize = 64;
+
+/// Events taken from the kernel at a time.
+const EVENTS_A_TURN: usize = 64;
+
+/// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
+const META_A_SESSION: usize = 64 + 16;
+
+/// How long in-flight I/O may take when the daemon ends; a dead drive must not keep it for ever.
+const STOP_WAIT: Duration = Duration::from_secs(60);
+
+/// What the owner thread needs.
+pub struct Parts {
+    /// Decides.
+    pub core: Core,
+    /// In the store's order.
+    pub devices: Vec<Arc<File>>,
+    /// Which engine.
+    pub engine: EngineChoice,
+    /// As the core got them.
+    pub limits: Limits,
+    /// Of this life, for the rings.
+    pub epoch: Epoch,
+    /// Whether arenas must be locked.
+    pub policy: LockPolicy,
+    /// Where descriptors are handed out; nothing exists there.
+    pub descriptor_socket: PathBuf,
+}
+
+/// A running owner thread.
+#[derive(Debug)]
+pub struct Running {
+    /// The way to it.
+    pub handle: DriverHandle,
+    /// "uring" or "psync".
+    pub engine: &'static str,
+    /// Why that one.
+    pub engine_reason: String,
+    /// Ends with the daemon; an error means that nothing can be done any more.
+    pub thread: JoinHandle<Result<(), DriverError>>,
+}
+
+/// The owner thread cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// No engine, or a broken one.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A system call it cannot do without.
+    #[error("{action}: {source}")]
+    System {
+        /// What failed.
+        action: String,
+        /// The errno.
+        source: std::io::Error,
+    },
+    /// In-flight I/O does not end.
+    #[error("{} operations have not ended {} s after the stop: a device hangs", inflight_count, STOP_WAIT.as_secs())]
+    Hanging {
+        /// Still in flight.
+        inflight_count: usize,
+    },
+}
+
+fn system(action: impl Into<String>) -> impl FnOnce(std::io::Error) -> DriverError {
+    let action = action.into();
+    move |source| DriverError::System { action, source }
+}
+
+/// Starts the owner thread and waits until it serves.
+///
+/// # Errors
+/// [`DriverError`]; nothing runs then.
+pub fn start(parts: Parts) -> Result<Running, DriverError> {
+    let (inbox, handle) = Inbox::new().map_err(system("eventfd"))?;
+    let (ready, started) = sync_channel(1);
+    let to_keeper = handle.clone();
+    let thread = std::thread::Builder::new()
+        .name("owner".into())
+        .spawn(move || {
+            // Here and not before: io_uring belongs to the thread that made it.
+            let mut driver = match Driver::new(parts, inbox, to_keeper) {
+                Ok((driver, reason)) => {
+                    let _ = ready.send(Ok((driver.engine.name(), reason)));
+                    driver
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                    return Ok(());
+                }
+            };
+            driver.run()
+        })
+        .map_err(system("starting the owner thread"))?;
+    let (engine, engine_reason) = started.recv().expect("the owner thread says how it went")?;
+    Ok(Running {
+        handle,
+        engine,
+        engine_reason,
+        thread,
+    })
+}
+
+/// What epoll reports, packed into the 64 bits it keeps: kind above, number below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Inbox,
+    Engine,
+    Listener,
+    Hello(u64),
+    Doorbell(SessionId),
+    LifeLine(SessionId),
+}
+
+const NUMBER_BITS: u32 = 56;
+
+impl Source {
+    fn pack(self) -> EventData {
+        let (kind, number) = match self {
+            Self::Inbox => (0, 0),
+            Self::Engine => (1, 0),
+            Self::Listener => (2, 0),
+            Self::Hello(key) => (3, key),
+            Self::Doorbell(session) => (4, session.0),
+            Self::LifeLine(session) => (5, session.0),
+        };
+        assert!(number >> NUMBER_BITS == 0, "numbers are counted from 0");
+        EventData::new_u64(kind << NUMBER_BITS | number)
+    }
+
+    fn unpack(data: EventData) -> Self {
+        let number = data.u64() & ((1 << NUMBER_BITS) - 1);
+        match data.u64() >> NUMBER_BITS {
+            0 => Self::Inbox,
+            1 => Self::Engine,
+            2 => Self::Listener,
+            3 => Self::Hello(number),
+            4 => Self::Doorbell(SessionId(number)),
+            5 => Self::LifeLine(SessionId(number)),
+            kind => unreachable!("epoll gave back kind {kind}, which was never packed"),
+        }
+    }
+}
+
+/// A connection to the descriptor socket that has not shown its token.
+#[derive(Debug)]
+struct Hello {
+    socket: OwnedFd,
+    uid: u32,
+    pid: Option<rustix::process::Pid>,
+    deadline: Instant,
+}
+
+struct Driver {
+    core: Core,
+    engine: Engine,
+    keeper: Keeper,
+    epoll: OwnedFd,
+    inbox: Inbox,
+    listener: OwnedFd,
+    descriptor_socket: PathBuf,
+    hellos: HashMap<u64, Hello>,
+    hellos_made: u64,
+    /// Connections may wait that there was no room for.
+    accept_again: bool,
+    sessions: HashMap<SessionId, Session>,
+    /// Whose rings may hold more than was taken.
+    busy: VecDeque<SessionId>,
+    calls: HashMap<CallId, oneshot::Sender<Result<Reply, Fault>>>,
+    calls_made: u64,
+    events: VecDeque<Event>,
+    actions: Vec<Action>,
+    ended: Vec<IoDone>,
+    entries: Vec<Sqe>,
+    stop_deadline: Option<Instant>,
+}
+
+impl Driver {
+    fn new(
+        parts: Parts,
+        inbox: Inbox,
+        handle: DriverHandle,
+    ) -> Result<(Self, String), DriverError> {
+        let Parts {
+            core,
+            devices,
+            engine,
+            limits,
+            epoch,
+            policy,
+            descriptor_socket,
+        } = parts;
+        let a_session = limits.iodepth_max as usize + META_A_SESSION;
+        let inflight_max = limits.sessions_max as usize * a_session;
+        let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
+        let keeper = Keeper::start(handle, epoch, policy, limits.sessions_max)
+            .map_err(system("starting the keeper thread"))?;
+        let listener = handoff::listen(&descriptor_socket).map_err(system(format!(
+            "listening at {}",
+            descriptor_socket.display()
+        )))?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|e| system("epoll_create")(e.into()))?;
+        let driver = Self {
+            core,
+            engine,
+            keeper,
+            epoll,
+            inbox,
+            listener,
+            descriptor_socket,
+            hellos: HashMap::new(),
+            hellos_made: 0,
+            accept_again: false,
+            sessions: HashMap::new(),
+            busy: VecDeque::new(),
+            calls: HashMap::new(),
+            calls_made: 0,
+            events: VecDeque::new(),
+            actions: Vec::new(),
+            ended: Vec::new(),
+            entries: Vec::new(),
+            stop_deadline: None,
+        };
+        driver.watch(driver.inbox.wake(), Source::Inbox, EventFlags::IN)?;
+        driver.watch(driver.engine.wake(), Source::Engine, EventFlags::IN)?;
+        // Edges: while there is no room, a connection that waits must not keep us awake.
+        let edge = EventFlags::IN | EventFlags::ET;
+        driver.watch(&driver.listener, Source::Listener, edge)?;
+        Ok((driver, reason))
+    }
+
+    fn run(&mut self) -> Result<(), DriverError> {
+        let mut ready = Vec::with_capacity(EVENTS_A_TURN);
+        loop {
+            ready.clear();
+            let wait = self.wait();
+            match epoll::wait(
+                &self.epoll,
+                rustix::buffer::spare_capacity(&mut ready),
+                wait.as_ref(),
+            ) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(system("epoll_wait")(errno.into())),
+            }
+            for event in &ready {
+                match Source::unpack(event.data) {
+                    Source::Inbox => self.read_inbox(),
+                    Source::Engine => self.reap()?,
+                    Source::Listener => self.accept_again = true,
+                    Source::Hello(key) => self.hello(key),
+                    Source::Doorbell(session) => {
+                        if !self.busy.contains(&session) {
+                            self.busy.push_back(session);
+                        }
+                    }
+                    // Nothing is ever sent over it, so anything is its end. A pidfd is readable when the process is gone.
+                    Source::LifeLine(session) => self.gone(session, "its process ended"),
+                }
+            }
+            for _ in 0..self.busy.len() {
+                self.serve_ring();
+            }
+            self.expire();
+            if self.accept_again {
+                self.accept();
+            }
+            self.decide();
+            self.engine.start()?;
+            for session in self.sessions.values_mut() {
+                session.ring();
+            }
+            if self.ended_in_order()? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// How long nothing needs to be done; `None` for ever.
+    fn wait(&self) -> Option<Timespec> {
+        let left = if !self.busy.is_empty() || self.engine.has_work() {
+            Duration::ZERO
+        } else {
+            let offers = self.sessions.values().filter_map(|s| match s.state {
+                State::Offered { deadline, .. } => Some(deadline),
+                _ => None,
+            });
+            let next = self
+                .hellos
+                .values()
+                .map(|hello| hello.deadline)
+                .chain(offers)
+                .chain(self.stop_deadline)
+                .min()?;
+            next.saturating_duration_since(Instant::now())
+        };
+        Some(Timespec::try_from(left).expect("some seconds"))
+    }
+
+    /// Tells the core what happened and does what it says, until both are quiet.
+    fn decide(&mut self) {
+        let mut actions = std::mem::take(&mut self.actions);
+        while let Some(event) = self.events.pop_front() {
+            self.core.on_event(event, &mut actions);
+            for action in actions.drain(..) {
+                self.perform(action);
+            }
+        }
+        self.actions = actions;
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::Io {
+                io,
+                device,
+                op,
+                offset,
+                bytes,
+                buffer,
+            } => {
+                let memory = match buffer {
+                    Buffer::Slot { session, place } => {
+                        let session = self.sessions.get_mut(&session).expect("a live session");
+                        let made = session.made().expect("I/O only after its arena was made");
+                        Memory::Arena {
+                            arena: made.arena.clone(),
+                            offset: place.offset,
+                            piece: place.piece,
+                        }
+                    }
+                    Buffer::Meta(own) => Memory::Meta(own),
+                    Buffer::None => Memory::None,
+                };
+                self.engine.submit(Io {
+                    id: io,
+                    device,
+                    op,
+                    offset,
+                    bytes,
+                    memory,
+                });
+            }
+            Action::Complete { session, entry } => {
+                let Some(found) = self.sessions.get_mut(&session) else {
+                    return;
+                };
+                if let Err(error) = found.put(&entry) {
+                    self.gone(session, &error.to_string());
+                }
+            }
+            Action::Reply { call, reply } => {
+                if let Some(answer) = self.calls.remove(&call) {
+                    // An error means that the caller no longer listens.
+                    let _ = answer.send(reply);
+                }
+            }
+            Action::MakeArena {
+                session,
+                token,
+                peer,
+                geometry,
+                ring_entries,
+                iodepth: _,
+            } => {
+                let new = Session {
+                    token,
+                    peer,
+                    state: State::Making,
+                    unrung: false,
+                };
+                let before = self.sessions.insert(session, new);
+                assert!(before.is_none(), "a session is made once");
+                self.keeper.make(session, geometry, ring_entries);
+            }
+            Action::DropArena { session } => self.drop_arena(session),
+            Action::Evict { session, why } => {
+                tracing::warn!(session = session.0, %why, "evicted a process");
+                self.detach(session);
+            }
+        }
+    }
+
+    fn read_inbox(&mut self) {
+        self.inbox.hush();
+        while let Some(message) = self.inbox.take() {
+            match message {
+                Message::Call {
+                    peer,
+                    request,
+                    answer,
+                } => {
+                    if self.stop_deadline.is_some() {
+                        let _ = answer.send(Err(stopping()));
+                        continue;
+                    }
+                    if self.calls.len() >= CALLS_MAX {
+                        let what = format!("{CALLS_MAX} calls wait for their answer already");
+                        let _ = answer.send(Err(Fault::new(FaultKind::TooMany, what)));
+                        continue;
+                    }
+                    let call = CallId(self.calls_made);
+                    self.calls_made += 1;
+                    self.calls.insert(call, answer);
+                    self.events.push_back(Event::Call {
+                        call,
+                        peer,
+                        request,
+                    });
+                }
+                Message::Made { session, made } => self.made(session, made),
+                Message::Stop => self.stop(),
+            }
+            self.decide();
+        }
+    }
+
+    fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {
+        let session = self.sessions.get_mut(&id).expect("kept while it is made");
+        let result = match (made, &session.state) {
+            (Ok(made), State::Dropped) => {
+                self.keeper.free(made);
+                self.sessions.remove(&id);
+                return;
+            }
+            (Err(_), State::Dropped) => {
+                self.sessions.remove(&id);
+                return;
+            }
+            (Ok(made), _) => {
+                self.engine.register(&made.arena);
+                session.state = State::Offered {
+                    made,
+                    deadline: Instant::now() + ATTACH_WAIT,
+                };
+                Ok(())
+            }
+            (Err(fault), _) => {
+                self.sessions.remove(&id);
+                Err(fault)
+            }
+        };
+        self.events.push_back(Event::ArenaMade {
+            session: id,
+            result,
+        });
+    }
+
+    fn reap(&mut self) -> Result<(), DriverError> {
+        self.engine.reap(&mut self.ended)?;
+        for done in self.ended.drain(..) {
+            self.events.push_back(Event::IoDone {
+                io: done.id,
+                result: IoResult {
+                    outcome: done.outcome,
+                    device_ns: done.device_ns,
+                },
+            });
+        }
+        Ok(())
+    }
+
+    /// One turn of the ring that has waited longest.
+    fn serve_ring(&mut self) {
+        let Some(id) = self.busy.pop_front() else {
+            return;
+        };
+        let Some(session) = self.sessions.get_mut(&id) else {
+            return;
+        };
+        self.entries.clear();
+        let taken = session.take(ENTRIES_A_TURN, &mut self.entries);
+        if self.entries.len() == ENTRIES_A_TURN {
+            self.busy.push_back(id);
+        }
+        for entry in self.entries.drain(..) {
+            self.events
+                .push_back(Event::Submission { session: id, entry });
+        }
+        if let Err(error) = taken {
+            self.gone(id, &error.to_string());
+        }
+    }
+
+    /// A session whose process ended or broke the rules: no more of it, its I/O is waited for.
+    fn gone(&mut self, id: SessionId, why: &str) {
+        let Some(session) = self.sessions.get(&id) else {
+            return;
+        };
+        if !matches!(
+            session.state,
+            State::Attached { .. } | State::Offered { .. }
+        ) {
+            return;
+        }
+        tracing::info!(
+            session = id.0,
+            pid = session.peer.pid,
+            why,
+            "a session ends"
+        );
+        self.detach(id);
+        self.events.push_back(Event::PeerGone { session: id });
+    }
+
+    /// Closes the life line and stops listening to the process. The memory stays.
+    fn detach(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get_mut(&id) else {
+            return;
+        };
+        session.state = match std::mem::replace(&mut session.state, State::Dropped) {
+            State::Attached {
+                made,
+                life_line,
+                process,
+            } => {
+                // The process holds its copies, so that closing ours would not end the watching.
+                let _ = epoll::delete(&self.epoll, &made.submission_doorbell);
+                let _ = epoll::delete(&self.epoll, &life_line);
+                if let Some(process) = process {
+                    let _ = epoll::delete(&self.epoll, &process);
+                }
+                State::Gone { made }
+            }
+            State::Offered { made, .. } => State::Gone { made },
+            other => other,
+        };
+    }
+
+    fn drop_arena(&mut self, id: SessionId) {
+        self.detach(id);
+        let session = self.sessions.get_mut(&id).expect("a live session");
+        match std::mem::replace(&mut session.state, State::Dropped) {
+            // Its memory is on its way: `made` will find it dropped.
+            State::Making | State::Dropped => {}
+            State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
+                self.engine.forget(made.arena.id());
+                self.keeper.free(made);
+                self.sessions.remove(&id);
+            }
+        }
+    }
+
+    /// Takes the connections that wait, as long as there is room: one that does not speak makes room within HELLO_WAIT.
+    fn accept(&mut self) {
+        while self.hellos.len() < HELLOS_MAX && self.stop_deadline.is_none() {
+            let (socket, peer) = match handoff::accept(&self.listener) {
+                Ok(Some(connection)) => connection,
+                Ok(None) => {
+                    self.accept_again = false;
+                    return;
+                }
+                Err(error) => {
+                    // Out of descriptors, mostly. The next turn tries again.
+                    tracing::error!(%error, "cannot accept on the descriptor socket");
+                    return;
+                }
+            };
+            let key = self.hellos_made;
+            self.hellos_made += 1;
+            if let Err(error) = self.watch(&socket, Source::Hello(key), EventFlags::IN) {
+                tracing::error!(%error, "cannot watch a connection");
+                return;
+            }
+            let hello = Hello {
+                socket,
+                uid: peer.uid.as_raw(),
+                // 0 for a process of another pid namespace: then the socket alone must tell.
+                pid: rustix::process::Pid::from_raw(peer.pid.as_raw_pid()),
+                deadline: Instant::now() + HELLO_WAIT,
+            };
+            self.hellos.insert(key, hello);
+        }
+    }
+
+    fn hello(&mut self, key: u64) {
+        let Some(hello) = self.hellos.get(&key) else {
+            return;
+        };
+        let token = match handoff::read_hello(&hello.socket) {
+            Ok(None) => return,
+            Ok(Some(token)) => Ok(token),
+            Err(fault) => Err(fault),
+        };
+        let hello = self.hellos.remove(&key).expect("just seen");
+        let _ = epoll::delete(&self.epoll, &hello.socket);
+        let attached = token.and_then(|token| {
+            let found = self.sessions.iter().find(|(_, s)| s.token == token);
+            let (id, session) = found.ok_or_else(|| {
+                let what = "no session has this token: it was never given, or came too late";
+                Fault::new(FaultKind::NotFound, what)
+            })?;
+            if session.peer.uid != hello.uid {
+                let what = format!(
+                    "the session belongs to uid {}, you are uid {}",
+                    session.peer.uid, hello.uid
+                );
+                return Err(Fault::new(FaultKind::Denied, what));
+            }
+            let State::Offered { made, .. } = &session.state else {
+                let what =
+                    "the session's descriptors were handed out already, or are not there yet";
+                return Err(Fault::new(FaultKind::Busy, what));
+            };
+            handoff::send(&hello.socket, Session::offered(made)).map_err(|error| {
+                let what = format!("handing out descriptors: {error}");
+                Fault::new(FaultKind::Protocol, what)
+            })?;
+            Ok(*id)
+        });
+        match attached {
+            Ok(id) => self.attach(id, hello),
+            Err(fault) => {
+                tracing::warn!(uid = hello.uid, %fault, "refused descriptors");
+                handoff::refuse(&hello.socket, &fault);
+            }
+        }
+    }
+
+    fn attach(&mut self, id: SessionId, hello: Hello) {
+        let session = self.sessions.get_mut(&id).expect("just seen");
+        let State::Offered { made, .. } = std::mem::replace(&mut session.state, State::Dropped)
+        else {
+            unreachable!("just seen");
+        };
+        let process = hello.pid.and_then(|pid| {
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+        });
+        // Edges: each ring of the bell is one, and nothing needs to be read.
+        let edge = EventFlags::IN | EventFlags::ET;
+        let doorbell = self.watch(&made.submission_doorbell, Source::Doorbell(id), edge);
+        let line = self.watch(&hello.socket, Source::LifeLine(id), EventFlags::IN);
+        let watched = doorbell.and(line).and_then(|()| match &process {
+            Some(process) => self.watch(process, Source::LifeLine(id), EventFlags::IN),
+            None => Ok(()),
+        });
+        let session = self.sessions.get_mut(&id).expect("just seen");
+        session.state = State::Attached {
+            made,
+            life_line: hello.socket,
+            process,
+        };
+        self.events.push_back(Event::Attached { session: id });
+        if let Err(error) = watched {
+            self.gone(id, &error.to_string());
+            return;
+        }
+        // What was submitted before the bell was watched.
+        self.busy.push_back(id);
+    }
+
+    /// Closes what waited too long.
+    fn expire(&mut self) {
+        let now = Instant::now();
+        let epoll = &self.epoll;
+        self.hellos.retain(|_, hello| {
+            let keep = hello.deadline > now;
+            if !keep {
+                let _ = epoll::delete(epoll, &hello.socket);
+            }
+            keep
+        });
+        let late: Vec<_> = self
+            .sessions
+            .iter()
+            .filter(|(_, s)| matches!(s.state, State::Offered { deadline, .. } if deadline <= now))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in late {
+            self.gone(id, "its process never came for its descriptors");
+        }
+    }
+
+    fn stop(&mut self) {
+        if self.stop_deadline.is_some() {
+            return;
+        }
+        self.stop_deadline = Some(Instant::now() + STOP_WAIT);
+        let _ = epoll::delete(&self.epoll, &self.listener);
+        let _ = std::fs::remove_file(&self.descriptor_socket);
+        let sessions: Vec<_> = self.sessions.keys().copied().collect();
+        for id in sessions {
+            self.gone(id, "offloadd stops");
+        }
+    }
+
+    /// Whether a stop was asked for and everything has ended. Calls that still wait are told by closing their channels.
+    fn ended_in_order(&mut self) -> Result<bool, DriverError> {
+        let Some(deadline) = self.stop_deadline else {
+            return Ok(false);
+        };
+        // Made after the stop began.
+        let sessions: Vec<_> = self.sessions.keys().copied().collect();
+        for id in sessions {
+            self.gone(id, "offloadd stops");
+        }
+        self.decide();
+        self.engine.start()?;
+        let inflight_count = self.engine.inflight_count();
+        if self.sessions.is_empty() && inflight_count == 0 {
+            return Ok(true);
+        }
+        if Instant::now() >= deadline {
+            return Err(DriverError::Hanging { inflight_count });
+        }
+        Ok(false)
+    }
+
+    fn watch(&self, fd: impl AsFd, source: Source, flags: EventFlags) -> Result<(), DriverError> {
+        epoll::add(&self.epoll, fd, source.pack(), flags)
+            .map_err(|e| system(format!("watching {source:?}"))(e.into()))
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.descriptor_socket);
+    }
+}

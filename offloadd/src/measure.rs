@@ -1,0 +1,175 @@
+//! What a device reads and writes a second, measured once at format: placement spreads tiles by it.
+//!
+//! Writes first and reads what was written: reading preallocated but unwritten space would show the speed of memory. The
+//! figures of a device smaller than its own cache say little, and do no harm.
+
+use std::time::{Duration, Instant};
+
+use offload_api::ids::DeviceIndex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::blocks::AlignedBytes;
+use crate::core::{IoId, IoOp};
+use crate::device::Device;
+use crate::engine::{Engine, EngineChoice, EngineError, Io, Memory};
+use crate::store::format::MeasuredRates;
+
+/// One operation: where drives reach their rate.
+const OPERATION_BYTES: usize = 1 << 20;
+
+/// In flight at a time.
+const DEPTH: usize = 16;
+
+/// For each direction.
+const TIME: Duration = Duration::from_secs(1);
+
+/// Written at most: a third of a second of the fastest drives, and little wear.
+const AREA_BYTES_MAX: u64 = 2 << 30;
+
+/// An operation that takes longer is not coming back.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The device cannot be measured, and so not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum MeasureError {
+    /// No engine.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// An operation failed.
+    #[error("device {path}: {op:?} of {OPERATION_BYTES} bytes at {offset}: {what}")]
+    Operation {
+        /// Of the device.
+        path: String,
+        /// Which.
+        op: IoOp,
+        /// From its start.
+        offset: u64,
+        /// The errno in words, or how much moved.
+        what: String,
+    },
+}
+
+/// Overwrites up to 2 GiB from `offset` on, for at most a second, and reads it again for at most a second.
+///
+/// # Errors
+/// [`MeasureError`].
+pub fn measure(
+    device: &Device,
+    offset: u64,
+    choice: EngineChoice,
+) -> Result<MeasuredRates, MeasureError> {
+    let operations_max =
+        device.bytes().saturating_sub(offset).min(AREA_BYTES_MAX) / OPERATION_BYTES as u64;
+    let (mut engine, _) = Engine::open(choice, &[device.file().clone()], DEPTH + 1)?;
+    let mut pass = Pass {
+        device,
+        engine: &mut engine,
+        offset,
+        buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
+    };
+    let (written, write_bytes_per_s) = pass.run(IoOp::Write, operations_max)?;
+    let (_, read_bytes_per_s) = pass.run(IoOp::Read, written)?;
+    Ok(MeasuredRates {
+        read_bytes_per_s,
+        write_bytes_per_s,
+    })
+}
+
+struct Pass<'a> {
+    device: &'a Device,
+    engine: &'a mut Engine,
+    offset: u64,
+    buffers: Vec<AlignedBytes>,
+}
+
+impl Pass<'_> {
+    /// Up to `operations_max` operations one after the other on the device, DEPTH at a time. How many, and bytes a second.
+    fn run(&mut self, op: IoOp, operations_max: u64) -> Result<(u64, u64), MeasureError> {
+        let since = Instant::now();
+        let mut next = 0;
+        loop {
+            while next < operations_max
+                && since.elapsed() < TIME
+                && let Some(buffer) = self.buffers.pop()
+            {
+                self.engine.submit(Io {
+                    id: IoId(next),
+                    device: DeviceIndex(0),
+                    op,
+                    offset: self.offset + next * OPERATION_BYTES as u64,
+                    bytes: OPERATION_BYTES as u32,
+                    memory: Memory::Meta(buffer),
+                });
+                next += 1;
+            }
+            if self.engine.inflight_count() == 0 {
+                break;
+            }
+            self.collect(op, OPERATION_BYTES as u32)?;
+        }
+        if op == IoOp::Write {
+            // What only reached the drive's cache does not count.
+            self.engine.submit(Io {
+                id: IoId(next),
+                device: DeviceIndex(0),
+                op: IoOp::Flush,
+                offset: 0,
+                bytes: 0,
+                memory: Memory::None,
+            });
+            self.collect(IoOp::Flush, 0)?;
+        }
+        let bytes = next as f64 * OPERATION_BYTES as f64;
+        let rate = bytes / since.elapsed().as_secs_f64().max(1e-9);
+        Ok((next, rate as u64))
+    }
+
+    /// Waits for at least one operation and gives its buffer back.
+    fn collect(&mut self, op: IoOp, asked_bytes: u32) -> Result<(), MeasureError> {
+        let failed = |id: IoId, what: String| MeasureError::Operation {
+            path: self.device.path().to_owned(),
+            op,
+            offset: self.offset + id.0 * OPERATION_BYTES as u64,
+            what,
+        };
+        self.engine.start()?;
+        let wait = Timespec::try_from(PATIENCE).expect("a minute");
+        let mut done = Vec::new();
+        // A wake-up may be of an operation that was taken already.
+        while done.is_empty() {
+            let wake = self.engine.wake();
+            if let Ok(0) = poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
+                let what = format!("no answer in {} s", PATIENCE.as_secs());
+                return Err(failed(IoId(0), what));
+            }
+            self.engine.reap(&mut done)?;
+        }
+        for done in done {
+            match done.outcome {
+                Ok(moved) if moved == asked_bytes => {}
+                Ok(moved) => return Err(failed(done.id, format!("only {moved} bytes moved"))),
+                Err(errno) => {
+                    let what = std::io::Error::from_raw_os_error(errno).to_string();
+                    return Err(failed(done.id, what));
+                }
+            }
+            if let Memory::Meta(buffer) = done.memory {
+                self.buffers.push(buffer);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes no drive can compress: xorshift from `seed`, which is not 0.
+fn noise(seed: u64) -> AlignedBytes {
+    let mut bytes = AlignedBytes::zeroed(OPERATION_BYTES);
+    let mut state = seed;
+    for word in bytes.as_mut_slice().chunks_exact_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word.copy_from_slice(&state.to_le_bytes());
+    }
+    bytes
+}

@@ -1,0 +1,442 @@
+//! Messages to checked calls, replies to messages. Everything a peer can get wrong in a message is refused here, by name.
+
+use std::path::PathBuf;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::geometry::SlotClass;
+use offload_api::ids::{Generation, Rank, SessionToken};
+use offload_api::proto;
+use offload_api::{BLOB_BYTES_MAX, IODEPTH_MAX, PROTOCOL_VERSION};
+use tonic::{Request, Response, Status};
+
+use crate::arena::LockOutlook;
+use crate::core::{self, Call, DeviceState, OpenSession, Peer, Reply};
+use crate::driver::DriverHandle;
+use crate::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+
+/// Slot classes of one session: a few sizes of tiles.
+const CLASSES_MAX: usize = 64;
+
+/// Ranks of a job, over all nodes.
+const RANKS_MAX: u32 = 1 << 20;
+
+/// What the daemon says about itself that the core does not know.
+#[derive(Clone, Debug)]
+pub struct About {
+    /// "uring" or "psync".
+    pub engine: &'static str,
+    /// Why that one.
+    pub engine_reason: String,
+    /// Whether memory can be locked.
+    pub lock: LockOutlook,
+    /// Where processes fetch their descriptors.
+    pub descriptor_socket: PathBuf,
+}
+
+/// The service.
+#[derive(Debug)]
+pub(super) struct Service {
+    pub(super) driver: DriverHandle,
+    pub(super) about: About,
+}
+
+impl Service {
+    async fn ask(&self, peer: Peer, call: Call) -> Result<Reply, Fault> {
+        let answer = self.driver.call(peer, call)?;
+        // The owner thread ended with the call unanswered.
+        answer.await.unwrap_or_else(|_| {
+            Err(Fault::new(
+                FaultKind::Stopping,
+                "offloadd stopped before it answered; what was committed is safe",
+            ))
+        })
+    }
+}
+
+/// One call's way: check, ask, put the reply into its message.
+macro_rules! call {
+    ($self:ident, $request:ident, $check:expr, $pattern:pat => $message:expr) => {{
+        let peer = peer_of(&$request)?;
+        let call = $check($request.into_inner())?;
+        match $self.ask(peer, call).await? {
+            $pattern => Ok(Response::new($message)),
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
+    }};
+}
+
+#[tonic::async_trait]
+impl proto::offload_server::Offload for Service {
+    async fn describe(
+        &self,
+        request: Request<proto::DescribeRequest>,
+    ) -> Result<Response<proto::DescribeReply>, Status> {
+        let about = &self.about;
+        call!(self, request, |_| Ok::<_, Fault>(Call::Describe), Reply::Describe(reply) =>
+        proto::DescribeReply {
+            protocol_version: PROTOCOL_VERSION,
+            build: env!("CARGO_PKG_VERSION").into(),
+            epoch: reply.epoch.0,
+            engine: about.engine.into(),
+            engine_reason: about.engine_reason.clone(),
+            devices: reply.devices.into_iter().map(device).collect(),
+            arena_free_bytes: reply.arena_free_bytes,
+            memory_locked: about.lock.can_lock,
+            memory_note: about.lock.note.clone(),
+        })
+    }
+
+    async fn open_session(
+        &self,
+        request: Request<proto::OpenSessionRequest>,
+    ) -> Result<Response<proto::OpenSessionReply>, Status> {
+        call!(self, request, open, Reply::Open(reply) => proto::OpenSessionReply {
+            token: reply.token.0.to_vec(),
+            epoch: reply.epoch.0,
+            descriptor_socket: self.about.descriptor_socket.display().to_string(),
+            arena_bytes: reply.arena_bytes,
+            ring_entries: reply.ring_entries,
+            iodepth: reply.iodepth,
+            block_bytes: reply.block_bytes,
+            devices: reply.devices.into_iter().map(device).collect(),
+            job: reply.job.map(job),
+        })
+    }
+
+    async fn define_tiles(
+        &self,
+        request: Request<proto::DefineTilesRequest>,
+    ) -> Result<Response<proto::DefineTilesReply>, Status> {
+        call!(self, request, define, Reply::Define { reserved_bytes } =>
+            proto::DefineTilesReply { reserved_bytes })
+    }
+
+    async fn resume(
+        &self,
+        request: Request<proto::ResumeRequest>,
+    ) -> Result<Response<proto::ResumeReply>, Status> {
+        let check = |message: proto::ResumeRequest| {
+            Ok::<_, Fault>(Call::Resume {
+                token: token(&message.token)?,
+                generation: Generation(message.generation),
+            })
+        };
+        call!(self, request, check, Reply::Resume { working_generation } =>
+            proto::ResumeReply { working_generation: working_generation.0 })
+    }
+
+    async fn commit(
+        &self,
+        request: Request<proto::CommitRequest>,
+    ) -> Result<Response<proto::CommitReply>, Status> {
+        let check = |message: proto::CommitRequest| {
+            if message.blob.len() > BLOB_BYTES_MAX {
+                return Err(invalid(format!(
+                    "a blob of {} bytes; at most {BLOB_BYTES_MAX}",
+                    message.blob.len()
+                )));
+            }
+            Ok(Call::Commit {
+                token: token(&message.token)?,
+                generation: Generation(message.generation),
+                blob: message.blob,
+            })
+        };
+        call!(self, request, check,
+        Reply::Commit { generation, confirmed, working_generation } => proto::CommitReply {
+            generation: generation.0,
+            confirmed,
+            working_generation: working_generation.0,
+        })
+    }
+
+    async fn confirm(
+        &self,
+        request: Request<proto::ConfirmRequest>,
+    ) -> Result<Response<proto::ConfirmReply>, Status> {
+        let check = |message: proto::ConfirmRequest| {
+            Ok::<_, Fault>(Call::Confirm {
+                token: token(&message.token)?,
+                generation: Generation(message.generation),
+            })
+        };
+        call!(self, request, check, Reply::Confirm => proto::ConfirmReply {})
+    }
+
+    async fn close_session(
+        &self,
+        request: Request<proto::CloseSessionRequest>,
+    ) -> Result<Response<proto::CloseSessionReply>, Status> {
+        let check = |message: proto::CloseSessionRequest| {
+            Ok::<_, Fault>(Call::Close {
+                token: token(&message.token)?,
+            })
+        };
+        call!(self, request, check, Reply::Close => proto::CloseSessionReply {})
+    }
+
+    async fn list_jobs(
+        &self,
+        request: Request<proto::ListJobsRequest>,
+    ) -> Result<Response<proto::ListJobsReply>, Status> {
+        call!(self, request, |_| Ok::<_, Fault>(Call::ListJobs), Reply::ListJobs(jobs) => {
+            let jobs = jobs.into_iter().map(|job| proto::JobSummary {
+                job: job.job.as_str().into(),
+                uid: job.uid,
+                reserved_bytes: job.reserved_bytes,
+                newest_generation: job.newest_generation.0,
+                open: job.open,
+            });
+            proto::ListJobsReply { jobs: jobs.collect() }
+        })
+    }
+
+    async fn drop_job(
+        &self,
+        request: Request<proto::DropJobRequest>,
+    ) -> Result<Response<proto::DropJobReply>, Status> {
+        let check = |message: proto::DropJobRequest| {
+            Ok::<_, Fault>(Call::DropJob {
+                job: JobName::new(message.job)?,
+            })
+        };
+        call!(self, request, check, Reply::DropJob { freed_bytes } =>
+            proto::DropJobReply { freed_bytes })
+    }
+}
+
+/// Who calls, as the kernel said when the connection was made.
+fn peer_of<T>(request: &Request<T>) -> Result<Peer, Fault> {
+    request.extensions().get::<Peer>().copied().ok_or_else(|| {
+        let what = "the connection's user is unknown; call over the daemon's unix socket";
+        Fault::new(FaultKind::Denied, what)
+    })
+}
+
+fn invalid(message: String) -> Fault {
+    Fault::new(FaultKind::Invalid, message)
+}
+
+fn token(bytes: &[u8]) -> Result<SessionToken, Fault> {
+    SessionToken::from_bytes(bytes)
+        .ok_or_else(|| invalid(format!("a token of {} bytes; a token has 16", bytes.len())))
+}
+
+fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
+    let proto::OpenSessionRequest {
+        protocol_version,
+        job,
+        rank,
+        local_ranks,
+        classes,
+        iodepth,
+    } = message;
+    if protocol_version != PROTOCOL_VERSION {
+        return Err(Fault::new(
+            FaultKind::Version,
+            format!(
+                "the process speaks protocol version {protocol_version}, offloadd {} speaks {PROTOCOL_VERSION}: use offloadd \
+                 and trainer of one build",
+                env!("CARGO_PKG_VERSION")
+            ),
+        ));
+    }
+    if rank >= RANKS_MAX {
+        return Err(invalid(format!("rank {rank}; at most {}", RANKS_MAX - 1)));
+    }
+    if local_ranks == 0 || local_ranks > RANKS_MAX {
+        return Err(invalid(format!(
+            "{local_ranks} local ranks; from 1 to {RANKS_MAX}"
+        )));
+    }
+    if iodepth == 0 || iodepth > IODEPTH_MAX {
+        return Err(invalid(format!(
+            "iodepth {iodepth}; from 1 to {IODEPTH_MAX}"
+        )));
+    }
+    if classes.is_empty() || classes.len() > CLASSES_MAX {
+        return Err(invalid(format!(
+            "{} slot classes; from 1 to {CLASSES_MAX}",
+            classes.len()
+        )));
+    }
+    let classes = classes.into_iter().map(|class| SlotClass {
+        slot_bytes: class.slot_bytes,
+        slot_count: class.slot_count,
+    });
+    let mut random = [0; 16];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .ok()
+        .filter(|bytes| *bytes == random.len())
+        .ok_or_else(|| {
+            let what = "the kernel gives no random bytes for a token";
+            Fault::new(FaultKind::Stopping, what)
+        })?;
+    Ok(Call::Open(OpenSession {
+        token: SessionToken(random),
+        job: JobName::new(job)?,
+        rank: Rank(rank),
+        local_ranks,
+        classes: classes.collect(),
+        iodepth,
+    }))
+}
+
+fn define(message: proto::DefineTilesRequest) -> Result<Call, Fault> {
+    let tiles = message.tiles.iter().enumerate().map(|(index, tile)| {
+        let kind = u32::try_from(tile.kind)
+            .ok()
+            .and_then(TileKind::from_number)
+            .ok_or_else(|| invalid(format!("tile {index} has the unknown kind {}", tile.kind)))?;
+        Ok(TileSpec {
+            unit: tile.unit,
+            kind,
+            elem_offset: tile.elem_offset,
+            tile_bytes: tile.tile_bytes,
+        })
+    });
+    let tiles = tiles.collect::<Result<Vec<_>, Fault>>()?;
+    let durability = u32::try_from(message.durability)
+        .ok()
+        .and_then(Durability::from_number)
+        .ok_or_else(|| invalid(format!("the unknown durability {}", message.durability)))?;
+    Ok(Call::Define {
+        token: token(&message.token)?,
+        definition: JobDefinition::new(message.layout, tiles, durability, message.nodes)?,
+    })
+}
+
+fn device(state: DeviceState) -> proto::Device {
+    proto::Device {
+        path: state.path,
+        block_bytes: state.block_bytes,
+        data_bytes: state.data_bytes,
+        free_bytes: state.free_bytes,
+        read_bytes_per_s: state.read_bytes_per_s,
+        write_bytes_per_s: state.write_bytes_per_s,
+    }
+}
+
+fn job(record: core::JobRecord) -> proto::JobRecord {
+    let definition = &record.definition;
+    let tiles = definition.tiles().iter().map(|tile| proto::Tile {
+        unit: tile.unit,
+        kind: tile.kind as i32,
+        elem_offset: tile.elem_offset,
+        tile_bytes: tile.tile_bytes,
+    });
+    let generations = record.generations.into_iter().map(|generation| {
+        let blobs = generation
+            .blobs
+            .into_iter()
+            .map(|(rank, blob)| proto::RankBlob { rank: rank.0, blob });
+        proto::GenerationRecord {
+            generation: generation.generation.0,
+            confirmed: generation.confirmed,
+            blobs: blobs.collect(),
+        }
+    });
+    proto::JobRecord {
+        layout: definition.layout().to_vec(),
+        tiles: tiles.collect(),
+        durability: definition.durability() as i32,
+        nodes: definition.nodes(),
+        generations: generations.collect(),
+        clean: record.clean,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn whole() -> proto::OpenSessionRequest {
+        proto::OpenSessionRequest {
+            protocol_version: PROTOCOL_VERSION,
+            job: "tiny".into(),
+            rank: 0,
+            local_ranks: 1,
+            classes: vec![proto::SlotClass {
+                slot_bytes: 4096,
+                slot_count: 1,
+            }],
+            iodepth: 4,
+        }
+    }
+
+    #[test]
+    fn another_protocol_version_is_refused_naming_both() {
+        let message = proto::OpenSessionRequest {
+            protocol_version: 77,
+            ..whole()
+        };
+        let fault = open(message).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::Version);
+        assert!(fault.message.contains("version 77"), "{fault}");
+        assert!(
+            fault
+                .message
+                .contains(&format!("speaks {PROTOCOL_VERSION}")),
+            "{fault}"
+        );
+    }
+
+    #[test]
+    fn an_open_outside_its_limits_is_refused_before_the_core_sees_it() {
+        let kind = |change: fn(&mut proto::OpenSessionRequest)| {
+            let mut message = whole();
+            change(&mut message);
+            open(message).map(|_| ()).map_err(|fault| fault.kind)
+        };
+        assert_eq!(kind(|_| {}), Ok(()));
+        for change in [
+            (|m| m.job = "../x".into()) as fn(&mut proto::OpenSessionRequest),
+            |m| m.job = String::new(),
+            |m| m.rank = u32::MAX,
+            |m| m.local_ranks = 0,
+            |m| m.iodepth = 0,
+            |m| m.iodepth = IODEPTH_MAX + 1,
+            |m| m.classes.clear(),
+            |m| m.classes = vec![proto::SlotClass::default(); CLASSES_MAX + 1],
+        ] {
+            assert_eq!(kind(change), Err(FaultKind::Invalid));
+        }
+    }
+
+    #[test]
+    fn tokens_differ_and_hostile_definitions_are_refused() {
+        let token_of = || match open(whole()) {
+            Ok(Call::Open(request)) => request.token,
+            other => panic!("{other:?}"),
+        };
+        assert_ne!(token_of(), token_of());
+
+        let tile = proto::Tile {
+            unit: 0,
+            kind: 1,
+            elem_offset: 0,
+            tile_bytes: 4096,
+        };
+        let whole = proto::DefineTilesRequest {
+            token: vec![0; 16],
+            layout: Vec::new(),
+            tiles: vec![tile],
+            durability: 1,
+            nodes: 1,
+        };
+        assert!(define(whole.clone()).is_ok());
+        for change in [
+            (|m| m.token = vec![0; 15]) as fn(&mut proto::DefineTilesRequest),
+            |m| m.tiles[0].kind = -1,
+            |m| m.tiles[0].kind = 4,
+            |m| m.tiles[0].tile_bytes = 4095,
+            |m| m.tiles.clear(),
+            |m| m.durability = 0,
+            |m| m.nodes = 0,
+        ] {
+            let mut message = whole.clone();
+            change(&mut message);
+            assert_eq!(define(message).unwrap_err().kind, FaultKind::Invalid);
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Calls over the unix socket: the one async part of the daemon. It checks messages and waits for the owner thread.
+//!
+//! Bounded: connections a user, calls of a connection, bytes of a message, calls that wait for the owner thread.
+
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use offload_api::MESSAGE_BYTES_MAX;
+use offload_api::proto::offload_server::OffloadServer;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::UnixListenerStream;
+
+use crate::driver::DriverHandle;
+
+mod grpc;
+mod peer;
+
+pub use grpc::About;
+use grpc::Service;
+use peer::Places;
+
+/// Calls of one connection at a time: a commit that waits for other ranks, and some besides.
+const CALLS_A_CONNECTION: usize = 16;
+
+/// How long connections may take to end once nothing will be answered any more.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+
+/// The socket cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// A living daemon answers there.
+    #[error(
+        "socket {path}: another offloadd (pid {pid}) serves here: stop it, or give this one another `socket`"
+    )]
+    Taken {
+        /// Of the socket.
+        path: PathBuf,
+        /// Of the other.
+        pid: i32,
+    },
+    /// Something lies there that is no socket.
+    #[error("socket {path}: a file that is no socket lies there; it stays as it is")]
+    NoSocket {
+        /// Of the file.
+        path: PathBuf,
+    },
+    /// Others could reach a private daemon.
+    #[error(
+        "socket {path}: its folder must belong to uid {uid} with mode 0700, it has uid {found_uid} and mode {found_mode:o}"
+    )]
+    Open {
+        /// Of the socket.
+        path: PathBuf,
+        /// Ours.
+        uid: u32,
+        /// The folder's.
+        found_uid: u32,
+        /// The folder's.
+        found_mode: u32,
+    },
+    /// A system call failed.
+    #[error("socket {path}: {action}: {source}")]
+    System {
+        /// Of the socket.
+        path: PathBuf,
+        /// What failed.
+        action: &'static str,
+        /// The errno.
+        source: io::Error,
+    },
+}
+
+/// Makes `path` free to be bound: a dead daemon's socket goes, a living one's is an error.
+///
+/// # Errors
+/// [`SocketError`].
+pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
+    let failed = |action| {
+        move |source| SocketError::System {
+            path: path.to_owned(),
+            action,
+            source,
+        }
+    };
+    match std::fs::symlink_metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(failed("looking for a predecessor's")(e)),
+        Ok(found) if !found.file_type().is_socket() => {
+            return Err(SocketError::NoSocket {
+                path: path.to_owned(),
+            });
+        }
+        Ok(_) => {}
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Ok(stream) => {
+            let pid = rustix::net::sockopt::socket_peercred(&stream)
+                .map_or(0, |peer| peer.pid.as_raw_nonzero().get());
+            Err(SocketError::Taken {
+                path: path.to_owned(),
+                pid,
+            })
+        }
+        // ECONNREFUSED: nobody listens. EPROTOTYPE: a socket of the other kind; its daemon is told apart by the first one.
+        Err(_) => std::fs::remove_file(path).map_err(failed("removing a dead daemon's")),
+    }
+}
+
+/// Sees to the socket's folder: made if missing; of a private daemon nobody else may enter it.
+///
+/// # Errors
+/// [`SocketError`].
+pub fn prepare_folder(socket: &Path, private: bool) -> Result<(), SocketError> {
+    let failed = |action| {
+        move |source| SocketError::System {
+            path: socket.to_owned(),
+            action,
+            source,
+        }
+    };
+    let folder = socket.parent().unwrap_or(Path::new("/"));
+    let mode = if private { 0o700 } else { 0o755 };
+    match std::fs::DirBuilder::new().mode(mode).create(folder) {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(failed("making its folder")(e)),
+    }
+    if !private {
+        return Ok(());
+    }
+    let found = std::fs::metadata(folder).map_err(failed("looking at its folder"))?;
+    let uid = rustix::process::geteuid().as_raw();
+    let found_mode = found.mode() & 0o777;
+    if found.uid() != uid || found_mode & 0o077 != 0 {
+        return Err(SocketError::Open {
+            path: socket.to_owned(),
+            uid,
+            found_uid: found.uid(),
+            found_mode,
+        });
+    }
+    Ok(())
+}
+
+/// Binds the socket for calls. `path` is free (see [`clear_socket`]); its mode is what the umask leaves.
+///
+/// # Errors
+/// [`SocketError::System`].
+pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
+    UnixListener::bind(path).map_err(|source| SocketError::System {
+        path: path.to_owned(),
+        action: "binding it",
+        source,
+    })
+}
+
+/// Answers calls until `stop` turns true (or its sender is gone) and the last answers are out.
+///
+/// # Errors
+/// What the transport says.
+pub async fn serve(
+    listener: UnixListener,
+    driver: DriverHandle,
+    about: About,
+    stop: watch::Receiver<bool>,
+) -> Result<(), tonic::transport::Error> {
+    let places = Places::default();
+    let incoming =
+        UnixListenerStream::new(listener).filter_map(move |accepted| places.admit(accepted));
+    let service = OffloadServer::new(Service { driver, about })
+        .max_decoding_message_size(MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(MESSAGE_BYTES_MAX);
+    let serving = tonic::transport::Server::builder()
+        .concurrency_limit_per_connection(CALLS_A_CONNECTION)
+        .max_concurrent_streams(CALLS_A_CONNECTION as u32)
+        .http2_max_header_list_size(16 << 10)
+        .add_service(service)
+        .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
+    let patience = async {
+        stopped(stop).await;
+        tokio::time::sleep(LAST_ANSWERS).await;
+    };
+    tokio::select! {
+        result = serving => result,
+        // A peer that never reads its answer must not keep us.
+        () = patience => Ok(()),
+    }
+}
+
+async fn stopped(mut stop: watch::Receiver<bool>) {
+    // An error means that the sender is gone, which is a stop as well.
+    let _ = stop.wait_for(|stop| *stop).await;
+}

@@ -1,0 +1,184 @@
+//! Everything that makes a device unusable, found before it is used, named with its path and what to do. What could go
+//! wrong: a message that helps nobody, a store that two daemons have, a full disk found in the middle of a run.
+
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use offloadd::blocks::{AlignedBytes, BlockErrorCause, Blocks};
+use offloadd::device::{Device, DeviceBlocks, DeviceError};
+
+fn refusal(path: &Path) -> String {
+    let message = Device::open(path).unwrap_err().to_string();
+    let named = format!("device {}: ", path.display());
+    assert!(message.starts_with(&named), "{message}");
+    message
+}
+
+#[test]
+fn a_missing_path_a_folder_and_buffered_file_systems_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("x/y");
+    assert!(refusal(&missing).contains("no such file; is its drive mounted?"));
+    let folder_itself = refusal(folder.path());
+    assert!(folder_itself.contains("neither a regular file nor a block device"));
+    // procfs takes no direct I/O on any kernel.
+    let buffered = refusal(Path::new("/proc/self/comm"));
+    assert!(buffered.contains("O_DIRECT"), "{buffered}");
+}
+
+const CHILD: &str = "OFFLOADD_TEST_UNWRITABLE";
+
+#[test]
+fn a_device_of_another_user_is_named_with_what_to_do() {
+    if let Some(path) = std::env::var_os(CHILD) {
+        let message = refusal(Path::new(&path));
+        assert!(
+            message.contains("not readable and writable by uid 65534; chown it"),
+            "{message}"
+        );
+        return;
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let folder = tempfile::tempdir_in("/tmp").unwrap();
+    let path = folder.path().join("a");
+    std::fs::write(&path, vec![0; 4096]).unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.path(), open).unwrap();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "a_device_of_another_user_is_named_with_what_to_do",
+        ])
+        .env(CHILD, &path)
+        .current_dir("/")
+        .uid(65534)
+        .gid(65534)
+        .output();
+    match child {
+        Ok(output) => assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stdout)
+        ),
+        Err(error) => println!("skipped: another user cannot run this program: {error}"),
+    }
+}
+
+#[test]
+fn a_store_has_one_daemon_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let first = Device::create(&path, Some(1 << 20), false).unwrap();
+    let since = Instant::now();
+    let error = Device::open(&path).expect_err("the store has a daemon");
+    assert!(
+        since.elapsed() >= Duration::from_secs(1),
+        "it waits for one that is dying"
+    );
+    let ours = std::process::id();
+    assert!(
+        matches!(error, DeviceError::Locked { pid: Some(pid), .. } if pid == ours),
+        "{error}"
+    );
+    assert!(
+        error
+            .to_string()
+            .contains("another offloadd has this store")
+    );
+
+    // A predecessor that dies while we wait: its lock is gone in time.
+    let ending = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(first);
+    });
+    Device::open(&path).unwrap();
+    ending.join().unwrap();
+}
+
+#[test]
+fn without_its_lock_the_test_of_one_daemon_fails() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_store_has_one_daemon_at_a_time"])
+        .env("OFFLOADD_REMOVED", "lock")
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success(), "{words}");
+    assert!(words.contains("the store has a daemon"), "{words}");
+}
+
+#[test]
+fn a_file_that_exists_stays_as_it_is_without_force() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("thesis.tex");
+    std::fs::write(&path, "years of work").unwrap();
+    let error = Device::create(&path, Some(1 << 20), false).unwrap_err();
+    assert!(
+        error.to_string().contains("--force overwrites it")
+            || error.to_string().contains("`--force`"),
+        "{error}"
+    );
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "years of work");
+}
+
+#[test]
+fn too_large_a_file_is_refused_naming_both_sizes_and_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let error = Device::create(&path, Some(1 << 52), false).unwrap_err();
+    let DeviceError::NoSpace {
+        asked_bytes,
+        free_bytes,
+        ..
+    } = error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!(asked_bytes, 1 << 52);
+    assert!(free_bytes > 0 && free_bytes < 1 << 52);
+    assert!(error.to_string().contains(&free_bytes.to_string()));
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_files_space_is_reserved_when_it_is_made() {
+    use std::os::unix::fs::MetadataExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let device = Device::create(&path, Some(3 << 20), false).unwrap();
+    let found = std::fs::metadata(&path).unwrap();
+    assert_eq!(device.bytes(), 3 << 20);
+    assert_eq!(found.len(), 3 << 20);
+    assert!(found.blocks() * 512 >= 3 << 20, "it has holes");
+    assert_eq!(
+        found.mode() & 0o777,
+        0o600,
+        "others' parameters are nobody's business"
+    );
+}
+
+#[test]
+fn blocks_move_whole_or_not_at_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let devices = ["a", "b"]
+        .map(|name| Device::create(&folder.path().join(name), Some(1 << 20), false).unwrap());
+    let mut blocks = DeviceBlocks(&devices);
+    let mut some = AlignedBytes::from_slice(&[5; 8192]);
+    blocks.write(1, 4096, &some).unwrap();
+    blocks.flush(1).unwrap();
+    some.as_mut_slice().fill(0);
+    blocks.read(1, 4096, &mut some).unwrap();
+    assert!(some.as_slice().iter().all(|b| *b == 5));
+    blocks.read(0, 4096, &mut some).unwrap();
+    assert!(some.as_slice().iter().all(|b| *b == 0), "the other device");
+    let error = blocks.read(1, (1 << 20) - 4096, &mut some).unwrap_err();
+    assert_eq!(error.cause, BlockErrorCause::Short(4096));
+    assert_eq!(error.path, devices[1].path());
+    let error = blocks.write(1, 77, &some).unwrap_err();
+    assert_eq!(error.cause, BlockErrorCause::Errno(22), "EINVAL");
+}
