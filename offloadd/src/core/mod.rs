@@ -1,5 +1,233 @@
 //! The daemon's decisions, without a clock, thread, file or async code: events in, actions out.
+//!
+//! ```text
+//!   Call, ArenaMade, PeerGone ──▶ session ──▶ who is there, what memory they have
+//!   Define, Resume, DropJob   ──▶ job ──────▶ what the store knows        ─┐
+//!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
+//!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┘
+//! ```
+//!
+//! Promises: one operation in flight a slot; nothing reads a tile while it is written; a write goes where nothing that
+//! can be resumed from lies; what is acknowledged is flushed; a session's arena is dropped after its last operation.
+//!
+//! Bounds: `sessions_max` sessions with at most their iodepth in flight each; one script a job and one for the catalog,
+//! each with at most [`script::INFLIGHT_MAX`] operations; [`catalog_queue::QUEUE_MAX`] calls that wait for the catalog.
+//! A few thousand operations a second pass here, so maps and short loops are far from being the wall.
 
+mod catalog_queue;
+mod commit;
 mod event;
+mod io;
+mod job;
+mod script;
+mod session;
 
 pub use event::*;
+
+use std::collections::{BTreeMap, HashMap};
+
+use offload_api::BLOCK_BYTES;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Epoch, Generation, SessionToken};
+
+use crate::store::placement::Space;
+use crate::store::recover::{RecoveredDevice, RecoveredStore};
+use catalog_queue::CatalogQueue;
+use io::Operation;
+use job::{Job, JobKey};
+use script::{Script, ScriptId};
+use session::Session;
+
+/// All of the daemon's state that decides anything.
+pub struct Core {
+    epoch: Epoch,
+    limits: Limits,
+    devices: Vec<RecoveredDevice>,
+    space: Space,
+    catalog: CatalogQueue,
+    jobs: BTreeMap<JobKey, Job>,
+    sessions: BTreeMap<SessionId, Session>,
+    tokens: HashMap<SessionToken, SessionId>,
+    operations: HashMap<IoId, Operation>,
+    scripts: BTreeMap<ScriptId, Script>,
+    arena_used_bytes: u64,
+    next_number: u64,
+}
+
+impl Core {
+    /// From what recovery read and mended. `epoch` is random per life of the daemon.
+    pub fn new(store: RecoveredStore, epoch: Epoch, limits: Limits) -> Self {
+        let device_count = store.devices.len();
+        let jobs = store
+            .jobs
+            .into_iter()
+            .map(|recovered| {
+                let key = JobKey::new(recovered.entry.uid, recovered.entry.name.clone());
+                (key, Job::stored(recovered, device_count))
+            })
+            .collect();
+        Self {
+            epoch,
+            limits,
+            devices: store.devices,
+            space: store.space,
+            catalog: CatalogQueue::new(store.catalog),
+            jobs,
+            sessions: BTreeMap::new(),
+            tokens: HashMap::new(),
+            operations: HashMap::new(),
+            scripts: BTreeMap::new(),
+            arena_used_bytes: 0,
+            next_number: 1,
+        }
+    }
+
+    /// Takes one event; what must be done is pushed to `actions`.
+    pub fn on_event(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Call {
+                call,
+                peer,
+                request,
+            } => self.on_call(call, peer, request, actions),
+            Event::ArenaMade { session, result } => self.on_arena_made(session, result, actions),
+            // The driver bounds how long a session may stay unattached; nothing is decided by it here.
+            Event::Attached { .. } => {}
+            Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
+            Event::IoDone { io, result } => self.on_io_done(io, result, actions),
+            Event::PeerGone { session } => self.end_session(session, None, actions),
+        }
+    }
+
+    /// Operations the driver has been asked for and has not reported as done.
+    pub fn inflight_count(&self) -> usize {
+        self.operations.len()
+    }
+
+    fn on_call(&mut self, call: CallId, peer: Peer, request: Call, actions: &mut Vec<Action>) {
+        let answer = match request {
+            Call::Describe => Ok(Some(Reply::Describe(self.describe()))),
+            Call::Open(open) => self.open(call, peer, open, actions),
+            Call::Define { token, definition } => self
+                .live(peer, token)
+                .and_then(|session| self.define(call, session, definition, actions)),
+            Call::Resume { token, generation } => self
+                .live(peer, token)
+                .and_then(|session| self.resume(call, session, generation, actions)),
+            Call::Commit {
+                token,
+                generation,
+                blob,
+            } => self
+                .live(peer, token)
+                .and_then(|session| self.commit(call, session, generation, blob, actions)),
+            Call::Confirm { token, generation } => self
+                .live(peer, token)
+                .and_then(|session| self.confirm(call, session, generation, actions)),
+            Call::Close { token } => self.live(peer, token).map(|session| {
+                self.end_session(session, Some(call), actions);
+                None
+            }),
+            Call::ListJobs => Ok(Some(Reply::ListJobs(self.list_jobs(peer)))),
+            Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
+        };
+        match answer {
+            Ok(None) => {}
+            Ok(Some(reply)) => actions.push(Action::Reply {
+                call,
+                reply: Ok(reply),
+            }),
+            Err(fault) => refuse(call, fault, actions),
+        }
+    }
+
+    fn describe(&self) -> DescribeReply {
+        DescribeReply {
+            epoch: self.epoch,
+            devices: self.device_states(),
+            arena_free_bytes: self.arena_free_bytes(),
+        }
+    }
+
+    fn device_states(&self) -> Vec<DeviceState> {
+        let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {
+            path: device.path.clone(),
+            block_bytes: BLOCK_BYTES,
+            data_bytes: device.superblock.data_bytes,
+            free_bytes: self.space.free_bytes(DeviceIndex(index as u32)),
+            read_bytes_per_s: device.superblock.read_bytes_per_s,
+            write_bytes_per_s: device.superblock.write_bytes_per_s,
+        };
+        self.devices.iter().enumerate().map(state).collect()
+    }
+
+    fn list_jobs(&self, peer: Peer) -> Vec<JobSummary> {
+        let mine = self.jobs.iter().filter(|(key, _)| key.uid == peer.uid);
+        mine.filter_map(|(key, job)| {
+            let stored = job.stored.as_ref()?;
+            Some(JobSummary {
+                job: key.name.clone(),
+                uid: key.uid,
+                reserved_bytes: stored.entry.reserved_bytes,
+                newest_generation: stored.newest(),
+                open: !job.members.is_empty(),
+            })
+        })
+        .collect()
+    }
+
+    fn path(&self, device: DeviceIndex) -> &str {
+        &self.devices[device.0 as usize].path
+    }
+
+    /// The words for an operation that failed.
+    fn device_fault(
+        &self,
+        op: IoOp,
+        device: DeviceIndex,
+        offset: u64,
+        asked_bytes: u32,
+        outcome: Result<u32, i32>,
+    ) -> Fault {
+        let (kind, why) = match outcome {
+            Err(errno) => (
+                errno_kind(errno),
+                std::io::Error::from_raw_os_error(errno).to_string(),
+            ),
+            Ok(moved) => (
+                FaultKind::Short,
+                format!("only {moved} bytes moved; a removed drive answers so"),
+            ),
+        };
+        let path = self.path(device);
+        Fault::new(
+            kind,
+            format!("{op:?} of {asked_bytes} bytes at {offset} of {path}: {why}"),
+        )
+    }
+
+    /// A number never given out in this life.
+    fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number
+    }
+}
+
+fn refuse(call: CallId, fault: Fault, actions: &mut Vec<Action>) {
+    actions.push(Action::Reply {
+        call,
+        reply: Err(fault),
+    });
+}
+
+fn errno_kind(errno: i32) -> FaultKind {
+    if errno == libc::ENOSPC || errno == libc::EDQUOT {
+        FaultKind::NoSpace
+    } else {
+        FaultKind::Io
+    }
+}
+
+fn next(generation: Generation) -> Generation {
+    Generation(generation.0 + 1)
+}

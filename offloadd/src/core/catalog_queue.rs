@@ -1,0 +1,332 @@
+//! Changes of the catalog, one at a time: a job comes, a job goes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+
+use super::job::{Job, JobKey, Stored};
+use super::script::{Failed, Purpose, Step};
+use super::{Action, CallId, Core, Reply, refuse};
+use crate::store::CATALOG_OFFSETS;
+use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
+use crate::store::definition::JobDefinition;
+use crate::store::manifest::SlotContent;
+use crate::store::tile_table::TileTable;
+
+/// Changes that wait for the one being written.
+pub(super) const QUEUE_MAX: usize = 256;
+
+/// Steps of a definition's script before the catalog is touched.
+const STEPS_BEFORE_CATALOG: usize = 2;
+
+pub(super) struct CatalogQueue {
+    catalog: Catalog,
+    busy: bool,
+    waiting: VecDeque<Work>,
+    /// A write of the catalog failed: which one the devices hold is not known before the next start.
+    broken: Option<Fault>,
+}
+
+#[derive(Debug)]
+pub(super) enum Work {
+    Define {
+        key: JobKey,
+        definition: Arc<JobDefinition>,
+        local_ranks: u32,
+    },
+    Drop {
+        key: JobKey,
+        call: CallId,
+    },
+}
+
+/// What is being written.
+#[derive(Debug)]
+pub(super) struct CatalogChange {
+    catalog: Catalog,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    Define {
+        key: JobKey,
+        entry: Entry,
+        table: TileTable,
+    },
+    Drop {
+        key: JobKey,
+        call: CallId,
+    },
+}
+
+impl CatalogQueue {
+    pub(super) fn new(catalog: Catalog) -> Self {
+        Self {
+            catalog,
+            busy: false,
+            waiting: VecDeque::new(),
+            broken: None,
+        }
+    }
+}
+
+impl Core {
+    /// Queues a change. Refused when too many wait or an earlier one failed.
+    pub(super) fn change_catalog(
+        &mut self,
+        work: Work,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Fault> {
+        if let Some(fault) = &self.catalog.broken {
+            return Err(fault.clone());
+        }
+        if self.catalog.waiting.len() == QUEUE_MAX {
+            return Err(Fault::new(
+                FaultKind::TooMany,
+                format!("{QUEUE_MAX} definitions and drops of jobs wait already: try again"),
+            ));
+        }
+        self.catalog.waiting.push_back(work);
+        self.next_change(actions);
+        Ok(())
+    }
+
+    fn next_change(&mut self, actions: &mut Vec<Action>) {
+        while !self.catalog.busy {
+            let Some(work) = self.catalog.waiting.pop_front() else {
+                return;
+            };
+            if let Some(fault) = self.catalog.broken.clone() {
+                self.refuse_work(&work, &fault, actions);
+                continue;
+            }
+            match work {
+                Work::Define {
+                    key,
+                    definition,
+                    local_ranks,
+                } => self.start_define(key, definition, local_ranks, actions),
+                Work::Drop { key, call } => self.start_drop(key, call, actions),
+            }
+        }
+    }
+
+    fn start_define(
+        &mut self,
+        key: JobKey,
+        definition: Arc<JobDefinition>,
+        local_ranks: u32,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.catalog.catalog.entries.len() == JOBS_MAX {
+            let fault = Fault::new(
+                FaultKind::NoSpace,
+                format!("the store has {JOBS_MAX} jobs, as many as it can: drop one"),
+            );
+            return self.answer_define(&key, &Err(fault), actions);
+        }
+        let reservation = match self.space.reserve(&definition, local_ranks) {
+            Ok(reservation) => reservation,
+            Err(no_room) => {
+                let free: Vec<String> = (self.devices.iter().zip(&no_room.free_bytes))
+                    .map(|(device, free)| format!("{} has {free}", device.path))
+                    .collect();
+                let fault = Fault::new(
+                    FaultKind::NoSpace,
+                    format!(
+                        "job {} needs {} bytes ({} extents a tile and its records); free: {}. Drop a job or add room",
+                        key.name,
+                        no_room.needed_bytes,
+                        definition.durability().extents_a_tile(),
+                        free.join(", ")
+                    ),
+                );
+                return self.answer_define(&key, &Err(fault), actions);
+            }
+        };
+        let mut catalog = self.catalog.catalog.clone();
+        let job_id = catalog.next_job_id;
+        catalog.next_job_id += 1;
+        catalog.sequence += 1;
+        let table = TileTable {
+            definition,
+            extents: reservation.extents,
+        };
+        let blocks = table.encode(job_id);
+        let entry = Entry {
+            job_id,
+            uid: key.uid,
+            name: key.name.clone(),
+            area: reservation.area,
+            definition_crc: crate::store::sealed::crc_of(&blocks),
+            reserved_bytes: reservation.bytes,
+        };
+        catalog.entries.push(entry.clone());
+        let mut steps = vec![
+            Step::twice(entry.area.definitions(), blocks),
+            Step::flush([DeviceIndex(0)]),
+        ];
+        assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
+        steps.extend(catalog_steps(&catalog));
+        let what = What::Define { key, entry, table };
+        self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+    }
+
+    fn start_drop(&mut self, key: JobKey, call: CallId, actions: &mut Vec<Action>) {
+        // Sessions may have come while this waited.
+        let job_id = match self.droppable(&key) {
+            Ok(stored) => stored.entry.job_id,
+            Err(fault) => return refuse(call, fault, actions),
+        };
+        let mut catalog = self.catalog.catalog.clone();
+        catalog.sequence += 1;
+        catalog.entries.retain(|entry| entry.job_id != job_id);
+        let steps = catalog_steps(&catalog);
+        self.jobs.get_mut(&key).expect("droppable").dropping = true;
+        let what = What::Drop { key, call };
+        self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+    }
+
+    fn write_catalog(
+        &mut self,
+        change: CatalogChange,
+        steps: Vec<Step>,
+        actions: &mut Vec<Action>,
+    ) {
+        self.catalog.busy = true;
+        self.run_script(Purpose::Catalog(Box::new(change)), steps, actions);
+    }
+
+    pub(super) fn finish_catalog(
+        &mut self,
+        change: CatalogChange,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        self.catalog.busy = false;
+        if let Err(failed) = &result {
+            let catalog_untouched = matches!(change.what, What::Define { .. })
+                && failed.steps_done < STEPS_BEFORE_CATALOG;
+            if !catalog_untouched {
+                self.catalog.broken = Some(Fault::new(
+                    FaultKind::Poisoned,
+                    format!(
+                        "the store's catalog could not be written ({}): no job can be defined or dropped until offloadd is started again on sound devices",
+                        failed.fault
+                    ),
+                ));
+            }
+        } else {
+            self.catalog.catalog = change.catalog;
+        }
+        match change.what {
+            What::Define { key, entry, table } => {
+                self.finish_define(&key, entry, table, result, actions);
+            }
+            What::Drop { key, call } => self.finish_drop(&key, call, result, actions),
+        }
+        self.next_change(actions);
+    }
+
+    fn finish_define(
+        &mut self,
+        key: &JobKey,
+        entry: Entry,
+        table: TileTable,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let answer = match result {
+            Ok(()) => {
+                let reserved_bytes = entry.reserved_bytes;
+                let device_count = self.devices.len();
+                let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
+                job.stored = Some(Stored::new(
+                    entry,
+                    table,
+                    [SlotContent::Empty, SlotContent::Empty],
+                ));
+                Ok(reserved_bytes)
+            }
+            Err(failed) => {
+                // Space that a catalog may name stays taken until the next start.
+                if self.catalog.broken.is_none() {
+                    self.space
+                        .release(&table.definition, &entry.area, &table.extents);
+                }
+                Err(failed.fault)
+            }
+        };
+        self.answer_define(key, &answer, actions);
+    }
+
+    /// Tells everyone who waits for the definition of a job how it ended.
+    fn answer_define(
+        &mut self,
+        key: &JobKey,
+        answer: &Result<u64, Fault>,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(job) = self.jobs.get_mut(key) else {
+            return;
+        };
+        for call in job.defining.take().map(|d| d.waiters).unwrap_or_default() {
+            let reply = match answer {
+                Ok(reserved_bytes) => Ok(Reply::Define {
+                    reserved_bytes: *reserved_bytes,
+                }),
+                Err(fault) => Err(fault.clone()),
+            };
+            actions.push(Action::Reply { call, reply });
+        }
+        self.settle(key);
+    }
+
+    fn finish_drop(
+        &mut self,
+        key: &JobKey,
+        call: CallId,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        if let Err(failed) = result {
+            // The devices may not know the job any more: `dropping` stays set, so nobody opens it in this life.
+            return refuse(call, failed.fault, actions);
+        }
+        let job = self.jobs.remove(key).expect("it is being dropped");
+        let stored = job.stored.expect("it is being dropped");
+        self.space.release(
+            &stored.table.definition,
+            &stored.entry.area,
+            &stored.table.extents,
+        );
+        actions.push(Action::Reply {
+            call,
+            reply: Ok(Reply::DropJob {
+                freed_bytes: stored.entry.reserved_bytes,
+            }),
+        });
+    }
+
+    fn refuse_work(&mut self, work: &Work, fault: &Fault, actions: &mut Vec<Action>) {
+        match work {
+            Work::Define { key, .. } => self.answer_define(key, &Err(fault.clone()), actions),
+            Work::Drop { call, .. } => refuse(*call, fault.clone(), actions),
+        }
+    }
+}
+
+/// One copy, then the other: a power cut leaves a whole one.
+fn catalog_steps(catalog: &Catalog) -> Vec<Step> {
+    let blocks = catalog.encode();
+    let [first, second] = CATALOG_OFFSETS;
+    vec![
+        Step::writes([(first, blocks.clone())]),
+        Step::flush([DeviceIndex(0)]),
+        Step::writes([(second, blocks)]),
+        Step::flush([DeviceIndex(0)]),
+    ]
+}

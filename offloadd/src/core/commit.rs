@@ -1,0 +1,290 @@
+//! Making a generation durable: all local ranks have called, all writes have ended, then
+//!
+//! ```text
+//!   flush every device written to ──▶ write the record, twice ──▶ flush device 0 ──▶ acknowledge
+//! ```
+//!
+//! so that a record that can be read back is true, and an acknowledged one can be read back. With several nodes the record
+//! says `prepared`; nothing of the next generation is accepted until it is confirmed, because it would go where the
+//! generation before lies, which another node may still need.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use offload_api::BLOB_BYTES_MAX;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Generation, Rank};
+use offload_api::removable::{Mechanism, removed};
+
+use super::job::{JobKey, blob_room_ranks, poison};
+use super::script::{Failed, Purpose, Step};
+use super::{Action, CallId, Core, Reply, SessionId, next, refuse};
+use crate::store::manifest::{Mark, Marked, Record, SlotContent};
+
+/// The calls of one commit.
+#[derive(Debug, Default)]
+pub(super) struct Round {
+    /// With each rank's blob.
+    pub(super) calls: BTreeMap<Rank, (CallId, Vec<u8>)>,
+    /// The record is on its way.
+    pub(super) running: bool,
+}
+
+impl Core {
+    pub(super) fn commit(
+        &mut self,
+        call: CallId,
+        session: SessionId,
+        generation: Generation,
+        blob: Vec<u8>,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let session = &self.sessions[&session];
+        let (key, rank, resumed) = (session.key.clone(), session.rank, session.resumed);
+        let job = self.jobs.get_mut(&key).expect("a session's job");
+        if let Some(fault) = job.unusable() {
+            return Err(fault.clone());
+        }
+        if !resumed || generation != job.working || job.awaiting_confirm {
+            return Err(Fault::new(
+                FaultKind::WrongGeneration,
+                format!(
+                    "rank {rank} of job {} commits generation {generation}; {}",
+                    key.name,
+                    match (resumed, job.awaiting_confirm) {
+                        (false, _) => "it has not resumed".to_owned(),
+                        (_, true) =>
+                            format!("the one before {} waits for its confirmation", job.working),
+                        _ => format!("the working generation is {}", job.working),
+                    }
+                ),
+            ));
+        }
+        let room_ranks = blob_room_ranks(job.stored.as_ref().expect("it resumed"));
+        if blob.len() > BLOB_BYTES_MAX || job.local_ranks > room_ranks {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "a blob of {} bytes of one of {} ranks: job {} has room for {room_ranks} of {BLOB_BYTES_MAX} bytes",
+                    blob.len(),
+                    job.local_ranks,
+                    key.name
+                ),
+            ));
+        }
+        let round = job.round.get_or_insert_default();
+        if round.running || round.calls.contains_key(&rank) {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!("rank {rank} of job {} commits already", key.name),
+            ));
+        }
+        round.calls.insert(rank, (call, blob));
+        self.try_commit(&key, actions);
+        Ok(None)
+    }
+
+    /// Whether `rank` has called and so writes nothing more into this generation.
+    pub(super) fn has_committed(&self, key: &JobKey, rank: Rank) -> bool {
+        let round = self.jobs[key].round.as_ref();
+        round.is_some_and(|round| round.calls.contains_key(&rank))
+    }
+
+    /// Starts the round when everyone has called and every write has ended.
+    pub(super) fn try_commit(&mut self, key: &JobKey, actions: &mut Vec<Action>) {
+        let Some(job) = self.jobs.get_mut(key) else {
+            return;
+        };
+        let Some(round) = &mut job.round else { return };
+        let complete = round.calls.len() == job.local_ranks as usize;
+        if round.running || !complete || job.writes_inflight_count > 0 || job.script.is_some() {
+            return;
+        }
+        let stored = job.stored.as_ref().expect("it resumed");
+        if stored.failed_count > 0 || job.poison.is_some() {
+            let fault = job.poison.clone().unwrap_or_else(|| {
+                Fault::new(
+                    FaultKind::Poisoned,
+                    format!(
+                        "the last write of {} tiles of job {} failed: write them again before generation {} is committed",
+                        stored.failed_count, key.name, job.working
+                    ),
+                )
+            });
+            self.end_round(key, &Err(fault), actions);
+            return;
+        }
+        round.running = true;
+        let blobs = (round.calls.iter_mut())
+            .map(|(rank, (_, blob))| (*rank, std::mem::take(blob)))
+            .collect();
+        let versions = stored.tiles.iter().map(|tile| tile.newest()).collect();
+        let record = Record {
+            job_id: stored.entry.job_id,
+            generation: job.working,
+            epoch: self.epoch,
+            born_confirmed: stored.table.definition.nodes() == 1,
+            versions: Arc::new(versions),
+            blobs: Arc::new(blobs),
+        };
+        let slot = Record::slot(record.generation);
+        let mut steps = Vec::new();
+        if !removed(Mechanism::FirstFlush) {
+            let touched = (job.touched.iter().enumerate())
+                .filter(|(_, touched)| **touched)
+                .map(|(device, _)| DeviceIndex(device as u32));
+            steps.push(Step::flush(touched));
+        }
+        steps.push(Step::twice(
+            stored.entry.area.records(slot),
+            record.encode(),
+        ));
+        if !removed(Mechanism::SecondFlush) {
+            steps.push(Step::flush([DeviceIndex(0)]));
+        }
+        let purpose = Purpose::Commit {
+            key: key.clone(),
+            record,
+        };
+        self.run_script(purpose, steps, actions);
+    }
+
+    pub(super) fn finish_commit(
+        &mut self,
+        key: &JobKey,
+        record: Record,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let stored = job.stored.as_mut().expect("it committed");
+        let generation = record.generation;
+        // Another job's flush of a device we wrote to may have failed meanwhile, and ours not been told.
+        let failed = result
+            .err()
+            .map(|failed| {
+                poison(
+                    &key.name,
+                    &format!("committing {generation}"),
+                    &failed.fault,
+                )
+            })
+            .or(job.poison.clone());
+        if let Some(fault) = failed {
+            // The record may be there tomorrow; resuming zeroes it first.
+            *stored.slot_of(generation) = SlotContent::Unknown;
+            job.poison.get_or_insert_with(|| fault.clone());
+            return self.end_round(key, &Err(fault), actions);
+        }
+        for tile in &mut stored.tiles {
+            tile.committed = tile.newest();
+            tile.working = None;
+        }
+        let confirmed = record.born_confirmed;
+        *stored.slot_of(generation) = SlotContent::Sound(Marked { record, mark: None });
+        job.touched.fill(false);
+        job.working = next(generation);
+        job.awaiting_confirm = !confirmed;
+        let reply = Reply::Commit {
+            generation,
+            confirmed,
+            working_generation: job.working,
+        };
+        self.end_round(key, &Ok(reply), actions);
+    }
+
+    fn end_round(
+        &mut self,
+        key: &JobKey,
+        answer: &Result<Reply, Fault>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a committing job");
+        let round = job.round.take().expect("a round");
+        for (call, _) in round.calls.into_values() {
+            actions.push(Action::Reply {
+                call,
+                reply: answer.clone(),
+            });
+        }
+    }
+
+    pub(super) fn confirm(
+        &mut self,
+        call: CallId,
+        session: SessionId,
+        generation: Generation,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let session = &self.sessions[&session];
+        let (key, resumed) = (session.key.clone(), session.resumed);
+        let job = self.jobs.get_mut(&key).expect("a session's job");
+        let newest = (job.stored.as_ref().filter(|_| resumed))
+            .and_then(|stored| stored.newest_marked())
+            .filter(|marked| marked.record.generation == generation);
+        let Some(newest) = newest else {
+            return Err(Fault::new(
+                FaultKind::WrongGeneration,
+                format!(
+                    "generation {generation} of job {} is not the one prepared here",
+                    key.name
+                ),
+            ));
+        };
+        if newest.confirmed() {
+            return Ok(Some(Reply::Confirm));
+        }
+        if let Some(fault) = &job.poison {
+            return Err(fault.clone());
+        }
+        if job.confirm_waiters.len() >= 2 * job.local_ranks as usize {
+            return Err(Fault::new(
+                FaultKind::TooMany,
+                "the confirmation is being written: wait for its answer",
+            ));
+        }
+        job.confirm_waiters.push(call);
+        if job.script.is_none() {
+            let mark = newest.record.encode_mark(Mark::Confirmed);
+            let area = &job.stored.as_ref().expect("just seen").entry.area;
+            let places = area.marks(Record::slot(generation));
+            let steps = vec![Step::twice(places, mark), Step::flush([DeviceIndex(0)])];
+            self.run_script(Purpose::Confirm { key }, steps, actions);
+        }
+        Ok(None)
+    }
+
+    pub(super) fn finish_confirm(
+        &mut self,
+        key: &JobKey,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let answer = match result {
+            Ok(()) => {
+                let stored = job.stored.as_mut().expect("it confirms");
+                let newest = stored.newest();
+                if let SlotContent::Sound(marked) = stored.slot_of(newest) {
+                    marked.mark = Some(Mark::Confirmed);
+                }
+                job.awaiting_confirm = false;
+                Ok(Reply::Confirm)
+            }
+            Err(failed) => {
+                let fault = poison(&key.name, "confirming", &failed.fault);
+                job.poison = Some(fault.clone());
+                Err(fault)
+            }
+        };
+        for call in std::mem::take(&mut job.confirm_waiters) {
+            match &answer {
+                Ok(reply) => actions.push(Action::Reply {
+                    call,
+                    reply: Ok(reply.clone()),
+                }),
+                Err(fault) => refuse(call, fault.clone(), actions),
+            }
+        }
+    }
+}

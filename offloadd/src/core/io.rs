@@ -1,0 +1,376 @@
+//! Tiles in and out: an entry is checked against session, slot, tile and generation, then becomes one operation.
+
+use offload_api::fault::FaultKind;
+use offload_api::geometry::SlotPlace;
+use offload_api::ids::{DeviceIndex, SlotIndex};
+use offload_api::removable::{Mechanism, removed};
+use offload_api::ring::entry::{Cqe, Request, Sqe, Verb};
+
+use super::job::{Activity, JobKey, poison};
+use super::script::{Failed, Purpose, ScriptId, Step};
+use super::session::Stage;
+use super::{Action, Buffer, Core, IoId, IoOp, IoResult, SessionId, errno_kind};
+use crate::store::definition::Durability;
+use crate::store::manifest::{Mark, Record, SlotContent, Version};
+use crate::store::tile_table::Extent;
+
+/// An operation the driver has not reported as done.
+#[derive(Debug)]
+pub(super) enum Operation {
+    Tile(TileIo),
+    Script {
+        script: ScriptId,
+        op: IoOp,
+        device: DeviceIndex,
+        offset: u64,
+        bytes: u32,
+    },
+}
+
+/// One tile on its way.
+#[derive(Clone, Debug)]
+pub(super) struct TileIo {
+    session: SessionId,
+    key: JobKey,
+    request: Request,
+    extent: Extent,
+    bytes: u32,
+    /// Swap in: what the bytes must be. Swap out: what they will be.
+    version: Version,
+}
+
+/// A write that waits until its job is marked as being written over.
+#[derive(Clone, Debug)]
+pub(super) struct ParkedWrite {
+    pub(super) session: SessionId,
+    place: SlotPlace,
+    tile: TileIo,
+}
+
+impl Core {
+    pub(super) fn on_submission(&mut self, id: SessionId, entry: &Sqe, actions: &mut Vec<Action>) {
+        // What a peer wrote before it was ended may still be read out of its ring.
+        let Some(session) = self.sessions.get(&id) else {
+            return;
+        };
+        if session.stage != Stage::Live {
+            return;
+        }
+        let request = match Request::check(entry, self.epoch) {
+            Ok(request) => request,
+            Err(fault) if fault.kind == FaultKind::Protocol => {
+                actions.push(Action::Evict {
+                    session: id,
+                    why: fault,
+                });
+                return self.end_session(id, None, actions);
+            }
+            Err(fault) => return complete(id, refusal(entry.ticket, fault.kind), actions),
+        };
+        if let Err(kind) = self.start_tile(id, request, actions) {
+            complete(id, refusal(entry.ticket, kind), actions);
+        }
+    }
+
+    fn start_tile(
+        &mut self,
+        id: SessionId,
+        request: Request,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), FaultKind> {
+        let session = &self.sessions[&id];
+        let key = session.key.clone();
+        if session.inflight_count >= session.iodepth {
+            return Err(FaultKind::TooMany);
+        }
+        if request.tile.0 as usize >= self.tile_count(&key) {
+            return Err(FaultKind::UnknownTile);
+        }
+        if !session.resumed {
+            return Err(FaultKind::WrongGeneration);
+        }
+        let place = (session.geometry.place(request.slot)).ok_or(FaultKind::UnknownSlot)?;
+        if session.busy_slots.contains(&request.slot) {
+            return Err(FaultKind::SlotBusy);
+        }
+        let job = &self.jobs[&key];
+        let stored = job.stored.as_ref().expect("it resumed");
+        let index = request.tile.0 as usize;
+        let bytes = stored.table.definition.tiles()[index].tile_bytes;
+        if place.bytes < u64::from(bytes) {
+            return Err(FaultKind::SlotTooSmall);
+        }
+        let tile = stored.tiles[index];
+        let (version, activity) = match request.verb {
+            Verb::SwapIn => {
+                let reading = match tile.activity {
+                    Activity::Idle => 1,
+                    Activity::Reading { count } => count + 1,
+                    Activity::Writing => return Err(FaultKind::TileBusy),
+                };
+                let version =
+                    (tile.newest().filter(|_| !tile.failed)).ok_or(FaultKind::NeverWritten)?;
+                (version, Activity::Reading { count: reading })
+            }
+            Verb::SwapOut => {
+                if job.unusable().is_some() {
+                    return Err(FaultKind::Poisoned);
+                }
+                let closed = job.awaiting_confirm || self.has_committed(&key, session.rank);
+                let other = request.generation != job.working;
+                if closed || (other && !removed(Mechanism::GenerationCheck)) {
+                    return Err(FaultKind::WrongGeneration);
+                }
+                if tile.activity != Activity::Idle {
+                    return Err(FaultKind::TileBusy);
+                }
+                let version = Version {
+                    generation: job.working,
+                    checksum: request.checksum,
+                    which: free_extent(stored.durability(), tile.committed),
+                };
+                (version, Activity::Writing)
+            }
+        };
+        let extent = stored.table.extents[index][usize::from(version.which)];
+        let io = TileIo {
+            session: id,
+            key: key.clone(),
+            request,
+            extent,
+            bytes,
+            version,
+        };
+        self.tile_mut(&key, request.tile).expect("checked").activity = activity;
+        let session = self.sessions.get_mut(&id).expect("checked");
+        session.inflight_count += 1;
+        session.busy_slots.insert(request.slot);
+        if request.verb == Verb::SwapOut {
+            let job = self.jobs.get_mut(&key).expect("checked");
+            job.writes_inflight_count += 1;
+            let parked = ParkedWrite {
+                session: id,
+                place,
+                tile: io,
+            };
+            if self.must_mark(&key) {
+                self.park(&key, parked, actions);
+            } else {
+                self.start_write(parked, actions);
+            }
+            return Ok(());
+        }
+        self.issue(io, IoOp::Read, place, actions);
+        Ok(())
+    }
+
+    fn start_write(&mut self, write: ParkedWrite, actions: &mut Vec<Action>) {
+        let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
+        job.touched[write.tile.extent.device.0 as usize] = true;
+        self.issue(write.tile, IoOp::Write, write.place, actions);
+    }
+
+    fn issue(&mut self, tile: TileIo, op: IoOp, place: SlotPlace, actions: &mut Vec<Action>) {
+        let io = IoId(self.number());
+        actions.push(Action::Io {
+            io,
+            device: tile.extent.device,
+            op,
+            offset: tile.extent.offset,
+            bytes: tile.bytes,
+            buffer: Buffer::Slot {
+                session: tile.session,
+                place,
+            },
+        });
+        self.operations.insert(io, Operation::Tile(tile));
+    }
+
+    /// Durability none: the newest record must say that its tiles are being written over, before the first one is.
+    fn must_mark(&self, key: &JobKey) -> bool {
+        let stored = self.jobs[key].stored.as_ref().expect("it resumed");
+        let newest = stored.newest_marked();
+        stored.durability() == Durability::None
+            && newest.is_some_and(|marked| marked.mark != Some(Mark::Overwriting))
+    }
+
+    fn park(&mut self, key: &JobKey, write: ParkedWrite, actions: &mut Vec<Action>) {
+        let job = self.jobs.get_mut(key).expect("it writes");
+        job.parked.push_back(write);
+        if job.script.is_some() {
+            return;
+        }
+        let stored = job.stored.as_ref().expect("it resumed");
+        let record = &stored.newest_marked().expect("it must be marked").record;
+        let places = stored.entry.area.marks(Record::slot(record.generation));
+        let mark = record.encode_mark(Mark::Overwriting);
+        let steps = vec![Step::twice(places, mark), Step::flush([DeviceIndex(0)])];
+        self.run_script(Purpose::Overwrite { key: key.clone() }, steps, actions);
+    }
+
+    pub(super) fn finish_overwrite(
+        &mut self,
+        key: &JobKey,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let stored = job.stored.as_mut().expect("it writes");
+        let parked = std::mem::take(&mut job.parked);
+        match result {
+            Ok(()) => {
+                let newest = stored.newest();
+                if let SlotContent::Sound(marked) = stored.slot_of(newest) {
+                    marked.mark = Some(Mark::Overwriting);
+                }
+                for write in parked {
+                    self.start_write(write, actions);
+                }
+            }
+            Err(failed) => {
+                job.poison = Some(poison(
+                    &key.name,
+                    "marking it as being written",
+                    &failed.fault,
+                ));
+                for write in parked {
+                    self.unstart_write(&write);
+                    let ticket = write.tile.request.ticket.0;
+                    complete(write.session, refusal(ticket, FaultKind::Poisoned), actions);
+                }
+                self.try_commit(key, actions);
+            }
+        }
+    }
+
+    /// A write that waited is given up before it began.
+    pub(super) fn unstart_write(&mut self, write: &ParkedWrite) {
+        let TileIo { key, request, .. } = &write.tile;
+        self.tile_mut(key, request.tile).expect("it waits").activity = Activity::Idle;
+        let job = self.jobs.get_mut(key).expect("it waits");
+        job.writes_inflight_count -= 1;
+        self.free_slot(write.session, request.slot);
+    }
+
+    fn free_slot(&mut self, session: SessionId, slot: SlotIndex) {
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.inflight_count -= 1;
+            session.busy_slots.remove(&slot);
+        }
+    }
+
+    pub(super) fn on_io_done(&mut self, io: IoId, result: IoResult, actions: &mut Vec<Action>) {
+        let operation = self.operations.remove(&io).expect("an operation in flight");
+        match operation {
+            Operation::Script {
+                script,
+                op,
+                device,
+                offset,
+                bytes,
+            } => {
+                let failed = (result.outcome != Ok(bytes))
+                    .then(|| self.device_fault(op, device, offset, bytes, result.outcome));
+                if let (IoOp::Flush, Some(fault)) = (op, &failed) {
+                    self.poison_writers_of(device, fault);
+                    self.fail_scripts_of(device, fault);
+                }
+                self.on_script_io_done(script, failed, actions);
+            }
+            Operation::Tile(tile) => self.on_tile_done(&tile, result, actions),
+        }
+    }
+
+    fn on_tile_done(&mut self, io: &TileIo, result: IoResult, actions: &mut Vec<Action>) {
+        let fault = match result.outcome {
+            Ok(moved) if moved == io.bytes => None,
+            Ok(_) => Some(FaultKind::Short),
+            Err(errno) => Some(errno_kind(errno)),
+        };
+        if !self.sessions.contains_key(&io.session) {
+            assert!(removed(Mechanism::ReclaimAfterIo));
+            return;
+        }
+        self.end_activity(io, fault.is_none());
+        self.free_slot(io.session, io.request.slot);
+        let reads = io.request.verb == Verb::SwapIn;
+        let session = &self.sessions[&io.session];
+        if session.stage == Stage::Live {
+            let entry = Cqe {
+                ticket: io.request.ticket.0,
+                fault: fault.map_or(0, |kind| kind as u32),
+                errno: result.outcome.err().unwrap_or(0),
+                device: io.extent.device.0,
+                checksum: if reads { io.version.checksum } else { 0 },
+                offset: io.extent.offset,
+                generation: if reads { io.version.generation.0 } else { 0 },
+                asked_bytes: io.bytes,
+                moved_bytes: result.outcome.unwrap_or(0),
+                device_ns: result.device_ns,
+                reserved: 0,
+            };
+            complete(io.session, entry, actions);
+        }
+        self.try_drop(io.session, actions);
+        if !reads {
+            self.try_commit(&io.key, actions);
+        }
+    }
+
+    fn end_activity(&mut self, io: &TileIo, moved: bool) {
+        let job = self.jobs.get_mut(&io.key).expect("it moves tiles");
+        let stored = job.stored.as_mut().expect("it moves tiles");
+        let tile = &mut stored.tiles[io.request.tile.0 as usize];
+        match io.request.verb {
+            Verb::SwapIn => {
+                let Activity::Reading { count } = tile.activity else {
+                    panic!("a tile that is read is marked so");
+                };
+                tile.activity = match count {
+                    1 => Activity::Idle,
+                    _ => Activity::Reading { count: count - 1 },
+                };
+            }
+            Verb::SwapOut => {
+                assert_eq!(tile.activity, Activity::Writing);
+                tile.activity = Activity::Idle;
+                stored.failed_count -= usize::from(tile.failed);
+                tile.failed = !moved;
+                stored.failed_count += usize::from(tile.failed);
+                tile.working = moved.then_some(io.version).or(tile.working);
+                job.writes_inflight_count -= 1;
+            }
+        }
+    }
+}
+
+/// Where a write goes: not where what is committed lies.
+fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
+    let used = committed.map(|version| version.which);
+    match (durability, used) {
+        (Durability::None, _) | (_, None) => 0,
+        (_, Some(used)) if removed(Mechanism::OutOfPlace) => used,
+        (_, Some(used)) => 1 - used,
+    }
+}
+
+fn complete(session: SessionId, entry: Cqe, actions: &mut Vec<Action>) {
+    actions.push(Action::Complete { session, entry });
+}
+
+/// The completion of what never reached a device.
+fn refusal(ticket: u64, kind: FaultKind) -> Cqe {
+    Cqe {
+        ticket,
+        fault: kind as u32,
+        errno: 0,
+        device: u32::MAX,
+        checksum: 0,
+        offset: 0,
+        generation: 0,
+        asked_bytes: 0,
+        moved_bytes: 0,
+        device_ns: 0,
+        reserved: 0,
+    }
+}

@@ -1,0 +1,238 @@
+//! Who is there: a session is one process of a job, with its arena and its operations in flight.
+//!
+//! A session ends when its process closes it, dies, or breaks the protocol. Nothing new starts for it then; its arena is
+//! dropped after its last operation, because the device may still be writing there.
+
+use std::collections::HashSet;
+
+use offload_api::BLOCK_BYTES;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::geometry::Geometry;
+use offload_api::ids::{Rank, SessionToken, SlotIndex};
+use offload_api::removable::{Mechanism, removed};
+
+use super::job::{Job, JobKey};
+use super::{Action, CallId, Core, OpenReply, OpenSession, Peer, Reply, SessionId, refuse};
+use crate::store::manifest::LOCAL_RANKS_MAX;
+
+pub(super) struct Session {
+    pub(super) key: JobKey,
+    pub(super) rank: Rank,
+    pub(super) uid: u32,
+    pub(super) token: SessionToken,
+    pub(super) geometry: Geometry,
+    pub(super) iodepth: u32,
+    ring_entries: u32,
+    pub(super) stage: Stage,
+    pub(super) busy_slots: HashSet<SlotIndex>,
+    pub(super) inflight_count: u32,
+    /// It has resumed: tiles can be read and written.
+    pub(super) resumed: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// The driver makes the arena; the open call waits.
+    Making { open: CallId },
+    /// The process uses it.
+    Live,
+    /// It is over; the arena is there until the last operation has ended.
+    Ending { close: Option<CallId> },
+    /// It was over before the arena was made.
+    EndingUnmade { open: CallId },
+}
+
+impl Core {
+    pub(super) fn arena_free_bytes(&self) -> u64 {
+        self.limits.arena_bytes_max - self.arena_used_bytes
+    }
+
+    /// The live session of a token, if it is this peer's.
+    pub(super) fn live(&self, peer: Peer, token: SessionToken) -> Result<SessionId, Fault> {
+        let found = self.tokens.get(&token).copied().filter(|id| {
+            let session = &self.sessions[id];
+            session.uid == peer.uid && session.stage == Stage::Live
+        });
+        found.ok_or_else(|| {
+            Fault::new(
+                FaultKind::NotFound,
+                "no session has this token: it has ended, or another daemon gave it",
+            )
+        })
+    }
+
+    pub(super) fn open(
+        &mut self,
+        call: CallId,
+        peer: Peer,
+        open: OpenSession,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let key = JobKey::new(peer.uid, open.job.clone());
+        let geometry = self.check_open(&key, &open)?;
+        let iodepth = open.iodepth.min(self.limits.iodepth_max);
+        // Twice the iodepth: completions that were not taken yet stand beside those in flight.
+        let ring_entries = (2 * iodepth).next_power_of_two();
+        let id = SessionId(self.number());
+        self.arena_used_bytes += geometry.arena_bytes();
+        let device_count = self.devices.len();
+        let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
+        job.local_ranks = open.local_ranks;
+        job.members.insert(open.rank, id);
+        self.tokens.insert(open.token, id);
+        actions.push(Action::MakeArena {
+            session: id,
+            token: open.token,
+            peer,
+            geometry: geometry.clone(),
+            ring_entries,
+            iodepth,
+        });
+        let session = Session {
+            key,
+            rank: open.rank,
+            uid: peer.uid,
+            token: open.token,
+            geometry,
+            iodepth,
+            ring_entries,
+            stage: Stage::Making { open: call },
+            busy_slots: HashSet::new(),
+            inflight_count: 0,
+            resumed: false,
+        };
+        self.sessions.insert(id, session);
+        Ok(None)
+    }
+
+    fn check_open(&self, key: &JobKey, open: &OpenSession) -> Result<Geometry, Fault> {
+        let fault = |kind, message| Err(Fault::new(kind, message));
+        let (name, rank) = (&key.name, open.rank);
+        if self.sessions.len() >= self.limits.sessions_max as usize {
+            return fault(
+                FaultKind::TooMany,
+                format!("{} sessions are open, the limit", self.sessions.len()),
+            );
+        }
+        if self.tokens.contains_key(&open.token) {
+            return fault(FaultKind::Invalid, "the token is in use".into());
+        }
+        if open.local_ranks == 0 || open.local_ranks > LOCAL_RANKS_MAX || open.iodepth == 0 {
+            return fault(
+                FaultKind::Invalid,
+                format!(
+                    "{} local ranks and iodepth {}: 1 to {LOCAL_RANKS_MAX} and at least 1",
+                    open.local_ranks, open.iodepth
+                ),
+            );
+        }
+        if let Some(job) = self.jobs.get(key) {
+            job.check_member(name, rank, open.local_ranks)?;
+        }
+        let geometry = Geometry::new(&open.classes)
+            .map_err(|error| Fault::new(FaultKind::Invalid, error.to_string()))?;
+        if geometry.arena_bytes() > self.arena_free_bytes() {
+            return fault(
+                FaultKind::NoMemory,
+                format!(
+                    "rank {rank} of job {name} asks for {} bytes of host memory, {} of {} are free: ask for less, or raise arena_bytes_max",
+                    geometry.arena_bytes(),
+                    self.arena_free_bytes(),
+                    self.limits.arena_bytes_max
+                ),
+            );
+        }
+        Ok(geometry)
+    }
+
+    pub(super) fn on_arena_made(
+        &mut self,
+        id: SessionId,
+        result: Result<(), Fault>,
+        actions: &mut Vec<Action>,
+    ) {
+        let session = self.sessions.get_mut(&id).expect("the arena of a session");
+        match (session.stage, result) {
+            (Stage::Making { open }, Ok(())) => {
+                session.stage = Stage::Live;
+                let reply = Ok(Reply::Open(Box::new(self.open_reply(id))));
+                actions.push(Action::Reply { call: open, reply });
+            }
+            (Stage::EndingUnmade { open }, Ok(())) => {
+                session.stage = Stage::Ending { close: None };
+                let gone = Fault::new(FaultKind::NotFound, "the process went while it opened");
+                refuse(open, gone, actions);
+                self.try_drop(id, actions);
+            }
+            (Stage::Making { open } | Stage::EndingUnmade { open }, Err(fault)) => {
+                refuse(open, fault, actions);
+                self.forget(id);
+            }
+            (Stage::Live | Stage::Ending { .. }, _) => panic!("an arena is made once"),
+        }
+    }
+
+    fn open_reply(&self, id: SessionId) -> OpenReply {
+        let session = &self.sessions[&id];
+        let job = &self.jobs[&session.key];
+        OpenReply {
+            token: session.token,
+            epoch: self.epoch,
+            arena_bytes: session.geometry.arena_bytes(),
+            ring_entries: session.ring_entries,
+            iodepth: session.iodepth,
+            block_bytes: BLOCK_BYTES,
+            devices: self.device_states(),
+            job: job.stored.as_ref().map(|stored| stored.to_job_record()),
+        }
+    }
+
+    /// The process closed it (`close` waits for its end), or is gone, or is thrown out.
+    pub(super) fn end_session(
+        &mut self,
+        id: SessionId,
+        close: Option<CallId>,
+        actions: &mut Vec<Action>,
+    ) {
+        // A peer may close, and be reported as gone while its last operations end.
+        let Some(session) = self.sessions.get_mut(&id) else {
+            return;
+        };
+        session.stage = match session.stage {
+            Stage::Making { open } => Stage::EndingUnmade { open },
+            Stage::Live => Stage::Ending { close },
+            Stage::Ending { .. } | Stage::EndingUnmade { .. } => return,
+        };
+        self.tokens.remove(&session.token);
+        self.lose_member(id, actions);
+        self.try_drop(id, actions);
+    }
+
+    /// Drops the arena of an ended session once nothing moves in it.
+    pub(super) fn try_drop(&mut self, id: SessionId, actions: &mut Vec<Action>) {
+        let session = &self.sessions[&id];
+        let Stage::Ending { close } = session.stage else {
+            return;
+        };
+        if session.inflight_count > 0 && !removed(Mechanism::ReclaimAfterIo) {
+            return;
+        }
+        actions.push(Action::DropArena { session: id });
+        self.forget(id);
+        if let Some(call) = close {
+            actions.push(Action::Reply {
+                call,
+                reply: Ok(Reply::Close),
+            });
+        }
+    }
+
+    fn forget(&mut self, id: SessionId) {
+        let session = self.sessions.remove(&id).expect("a session");
+        self.tokens.remove(&session.token);
+        self.arena_used_bytes -= session.geometry.arena_bytes();
+        let job = self.jobs.get_mut(&session.key).expect("a session's job");
+        job.members.remove(&session.rank);
+        self.settle(&session.key);
+    }
+}
