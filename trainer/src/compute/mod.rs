@@ -17,12 +17,14 @@ mod block;
 mod engine;
 mod grads;
 mod head;
+mod memory;
 #[cfg(test)]
 mod tests;
 mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
+pub use memory::working_bytes;
 pub use values::{Activation, Dtype, IGNORED, Tokens, UnitWeights};
 
 use kernels::torch::TorchError;
