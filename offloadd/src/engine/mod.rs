@@ -22,6 +22,7 @@ use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 
 pub mod psync;
+pub mod sim;
 
 pub mod uring;
 

@@ -1,0 +1,408 @@
+//! Disks in memory that do what real ones may: end operations in any order, fail, move too little, lie, and lose what was
+//! not flushed, sector by sector, when the power goes. Everything is drawn from a seed.
+//!
+//! Not an engine a daemon can choose: tests drive the core with it, one event at a time. A flush of one device does not
+//! flush another.
+
+use std::collections::HashMap;
+
+use offload_api::ids::DeviceIndex;
+
+use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use crate::core::{Buffer, IoId, IoOp, IoResult, SessionId};
+
+/// What a drive keeps or loses as one.
+pub const SECTOR_BYTES: usize = 512;
+
+/// Numbers from a seed (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct SimRandom(u64);
+
+impl SimRandom {
+    /// The same seed, the same numbers.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next one.
+    pub fn number(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// One of `0..count`.
+    pub fn below(&mut self, count: usize) -> usize {
+        (self.number() % count as u64) as usize
+    }
+
+    /// True once in `count` times.
+    pub fn one_in(&mut self, count: usize) -> bool {
+        self.below(count) == 0
+    }
+}
+
+/// What a disk does instead of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SimFault {
+    /// Answers an errno and moves nothing.
+    Errno(i32),
+    /// Moves the first half and says so. A flush answers EIO.
+    Short,
+    /// Says it wrote and did not. Other operations are done.
+    Lost,
+    /// Writes this many bytes further on and says nothing. Other operations are done.
+    Misdirected(u64),
+}
+
+/// When a fault happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SimFaultPlan {
+    /// Of the operation, over all devices, from 0 on.
+    pub at: u64,
+    /// Also of every later one.
+    pub for_good: bool,
+    /// What.
+    pub fault: SimFault,
+}
+
+#[derive(Clone)]
+struct SimDevice {
+    path: String,
+    /// What a read sees.
+    live: Vec<u8>,
+    /// What survives for sure.
+    durable: Vec<u8>,
+    /// Written and not flushed, in order.
+    unflushed: Vec<(u64, Vec<u8>)>,
+}
+
+/// A set of simulated disks.
+#[derive(Clone)]
+pub struct SimDisks {
+    devices: Vec<SimDevice>,
+    operation_count: u64,
+    /// What will go wrong.
+    pub plan: Option<SimFaultPlan>,
+}
+
+impl SimDisks {
+    /// Disks of these sizes, all zeros.
+    pub fn new(sizes_bytes: &[u64]) -> Self {
+        let devices = (sizes_bytes.iter().enumerate())
+            .map(|(index, &bytes)| SimDevice {
+                path: format!("sim{index}"),
+                live: vec![0; bytes as usize],
+                durable: vec![0; bytes as usize],
+                unflushed: Vec::new(),
+            })
+            .collect();
+        Self {
+            devices,
+            operation_count: 0,
+            plan: None,
+        }
+    }
+
+    /// Operations so far, to plan the next fault.
+    pub fn operation_count(&self) -> u64 {
+        self.operation_count
+    }
+
+    /// One operation, done or failed at once.
+    pub fn apply(
+        &mut self,
+        op: IoOp,
+        position: usize,
+        offset: u64,
+        memory: &mut [u8],
+    ) -> Result<u32, i32> {
+        let number = self.operation_count;
+        self.operation_count += 1;
+        let fault = (self.plan)
+            .filter(|plan| plan.at == number || (plan.for_good && plan.at < number))
+            .map(|plan| plan.fault);
+        let device = &mut self.devices[position];
+        let room = (device.live.len() as u64).saturating_sub(offset);
+        let mut moved = memory.len().min(room as usize);
+        let mut start = offset as usize;
+        match (fault, op) {
+            (Some(SimFault::Errno(errno)), _) => return Err(errno),
+            (Some(SimFault::Short), IoOp::Flush) => return Err(libc::EIO),
+            (Some(SimFault::Short), _) => moved /= 2,
+            (Some(SimFault::Lost), IoOp::Write) => return Ok(moved as u32),
+            (Some(SimFault::Misdirected(by)), IoOp::Write) => {
+                start = (start + by as usize).min(device.live.len() - moved);
+            }
+            (Some(SimFault::Lost | SimFault::Misdirected(_)) | None, _) => {}
+        }
+        match op {
+            IoOp::Read => memory[..moved].copy_from_slice(&device.live[start..start + moved]),
+            IoOp::Write => {
+                device.live[start..start + moved].copy_from_slice(&memory[..moved]);
+                let written = memory[..moved].to_vec();
+                device.unflushed.push((start as u64, written));
+            }
+            IoOp::Flush => {
+                for (offset, bytes) in device.unflushed.drain(..) {
+                    let at = offset as usize;
+                    device.durable[at..at + bytes.len()].copy_from_slice(&bytes);
+                }
+            }
+        }
+        Ok(moved as u32)
+    }
+
+    /// The power goes: of each unflushed write any of its sectors may be there afterwards, those of `inflight` (device,
+    /// offset, bytes) too.
+    pub fn crash(&mut self, seed: u64, inflight: Vec<(usize, u64, Vec<u8>)>) {
+        let mut random = SimRandom::new(seed);
+        for (position, offset, bytes) in inflight {
+            let device = &mut self.devices[position];
+            let room = device.live.len().saturating_sub(offset as usize);
+            let kept = bytes.len().min(room);
+            device.unflushed.push((offset, bytes[..kept].to_vec()));
+        }
+        for device in &mut self.devices {
+            // From "nothing survives" over "half" to "nearly all".
+            let lost_in_16 = [0, 1, 8, 15, 16][random.below(5)];
+            let unflushed = std::mem::take(&mut device.unflushed);
+            for (offset, bytes) in &unflushed {
+                for (index, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
+                    if random.below(16) >= lost_in_16 {
+                        let at = *offset as usize + index * SECTOR_BYTES;
+                        device.durable[at..at + sector.len()].copy_from_slice(sector);
+                    }
+                }
+            }
+            for (offset, bytes) in &unflushed {
+                let range = *offset as usize..*offset as usize + bytes.len();
+                device.live[range.clone()].copy_from_slice(&device.durable[range]);
+            }
+        }
+    }
+
+    /// One bit is the other way round from now on.
+    pub fn flip(&mut self, position: usize, offset: u64, bit: u32) {
+        let device = &mut self.devices[position];
+        device.live[offset as usize] ^= 1 << bit;
+        device.durable[offset as usize] ^= 1 << bit;
+    }
+
+    /// What a read would see.
+    pub fn bytes(&self, position: usize) -> &[u8] {
+        &self.devices[position].live
+    }
+
+    /// Other devices, in another order, of the same contents.
+    pub fn pick(&self, positions: &[usize]) -> Self {
+        let devices = positions.iter().map(|&at| self.devices[at].clone());
+        Self {
+            devices: devices.collect(),
+            operation_count: 0,
+            plan: None,
+        }
+    }
+}
+
+impl Blocks for SimDisks {
+    fn count(&self) -> usize {
+        self.devices.len()
+    }
+
+    fn path(&self, position: usize) -> &str {
+        &self.devices[position].path
+    }
+
+    fn size_bytes(&self, position: usize) -> u64 {
+        self.devices[position].live.len() as u64
+    }
+
+    fn read(
+        &mut self,
+        position: usize,
+        offset: u64,
+        into: &mut AlignedBytes,
+    ) -> Result<(), BlockError> {
+        let outcome = self.apply(IoOp::Read, position, offset, into.as_mut_slice());
+        self.told(IoOp::Read, position, offset, into.len(), outcome)
+    }
+
+    fn write(
+        &mut self,
+        position: usize,
+        offset: u64,
+        from: &AlignedBytes,
+    ) -> Result<(), BlockError> {
+        let mut copy = from.clone();
+        let outcome = self.apply(IoOp::Write, position, offset, copy.as_mut_slice());
+        self.told(IoOp::Write, position, offset, from.len(), outcome)
+    }
+
+    fn flush(&mut self, position: usize) -> Result<(), BlockError> {
+        let outcome = self.apply(IoOp::Flush, position, 0, &mut []);
+        self.told(IoOp::Flush, position, 0, 0, outcome)
+    }
+}
+
+impl SimDisks {
+    fn told(
+        &self,
+        op: IoOp,
+        position: usize,
+        offset: u64,
+        asked: usize,
+        outcome: Result<u32, i32>,
+    ) -> Result<(), BlockError> {
+        let cause = match outcome {
+            Ok(moved) if moved as usize == asked => return Ok(()),
+            Ok(moved) => BlockErrorCause::Short(u64::from(moved)),
+            Err(errno) => BlockErrorCause::Errno(errno),
+        };
+        Err(BlockError {
+            op,
+            path: self.devices[position].path.clone(),
+            offset,
+            asked_bytes: asked as u64,
+            cause,
+        })
+    }
+}
+
+/// Operations in flight on simulated disks, and the arenas they move.
+pub struct SimEngine {
+    /// The disks. Device indices are positions: the set is used in the store's order.
+    pub disks: SimDisks,
+    arenas: HashMap<SessionId, Vec<u8>>,
+    inflight: Vec<SimIo>,
+    /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
+    pub strays_count: usize,
+}
+
+struct SimIo {
+    io: IoId,
+    device: DeviceIndex,
+    op: IoOp,
+    offset: u64,
+    bytes: u32,
+    buffer: Buffer,
+}
+
+impl SimEngine {
+    /// Nothing in flight yet.
+    pub fn new(disks: SimDisks) -> Self {
+        Self {
+            disks,
+            arenas: HashMap::new(),
+            inflight: Vec::new(),
+            strays_count: 0,
+        }
+    }
+
+    /// Memory for a session.
+    pub fn make_arena(&mut self, session: SessionId, bytes: u64) {
+        self.arenas.insert(session, vec![0; bytes as usize]);
+    }
+
+    /// Takes it back.
+    pub fn drop_arena(&mut self, session: SessionId) {
+        self.arenas.remove(&session).expect("an arena");
+    }
+
+    /// What the process sees of its arena.
+    pub fn arena(&mut self, session: SessionId) -> &mut [u8] {
+        self.arenas.get_mut(&session).expect("an arena")
+    }
+
+    /// How many have not ended.
+    pub fn inflight_count(&self) -> usize {
+        self.inflight.len()
+    }
+
+    /// Starts an operation; it ends in some later [`SimEngine::end_one`].
+    pub fn submit(
+        &mut self,
+        io: IoId,
+        device: DeviceIndex,
+        op: IoOp,
+        offset: u64,
+        bytes: u32,
+        buffer: Buffer,
+    ) {
+        self.inflight.push(SimIo {
+            io,
+            device,
+            op,
+            offset,
+            bytes,
+            buffer,
+        });
+    }
+
+    /// Ends one operation, any of them: memory is read and written now.
+    pub fn end_one(&mut self, random: &mut SimRandom) -> Option<(IoId, IoResult)> {
+        if self.inflight.is_empty() {
+            return None;
+        }
+        let chosen = random.below(self.inflight.len());
+        let mut io = self.inflight.swap_remove(chosen);
+        let position = io.device.0 as usize;
+        let memory: &mut [u8] = match &mut io.buffer {
+            Buffer::None => &mut [],
+            Buffer::Meta(bytes) => bytes.as_mut_slice(),
+            Buffer::Slot { session, place } => match self.arenas.get_mut(session) {
+                Some(arena) => {
+                    let start = place.offset as usize;
+                    &mut arena[start..start + io.bytes as usize]
+                }
+                None => {
+                    self.strays_count += 1;
+                    &mut []
+                }
+            },
+        };
+        let outcome = self.disks.apply(io.op, position, io.offset, memory);
+        let result = IoResult {
+            outcome,
+            device_ns: 1,
+        };
+        Some((io.io, result))
+    }
+
+    /// The power goes, or (`power` false) only the daemon is killed: its operations in flight happen or not, and what the
+    /// disks were given stays.
+    pub fn crash(&mut self, random: &mut SimRandom, power: bool) {
+        let mut torn = Vec::new();
+        while !self.inflight.is_empty() {
+            if power {
+                let io = self.inflight.pop().expect("not empty");
+                if io.op == IoOp::Write {
+                    let bytes = self.bytes_of(&io);
+                    torn.push((io.device.0 as usize, io.offset, bytes));
+                }
+            } else if random.one_in(2) {
+                self.end_one(random);
+            } else {
+                self.inflight.pop();
+            }
+        }
+        self.arenas.clear();
+        if power {
+            self.disks.crash(random.number(), torn);
+        }
+    }
+
+    fn bytes_of(&self, io: &SimIo) -> Vec<u8> {
+        match &io.buffer {
+            Buffer::None => Vec::new(),
+            Buffer::Meta(bytes) => bytes.as_slice().to_vec(),
+            Buffer::Slot { session, place } => {
+                let start = place.offset as usize;
+                let arena = self.arenas.get(session);
+                arena.map_or_else(Vec::new, |a| a[start..start + io.bytes as usize].to_vec())
+            }
+        }
+    }
+}
