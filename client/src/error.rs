@@ -115,7 +115,7 @@ pub enum TileError {
     /// The bytes read are not the bytes written.
     #[error(
         "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, found \
-         {found:08x}; `offloadd verify` lists all damage, an older generation may be whole",
+         {found:08x}; `offloadd verify` lists all damage",
         device.display()
     )]
     Damaged {

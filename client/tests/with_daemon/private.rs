@@ -1,0 +1,164 @@
+//! What could go wrong: a private daemon outlives its user, does not say why it did not start, formats over a store with
+//! a missing drive, or cannot be reached because its folder lies too deep.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::real::*;
+use offload_client::private::{PrivateDaemon, PrivateSettings};
+use offload_client::{ClientError, Daemon};
+
+fn is_alive(pid: u32) -> bool {
+    // A zombie is dead: nobody may have waited for it yet.
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap().starts_with(" Z"))
+}
+
+fn assert_dies(pid: u32) {
+    let until = Instant::now() + Duration::from_secs(5);
+    while is_alive(pid) {
+        assert!(Instant::now() < until, "pid {pid} lives on");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn it_ends_with_its_value_and_starts_again_on_the_same_store() {
+    let place = Place::new();
+    let daemon = place.start();
+    let mut session = open_new(daemon.socket());
+    write(&mut session, 0..TILE_COUNT, 1);
+    session.commit(Vec::new()).unwrap();
+    let pid = daemon.pid();
+    drop(daemon);
+    assert!(!is_alive(pid));
+    assert!(matches!(
+        session.wait(LONG),
+        Err(ClientError::DaemonGone { .. })
+    ));
+    let daemon = place.start();
+    assert_eq!(
+        Daemon::connect(daemon.socket())
+            .unwrap()
+            .jobs()
+            .unwrap()
+            .len(),
+        1
+    );
+}
+
+const KEEPER: &str = "OFFLOAD_TEST_KEEPER_FOLDER";
+
+#[test]
+fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
+    if let Some(folder) = std::env::var_os(KEEPER) {
+        let folder = PathBuf::from(folder);
+        let devices = ["a.tiles", "b.tiles"].map(|name| (folder.join(name), DEVICE_BYTES));
+        let settings = PrivateSettings {
+            program: None,
+            folder,
+            devices: devices.into(),
+            arena_bytes_max: ARENA_BYTES_MAX,
+            engine: "psync".into(),
+        };
+        // Started by a thread that ends at once: the daemon stays.
+        let start = std::thread::spawn(|| PrivateDaemon::start(settings).unwrap());
+        let daemon = start.join().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        Daemon::connect(daemon.socket()).unwrap();
+        println!("\npid {}", daemon.pid());
+        std::thread::sleep(LONG);
+        return;
+    }
+    let place = Place::new();
+    let mut keeper = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "private::it_dies_with_its_process_however_that_ends_but_not_with_a_thread",
+            "--nocapture",
+        ])
+        .env(KEEPER, place.folder.path())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = BufReader::new(keeper.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok)
+        .find_map(|line| line.strip_prefix("pid ")?.parse::<u32>().ok())
+        .expect("it says the daemon's pid");
+    assert!(is_alive(pid));
+    keeper.kill().unwrap();
+    keeper.wait().unwrap();
+    assert_dies(pid);
+}
+
+#[test]
+fn a_missing_device_is_named_and_nothing_is_formatted() {
+    let place = Place::new();
+    let (gone, _) = place.devices().remove(1);
+    std::fs::remove_file(&gone).unwrap();
+    let error = PrivateDaemon::start(place.settings())
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains(gone.to_str().unwrap()), "{error}");
+    assert!(!gone.exists());
+}
+
+#[test]
+fn why_it_did_not_start_is_shown_from_its_log() {
+    let place = Place::new();
+    let (damaged, bytes) = place.devices().remove(0);
+    std::fs::write(&damaged, vec![0; bytes as usize]).unwrap();
+    let before = Instant::now();
+    let error = PrivateDaemon::start(place.settings()).unwrap_err();
+    let words = error.to_string();
+    assert!(matches!(error, ClientError::Private { .. }));
+    assert!(
+        words.contains("offloadd.log") && words.contains("a.tiles"),
+        "{words}"
+    );
+    assert!(before.elapsed() < Duration::from_secs(10));
+
+    let mut settings = place.settings();
+    settings.program = Some("/nowhere/offloadd".into());
+    let words = PrivateDaemon::start(settings).unwrap_err().to_string();
+    assert!(words.contains("/nowhere/offloadd"), "{words}");
+}
+
+#[test]
+fn a_second_one_on_the_same_store_is_refused_by_name() {
+    let place = Place::new();
+    let first = place.start();
+    let other = folder();
+    let mut settings = place.settings();
+    settings.folder = other.path().to_owned();
+    let words = PrivateDaemon::start(settings).unwrap_err().to_string();
+    assert!(words.contains("another offloadd"), "{words}");
+    Daemon::connect(first.socket()).unwrap();
+}
+
+#[test]
+fn a_deep_folder_gets_its_sockets_elsewhere_for_itself_alone() {
+    use std::os::unix::fs::MetadataExt;
+    let place = Place::new();
+    let deep = place
+        .folder
+        .path()
+        .join("d".repeat(60))
+        .join("e".repeat(60));
+    let mut settings = place.settings();
+    settings.folder = deep.clone();
+    let daemon = PrivateDaemon::start(settings).unwrap();
+    let socket = daemon.socket().to_owned();
+    assert!(!socket.starts_with(&deep));
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+    assert_eq!(mode(socket.parent().unwrap()), 0o700);
+    Daemon::connect(&socket).unwrap();
+    drop(daemon);
+    assert!(!socket.parent().unwrap().exists());
+
+    let daemon = place.start();
+    assert_eq!(mode(daemon.socket().parent().unwrap()), 0o700);
+}
