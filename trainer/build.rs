@@ -2,6 +2,7 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    let runpath = std::env::var("DEP_OFFLOAD_KERNELS_RUNPATH").expect("kernels is built with its feature torch");
+    let runpath = std::env::var("DEP_OFFLOAD_KERNELS_RUNPATH")
+        .expect("kernels is built with its feature torch");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }

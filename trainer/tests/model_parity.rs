@@ -203,3 +203,16 @@ fn the_first_step_in_bf16_is_near() {
         assert_close("gradient norm", norm, fixture.grad_norm, 1e-2);
     }
 }
+
+#[test]
+fn two_threads_give_the_same_bits_each_time() {
+    let fixture = fixture(false);
+    for dtype in [Dtype::Fp32, Dtype::Bf16] {
+        let bits = || {
+            let (loss, norm) = first_step(&fixture, dtype, 2);
+            (loss.to_bits(), norm.to_bits())
+        };
+        let first = bits();
+        assert!((0..5).all(|_| bits() == first), "{dtype:?}");
+    }
+}

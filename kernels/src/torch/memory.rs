@@ -31,11 +31,6 @@ impl HostBuffer {
         self.elems
     }
 
-    /// The kind of its elements.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
     /// The buffer's memory, native byte order.
     ///
     /// Panics when a tensor from [`HostBuffer::view`] is still alive: it would see the bytes change.
@@ -152,7 +147,7 @@ mod tests {
     #[test]
     fn bytes_written_are_what_a_view_shows() {
         let mut buffer = HostBuffer::zeros(Kind::Float, 8).unwrap();
-        assert_eq!((buffer.elems(), buffer.kind()), (8, Kind::Float));
+        assert_eq!(buffer.elems(), 8);
         for (i, chunk) in buffer.bytes_mut().chunks_exact_mut(4).enumerate() {
             chunk.copy_from_slice(&(i as f32).to_ne_bytes());
         }

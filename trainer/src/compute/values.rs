@@ -63,23 +63,6 @@ impl UnitWeights {
         self.buffer.elems()
     }
 
-    /// Copies a whole unit's weights in.
-    ///
-    /// # Errors
-    /// `bytes` has another length than the unit.
-    pub fn fill_from(&mut self, bytes: &[u8]) -> Result<(), ComputeError> {
-        let own = self.bytes_mut();
-        if own.len() != bytes.len() {
-            return Err(ComputeError::BufferLength {
-                unit: "given".into(),
-                expected: own.len(),
-                found: bytes.len(),
-            });
-        }
-        own.copy_from_slice(bytes);
-        Ok(())
-    }
-
     /// A parameter as a tensor of its own that shares the memory. With `grad` it is a leaf autograd gives a gradient
     /// for: one leaf a parameter, because the gradient of a slice of one flat leaf is as long as the whole buffer.
     pub(super) fn param(&self, param: &ParamLayout, grad: bool) -> Result<Tensor, ComputeError> {

@@ -8,7 +8,7 @@ mod whole_graph;
 
 use tch::Kind;
 
-use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights};
+use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
 use crate::model::{LlamaConfig, init};
 
 /// A model with weights and one micro-batch, small enough to try every parameter.
@@ -46,6 +46,8 @@ impl Case {
     }
 
     fn of(config: &LlamaConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
+        // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
+        set_up(1).unwrap();
         let engine = Engine::of_kind(config, kind, seq_len).unwrap();
         let weights = (0..engine.units().len())
             .map(|unit| random_weights(&engine, unit, kind))
@@ -282,6 +284,26 @@ fn the_loss_in_slices_is_the_loss_at_once() {
             assert!((number(a) - number(b)).abs() < 1e-6);
         }
     }
+}
+
+#[test]
+fn the_loss_is_the_mean_over_counted_targets() {
+    let mut case = Case::new(false, Kind::Double);
+    let rows = MICRO_BATCH * SEQ_LEN;
+    let all: Vec<i64> = (0..rows as i64).map(|i| i % 11).collect();
+    let mut loss_of = |counts: &dyn Fn(usize) -> bool| {
+        let chosen: Vec<i64> = all
+            .iter()
+            .enumerate()
+            .map(|(i, &id)| if counts(i) { id } else { IGNORED })
+            .collect();
+        case.targets = Tokens::targets(&chosen, MICRO_BATCH, SEQ_LEN, 11).unwrap();
+        case.loss()
+    };
+    let sum: f64 = (0..rows).map(|row| loss_of(&|i| i == row)).sum();
+    assert!((loss_of(&|_| true) - sum / rows as f64).abs() < 1e-12);
+    let three: f64 = (0..3).map(|row| loss_of(&|i| i == row)).sum();
+    assert!((loss_of(&|i| i < 3) - three / 3.0).abs() < 1e-12);
 }
 
 #[test]
