@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   gRPC socket ──▶ server ──Call──▶┌────────┐──Event──▶┌──────┐
-//!   descriptors ──▶ server/handoff ▶│ driver │          │ core │  decides: sessions, jobs, commits
+//!   descriptors, life lines ───────▶│ driver │          │ core │  decides: sessions, jobs, commits
 //!   rings ───────── doorbells ─────▶│        │◀─Action──└──────┘
 //!   devices ◀────── engine ◀───Io───└────────┘              ▲ once, at start
 //!      ▲                                                    │
@@ -12,6 +12,16 @@
 //! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
 //! so `tests/simulation.rs` drives it through thousands of seeded crashes.
 
+pub mod arena;
 pub mod blocks;
+pub mod config;
 pub mod core;
+pub mod device;
+pub mod driver;
+pub mod engine;
+pub mod measure;
+pub mod server;
 pub mod store;
+
+/// What both sides agree on, for programs that drive parts of the daemon themselves.
+pub use offload_api as api;

@@ -1,1 +1,94 @@
-fn main() {}
+//! The program `offloadd`: format a store, serve it, verify it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod cli;
+
+#[derive(Parser)]
+#[command(name = "offloadd", version, about = "Serves drives and pinned host memory to training processes", after_help = EXAMPLES)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  offloadd format /mnt/nvme0/offloadd.tiles /mnt/nvme1/offloadd.tiles --size 500GiB
+  offloadd serve --config /etc/offloadd.toml
+  offloadd verify --config /etc/offloadd.toml
+
+The settings, all of them, with what they are when left out:
+  socket = \"/run/offloadd/offloadd.sock\"      # calls; descriptors go over <socket>.fds beside it
+  devices = [\"/mnt/nvme0/offloadd.tiles\", \"/mnt/nvme1/offloadd.tiles\"]
+  arena_bytes_max = \"64GiB\"                   # host memory of all sessions together
+  engine = \"auto\"                             # auto, uring, psync
+  require_locked = false                      # refuse to run when memory cannot be locked
+  sessions_max = 64
+  iodepth_max = 64                            # operations in flight of one session";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Make a store of files or block devices; what is on them is lost
+    #[command(after_help = "Examples:
+  offloadd format --config /etc/offloadd.toml --size 500GiB
+  offloadd format /dev/disk/by-id/nvme-SERIAL0 /dev/disk/by-id/nvme-SERIAL1")]
+    Format {
+        /// Take the devices of these settings
+        #[arg(
+            long,
+            value_name = "FILE",
+            conflicts_with = "devices",
+            required_unless_present = "devices"
+        )]
+        config: Option<PathBuf>,
+        /// Files to make, or block devices
+        #[arg(value_name = "DEVICE")]
+        devices: Vec<PathBuf>,
+        /// Of each file, like 500GiB; a block device is taken whole
+        #[arg(long, value_name = "SIZE", value_parser = offloadd::config::parse_size)]
+        size: Option<u64>,
+        /// Overwrite files that exist and stores that are there
+        #[arg(long)]
+        force: bool,
+    },
+    /// Serve a store until SIGTERM
+    Serve {
+        /// The settings
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+        /// End with the parent process; the socket's folder belongs to this user alone
+        #[arg(long)]
+        private: bool,
+    },
+    /// Read everything a store holds and name what is damaged; ends with 1 if anything is
+    Verify {
+        /// The settings
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+        /// For programs
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let result = match Arguments::parse().command {
+        Command::Format {
+            config,
+            devices,
+            size,
+            force,
+        } => cli::format::run(config, devices, size, force).map(|()| ExitCode::SUCCESS),
+        Command::Serve { config, private } => {
+            cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Verify { config, json } => cli::verify::run(&config, json),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("offloadd: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -103,7 +103,7 @@ fn bytes_of(done: &IoDone) -> &[u8] {
 fn what_was_written_is_read_back_from_the_right_place() {
     let folder = tempfile::tempdir().unwrap();
     let device = file(&folder, "a", 1 << 20);
-    on_each_engine(&[device.clone()], |engine| {
+    on_each_engine(std::slice::from_ref(&device), |engine| {
         for i in 0..64 {
             engine.submit(io(i, IoOp::Write, i * 4096, meta(i as u8 + 1, 4096)));
         }

@@ -1,0 +1,96 @@
+//! `offloadd format`: reserves space, measures each device, writes an empty store over all of them.
+
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use offloadd::config::Config;
+use offloadd::device::{Device, DeviceBlocks};
+use offloadd::engine::EngineChoice;
+use offloadd::measure::measure;
+use offloadd::store::superblock::StoreId;
+use offloadd::store::{self, DATA_OFFSET};
+
+use super::binary;
+
+pub(crate) fn run(
+    config: Option<PathBuf>,
+    named: Vec<PathBuf>,
+    file_bytes: Option<u64>,
+    force: bool,
+) -> Result<()> {
+    let (paths, engine) = match config {
+        Some(path) => {
+            let config = Config::read(&path)?;
+            (config.devices, config.engine)
+        }
+        None => (named, EngineChoice::Auto),
+    };
+    // The name a store is opened by must not depend on where this was run.
+    let paths = paths
+        .iter()
+        .map(|path| std::path::absolute(path).with_context(|| path.display().to_string()))
+        .collect::<Result<Vec<_>>>()?;
+    if let Some(twice) = paths
+        .iter()
+        .enumerate()
+        .find(|(index, path)| paths[..*index].contains(path))
+    {
+        bail!("device {} is named twice", twice.1.display());
+    }
+    let new: Vec<_> = paths.iter().filter(|path| !path.exists()).collect();
+    let made = make_store(&paths, file_bytes, force, engine);
+    if made.is_err() {
+        // All devices or none: what was made for a store that is not to be goes again.
+        for path in new {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+    made
+}
+
+fn make_store(
+    paths: &[PathBuf],
+    file_bytes: Option<u64>,
+    force: bool,
+    engine: EngineChoice,
+) -> Result<()> {
+    let devices = paths
+        .iter()
+        .map(|path| Device::create(path, file_bytes, force))
+        .collect::<Result<Vec<_>, _>>()?;
+    store::format::check(&mut DeviceBlocks(&devices), force)?;
+    let rates = devices
+        .iter()
+        .map(|device| measure(device, DATA_OFFSET, engine))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut id = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .context("random bytes for the store's id")?;
+    let created_unix_s = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_secs());
+    let superblocks = store::format::format(
+        &mut DeviceBlocks(&devices),
+        StoreId(id),
+        &rates,
+        created_unix_s,
+        force,
+    )?;
+    println!("store {}", StoreId(id));
+    println!(
+        "{:>6}  {:>12}  {:>10}  {:>10}  path",
+        "device", "data", "read", "write"
+    );
+    for (device, superblock) in devices.iter().zip(superblocks) {
+        println!(
+            "{:>6}  {:>12}  {:>5.2} GB/s  {:>5.2} GB/s  {}",
+            superblock.device_index,
+            binary(superblock.data_bytes),
+            superblock.read_bytes_per_s as f64 / 1e9,
+            superblock.write_bytes_per_s as f64 / 1e9,
+            device.path()
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! `offloadd serve`: from settings to a serving daemon, and its end in order.
+//!
+//! ```text
+//!   settings ─▶ lock devices ─▶ recover ─▶ sockets ─▶ owner thread ─▶ calls ─▶ READY
+//!   SIGTERM, SIGINT ─▶ no more calls ─▶ I/O in flight ends ─▶ sockets removed ─▶ exit 0
+//! ```
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use offload_api::ids::Epoch;
+use offloadd::arena::{LockPolicy, lock_outlook};
+use offloadd::config::Config;
+use offloadd::core::Core;
+use offloadd::device::DeviceBlocks;
+use offloadd::driver::{self, DriverError, Parts, Running};
+use offloadd::server::{self, About};
+use offloadd::store::recover;
+use rustix::process::{Pid, Resource, Rlimit, Signal};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::{binary, open_all};
+
+/// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
+const PARENT_CHECK: Duration = Duration::from_secs(1);
+
+pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
+    let parent = private.then(follow_parent).transpose()?.flatten();
+    log_to_stderr();
+    abort_on_panic();
+    raise_descriptor_limit();
+    let config = Config::read(config)?;
+    let lock = lock_outlook(config.arena_bytes_max);
+    if !lock.can_lock {
+        if config.require_locked {
+            bail!("`require_locked` is set, and {}", lock.note);
+        }
+        tracing::warn!("{}", lock.note);
+    }
+    let policy = if config.require_locked {
+        LockPolicy::Require
+    } else {
+        LockPolicy::Try
+    };
+    // Locked before the first byte is read: a predecessor's last writes may still be under way.
+    let devices = open_all(&config.devices)?;
+    let store = recover::open(&mut DeviceBlocks(&devices))?;
+    for note in &store.notes {
+        tracing::warn!("{note}");
+    }
+    let files = store
+        .devices
+        .iter()
+        .map(|device| devices[device.position].file().clone())
+        .collect();
+    let descriptor_socket = config.descriptor_socket();
+    server::prepare_folder(&config.socket, private)?;
+    server::clear_socket(&config.socket)?;
+    server::clear_socket(&descriptor_socket)?;
+    // Both sockets for user and group, from the moment they exist.
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o117));
+
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("starting the threads that answer calls")?;
+    let epoch = draw_epoch()?;
+    let running = driver::start(Parts {
+        core: Core::new(store, epoch, config.limits()),
+        devices: files,
+        engine: config.engine,
+        limits: config.limits(),
+        epoch,
+        policy,
+        descriptor_socket: descriptor_socket.clone(),
+    })?;
+    let about = About {
+        engine: running.engine,
+        engine_reason: running.engine_reason.clone(),
+        lock,
+        descriptor_socket,
+    };
+    let ready = format!(
+        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}",
+        env!("CARGO_PKG_VERSION"),
+        config.socket.display(),
+        config.devices.len(),
+        running.engine,
+        running.engine_reason,
+        binary(config.arena_bytes_max),
+    );
+    let result = runtime.block_on(serve(&config.socket, running, about, parent, &ready));
+    let _ = std::fs::remove_file(&config.socket);
+    result
+}
+
+async fn serve(
+    socket: &Path,
+    running: Running,
+    about: About,
+    parent: Option<Pid>,
+    ready: &str,
+) -> Result<()> {
+    let Running { handle, thread, .. } = running;
+    // Before the socket exists: a signal that comes at once must end us in order.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hang_up = signal(SignalKind::hangup())?;
+    let listener = server::bind(socket)?;
+    let (stop, stopped) = watch::channel(false);
+    let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
+    let mut owner = tokio::task::spawn_blocking(move || match thread.join() {
+        Ok(result) => result,
+        Err(panic) => std::panic::resume_unwind(panic),
+    });
+
+    println!("{ready}");
+    let told = std::io::stdout().flush();
+    if parent.is_some() {
+        told.context("the parent process no longer listens")?;
+    }
+    // Without systemd there is nobody to tell.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+
+    let mut parent_check = tokio::time::interval(PARENT_CHECK);
+    let ended: Result<(), DriverError> = loop {
+        let why = tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+            // The kernel's word that the thread of our parent that started us has ended; perhaps not all of it.
+            _ = hang_up.recv() => match parent {
+                Some(parent) if rustix::process::getppid() == Some(parent) => continue,
+                Some(_) => "its parent process ended",
+                None => "SIGHUP",
+            },
+            _ = parent_check.tick() => match parent {
+                Some(parent) if rustix::process::getppid() != Some(parent) => {
+                    "its parent process ended"
+                }
+                _ => continue,
+            },
+            result = &mut owner => break result.context("the owner thread")?,
+        };
+        tracing::info!(why, "offloadd stops");
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        handle.stop();
+        break (&mut owner).await.context("the owner thread")?;
+    };
+    let _ = stop.send(true);
+    calls.await.context("the threads that answer calls")??;
+    Ok(ended?)
+}
+
+/// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.
+fn follow_parent() -> Result<Option<Pid>> {
+    let parent = rustix::process::getppid();
+    rustix::process::set_parent_process_death_signal(Some(Signal::HUP))
+        .context("asking for a signal when the parent process ends")?;
+    if rustix::process::getppid() != parent {
+        bail!("the parent process ended while this one started");
+    }
+    Ok(parent)
+}
+
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+}
+
+/// A broken invariant in any thread ends the daemon: half of one would keep processes waiting for ever.
+fn abort_on_panic() {
+    let tell = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        tell(panic);
+        std::process::abort();
+    }));
+}
+
+/// Six descriptors a session, and one a device: the usual soft limit of 1024 would be reached first.
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    // Then opening refuses by name, later.
+    let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+}
+
+/// So that no two lives of a daemon share one. Never 0, which a blank entry has.
+fn draw_epoch() -> Result<Epoch> {
+    let mut random = [0; 8];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .context("random bytes for the epoch")?;
+    Ok(Epoch(u64::from_le_bytes(random) | 1))
+}

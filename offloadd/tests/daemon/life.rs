@@ -1,0 +1,237 @@
+//! Start and end. What could go wrong: two daemons on one store or one socket, a dead one's socket that blocks the next, an
+//! orphan, an end that leaves sockets or loses what was acknowledged, a refusal that says nothing.
+
+use std::io::BufRead;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Store, eventually, program, words};
+
+const SOON: Duration = Duration::from_secs(5);
+
+#[test]
+fn sigterm_ends_in_order_and_leaves_no_sockets() {
+    let store = Store::new(2, "auto");
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut daemon = store.serve();
+        assert!(
+            daemon.ready.contains("2 devices, engine "),
+            "{}",
+            daemon.ready
+        );
+        let run = store.socket().parent().unwrap().to_owned();
+        assert_eq!(std::fs::read_dir(&run).unwrap().count(), 2);
+        for entry in std::fs::read_dir(&run).unwrap() {
+            let mode = entry.unwrap().metadata().unwrap().mode() & 0o777;
+            assert_eq!(mode, 0o660, "user and group");
+        }
+        daemon.signal(signal);
+        assert_eq!(daemon.wait(SOON), Some(0));
+        assert_eq!(std::fs::read_dir(&run).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn a_second_daemon_on_a_store_is_refused_by_name() {
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let other = store.folder.path().join("other.sock");
+    store.write_config(&other, "psync");
+    let message = store.refusal();
+    let device = store.devices[0].display();
+    assert!(
+        message.contains(&format!("device {device}: another offloadd has this store")),
+        "{message}"
+    );
+    assert!(
+        message.contains(&format!("pid {}", daemon.child.id())),
+        "{message}"
+    );
+    // Verifying and formatting under its feet as well.
+    let verify = program()
+        .args(["verify", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(words(&verify).contains("another offloadd has this store"));
+    let mut format = program();
+    format
+        .arg("format")
+        .args(&store.devices)
+        .args(["--size", "8MiB", "--force"]);
+    assert!(words(&format.output().unwrap()).contains("another offloadd has this store"));
+}
+
+#[test]
+fn a_killed_daemons_store_and_socket_go_to_the_next() {
+    let store = Store::new(2, "auto");
+    for _ in 0..5 {
+        let mut daemon = store.serve();
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        assert!(store.socket().exists(), "it had no time to remove it");
+    }
+    let mut daemon = store.serve();
+    assert_eq!(daemon.control().arena_free_bytes(), 64 << 20);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+}
+
+#[test]
+fn a_living_daemons_socket_is_not_taken() {
+    let (one, two) = (Store::new(1, "psync"), Store::new(1, "psync"));
+    let daemon = one.serve();
+    two.write_config(&one.socket(), "psync");
+    let message = two.refusal();
+    assert!(message.contains("another offloadd (pid "), "{message}");
+    assert!(
+        message.contains(&daemon.child.id().to_string()),
+        "{message}"
+    );
+    daemon.control().arena_free_bytes();
+    // Nor is a file that is no socket.
+    let file = two.folder.path().join("notes.txt");
+    std::fs::write(&file, "mine").unwrap();
+    two.write_config(&file, "psync");
+    assert!(
+        two.refusal()
+            .contains("a file that is no socket lies there")
+    );
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "mine");
+}
+
+#[test]
+fn a_private_daemon_ends_with_its_parent() {
+    let store = Store::new(1, "psync");
+    // A shell between us and the daemon, killed so that it can tell nobody.
+    let mut shell = std::process::Command::new("sh")
+        .args(["-c", "\"$0\" serve --private --config \"$1\" & wait"])
+        .arg(env!("CARGO_BIN_EXE_offloadd"))
+        .arg(&store.config)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut ready = String::new();
+    std::io::BufReader::new(shell.stdout.as_mut().unwrap())
+        .read_line(&mut ready)
+        .unwrap();
+    assert!(ready.starts_with("READY "), "{ready}");
+    assert!(store.socket().exists());
+    shell.kill().unwrap();
+    shell.wait().unwrap();
+    eventually("the orphan removes its sockets and ends", SOON, || {
+        !store.socket().exists()
+    });
+    // Its lock is free again.
+    store.serve();
+}
+
+#[test]
+fn a_private_daemon_has_its_socket_where_nobody_else_gets() {
+    let store = Store::new(1, "psync");
+    let mut command = store.serve_command();
+    command.arg("--private");
+    let daemon = Daemon::start(command, store.socket());
+    let run = store.socket().parent().unwrap().to_owned();
+    assert_eq!(std::fs::metadata(&run).unwrap().mode() & 0o777, 0o700);
+    drop(daemon);
+    std::fs::set_permissions(&run, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let output = store.serve_command().arg("--private").output().unwrap();
+    assert!(
+        words(&output).contains("mode 0700, it has uid"),
+        "{}",
+        words(&output)
+    );
+}
+
+#[test]
+fn refusals_name_the_key_the_device_and_what_to_do() {
+    let store = Store::new(2, "psync");
+    let whole = std::fs::read_to_string(&store.config).unwrap();
+    let refused_with = |text: &str, parts: &[&str]| {
+        std::fs::write(&store.config, text).unwrap();
+        let message = store.refusal();
+        for part in parts {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+    };
+    refused_with(
+        &format!("{whole}requre_locked = true\n"),
+        &[
+            "unknown key `requre_locked`",
+            "did you mean `require_locked`",
+        ],
+    );
+    refused_with(
+        &whole.replace("64MiB", "64 parsecs"),
+        &["arena_bytes_max", "parsecs"],
+    );
+    refused_with(
+        &whole.replace("device1", "device9"),
+        &["device9: there is no such file", "offloadd format"],
+    );
+    let one = whole.replace(&format!(", {:?}", store.devices[1]), "");
+    refused_with(&one, &["device 1 of 2 is missing"]);
+
+    // One superblock is mended from the other, and told; both gone is no store.
+    std::fs::write(&store.config, &whole).unwrap();
+    let device = std::fs::OpenOptions::new()
+        .write(true)
+        .open(&store.devices[0])
+        .unwrap();
+    device.write_all_at(&[0xA5; 512], 32).unwrap();
+    let verify = program()
+        .args(["verify", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert_eq!(verify.status.code(), Some(1), "damage is not success");
+    assert!(words(&verify).contains("superblock"), "{}", words(&verify));
+    drop(store.serve());
+    let verify = program()
+        .args(["verify", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert_eq!(verify.status.code(), Some(0), "mended: {}", words(&verify));
+    for offset in [0, 64 << 10] {
+        device.write_all_at(&[0xA5; 4096], offset).unwrap();
+    }
+    assert!(
+        store
+            .refusal()
+            .contains(&store.devices[0].display().to_string())
+    );
+    // Too small for anything.
+    let small = store.folder.path().join("small");
+    let output = program()
+        .arg("format")
+        .arg(&small)
+        .args(["--size", "1MiB"])
+        .output()
+        .unwrap();
+    assert!(
+        words(&output).contains("a device of a store has at least"),
+        "{}",
+        words(&output)
+    );
+    assert!(!small.exists(), "what was made for nothing goes again");
+}
+
+#[test]
+fn a_store_is_not_formatted_twice_by_accident() {
+    let store = Store::new(1, "psync");
+    let mut format = program();
+    format
+        .arg("format")
+        .args(&store.devices)
+        .args(["--size", "8MiB"]);
+    let output = format.output().unwrap();
+    assert!(!output.status.success());
+    assert!(words(&output).contains("--force"), "{}", words(&output));
+    assert!(format.arg("--force").output().unwrap().status.success());
+}

@@ -1,0 +1,6 @@
+//! Whole daemons on real sockets, files and processes. What could go wrong is said at the top of each part.
+
+mod common;
+mod hostile;
+mod life;
+mod sessions;

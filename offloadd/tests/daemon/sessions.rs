@@ -1,0 +1,345 @@
+//! Sessions over real sockets, on both engines. What could go wrong: bytes at the wrong place, a commit that a restart
+//! forgets, descriptors for whoever asks, memory that a dead process keeps, a wait that has no end.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use offload_api::checksum::checksum;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::handoff::{self, HandoffError};
+use offload_api::ids::{Generation, SessionToken, SlotIndex, TicketId, TileIndex};
+use offload_api::proto;
+use offload_api::ring::entry::{Request, Verb};
+
+use crate::common::{Control, Session, Store, eventually, open, readable};
+
+const SOON: Duration = Duration::from_secs(5);
+
+fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> Request {
+    Request {
+        ticket: TicketId(u64::from(tile) + 100),
+        verb: Verb::SwapOut,
+        tile: TileIndex(tile),
+        slot: SlotIndex(slot),
+        generation: Generation(generation),
+        checksum: checksum(bytes),
+    }
+}
+
+fn swap_in(tile: u32, slot: u32) -> Request {
+    Request {
+        ticket: TicketId(u64::from(tile) + 200),
+        verb: Verb::SwapIn,
+        generation: Generation(0),
+        checksum: 0,
+        tile: TileIndex(tile),
+        slot: SlotIndex(slot),
+    }
+}
+
+/// Writes `fill` to every tile through slot 1 and waits for each.
+fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
+    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    for tile in 0..count {
+        let bytes = [fill + tile as u8; 4096];
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, 1, generation, &bytes));
+        let cqe = session.complete();
+        assert_eq!(
+            (cqe.ticket, cqe.fault),
+            (u64::from(tile) + 100, 0),
+            "{cqe:?}"
+        );
+    }
+}
+
+fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
+    let place = session.geometry.place(SlotIndex(3)).unwrap();
+    for tile in 0..count {
+        session.write_slot(place.offset, &[0; 4096]);
+        session.submit(swap_in(tile, 3));
+        let cqe = session.complete();
+        assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{cqe:?}");
+        let bytes = session.read_slot(place.offset);
+        assert_eq!(bytes, vec![fill + tile as u8; 4096]);
+        assert_eq!(cqe.checksum, checksum(&bytes));
+    }
+}
+
+#[test]
+fn what_was_committed_is_there_after_kill_9_on_both_engines() {
+    for engine in ["auto", "psync"] {
+        let store = Store::new(2, engine);
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        let about = control.describe(proto::DescribeRequest {}).unwrap();
+        println!("engine {} ({})", about.engine, about.engine_reason);
+        assert!(!about.engine_reason.is_empty() && about.devices.len() == 2);
+        let mut session = control.session("tiny");
+        let working = session.begin(&mut control, 6);
+        fill_tiles(&mut session, 6, working, 10);
+        let working = session.commit(&mut control, working, b"step 1");
+        // Written after the commit and never committed.
+        fill_tiles(&mut session, 6, working, 50);
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        assert!(session.hung_up(SOON), "the process learns it");
+
+        let daemon = store.serve();
+        let mut control = daemon.control();
+        let reply = control.open_session(open("tiny")).unwrap();
+        let job = reply.job.clone().expect("the store knows it");
+        assert_eq!((job.tiles.len(), &job.layout[..]), (6, &b"layout"[..]));
+        let newest = job.generations.last().unwrap();
+        assert_eq!((newest.generation, newest.confirmed), (1, true));
+        assert_eq!(newest.blobs[0].blob, b"step 1");
+        let mut session = Session::attach(&reply).unwrap();
+        session.resume(&mut control, 1);
+        expect_tiles(&mut session, 6, 10);
+    }
+}
+
+#[test]
+fn a_dead_process_gives_its_memory_and_its_rank_back() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let free_bytes = control.arena_free_bytes();
+    let session = control.session("tiny");
+    assert!(control.arena_free_bytes() < free_bytes);
+    let fault = control.open_session(open("tiny")).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Busy);
+    // As the kernel does for a dead process.
+    drop(session);
+    eventually("its memory is free", Duration::from_secs(1), || {
+        control.arena_free_bytes() == free_bytes
+    });
+    control.session("tiny");
+}
+
+#[test]
+fn closing_in_order_frees_the_session_and_hangs_up() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let free_bytes = control.arena_free_bytes();
+    let session = control.session("tiny");
+    let token = session.token.clone();
+    control
+        .close_session(proto::CloseSessionRequest { token })
+        .unwrap();
+    eventually("its memory is free", SOON, || {
+        control.arena_free_bytes() == free_bytes
+    });
+    assert!(session.hung_up(SOON));
+    let token = session.token.clone();
+    let again = control.close_session(proto::CloseSessionRequest { token });
+    assert_eq!(again.unwrap_err().kind, FaultKind::NotFound);
+}
+
+#[test]
+fn descriptors_are_handed_out_once_and_to_nobody_who_guesses() {
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let refused = |token: &[u8]| {
+        let token = SessionToken::from_bytes(token).unwrap();
+        let path = PathBuf::from(&reply.descriptor_socket);
+        match handoff::receive(&path, token, SOON) {
+            Err(HandoffError::Refused(fault)) => fault.kind,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(&[0; 16]), FaultKind::NotFound);
+    let _session = Session::attach(&reply).unwrap();
+    assert_eq!(refused(&reply.token), FaultKind::Busy);
+}
+
+const CHILD: &str = "OFFLOADD_TEST_OTHER_USER";
+
+#[test]
+fn another_users_token_and_job_are_not_ours() {
+    if let Some(place) = std::env::var_os(CHILD) {
+        return other_user(&place.into_string().unwrap());
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let _committed = control.session("mine");
+    let reply = control.open_session(open("tiny")).unwrap();
+    // As a group that the other user is in would.
+    let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
+    for socket in [
+        daemon.socket.clone(),
+        PathBuf::from(&reply.descriptor_socket),
+    ] {
+        std::fs::set_permissions(socket, all(0o666)).unwrap();
+    }
+    let token: String = reply.token.iter().map(|b| format!("{b:02x}")).collect();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "sessions::another_users_token_and_job_are_not_ours",
+            "--nocapture",
+        ])
+        .env(CHILD, format!("{}|{token}", daemon.socket.display()))
+        .current_dir("/")
+        .uid(65534)
+        .gid(65534)
+        .output();
+    match child {
+        Ok(output) => assert!(
+            output.status.success(),
+            "{}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        ),
+        Err(error) => println!("skipped: another user cannot run this program: {error}"),
+    }
+    // The refusals cost the owner nothing.
+    Session::attach(&reply).unwrap();
+}
+
+fn other_user(place: &str) {
+    let (socket, token) = place.split_once('|').unwrap();
+    let token: Vec<u8> = (0..16)
+        .map(|i| u8::from_str_radix(&token[2 * i..2 * i + 2], 16).unwrap())
+        .collect();
+    let fds = PathBuf::from(format!("{socket}.fds"));
+    let stolen = handoff::receive(&fds, SessionToken::from_bytes(&token).unwrap(), SOON);
+    let fault = Fault::from(stolen.expect_err("another user's session"));
+    assert_eq!(fault.kind, FaultKind::Denied, "{fault}");
+    let mut control = Control::connect(socket.as_ref());
+    let closed = control.close_session(proto::CloseSessionRequest { token });
+    let kind = closed.expect_err("another user's session").kind;
+    assert!(
+        [FaultKind::Denied, FaultKind::NotFound].contains(&kind),
+        "{kind:?}"
+    );
+    // The same name is another job.
+    let mine = control.open_session(open("mine")).unwrap();
+    assert_eq!(mine.job, None);
+}
+
+#[test]
+fn a_session_nobody_comes_for_is_given_up() {
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let free_bytes = control.arena_free_bytes();
+    let reply = control.open_session(open("tiny")).unwrap();
+    assert!(control.arena_free_bytes() < free_bytes);
+    eventually("its memory is free", Duration::from_secs(12), || {
+        std::thread::sleep(Duration::from_millis(100));
+        control.arena_free_bytes() == free_bytes
+    });
+    let late = Session::attach(&reply).map(|_| ()).unwrap_err();
+    assert_eq!(Fault::from(late).kind, FaultKind::NotFound);
+}
+
+#[test]
+fn a_silent_connection_to_the_descriptor_socket_is_closed_and_delays_nobody() {
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let path = PathBuf::from(format!("{}.fds", daemon.socket.display()));
+    let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
+    let connect = || {
+        let (unix, kind) = (
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::SEQPACKET,
+        );
+        let socket = rustix::net::socket(unix, kind, None).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        socket
+    };
+    // More than may be silent at a time.
+    let silent: Vec<_> = (0..100).map(|_| connect()).collect();
+    let since = Instant::now();
+    control.session("tiny");
+    assert!(
+        since.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        since.elapsed()
+    );
+    for socket in silent {
+        assert!(readable(&socket, Duration::from_secs(8)), "still open");
+    }
+}
+
+#[test]
+fn a_stop_ends_sessions_and_says_so_to_those_who_wait() {
+    let store = Store::new(1, "auto");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    // A rank that waits for one that never comes.
+    let mut request = open("pair");
+    request.local_ranks = 2;
+    let reply = control.open_session(request).unwrap();
+    let session = Session::attach(&reply).unwrap();
+    daemon.signal(rustix::process::Signal::TERM);
+    assert!(session.hung_up(SOON));
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let fault = control.open_session(open("late")).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Stopping);
+}
+
+const HOLDER: &str = "OFFLOADD_TEST_HOLDER";
+
+#[test]
+fn a_dead_process_is_dead_even_when_its_child_holds_the_life_line() {
+    if let Some(socket) = std::env::var_os(HOLDER) {
+        return hold_for_ever(&PathBuf::from(socket));
+    }
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let free_bytes = control.arena_free_bytes();
+    let mut process = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "sessions::a_dead_process_is_dead_even_when_its_child_holds_the_life_line",
+        ])
+        .arg("--nocapture")
+        .env(HOLDER, &daemon.socket)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+    let child = lines
+        .map_while(Result::ok)
+        .find_map(|line| Some(line.split_once("holder ")?.1.parse::<i32>().unwrap()))
+        .expect("the process says who holds the line");
+    assert!(control.arena_free_bytes() < free_bytes);
+    process.kill().unwrap();
+    process.wait().unwrap();
+    eventually("its memory is free", Duration::from_secs(1), || {
+        control.arena_free_bytes() == free_bytes
+    });
+    let child = rustix::process::Pid::from_raw(child).unwrap();
+    rustix::process::test_kill_process(child).expect("the child still held the line");
+    rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+}
+
+/// A data loader's worker, say, that inherited everything.
+fn hold_for_ever(socket: &std::path::Path) {
+    let mut control = Control::connect(socket);
+    let session = control.session("tiny");
+    let line = &session.received.life_line;
+    rustix::io::fcntl_setfd(line, rustix::io::FdFlags::empty()).unwrap();
+    let child = Command::new("sleep")
+        .arg("60")
+        .stdout(std::process::Stdio::null())
+        .spawn();
+    println!("holder {}", child.unwrap().id());
+    std::thread::sleep(Duration::from_secs(60));
+}
