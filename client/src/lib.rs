@@ -17,12 +17,46 @@
 //! [`ClientError::DaemonGone`]. Callers see no gRPC, no descriptor and no shared memory but their own slots.
 //!
 //! One thread drives a session; [`Waker`] wakes it from others. `unsafe` is in `mapping.rs` alone.
+//!
+//! ```no_run
+//! # use offload_client::*;
+//! # use std::time::Duration;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let settings: SessionSettings = unimplemented!();
+//! # let definition: JobDefinition = unimplemented!();
+//! let mut session = Session::open(settings)?;
+//! let newest = match &session.info().job {
+//!     Some(job) => job.generations.last().map_or(Generation(0), |g| g.generation),
+//!     None => Generation(0),
+//! };
+//! session.define_tiles(definition)?;
+//! session.resume(newest)?;
+//!
+//! let mut slot = session.take_slot(0).ok_or("all slots are in use")?;
+//! slot.as_mut_slice().fill(7);
+//! session.swap_out(TileIndex(0), slot).map_err(|(_slot, error)| error)?;
+//!
+//! let mut done = Vec::new();
+//! while done.is_empty() {
+//!     session.wait(Duration::from_secs(1))?;
+//!     session.poll(&mut done)?;
+//! }
+//! for ended in done {
+//!     ended.result?;
+//! }
+//! session.commit(b"what this rank must remember".to_vec())?;
+//! # Ok(())
+//! # }
+//! ```
+
+#![deny(unsafe_code)]
 
 mod control;
 mod convert;
 mod daemon;
 mod error;
 mod flight;
+#[allow(unsafe_code)]
 mod mapping;
 mod memory;
 pub mod private;

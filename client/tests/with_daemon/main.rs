@@ -1,6 +1,9 @@
 //! Tests of the client with real daemons, on files of a drive. Each starts its own; `offloadd` must be built (`cargo test`
 //! of the workspace does that) and is looked for where a private daemon is.
 
+mod crashes;
+mod death;
+mod generations;
 mod hostile;
 mod private;
 mod real;

@@ -214,6 +214,9 @@ pub(crate) fn assert_depends_on(name: &str, mechanism: &str) {
     );
 }
 
+pub(crate) const NOT_REMOVABLE: &str = "skipped: this offloadd was built without the feature `removable`; `cargo test` of \
+     the workspace builds it";
+
 /// Whether mechanisms of the daemon itself can be taken away: only `cargo test` of the workspace builds it so.
 pub(crate) fn daemon_is_removable(place: &Place) -> bool {
     let daemon = place.start();

@@ -13,6 +13,8 @@
 //! Numbers both sides need travel in the handshake (`OpenSessionReply`, [`ring::RingHeader`]); rules both sides
 //! follow (where a slot lies, what a checksum covers) are functions here.
 
+#![deny(unsafe_code)]
+
 pub mod checksum;
 pub mod fault;
 pub mod geometry;

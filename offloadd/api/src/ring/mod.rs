@@ -23,6 +23,7 @@
 
 pub mod entry;
 pub mod index;
+#[allow(unsafe_code)]
 mod map;
 mod sides;
 

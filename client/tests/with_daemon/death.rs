@@ -1,0 +1,90 @@
+//! What could go wrong: a process dies with transfers in flight and its memory and rank stay taken, or are given away while
+//! the kernel still writes. The victim is this test's own program, started again and killed.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use offload_client::{ClientError, FaultKind, Generation, Session, SlotClass, TileIndex};
+
+use crate::real::*;
+
+const VICTIM: &str = "OFFLOAD_TEST_VICTIM_SOCKET";
+
+/// The whole of the daemon's memory.
+fn open_all(socket: &Path) -> Result<Session, ClientError> {
+    let mut settings = settings(socket);
+    settings.classes = vec![SlotClass {
+        slot_bytes: u64::from(TILE_BYTES),
+        slot_count: (ARENA_BYTES_MAX / u64::from(TILE_BYTES)) as u32,
+    }];
+    Session::open(settings)
+}
+
+/// Writes for ever, as deep as it may.
+fn be_the_victim(socket: &Path) {
+    let mut session = open_all(socket).unwrap();
+    session.define_tiles(definition()).unwrap();
+    session.resume(Generation(0)).unwrap();
+    let mut tiles: Vec<u32> = (0..TILE_COUNT).collect();
+    let mut done = Vec::new();
+    println!("\nwriting");
+    loop {
+        while session.in_flight_count() < session.info().iodepth as usize {
+            let slot = session.take_slot(0).unwrap();
+            let tile = tiles.pop().unwrap();
+            session.swap_out(TileIndex(tile), slot).unwrap();
+        }
+        session.wait(LONG).unwrap();
+        session.poll(&mut done).unwrap();
+        tiles.extend(done.drain(..).map(|d| d.tile.0));
+    }
+}
+
+#[test]
+fn a_dead_client_gives_its_slots_back() {
+    if let Some(socket) = std::env::var_os(VICTIM) {
+        return be_the_victim(Path::new(&socket));
+    }
+    let place = Place::new();
+    let daemon = place.start();
+    for _ in 0..5 {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "death::a_dead_client_gives_its_slots_back",
+                "--nocapture",
+            ])
+            .env(VICTIM, daemon.socket())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(victim.stdout.take().unwrap());
+        assert!(
+            output.lines().map_while(Result::ok).any(|l| l == "writing"),
+            "the victim did not get to writing"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+        let held = open_all(daemon.socket())
+            .err()
+            .expect("the victim holds it");
+        assert!(matches!(
+            held.fault(),
+            Some(FaultKind::Busy | FaultKind::NoMemory)
+        ));
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+        let dead = Instant::now();
+        let session = loop {
+            match open_all(daemon.socket()) {
+                Ok(session) => break session,
+                Err(error) => assert!(
+                    dead.elapsed() < Duration::from_secs(1),
+                    "not free after a second: {error}"
+                ),
+            }
+        };
+        session.close().unwrap();
+    }
+}
