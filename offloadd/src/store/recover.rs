@@ -1,7 +1,7 @@
 //! Reads a store into memory when a daemon starts, and mends what stands twice.
 //!
-//! [`read`] changes nothing. [`open`] also writes the sound copy of a structure over the other one: after it, both copies
-//! of everything are equal, which the catalog's update and the next power cut rely on.
+//! [`read`] changes nothing. [`open`] also writes the sound copy of a structure over the other one and flushes: after it,
+//! both copies of everything are equal and durable, which the catalog's update and the next power cut rely on.
 
 use offload_api::ids::{DeviceIndex, Generation};
 
@@ -166,15 +166,17 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     })
 }
 
-/// Reads the store and mends unsound copies. Only under the store's lock.
+/// Reads the store, mends unsound copies, and flushes every device. Only under the store's lock.
+///
+/// The flush is no formality: after a daemon was killed between a record's write and its flush, the record may have been
+/// read out of a drive's cache. Work that goes on from it writes over the generation before it, so it must not vanish in
+/// the next power cut.
 pub fn open(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     let mut store = read(blocks)?;
-    let mut touched = vec![false; blocks.count()];
     for repair in std::mem::take(&mut store.repairs) {
         blocks.write(repair.position, repair.offset, &repair.blocks)?;
-        touched[repair.position] = true;
     }
-    for position in (0..touched.len()).filter(|&position| touched[position]) {
+    for position in 0..blocks.count() {
         blocks.flush(position)?;
     }
     Ok(store)

@@ -1,0 +1,14 @@
+//! The core over simulated disks.
+//!
+//! What could go wrong: something acknowledged is lost, a torn tile is taken for a whole one, a generation is a mixture of
+//! two, memory is given away while a device still writes it, a failed operation is taken for a done one. Each file here
+//! makes one kind of trouble on purpose; `removed` takes a mechanism away and asks that its test then fails.
+//!
+//! `OFFLOADD_SEED=n cargo test --test simulation` runs the one seed of a failure again.
+
+mod crashes;
+mod failures;
+mod format;
+mod removed;
+mod rules;
+mod world;

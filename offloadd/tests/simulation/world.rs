@@ -1,0 +1,392 @@
+//! A daemon without sockets: the core, simulated disks, and what processes would send and see.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use offload_api::checksum::checksum;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::geometry::{Geometry, SlotClass};
+use offload_api::ids::{Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex};
+use offload_api::ring::entry::{Cqe, Request, Verb};
+use offloadd::core::{
+    Action, Call, CallId, Core, Event, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
+};
+use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
+use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::recover;
+use offloadd::store::superblock::StoreId;
+
+pub(crate) const LIMITS: Limits = Limits {
+    arena_bytes_max: 64 << 20,
+    sessions_max: 8,
+    iodepth_max: 16,
+};
+
+pub(crate) const PEER: Peer = Peer { uid: 1000, pid: 1 };
+
+/// Slots a session has here; each takes the largest tile.
+pub(crate) const SLOTS: u32 = 8;
+const SLOT_BYTES: u64 = 8192;
+
+/// Two small disks that are one store.
+pub(crate) fn formatted() -> SimDisks {
+    let mut disks = SimDisks::new(&[5 << 19, 2 << 20]);
+    let rates = [MeasuredRates::default(); 2];
+    format(&mut disks, StoreId(*b"a store's id 16b"), &rates, 7, false).unwrap();
+    disks
+}
+
+/// Tiles of 4 and 8 KiB in turn.
+pub(crate) fn definition(tiles: u32, durability: Durability, nodes: u32) -> JobDefinition {
+    let tile = |index: u32| TileSpec {
+        unit: index / 3,
+        kind: [TileKind::Param, TileKind::State, TileKind::Grad][index as usize % 3],
+        elem_offset: u64::from(index) * 1000,
+        tile_bytes: 4096 << (index % 2),
+    };
+    let layout = b"names, shapes, offsets".to_vec();
+    JobDefinition::new(layout, (0..tiles).map(tile).collect(), durability, nodes).unwrap()
+}
+
+/// Bytes that only `seed` makes.
+pub(crate) fn content(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut content = vec![0; bytes];
+    for (index, number) in content.chunks_exact_mut(8).enumerate() {
+        let mixed = seed.wrapping_add(index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        number.copy_from_slice(&mixed.to_le_bytes());
+    }
+    content
+}
+
+pub(crate) fn job(name: &str) -> JobName {
+    JobName::new(name).unwrap()
+}
+
+/// A process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Process {
+    pub(crate) session: SessionId,
+    pub(crate) token: SessionToken,
+}
+
+pub(crate) struct World {
+    pub(crate) core: Core,
+    pub(crate) engine: SimEngine,
+    pub(crate) random: SimRandom,
+    pub(crate) replies: BTreeMap<CallId, Result<Reply, Fault>>,
+    pub(crate) completions: HashMap<SessionId, VecDeque<Cqe>>,
+    pub(crate) dropped: Vec<SessionId>,
+    pub(crate) evicted: Vec<SessionId>,
+    geometries: HashMap<SessionId, Geometry>,
+    made: HashMap<SessionToken, SessionId>,
+    epoch: Epoch,
+    next_call: u64,
+}
+
+impl World {
+    /// A daemon starts on these disks.
+    pub(crate) fn start(mut disks: SimDisks, mut random: SimRandom) -> Self {
+        let store = recover::open(&mut disks).expect("a store recovers");
+        let epoch = Epoch(random.number());
+        Self {
+            core: Core::new(store, epoch, LIMITS),
+            engine: SimEngine::new(disks),
+            random,
+            replies: BTreeMap::new(),
+            completions: HashMap::new(),
+            dropped: Vec::new(),
+            evicted: Vec::new(),
+            geometries: HashMap::new(),
+            made: HashMap::new(),
+            epoch,
+            next_call: 1,
+        }
+    }
+
+    /// The power goes, or only the daemon dies. What is left are the disks.
+    pub(crate) fn crash(mut self, power: bool) -> (SimDisks, SimRandom) {
+        self.engine.crash(&mut self.random, power);
+        (self.engine.disks, self.random)
+    }
+
+    pub(crate) fn event(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.core.on_event(event, &mut actions);
+        for action in actions {
+            self.act(action);
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Io {
+                io,
+                device,
+                op,
+                offset,
+                bytes,
+                buffer,
+            } => self.engine.submit(io, device, op, offset, bytes, buffer),
+            Action::Complete { session, entry } => self
+                .completions
+                .entry(session)
+                .or_default()
+                .push_back(entry),
+            Action::Reply { call, reply } => {
+                let before = self.replies.insert(call, reply);
+                assert!(before.is_none(), "{call:?} was answered twice");
+            }
+            Action::MakeArena {
+                session,
+                token,
+                geometry,
+                ..
+            } => {
+                // The rest of the arena is only rounding.
+                self.engine.make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
+                self.geometries.insert(session, geometry);
+                self.made.insert(token, session);
+                self.event(Event::ArenaMade {
+                    session,
+                    result: Ok(()),
+                });
+            }
+            Action::DropArena { session } => {
+                self.engine.drop_arena(session);
+                self.dropped.push(session);
+            }
+            Action::Evict { session, .. } => self.evicted.push(session),
+        }
+    }
+
+    /// Ends one operation, any of them. False when none is in flight.
+    pub(crate) fn step(&mut self) -> bool {
+        let Some((io, result)) = self.engine.end_one(&mut self.random) else {
+            return false;
+        };
+        self.event(Event::IoDone { io, result });
+        true
+    }
+
+    pub(crate) fn run(&mut self) {
+        while self.step() {}
+    }
+
+    pub(crate) fn call(&mut self, request: Call) -> CallId {
+        self.call_as(PEER, request)
+    }
+
+    pub(crate) fn call_as(&mut self, peer: Peer, request: Call) -> CallId {
+        let call = CallId(self.next_call);
+        self.next_call += 1;
+        self.event(Event::Call {
+            call,
+            peer,
+            request,
+        });
+        call
+    }
+
+    /// Calls and runs until there is an answer.
+    pub(crate) fn ask(&mut self, request: Call) -> Result<Reply, Fault> {
+        let call = self.call(request);
+        self.answer(call)
+    }
+
+    pub(crate) fn answer(&mut self, call: CallId) -> Result<Reply, Fault> {
+        while !self.replies.contains_key(&call) {
+            assert!(self.step(), "{call:?} is never answered");
+        }
+        self.replies.remove(&call).unwrap()
+    }
+
+    pub(crate) fn open_request(
+        &mut self,
+        job: &JobName,
+        rank: u32,
+        local_ranks: u32,
+    ) -> OpenSession {
+        let mut token = [0; 16];
+        token[..8].copy_from_slice(&self.random.number().to_le_bytes());
+        OpenSession {
+            token: SessionToken(token),
+            job: job.clone(),
+            rank: Rank(rank),
+            local_ranks,
+            classes: vec![SlotClass {
+                slot_bytes: SLOT_BYTES,
+                slot_count: SLOTS,
+            }],
+            iodepth: SLOTS,
+        }
+    }
+
+    pub(crate) fn open(
+        &mut self,
+        job: &JobName,
+        rank: u32,
+        local_ranks: u32,
+    ) -> Result<(Process, Option<JobRecord>), Fault> {
+        let request = self.open_request(job, rank, local_ranks);
+        let token = request.token;
+        let Reply::Open(reply) = self.ask(Call::Open(request))? else {
+            panic!("another reply than asked for");
+        };
+        let session = self.made[&token];
+        Ok((Process { session, token }, reply.job))
+    }
+
+    /// One rank of a new job, with tiles, from nothing.
+    pub(crate) fn begin(&mut self, name: &str, tiles: u32, durability: Durability) -> Process {
+        let (process, record) = self.open(&job(name), 0, 1).unwrap();
+        assert_eq!(record, None);
+        self.define(process, definition(tiles, durability, 1))
+            .unwrap();
+        self.resume(process, 0).unwrap();
+        process
+    }
+
+    pub(crate) fn define(
+        &mut self,
+        process: Process,
+        definition: JobDefinition,
+    ) -> Result<Reply, Fault> {
+        let token = process.token;
+        self.ask(Call::Define { token, definition })
+    }
+
+    pub(crate) fn resume(&mut self, process: Process, generation: u64) -> Result<Reply, Fault> {
+        self.ask(Call::Resume {
+            token: process.token,
+            generation: Generation(generation),
+        })
+    }
+
+    pub(crate) fn commit_call(&mut self, process: Process, generation: u64, blob: &[u8]) -> CallId {
+        self.call(Call::Commit {
+            token: process.token,
+            generation: Generation(generation),
+            blob: blob.to_vec(),
+        })
+    }
+
+    pub(crate) fn commit(&mut self, process: Process, generation: u64) -> Result<Reply, Fault> {
+        let call = self.commit_call(process, generation, &generation.to_le_bytes());
+        self.answer(call)
+    }
+
+    pub(crate) fn close(&mut self, process: Process) -> Result<Reply, Fault> {
+        let token = process.token;
+        self.ask(Call::Close { token })
+    }
+
+    /// What the process sees of a slot.
+    pub(crate) fn slot(&mut self, process: Process, slot: u32, bytes: usize) -> &mut [u8] {
+        let place = self.geometries[&process.session]
+            .place(SlotIndex(slot))
+            .unwrap();
+        let start = place.offset as usize;
+        &mut self.engine.arena(process.session)[start..start + bytes]
+    }
+
+    pub(crate) fn submit(&mut self, process: Process, request: Request) {
+        let entry = request.to_sqe(self.epoch);
+        self.event(Event::Submission {
+            session: process.session,
+            entry,
+        });
+    }
+
+    /// Puts `seed`'s content into a slot and submits its swap out. The ticket is the slot.
+    pub(crate) fn submit_write(
+        &mut self,
+        process: Process,
+        generation: u64,
+        tile: u32,
+        slot: u32,
+        seed: u64,
+    ) {
+        let bytes = content(seed, 4096 << (tile % 2));
+        self.slot(process, slot, bytes.len())
+            .copy_from_slice(&bytes);
+        self.submit(
+            process,
+            Request {
+                ticket: TicketId(u64::from(slot)),
+                verb: Verb::SwapOut,
+                tile: TileIndex(tile),
+                slot: SlotIndex(slot),
+                generation: Generation(generation),
+                checksum: checksum(&bytes),
+            },
+        );
+    }
+
+    /// Submits a swap in. The ticket is the slot.
+    pub(crate) fn submit_read(&mut self, process: Process, tile: u32, slot: u32) {
+        self.submit(
+            process,
+            Request {
+                ticket: TicketId(u64::from(slot)),
+                verb: Verb::SwapIn,
+                tile: TileIndex(tile),
+                slot: SlotIndex(slot),
+                generation: Generation(0),
+                checksum: 0,
+            },
+        );
+    }
+
+    pub(crate) fn completion(&mut self, process: Process) -> Option<Cqe> {
+        self.completions.get_mut(&process.session)?.pop_front()
+    }
+
+    fn wait(&mut self, process: Process) -> Cqe {
+        loop {
+            if let Some(entry) = self.completion(process) {
+                return entry;
+            }
+            assert!(self.step(), "a submission is never completed");
+        }
+    }
+
+    /// Writes one tile and waits.
+    pub(crate) fn write(
+        &mut self,
+        process: Process,
+        generation: u64,
+        tile: u32,
+        seed: u64,
+    ) -> Result<(), FaultKind> {
+        self.submit_write(process, generation, tile, 0, seed);
+        outcome(&self.wait(process))
+    }
+
+    /// Reads one tile, waits, and checks it as a client does.
+    pub(crate) fn read(&mut self, process: Process, tile: u32) -> Result<Vec<u8>, FaultKind> {
+        self.submit_read(process, tile, 0);
+        let entry = self.wait(process);
+        outcome(&entry)?;
+        let bytes = self.slot(process, 0, 4096 << (tile % 2)).to_vec();
+        if checksum(&bytes) != entry.checksum {
+            return Err(FaultKind::Damaged);
+        }
+        Ok(bytes)
+    }
+
+    /// Asserts that a tile holds what `seed` makes.
+    pub(crate) fn expect_tile(&mut self, process: Process, tile: u32, seed: u64) {
+        let bytes = self.read(process, tile).unwrap();
+        assert!(
+            bytes == content(seed, bytes.len()),
+            "tile {tile} is not what was written last"
+        );
+    }
+}
+
+pub(crate) fn outcome(entry: &Cqe) -> Result<(), FaultKind> {
+    match FaultKind::from_number(entry.fault) {
+        None => Ok(()),
+        Some(kind) => Err(kind),
+    }
+}
