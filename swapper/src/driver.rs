@@ -14,7 +14,7 @@ use crate::backing::{Arena, GRAD_CLASS};
 use crate::core::{Action, Core, CoreSettings, Event, Request, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lend::{Lent, Message, Reply, UpdateJob};
-use crate::settings::{MemoryPlan, Opened, STALL_MAX, StepIo, SwapperSettings};
+use crate::settings::{MemoryPlan, Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
 use crate::swapper::Optimizer;
 use crate::worker;
 
@@ -131,6 +131,7 @@ struct Driver<H> {
     /// Tile and slot of each operation in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, (TileId, SlotNumber)>,
     moved_last: Instant,
+    stall_max: Duration,
     done: Vec<Done>,
 
     replies: Sender<Reply>,
@@ -199,6 +200,7 @@ impl<H: Clone> Driver<H> {
             away: HashMap::new(),
             inflight: HashMap::new(),
             moved_last: Instant::now(),
+            stall_max: STALL_MAX_DEFAULT,
             done: Vec::new(),
             replies,
             jobs,
@@ -260,7 +262,7 @@ impl<H: Clone> Driver<H> {
                 },
                 Arena::Session(session) => {
                     session
-                        .wait(WAIT_MAX)
+                        .wait(WAIT_MAX.min(self.stall_max))
                         .map_err(client("waiting for tiles"))?;
                     self.check_stall()?;
                 }
@@ -317,6 +319,10 @@ impl<H: Clone> Driver<H> {
                     elems: range.elems.clone(),
                     message,
                 })
+            }
+            Message::StallMax(stall_max) => {
+                self.stall_max = stall_max;
+                Ok(())
             }
             Message::Close { .. } => unreachable!("ends the loop it is received in"),
         }
@@ -418,6 +424,7 @@ impl<H: Clone> Driver<H> {
                     panic!("a commit without a store");
                 };
                 self.commit_begun = true;
+                self.moved_last = Instant::now();
                 session.begin_commit(blob).map_err(client("committing"))
             }
             Action::Done => {
@@ -504,9 +511,9 @@ impl<H: Clone> Driver<H> {
 
     fn check_stall(&self) -> Result<(), SwapperError> {
         let inflight = self.inflight.len() + usize::from(self.commit_begun);
-        if inflight > 0 && self.moved_last.elapsed() > STALL_MAX {
+        if inflight > 0 && self.moved_last.elapsed() > self.stall_max {
             return Err(SwapperError::Stalled {
-                seconds: STALL_MAX.as_secs(),
+                seconds: self.stall_max.as_secs(),
                 inflight,
             });
         }

@@ -104,7 +104,7 @@ impl Layout {
         ranks: u32,
     ) -> Result<Self, SwapperError> {
         let refuse = |what: String| Err(SwapperError::Settings { what });
-        if tile_elems == 0 || tile_elems % TILE_ELEMS_STEP != 0 {
+        if tile_elems == 0 || !tile_elems.is_multiple_of(TILE_ELEMS_STEP) {
             return refuse(format!(
                 "tile_elems = {tile_elems}: it is a multiple of {TILE_ELEMS_STEP}"
             ));

@@ -1,5 +1,7 @@
 //! What travels between the threads: requests to the owner, slots lent to trainer and worker, and slots coming back.
 
+use std::time::Duration;
+
 use offload_client::Slot;
 
 use crate::core::Request;
@@ -32,6 +34,8 @@ pub(crate) enum Message<H> {
     Updated { lent: Lent, update_ns: u64 },
     /// The optimizer panicked; the slots are lost with it.
     UpdatePanicked { range: u32, message: String },
+    /// How long nothing may complete.
+    StallMax(Duration),
     /// End. In order, the session is closed; otherwise it ends as in a crash.
     Close { in_order: bool },
 }

@@ -46,4 +46,4 @@ pub use settings::{
     Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
     StoreSettings, SwapperSettings,
 };
-pub use swapper::{Optimizer, Swapper};
+pub use swapper::{Fill, Optimizer, See, Swapper};

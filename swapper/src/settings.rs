@@ -320,8 +320,8 @@ pub struct StepIo {
     pub update_ns: u64,
 }
 
-/// How long operations may be in flight without one completing.
-pub(crate) const STALL_MAX: Duration = Duration::from_secs(120);
+/// How long operations may be in flight without one completing: drives retry for half a minute before they give up.
+pub(crate) const STALL_MAX_DEFAULT: Duration = Duration::from_secs(120);
 
 #[cfg(test)]
 mod tests {

@@ -48,6 +48,12 @@ where
     }
 }
 
+/// Writes a range's first `param` and `state`.
+pub type Fill<'a> = dyn FnMut(&TileRange, &mut [u8], &mut [u8]) + 'a;
+
+/// Looks at a range's `param` and `state`.
+pub type See<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
+
 /// Holds all tiles of one rank. `H` is what one step's updates share (learning rate and the like).
 ///
 /// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
@@ -109,11 +115,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
 
     /// Gives every tile its first content and commits it with `blob`. `fill` gets zeroed `param` and `state` of each
     /// range, units and elements in order. Without a store this is also how saved contents come back.
-    pub fn initialize(
-        &mut self,
-        fill: &mut dyn FnMut(&TileRange, &mut [u8], &mut [u8]),
-        blob: Vec<u8>,
-    ) -> Result<(), SwapperError> {
+    pub fn initialize(&mut self, fill: &mut Fill, blob: Vec<u8>) -> Result<(), SwapperError> {
         self.check()?;
         let layout = self.layout.clone();
         let units = 0..layout.units().len();
@@ -231,10 +233,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Drains, then calls `see` with `param` and `state` of each range, units and elements in order.
-    pub fn visit(
-        &mut self,
-        see: &mut dyn FnMut(&TileRange, &[u8], &[u8]),
-    ) -> Result<(), SwapperError> {
+    pub fn visit(&mut self, see: &mut See) -> Result<(), SwapperError> {
         self.drain()?;
         if !self.initialized {
             return Err(SwapperError::NotInitialized);
@@ -253,6 +252,13 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             })?;
         }
         Ok(())
+    }
+
+    /// How long operations may be in flight without one completing before the swapper gives up: two minutes, unless this
+    /// says otherwise.
+    pub fn set_stall_max(&mut self, stall_max: Duration) -> Result<(), SwapperError> {
+        self.check()?;
+        self.send(Message::StallMax(stall_max))
     }
 
     /// Ends in order. What was not drained is lost, as in a crash.

@@ -717,11 +717,12 @@ impl Core {
             || self.committing
             || !updated
             || self.fills_left > 0
-            || self.writes_inflight > 0
             || !self.tiles.iter().all(clean)
         {
             return;
         }
+        // Only this generation was allowed to be written, and what is being written is still dirty.
+        assert_eq!(self.writes_inflight, 0);
         self.committing = true;
         self.changed = true;
         if self.durable {

@@ -158,40 +158,41 @@ mod tests {
     #[test]
     fn an_update_is_woven_with_its_gather_and_uses_are_chained() {
         let ops = [
-            Op::UpdateAndGather { unit: 0 },
+            Op::UpdateAndGather { unit: 1 },
             Op::Commit,
-            Op::Gather { unit: 0 },
-            Op::Scatter { unit: 0 },
+            Op::Gather { unit: 1 },
+            Op::Scatter { unit: 1 },
             Op::Expect {
-                unit: 0,
+                unit: 1,
                 update: true,
             },
         ];
-        let mut first = [vec![0; 2], vec![0; 2]];
-        // Range 1's update has run already.
-        let plan = Plan::new(&ops, &[0..2], |range| range == 0, &mut first);
+        let mut first = [vec![0; 3], vec![0; 3]];
+        // Range 2's update has run already.
+        let units = vec![0..1, 1..3];
+        let plan = Plan::new(&ops, &units, |range| range == 1, &mut first);
         use UseKind::*;
         let shape: Vec<_> = plan.uses.iter().map(|u| (u.what, u.range)).collect();
         assert_eq!(
             shape,
             [
-                (Update, 0),
-                (Gather, 0),
+                (Update, 1),
                 (Gather, 1),
-                (Gather, 0),
+                (Gather, 2),
                 (Gather, 1),
-                (Scatter, 0),
+                (Gather, 2),
                 (Scatter, 1),
-                (ExpectUpdate, 0),
+                (Scatter, 2),
                 (ExpectUpdate, 1),
+                (ExpectUpdate, 2),
             ]
         );
         let next =
             |kind: Kind| -> Vec<u32> { plan.uses.iter().map(|u| u.next[kind as usize]).collect() };
         assert_eq!(next(Kind::Param), [1, 3, 4, 7, 8, 7, 8, NEVER, NEVER]);
         assert_eq!(next(Kind::State), [7, 7, 8, 7, 8, 7, 8, NEVER, NEVER]);
-        assert_eq!(first, [vec![0, 2], vec![0, 8]]);
+        assert_eq!(first, [vec![NEVER, 0, 2], vec![NEVER, 0, 8]]);
         assert_eq!((plan.updates, plan.commits), (vec![0], true));
-        assert_eq!(plan.served[0], (Op::Gather { unit: 0 }, vec![1, 2]));
+        assert_eq!(plan.served[0], (Op::Gather { unit: 1 }, vec![1, 2]));
     }
 }

@@ -134,13 +134,15 @@ impl Tiles {
         self.list(range);
     }
 
-    /// Takes a new plan's first uses. Slots claimed for the old plan and not filled become free.
+    /// Takes a new plan's first uses.
     pub(super) fn replan(&mut self, first: &[u32]) {
         for (range, &first) in first.iter().enumerate() {
             let range = range as u32;
-            if self.place(range) == Place::Claimed {
-                self.give_up(range);
-            }
+            assert_ne!(
+                self.place(range),
+                Place::Claimed,
+                "a plan is replaced while it fills"
+            );
             self.set_next_use(range, first);
         }
     }
@@ -174,11 +176,9 @@ impl Tiles {
         self.unlist(range);
         let tile = &mut self.tiles[range as usize];
         assert!(tile.dirty.is_none(), "an unwritten tile was given up");
-        assert!(matches!(tile.place, Place::Here | Place::Claimed));
+        assert!(tile.place == Place::Here && !tile.resident);
         tile.place = Place::Device;
-        if !tile.resident {
-            self.free.extend(tile.slot.take());
-        }
+        self.free.extend(tile.slot.take());
     }
 
     fn evictable_key(&self, range: u32) -> Option<(u32, u32)> {

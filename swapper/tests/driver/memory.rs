@@ -167,6 +167,17 @@ fn a_program_left_early_still_updates_what_was_scattered() {
 }
 
 #[test]
+fn a_pass_that_is_never_finished_changes_nothing() {
+    let (mut swapper, ..) = toy::open(&settings(Schedule::AtOnce)).unwrap();
+    let scatter = StepProgram::new(vec![Op::Scatter { unit: 1 }]).unwrap();
+    swapper.begin_step(scatter).unwrap();
+    swapper.scatter(1, &mut |_, grad| grad.fill(7)).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    let found = toy::contents(&mut swapper).unwrap();
+    toy::assert_same(&found, &toy::reference(1), "after a pass given up");
+}
+
+#[test]
 fn lending_a_tile_costs_microseconds() {
     let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
     let (mut lent, mut calls) = (0u64, 0u64);

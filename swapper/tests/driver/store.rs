@@ -159,6 +159,56 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
 }
 
 #[test]
+fn two_ranks_share_a_job_and_commit_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    for (from, to) in [(0, 2), (2, 3)] {
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let settings = SwapperSettings {
+                    rank,
+                    ranks: 2,
+                    ..settings(&daemon, "two-ranks")
+                };
+                scope.spawn(move || {
+                    let (mut swapper, _, step) = toy::open(&settings).unwrap();
+                    assert_eq!(step, from, "rank {rank} resumes where both were");
+                    for step in from + 1..=to {
+                        toy::train_step(&mut swapper, step).unwrap();
+                    }
+                    let found = toy::contents(&mut swapper).unwrap();
+                    let expected = toy::reference_of(to, rank, 2);
+                    toy::assert_same(&found, &expected, &format!("rank {rank}"));
+                    swapper.close().unwrap();
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_daemon_that_hangs_is_an_error_and_no_hang() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let (mut swapper, ..) = toy::open(&settings(&daemon, "hangs")).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    swapper.drain().unwrap();
+    swapper.set_stall_max(Duration::from_millis(300)).unwrap();
+    let signal = |name: &str| {
+        let pid = daemon.pid().to_string();
+        let sent = Command::new("kill").args([name, &pid]).status();
+        assert!(sent.unwrap().success());
+    };
+    signal("-STOP");
+    let since = Instant::now();
+    let error = toy::train_step(&mut swapper, 2).unwrap_err();
+    let waited = since.elapsed();
+    signal("-CONT");
+    assert!(matches!(error, SwapperError::Stalled { .. }), "{error}");
+    assert!(waited < Duration::from_secs(3), "{waited:?}");
+}
+
+#[test]
 fn another_layout_is_refused_in_words() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());

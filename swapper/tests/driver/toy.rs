@@ -84,14 +84,13 @@ pub(crate) type Contents = Vec<(TileRange, Vec<u8>, Vec<u8>)>;
 
 /// Trains `steps` steps without any swapper.
 pub(crate) fn reference(steps: u64) -> Contents {
-    let layout = swapper::Layout::new(
-        &settings(Backing::Memory).units,
-        TILE_BYTES,
-        TILE_ELEMS,
-        0,
-        1,
-    )
-    .unwrap();
+    reference_of(steps, 0, 1)
+}
+
+/// What one rank of several comes to.
+pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
+    let units = settings(Backing::Memory).units;
+    let layout = swapper::Layout::new(&units, TILE_BYTES, TILE_ELEMS, rank, ranks).unwrap();
     let mut all: Contents = layout
         .ranges()
         .iter()

@@ -5,6 +5,7 @@
 //! setup and an order of events; the world (`world.rs`) checks every action, and a toy model whose every number depends on all
 //! before it (`toy.rs`) shows the rest. `SWAPPER_SEED=n` runs one seed again.
 
+mod rules;
 mod toy;
 mod world;
 
@@ -47,6 +48,11 @@ fn draw_job(rng: &mut Rng) -> Job {
         .collect();
     let mut program = StepProgram::training(units.len()).ops().to_vec();
     let mut trained = vec![true; end as usize];
+    if rng.chance(10) {
+        // A unit that only gets gradients.
+        let unit = rng.below(units.len());
+        program.retain(|op| *op != Op::Gather { unit });
+    }
     if rng.chance(20) {
         // Tied embeddings: unit 0 is gathered at the head too.
         program.splice(
@@ -164,6 +170,10 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 let fills = u64::from(new);
                 writes_max += updates + fills;
                 if residents[range as usize] {
+                    // Once a commit, whatever was updated how often.
+                    let commits =
+                        evaluations + 1 + passes.checked_div(setup.commit_every).unwrap_or(0);
+                    writes_max -= updates - updates.min(commits);
                     // Read once in a resumed life, or not at all.
                     reads_max += u64::from(!new);
                     let commits_all = setup.commit_every == 1;
@@ -173,6 +183,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 // Deferred, an update finds the parameters that its gather needs anyway, except in a drain.
                 reads_max += match (kind, setup.schedule) {
                     (1, _) | (_, Schedule::AtOnce) => updates,
+                    _ if gathers == 0 => updates,
                     (_, Schedule::Deferred) => updates.min(1 + evaluations),
                 };
                 reads_max += if kind == 0 {

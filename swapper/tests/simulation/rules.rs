@@ -1,0 +1,132 @@
+//! Rules of the core that random lives meet too seldom, each by itself. Whatever moves or updates ends at once.
+
+use swapper::Op;
+use swapper::core::{Action, Core, CoreSettings, Event, Request};
+
+struct Bench {
+    core: Core,
+    /// Ranges updated, in order.
+    updated: Vec<u32>,
+    /// Ranges lent and not given back.
+    lent: Vec<u32>,
+    done: usize,
+}
+
+impl Bench {
+    /// One unit of `ranges` ranges, nothing resident, the least staging, all tiles on their devices.
+    fn new(ranges: u32) -> Self {
+        let core = Core::new(CoreSettings {
+            units: std::iter::once(0..ranges).collect(),
+            resident: [vec![false; ranges as usize], vec![false; ranges as usize]],
+            staging: [2; 2],
+            iodepth: 2,
+            durable: true,
+        });
+        Self {
+            core,
+            updated: Vec::new(),
+            lent: Vec::new(),
+            done: 0,
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.core.on_event(event, &mut actions);
+        for action in actions {
+            match action {
+                Action::Read { tile, .. } | Action::Write { tile, .. } => {
+                    self.event(Event::Moved { tile });
+                }
+                Action::Update { range, .. } => {
+                    self.updated.push(range);
+                    self.event(Event::Updated { range });
+                }
+                Action::Lend { range, .. } => self.lent.push(range),
+                Action::Commit { .. } => self.event(Event::Committed),
+                Action::Done => self.done += 1,
+                Action::Refused { asked, announced } => {
+                    panic!("{asked:?} refused for {announced:?}")
+                }
+            }
+        }
+    }
+
+    /// Asks and gives back all that is lent; `true` when it is served.
+    fn request(&mut self, request: Request) -> bool {
+        let before = self.done;
+        self.event(Event::Request(request));
+        while !self.lent.is_empty() {
+            let range = self.lent.remove(0);
+            self.event(Event::Returned { range });
+        }
+        self.done > before
+    }
+
+    fn serve(&mut self, op: Op) -> bool {
+        self.request(Request::Serve(op))
+    }
+
+    fn finish(&mut self, ops: Vec<Op>) -> bool {
+        self.request(Request::Finish {
+            ops,
+            update: true,
+            wait: false,
+        })
+    }
+}
+
+const GATHER: Op = Op::Gather { unit: 0 };
+const SCATTER: Op = Op::Scatter { unit: 0 };
+const UPDATE: Op = Op::Update { unit: 0 };
+const UPDATE_AND_GATHER: Op = Op::UpdateAndGather { unit: 0 };
+
+#[test]
+fn a_program_left_early_does_not_keep_the_slots_its_updates_need() {
+    let mut bench = Bench::new(6);
+    bench.event(Event::Plan(vec![GATHER, SCATTER]));
+    assert!(bench.serve(GATHER) && bench.serve(SCATTER));
+    assert!(bench.finish(vec![UPDATE_AND_GATHER]));
+    assert!(
+        bench.updated.len() < 6,
+        "gathers that wait hold the slots of updates behind them"
+    );
+    assert!(bench.finish(Vec::new()), "{}", bench.core.describe());
+    assert_eq!(bench.updated, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn an_update_waits_for_a_gather_before_it() {
+    let mut bench = Bench::new(1);
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    assert!(bench.finish(vec![GATHER, UPDATE]));
+    assert!(bench.updated.is_empty(), "the gather would see the update");
+    assert!(bench.serve(GATHER));
+    assert_eq!(bench.updated, [0]);
+}
+
+#[test]
+fn gradients_of_a_pass_that_was_given_up_are_dropped() {
+    let mut bench = Bench::new(2);
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    bench.event(Event::Plan(vec![GATHER]));
+    assert!(bench.finish(vec![UPDATE]));
+    assert!(bench.updated.is_empty());
+}
+
+#[test]
+fn a_request_out_of_order_is_refused_and_the_next_one_served() {
+    let mut bench = Bench::new(1);
+    bench.event(Event::Plan(vec![GATHER]));
+    let mut actions = Vec::new();
+    let asked = Request::Serve(SCATTER);
+    bench.core.on_event(Event::Request(asked), &mut actions);
+    let refused = Action::Refused {
+        asked: SCATTER,
+        announced: Some(GATHER),
+    };
+    assert_eq!(actions, [refused]);
+    assert!(bench.serve(GATHER));
+}
