@@ -170,6 +170,19 @@ fn without_epochs_the_old_entry_is_believed() {
 }
 
 #[test]
+fn without_the_generation_check_a_write_of_another_generation_is_done() {
+    let place = Place::new();
+    if !daemon_is_removable(&place) {
+        println!("{NOT_REMOVABLE}");
+        return;
+    }
+    assert_depends_on(
+        "hostile::entries_that_name_what_is_not_there_are_refused_and_change_nothing",
+        "generation-check",
+    );
+}
+
+#[test]
 fn entries_that_name_what_is_not_there_are_refused_and_change_nothing() {
     let place = Place::new();
     let daemon = place.start();

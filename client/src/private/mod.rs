@@ -10,29 +10,26 @@
 //! Promises: the child ends when this value is dropped or this process dies, whichever way; starting never takes longer
 //! than its bounds; every failure shows the end of the log.
 
+mod folder;
+mod keeper;
+
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write as _};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::sync::mpsc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::ClientError;
+use folder::{config_text, make_folder, socket_place};
+use keeper::Keeper;
 
 /// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
 
 /// File systems without fallocate are filled with zeros: 1 TB at 300 MB/s.
 const FORMAT_WAIT: Duration = Duration::from_secs(3600);
-
-/// From SIGTERM to SIGKILL: its I/O in flight ends in this time unless a device hangs.
-const STOP_WAIT: Duration = Duration::from_secs(5);
-
-/// The daemon's limit for its socket, which leaves room for the second socket's name beside it.
-const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// Of the log, shown when the daemon does not start.
 const SHOWN_LINES_MAX: usize = 15;
@@ -147,83 +144,6 @@ impl Drop for PrivateDaemon {
     }
 }
 
-/// Owns the child. A thread of its own, because a child that asked to die with its parent dies with the *thread* that
-/// started it, and the caller's may be short-lived.
-#[derive(Debug)]
-struct Keeper {
-    stop: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<Option<ExitStatus>>>,
-}
-
-impl Keeper {
-    fn start(
-        mut command: Command,
-        program: &Path,
-    ) -> Result<(Self, u32, ChildStdout), ClientError> {
-        let (stop, stopped) = mpsc::channel();
-        let (sender, started) = mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new()
-            .name("offloadd-keeper".into())
-            .spawn(move || {
-                let mut child = match command.spawn() {
-                    Ok(child) => child,
-                    Err(error) => {
-                        // The caller waits for it.
-                        let _ = sender.send(Err(error));
-                        return None;
-                    }
-                };
-                let stdout = child.stdout.take().expect("asked for a pipe");
-                let _ = sender.send(Ok((child.id(), stdout)));
-                // Ends when the sender is dropped.
-                let _ = stopped.recv();
-                end(&mut child)
-            })
-            .map_err(|e| failed(format!("starting a thread: {e}")))?;
-        let keeper = Self {
-            stop: Some(stop),
-            thread: Some(thread),
-        };
-        let (pid, stdout) = started
-            .recv()
-            .expect("the thread answers once")
-            .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
-        Ok((keeper, pid, stdout))
-    }
-
-    /// Ends the child if it has not ended; how it ended the first time it is asked.
-    fn stop(&mut self) -> Option<ExitStatus> {
-        drop(self.stop.take());
-        self.thread.take()?.join().ok().flatten()
-    }
-}
-
-fn end(child: &mut Child) -> Option<ExitStatus> {
-    if let Ok(Some(status)) = child.try_wait() {
-        return Some(status);
-    }
-    let pid = rustix::process::Pid::from_child(child);
-    // It has not been waited for, so the number is still its own.
-    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-    if let Some(status) = wait(child, STOP_WAIT) {
-        return Some(status);
-    }
-    let _ = child.kill();
-    child.wait().ok()
-}
-
-/// std has no wait with a limit; starting and stopping a daemon is rare enough for asking every few milliseconds.
-fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    let deadline = Instant::now() + limit;
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return Some(status),
-            Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
-            _ => return None,
-        }
-    }
-}
-
 fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
     if let Some(program) = configured {
         if program.is_file() {
@@ -295,10 +215,10 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
         .stderr(errors)
         .spawn()
         .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
-    match wait(&mut child, FORMAT_WAIT) {
+    match keeper::wait(&mut child, FORMAT_WAIT) {
         Some(status) if status.success() => Ok(()),
         status => {
-            end(&mut child);
+            keeper::end(&mut child);
             let how = status.map_or_else(|| "it took too long".into(), |s| s.to_string());
             Err(failed(format!(
                 "formatting its devices failed ({how}){}",
@@ -306,75 +226,6 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
             )))
         }
     }
-}
-
-/// Where its socket is to be, and the folder made for it if that is not below `folder`.
-fn socket_place(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), ClientError> {
-    let folder = std::path::absolute(folder).map_err(|e| failed(e.to_string()))?;
-    let usual = folder.join("run");
-    let socket = usual.join("offloadd.sock");
-    if socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX {
-        make_folder(&usual, true)?;
-        return Ok((socket, None));
-    }
-    let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
-    // Unique while we live, and nobody else may enter. Another's folder of this name makes this fail, not share.
-    static STARTED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let nth = STARTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let short = base.join(format!("offloadd-{}-{nth}", std::process::id()));
-    if short.exists() {
-        // Of an earlier process with our number: ours to remove only if it is ours.
-        let _ = fs::remove_dir_all(&short);
-    }
-    fs::DirBuilder::new()
-        .mode(0o700)
-        .create(&short)
-        .map_err(|e| failed(format!("making {}: {e}", short.display())))?;
-    Ok((short.join("offloadd.sock"), Some(short)))
-}
-
-/// Makes `folder`. With `ours_alone`, nobody else may enter it, even if it existed.
-fn make_folder(folder: &Path, ours_alone: bool) -> Result<(), ClientError> {
-    let failed = |e: std::io::Error| failed(format!("making {}: {e}", folder.display()));
-    let made = fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(folder);
-    made.map_err(failed)?;
-    if ours_alone && fs::metadata(folder).map_err(failed)?.mode() & 0o077 != 0 {
-        fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(failed)?;
-    }
-    Ok(())
-}
-
-fn config_text(socket: &Path, settings: &PrivateSettings) -> Result<String, ClientError> {
-    let mut text = String::from("# Written at each start of a private daemon.\n");
-    let devices = settings.devices.iter().map(|(path, _)| path_text(path));
-    let devices: Vec<String> = devices.collect::<Result<_, _>>()?;
-    let lines = [
-        format!("socket = {}", path_text(socket)?),
-        format!("devices = [{}]", devices.join(", ")),
-        format!("arena_bytes_max = {}", settings.arena_bytes_max),
-        format!("engine = {}", quoted(&settings.engine)),
-    ];
-    for line in lines {
-        writeln!(text, "{line}").expect("writing to a String");
-    }
-    Ok(text)
-}
-
-/// Absolute, as the child may work elsewhere, and as a TOML string.
-fn path_text(path: &Path) -> Result<String, ClientError> {
-    let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
-    let text = absolute
-        .to_str()
-        .ok_or_else(|| failed(format!("{} is not UTF-8", path.display())))?;
-    Ok(quoted(text))
-}
-
-/// A TOML basic string: JSON's escapes are a subset of its.
-fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
 }
 
 fn open_log(log: &Path) -> Result<File, ClientError> {

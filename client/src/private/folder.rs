@@ -1,0 +1,84 @@
+//! Where a private daemon's files lie, and what its settings say.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use super::{PrivateSettings, failed};
+use crate::ClientError;
+
+/// The daemon's limit for its socket, which leaves room for the second socket's name beside it.
+const SOCKET_PATH_BYTES_MAX: usize = 103;
+
+/// Where its socket is to be, and the folder made for it if that is not below `folder`.
+pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), ClientError> {
+    let folder = std::path::absolute(folder).map_err(|e| failed(e.to_string()))?;
+    let usual = folder.join("run");
+    let socket = usual.join("offloadd.sock");
+    if socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX {
+        make_folder(&usual, true)?;
+        return Ok((socket, None));
+    }
+    let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
+    // Unique while we live, and nobody else may enter. Another's folder of this name makes this fail, not share.
+    static STARTED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let nth = STARTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let short = base.join(format!("offloadd-{}-{nth}", std::process::id()));
+    if short.exists() {
+        // Of an earlier process with our number: ours to remove only if it is ours.
+        let _ = fs::remove_dir_all(&short);
+    }
+    fs::DirBuilder::new()
+        .mode(0o700)
+        .create(&short)
+        .map_err(|e| failed(format!("making {}: {e}", short.display())))?;
+    Ok((short.join("offloadd.sock"), Some(short)))
+}
+
+/// Makes `folder`. With `ours_alone`, nobody else may enter it, even if it existed.
+pub(super) fn make_folder(folder: &Path, ours_alone: bool) -> Result<(), ClientError> {
+    let failed = |e: std::io::Error| failed(format!("making {}: {e}", folder.display()));
+    let made = fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder);
+    made.map_err(failed)?;
+    if ours_alone && fs::metadata(folder).map_err(failed)?.mode() & 0o077 != 0 {
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(failed)?;
+    }
+    Ok(())
+}
+
+pub(super) fn config_text(
+    socket: &Path,
+    settings: &PrivateSettings,
+) -> Result<String, ClientError> {
+    let mut text = String::from("# Written at each start of a private daemon.\n");
+    let devices = settings.devices.iter().map(|(path, _)| path_text(path));
+    let devices: Vec<String> = devices.collect::<Result<_, _>>()?;
+    let lines = [
+        format!("socket = {}", path_text(socket)?),
+        format!("devices = [{}]", devices.join(", ")),
+        format!("arena_bytes_max = {}", settings.arena_bytes_max),
+        format!("engine = {}", quoted(&settings.engine)),
+    ];
+    for line in lines {
+        writeln!(text, "{line}").expect("writing to a String");
+    }
+    Ok(text)
+}
+
+/// Absolute, as the child may work elsewhere, and as a TOML string.
+fn path_text(path: &Path) -> Result<String, ClientError> {
+    let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
+    let text = absolute
+        .to_str()
+        .ok_or_else(|| failed(format!("{} is not UTF-8", path.display())))?;
+    Ok(quoted(text))
+}
+
+/// A TOML basic string: JSON's escapes are a subset of its.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}

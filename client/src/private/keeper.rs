@@ -1,0 +1,90 @@
+//! The child process: started by a thread that outlives its caller's, ended in order or by force.
+
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, ExitStatus};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::failed;
+use crate::ClientError;
+
+/// From SIGTERM to SIGKILL: its I/O in flight ends in this time unless a device hangs.
+const STOP_WAIT: Duration = Duration::from_secs(5);
+
+/// Owns the child. A thread of its own, because a child that asked to die with its parent dies with the *thread* that
+/// started it, and the caller's may be short-lived.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<Option<ExitStatus>>>,
+}
+
+impl Keeper {
+    pub(super) fn start(
+        mut command: Command,
+        program: &Path,
+    ) -> Result<(Self, u32, ChildStdout), ClientError> {
+        let (stop, stopped) = mpsc::channel();
+        let (sender, started) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("offloadd-keeper".into())
+            .spawn(move || {
+                let mut child = match command.spawn() {
+                    Ok(child) => child,
+                    Err(error) => {
+                        // The caller waits for it.
+                        let _ = sender.send(Err(error));
+                        return None;
+                    }
+                };
+                let stdout = child.stdout.take().expect("asked for a pipe");
+                let _ = sender.send(Ok((child.id(), stdout)));
+                // Ends when the sender is dropped.
+                let _ = stopped.recv();
+                end(&mut child)
+            })
+            .map_err(|e| failed(format!("starting a thread: {e}")))?;
+        let keeper = Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        };
+        let (pid, stdout) = started
+            .recv()
+            .expect("the thread answers once")
+            .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
+        Ok((keeper, pid, stdout))
+    }
+
+    /// Ends the child if it has not ended; how it ended the first time it is asked.
+    pub(super) fn stop(&mut self) -> Option<ExitStatus> {
+        drop(self.stop.take());
+        self.thread.take()?.join().ok().flatten()
+    }
+}
+
+pub(super) fn end(child: &mut Child) -> Option<ExitStatus> {
+    if let Ok(Some(status)) = child.try_wait() {
+        return Some(status);
+    }
+    let pid = rustix::process::Pid::from_child(child);
+    // It has not been waited for, so the number is still its own.
+    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    if let Some(status) = wait(child, STOP_WAIT) {
+        return Some(status);
+    }
+    let _ = child.kill();
+    child.wait().ok()
+}
+
+/// std has no wait with a limit; starting and stopping a daemon is rare enough for asking every few milliseconds.
+pub(super) fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Some(status),
+            Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+            _ => return None,
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Making a generation durable.
+
+use offload_api::fault::FaultKind;
+use offload_api::ids::Generation;
+use offload_api::{BLOB_BYTES_MAX, proto};
+
+use super::Session;
+use crate::ClientError;
+use crate::control::{LONG_WAIT, Pending};
+
+/// A commit on its way. At most one.
+pub(super) enum Commit {
+    None,
+    Pending(Pending<proto::CommitReply>),
+    Ended(Result<Committed, ClientError>),
+}
+
+/// A generation is durable on this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// Its number.
+    pub generation: Generation,
+    /// With one node always. With several it is still prepared, and the next write waits for [`Session::confirm`].
+    pub confirmed: bool,
+    /// What writes belong to from now on.
+    pub working: Generation,
+}
+
+impl Session {
+    /// Gives this rank's part of the working generation, with its blob (at most 64 KiB). It ends when all local ranks
+    /// have and the generation is durable. Reading goes on meanwhile.
+    ///
+    /// Refused: `Busy` while tiles are being swapped out or a commit is pending, `Invalid` for a long blob.
+    pub fn begin_commit(&mut self, blob: Vec<u8>) -> Result<(), ClientError> {
+        let refuse = |kind, words| Err(ClientError::refused(kind, words));
+        let Some(working) = self.working else {
+            let words = "nothing to commit before resume".into();
+            return refuse(FaultKind::WrongGeneration, words);
+        };
+        if blob.len() > BLOB_BYTES_MAX {
+            let words = format!("a blob of {} bytes; at most {BLOB_BYTES_MAX}", blob.len());
+            return refuse(FaultKind::Invalid, words);
+        }
+        let writing = self.flights.swap_out_count();
+        if writing > 0 {
+            let words =
+                format!("{writing} tiles of generation {working} are still being swapped out");
+            return refuse(FaultKind::Busy, words);
+        }
+        if !matches!(self.commit, Commit::None) {
+            return refuse(FaultKind::Busy, "a commit is pending already".into());
+        }
+        let request = proto::CommitRequest {
+            token: self.token.clone(),
+            generation: working.0,
+            blob,
+        };
+        self.commit = Commit::Pending(self.control.begin(
+            "Commit",
+            LONG_WAIT,
+            |mut client| async move { client.commit(request).await },
+        ));
+        Ok(())
+    }
+
+    /// The result of [`Session::begin_commit`], once.
+    pub fn poll_commit(&mut self) -> Option<Result<Committed, ClientError>> {
+        if !self.advance_commit() {
+            return None;
+        }
+        match std::mem::replace(&mut self.commit, Commit::None) {
+            Commit::Ended(result) => Some(result),
+            _ => unreachable!("advance_commit said that it ended"),
+        }
+    }
+
+    /// [`Session::begin_commit`], waited for. Completions meanwhile stay to be polled.
+    pub fn commit(&mut self, blob: Vec<u8>) -> Result<Committed, ClientError> {
+        self.begin_commit(blob)?;
+        loop {
+            if let Some(result) = self.poll_commit() {
+                return result;
+            }
+            match self.pause() {
+                Err(ClientError::DaemonGone { .. }) => {
+                    let ending = std::mem::replace(&mut self.commit, Commit::None);
+                    let Commit::Pending(pending) = ending else {
+                        unreachable!("begun above and not ended");
+                    };
+                    self.commit = Commit::Ended(pending.last_words().map(|r| self.committed(r)));
+                }
+                other => other?,
+            }
+        }
+    }
+
+    /// The generation is prepared on every node; the one before it may be overwritten.
+    pub fn confirm(&mut self, generation: Generation) -> Result<(), ClientError> {
+        let request = proto::ConfirmRequest {
+            token: self.token.clone(),
+            generation: generation.0,
+        };
+        self.call("Confirm", LONG_WAIT, |mut client| async move {
+            client.confirm(request).await
+        })?;
+        Ok(())
+    }
+
+    /// Whether a commit has ended whose result nobody took yet.
+    pub(super) fn advance_commit(&mut self) -> bool {
+        if let Commit::Pending(pending) = &self.commit
+            && let Some(result) = pending.poll()
+        {
+            self.commit = Commit::Ended(result.map(|reply| self.committed(reply)));
+        }
+        matches!(self.commit, Commit::Ended(_))
+    }
+
+    fn committed(&mut self, reply: proto::CommitReply) -> Committed {
+        let working = Generation(reply.working_generation);
+        self.working = Some(working);
+        Committed {
+            generation: Generation(reply.generation),
+            confirmed: reply.confirmed,
+            working,
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! A session: opening and ending it, its job, the generation to go on from.
+//!
+//! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon.
+
+mod commit;
+mod swap;
+mod wait;
+
+pub use commit::Committed;
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use offload_api::fault::FaultKind;
+use offload_api::geometry::Geometry;
+use offload_api::handoff::{self, HandoffError, Received};
+use offload_api::ids::{Epoch, Generation, SessionToken};
+use offload_api::ring::{ProcessRings, RingError, RingMap};
+use offload_api::{PROTOCOL_VERSION, proto};
+
+use crate::control::{Control, LONG_WAIT, SHORT_WAIT};
+use crate::flight::Flights;
+use crate::mapping::{self, ArenaMemory};
+use crate::signal::Waker;
+use crate::slot::SlotPool;
+use crate::types::{JobDefinition, SessionInfo, SessionSettings};
+use crate::{ClientError, Daemon, convert};
+use commit::Commit;
+
+/// One process's part of a job, open on a daemon. Dropping it ends it, as a crash would.
+pub struct Session {
+    control: Control,
+    token: Vec<u8>,
+    info: SessionInfo,
+    epoch: Epoch,
+    tile_bytes: Vec<u32>,
+    working: Option<Generation>,
+    pool: Arc<SlotPool>,
+    memory: ArenaMemory,
+    rings: ProcessRings,
+    flights: Flights,
+    submission_doorbell: OwnedFd,
+    completion_doorbell: OwnedFd,
+    /// Hangs up when the daemon dies or throws this session out.
+    life_line: OwnedFd,
+    waker: Waker,
+    commit: Commit,
+}
+
+impl Session {
+    /// Connects, takes memory, maps it. Blocks while the daemon touches the memory, which can take seconds a GiB.
+    ///
+    /// [`ClientError::Connect`], [`ClientError::Version`]; refusals: `Invalid`, `NoMemory`, `Busy` (this rank is open).
+    pub fn open(settings: SessionSettings) -> Result<Self, ClientError> {
+        let geometry = Geometry::new(&settings.classes)
+            .map_err(|e| ClientError::refused(FaultKind::Invalid, e.to_string()))?;
+        let daemon = Daemon::connect(&settings.socket)?;
+        let request = proto::OpenSessionRequest {
+            protocol_version: PROTOCOL_VERSION,
+            job: settings.job,
+            rank: settings.rank.0,
+            local_ranks: settings.local_ranks,
+            classes: settings.classes.iter().map(convert::class).collect(),
+            iodepth: settings.iodepth,
+        };
+        let reply = daemon
+            .control
+            .call("OpenSession", LONG_WAIT, |mut client| async move {
+                client.open_session(request).await
+            })?;
+        let token = SessionToken::from_bytes(&reply.token).ok_or_else(|| {
+            ClientError::protocol(format!("a token of {} bytes", reply.token.len()))
+        })?;
+        let descriptor_socket = PathBuf::from(&reply.descriptor_socket);
+        let received =
+            handoff::receive(&descriptor_socket, token, SHORT_WAIT).map_err(not_handed)?;
+        let Received {
+            arena,
+            ring,
+            submission_doorbell,
+            completion_doorbell,
+            life_line,
+        } = received;
+        let map = RingMap::open(&ring).map_err(broken_ring)?;
+        let header = *map.header();
+        let granted = reply.iodepth;
+        if header.epoch != reply.epoch
+            || header.entries != reply.ring_entries
+            || !(1..=header.entries).contains(&granted)
+        {
+            return Err(ClientError::protocol(format!(
+                "epoch {:x}, {} ring entries, iodepth {granted} in the reply; epoch {:x}, {} entries in the ring",
+                reply.epoch, reply.ring_entries, header.epoch, header.entries
+            )));
+        }
+        let (memory, regions) = mapping::shared(&arena, &geometry)?;
+        let about = daemon.info().clone();
+        let job = reply.job.map(convert::job).transpose()?;
+        let session = Self {
+            token: reply.token,
+            epoch: Epoch(reply.epoch),
+            tile_bytes: job.as_ref().map_or_else(Vec::new, |job| {
+                job.tiles.iter().map(|tile| tile.tile_bytes).collect()
+            }),
+            info: SessionInfo {
+                epoch: Epoch(reply.epoch),
+                build: about.build,
+                engine: about.engine,
+                engine_reason: about.engine_reason,
+                devices: reply.devices.into_iter().map(convert::device).collect(),
+                arena_bytes: reply.arena_bytes,
+                iodepth: granted,
+                block_bytes: reply.block_bytes,
+                memory_locked: about.memory_locked,
+                memory_note: about.memory_note,
+                job,
+            },
+            working: None,
+            pool: SlotPool::new(&geometry, settings.classes.len(), regions),
+            memory,
+            rings: ProcessRings::new(map),
+            flights: Flights::new(granted),
+            submission_doorbell,
+            completion_doorbell,
+            life_line,
+            waker: Waker::new()?,
+            commit: Commit::None,
+            control: daemon.control,
+        };
+        Ok(session)
+    }
+
+    /// What was granted, and what the store knew of the job.
+    pub fn info(&self) -> &SessionInfo {
+        &self.info
+    }
+
+    /// What writes belong to; `None` before [`Session::resume`].
+    pub fn working(&self) -> Option<Generation> {
+        self.working
+    }
+
+    /// Where the arena lies, to register it with a GPU.
+    pub fn memory(&self) -> ArenaMemory {
+        self.memory.clone()
+    }
+
+    /// Gives a new job its tiles, or checks that a known job has exactly these.
+    ///
+    /// Refusals: `NoSpace` (names what is needed and free a device), `LayoutChanged`, `Invalid`.
+    pub fn define_tiles(&mut self, definition: JobDefinition) -> Result<(), ClientError> {
+        let request = convert::definition(self.token.clone(), &definition);
+        self.call("DefineTiles", LONG_WAIT, |mut client| async move {
+            client.define_tiles(request).await
+        })?;
+        self.tile_bytes = definition.tiles.iter().map(|t| t.tile_bytes).collect();
+        Ok(())
+    }
+
+    /// Goes on from `generation`, giving up any later one for good; 0 starts a job that has none. Answers the working
+    /// generation. All local ranks must name the same.
+    ///
+    /// Refusals: `WrongGeneration`, `Unclean`, `UnknownTile` (nothing defined).
+    pub fn resume(&mut self, generation: Generation) -> Result<Generation, ClientError> {
+        let request = proto::ResumeRequest {
+            token: self.token.clone(),
+            generation: generation.0,
+        };
+        let reply = self.call("Resume", LONG_WAIT, |mut client| async move {
+            client.resume(request).await
+        })?;
+        let working = Generation(reply.working_generation);
+        self.working = Some(working);
+        Ok(working)
+    }
+
+    /// Ends the session in order and answers when its memory is free again. What was not committed is forgotten.
+    pub fn close(self) -> Result<(), ClientError> {
+        let request = proto::CloseSessionRequest {
+            token: self.token.clone(),
+        };
+        self.call("CloseSession", SHORT_WAIT, |mut client| async move {
+            client.close_session(request).await
+        })?;
+        Ok(())
+    }
+}
+
+fn broken_ring(error: RingError) -> ClientError {
+    ClientError::protocol(error.to_string())
+}
+
+fn not_handed(error: HandoffError) -> ClientError {
+    match error {
+        HandoffError::Refused(fault) => ClientError::Refused(fault),
+        HandoffError::Socket { path, source, .. } => ClientError::Connect {
+            socket: path,
+            source,
+        },
+        other => ClientError::protocol(other.to_string()),
+    }
+}
