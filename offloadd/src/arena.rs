@@ -18,6 +18,8 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::memory;
+
 /// Touched at a time by one thread: small enough to spread a small arena, large enough for huge pages.
 const TOUCH_BYTES: usize = 64 << 20;
 
@@ -36,14 +38,14 @@ pub enum LockPolicy {
 /// Why there is no arena. All become [`FaultKind::NoMemory`].
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The machine has less memory than asked for.
+    /// The machine, or the control group we are in, has less memory than asked for.
     #[error(
-        "an arena of {asked_bytes} bytes: the machine has {available_bytes} bytes of memory to give; ask for less, or stop something else"
+        "an arena of {asked_bytes} bytes: {available_bytes} bytes of memory are to be had here; ask for less, stop something else, or raise the limit of the service or container"
     )]
     TooLarge {
         /// As asked.
         asked_bytes: u64,
-        /// MemAvailable of the kernel.
+        /// As [`memory::available_bytes`] says.
         available_bytes: u64,
     },
     /// A system call failed.
@@ -143,7 +145,7 @@ impl Arena {
                 source: errno.into(),
             }
         };
-        if let Some(available_bytes) = available_memory_bytes()
+        if let Some(available_bytes) = memory::available_bytes()
             && available_bytes < asked_bytes
         {
             return Err(ArenaError::TooLarge {
@@ -301,12 +303,4 @@ pub(crate) fn memory_file(name: &str) -> Result<OwnedFd, Errno> {
         Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags),
         result => result,
     }
-}
-
-/// What the kernel could give without swapping; `None` where it does not say.
-fn available_memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }

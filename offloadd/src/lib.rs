@@ -20,6 +20,7 @@ pub mod device;
 pub mod driver;
 pub mod engine;
 pub mod measure;
+pub mod memory;
 pub mod server;
 pub mod store;
 

@@ -44,7 +44,12 @@ fn more_memory_than_the_machine_has_is_refused_before_it_is_taken() {
     let fault = Fault::from(Arena::make(&geometry(1 << 30, 1 << 14), LockPolicy::Try).unwrap_err());
     assert_eq!(fault.kind, FaultKind::NoMemory);
     assert!(fault.message.contains("17592186044416 bytes"), "{fault}");
-    assert!(fault.message.contains("ask for less"), "{fault}");
+    assert!(
+        fault
+            .message
+            .contains("bytes of memory are to be had here; ask for less"),
+        "{fault}"
+    );
 }
 
 #[test]

@@ -245,3 +245,57 @@ fn the_automatic_choice_says_why() {
         _ => assert!(reason.contains("instead of uring: "), "{reason}"),
     }
 }
+
+#[test]
+fn registered_memory_is_pinned_until_it_is_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = file(&folder, "a", 1 << 20);
+    let Ok((mut engine, _)) = Engine::open(EngineChoice::Uring, &[device], 16) else {
+        println!("skipped: no io_uring here");
+        return;
+    };
+    // Far more than the other tests of this process pin at the same time.
+    let class = SlotClass {
+        slot_bytes: 1 << 20,
+        slot_count: 64,
+    };
+    let geometry = Geometry::new(&[class]).unwrap();
+    let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
+    if !arena.locked() {
+        println!("skipped: this user may not lock 64 MiB, so nothing is registered");
+        return;
+    }
+    let pinned_kib = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix("VmPin:"));
+        let kib = line.unwrap().trim().strip_suffix("kB").unwrap();
+        kib.trim().parse::<u64>().unwrap()
+    };
+    let (half, before) = (32 << 10, pinned_kib());
+    engine.register(&arena);
+    assert!(engine.has_work());
+    engine.start().unwrap();
+    assert!(!engine.has_work());
+    assert!(pinned_kib() > before + half, "{} kB", pinned_kib());
+    engine.forget(arena.id());
+    let limit = Instant::now() + Duration::from_secs(5);
+    while pinned_kib() > before + half {
+        assert!(Instant::now() < limit, "still pinned");
+        engine.submit(io(1, IoOp::Flush, 0, Memory::None));
+        finish(&mut engine, 1);
+    }
+}
+
+#[test]
+fn a_probe_that_fails_means_threads_and_the_reason_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    drop(file(&folder, "a", 1 << 20));
+    let path = folder.path().join("a");
+    let cannot_read = Arc::new(OpenOptions::new().write(true).open(path).unwrap());
+    let devices = [cannot_read];
+    let (engine, reason) = Engine::open(EngineChoice::Auto, &devices, 16).unwrap();
+    assert_eq!(engine.name(), "psync");
+    assert!(reason.contains("instead of uring: "), "{reason}");
+    let error = Engine::open(EngineChoice::Uring, &devices, 16).unwrap_err();
+    assert!(error.to_string().starts_with("engine uring: "), "{error}");
+}

@@ -16,6 +16,7 @@ use offloadd::config::Config;
 use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
 use offloadd::driver::{self, DriverError, Parts, Running};
+use offloadd::memory;
 use offloadd::server::{self, About};
 use offloadd::store::recover;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
@@ -33,6 +34,15 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     abort_on_panic();
     raise_descriptor_limit();
     let config = Config::read(config)?;
+    if let Some(total_bytes) = memory::total_bytes()
+        && total_bytes < config.arena_bytes_max
+    {
+        bail!(
+            "`arena_bytes_max` is {}, and there are {} of memory here: leave some for the processes and the system",
+            binary(config.arena_bytes_max),
+            binary(total_bytes)
+        );
+    }
     let lock = lock_outlook(config.arena_bytes_max);
     if !lock.can_lock {
         if config.require_locked {

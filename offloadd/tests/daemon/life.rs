@@ -235,3 +235,82 @@ fn a_store_is_not_formatted_twice_by_accident() {
     assert!(words(&output).contains("--force"), "{}", words(&output));
     assert!(format.arg("--force").output().unwrap().status.success());
 }
+
+#[test]
+fn where_io_uring_is_forbidden_threads_serve_and_say_why() {
+    let store = Store::new(1, "auto");
+    let mut command = std::process::Command::new("strace");
+    command.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=io_uring_setup"]);
+    command.args(["-e", "inject=io_uring_setup:error=EPERM"]);
+    command.arg(env!("CARGO_BIN_EXE_offloadd"));
+    if std::process::Command::new("strace")
+        .arg("-V")
+        .output()
+        .is_err()
+    {
+        println!("skipped: there is no strace to forbid it with");
+        return;
+    }
+    // Private, because killing strace leaves its child alone.
+    command
+        .args(["serve", "--private", "--config"])
+        .arg(&store.config);
+    let daemon = Daemon::start(command, store.socket());
+    assert!(
+        daemon.ready.contains("engine psync (instead of uring: "),
+        "{}",
+        daemon.ready
+    );
+    assert!(
+        daemon.ready.contains("io_uring is forbidden"),
+        "{}",
+        daemon.ready
+    );
+    let mut control = daemon.control();
+    let session = control.session("tiny");
+    session.begin(&mut control, 1);
+    let about = control
+        .describe(offload_api::proto::DescribeRequest {})
+        .unwrap();
+    assert_eq!(about.engine, "psync");
+    assert!(
+        about.engine_reason.contains("forbidden"),
+        "{}",
+        about.engine_reason
+    );
+}
+
+#[test]
+fn the_service_manager_is_told_when_it_serves_and_when_it_stops() {
+    let store = Store::new(1, "psync");
+    let path = store.folder.path().join("notify");
+    let manager = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(SOON)).unwrap();
+    let mut command = store.serve_command();
+    command.env("NOTIFY_SOCKET", &path);
+    let mut daemon = Daemon::start(command, store.socket());
+    let next = || {
+        let mut bytes = [0; 256];
+        let length = manager.recv(&mut bytes).expect("a word from the daemon");
+        String::from_utf8_lossy(&bytes[..length]).into_owned()
+    };
+    assert!(next().starts_with("READY=1"));
+    daemon.signal(Signal::TERM);
+    assert!(next().starts_with("STOPPING=1"));
+    assert_eq!(daemon.wait(SOON), Some(0));
+}
+
+#[test]
+fn more_memory_than_there_is_is_refused_before_the_devices_are_touched() {
+    let store = Store::new(1, "psync");
+    let whole = std::fs::read_to_string(&store.config).unwrap();
+    let text = whole
+        .replace("64MiB", "4000TiB")
+        .replace("device0", "device9");
+    std::fs::write(&store.config, text).unwrap();
+    let message = store.refusal();
+    assert!(
+        message.contains("`arena_bytes_max` is 4000.0 TiB, and there are "),
+        "{message}"
+    );
+}

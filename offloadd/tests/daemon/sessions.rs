@@ -44,7 +44,7 @@ fn swap_in(tile: u32, slot: u32) -> Request {
 fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
     let place = session.geometry.place(SlotIndex(1)).unwrap();
     for tile in 0..count {
-        let bytes = [fill + tile as u8; 4096];
+        let bytes = [fill.wrapping_add(tile as u8); 4096];
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, 1, generation, &bytes));
         let cqe = session.complete();
@@ -64,7 +64,7 @@ fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
         let cqe = session.complete();
         assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{cqe:?}");
         let bytes = session.read_slot(place.offset);
-        assert_eq!(bytes, vec![fill + tile as u8; 4096]);
+        assert_eq!(bytes, vec![fill.wrapping_add(tile as u8); 4096]);
         assert_eq!(cqe.checksum, checksum(&bytes));
     }
 }
@@ -157,6 +157,31 @@ fn descriptors_are_handed_out_once_and_to_nobody_who_guesses() {
     assert_eq!(refused(&[0; 16]), FaultKind::NotFound);
     let _session = Session::attach(&reply).unwrap();
     assert_eq!(refused(&reply.token), FaultKind::Busy);
+}
+
+#[test]
+fn many_processes_at_once_each_get_their_own_bytes() {
+    for engine in ["auto", "psync"] {
+        let store = Store::new(3, engine);
+        let daemon = store.serve();
+        std::thread::scope(|scope| {
+            for process in 0..8u8 {
+                let daemon = &daemon;
+                scope.spawn(move || {
+                    let mut control = daemon.control();
+                    let mut session = control.session(&format!("job{process}"));
+                    let mut working = session.begin(&mut control, 10);
+                    for round in 0..4 {
+                        let fill = process * 31 + round;
+                        fill_tiles(&mut session, 10, working, fill);
+                        expect_tiles(&mut session, 10, fill);
+                        working = session.commit(&mut control, working, &[fill]);
+                    }
+                    expect_tiles(&mut session, 10, process * 31 + 3);
+                });
+            }
+        });
+    }
 }
 
 const CHILD: &str = "OFFLOADD_TEST_OTHER_USER";
