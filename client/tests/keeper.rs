@@ -67,6 +67,18 @@ fn one_that_ends_at_once_is_reported_with_the_end_of_its_log() {
 }
 
 #[test]
+fn a_long_log_is_moved_away_at_the_next_start() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
+    let log = folder.path().join("offloadd.log");
+    let of_before = vec![b'.'; 5 << 20];
+    fs::write(&log, &of_before).unwrap();
+    drop(start(folder.path(), "echo READY; exec sleep 60").unwrap());
+    assert!(fs::read(folder.path().join("offloadd.log.old")).unwrap() == of_before);
+    assert!(fs::metadata(&log).unwrap().len() < 4096);
+}
+
+#[test]
 fn a_failed_format_is_reported_and_nothing_is_served() {
     let folder = tempfile::tempdir().unwrap();
     let words = start(

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   folder/offloadd.toml   its settings, written here at each start
-//!   folder/offloadd.log    what it prints, appended
+//!   folder/offloadd.log    what it prints, appended; moved to .old when it has become long
 //!   folder/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
 //! ```
 //!
@@ -30,6 +30,9 @@ const START_WAIT: Duration = Duration::from_secs(60);
 
 /// File systems without fallocate are filled with zeros: 1 TB at 300 MB/s.
 const FORMAT_WAIT: Duration = Duration::from_secs(3600);
+
+/// At a start, a longer log is moved to `offloadd.log.old`.
+const LOG_BYTES_MAX: u64 = 4 << 20;
 
 /// Of the log, shown when the daemon does not start.
 const SHOWN_LINES_MAX: usize = 15;
@@ -67,6 +70,10 @@ impl PrivateDaemon {
         let program = find_program(settings.program.as_deref())?;
         make_folder(&settings.folder, false)?;
         let log = settings.folder.join("offloadd.log");
+        if fs::metadata(&log).is_ok_and(|found| found.len() > LOG_BYTES_MAX) {
+            fs::rename(&log, settings.folder.join("offloadd.log.old"))
+                .map_err(|e| failed(format!("moving {} away: {e}", log.display())))?;
+        }
         if is_new(&settings.devices)? {
             format(&program, &settings.devices, &log)?;
         }
