@@ -1,8 +1,8 @@
 //! `trainer`: trains a run, or prints what a run holds.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
-use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
@@ -49,19 +49,31 @@ struct RunArgs {
 
 impl RunArgs {
     fn settings(&self) -> anyhow::Result<trainer::config::RunSettings> {
+        let file = self.file.display();
         trainer::config::read(&self.file, &self.sets)
-            .with_context(|| self.file.display().to_string())
+            .map_err(|error| anyhow::anyhow!("{file}: {error}"))
     }
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(std::io::stderr)
         .init();
-    match Cli::parse().command {
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Each message has its cause's in it: the chain would say everything twice.
+            eprintln!("trainer: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Train { run, fresh } => trainer::train::train(run.settings()?, fresh)?,
         Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings()?)?),
     }

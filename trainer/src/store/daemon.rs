@@ -3,10 +3,14 @@
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 
 use super::{StoreError, check_folder};
+
+/// A lock outlives its killed process by some 0.1 s.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
 
 /// The device files of a run's private store.
 #[derive(Clone, Debug)]
@@ -45,6 +49,14 @@ impl StoreFiles {
         self.files.iter().all(|file| file.exists())
     }
 
+    /// Their paths, for people.
+    pub fn names(&self) -> Vec<String> {
+        self.files
+            .iter()
+            .map(|file| file.display().to_string())
+            .collect()
+    }
+
     /// Removes those that exist, for a run that starts again.
     ///
     /// # Errors
@@ -63,11 +75,21 @@ impl StoreFiles {
                 opened => opened.map_err(failed("open"))?,
             };
             // The daemon's own lock: a store in use is never removed under it.
-            rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-                .map_err(|_| StoreError::Busy { path: path.clone() })?;
+            lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
             fs::remove_file(path).map_err(failed("remove"))?;
         }
         Ok(())
+    }
+}
+
+/// Takes the lock, waiting for a daemon that was just killed: its writes in flight outlive it.
+fn lock(file: &File) -> Result<(), rustix::io::Errno> {
+    let deadline = Instant::now() + LOCK_WAIT;
+    loop {
+        match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
+            result => return result,
+        }
     }
 }
 
@@ -93,5 +115,5 @@ pub fn start_private(
         arena_bytes_max,
         engine: engine.to_owned(),
     };
-    Ok(PrivateDaemon::start(settings)?)
+    PrivateDaemon::start(settings).map_err(StoreError::Private)
 }

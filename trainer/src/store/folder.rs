@@ -46,8 +46,10 @@ pub enum StoreError {
         path.display()
     )]
     NotOfTheStore { path: PathBuf, devices: String },
-    #[error("the private offloadd: {0}")]
-    Daemon(#[from] swapper::ClientError),
+    #[error(transparent)]
+    Daemon(swapper::ClientError),
+    #[error("{0}\nIf the run has nothing to lose, --fresh makes its store anew")]
+    Private(swapper::ClientError),
 }
 
 /// Bytes as a person reads them.

@@ -55,9 +55,15 @@ pub enum TrainError {
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
     #[error(
-        "{} has metrics of a run, but its store has no such job: bring the store back, or start again with --fresh", run_folder.display()
+        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, or start again with --fresh",
+        run_folder.display()
     )]
-    StoreLost { run_folder: PathBuf },
+    StoreLost {
+        run_folder: PathBuf,
+        steps: u64,
+        devices: String,
+        job: String,
+    },
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
 }

@@ -96,7 +96,7 @@ impl Prepared {
     /// # Errors
     /// Folder, store, daemon or checkpoint.
     pub(crate) fn open(
-        mut self,
+        self,
         fresh: bool,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), TrainError> {
@@ -104,14 +104,34 @@ impl Prepared {
         if fresh {
             self.forget(&folder)?;
         }
+        let steps = MetricsFile::last_step(folder.path());
+        let lost = |devices: Vec<String>| TrainError::StoreLost {
+            run_folder: self.run_folder.clone(),
+            steps,
+            devices: devices.join(", "),
+            job: job_name(&self.run_folder),
+        };
+        // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
+        if steps > 0 && !self.store_has_job()? {
+            let files = self.files.as_ref().map(StoreFiles::names);
+            let socket = || {
+                self.settings
+                    .offload
+                    .socket
+                    .iter()
+                    .map(|path| path.display().to_string())
+            };
+            return Err(lost(files.unwrap_or_else(|| socket().collect())));
+        }
         let (mut run, resumed) = self.open_at(folder, say)?;
-        if !resumed
-            && self.settings.placement.has_store()
-            && MetricsFile::last_step(run.folder.path()) > 0
-        {
-            return Err(TrainError::StoreLost {
-                run_folder: self.run_folder,
-            });
+        if !resumed && self.settings.placement.has_store() && steps > 0 {
+            return Err(lost(
+                run.opened
+                    .devices
+                    .iter()
+                    .map(|device| device.path.clone())
+                    .collect(),
+            ));
         }
         run.folder.describe(&self.description)?;
         if !resumed {
@@ -124,8 +144,8 @@ impl Prepared {
     ///
     /// # Errors
     /// Nothing was committed yet; folder, store, daemon or checkpoint.
-    pub(crate) fn open_existing(mut self) -> Result<OpenRun, TrainError> {
-        if self.begun && self.files.as_ref().is_none_or(StoreFiles::exist) {
+    pub(crate) fn open_existing(self) -> Result<OpenRun, TrainError> {
+        if self.begun && self.store_has_job()? {
             let folder = RunFolder::open(&self.run_folder)?;
             if let (run, true) = self.open_at(folder, &mut |_| {})? {
                 return Ok(run);
@@ -138,12 +158,12 @@ impl Prepared {
 
     /// Opens the run at its newest generation or checkpoint; whether there was one comes with it.
     fn open_at(
-        &mut self,
+        &self,
         folder: RunFolder,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), TrainError> {
-        let daemon = self.connect(&folder)?;
         let mut plan = self.plan.clone();
+        let daemon = self.connect(&mut plan, &folder)?;
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
         let (swapper, opened) =
             Swapper::open(plan.swapper.clone(), Update::new(plan.master, &plan.units))?;
@@ -175,21 +195,41 @@ impl Prepared {
     fn forget(&self, folder: &RunFolder) -> Result<(), TrainError> {
         if let Some(files) = &self.files {
             files.remove()?;
-        } else if let Some(socket) = &self.settings.offload.socket {
+        } else if self.store_has_job()?
+            && let Some(socket) = &self.settings.offload.socket
+        {
             let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
-            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
-            if jobs.iter().any(|job| job.job == folder.job_name()) {
-                daemon
-                    .drop_job(folder.job_name())
-                    .map_err(StoreError::Daemon)?;
-            }
+            daemon
+                .drop_job(folder.job_name())
+                .map_err(StoreError::Daemon)?;
         }
         Ok(folder.forget()?)
     }
 
+    /// Whether the run's job can be in its store. True for runs without a store.
+    fn store_has_job(&self) -> Result<bool, TrainError> {
+        if let Some(files) = &self.files {
+            return Ok(files.exist());
+        }
+        let Some(socket) = &self.settings.offload.socket else {
+            return Ok(true);
+        };
+        let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
+        let name = job_name(&self.run_folder);
+        Ok(daemon
+            .jobs()
+            .map_err(StoreError::Daemon)?
+            .iter()
+            .any(|job| job.job == name))
+    }
+
     /// Names the daemon in the plan: the one behind the socket, or a private one that is started here.
-    fn connect(&mut self, folder: &RunFolder) -> Result<Option<PrivateDaemon>, TrainError> {
-        let Backing::Store(store) = &mut self.plan.swapper.backing else {
+    fn connect(
+        &self,
+        plan: &mut Plan,
+        folder: &RunFolder,
+    ) -> Result<Option<PrivateDaemon>, TrainError> {
+        let Backing::Store(store) = &mut plan.swapper.backing else {
             return Ok(None);
         };
         store.job = folder.job_name().to_owned();

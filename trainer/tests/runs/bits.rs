@@ -6,85 +6,99 @@
 //! optimizer state.
 
 use crate::daemon::Daemon;
-use crate::lab::Lab;
+use crate::lab::{Lab, Run};
 
 const NVME: [&str; 2] = [
     "zero_optimization.offload_param.device=nvme",
     "zero_optimization.offload_optimizer.device=nvme",
 ];
 
-fn every_way_gives_the_same_bits(dtype: &str) {
-    let lab = Lab::new();
-    let daemon = Daemon::start(&lab);
-    let plain = lab.run("none", &[dtype]);
-    plain.train();
-    let (losses, norms, digest) = (plain.bits("loss"), plain.bits("grad_norm"), plain.digest());
-    assert_eq!(losses.len(), 6);
-    let same = |run: crate::lab::Run, name: &str| {
-        run.train();
-        assert_eq!(run.bits("loss"), losses, "losses of {name}");
-        assert_eq!(run.bits("grad_norm"), norms, "norms of {name}");
-        assert_eq!(run.digest(), digest, "weights and state of {name}");
-        run
-    };
-    let cpu = [
-        "zero_optimization.offload_param.device=cpu",
-        "zero_optimization.offload_optimizer.device=cpu",
-    ];
-    same(lab.run("cpu", &[dtype]).with(&cpu), "cpu");
-    same(
-        lab.run("cpu-at-once", &[dtype, "offload.schedule=at_once"])
-            .with(&cpu),
-        "cpu, at once",
-    );
-    for schedule in ["deferred", "at_once"] {
-        for share in ["0", "0.5", "1"] {
-            let name = format!("{schedule}-{share}");
-            let sets = [
-                dtype.into(),
-                format!("offload.schedule={schedule}"),
-                format!("offload.resident_share={share}"),
-            ];
-            let run = lab
-                .run(&name, &[])
-                .with(&sets)
-                .with(&NVME)
-                .with(&daemon.socket());
-            let run = same(run, &name);
-            let moved: u64 = run
-                .metrics()
-                .iter()
-                .map(|line| line["device_written_bytes"].as_u64().unwrap())
-                .sum();
-            assert!(moved > 0, "{name} wrote nothing to its device");
-        }
-    }
-    let mixed = [
-        "zero_optimization.offload_param.device=cpu",
-        "zero_optimization.offload_optimizer.device=nvme",
-    ];
-    same(
-        lab.run("mixed", &[dtype])
-            .with(&mixed)
-            .with(&daemon.socket()),
-        "parameters in host memory",
-    );
-    let rarely = ["offload.commit_every=4", "offload.resident_share=0.5"];
-    same(
-        lab.run("rarely", &[dtype])
-            .with(&rarely)
-            .with(&NVME)
-            .with(&daemon.socket()),
-        "a commit every 4 steps",
-    );
+struct Ways {
+    lab: Lab,
+    daemon: Daemon,
+    dtype: &'static str,
+    losses: Vec<u64>,
+    norms: Vec<u64>,
+    digest: String,
 }
 
-#[test]
-fn offload_changes_no_bit_in_fp32() {
-    every_way_gives_the_same_bits("bf16.enabled=false");
+impl Ways {
+    /// A run that never leaves host memory, and a store for the others.
+    fn new(dtype: &'static str) -> Self {
+        let lab = Lab::new();
+        let daemon = Daemon::start(&lab);
+        let plain = lab.run("none", &[dtype]);
+        plain.train();
+        let (losses, norms, digest) = (plain.bits("loss"), plain.bits("grad_norm"), plain.digest());
+        assert_eq!(losses.len(), 6);
+        Self {
+            lab,
+            daemon,
+            dtype,
+            losses,
+            norms,
+            digest,
+        }
+    }
+
+    fn same(&self, name: &str, sets: &[&str]) -> Run {
+        let run = self.lab.run(name, sets).with(&[self.dtype]);
+        run.train();
+        assert_eq!(run.bits("loss"), self.losses, "losses of {name}");
+        assert_eq!(run.bits("grad_norm"), self.norms, "norms of {name}");
+        assert_eq!(run.digest(), self.digest, "weights and state of {name}");
+        run
+    }
+
+    /// As [`Ways::same`], with all that `sets` put on nvme in the store.
+    fn same_on_store(&self, name: &str, sets: &[&str]) {
+        let socket = self.daemon.socket();
+        let sets: Vec<&str> = sets
+            .iter()
+            .copied()
+            .chain(socket.iter().map(String::as_str))
+            .collect();
+        let run = self.same(name, &sets);
+        let written = run
+            .metrics()
+            .iter()
+            .map(|line| line["device_written_bytes"].as_u64().unwrap())
+            .sum::<u64>();
+        assert!(written > 0, "{name} wrote nothing to its device");
+    }
+
+    fn same_at(&self, schedule: &str, share: &str) {
+        let name = format!("{schedule}-{share}");
+        let (schedule, share) = (
+            format!("offload.schedule={schedule}"),
+            format!("offload.resident_share={share}"),
+        );
+        self.same_on_store(&name, &[NVME[0], NVME[1], &schedule, &share]);
+    }
 }
 
 #[test]
 fn offload_changes_no_bit_in_bf16() {
-    every_way_gives_the_same_bits("bf16.enabled=true");
+    let ways = Ways::new("bf16.enabled=true");
+    let cpu = [
+        "zero_optimization.offload_param.device=cpu",
+        "zero_optimization.offload_optimizer.device=cpu",
+    ];
+    ways.same("cpu", &cpu);
+    ways.same("cpu-at-once", &[cpu[0], cpu[1], "offload.schedule=at_once"]);
+    for schedule in ["deferred", "at_once"] {
+        for share in ["0", "0.5", "1"] {
+            ways.same_at(schedule, share);
+        }
+    }
+    ways.same_on_store("params-at-home", &[cpu[0], NVME[1]]);
+    let rarely = ["offload.commit_every=4", "offload.resident_share=0.5"];
+    ways.same_on_store("rarely", &[NVME[0], NVME[1], rarely[0], rarely[1]]);
+}
+
+#[test]
+fn offload_changes_no_bit_in_fp32() {
+    let ways = Ways::new("bf16.enabled=false");
+    ways.same_at("deferred", "0");
+    ways.same_at("at_once", "0.5");
 }

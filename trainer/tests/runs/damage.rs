@@ -11,6 +11,9 @@ use crate::lab::{Lab, Run};
 /// The store's data area begins here; before it lie superblocks and catalog.
 const DATA_OFFSET: u64 = 1 << 20;
 
+/// A byte of each copy of the superblock.
+const SUPERBLOCK_COPIES: [u64; 2] = [20, (64 << 10) + 20];
+
 /// A run of three steps on a private store, and the store's file.
 fn trained(lab: &Lab) -> (Run, PathBuf) {
     let run = lab.run("run", &["train.stop_after=3"]).with(&lab.nvme());
@@ -39,23 +42,20 @@ fn flip(file: &PathBuf, offset: u64) {
 fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
     let lab = Lab::new();
     let (run, file) = trained(&lab);
-    // One byte in every block of the data area that is not zero: whichever extent is current, it is damaged.
-    let content = std::fs::read(&file).expect("the store");
-    let mut flipped = 0;
-    let tiles: Vec<u64> = tile_blocks(&content);
-    for offset in tiles {
+    // A byte of every block that holds weights or moments: whichever extent is current, it is damaged.
+    let blocks = tile_blocks(&std::fs::read(&file).expect("the store"));
+    assert!(!blocks.is_empty());
+    for offset in blocks {
         flip(&file, offset);
-        flipped += 1;
     }
-    assert!(flipped > 0);
     let text = run.refused();
     for part in [
         file.file_name().unwrap().to_str().unwrap(),
-        "damaged",
-        "offset",
-        "unit",
-        "expected",
-        "found",
+        "is damaged",
+        "at byte ",
+        "of unit ",
+        "wrote checksum ",
+        "found ",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -78,9 +78,34 @@ fn one_damaged_superblock_is_survived_and_two_are_named() {
     let lab = Lab::new();
     let (run, file) = trained(&lab);
     let digest = run.digest();
-    flip(&file, 20);
+    flip(&file, SUPERBLOCK_COPIES[0]);
     assert_eq!(run.digest(), digest, "the second copy serves");
-    flip(&file, (64 << 10) + 20);
+    // Both at once: the first may have been mended from the second meanwhile.
+    for offset in SUPERBLOCK_COPIES {
+        flip(&file, offset);
+    }
+    let text = run.refused();
+    assert!(
+        text.contains(file.file_name().unwrap().to_str().unwrap()),
+        "{text}"
+    );
+    assert_eq!(run.metrics().len(), 3);
+}
+
+#[test]
+fn damaged_records_are_named_and_never_taken_for_a_new_run() {
+    let lab = Lab::new();
+    let (run, file) = trained(&lab);
+    // Each generation's record carries the run's state, which is text.
+    let content = std::fs::read(&file).expect("the store");
+    let state = b"\"trained_with\"";
+    let records: Vec<usize> = (0..content.len() - state.len())
+        .filter(|at| content[*at..].starts_with(state))
+        .collect();
+    assert!(records.len() >= 2, "two generations are kept");
+    for offset in records {
+        flip(&file, offset as u64);
+    }
     let text = run.refused();
     assert!(
         text.contains(file.file_name().unwrap().to_str().unwrap()),
@@ -96,11 +121,11 @@ fn a_lost_store_is_not_taken_for_a_new_run() {
     std::fs::remove_file(&file).expect("removed");
     let text = run.refused();
     assert!(
-        text.contains("has metrics of a run, but its store has no such job")
-            && text.contains("--fresh"),
+        text.contains("has metrics of 3 steps, but the store on ") && text.contains("--fresh"),
         "{text}"
     );
     assert_eq!(run.metrics().len(), 3);
+    assert!(lab.store_files().is_empty(), "no new store was made");
     let mut fresh = run.command("train");
     fresh.arg("--fresh");
     crate::lab::succeed(fresh);

@@ -135,6 +135,12 @@ impl Run {
             .collect()
     }
 
+    /// Lines of metrics.jsonl so far, while the run may still write.
+    pub(crate) fn steps_written(&self) -> u64 {
+        let text = std::fs::read_to_string(self.folder.join("metrics.jsonl"));
+        text.map_or(0, |text| text.lines().count() as u64)
+    }
+
     /// The bits of one number of every step.
     pub(crate) fn bits(&self, key: &str) -> Vec<u64> {
         self.metrics()

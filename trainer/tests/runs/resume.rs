@@ -36,8 +36,7 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     let mut command = run.command("train");
     command.process_group(0);
     let child = spawn(command);
-    let metrics = run.folder.join("metrics.jsonl");
-    while std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count()) < 3 {
+    while run.steps_written() < 3 {
         std::thread::sleep(Duration::from_millis(5));
     }
     let group = rustix::process::Pid::from_child(&child);
@@ -55,11 +54,23 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     );
 }
 
-/// Kills of one run. Some come while it starts, most in the middle of steps.
-const KILLS: u64 = 20;
-
 #[test]
 fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
+    killed_runs_equal_whole_ones(20, 3, &["offload.schedule=deferred"]);
+}
+
+#[test]
+fn a_run_that_commits_rarely_and_keeps_half_at_home_goes_on_bit_for_bit() {
+    let sets = [
+        "offload.schedule=at_once",
+        "offload.resident_share=0.5",
+        "offload.commit_every=3",
+    ];
+    killed_runs_equal_whole_ones(6, 9, &sets);
+}
+
+/// Kills a run `kills` times, each after up to `steps_most` steps and then a moment, and compares it with a whole one.
+fn killed_runs_equal_whole_ones(kills: usize, steps_most: u64, offload: &[&str]) {
     let seed = std::env::var("TRAINER_SEED").map_or_else(
         |_| u64::from(std::process::id()),
         |seed| seed.parse().unwrap(),
@@ -67,50 +78,50 @@ fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
     println!("TRAINER_SEED={seed} repeats the instants of this run");
     let lab = Lab::new();
     let sets = [
-        "train.steps=60",
+        "train.steps=54",
         "data.holdout_share=0.1",
-        "train.eval_every=20",
+        "train.eval_every=6",
         "train.eval_batches=1",
     ];
     let whole = lab.run("whole", &sets);
     whole.train();
-    let killed = lab.run("killed", &sets).with(&lab.nvme());
+    let killed = lab.run("killed", &sets).with(offload).with(&lab.nvme());
     let mut random = seed;
-    let mut steps_seen = Vec::new();
-    for _ in 0..KILLS {
+    let mut draw = |most: u64| {
         random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        let instant = Duration::from_micros((random >> 33) % 60_000);
-        kill_after(&killed, instant);
-        steps_seen.push(
-            std::fs::read_to_string(killed.folder.join("metrics.jsonl"))
-                .map_or(0, |text| text.lines().count()),
+        (random >> 33) % (most + 1)
+    };
+    let mut steps_seen = Vec::new();
+    for _ in 0..kills {
+        kill_after(
+            &killed,
+            draw(steps_most),
+            Duration::from_micros(draw(30_000)),
         );
+        steps_seen.push(killed.steps_written());
     }
     println!("steps in metrics.jsonl at the kills: {steps_seen:?}");
     killed.train();
     for key in ["loss", "grad_norm", "lr", "tokens"] {
         assert_eq!(whole.bits(key), killed.bits(key), "{key}, seed {seed}");
     }
-    let evaluations = |run: &Run| -> Vec<(u64, Option<u64>)> {
-        let metrics = run.metrics();
-        metrics
-            .iter()
-            .map(|line| {
-                (
-                    line["step"].as_u64().unwrap(),
-                    line["eval_loss"].as_f64().map(f64::to_bits),
-                )
-            })
-            .collect()
-    };
     assert_eq!(evaluations(&whole), evaluations(&killed), "seed {seed}");
     assert_eq!(whole.digest(), killed.digest(), "seed {seed}");
 }
 
-/// Starts the run, waits until it trains and then for `instant`, and kills trainer and daemon with -9.
-fn kill_after(run: &Run, instant: Duration) {
+/// Each step, and the bits of its evaluation if it has one.
+fn evaluations(run: &Run) -> Vec<(u64, Option<u64>)> {
+    let bits = |line: &serde_json::Value| line["eval_loss"].as_f64().map(f64::to_bits);
+    run.metrics()
+        .iter()
+        .map(|line| (line["step"].as_u64().unwrap(), bits(line)))
+        .collect()
+}
+
+/// Starts the run, waits until it trains, for `steps` steps more and for `instant`, and kills trainer and daemon with -9.
+fn kill_after(run: &Run, steps: u64, instant: Duration) {
     let mut child = spawn(run.command("train"));
     let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
     let trains = |lines: &mut std::io::Lines<BufReader<ChildStdout>>| {
@@ -124,6 +135,10 @@ fn kill_after(run: &Run, instant: Duration) {
             "it did not start: {}",
             String::from_utf8_lossy(&output.stderr)
         );
+    }
+    let begun = run.steps_written();
+    while run.steps_written() < begun + steps && child.try_wait().expect("asked").is_none() {
+        std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(instant);
     let daemons = children(&child);
