@@ -88,7 +88,7 @@ pub enum StoreError {
     )]
     NewerVersion {
         /// Which structure.
-        what: &'static str,
+        what: String,
         /// Device.
         path: String,
         /// As found.

@@ -147,7 +147,10 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
                 entry.name, entry.uid
             )));
         }
-        let slots = [0, 1].map(|slot| reader.slot(home, entry, &table, slot));
+        let slots = [
+            reader.slot(home, entry, &table, 0)?,
+            reader.slot(home, entry, &table, 1)?,
+        ];
         jobs.push(RecoveredJob {
             entry: entry.clone(),
             table,
@@ -307,7 +310,7 @@ impl<B: Blocks> Reader<'_, B> {
         entry: &Entry,
         table: &TileTable,
         slot: usize,
-    ) -> SlotContent {
+    ) -> Result<SlotContent, StoreError> {
         let tile_count = table.extents.len();
         let offsets = entry.area.records(slot);
         let bytes_max = entry.area.record_bytes_max;
@@ -322,9 +325,10 @@ impl<B: Blocks> Reader<'_, B> {
             self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
         });
         let what = format!("record of {}, slot {slot}", of_job(entry));
+        self.refuse_newer(&what, position, &copies)?;
         if let [Err(first), Err(second)] = &copies {
             if matches!(first, Unreadable::Blank) && matches!(second, Unreadable::Blank) {
-                return SlotContent::Empty;
+                return Ok(SlotContent::Empty);
             }
             for (why, offset) in [first, second].into_iter().zip(offsets) {
                 if !matches!(why, Unreadable::Blank) {
@@ -332,15 +336,13 @@ impl<B: Blocks> Reader<'_, B> {
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
                 }
             }
-            return SlotContent::Unknown;
+            return Ok(SlotContent::Unknown);
         }
-        let record = self
-            .newest(&what, position, offsets, copies, |r: &Record| {
-                (r.generation, r.epoch)
-            })
-            .expect("one copy is sound");
-        let mark = self.mark(position, entry, &record, slot);
-        SlotContent::Sound(Marked { record, mark })
+        let record = self.newest(&what, position, offsets, copies, |r: &Record| {
+            (r.generation, r.epoch)
+        })?;
+        let mark = self.mark(position, entry, &record, slot)?;
+        Ok(SlotContent::Sound(Marked { record, mark }))
     }
 
     fn mark(
@@ -349,28 +351,28 @@ impl<B: Blocks> Reader<'_, B> {
         entry: &Entry,
         record: &Record,
         slot: usize,
-    ) -> Option<Mark> {
+    ) -> Result<Option<Mark>, StoreError> {
         let offsets = entry.area.marks(slot);
         let copies = offsets.map(|offset| {
             self.copy(position, offset, BLOCK, manifest::MARK_MAGIC, |block| {
                 record.decode_mark(block)
             })
         });
+        let what = mark_of(entry, record.generation);
+        self.refuse_newer(&what, position, &copies)?;
         if copies.iter().all(Result::is_err) {
             // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
             // one. Unsound bytes are still told.
             for (copy, offset) in copies.iter().zip(offsets) {
                 if let Err(why @ (Unreadable::Damaged(_) | Unreadable::Device(_))) = copy {
-                    let what = mark_of(entry, record.generation);
                     let why = why.to_string();
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
                 }
             }
-            return None;
+            return Ok(None);
         }
-        let what = mark_of(entry, record.generation);
         self.newest(&what, position, offsets, copies, |mark| *mark as u32)
-            .ok()
+            .map(Some)
     }
 
     fn copy<T>(
@@ -394,18 +396,9 @@ impl<B: Blocks> Reader<'_, B> {
         copies: [Copy<T>; 2],
         key: impl Fn(&T) -> K,
     ) -> Result<T, StoreError> {
+        self.refuse_newer(what, position, &copies)?;
         let path = self.blocks.path(position).to_owned();
         let [first, second] = copies;
-        // Sound and of a later version: the device is a newer daemon's, whatever the other copy says.
-        for copy in [&first, &second] {
-            if let Err(Unreadable::Newer(version)) = copy {
-                return Err(StoreError::NewerVersion {
-                    what: newer_name(what),
-                    path,
-                    version: *version,
-                });
-            }
-        }
         let (taken, blocks, stale) = match (first, second) {
             (Err(first), Err(second)) => {
                 return Err(StoreError::Damaged {
@@ -445,6 +438,25 @@ impl<B: Blocks> Reader<'_, B> {
             blocks,
         });
         Ok(taken)
+    }
+
+    /// Sound and of a later version: the store is a newer daemon's, whatever the other copy says.
+    fn refuse_newer<T>(
+        &self,
+        what: &str,
+        position: usize,
+        copies: &[Copy<T>; 2],
+    ) -> Result<(), StoreError> {
+        for copy in copies {
+            if let Err(Unreadable::Newer(version)) = copy {
+                return Err(StoreError::NewerVersion {
+                    what: what.to_owned(),
+                    path: self.blocks.path(position).to_owned(),
+                    version: *version,
+                });
+            }
+        }
+        Ok(())
     }
 
     fn note(
@@ -490,13 +502,6 @@ pub(crate) fn of_job(entry: &Entry) -> String {
 
 fn mark_of(entry: &Entry, generation: Generation) -> String {
     format!("mark of generation {generation} of {}", of_job(entry))
-}
-
-fn newer_name(what: &str) -> &'static str {
-    ["superblock", "catalog", "definition", "record", "mark"]
-        .into_iter()
-        .find(|name| what.starts_with(name))
-        .unwrap_or("a structure")
 }
 
 /// The device a [`DeviceIndex`] names.

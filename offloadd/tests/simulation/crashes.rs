@@ -39,13 +39,16 @@ struct Known {
     confirmed: u64,
 }
 
+/// A tile on its way and, for a write, the seed of its bytes.
+type Moving = (u32, Option<u64>);
+
 /// A job while its processes run.
 struct Running {
     processes: Vec<Process>,
     working: u64,
     current: Vec<Option<u64>>,
     /// By rank and slot: the tile and, for a write, its seed.
-    slots: Vec<Vec<Option<(u32, Option<u64>)>>>,
+    slots: Vec<Vec<Option<Moving>>>,
     commits: Vec<CallId>,
 }
 

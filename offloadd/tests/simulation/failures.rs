@@ -1,1 +1,146 @@
-//! empty
+//! Every operation of a whole story fails once, and from then on for good: EIO, ENOSPC, a short transfer; and it is lost
+//! or lands elsewhere while the device says all is well. Each time a call ends in a typed error or in success, and after
+//! a power cut nothing acknowledged is missing; silent faults of tiles are found by their checksums.
+
+use offload_api::fault::FaultKind;
+use offload_api::ids::Generation;
+use offloadd::core::Call;
+use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
+use offloadd::store::definition::Durability;
+use offloadd::store::verify::verify;
+
+use super::world::{Process, World, content, definition, formatted, job};
+
+const TILES: u32 = 3;
+
+/// What was acknowledged.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Acknowledged {
+    defined: bool,
+    generation: u64,
+}
+
+fn seed(generation: u64, tile: u32) -> u64 {
+    generation * 10 + u64::from(tile)
+}
+
+/// Start, define, three generations over two "nodes", close. Ends at the first refusal.
+fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRandom) {
+    let mut world = match World::try_start(disks, SimRandom::new(3)) {
+        Ok(world) => world,
+        Err(failed) => {
+            let (error, disks) = *failed;
+            assert!(!error.to_string().is_empty());
+            return (disks, SimRandom::new(3));
+        }
+    };
+    let (process, _) = world.open(&job("a"), 0, 1).unwrap();
+    let told = tell(&mut world, process, acknowledged);
+    if let Err(kind) = told {
+        let typed = [
+            FaultKind::Io,
+            FaultKind::NoSpace,
+            FaultKind::Short,
+            FaultKind::Poisoned,
+        ];
+        assert!(typed.contains(&kind), "{kind:?} for a failed device");
+    }
+    world.crash(true)
+}
+
+fn tell(
+    world: &mut World,
+    process: Process,
+    acknowledged: &mut Acknowledged,
+) -> Result<(), FaultKind> {
+    world
+        .define(process, definition(TILES, Durability::Committed, 2))
+        .map_err(|fault| fault.kind)?;
+    acknowledged.defined = true;
+    world.resume(process, 0).map_err(|fault| fault.kind)?;
+    for generation in 1..=3 {
+        for tile in 0..TILES {
+            world.write(process, generation, tile, seed(generation, tile))?;
+        }
+        world
+            .commit(process, generation)
+            .map_err(|fault| fault.kind)?;
+        acknowledged.generation = generation;
+        let confirm = Call::Confirm {
+            token: process.token,
+            generation: Generation(generation),
+        };
+        world.ask(confirm).map_err(|fault| fault.kind)?;
+    }
+    Ok(())
+}
+
+/// Restarts on devices that work again and compares with what was acknowledged.
+fn check(disks: SimDisks, random: SimRandom, acknowledged: Acknowledged, silent: bool) {
+    let mut disks = disks;
+    disks.plan = None;
+    let damaged = verify(&mut disks).unwrap().damaged_tiles;
+    assert!(silent || damaged.is_empty(), "{damaged:?}");
+    let mut world = World::start(disks, random);
+    let (process, record) = world.open(&job("a"), 0, 1).unwrap();
+    assert!(record.is_some() || !acknowledged.defined);
+    let Some(record) = record else { return };
+    let newest = record.generations.last().map_or(0, |g| g.generation.0);
+    assert!(newest >= acknowledged.generation, "{record:?}");
+    world.resume(process, newest).unwrap();
+    for tile in 0..TILES {
+        match world.read(process, tile) {
+            Err(FaultKind::NeverWritten) => assert_eq!(newest, 0),
+            Err(FaultKind::Damaged) => {
+                let named = damaged.iter().any(|d| {
+                    d.tile.0 == tile && d.generation.0 == newest && d.path.starts_with("sim")
+                });
+                assert!(named, "tile {tile} is damaged and verify did not say so");
+            }
+            Err(kind) => panic!("{kind:?}"),
+            Ok(bytes) => assert!(bytes == content(seed(newest, tile), bytes.len())),
+        }
+    }
+}
+
+fn every_operation(faults: &[SimFault], silent: bool) {
+    let mut whole = Acknowledged::default();
+    let (disks, _) = story(formatted(), &mut whole);
+    assert_eq!(whole.generation, 3);
+    let first = formatted().operation_count();
+    let operations = disks.operation_count();
+    assert!(operations - first > 40, "the story is shorter than it was");
+    for &fault in faults {
+        for at in first..operations {
+            for for_good in [false, true] {
+                if for_good && silent {
+                    continue;
+                }
+                let mut disks = formatted();
+                disks.plan = Some(SimFaultPlan {
+                    at,
+                    for_good,
+                    fault,
+                });
+                let mut acknowledged = Acknowledged::default();
+                let (disks, random) = story(disks, &mut acknowledged);
+                check(disks, random, acknowledged, silent);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failing_operation_is_told_and_loses_nothing_acknowledged() {
+    let faults = [
+        SimFault::Errno(libc::EIO),
+        SimFault::Errno(libc::ENOSPC),
+        SimFault::Short,
+    ];
+    every_operation(&faults, false);
+}
+
+#[test]
+fn a_lost_or_misdirected_write_is_named_or_harmless() {
+    every_operation(&[SimFault::Lost, SimFault::Misdirected(8192)], true);
+}

@@ -1,1 +1,63 @@
-//! empty
+//! Each mechanism behind a promise is taken away, and the test that watches it must fail. Without this, a test that
+//! asserts nothing looks like a promise kept.
+
+use std::process::Command;
+
+/// Runs one test of this executable without `mechanism`; it must run, and fail.
+fn fails_without(mechanism: &str, test: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--test-threads", "1"])
+        .env("OFFLOADD_REMOVED", mechanism)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        said.contains("0 passed; 1 failed"),
+        "{test} does not notice that {mechanism} is gone:\n{said}"
+    );
+}
+
+#[test]
+fn without_the_first_flush_tiles_are_lost() {
+    fails_without(
+        "first-flush",
+        "rules::an_acknowledged_generation_survives_power_loss",
+    );
+}
+
+#[test]
+fn without_the_second_flush_records_are_lost() {
+    fails_without(
+        "second-flush",
+        "rules::an_acknowledged_generation_survives_power_loss",
+    );
+}
+
+#[test]
+fn without_the_generation_check_late_writes_land() {
+    fails_without(
+        "generation-check",
+        "rules::a_write_of_another_generation_is_refused",
+    );
+}
+
+#[test]
+fn without_writing_out_of_place_a_crash_mixes_generations() {
+    fails_without(
+        "out-of-place",
+        "rules::writes_of_the_next_generation_leave_the_committed_one_alone",
+    );
+}
+
+#[test]
+fn without_waiting_for_io_memory_is_written_after_it_was_given_away() {
+    fails_without(
+        "reclaim-after-io",
+        "rules::a_dead_process_keeps_its_arena_until_its_io_has_ended",
+    );
+}
+
+#[test]
+fn without_checksums_verify_finds_nothing() {
+    fails_without("checksum", "format::a_flipped_bit_in_a_tile_is_named");
+}

@@ -6,11 +6,12 @@ use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Cqe, Request, Verb};
+use offload_api::ring::entry::{Cqe, Request, Sqe, Verb};
 use offloadd::core::{
     Action, Call, CallId, Core, Event, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
+use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::recover;
@@ -52,7 +53,9 @@ pub(crate) fn definition(tiles: u32, durability: Durability, nodes: u32) -> JobD
 pub(crate) fn content(seed: u64, bytes: usize) -> Vec<u8> {
     let mut content = vec![0; bytes];
     for (index, number) in content.chunks_exact_mut(8).enumerate() {
-        let mixed = seed.wrapping_add(index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mixed = seed
+            .wrapping_add(index as u64)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
         number.copy_from_slice(&mixed.to_le_bytes());
     }
     content
@@ -79,16 +82,29 @@ pub(crate) struct World {
     pub(crate) evicted: Vec<SessionId>,
     geometries: HashMap<SessionId, Geometry>,
     made: HashMap<SessionToken, SessionId>,
-    epoch: Epoch,
+    pub(crate) epoch: Epoch,
     next_call: u64,
 }
 
 impl World {
     /// A daemon starts on these disks.
-    pub(crate) fn start(mut disks: SimDisks, mut random: SimRandom) -> Self {
-        let store = recover::open(&mut disks).expect("a store recovers");
+    pub(crate) fn start(disks: SimDisks, random: SimRandom) -> Self {
+        Self::try_start(disks, random)
+            .map_err(|failed| failed.0)
+            .expect("a store recovers")
+    }
+
+    /// A daemon tries to start; the disks come back when it cannot.
+    pub(crate) fn try_start(
+        mut disks: SimDisks,
+        mut random: SimRandom,
+    ) -> Result<Self, Box<(StoreError, SimDisks)>> {
+        let store = match recover::open(&mut disks) {
+            Ok(store) => store,
+            Err(error) => return Err(Box::new((error, disks))),
+        };
         let epoch = Epoch(random.number());
-        Self {
+        Ok(Self {
             core: Core::new(store, epoch, LIMITS),
             engine: SimEngine::new(disks),
             random,
@@ -100,7 +116,7 @@ impl World {
             made: HashMap::new(),
             epoch,
             next_call: 1,
-        }
+        })
     }
 
     /// The power goes, or only the daemon dies. What is left are the disks.
@@ -143,7 +159,8 @@ impl World {
                 ..
             } => {
                 // The rest of the arena is only rounding.
-                self.engine.make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
+                self.engine
+                    .make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
                 self.geometries.insert(session, geometry);
                 self.made.insert(token, session);
                 self.event(Event::ArenaMade {
@@ -290,7 +307,10 @@ impl World {
     }
 
     pub(crate) fn submit(&mut self, process: Process, request: Request) {
-        let entry = request.to_sqe(self.epoch);
+        self.submit_raw(process, request.to_sqe(self.epoch));
+    }
+
+    pub(crate) fn submit_raw(&mut self, process: Process, entry: Sqe) {
         self.event(Event::Submission {
             session: process.session,
             entry,
