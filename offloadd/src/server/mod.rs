@@ -7,8 +7,6 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use offload_api::MESSAGE_BYTES_MAX;
-use offload_api::proto::offload_server::OffloadServer;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
@@ -18,13 +16,15 @@ use crate::driver::DriverHandle;
 
 mod grpc;
 mod peer;
+mod sizes;
 
 pub use grpc::About;
 use grpc::Service;
 use peer::Places;
+use sizes::Sizes;
 
 /// Calls of one connection at a time: a commit that waits for other ranks, and some besides.
-const CALLS_A_CONNECTION: usize = 16;
+const CALLS_A_CONNECTION: usize = 8;
 
 /// How long connections may take to end once nothing will be answered any more.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
@@ -171,14 +171,11 @@ pub async fn serve(
     let places = Places::default();
     let incoming =
         UnixListenerStream::new(listener).filter_map(move |accepted| places.admit(accepted));
-    let service = OffloadServer::new(Service { driver, about })
-        .max_decoding_message_size(MESSAGE_BYTES_MAX)
-        .max_encoding_message_size(MESSAGE_BYTES_MAX);
     let serving = tonic::transport::Server::builder()
         .concurrency_limit_per_connection(CALLS_A_CONNECTION)
         .max_concurrent_streams(CALLS_A_CONNECTION as u32)
         .http2_max_header_list_size(16 << 10)
-        .add_service(service)
+        .add_service(Sizes::new(Service { driver, about }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
     let patience = async {
         stopped(stop).await;

@@ -207,3 +207,50 @@ fn one_users_connections_are_bounded() {
         std::panic::catch_unwind(move || Control::connect(&socket).arena_free_bytes()).is_ok()
     });
 }
+
+#[test]
+fn only_definitions_may_be_large() {
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let session = control.session("large");
+    let tile = proto::Tile {
+        unit: 0,
+        kind: 1,
+        elem_offset: 0,
+        tile_bytes: 4096,
+    };
+    let mut definition = proto::DefineTilesRequest {
+        token: session.token.clone(),
+        layout: vec![7; 1 << 20],
+        tiles: vec![tile],
+        durability: 1,
+        nodes: 1,
+    };
+    control
+        .define_tiles(definition.clone())
+        .expect("1 MiB of layout");
+    definition.layout = vec![7; (16 << 20) + 1];
+    let fault = control.define_tiles(definition).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Invalid, "{fault}");
+    let working = session.resume(&mut control, 0);
+    let mut commit = |bytes: usize| {
+        let token = session.token.clone();
+        let blob = vec![0; bytes];
+        control
+            .commit(proto::CommitRequest {
+                token,
+                generation: working,
+                blob,
+            })
+            .unwrap_err()
+    };
+    assert_eq!(commit((64 << 10) + 1).kind, FaultKind::Invalid);
+    // Cut off before it is in memory.
+    let fault = commit(1 << 20);
+    assert!(
+        fault.message.contains("message length too large"),
+        "{fault}"
+    );
+    others_are_well(&daemon, "good");
+}
