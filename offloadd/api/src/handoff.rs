@@ -204,15 +204,23 @@ pub fn receive(
         // Room for more than four, so that a fifth is seen and closed rather than cut in silence.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let message = match retry_interrupted(|| {
-            rustix::net::recvmsg(
-                &socket,
-                &mut [IoSliceMut::new(&mut bytes)],
-                &mut control,
-                RecvFlags::CMSG_CLOEXEC,
-            )
-        }) {
-            // What a hang-up looks like when it left our token unread.
+        let mut receive_once = || {
+            retry_interrupted(|| {
+                rustix::net::recvmsg(
+                    &socket,
+                    &mut [IoSliceMut::new(&mut bytes)],
+                    &mut control,
+                    RecvFlags::CMSG_CLOEXEC,
+                )
+            })
+        };
+        // A daemon that hangs up without reading our token resets the connection. The kernel tells that first and once;
+        // an answer that was sent before (a refusal) still waits behind it.
+        let received = match receive_once() {
+            Err(Errno::CONNRESET) => receive_once(),
+            result => result,
+        };
+        let message = match received {
             Err(Errno::CONNRESET) => return Err(malformed(HUNG_UP.into())),
             result => result.map_err(failed("receive the descriptors"))?,
         };
