@@ -74,6 +74,35 @@ fn life(world: &mut World, known: &mut [Known], steps: usize) {
         take_completions(world, running);
         take_commits(world, known, running);
     }
+    if world.random.one_in(2) {
+        let which = world.random.below(known.len());
+        die(world, &mut running[which]);
+        begin_and_be_cut_off(world, &mut known[which]);
+    }
+}
+
+/// The power will go while the job is being defined or resumed.
+fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
+    let mut processes = Vec::new();
+    let mut record = None;
+    for rank in 0..known.local_ranks {
+        let (process, found) = world.open(&known.name, rank, known.local_ranks).unwrap();
+        processes.push(process);
+        record = found;
+    }
+    let record = record.expect("it was defined");
+    let generation = choose(world, known, &record);
+    let token = processes[0].token;
+    world.call(Call::Resume {
+        token,
+        generation: Generation(generation),
+    });
+    for _ in 0..world.random.below(8) {
+        world.step();
+    }
+    // Later generations may be given up already, or not yet.
+    known.acknowledged = generation;
+    known.confirmed = known.confirmed.min(generation);
 }
 
 /// Opens all ranks, compares what the store offers with the oracle, resumes.
@@ -260,6 +289,9 @@ fn die(world: &mut World, running: &mut Running) {
         world.event(Event::PeerGone {
             session: process.session,
         });
+        if world.random.one_in(2) {
+            world.step();
+        }
     }
     world.run();
     for process in &running.processes {
