@@ -29,6 +29,7 @@ mod error;
 mod layout;
 mod lend;
 mod open;
+mod owner;
 pub mod schedule;
 mod settings;
 mod swapper;

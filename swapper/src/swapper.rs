@@ -9,9 +9,9 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use crate::core::Request;
-use crate::driver::{Inbox, Owner};
 use crate::layout::{Kind, Layout, TileRange};
 use crate::lend::{Lent, Message, Reply};
+use crate::owner::{Inbox, Owner};
 use crate::schedule::{self, Op, Schedule, StepProgram};
 use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::{SwapperError, open};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
-use crate::driver::Inbox;
 use crate::layout::{Kind, Layout};
 use crate::lend::{Message, UpdateJob};
+use crate::owner::Inbox;
 use crate::swapper::Optimizer;
 
 /// Updates what comes, in order, until the owner ends or an update panics.

@@ -159,6 +159,24 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
 }
 
 #[test]
+fn a_second_drain_commits_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let settings = SwapperSettings {
+        commit_every: 0,
+        ..settings(&daemon, "drains")
+    };
+    let (mut swapper, ..) = toy::open(&settings).unwrap();
+    let io = toy::train_step(&mut swapper, 1).unwrap();
+    assert_eq!(io.generation, 1, "only a drain commits");
+    for _ in 0..3 {
+        swapper.drain().unwrap();
+    }
+    let io = toy::train_step(&mut swapper, 2).unwrap();
+    assert_eq!(io.generation, 2);
+}
+
+#[test]
 fn two_ranks_share_a_job_and_commit_together() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());

@@ -1,0 +1,188 @@
+//! What an event changes. Nothing is started here: `select.rs` looks afterwards at what has become possible.
+
+use std::collections::VecDeque;
+
+use super::plan::UseKind;
+use super::tiles::Place;
+use super::{Action, COMMITS_MAX, Core, Kind, Op, Request, Serving, TileId, Waiting};
+
+impl Core {
+    pub(super) fn ask(&mut self, request: Request, actions: &mut Vec<Action>) {
+        assert!(
+            matches!(self.waiting, Waiting::Nothing),
+            "two requests at once"
+        );
+        self.waiting = match request {
+            Request::Serve(asked) => {
+                let announced = self.plan.served.get(self.next_served);
+                if announced.map(|(op, _)| *op) != Some(asked) {
+                    actions.push(Action::Refused {
+                        asked,
+                        announced: announced.map(|(op, _)| *op),
+                    });
+                    return;
+                }
+                let left = std::mem::take(&mut self.plan.served[self.next_served].1).into();
+                self.next_served += 1;
+                Waiting::Serving(Serving {
+                    left,
+                    lent: VecDeque::new(),
+                })
+            }
+            Request::Finish { ops, update, wait } => {
+                if self.pending_count > 0 {
+                    // The trainer left its program early. Updates behind gathers that never come would want their slots.
+                    let left: Vec<Op> = (0..self.units.len())
+                        .map(|unit| Op::Update { unit })
+                        .collect();
+                    self.set_plan(&left);
+                }
+                Waiting::Finishing { ops, update, wait }
+            }
+            Request::Drain { ops } => {
+                self.scattered.fill(false);
+                self.set_plan(&ops);
+                Waiting::Settling
+            }
+        };
+    }
+
+    /// The use at `position` is over: its tiles' next uses come up.
+    pub(super) fn complete(&mut self, position: u32) {
+        let one = self.plan.uses[position as usize];
+        for kind in Kind::ALL {
+            if one.what.needs(kind) {
+                assert_eq!(self.tiles(kind).next_use(one.range), position);
+                self.tiles(kind)
+                    .set_next_use(one.range, one.next[kind as usize]);
+            }
+        }
+    }
+
+    /// A tile is back in its slot; if its content is newer than its device's, it joins those to write.
+    pub(super) fn put_back(&mut self, kind: Kind, range: u32) {
+        self.tiles(kind).set_place(range, Place::Here);
+        if let Some(generation) = self.tiles(kind).dirty(range) {
+            let resident = self.tiles(kind).resident(range);
+            let tile = self.tiles(kind).id(range);
+            self.to_write[usize::from(resident)]
+                .entry(generation)
+                .or_default()
+                .push_back(tile);
+        }
+    }
+
+    pub(super) fn returned(&mut self, range: u32) {
+        let Waiting::Serving(serving) = &mut self.waiting else {
+            panic!("range {range} came back and nothing was lent");
+        };
+        let position = serving.lent.pop_front().expect("what comes back was lent");
+        let one = self.plan.uses[position as usize];
+        assert_eq!(
+            one.range, range,
+            "ranges come back in the order they were lent"
+        );
+        let working = self.working();
+        match one.what {
+            UseKind::Scatter => self.scattered[range as usize] = true,
+            UseKind::Fill => {
+                self.fills_left -= 1;
+                // The plan's own commit is counted already.
+                let generation = working - u64::from(self.plan.commits);
+                for kind in Kind::ALL {
+                    let dirty = self.durable.then_some(generation);
+                    self.tiles(kind).set_dirty(range, dirty);
+                }
+            }
+            _ => {}
+        }
+        self.complete(position);
+        for kind in Kind::ALL {
+            if one.what.needs(kind) {
+                self.put_back(kind, range);
+            }
+        }
+    }
+
+    pub(super) fn updated(&mut self, range: u32) {
+        let position = self
+            .updating
+            .remove(&range)
+            .expect("only what was given is updated");
+        assert!(std::mem::take(&mut self.pending[range as usize]));
+        self.pending_count -= 1;
+        if let Some(position) = position {
+            self.complete(position);
+        }
+        for kind in Kind::ALL {
+            let dirty = self.durable.then_some(self.pending_generation);
+            self.tiles(kind).set_dirty(range, dirty);
+            self.put_back(kind, range);
+        }
+    }
+
+    pub(super) fn moved(&mut self, tile: TileId) {
+        let tiles = &mut self.tiles[tile.kind as usize];
+        match tiles.place(tile.range) {
+            Place::Reading => self.reads_inflight -= 1,
+            Place::Writing => {
+                self.writes_inflight -= 1;
+                tiles.set_dirty(tile.range, None);
+            }
+            place => panic!("{tile:?} moved while {place:?}"),
+        }
+        tiles.set_place(tile.range, Place::Here);
+    }
+
+    pub(super) fn committed(&mut self) {
+        assert!(std::mem::take(&mut self.committing));
+        self.acknowledged += 1;
+        self.commits -= 1;
+        for queues in &mut self.to_write {
+            // Only stale entries are left of it.
+            queues.remove(&self.acknowledged);
+        }
+    }
+
+    pub(super) fn advance_request(&mut self, actions: &mut Vec<Action>) {
+        // The updates of the step before share one generation and one hyper: they go first.
+        if matches!(self.waiting, Waiting::Finishing { .. })
+            && self.pending_count == 0
+            && self.commits < COMMITS_MAX
+        {
+            self.finish();
+        }
+        let done = match &self.waiting {
+            Waiting::Nothing | Waiting::Finishing { .. } => false,
+            Waiting::Serving(serving) => serving.left.is_empty() && serving.lent.is_empty(),
+            Waiting::Settling => self.pending_count == 0 && self.commits == 0,
+            Waiting::Finished => true,
+        };
+        if done {
+            self.waiting = Waiting::Nothing;
+            actions.push(Action::Done);
+        }
+    }
+
+    /// What was scattered becomes pending in the working generation, under a new plan.
+    pub(super) fn finish(&mut self) {
+        let Waiting::Finishing { ops, update, wait } =
+            std::mem::replace(&mut self.waiting, Waiting::Nothing)
+        else {
+            unreachable!("asked only while finishing");
+        };
+        self.pending_generation = self.working();
+        if update {
+            self.step += 1;
+            self.pending.copy_from_slice(&self.scattered);
+            self.pending_count = self.pending.iter().filter(|&&pending| pending).count();
+        }
+        self.scattered.fill(false);
+        self.set_plan(&ops);
+        self.waiting = if wait {
+            Waiting::Settling
+        } else {
+            Waiting::Finished
+        };
+    }
+}

@@ -1,0 +1,184 @@
+//! What can be started now. Each function starts all it can and leaves the rest for later.
+
+use super::plan::UseKind;
+use super::tiles::{Place, Tiles};
+use super::{Action, Core, Kind, Waiting};
+
+/// Updates given to the worker and not answered: one runs, one waits.
+const UPDATES_MAX: usize = 2;
+impl Core {
+    /// Lends the trainer, in order, what its operation needs and is ready.
+    pub(super) fn lend(&mut self, actions: &mut Vec<Action>) {
+        while let Waiting::Serving(serving) = &mut self.waiting {
+            let Some(&position) = serving.left.front() else {
+                return;
+            };
+            let one = self.plan.uses[position as usize];
+            let range = one.range;
+            let from = match one.what {
+                UseKind::Fill => Place::Claimed,
+                _ => Place::Here,
+            };
+            let ready =
+                |tiles: &Tiles| tiles.place(range) == from && tiles.next_use(range) == position;
+            let needed = Kind::ALL.map(|kind| one.what.needs(kind));
+            // Gradients that an update has yet to read must not be overwritten.
+            let grad = one.what == UseKind::Scatter;
+            if grad && self.pending[range as usize]
+                || Kind::ALL
+                    .iter()
+                    .any(|&kind| needed[kind as usize] && !ready(&self.tiles[kind as usize]))
+            {
+                return;
+            }
+            serving.left.pop_front();
+            serving.lent.push_back(position);
+            let slots = Kind::ALL.map(|kind| {
+                needed[kind as usize].then(|| {
+                    let tiles = &mut self.tiles[kind as usize];
+                    tiles.set_place(range, Place::Lent);
+                    tiles.slot(range)
+                })
+            });
+            actions.push(Action::Lend { range, slots, grad });
+            self.changed = true;
+        }
+    }
+
+    /// Gives the worker the next updates whose tiles are in their slots.
+    pub(super) fn start_updates(&mut self, actions: &mut Vec<Action>) {
+        while self.updating.len() < UPDATES_MAX
+            && let Some(&position) = self.plan.updates.get(self.next_update)
+        {
+            let range = self.plan.uses[position as usize].range;
+            let generation = self.pending_generation;
+            let ready = self.tiles.iter().all(|tiles| {
+                tiles.place(range) == Place::Here
+                    && tiles.next_use(range) == position
+                    && tiles.dirty(range).is_none_or(|dirty| dirty == generation)
+            });
+            if !ready {
+                return;
+            }
+            let slots = Kind::ALL.map(|kind| {
+                self.tiles(kind).set_place(range, Place::Updating);
+                self.tiles(kind).slot(range)
+            });
+            self.updating.insert(range, Some(position));
+            self.next_update += 1;
+            let step = self.step;
+            actions.push(Action::Update { range, slots, step });
+            self.changed = true;
+        }
+    }
+
+    /// Writes what belongs to the generation after the acknowledged one: staged tiles soon, since their slots are wanted,
+    /// resident ones only for a commit, and only once no update will change them before it.
+    pub(super) fn start_writes(&mut self, actions: &mut Vec<Action>) {
+        let generation = self.acknowledged + 1;
+        let updates_left = self.pending_generation == generation;
+        for resident in [false, true] {
+            if resident && self.commits == 0 {
+                return;
+            }
+            let queues = &mut self.to_write[usize::from(resident)];
+            while self.writes_inflight < self.writes_max
+                && let Some(tile) = queues
+                    .get_mut(&generation)
+                    .and_then(|queue| queue.pop_front())
+            {
+                let tiles = &mut self.tiles[tile.kind as usize];
+                // Lent, updated again or written since it was put here: it comes back to the queue when it must.
+                let stale = tiles.dirty(tile.range) != Some(generation)
+                    || tiles.place(tile.range) != Place::Here
+                    || (resident && updates_left && self.pending[tile.range as usize]);
+                if stale {
+                    continue;
+                }
+                tiles.set_place(tile.range, Place::Writing);
+                self.writes_inflight += 1;
+                let slot = tiles.slot(tile.range);
+                actions.push(Action::Write { tile, slot });
+                self.changed = true;
+            }
+        }
+    }
+
+    /// Reads along the plan, the earlier of both kinds' next misses first.
+    pub(super) fn start_reads(&mut self, actions: &mut Vec<Action>) {
+        let mut out_of_slots = [false; 2];
+        loop {
+            let mut next = None;
+            for kind in Kind::ALL {
+                self.skip_present(kind);
+                let at = self.ahead[kind as usize];
+                let earlier = next.is_none_or(|(position, _)| at < position);
+                if at < self.plan.uses.len() && !out_of_slots[kind as usize] && earlier {
+                    next = Some((at, kind));
+                }
+            }
+            let Some((position, kind)) = next else {
+                return;
+            };
+            let one = self.plan.uses[position];
+            let fill = one.what == UseKind::Fill;
+            if !fill && self.reads_inflight == self.reads_max {
+                return;
+            }
+            let tiles = &mut self.tiles[kind as usize];
+            if !tiles.take_slot(one.range, position as u32) {
+                out_of_slots[kind as usize] = true;
+                continue;
+            }
+            if fill {
+                tiles.set_place(one.range, Place::Claimed);
+            } else {
+                tiles.set_place(one.range, Place::Reading);
+                self.reads_inflight += 1;
+                let (tile, slot) = (tiles.id(one.range), tiles.slot(one.range));
+                actions.push(Action::Read { tile, slot });
+            }
+            self.changed = true;
+        }
+    }
+
+    /// Moves a kind's cursor to the next use whose tile is on its device.
+    pub(super) fn skip_present(&mut self, kind: Kind) {
+        let tiles = &self.tiles[kind as usize];
+        let ahead = &mut self.ahead[kind as usize];
+        while let Some(one) = self.plan.uses.get(*ahead) {
+            if one.what.needs(kind) && tiles.place(one.range) == Place::Device {
+                let next_use = tiles.next_use(one.range);
+                assert!(next_use as usize >= *ahead, "a tile was given up too early");
+                // Otherwise the use is over: it found the tile before the cursor came by.
+                if next_use as usize == *ahead {
+                    return;
+                }
+            }
+            *ahead += 1;
+        }
+    }
+
+    pub(super) fn start_commit(&mut self, actions: &mut Vec<Action>) {
+        let generation = self.acknowledged + 1;
+        let updated = self.pending_count == 0 || self.pending_generation != generation;
+        let clean = |tiles: &Tiles| tiles.dirty_count(generation) == 0;
+        if self.commits == 0
+            || self.committing
+            || !updated
+            || self.fills_left > 0
+            || !self.tiles.iter().all(clean)
+        {
+            return;
+        }
+        // Only this generation was allowed to be written, and what is being written is still dirty.
+        assert_eq!(self.writes_inflight, 0);
+        self.committing = true;
+        self.changed = true;
+        if self.durable {
+            actions.push(Action::Commit { generation });
+        } else {
+            self.committed();
+        }
+    }
+}

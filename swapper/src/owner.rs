@@ -1,0 +1,112 @@
+//! The owner thread as the others see it: how messages reach it, how it starts and how it ends.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use offload_client::Waker;
+
+use crate::SwapperError;
+use crate::backing::Arena;
+use crate::driver::Driver;
+use crate::layout::Layout;
+use crate::lend::{Message, Reply};
+use crate::settings::{Opened, SwapperSettings};
+use crate::swapper::Optimizer;
+use crate::worker;
+
+/// The way to the owner thread. What stands in it is bounded by what was lent: each slot away comes back once.
+#[derive(Debug)]
+pub(crate) struct Inbox<H> {
+    sender: Sender<Message<H>>,
+    waker: Option<Waker>,
+}
+
+impl<H> Clone for Inbox<H> {
+    fn clone(&self) -> Self {
+        Self {
+            sender: self.sender.clone(),
+            waker: self.waker.clone(),
+        }
+    }
+}
+
+/// The owner thread has ended.
+#[derive(Debug)]
+pub(crate) struct Gone;
+
+impl<H> Inbox<H> {
+    pub(crate) fn send(&self, message: Message<H>) -> Result<(), Gone> {
+        self.sender.send(message).map_err(|_| Gone)?;
+        if let Some(waker) = &self.waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+}
+
+/// The owner thread's handle. Dropping it ends the thread without ending the session in order, like a crash.
+#[derive(Debug)]
+pub(crate) struct Owner<H> {
+    inbox: Inbox<H>,
+    thread: Option<JoinHandle<Result<(), SwapperError>>>,
+}
+
+impl<H: Clone + Send + 'static> Owner<H> {
+    pub(crate) fn start(
+        settings: &SwapperSettings,
+        layout: Arc<Layout>,
+        arena: Arena,
+        opened: &Opened,
+        optimizer: impl Optimizer<H> + 'static,
+    ) -> (Self, Inbox<H>, Receiver<Reply>) {
+        let (sender, messages) = channel();
+        let (replies, from_owner) = channel();
+        let (jobs, from_driver) = channel();
+        let waker = match &arena {
+            Arena::Memory(_) => None,
+            Arena::Session(session) => Some(session.waker()),
+        };
+        let inbox = Inbox { sender, waker };
+        let worker = std::thread::spawn({
+            let (layout, inbox) = (layout.clone(), inbox.clone());
+            move || worker::run(&layout, optimizer, &from_driver, &inbox)
+        });
+        let driver = Driver::new(settings, layout, arena, opened, replies, jobs);
+        let thread = std::thread::spawn(move || {
+            // The driver ends with its way to the worker, which ends the worker. Its panics came as messages.
+            let result = driver.run(&messages);
+            let _ = worker.join();
+            result
+        });
+        let owner = Self {
+            inbox: inbox.clone(),
+            thread: Some(thread),
+        };
+        (owner, inbox, from_owner)
+    }
+}
+
+impl<H> Owner<H> {
+    /// Ends the session in order.
+    pub(crate) fn close(&mut self) -> Result<(), SwapperError> {
+        self.end(Message::Close { in_order: true })
+    }
+
+    fn end(&mut self, message: Message<H>) -> Result<(), SwapperError> {
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        // An owner that has failed is gone already, and has said why.
+        let _ = self.inbox.send(message);
+        thread.join().unwrap_or(Err(SwapperError::Stopped))
+    }
+}
+
+impl<H> Drop for Owner<H> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end(Message::Close { in_order: false }) {
+            tracing::debug!(%error, "the swapper's owner thread had failed");
+        }
+    }
+}

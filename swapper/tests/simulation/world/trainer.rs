@@ -1,0 +1,138 @@
+//! The trainer: the calls that `Swapper` would send, step after step.
+
+use swapper::core::{Event, Op, Request};
+use swapper::{Schedule, StepProgram, schedule};
+
+use super::{Call, Life};
+
+impl Life<'_> {
+    pub(super) fn call_fill(&mut self) {
+        let units = 0..self.job.units.len();
+        let mut ops: Vec<Op> = units.clone().map(|unit| Op::Fill { unit }).collect();
+        ops.push(Op::Commit);
+        self.calls.push_back(Call::Plan(ops, Some(0)));
+        for unit in units {
+            self.serve(Op::Fill { unit });
+        }
+        let ops = Vec::new();
+        self.calls
+            .push_back(Call::Request(Request::Drain { ops }, None));
+    }
+
+    fn serve(&mut self, op: Op) {
+        self.calls
+            .push_back(Call::Request(Request::Serve(op), None));
+    }
+
+    fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+        match self.setup.schedule {
+            Schedule::AtOnce => schedule::at_once(pending, commit, program),
+            Schedule::Deferred => schedule::deferred(pending, commit, program),
+        }
+    }
+
+    /// The trainer's next call; `false` at the end.
+    pub(super) fn next_call(&mut self) -> bool {
+        if self.calls.is_empty() && !self.call_more() {
+            return false;
+        }
+        match self.calls.pop_front().unwrap() {
+            Call::Plan(ops, blob) => {
+                self.planned(blob);
+                self.moves.passes += 1;
+                self.event(Event::Plan(ops));
+            }
+            Call::Request(request, blob) => {
+                self.planned(blob);
+                self.waiting = true;
+                match &request {
+                    Request::Serve(op) => self.asked = Some(*op),
+                    Request::Finish { update, .. } => {
+                        self.step += 1;
+                        self.moves.passes += 1;
+                        self.generation_of
+                            .push(self.generation - u64::from(blob.is_some()));
+                        if *update {
+                            self.hypers.push(self.step);
+                        }
+                    }
+                    Request::Drain { .. } => self.moves.passes += 1,
+                }
+                self.event(Event::Request(request));
+            }
+        }
+        true
+    }
+
+    /// A call that plans a commit ends the working generation.
+    fn planned(&mut self, blob: Option<u64>) {
+        if let Some(step) = blob {
+            self.generation += 1;
+            if self.job.durable {
+                self.blobs.push_back(step);
+            }
+        }
+    }
+
+    /// Calls of the next step, evaluation or end; `false` when there are none.
+    fn call_more(&mut self) -> bool {
+        let steps = self.job.skipped.len() as u64;
+        if self.ending {
+            return false;
+        }
+        if self.step == steps {
+            self.ending = true;
+            self.call_drain();
+            let units = 0..self.job.units.len();
+            let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
+            self.calls.push_back(Call::Plan(ops, None));
+            units.for_each(|unit| self.serve(Op::Visit { unit }));
+            return true;
+        }
+        let evaluates = self.job.evaluate_every > 0
+            && (self.step as usize).is_multiple_of(self.job.evaluate_every);
+        if evaluates {
+            self.call_drain();
+            let program = StepProgram::reading(0..self.job.units.len());
+            let ops = self.plan_ops(&[], false, &program);
+            self.calls.push_back(Call::Plan(ops, None));
+            program.ops().iter().for_each(|&op| self.serve(op));
+        }
+        let program = self.job.program.clone();
+        let ops = self.plan_ops(&self.pending, false, &program);
+        self.calls.push_back(Call::Plan(ops, None));
+        program.ops().iter().for_each(|&op| self.serve(op));
+
+        let update = !self.job.skipped[self.step as usize];
+        let updated: Vec<usize> = program
+            .ops()
+            .iter()
+            .filter_map(|op| match op {
+                Op::Scatter { unit } if update => Some(*unit),
+                _ => None,
+            })
+            .collect();
+        self.uncommitted += 1;
+        let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
+        let ops = self.plan_ops(&updated, commit, &program);
+        let wait = self.setup.schedule == Schedule::AtOnce;
+        let blob = commit.then_some(self.step + 1);
+        self.calls
+            .push_back(Call::Request(Request::Finish { ops, update, wait }, blob));
+        if commit {
+            self.uncommitted = 0;
+        }
+        self.pending = updated;
+        true
+    }
+
+    fn call_drain(&mut self) {
+        let commit = self.uncommitted > 0;
+        let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
+        let blob = commit.then_some(self.step);
+        self.calls
+            .push_back(Call::Request(Request::Drain { ops }, blob));
+        self.uncommitted = 0;
+        self.pending.clear();
+    }
+}
