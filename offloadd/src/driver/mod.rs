@@ -51,6 +51,9 @@ const HELLO_WAIT: Duration = Duration::from_secs(2);
 /// Connections to the descriptor socket that have not said who they are.
 const HELLOS_MAX: usize = 64;
 
+/// How soon a connection that could not be accepted is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
 /// Calls that wait for the core's answer; a commit waits for the slowest local rank.
 const CALLS_MAX: usize = 4096;
 
@@ -342,12 +345,14 @@ impl Driver {
                 State::Offered { deadline, .. } => Some(deadline),
                 _ => None,
             });
+            let accept_again = self.accept_again.then(|| Instant::now() + ACCEPT_AGAIN);
             let next = self
                 .hellos
                 .values()
                 .map(|hello| hello.deadline)
                 .chain(offers)
                 .chain(self.stop_deadline)
+                .chain(accept_again)
                 .min()?;
             next.saturating_duration_since(Instant::now())
         };

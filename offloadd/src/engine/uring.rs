@@ -155,6 +155,10 @@ impl Uring {
             // was reaped (see `entry` and `reap`).
             if unsafe { self.ring.0.submission().push(&entry) }.is_err() {
                 self.enter()?;
+                if self.ring.0.submission().is_full() {
+                    // The kernel takes no more until what has ended is reaped; `reap` comes back here.
+                    return Ok(());
+                }
                 continue;
             }
             self.backlog.pop_front();
