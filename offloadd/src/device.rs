@@ -22,6 +22,8 @@ use crate::core::IoOp;
 /// How long a dying predecessor may hold its lock.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 
+const LOCK_RETRY: Duration = Duration::from_millis(10);
+
 /// Zeros written at a time where a file system cannot preallocate.
 const FILL_BYTES: usize = 8 << 20;
 
@@ -77,7 +79,9 @@ pub enum DeviceError {
         pid: Option<u32>,
     },
     /// A block device that is mounted or used by something else.
-    #[error("device {path}: in use by something else (a mounted file system, RAID, LVM?)")]
+    #[error(
+        "device {path}: in use: another offloadd has this store, or a mounted file system, RAID or LVM has the drive"
+    )]
     InUse {
         /// As the settings name it.
         path: PathBuf,
@@ -142,12 +146,21 @@ impl Device {
             // Keeps mounts and RAID away as well.
             flags |= OFlags::EXCL;
         }
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(flags.bits() as i32)
-            .open(path)
-            .map_err(|e| on_open(path, e))?;
+        let limit = Instant::now() + LOCK_WAIT;
+        let file = loop {
+            let opened = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .custom_flags(flags.bits() as i32)
+                .open(path);
+            match opened {
+                // A dying predecessor's claim on a block device outlives it as its lock does.
+                Err(e) if is_busy(&e) && Instant::now() < limit => {
+                    std::thread::sleep(LOCK_RETRY);
+                }
+                opened => break opened.map_err(|e| on_open(path, e))?,
+            }
+        };
         lock(&file, path)?;
         let bytes = if kind.is_block_device() {
             block_device_bytes(&file).map_err(failed("asking for its size"))?
@@ -296,6 +309,10 @@ impl Device {
     }
 }
 
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
+}
+
 /// What an errno of `open` or `stat` means here.
 fn on_open(path: &Path, error: io::Error) -> DeviceError {
     let path = path.to_owned();
@@ -332,7 +349,7 @@ fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
                 });
             }
             Err(Errno::WOULDBLOCK | Errno::INTR) => {
-                std::thread::sleep(Duration::from_millis(10));
+                std::thread::sleep(LOCK_RETRY);
             }
             Err(errno) => {
                 return Err(DeviceError::System {

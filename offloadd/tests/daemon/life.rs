@@ -314,3 +314,67 @@ fn more_memory_than_there_is_is_refused_before_the_devices_are_touched() {
         "{message}"
     );
 }
+
+/// A loop device, detached when dropped.
+struct Loop(String);
+
+impl Loop {
+    /// `None` where there are none, or we may not.
+    fn new(file: &std::path::Path) -> Option<Self> {
+        let output = std::process::Command::new("losetup")
+            .args(["--find", "--show", "--direct-io=on"])
+            .arg(file)
+            .output()
+            .ok()?;
+        let path = String::from_utf8(output.stdout).unwrap();
+        output.status.success().then(|| Self(path.trim().into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup")
+            .args(["--detach", &self.0])
+            .status();
+    }
+}
+
+#[test]
+fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
+    let mut store = Store::new(1, "auto");
+    let file = store.folder.path().join("image");
+    std::fs::write(&file, vec![0; 16 << 20]).unwrap();
+    let Some(device) = Loop::new(&file) else {
+        println!("skipped: no loop device to be had");
+        return;
+    };
+    store.devices = vec![device.0.clone().into()];
+    store.write_config(&store.socket(), "auto");
+    let output = program().arg("format").arg(&device.0).output().unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(
+        words(&output).contains("15.0 MiB"),
+        "all but the first: {}",
+        words(&output)
+    );
+    let again = program().arg("format").arg(&device.0).output().unwrap();
+    assert!(
+        words(&again).contains("holds a store already"),
+        "{}",
+        words(&again)
+    );
+
+    for _ in 0..3 {
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        control.session("tiny");
+        assert!(
+            store
+                .refusal()
+                .contains("in use: another offloadd has this store")
+        );
+        // Its claim outlives it for a moment, and the next daemon waits for that.
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+    }
+}
