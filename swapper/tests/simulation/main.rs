@@ -48,17 +48,17 @@ fn draw_job(rng: &mut Rng) -> Job {
         .collect();
     let mut program = StepProgram::training(units.len()).ops().to_vec();
     let mut trained = vec![true; end as usize];
-    if rng.chance(10) {
-        // A unit that only gets gradients.
-        let unit = rng.below(units.len());
-        program.retain(|op| *op != Op::Gather { unit });
-    }
     if rng.chance(20) {
         // Tied embeddings: unit 0 is gathered at the head too.
         program.splice(
             units.len()..units.len(),
             [Op::Gather { unit: 0 }, Op::Gather { unit: 0 }],
         );
+    }
+    if rng.chance(10) {
+        // A unit that only gets gradients.
+        let unit = rng.below(units.len());
+        program.retain(|op| *op != Op::Gather { unit });
     }
     if rng.chance(20) {
         let frozen = rng.below(units.len());
