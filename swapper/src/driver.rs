@@ -10,7 +10,7 @@ use offload_client::{Done, Slot, TileIndex, Verb};
 
 use crate::SwapperError;
 use crate::backing::{Arena, GRAD_CLASS};
-use crate::core::{Action, Core, CoreSettings, Event, Request, SlotNumber, TileId};
+use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lend::{Lent, Message, Reply, UpdateJob};
 use crate::settings::{MemoryPlan, Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
@@ -44,16 +44,10 @@ pub(crate) struct Driver<H> {
     blobs: VecDeque<Vec<u8>>,
     commit_begun: bool,
 
-    asked: Asked,
+    /// Whether the trainer waits for an answer.
+    asked: bool,
+    /// Since the start.
     io: StepIo,
-}
-
-/// What the trainer waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Asked {
-    Nothing,
-    Finish,
-    Other,
 }
 
 impl<H: Clone> Driver<H> {
@@ -109,7 +103,7 @@ impl<H: Clone> Driver<H> {
             steps: 0,
             blobs: VecDeque::new(),
             commit_begun: false,
-            asked: Asked::Nothing,
+            asked: false,
             io: StepIo {
                 generation: opened.generation,
                 ..StepIo::default()
@@ -125,9 +119,9 @@ impl<H: Clone> Driver<H> {
         };
         tracing::debug!(%error, state = self.core.describe(), "the swapper stops");
         self.core.on_event(Event::Failed, &mut self.actions);
-        while self.asked == Asked::Nothing {
+        while !self.asked {
             match messages.recv() {
-                Ok(Message::Request { .. }) => self.asked = Asked::Other,
+                Ok(Message::Request { .. }) => self.asked = true,
                 // Nobody was told: the caller of `close` is.
                 Ok(Message::Close { in_order: true }) => return Err(error),
                 Ok(Message::Close { in_order: false }) | Err(_) => return Ok(()),
@@ -191,10 +185,7 @@ impl<H: Clone> Driver<H> {
                 hyper,
                 blob,
             } => {
-                self.asked = match request {
-                    Request::Finish { .. } => Asked::Finish,
-                    _ => Asked::Other,
-                };
+                self.asked = true;
                 self.blobs.extend(blob);
                 if let Some(hyper) = hyper {
                     self.steps += 1;
@@ -329,18 +320,13 @@ impl<H: Clone> Driver<H> {
                 session.begin_commit(blob).map_err(client("committing"))
             }
             Action::Done => {
+                self.asked = false;
                 let io = self.io;
-                if std::mem::replace(&mut self.asked, Asked::Nothing) == Asked::Finish {
-                    self.io = StepIo {
-                        generation: io.generation,
-                        ..StepIo::default()
-                    };
-                }
                 self.reply(Reply::Done { io });
                 Ok(())
             }
             Action::Refused { asked, announced } => {
-                self.asked = Asked::Nothing;
+                self.asked = false;
                 self.reply(Reply::Failed(SwapperError::OutOfOrder { asked, announced }));
                 Ok(())
             }

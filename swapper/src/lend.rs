@@ -45,7 +45,7 @@ pub(crate) enum Message<H> {
 pub(crate) enum Reply {
     /// The next range of the unit that was asked for.
     Lend(Lent),
-    /// The request is served. `io` counts since the request before that finished a step.
+    /// The request is served. `io` counts since the start.
     Done { io: StepIo },
     /// Nothing more will be served.
     Failed(SwapperError),

@@ -301,7 +301,7 @@ pub struct DeviceRates {
     pub write_bytes_per_s: u64,
 }
 
-/// What moved since the call before.
+/// What moved since the step before was finished, a drain between them included; since `initialize` for the first step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepIo {
     /// From devices.
@@ -318,6 +318,21 @@ pub struct StepIo {
     pub waited_ns: u64,
     /// Time the optimizer ran.
     pub update_ns: u64,
+}
+
+impl StepIo {
+    /// What came after `before` was counted.
+    pub(crate) fn since(&self, before: &Self) -> Self {
+        Self {
+            read_bytes: self.read_bytes - before.read_bytes,
+            written_bytes: self.written_bytes - before.written_bytes,
+            read_count: self.read_count - before.read_count,
+            written_count: self.written_count - before.written_count,
+            generation: self.generation,
+            waited_ns: self.waited_ns - before.waited_ns,
+            update_ns: self.update_ns - before.update_ns,
+        }
+    }
 }
 
 /// How long operations may be in flight without one completing: drives retry for half a minute before they give up.

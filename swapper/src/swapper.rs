@@ -76,6 +76,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     uncommitted_count: u64,
     blob: Vec<u8>,
     waited: Duration,
+    /// All that moved before the present step.
+    counted: StepIo,
     stopped: bool,
 }
 
@@ -103,6 +105,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             uncommitted_count: 0,
             blob: opened.resumed.clone().unwrap_or_default(),
             waited: Duration::ZERO,
+            counted: StepIo::default(),
             stopped: false,
         };
         Ok((swapper, opened))
@@ -139,7 +142,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 );
             })?;
         }
-        self.settle(Vec::new(), None)?;
+        self.counted = self.settle(Vec::new(), None)?;
         self.initialized = true;
         self.uncommitted_count = 0;
         self.pending.clear();
@@ -289,8 +292,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             self.uncommitted_count = 0;
         }
         self.pending = updated;
-        let waited_ns = std::mem::take(&mut self.waited).as_nanos() as u64;
-        Ok(StepIo { waited_ns, ..io })
+        let before = std::mem::replace(&mut self.counted, io);
+        Ok(io.since(&before))
     }
 
     /// The program with the `pending` units' updates where this schedule has them.
@@ -302,11 +305,10 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Follows `ops` to their end, with nothing pending and every commit acknowledged.
-    fn settle(&mut self, ops: Vec<Op>, blob: Option<Vec<u8>>) -> Result<(), SwapperError> {
+    fn settle(&mut self, ops: Vec<Op>, blob: Option<Vec<u8>>) -> Result<StepIo, SwapperError> {
         self.request(Request::Drain { ops }, None, blob, &mut |lent| {
             panic!("a drain lends nothing, not range {}", lent.range)
         })
-        .map(drop)
     }
 
     fn serve(&mut self, op: Op, use_it: &mut dyn FnMut(&mut Lent)) -> Result<(), SwapperError> {
@@ -336,7 +338,10 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                     use_it(&mut lent);
                     self.send(Message::Returned(lent))?;
                 }
-                Ok(Reply::Done { io }) => return Ok(io),
+                Ok(Reply::Done { io }) => {
+                    let waited_ns = self.waited.as_nanos() as u64;
+                    return Ok(StepIo { waited_ns, ..io });
+                }
                 Ok(Reply::Failed(error)) => {
                     // A request out of order was refused and nothing happened; all else is final.
                     self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
