@@ -378,3 +378,79 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
         daemon.child.wait().unwrap();
     }
 }
+
+#[test]
+fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
+    if std::process::Command::new("strace")
+        .arg("-V")
+        .output()
+        .is_err()
+    {
+        println!("skipped: there is no strace to refuse with");
+        return;
+    }
+    let store = Store::new(1, "psync");
+    let under = |inject: &str, file: &std::path::Path, arguments: &[&std::ffi::OsStr]| {
+        let call = inject.split(':').next().unwrap();
+        std::process::Command::new("strace")
+            .args(["-f", "-qq", "-o", "/dev/null", "-e"])
+            .arg(format!("trace={call}"))
+            .arg("-e")
+            .arg(format!("inject={inject}"))
+            .arg("-P")
+            .arg(file)
+            .arg(env!("CARGO_BIN_EXE_offloadd"))
+            .args(arguments)
+            .output()
+            .unwrap()
+    };
+    let new = store.folder.path().join("new");
+    let format = [
+        "format".as_ref(),
+        new.as_os_str(),
+        "--size".as_ref(),
+        "9MiB".as_ref(),
+    ];
+    let full = under("fallocate:error=ENOSPC", &new, &format);
+    assert!(!full.status.success());
+    assert!(
+        words(&full).contains("9437184 bytes asked for, "),
+        "{}",
+        words(&full)
+    );
+    assert!(!new.exists());
+    let broken = under("fdatasync:error=EIO", &new, &format);
+    assert!(
+        !broken.status.success(),
+        "a store that was not flushed is none"
+    );
+    assert!(
+        words(&broken).contains(&new.display().to_string()),
+        "{}",
+        words(&broken)
+    );
+    assert!(!new.exists());
+    // As FUSE and some network file systems answer.
+    let filled = under("fallocate:error=EOPNOTSUPP", &new, &format);
+    assert!(filled.status.success(), "{}", words(&filled));
+    let found = std::fs::metadata(&new).unwrap();
+    assert_eq!(found.len(), 9 << 20);
+    assert!(found.blocks() * 512 >= 9 << 20, "it has holes");
+
+    let serve = [
+        "serve".as_ref(),
+        "--config".as_ref(),
+        store.config.as_os_str(),
+    ];
+    let unreadable = words(&under("pread64:error=EIO", &store.devices[0], &serve));
+    let device = store.devices[0].display();
+    assert!(
+        unreadable.contains(&format!("device {device}: reading its first block: ")),
+        "{unreadable}"
+    );
+    let no_lock = words(&under("flock:error=ENOLCK", &store.devices[0], &serve));
+    assert!(
+        no_lock.contains(&format!("device {device}: locking it: ")),
+        "{no_lock}"
+    );
+}

@@ -318,6 +318,121 @@ fn a_stop_ends_sessions_and_says_so_to_those_who_wait() {
     assert_eq!(fault.kind, FaultKind::Stopping);
 }
 
+/// Makes calls on `device` fail in a running daemon; ends when dropped.
+struct Refusing(std::process::Child);
+
+impl Refusing {
+    /// `None` without strace, or where attaching is forbidden.
+    fn attach(pid: u32, inject: &str, device: &std::path::Path) -> Option<Self> {
+        let call = inject.split(':').next().unwrap();
+        let mut strace = Command::new("strace")
+            .args(["-f", "-o", "/dev/null", "-p", &pid.to_string(), "-P"])
+            .arg(device)
+            .args(["-e", &format!("trace={call}")])
+            .args(["-e", &format!("inject={inject}")])
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .ok()?;
+        let mut told = String::new();
+        BufReader::new(strace.stderr.as_mut().unwrap())
+            .read_line(&mut told)
+            .unwrap();
+        let attached = told.contains("attached");
+        let refusing = Self(strace);
+        // The first line tells of the whole process or of its first thread.
+        std::thread::sleep(Duration::from_millis(300));
+        attached.then_some(refusing)
+    }
+}
+
+impl Drop for Refusing {
+    fn drop(&mut self) {
+        // Killed outright it would leave the daemon stopped.
+        let pid = rustix::process::Pid::from_child(&self.0);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
+    let store = Store::new(1, "psync");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 3);
+    fill_tiles(&mut session, 3, working, 10);
+    let working = session.commit(&mut control, working, b"one");
+    let refusing = |daemon: &crate::common::Daemon, inject: &str| {
+        Refusing::attach(daemon.child.id(), inject, &store.devices[0])
+    };
+
+    let bytes = [99; 4096];
+    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    session.write_slot(place.offset, &bytes);
+    for (inject, fault, errno) in [
+        ("pwrite64:error=EIO", FaultKind::Io, 5),
+        ("pwrite64:error=ENOSPC", FaultKind::NoSpace, 28),
+        ("pwrite64:retval=512", FaultKind::Short, 0),
+    ] {
+        let Some(_refusing) = refusing(&daemon, inject) else {
+            println!("skipped: strace cannot attach here");
+            return;
+        };
+        session.submit(swap_out(0, 1, working, &bytes));
+        let cqe = session.complete();
+        assert_eq!(
+            FaultKind::from_number(cqe.fault),
+            Some(fault),
+            "{inject}: {cqe:?}"
+        );
+        assert_eq!(
+            (cqe.errno, cqe.device, cqe.asked_bytes),
+            (errno, 0, 4096),
+            "{cqe:?}"
+        );
+        assert!(cqe.offset > 0, "it says where");
+    }
+    // A write that failed is not written: what it would have replaced must not be committed in its place.
+    let token = session.token.clone();
+    let commit = |control: &mut Control| {
+        control.commit(proto::CommitRequest {
+            token: token.clone(),
+            generation: working,
+            blob: b"two".to_vec(),
+        })
+    };
+    assert!(commit(&mut control).is_err());
+    session.submit(swap_out(0, 1, working, &bytes));
+    assert_eq!(session.complete().fault, 0, "the device is well again");
+    let flushing = refusing(&daemon, "fdatasync:error=EIO");
+    let fault = commit(&mut control).unwrap_err();
+    drop(flushing);
+    assert!(
+        fault
+            .message
+            .contains(&store.devices[0].display().to_string()),
+        "{fault}"
+    );
+    // What a failed flush lost nobody knows: a later one that works proves nothing.
+    let again = commit(&mut control).unwrap_err();
+    assert_eq!(again.kind, FaultKind::Poisoned, "{again}");
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let newest = reply.job.as_ref().unwrap().generations.last().unwrap();
+    assert_eq!(
+        (newest.generation, &newest.blobs[0].blob[..]),
+        (1, &b"one"[..])
+    );
+    let mut session = Session::attach(&reply).unwrap();
+    session.resume(&mut control, 1);
+    expect_tiles(&mut session, 3, 10);
+}
+
 const HOLDER: &str = "OFFLOADD_TEST_HOLDER";
 
 #[test]
