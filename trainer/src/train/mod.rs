@@ -64,6 +64,10 @@ pub enum TrainError {
         devices: String,
         job: String,
     },
+    #[error(
+        "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
+    )]
+    InPlace(SwapperError),
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
 }

@@ -165,8 +165,12 @@ impl Prepared {
         let mut plan = self.plan.clone();
         let daemon = self.connect(&mut plan, &folder)?;
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
-        let (swapper, opened) =
-            Swapper::open(plan.swapper.clone(), Update::new(plan.master, &plan.units))?;
+        let update = Update::new(plan.master, &plan.units);
+        let opened = Swapper::open(plan.swapper.clone(), update);
+        let (swapper, opened) = match self.settings.offload.durability {
+            Durability::Full => opened?,
+            Durability::None => opened.map_err(TrainError::InPlace)?,
+        };
         let state = RunState::new(
             self.settings.train.seed,
             trained_with(&self.settings, plan.text_bytes),

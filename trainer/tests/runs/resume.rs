@@ -26,6 +26,58 @@ fn ten_steps_on_a_store_are_five_and_five_more() {
 }
 
 #[test]
+fn tiles_spread_over_several_folders_come_back() {
+    let lab = Lab::new();
+    let whole = lab.run("whole", &[]);
+    whole.train();
+    let other = lab.path("other");
+    std::fs::create_dir(&other).unwrap();
+    let both = format!(
+        "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = [\"{}\", \"{}\"]}}",
+        lab.path("drive").display(),
+        other.display()
+    );
+    let parts = |extra: &[&str]| lab.run("parts", &[&both]).with(extra);
+    parts(&["train.stop_after=3"]).train();
+    let files =
+        [lab.path("drive"), other.clone()].map(|folder| std::fs::read_dir(folder).unwrap().count());
+    assert_eq!(files, [1, 1], "a device file in each folder");
+    parts(&[]).train();
+    assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
+    assert_eq!(whole.digest(), parts(&[]).digest());
+    std::fs::remove_dir_all(&other).unwrap();
+    let text = parts(&[]).refused();
+    assert!(text.contains("other does not exist"), "{text}");
+}
+
+#[test]
+fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
+    let lab = Lab::new();
+    let whole = lab.run("whole", &["train.steps=40"]);
+    whole.train();
+    let sets = ["train.steps=40", "offload.durability=none"];
+    let run = |extra: &[&str]| lab.run("in-place", &sets).with(extra).with(&lab.nvme());
+    run(&["train.stop_after=3"]).train();
+    assert!(
+        run(&["train.stop_after=6"])
+            .train()
+            .contains("resumed at step 3")
+    );
+    assert_eq!(whole.bits("loss")[..6], run(&[]).bits("loss"));
+    // Between commits: right after one the store is whole, whatever comes.
+    kill_after(&run(&["offload.commit_every=0"]), 3, Duration::ZERO);
+    let text = run(&[]).refused();
+    assert!(
+        text.contains("did not end in order") && text.contains("--fresh"),
+        "{text}"
+    );
+    let mut fresh = run(&[]).command("train");
+    fresh.arg("--fresh");
+    crate::lab::succeed(fresh);
+    assert_eq!(whole.digest(), run(&[]).digest());
+}
+
+#[test]
 fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     use std::os::unix::process::CommandExt;
     let lab = Lab::new();
