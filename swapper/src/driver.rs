@@ -241,7 +241,6 @@ impl<H: Clone> Driver<H> {
         if let Some(committed) = committed {
             let committed = committed.map_err(client("committing"))?;
             self.commit_begun = false;
-            self.moved_last = Instant::now();
             self.io.generation = committed.generation.0;
             self.event(Event::Committed)?;
         }
@@ -316,7 +315,6 @@ impl<H: Clone> Driver<H> {
                     panic!("a commit without a store");
                 };
                 self.commit_begun = true;
-                self.moved_last = Instant::now();
                 session.begin_commit(blob).map_err(client("committing"))
             }
             Action::Done => {
@@ -396,8 +394,9 @@ impl<H: Clone> Driver<H> {
         let _ = self.replies.send(reply);
     }
 
+    /// Tiles only: a commit waits for other ranks, and its call has a deadline of its own.
     fn check_stall(&self) -> Result<(), SwapperError> {
-        let inflight = self.inflight.len() + usize::from(self.commit_begun);
+        let inflight = self.inflight.len();
         if inflight > 0 && self.moved_last.elapsed() > self.stall_max {
             return Err(SwapperError::Stalled {
                 seconds: self.stall_max.as_secs(),

@@ -175,6 +175,46 @@ fn a_second_drain_commits_nothing() {
 }
 
 #[test]
+fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = start(folder.path());
+    let in_place = |daemon: &PrivateDaemon| {
+        let mut settings = settings(daemon, "in-place");
+        if let Backing::Store(store) = &mut settings.backing {
+            store.durability = Durability::None;
+        }
+        settings
+    };
+    let (mut swapper, ..) = toy::open(&in_place(&daemon)).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    swapper.drain().unwrap();
+    swapper.close().unwrap();
+    let (mut swapper, _, step) = toy::open(&in_place(&daemon)).unwrap();
+    assert_eq!(step, 1);
+    let found = toy::contents(&mut swapper).unwrap();
+    toy::assert_same(&found, &toy::reference(1), "written in place");
+
+    let pid = daemon.pid().to_string();
+    let dead = std::cell::Cell::new(false);
+    let failed = (2..1000).find_map(|step| {
+        let result = toy::train_step(&mut swapper, step);
+        if step == 3 && !dead.replace(true) {
+            let killed = Command::new("kill").args(["-9", &pid]).status();
+            assert!(killed.unwrap().success());
+        }
+        result.err()
+    });
+    assert!(failed.is_some());
+    drop(swapper);
+    drop(daemon);
+    daemon = start(folder.path());
+    let refused = Swapper::open(in_place(&daemon), toy::update);
+    let error = refused.map(drop).unwrap_err();
+    assert!(matches!(error, SwapperError::Client { .. }), "{error}");
+    assert!(error.to_string().contains("durability"), "{error}");
+}
+
+#[test]
 fn two_ranks_share_a_job_and_commit_together() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());
