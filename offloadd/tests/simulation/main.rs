@@ -7,6 +7,7 @@
 //! `OFFLOADD_SEED=n cargo test --test simulation` runs the one seed of a failure again.
 
 mod crashes;
+mod cuts;
 mod failures;
 mod format;
 mod removed;
