@@ -247,6 +247,14 @@ impl Device {
         self.bytes
     }
 
+    /// Whether parts of the file have no space on its file system yet, so that a write may find it full. (A file system that
+    /// compresses says so of every file.)
+    pub fn has_holes(&self) -> bool {
+        self.file
+            .metadata()
+            .is_ok_and(|found| found.is_file() && found.blocks() * 512 < found.len())
+    }
+
     /// For an engine. Closing the last copy gives the lock back.
     pub fn file(&self) -> &Arc<File> {
         &self.file

@@ -57,6 +57,13 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     // Locked before the first byte is read: a predecessor's last writes may still be under way.
     let devices = open_all(&config.devices)?;
+    for device in devices.iter().filter(|device| device.has_holes()) {
+        tracing::warn!(
+            "device {} has holes: its space is not reserved, and a full file system would fail writes. Was it copied? `cp \
+             --sparse=never` fills them",
+            device.path()
+        );
+    }
     let store = recover::open(&mut DeviceBlocks(&devices))?;
     for note in &store.notes {
         tracing::warn!("{note}");
