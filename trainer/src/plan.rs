@@ -1,7 +1,7 @@
 //! What a run will take, known before anything is touched: bytes of host memory and devices, bytes a step moves.
 //!
 //! ```text
-//!   host     resident tiles | staging slots | gradients | unit buffers | activations | text
+//!   host     resident tiles | staging slots | gradients | unit buffers | activations | computing | text
 //!   device   two extents a tile (one with durability none) and the store's own records
 //! ```
 
@@ -13,7 +13,7 @@ use swapper::{
     TileBytes, UnitShape,
 };
 
-use crate::compute::Dtype;
+use crate::compute::{Dtype, working_bytes};
 use crate::config::{Durability, RunSettings, Schedule};
 use crate::model::{UnitLayout, unit_layouts};
 use crate::store::Gib;
@@ -53,6 +53,8 @@ pub struct Plan {
     pub unit_buffer_bytes: u64,
     /// Unit inputs of all micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
+    /// Most that computing one unit takes on top.
+    pub working_bytes: u64,
     pub text_bytes: u64,
     params_count: u64,
 }
@@ -87,6 +89,13 @@ impl Plan {
                 * batch.tokens()
                 * settings.model.hidden_size as u64
                 * elem_bytes,
+            working_bytes: working_bytes(
+                &settings.model,
+                settings.dtype,
+                batch.micro_batch,
+                batch.seq_len,
+                batch.micro_batches,
+            ),
             text_bytes,
             params_count: settings.model.params_count() as u64,
             swapper,
@@ -97,7 +106,11 @@ impl Plan {
 
     /// All host memory.
     pub fn host_bytes(&self) -> u64 {
-        self.memory.host_bytes() + self.unit_buffer_bytes + self.activation_bytes + self.text_bytes
+        self.memory.host_bytes()
+            + self.unit_buffer_bytes
+            + self.activation_bytes
+            + self.working_bytes
+            + self.text_bytes
     }
 
     /// Room on devices, all together; 0 without a store.
@@ -147,13 +160,14 @@ impl fmt::Display for Plan {
         )?;
         writeln!(
             f,
-            "host      {}: resident tiles {}, staging {}, gradients {}, unit buffers {}, activations {}, text {}",
+            "host      {}: resident tiles {}, staging {}, gradients {}, unit buffers {}, activations {}, computing {}, text {}",
             Gib(self.host_bytes()),
             Gib(memory.resident_bytes()),
             Gib(memory.staging_bytes()),
             Gib(memory.grad_bytes()),
             Gib(self.unit_buffer_bytes),
             Gib(self.activation_bytes),
+            Gib(self.working_bytes),
             Gib(self.text_bytes)
         )?;
         if self.device_bytes() == 0 {

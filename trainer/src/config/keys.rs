@@ -374,7 +374,8 @@ fn nearest(path: &str, used: &[String]) -> Option<String> {
         .map(|(_, known)| known.to_owned())
 }
 
-fn join(prefix: &str, key: &str) -> String {
+/// The path of `key` in the table `prefix`.
+pub(super) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() {
         key.to_owned()
     } else {

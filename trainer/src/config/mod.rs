@@ -146,11 +146,7 @@ fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
 fn drop_auto(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
     let Value::Object(table) = tree else { return };
     table.retain(|key, value| {
-        let path = if prefix.is_empty() {
-            key.clone()
-        } else {
-            format!("{prefix}.{key}")
-        };
+        let path = keys::join(prefix, key);
         // Our own tables have a setting whose word for this is "auto" as well: it keeps its meaning.
         let auto = value.as_str() == Some("auto") && !path.starts_with("offload.");
         if auto {

@@ -32,21 +32,11 @@ impl RunSettings {
     /// Every resolved setting as `key = value`, one a line.
     pub fn lines(&self) -> Vec<String> {
         fn walk(path: &str, value: &serde_json::Value, lines: &mut Vec<String>) {
-            match value {
-                serde_json::Value::Object(table) => {
-                    for (key, value) in table {
-                        walk(
-                            &if path.is_empty() {
-                                key.clone()
-                            } else {
-                                format!("{path}.{key}")
-                            },
-                            value,
-                            lines,
-                        );
-                    }
-                }
-                value => lines.push(format!("{path} = {value}")),
+            let serde_json::Value::Object(table) = value else {
+                return lines.push(format!("{path} = {value}"));
+            };
+            for (key, value) in table {
+                walk(&super::keys::join(path, key), value, lines);
             }
         }
         let mut lines = Vec::new();

@@ -46,6 +46,8 @@ pub enum TrainError {
     State(#[from] StateError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error("WORLD_SIZE is {0}: this trainer is one process, start it without torchrun")]
+    WorldSize(String),
     #[error("cannot take over SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
     #[error("cannot start {count} threads for the optimizer: {message}")]
@@ -77,6 +79,11 @@ pub enum TrainError {
 /// # Errors
 /// Whatever refused the run or ended it. What was committed or saved before stays.
 pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
+    if let Ok(ranks) = std::env::var("WORLD_SIZE")
+        && ranks != "1"
+    {
+        return Err(TrainError::WorldSize(ranks));
+    }
     let stop = Stop::register().map_err(TrainError::Signals)?;
     let data = Data::open(
         &settings.data,
