@@ -179,7 +179,11 @@ fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut daemon = start(folder.path());
     let in_place = |daemon: &PrivateDaemon| {
-        let mut settings = settings(daemon, "in-place");
+        // Commits at drains only, so that a crash while training is a crash between commits.
+        let mut settings = SwapperSettings {
+            commit_every: 0,
+            ..settings(daemon, "in-place")
+        };
         if let Backing::Store(store) = &mut settings.backing {
             store.durability = Durability::None;
         }
