@@ -26,30 +26,28 @@ use offload_api::handoff;
 use offload_api::ids::Epoch;
 use offload_api::ring::entry::Sqe;
 use rustix::event::Timespec;
-use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::core::{Action, Buffer, CallId, Core, Event, IoResult, Limits, Reply, SessionId};
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 
+mod attach;
 mod inbox;
 mod keeper;
 mod session;
+mod source;
 
+use attach::Hello;
 pub use inbox::DriverHandle;
 use inbox::{Inbox, Message, stopping};
 use keeper::{Keeper, Made};
 use session::{Session, State};
+use source::Source;
 
 /// How long a new session may wait for its process to fetch the descriptors.
 const ATTACH_WAIT: Duration = Duration::from_secs(10);
-
-/// How long a connection to the descriptor socket may stay without a word.
-const HELLO_WAIT: Duration = Duration::from_secs(2);
-
-/// Connections to the descriptor socket that have not said who they are.
-const HELLOS_MAX: usize = 64;
 
 /// How soon a connection that could not be accepted is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -159,56 +157,6 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
         engine_reason,
         thread,
     })
-}
-
-/// What epoll reports, packed into the 64 bits it keeps: kind above, number below.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Source {
-    Inbox,
-    Engine,
-    Listener,
-    Hello(u64),
-    Doorbell(SessionId),
-    LifeLine(SessionId),
-}
-
-const NUMBER_BITS: u32 = 56;
-
-impl Source {
-    fn pack(self) -> EventData {
-        let (kind, number) = match self {
-            Self::Inbox => (0, 0),
-            Self::Engine => (1, 0),
-            Self::Listener => (2, 0),
-            Self::Hello(key) => (3, key),
-            Self::Doorbell(session) => (4, session.0),
-            Self::LifeLine(session) => (5, session.0),
-        };
-        assert!(number >> NUMBER_BITS == 0, "numbers are counted from 0");
-        EventData::new_u64(kind << NUMBER_BITS | number)
-    }
-
-    fn unpack(data: EventData) -> Self {
-        let number = data.u64() & ((1 << NUMBER_BITS) - 1);
-        match data.u64() >> NUMBER_BITS {
-            0 => Self::Inbox,
-            1 => Self::Engine,
-            2 => Self::Listener,
-            3 => Self::Hello(number),
-            4 => Self::Doorbell(SessionId(number)),
-            5 => Self::LifeLine(SessionId(number)),
-            kind => unreachable!("epoll gave back kind {kind}, which was never packed"),
-        }
-    }
-}
-
-/// A connection to the descriptor socket that has not shown its token.
-#[derive(Debug)]
-struct Hello {
-    socket: OwnedFd,
-    uid: u32,
-    pid: Option<rustix::process::Pid>,
-    deadline: Instant,
 }
 
 struct Driver {
@@ -600,136 +548,6 @@ impl Driver {
                 self.keeper.free(made);
                 self.sessions.remove(&id);
             }
-        }
-    }
-
-    /// Takes the connections that wait, as long as there is room: one that does not speak makes room within HELLO_WAIT.
-    fn accept(&mut self) {
-        while self.hellos.len() < HELLOS_MAX && self.stop_deadline.is_none() {
-            let (socket, peer) = match handoff::accept(&self.listener) {
-                Ok(Some(connection)) => connection,
-                Ok(None) => {
-                    self.accept_again = false;
-                    return;
-                }
-                Err(error) => {
-                    // Out of descriptors, mostly. The next turn tries again.
-                    tracing::error!(%error, "cannot accept on the descriptor socket");
-                    return;
-                }
-            };
-            let key = self.hellos_made;
-            self.hellos_made += 1;
-            if let Err(error) = self.watch(&socket, Source::Hello(key), EventFlags::IN) {
-                tracing::error!(%error, "cannot watch a connection");
-                return;
-            }
-            let hello = Hello {
-                socket,
-                uid: peer.uid.as_raw(),
-                // 0 for a process of another pid namespace: then the socket alone must tell.
-                pid: rustix::process::Pid::from_raw(peer.pid.as_raw_pid()),
-                deadline: Instant::now() + HELLO_WAIT,
-            };
-            self.hellos.insert(key, hello);
-        }
-    }
-
-    fn hello(&mut self, key: u64) {
-        let Some(hello) = self.hellos.get(&key) else {
-            return;
-        };
-        let token = match handoff::read_hello(&hello.socket) {
-            Ok(None) => return,
-            Ok(Some(token)) => Ok(token),
-            Err(fault) => Err(fault),
-        };
-        let hello = self.hellos.remove(&key).expect("just seen");
-        let _ = epoll::delete(&self.epoll, &hello.socket);
-        let attached = token.and_then(|token| {
-            let found = self.sessions.iter().find(|(_, s)| s.token == token);
-            let (id, session) = found.ok_or_else(|| {
-                let what = "no session has this token: it was never given, or came too late";
-                Fault::new(FaultKind::NotFound, what)
-            })?;
-            if session.peer.uid != hello.uid {
-                let what = format!(
-                    "the session belongs to uid {}, you are uid {}",
-                    session.peer.uid, hello.uid
-                );
-                return Err(Fault::new(FaultKind::Denied, what));
-            }
-            let State::Offered { made, .. } = &session.state else {
-                let what =
-                    "the session's descriptors were handed out already, or are not there yet";
-                return Err(Fault::new(FaultKind::Busy, what));
-            };
-            handoff::send(&hello.socket, Session::offered(made)).map_err(|error| {
-                let what = format!("handing out descriptors: {error}");
-                Fault::new(FaultKind::Protocol, what)
-            })?;
-            Ok(*id)
-        });
-        match attached {
-            Ok(id) => self.attach(id, hello),
-            Err(fault) => {
-                tracing::warn!(uid = hello.uid, %fault, "refused descriptors");
-                handoff::refuse(&hello.socket, &fault);
-            }
-        }
-    }
-
-    fn attach(&mut self, id: SessionId, hello: Hello) {
-        let session = self.sessions.get_mut(&id).expect("just seen");
-        let State::Offered { made, .. } = std::mem::replace(&mut session.state, State::Dropped)
-        else {
-            unreachable!("just seen");
-        };
-        let process = hello.pid.and_then(|pid| {
-            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
-        });
-        // Edges: each ring of the bell is one, and nothing needs to be read.
-        let edge = EventFlags::IN | EventFlags::ET;
-        let doorbell = self.watch(&made.submission_doorbell, Source::Doorbell(id), edge);
-        let line = self.watch(&hello.socket, Source::LifeLine(id), EventFlags::IN);
-        let watched = doorbell.and(line).and_then(|()| match &process {
-            Some(process) => self.watch(process, Source::LifeLine(id), EventFlags::IN),
-            None => Ok(()),
-        });
-        let session = self.sessions.get_mut(&id).expect("just seen");
-        session.state = State::Attached {
-            made,
-            life_line: hello.socket,
-            process,
-        };
-        self.events.push_back(Event::Attached { session: id });
-        if let Err(error) = watched {
-            self.gone(id, &error.to_string());
-            return;
-        }
-        // What was submitted before the bell was watched.
-        self.busy.push_back(id);
-    }
-
-    /// Closes what waited too long.
-    fn expire(&mut self) {
-        let now = Instant::now();
-        let epoll = &self.epoll;
-        self.hellos.retain(|_, hello| {
-            let keep = hello.deadline > now;
-            if !keep {
-                let _ = epoll::delete(epoll, &hello.socket);
-            }
-            keep
-        });
-        let late: Vec<_> = self
-            .sessions
-            .iter()
-            .filter(|(_, s)| matches!(s.state, State::Offered { deadline, .. } if deadline <= now))
-            .map(|(id, _)| *id)
-            .collect();
-        for id in late {
-            self.gone(id, "its process never came for its descriptors");
         }
     }
 

@@ -1,0 +1,161 @@
+//! The descriptor socket: connections say whose they are within a time, get their session's descriptors once, and become
+//! its life line.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::handoff;
+use rustix::event::epoll::{self, EventFlags};
+
+use super::Driver;
+use super::session::{Session, State};
+use super::source::Source;
+use crate::core::{Event, SessionId};
+
+/// How long a connection to the descriptor socket may stay without a word.
+const HELLO_WAIT: Duration = Duration::from_secs(2);
+
+/// Connections to the descriptor socket that have not said who they are.
+const HELLOS_MAX: usize = 64;
+
+/// A connection to the descriptor socket that has not shown its token.
+#[derive(Debug)]
+pub(super) struct Hello {
+    socket: OwnedFd,
+    uid: u32,
+    pid: Option<rustix::process::Pid>,
+    pub(super) deadline: Instant,
+}
+
+impl Driver {
+    /// Takes the connections that wait, as long as there is room: one that does not speak makes room within HELLO_WAIT.
+    pub(super) fn accept(&mut self) {
+        while self.hellos.len() < HELLOS_MAX && self.stop_deadline.is_none() {
+            let (socket, peer) = match handoff::accept(&self.listener) {
+                Ok(Some(connection)) => connection,
+                Ok(None) => {
+                    self.accept_again = false;
+                    return;
+                }
+                Err(error) => {
+                    // Out of descriptors, mostly. The next turn tries again.
+                    tracing::error!(%error, "cannot accept on the descriptor socket");
+                    return;
+                }
+            };
+            let key = self.hellos_made;
+            self.hellos_made += 1;
+            if let Err(error) = self.watch(&socket, Source::Hello(key), EventFlags::IN) {
+                tracing::error!(%error, "cannot watch a connection");
+                return;
+            }
+            let hello = Hello {
+                socket,
+                uid: peer.uid.as_raw(),
+                // 0 for a process of another pid namespace: then the socket alone must tell.
+                pid: rustix::process::Pid::from_raw(peer.pid.as_raw_pid()),
+                deadline: Instant::now() + HELLO_WAIT,
+            };
+            self.hellos.insert(key, hello);
+        }
+    }
+
+    pub(super) fn hello(&mut self, key: u64) {
+        let Some(hello) = self.hellos.get(&key) else {
+            return;
+        };
+        let token = match handoff::read_hello(&hello.socket) {
+            Ok(None) => return,
+            Ok(Some(token)) => Ok(token),
+            Err(fault) => Err(fault),
+        };
+        let hello = self.hellos.remove(&key).expect("just seen");
+        let _ = epoll::delete(&self.epoll, &hello.socket);
+        let attached = token.and_then(|token| {
+            let found = self.sessions.iter().find(|(_, s)| s.token == token);
+            let (id, session) = found.ok_or_else(|| {
+                let what = "no session has this token: it was never given, or came too late";
+                Fault::new(FaultKind::NotFound, what)
+            })?;
+            if session.peer.uid != hello.uid {
+                let what = format!(
+                    "the session belongs to uid {}, you are uid {}",
+                    session.peer.uid, hello.uid
+                );
+                return Err(Fault::new(FaultKind::Denied, what));
+            }
+            let State::Offered { made, .. } = &session.state else {
+                let what =
+                    "the session's descriptors were handed out already, or are not there yet";
+                return Err(Fault::new(FaultKind::Busy, what));
+            };
+            handoff::send(&hello.socket, Session::offered(made)).map_err(|error| {
+                let what = format!("handing out descriptors: {error}");
+                Fault::new(FaultKind::Protocol, what)
+            })?;
+            Ok(*id)
+        });
+        match attached {
+            Ok(id) => self.attach(id, hello),
+            Err(fault) => {
+                tracing::warn!(uid = hello.uid, %fault, "refused descriptors");
+                handoff::refuse(&hello.socket, &fault);
+            }
+        }
+    }
+
+    fn attach(&mut self, id: SessionId, hello: Hello) {
+        let session = self.sessions.get_mut(&id).expect("just seen");
+        let State::Offered { made, .. } = std::mem::replace(&mut session.state, State::Dropped)
+        else {
+            unreachable!("just seen");
+        };
+        let process = hello.pid.and_then(|pid| {
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+        });
+        // Edges: each ring of the bell is one, and nothing needs to be read.
+        let edge = EventFlags::IN | EventFlags::ET;
+        let doorbell = self.watch(&made.submission_doorbell, Source::Doorbell(id), edge);
+        let line = self.watch(&hello.socket, Source::LifeLine(id), EventFlags::IN);
+        let watched = doorbell.and(line).and_then(|()| match &process {
+            Some(process) => self.watch(process, Source::LifeLine(id), EventFlags::IN),
+            None => Ok(()),
+        });
+        let session = self.sessions.get_mut(&id).expect("just seen");
+        session.state = State::Attached {
+            made,
+            life_line: hello.socket,
+            process,
+        };
+        self.events.push_back(Event::Attached { session: id });
+        if let Err(error) = watched {
+            self.gone(id, &error.to_string());
+            return;
+        }
+        // What was submitted before the bell was watched.
+        self.busy.push_back(id);
+    }
+
+    /// Closes what waited too long.
+    pub(super) fn expire(&mut self) {
+        let now = Instant::now();
+        let epoll = &self.epoll;
+        self.hellos.retain(|_, hello| {
+            let keep = hello.deadline > now;
+            if !keep {
+                let _ = epoll::delete(epoll, &hello.socket);
+            }
+            keep
+        });
+        let late: Vec<_> = self
+            .sessions
+            .iter()
+            .filter(|(_, s)| matches!(s.state, State::Offered { deadline, .. } if deadline <= now))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in late {
+            self.gone(id, "its process never came for its descriptors");
+        }
+    }
+}
