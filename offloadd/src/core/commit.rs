@@ -16,7 +16,8 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation, Rank};
 use offload_api::removable::{Mechanism, removed};
 
-use super::job::{JobKey, blob_room_ranks, poison};
+use super::job::{JobKey, blob_room_ranks};
+use super::members::poison;
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, SessionId, next, refuse};
 use crate::store::manifest::{Mark, Marked, Record, SlotContent};

@@ -6,7 +6,8 @@ use offload_api::ids::{DeviceIndex, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::entry::{Cqe, Request, Sqe, Verb};
 
-use super::job::{Activity, JobKey, poison};
+use super::job::{Activity, JobKey};
+use super::members::poison;
 use super::script::{Failed, Purpose, ScriptId, Step};
 use super::session::Stage;
 use super::{Action, Buffer, Core, IoId, IoOp, IoResult, SessionId, errno_kind};

@@ -1,19 +1,16 @@
-//! A job in memory: its tiles, its members, and where it goes on from.
+//! A job in memory: its tiles, its members, its definition.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, Generation, Rank, TileIndex};
-use offload_api::removable::{Mechanism, removed};
+use offload_api::ids::{Generation, Rank, TileIndex};
 
 use super::catalog_queue::Work;
 use super::commit::Round;
 use super::io::ParkedWrite;
-use super::script::{Failed, Purpose, ScriptId, Step};
-use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply, SessionId, next, refuse};
-use crate::blocks::AlignedBytes;
-use crate::store::BLOCK;
+use super::script::ScriptId;
+use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply, SessionId};
 use crate::store::catalog::Entry;
 use crate::store::definition::{Durability, JobDefinition, JobName};
 use crate::store::manifest::{
@@ -138,7 +135,7 @@ impl Stored {
         &mut self.slots[Record::slot(generation)]
     }
 
-    fn clean(&self) -> bool {
+    pub(super) fn clean(&self) -> bool {
         let newest = self.newest_marked();
         newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting))
     }
@@ -154,45 +151,6 @@ impl Stored {
             generations: resumable(&self.slots).into_iter().map(generation).collect(),
             clean: self.clean(),
         }
-    }
-
-    /// Whether `generation` can be gone on from.
-    fn check_resume(&self, name: &JobName, generation: Generation) -> Result<(), Fault> {
-        if !self.clean() {
-            return Err(Fault::new(
-                FaultKind::Unclean,
-                format!(
-                    "job {name} has durability none: its tiles are written in place, and it did not end in order, so they are of no one generation. Drop the job and start again, or use durability committed"
-                ),
-            ));
-        }
-        let list = resumable(&self.slots);
-        let newest_unconfirmed = list.last().is_some_and(|marked| !marked.confirmed());
-        let numbers: Vec<u64> = list.iter().map(|m| m.record.generation.0).collect();
-        let known = match generation.0 {
-            // From nothing: there is nothing, or only a first generation that other nodes do not have.
-            0 => numbers.is_empty() || (numbers == [1] && newest_unconfirmed),
-            _ => numbers.contains(&generation.0),
-        };
-        if !known {
-            return Err(Fault::new(
-                FaultKind::WrongGeneration,
-                format!(
-                    "job {name} cannot go on from generation {generation}: the store has {numbers:?} (drop the job to start from nothing)"
-                ),
-            ));
-        }
-        let in_place = self.durability() == Durability::None;
-        if in_place && generation.0 > 0 && generation != self.newest() {
-            return Err(Fault::new(
-                FaultKind::Unclean,
-                format!(
-                    "job {name} has durability none: generation {generation} was written over by {}",
-                    self.newest()
-                ),
-            ));
-        }
-        Ok(())
     }
 }
 
@@ -362,188 +320,6 @@ impl Core {
         Ok(stored)
     }
 
-    pub(super) fn resume(
-        &mut self,
-        call: CallId,
-        session: SessionId,
-        generation: Generation,
-        actions: &mut Vec<Action>,
-    ) -> Result<Option<Reply>, Fault> {
-        let key = self.sessions[&session].key.clone();
-        let already = self.sessions[&session].resumed;
-        let job = self.jobs.get_mut(&key).expect("a session's job");
-        if let Some(fault) = job.unusable() {
-            return Err(fault.clone());
-        }
-        let waits = (job.resume_waiters.iter()).any(|(_, waiter)| *waiter == session);
-        if already || waits {
-            return Err(Fault::new(
-                FaultKind::Invalid,
-                "the session has resumed already: open a new one to go back",
-            ));
-        }
-        let Some(stored) = &mut job.stored else {
-            return Err(Fault::new(
-                FaultKind::NotFound,
-                format!("job {} has no tiles yet: define them first", key.name),
-            ));
-        };
-        if let Some(chosen) = job.resumed {
-            if chosen != generation {
-                return Err(Fault::new(
-                    FaultKind::WrongGeneration,
-                    format!(
-                        "another rank of job {} goes on from generation {chosen}, this one wants {generation}",
-                        key.name
-                    ),
-                ));
-            }
-            job.resume_waiters.push((call, session));
-            if job.script.is_none() {
-                self.answer_resume(&key, &Ok(()), actions);
-            }
-            return Ok(None);
-        }
-        stored.check_resume(&key.name, generation)?;
-        let steps = give_up_steps(stored, generation);
-        job.resumed = Some(generation);
-        job.working = next(generation);
-        job.resume_waiters.push((call, session));
-        let purpose = Purpose::GiveUp { key, generation };
-        self.run_script(purpose, steps, actions);
-        Ok(None)
-    }
-
-    /// Later generations are gone for good, and the one chosen counts as confirmed.
-    pub(super) fn finish_give_up(
-        &mut self,
-        key: &JobKey,
-        generation: Generation,
-        result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
-    ) {
-        let job = self.jobs.get_mut(key).expect("a script's job");
-        let stored = job.stored.as_mut().expect("it resumes");
-        for slot in &mut stored.slots {
-            if is_given_up(slot, generation) {
-                *slot = match result {
-                    Ok(()) => SlotContent::Empty,
-                    Err(_) => SlotContent::Unknown,
-                };
-            }
-        }
-        let answer = match result {
-            Ok(()) => {
-                let mut versions = None;
-                if let (SlotContent::Sound(marked), true) =
-                    (stored.slot_of(generation), generation.0 > 0)
-                {
-                    if !marked.confirmed() {
-                        marked.mark = Some(Mark::Confirmed);
-                    }
-                    versions = Some(marked.record.versions.clone());
-                }
-                for (index, tile) in stored.tiles.iter_mut().enumerate() {
-                    tile.committed = versions.as_ref().and_then(|versions| versions[index]);
-                }
-                Ok(())
-            }
-            Err(failed) => {
-                let fault = poison(&key.name, "giving up later generations", &failed.fault);
-                job.poison = Some(fault.clone());
-                Err(fault)
-            }
-        };
-        self.answer_resume(key, &answer, actions);
-    }
-
-    fn answer_resume(
-        &mut self,
-        key: &JobKey,
-        answer: &Result<(), Fault>,
-        actions: &mut Vec<Action>,
-    ) {
-        let job = self.jobs.get_mut(key).expect("a session's job");
-        let working_generation = next(job.resumed.expect("it resumes"));
-        for (call, session) in std::mem::take(&mut job.resume_waiters) {
-            let reply = match answer {
-                Ok(()) => Ok(Reply::Resume { working_generation }),
-                Err(fault) => Err(fault.clone()),
-            };
-            if let (Ok(_), Some(session)) = (&reply, self.sessions.get_mut(&session)) {
-                session.resumed = true;
-            }
-            actions.push(Action::Reply { call, reply });
-        }
-    }
-
-    /// A member ended: what the job was about to make durable cannot be completed.
-    pub(super) fn lose_member(&mut self, id: SessionId, actions: &mut Vec<Action>) {
-        let session = &self.sessions[&id];
-        let (key, rank) = (session.key.clone(), session.rank);
-        let job = self.jobs.get_mut(&key).expect("a session's job");
-        if job.resumed.is_none() {
-            return;
-        }
-        let fault = Fault::new(
-            FaultKind::Poisoned,
-            format!(
-                "rank {rank} of job {} is gone: generation {} cannot be completed; close all ranks and resume",
-                key.name, job.working
-            ),
-        );
-        job.gone.get_or_insert_with(|| fault.clone());
-        // A round whose record is being written goes on: it is complete.
-        if job.round.as_ref().is_some_and(|round| !round.running) {
-            let round = job.round.take().expect("just seen");
-            for (call, _) in round.calls.into_values() {
-                refuse(call, fault.clone(), actions);
-            }
-        }
-        let (dead, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut job.parked)
-            .into_iter()
-            .partition(|parked| parked.session == id);
-        job.parked = kept;
-        for parked in dead {
-            self.unstart_write(&parked);
-        }
-    }
-
-    /// A job whose last session and script have ended forgets what was not committed.
-    pub(super) fn settle(&mut self, key: &JobKey) {
-        let Some(job) = self.jobs.get_mut(key) else {
-            return;
-        };
-        if !job.members.is_empty() || job.script.is_some() {
-            return;
-        }
-        let device_count = job.touched.len();
-        let fresh = Job {
-            stored: job.stored.take(),
-            defining: job.defining.take(),
-            dropping: job.dropping,
-            ..Job::new(device_count)
-        };
-        assert!(job.writes_inflight_count == 0 || removed(Mechanism::ReclaimAfterIo));
-        *job = fresh;
-        if let Some(stored) = &mut job.stored {
-            stored.failed_count = 0;
-            stored.tiles.fill(TileState::default());
-        } else if job.defining.is_none() {
-            self.jobs.remove(key);
-        }
-    }
-
-    /// A flush of `device` failed: no job may believe that what it wrote there is still to be flushed.
-    pub(super) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
-        for (key, job) in &mut self.jobs {
-            if job.touched[device.0 as usize] {
-                job.poison
-                    .get_or_insert_with(|| poison(&key.name, "a flush", fault));
-            }
-        }
-    }
-
     pub(super) fn tile_count(&self, key: &JobKey) -> usize {
         let stored = self.jobs[key].stored.as_ref();
         stored.map_or(0, |stored| stored.tiles.len())
@@ -555,53 +331,10 @@ impl Core {
     }
 }
 
-/// The fault of a job that can make nothing durable any more.
-pub(super) fn poison(name: &JobName, doing: &str, cause: &Fault) -> Fault {
-    Fault::new(
-        FaultKind::Poisoned,
-        format!(
-            "job {name}: {doing} failed ({}); its working generation is abandoned. Mend the device, close all ranks and resume from the last commit",
-            cause.message
-        ),
-    )
-}
-
 /// Room for blobs of this many ranks was reserved.
 pub(super) fn blob_room_ranks(stored: &Stored) -> u32 {
     let tile_count = stored.tiles.len();
     let room = stored.entry.area.record_bytes_max - record_bytes_max(tile_count, 0);
     let a_rank = offload_api::BLOB_BYTES_MAX as u64 + 8;
     (room.div_ceil(a_rank)) as u32
-}
-
-fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
-    match slot {
-        SlotContent::Empty => false,
-        SlotContent::Unknown => true,
-        SlotContent::Sound(marked) => marked.record.generation > generation,
-    }
-}
-
-/// Before a write is accepted: whatever claims to be later than `generation` is overwritten, and `generation` itself is
-/// marked, because the one before it is written over from now on.
-fn give_up_steps(stored: &Stored, generation: Generation) -> Vec<Step> {
-    let area = &stored.entry.area;
-    let mut writes = Vec::new();
-    for (slot, content) in stored.slots.iter().enumerate() {
-        if is_given_up(content, generation) {
-            let places = area.records(slot).into_iter().chain(area.marks(slot));
-            writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
-        }
-    }
-    if let Some(marked) = (stored.slots.iter().filter_map(SlotContent::sound))
-        .find(|marked| marked.record.generation == generation && !marked.confirmed())
-    {
-        let mark = marked.record.encode_mark(Mark::Confirmed);
-        let places = area.marks(Record::slot(generation));
-        writes.extend(places.map(|offset| (offset, mark.clone())));
-    }
-    if writes.is_empty() {
-        return Vec::new();
-    }
-    vec![Step::writes(writes), Step::flush([DeviceIndex(0)])]
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Call, ArenaMade, PeerGone ──▶ session ──▶ who is there, what memory they have
-//!   Define, Resume, DropJob   ──▶ job ──────▶ what the store knows        ─┐
+//!   Define, DropJob, Resume   ──▶ job, resume ▶ what the store knows      ─┐
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┘
 //! ```
@@ -19,6 +19,8 @@ mod commit;
 mod event;
 mod io;
 mod job;
+mod members;
+mod resume;
 mod script;
 mod session;
 

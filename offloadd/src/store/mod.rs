@@ -35,6 +35,7 @@ pub mod recover;
 pub mod sealed;
 pub mod superblock;
 pub mod tile_table;
+pub mod twins;
 pub mod verify;
 
 use offload_api::BLOCK_BYTES;

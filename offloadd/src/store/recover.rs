@@ -12,6 +12,7 @@ use super::placement::Space;
 use super::sealed::{self, Unreadable};
 use super::superblock::{self, StoreId, Superblock};
 use super::tile_table::{self, TileTable};
+use super::twins::{Consequence, Note, Reader, Repair};
 use super::{BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS};
 use crate::blocks::{AlignedBytes, Blocks};
 
@@ -62,56 +63,6 @@ impl RecoveredJob {
             .iter()
             .all(|marked| marked.mark != Some(Mark::Overwriting))
     }
-}
-
-/// A copy of a structure that cannot be used. The other one can, or the structure was being written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Note {
-    /// Device.
-    pub path: String,
-    /// Of the copy.
-    pub offset: u64,
-    /// Which structure, of which job.
-    pub what: String,
-    /// What is wrong with it.
-    pub why: String,
-    /// What it means.
-    pub consequence: Consequence,
-}
-
-/// What an unusable copy means.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Consequence {
-    /// The other copy serves.
-    Mended,
-    /// Neither copy of a record is whole: power loss during a commit that was not acknowledged, or damage to both.
-    GenerationLost,
-}
-
-impl std::fmt::Display for Note {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let consequence = match self.consequence {
-            Consequence::Mended => "the other copy serves",
-            Consequence::GenerationLost => {
-                "a commit was cut off before it was acknowledged, or both copies are damaged; the generation before it serves"
-            }
-        };
-        let Self {
-            path,
-            offset,
-            what,
-            why,
-            ..
-        } = self;
-        write!(f, "{what} at {offset} of {path}: {why}; {consequence}")
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Repair {
-    position: usize,
-    offset: u64,
-    blocks: AlignedBytes,
 }
 
 /// Reads the store of all devices of `blocks` and changes nothing.
@@ -184,15 +135,6 @@ pub fn open(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     }
     Ok(store)
 }
-
-struct Reader<'a, B> {
-    blocks: &'a mut B,
-    notes: Vec<Note>,
-    repairs: Vec<Repair>,
-}
-
-/// One copy: what it says and its bytes.
-type Copy<T> = Result<(T, AlignedBytes), Unreadable>;
 
 impl<B: Blocks> Reader<'_, B> {
     fn devices(&mut self) -> Result<Vec<RecoveredDevice>, StoreError> {
@@ -373,107 +315,6 @@ impl<B: Blocks> Reader<'_, B> {
         }
         self.newest(&what, position, offsets, copies, |mark| *mark as u32)
             .map(Some)
-    }
-
-    fn copy<T>(
-        &mut self,
-        position: usize,
-        offset: u64,
-        bytes_max: u64,
-        magic: [u8; 8],
-        decode: impl Fn(&AlignedBytes) -> Result<T, Unreadable>,
-    ) -> Copy<T> {
-        let blocks = sealed::read(self.blocks, position, offset, bytes_max, magic)?;
-        Ok((decode(&blocks)?, blocks))
-    }
-
-    /// Of two copies the sound one with the greater key (the first of equals); the other one is to be mended.
-    fn newest<T, K: Ord>(
-        &mut self,
-        what: &str,
-        position: usize,
-        offsets: [u64; 2],
-        copies: [Copy<T>; 2],
-        key: impl Fn(&T) -> K,
-    ) -> Result<T, StoreError> {
-        self.refuse_newer(what, position, &copies)?;
-        let path = self.blocks.path(position).to_owned();
-        let [first, second] = copies;
-        let (taken, blocks, stale) = match (first, second) {
-            (Err(first), Err(second)) => {
-                return Err(StoreError::Damaged {
-                    what: what.into(),
-                    path,
-                    first: first.to_string(),
-                    second: second.to_string(),
-                });
-            }
-            (Ok((taken, blocks)), Err(why)) => {
-                let why = why.to_string();
-                self.note(position, offsets[1], what, why, Consequence::Mended);
-                (taken, blocks, 1)
-            }
-            (Err(why), Ok((taken, blocks))) => {
-                let why = why.to_string();
-                self.note(position, offsets[0], what, why, Consequence::Mended);
-                (taken, blocks, 0)
-            }
-            (Ok((first, first_blocks)), Ok((second, second_blocks))) => {
-                if first_blocks.as_slice() == second_blocks.as_slice() {
-                    return Ok(first);
-                }
-                let (taken, blocks, stale) = if key(&first) >= key(&second) {
-                    (first, first_blocks, 1)
-                } else {
-                    (second, second_blocks, 0)
-                };
-                let why = "it is older than the other copy".to_owned();
-                self.note(position, offsets[stale], what, why, Consequence::Mended);
-                (taken, blocks, stale)
-            }
-        };
-        self.repairs.push(Repair {
-            position,
-            offset: offsets[stale],
-            blocks,
-        });
-        Ok(taken)
-    }
-
-    /// Sound and of a later version: the store is a newer daemon's, whatever the other copy says.
-    fn refuse_newer<T>(
-        &self,
-        what: &str,
-        position: usize,
-        copies: &[Copy<T>; 2],
-    ) -> Result<(), StoreError> {
-        for copy in copies {
-            if let Err(Unreadable::Newer(version)) = copy {
-                return Err(StoreError::NewerVersion {
-                    what: what.to_owned(),
-                    path: self.blocks.path(position).to_owned(),
-                    version: *version,
-                });
-            }
-        }
-        Ok(())
-    }
-
-    fn note(
-        &mut self,
-        position: usize,
-        offset: u64,
-        what: &str,
-        why: String,
-        consequence: Consequence,
-    ) {
-        self.notes.push(Note {
-            path: self.blocks.path(position).to_owned(),
-            offset,
-            what: what.to_owned(),
-            why,
-            consequence,
-        });
     }
 }
 

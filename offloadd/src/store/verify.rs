@@ -11,7 +11,8 @@ use offload_api::removable::{Mechanism, removed};
 use super::StoreError;
 use super::definition::{JobName, TileSpec};
 use super::manifest::{self, Mark};
-use super::recover::{self, Note, RecoveredJob, RecoveredStore};
+use super::recover::{self, RecoveredJob, RecoveredStore};
+use super::twins::Note;
 use crate::blocks::{AlignedBytes, Blocks};
 
 /// What a store holds and what of it is damaged.

@@ -333,6 +333,26 @@ fn host_memory_and_sessions_are_bounded() {
 }
 
 #[test]
+fn a_process_that_goes_while_its_arena_is_made_leaves_nothing_behind() {
+    for result in [Ok(()), Err(Fault::new(FaultKind::NoMemory, "no memory"))] {
+        let mut world = world();
+        world.arenas_take_long = true;
+        let request = world.open_request(&job("a"), 0, 1);
+        let token = request.token;
+        let open = world.call(Call::Open(request));
+        let session = world.made[&token];
+        world.event(Event::PeerGone { session });
+        assert_eq!(world.dropped, [], "the arena is still being made");
+        let made = result.is_ok();
+        world.event(Event::ArenaMade { session, result });
+        assert!(world.answer(open).is_err());
+        assert_eq!(world.dropped.len(), usize::from(made));
+        world.arenas_take_long = false;
+        world.begin("a", TILES, Committed);
+    }
+}
+
+#[test]
 fn a_prepared_generation_keeps_the_one_before_until_it_is_confirmed() {
     let mut world = world();
     let (process, _) = world.open(&job("a"), 0, 1).unwrap();

@@ -78,10 +78,12 @@ pub(crate) struct World {
     pub(crate) random: SimRandom,
     pub(crate) replies: BTreeMap<CallId, Result<Reply, Fault>>,
     pub(crate) completions: HashMap<SessionId, VecDeque<Cqe>>,
+    /// [`Event::ArenaMade`] is the test's to send.
+    pub(crate) arenas_take_long: bool,
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
     geometries: HashMap<SessionId, Geometry>,
-    made: HashMap<SessionToken, SessionId>,
+    pub(crate) made: HashMap<SessionToken, SessionId>,
     pub(crate) epoch: Epoch,
     next_call: u64,
 }
@@ -110,6 +112,7 @@ impl World {
             random,
             replies: BTreeMap::new(),
             completions: HashMap::new(),
+            arenas_take_long: false,
             dropped: Vec::new(),
             evicted: Vec::new(),
             geometries: HashMap::new(),
@@ -163,6 +166,9 @@ impl World {
                     .make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
                 self.geometries.insert(session, geometry);
                 self.made.insert(token, session);
+                if self.arenas_take_long {
+                    return;
+                }
                 self.event(Event::ArenaMade {
                     session,
                     result: Ok(()),

@@ -1,0 +1,91 @@
+//! What a job loses: a member, a device's flush, and with its last member everything that was not committed.
+
+use std::collections::VecDeque;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+use offload_api::removable::{Mechanism, removed};
+
+use super::job::{Job, JobKey, TileState};
+use super::{Action, Core, SessionId, refuse};
+use crate::store::definition::JobName;
+
+impl Core {
+    /// A member ended: what the job was about to make durable cannot be completed.
+    pub(super) fn lose_member(&mut self, id: SessionId, actions: &mut Vec<Action>) {
+        let session = &self.sessions[&id];
+        let (key, rank) = (session.key.clone(), session.rank);
+        let job = self.jobs.get_mut(&key).expect("a session's job");
+        if job.resumed.is_none() {
+            return;
+        }
+        let fault = Fault::new(
+            FaultKind::Poisoned,
+            format!(
+                "rank {rank} of job {} is gone: generation {} cannot be completed; close all ranks and resume",
+                key.name, job.working
+            ),
+        );
+        job.gone.get_or_insert_with(|| fault.clone());
+        // A round whose record is being written goes on: it is complete.
+        if job.round.as_ref().is_some_and(|round| !round.running) {
+            let round = job.round.take().expect("just seen");
+            for (call, _) in round.calls.into_values() {
+                refuse(call, fault.clone(), actions);
+            }
+        }
+        let (dead, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut job.parked)
+            .into_iter()
+            .partition(|parked| parked.session == id);
+        job.parked = kept;
+        for parked in dead {
+            self.unstart_write(&parked);
+        }
+    }
+
+    /// A job whose last session and script have ended forgets what was not committed.
+    pub(super) fn settle(&mut self, key: &JobKey) {
+        let Some(job) = self.jobs.get_mut(key) else {
+            return;
+        };
+        if !job.members.is_empty() || job.script.is_some() {
+            return;
+        }
+        let device_count = job.touched.len();
+        let fresh = Job {
+            stored: job.stored.take(),
+            defining: job.defining.take(),
+            dropping: job.dropping,
+            ..Job::new(device_count)
+        };
+        assert!(job.writes_inflight_count == 0 || removed(Mechanism::ReclaimAfterIo));
+        *job = fresh;
+        if let Some(stored) = &mut job.stored {
+            stored.failed_count = 0;
+            stored.tiles.fill(TileState::default());
+        } else if job.defining.is_none() {
+            self.jobs.remove(key);
+        }
+    }
+
+    /// A flush of `device` failed: no job may believe that what it wrote there is still to be flushed.
+    pub(super) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
+        for (key, job) in &mut self.jobs {
+            if job.touched[device.0 as usize] {
+                job.poison
+                    .get_or_insert_with(|| poison(&key.name, "a flush", fault));
+            }
+        }
+    }
+}
+
+/// The fault of a job that can make nothing durable any more.
+pub(super) fn poison(name: &JobName, doing: &str, cause: &Fault) -> Fault {
+    Fault::new(
+        FaultKind::Poisoned,
+        format!(
+            "job {name}: {doing} failed ({}); its working generation is abandoned. Mend the device, close all ranks and resume from the last commit",
+            cause.message
+        ),
+    )
+}

@@ -1,0 +1,204 @@
+//! Where a job goes on from. Whatever claims to be later is given up for good, before a write is accepted: otherwise a
+//! crash in the middle of writing over its tiles would leave a record that is not true.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Generation};
+
+use super::job::{JobKey, Stored};
+use super::members::poison;
+use super::script::{Failed, Purpose, Step};
+use super::{Action, CallId, Core, Reply, SessionId, next};
+use crate::blocks::AlignedBytes;
+use crate::store::BLOCK;
+use crate::store::definition::{Durability, JobName};
+use crate::store::manifest::{Mark, Record, SlotContent, resumable};
+
+impl Core {
+    pub(super) fn resume(
+        &mut self,
+        call: CallId,
+        session: SessionId,
+        generation: Generation,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let key = self.sessions[&session].key.clone();
+        let already = self.sessions[&session].resumed;
+        let job = self.jobs.get_mut(&key).expect("a session's job");
+        if let Some(fault) = job.unusable() {
+            return Err(fault.clone());
+        }
+        let waits = (job.resume_waiters.iter()).any(|(_, waiter)| *waiter == session);
+        if already || waits {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                "the session has resumed already: open a new one to go back",
+            ));
+        }
+        let Some(stored) = &mut job.stored else {
+            return Err(Fault::new(
+                FaultKind::NotFound,
+                format!("job {} has no tiles yet: define them first", key.name),
+            ));
+        };
+        if let Some(chosen) = job.resumed {
+            if chosen != generation {
+                return Err(Fault::new(
+                    FaultKind::WrongGeneration,
+                    format!(
+                        "another rank of job {} goes on from generation {chosen}, this one wants {generation}",
+                        key.name
+                    ),
+                ));
+            }
+            job.resume_waiters.push((call, session));
+            if job.script.is_none() {
+                self.answer_resume(&key, &Ok(()), actions);
+            }
+            return Ok(None);
+        }
+        stored.check_resume(&key.name, generation)?;
+        let steps = give_up_steps(stored, generation);
+        job.resumed = Some(generation);
+        job.working = next(generation);
+        job.resume_waiters.push((call, session));
+        let purpose = Purpose::GiveUp { key, generation };
+        self.run_script(purpose, steps, actions);
+        Ok(None)
+    }
+
+    /// Later generations are gone for good, and the one chosen counts as confirmed.
+    pub(super) fn finish_give_up(
+        &mut self,
+        key: &JobKey,
+        generation: Generation,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let stored = job.stored.as_mut().expect("it resumes");
+        for slot in &mut stored.slots {
+            if is_given_up(slot, generation) {
+                *slot = match result {
+                    Ok(()) => SlotContent::Empty,
+                    Err(_) => SlotContent::Unknown,
+                };
+            }
+        }
+        let answer = match result {
+            Ok(()) => {
+                let mut versions = None;
+                if let (SlotContent::Sound(marked), true) =
+                    (stored.slot_of(generation), generation.0 > 0)
+                {
+                    if !marked.confirmed() {
+                        marked.mark = Some(Mark::Confirmed);
+                    }
+                    versions = Some(marked.record.versions.clone());
+                }
+                for (index, tile) in stored.tiles.iter_mut().enumerate() {
+                    tile.committed = versions.as_ref().and_then(|versions| versions[index]);
+                }
+                Ok(())
+            }
+            Err(failed) => {
+                let fault = poison(&key.name, "giving up later generations", &failed.fault);
+                job.poison = Some(fault.clone());
+                Err(fault)
+            }
+        };
+        self.answer_resume(key, &answer, actions);
+    }
+
+    fn answer_resume(
+        &mut self,
+        key: &JobKey,
+        answer: &Result<(), Fault>,
+        actions: &mut Vec<Action>,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a session's job");
+        let working_generation = next(job.resumed.expect("it resumes"));
+        for (call, session) in std::mem::take(&mut job.resume_waiters) {
+            let reply = match answer {
+                Ok(()) => Ok(Reply::Resume { working_generation }),
+                Err(fault) => Err(fault.clone()),
+            };
+            if let (Ok(_), Some(session)) = (&reply, self.sessions.get_mut(&session)) {
+                session.resumed = true;
+            }
+            actions.push(Action::Reply { call, reply });
+        }
+    }
+}
+
+impl Stored {
+    /// Whether `generation` can be gone on from.
+    fn check_resume(&self, name: &JobName, generation: Generation) -> Result<(), Fault> {
+        if !self.clean() {
+            return Err(Fault::new(
+                FaultKind::Unclean,
+                format!(
+                    "job {name} has durability none: its tiles are written in place, and it did not end in order, so they are of no one generation. Drop the job and start again, or use durability committed"
+                ),
+            ));
+        }
+        let list = resumable(&self.slots);
+        let newest_unconfirmed = list.last().is_some_and(|marked| !marked.confirmed());
+        let numbers: Vec<u64> = list.iter().map(|m| m.record.generation.0).collect();
+        let known = match generation.0 {
+            // From nothing: there is nothing, or only a first generation that other nodes do not have.
+            0 => numbers.is_empty() || (numbers == [1] && newest_unconfirmed),
+            _ => numbers.contains(&generation.0),
+        };
+        if !known {
+            return Err(Fault::new(
+                FaultKind::WrongGeneration,
+                format!(
+                    "job {name} cannot go on from generation {generation}: the store has {numbers:?} (drop the job to start from nothing)"
+                ),
+            ));
+        }
+        let in_place = self.durability() == Durability::None;
+        if in_place && generation.0 > 0 && generation != self.newest() {
+            return Err(Fault::new(
+                FaultKind::Unclean,
+                format!(
+                    "job {name} has durability none: generation {generation} was written over by {}",
+                    self.newest()
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
+    match slot {
+        SlotContent::Empty => false,
+        SlotContent::Unknown => true,
+        SlotContent::Sound(marked) => marked.record.generation > generation,
+    }
+}
+
+/// Before a write is accepted: whatever claims to be later than `generation` is overwritten, and `generation` itself is
+/// marked, because the one before it is written over from now on.
+fn give_up_steps(stored: &Stored, generation: Generation) -> Vec<Step> {
+    let area = &stored.entry.area;
+    let mut writes = Vec::new();
+    for (slot, content) in stored.slots.iter().enumerate() {
+        if is_given_up(content, generation) {
+            let places = area.records(slot).into_iter().chain(area.marks(slot));
+            writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
+        }
+    }
+    if let Some(marked) = (stored.slots.iter().filter_map(SlotContent::sound))
+        .find(|marked| marked.record.generation == generation && !marked.confirmed())
+    {
+        let mark = marked.record.encode_mark(Mark::Confirmed);
+        let places = area.marks(Record::slot(generation));
+        writes.extend(places.map(|offset| (offset, mark.clone())));
+    }
+    if writes.is_empty() {
+        return Vec::new();
+    }
+    vec![Step::writes(writes), Step::flush([DeviceIndex(0)])]
+}
