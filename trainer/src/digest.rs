@@ -30,7 +30,7 @@ pub struct UnitDigest {
 /// # Errors
 /// Nothing was committed yet, or what opening and reading the run says.
 pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
-    let prepared = Prepared::new(settings, 0, false)?;
+    let prepared = Prepared::new(settings, None, false)?;
     let names: Vec<String> = prepared
         .plan
         .units

@@ -26,12 +26,14 @@ pub struct ConfigToml {
     pub offload: OffloadToml,
 }
 
+/// `bf16`: DeepSpeed's table of that precision.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Bf16Toml {
     pub enabled: Option<bool>,
 }
 
+/// `optimizer`: DeepSpeed's choice of optimizer.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OptimizerToml {
@@ -40,6 +42,7 @@ pub struct OptimizerToml {
     pub params: OptimizerParamsToml,
 }
 
+/// `optimizer.params`: those of Adam and AdamW.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OptimizerParamsToml {
@@ -50,6 +53,7 @@ pub struct OptimizerParamsToml {
     pub adam_w_mode: Option<bool>,
 }
 
+/// `scheduler`: DeepSpeed's choice of learning rate schedule.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SchedulerToml {
@@ -58,6 +62,7 @@ pub struct SchedulerToml {
     pub params: SchedulerParamsToml,
 }
 
+/// `scheduler.params`: those of WarmupLR, WarmupDecayLR and WarmupCosineLR together.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SchedulerParamsToml {
@@ -70,6 +75,7 @@ pub struct SchedulerParamsToml {
     pub cos_min_ratio: Option<f64>,
 }
 
+/// `zero_optimization`: the stage and where state goes.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ZeroToml {
@@ -122,6 +128,7 @@ pub struct ModelToml {
     pub max_position_embeddings: Option<u64>,
 }
 
+/// `data`: files or folders of text, and the share of its end that is held out.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DataToml {
@@ -129,6 +136,7 @@ pub struct DataToml {
     pub holdout_share: Option<f64>,
 }
 
+/// `train`: length, order, reports and place of the run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TrainToml {
@@ -144,6 +152,7 @@ pub struct TrainToml {
     pub threads: Option<u64>,
 }
 
+/// `offload`: how tiles move.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OffloadToml {

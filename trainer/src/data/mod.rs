@@ -13,6 +13,7 @@ pub mod order;
 mod text;
 
 use crate::config::DataSettings;
+use crate::fingerprint::Fingerprint;
 
 pub use text::DataError;
 
@@ -80,11 +81,9 @@ impl Data {
         self.files
     }
 
-    /// A fingerprint of the text (FNV-1a), to tell that it changed between two starts.
+    /// A fingerprint of the text, to tell that it changed between two starts.
     pub fn fingerprint(&self) -> u64 {
-        self.bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-        })
+        Fingerprint::of(&self.bytes)
     }
 
     /// Windows of the training part.

@@ -91,7 +91,7 @@ pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
         settings.train.seed,
         settings.train.eval_every > 0,
     )?;
-    let prepared = Prepared::new(settings.clone(), data.bytes() as u64, fresh)?;
+    let prepared = Prepared::new(settings.clone(), Some(&data), fresh)?;
     prepared.check_room()?;
     show(&settings, &prepared.plan, &data);
     start_threads(settings.train.threads)?;

@@ -10,6 +10,7 @@ use swapper::{Backing, Daemon, Swapper, TileRange};
 use super::TrainError;
 use super::update::Update;
 use crate::config::{Durability, RunSettings};
+use crate::data::Data;
 use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::Plan;
@@ -32,6 +33,8 @@ pub(crate) struct Prepared {
     /// Files of a private store, if the run has one.
     files: Option<StoreFiles>,
     description: RunDescription,
+    /// What may change between two starts, and is shown when it does.
+    trained_with: Value,
     /// Whether the folder holds the run already.
     begun: bool,
 }
@@ -54,10 +57,11 @@ impl Prepared {
     /// Settings that contradict each other or the run that the folder holds.
     pub(crate) fn new(
         settings: RunSettings,
-        text_bytes: u64,
+        text: Option<&Data>,
         fresh: bool,
     ) -> Result<Self, TrainError> {
-        let plan = Plan::new(&settings, text_bytes)?;
+        let plan = Plan::new(&settings, text.map_or(0, |text| text.bytes() as u64))?;
+        let trained_with = trained_with(&settings, text);
         let run_folder = resolved(&settings.train.run_folder);
         let description = describe(&settings, &plan);
         let begun = !fresh && RunFolder::check(&run_folder, &description)?;
@@ -76,6 +80,7 @@ impl Prepared {
             run_folder,
             files,
             description,
+            trained_with,
             begun,
         })
     }
@@ -171,10 +176,7 @@ impl Prepared {
             Durability::Full => opened?,
             Durability::None => opened.map_err(TrainError::InPlace)?,
         };
-        let state = RunState::new(
-            self.settings.train.seed,
-            trained_with(&self.settings, plan.text_bytes),
-        );
+        let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
         let checkpoints = Checkpoints::new(folder.checkpoint_folder());
         let mut run = OpenRun {
             swapper,
@@ -370,15 +372,16 @@ fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     }
 }
 
-/// What may change between two starts of a run, and is shown when it does.
-fn trained_with(settings: &RunSettings, text_bytes: u64) -> Value {
+/// What may change between two starts of a run. Without `text` it is only read, not trained.
+fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
     json!({
         "batch": lines["batch"],
         "gradient_clipping": lines["gradient_clipping"],
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],
-        "data": {"bytes": text_bytes, "holdout_share": lines["data"]["holdout_share"]},
+        "text": text.map(|text| format!("{} bytes, fingerprint {:016x}", text.bytes(), text.fingerprint())),
+        "holdout_share": lines["data"]["holdout_share"],
         "seed": settings.train.seed,
     })
 }

@@ -257,11 +257,13 @@ fn more_than_one_process_is_refused() {
 }
 
 #[test]
-fn a_changed_learning_rate_is_said_and_taken() {
+fn a_changed_learning_rate_or_text_is_said_and_taken() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.stop_after=2"]);
     run.train();
+    std::fs::write(lab.path("text"), crate::lab::text(30_000)).unwrap();
     let said = lab.run("run", &["optimizer.params.lr=0.5"]).train();
+    assert!(said.contains("note: text was 2000"), "{said}");
     assert!(
         said.contains("note: optimizer.lr was 0.003 until step 2, is 0.5 from here on"),
         "{said}"
