@@ -10,7 +10,7 @@
 //! ```
 //!
 //! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
-//! so `tests/simulation.rs` drives it through thousands of seeded crashes.
+//! so `tests/simulation` drives it through thousands of seeded crashes.
 
 pub mod arena;
 pub mod blocks;

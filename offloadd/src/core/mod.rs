@@ -11,7 +11,7 @@
 //! can be resumed from lies; what is acknowledged is flushed; a session's arena is dropped after its last operation.
 //!
 //! Bounds: `sessions_max` sessions with at most their iodepth in flight each; one script a job and one for the catalog,
-//! each with at most [`script::INFLIGHT_MAX`] operations; [`catalog_queue::QUEUE_MAX`] calls that wait for the catalog.
+//! each with at most `script::INFLIGHT_MAX` operations; `catalog_queue::QUEUE_MAX` calls that wait for the catalog.
 //! A few thousand operations a second pass here, so maps and short loops are far from being the wall.
 
 mod catalog_queue;
