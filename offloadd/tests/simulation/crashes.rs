@@ -31,12 +31,35 @@ struct Known {
     tile_count: u32,
     local_ranks: u32,
     nodes: u32,
+    durability: Durability,
     defined: bool,
     /// What each generation holds if it exists: acknowledged or begun.
     snapshots: BTreeMap<u64, Snapshot>,
     /// Newest acknowledged, and whether its confirmation was.
     acknowledged: u64,
     confirmed: u64,
+}
+
+impl Known {
+    /// A job nobody has defined yet.
+    fn random(name: &str, random: &mut SimRandom) -> Self {
+        // In place there is no generation before, so no other node to wait for.
+        let (durability, nodes) = match random.one_in(5) {
+            true => (Durability::None, 1),
+            false => (Durability::Committed, 1 + random.below(2) as u32),
+        };
+        Self {
+            name: job(name),
+            tile_count: 3 + random.below(6) as u32,
+            local_ranks: 1 + random.below(2) as u32,
+            nodes,
+            durability,
+            defined: false,
+            snapshots: BTreeMap::new(),
+            acknowledged: 0,
+            confirmed: 0,
+        }
+    }
 }
 
 /// A tile on its way and, for a write, the seed of its bytes.
@@ -91,6 +114,9 @@ fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
         record = found;
     }
     let record = record.expect("it was defined");
+    if !record.clean {
+        return;
+    }
     let generation = choose(world, known, &record);
     let token = processes[0].token;
     world.call(Call::Resume {
@@ -115,10 +141,14 @@ fn begin(world: &mut World, known: &mut Known) -> Running {
         record = found;
     }
     let generation = match record {
+        Some(record) if !record.clean => {
+            start_again(world, known, &processes, &record);
+            return begin(world, known);
+        }
         Some(record) => choose(world, known, &record),
         None => {
             assert!(!known.defined, "an acknowledged job is gone");
-            let definition = definition(known.tile_count, Durability::Committed, known.nodes);
+            let definition = definition(known.tile_count, known.durability, known.nodes);
             world.define(processes[0], definition).unwrap();
             known.defined = true;
             0
@@ -153,6 +183,23 @@ fn begin(world: &mut World, known: &mut Known) -> Running {
         current,
         commits: Vec::new(),
     }
+}
+
+/// A job written in place did not end in order: it is refused, and can be dropped and defined anew.
+fn start_again(world: &mut World, known: &mut Known, processes: &[Process], record: &JobRecord) {
+    assert_eq!(known.durability, Durability::None);
+    let newest = record.generations.last().expect("it was committed once");
+    let fault = world.resume(processes[0], newest.generation.0).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Unclean);
+    for process in processes {
+        world.close(*process).unwrap();
+    }
+    let job = known.name.clone();
+    world.ask(Call::DropJob { job }).unwrap();
+    known.defined = false;
+    known.snapshots.clear();
+    known.acknowledged = 0;
+    known.confirmed = 0;
 }
 
 /// The generation to go on from, one of those the store offers: the newest, or while it is not confirmed perhaps the one
@@ -306,16 +353,7 @@ fn run_seed(seed: u64) {
     let mut random = SimRandom::new(seed);
     let mut disks: SimDisks = formatted();
     let mut known: Vec<Known> = (0..1 + random.below(2))
-        .map(|index| Known {
-            name: job(&format!("job-{index}")),
-            tile_count: 3 + random.below(6) as u32,
-            local_ranks: 1 + random.below(2) as u32,
-            nodes: 1 + random.below(2) as u32,
-            defined: false,
-            snapshots: BTreeMap::new(),
-            acknowledged: 0,
-            confirmed: 0,
-        })
+        .map(|index| Known::random(&format!("job-{index}"), &mut random))
         .collect();
     for _ in 0..LIVES {
         let mut world = World::start(disks, random);
