@@ -118,7 +118,7 @@ fn a_run_that_commits_rarely_and_keeps_half_at_home_goes_on_bit_for_bit() {
         "offload.resident_share=0.5",
         "offload.commit_every=3",
     ];
-    killed_runs_equal_whole_ones(6, 9, &sets);
+    killed_runs_equal_whole_ones(4, 12, &sets);
 }
 
 /// Kills a run `kills` times, each after up to `steps_most` steps and then a moment, and compares it with a whole one.
