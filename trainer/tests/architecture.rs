@@ -32,22 +32,40 @@ const UNSAFE_PLACES: &[&str] = &[
 ];
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace's folder").to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the workspace's folder")
+        .to_path_buf()
 }
 
 #[test]
 fn nothing_depends_on_anything_the_picture_does_not_show() {
     let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
+        .args([
+            "metadata",
+            "--no-deps",
+            "--offline",
+            "--format-version",
+            "1",
+        ])
         .current_dir(root())
         .output()
         .expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("cargo metadata is JSON");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("cargo metadata is JSON");
     let packages = metadata["packages"].as_array().expect("packages");
     let names: BTreeSet<&str> = packages.iter().filter_map(|p| p["name"].as_str()).collect();
     let allowed: BTreeMap<&str, &[&str]> = ARROWS.iter().copied().collect();
-    assert_eq!(names, allowed.keys().copied().collect(), "the crates of the workspace");
+    assert_eq!(
+        names,
+        allowed.keys().copied().collect(),
+        "the crates of the workspace"
+    );
     for package in packages {
         let name = package["name"].as_str().expect("a name");
         let found: BTreeSet<&str> = package["dependencies"]
@@ -58,7 +76,11 @@ fn nothing_depends_on_anything_the_picture_does_not_show() {
             .filter_map(|d| d["name"].as_str())
             .filter(|d| names.contains(d))
             .collect();
-        assert_eq!(found, allowed[name].iter().copied().collect(), "{name} depends on");
+        assert_eq!(
+            found,
+            allowed[name].iter().copied().collect(),
+            "{name} depends on"
+        );
     }
 }
 
@@ -66,18 +88,28 @@ fn nothing_depends_on_anything_the_picture_does_not_show() {
 fn unsafe_stands_only_in_the_files_named_for_it() {
     let mut wrong = Vec::new();
     each_source(&root(), &mut |path| {
-        let shown = path.strip_prefix(root()).expect("under the root").display().to_string();
+        let shown = path
+            .strip_prefix(root())
+            .expect("under the root")
+            .display()
+            .to_string();
         let text = std::fs::read_to_string(path).expect("a readable source file");
         let used = text.lines().map(str::trim_start).any(|line| {
             let code = line.split("//").next().unwrap_or_default();
-            ["unsafe {", "unsafe fn", "unsafe impl", "unsafe extern"].iter().any(|word| code.contains(word))
+            ["unsafe {", "unsafe fn", "unsafe impl", "unsafe extern"]
+                .iter()
+                .any(|word| code.contains(word))
         });
         let named = UNSAFE_PLACES.iter().any(|place| shown.starts_with(place));
         if used && !named && !shown.ends_with("architecture.rs") {
             wrong.push(shown);
         }
     });
-    assert_eq!(wrong, Vec::<String>::new(), "unsafe outside the files named in UNSAFE_PLACES");
+    assert_eq!(
+        wrong,
+        Vec::<String>::new(),
+        "unsafe outside the files named in UNSAFE_PLACES"
+    );
 }
 
 #[test]
@@ -89,13 +121,20 @@ fn every_source_file_says_what_it_is_for() {
             silent.push(path.display().to_string());
         }
     });
-    assert_eq!(silent, Vec::<String>::new(), "files that do not open with //!");
+    assert_eq!(
+        silent,
+        Vec::<String>::new(),
+        "files that do not open with //!"
+    );
 }
 
 fn each_source(folder: &Path, see: &mut dyn FnMut(&Path)) {
     for entry in std::fs::read_dir(folder).expect("a readable folder") {
         let path = entry.expect("an entry").path();
-        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .unwrap_or_default();
         if path.is_dir() && name != "target" && !name.starts_with('.') {
             each_source(&path, see);
         } else if name.ends_with(".rs") {

@@ -209,7 +209,9 @@ mod tests {
                 place.offset >= piece.offset && end <= piece.offset + piece.bytes,
                 "slot {slot} crosses its piece"
             );
-            assert!(piece.bytes <= PIECE_BYTES_MAX && piece.offset.is_multiple_of(PIECE_ALIGN_BYTES));
+            assert!(
+                piece.bytes <= PIECE_BYTES_MAX && piece.offset.is_multiple_of(PIECE_ALIGN_BYTES)
+            );
         }
         assert!(end <= geometry.arena_bytes());
         assert_eq!(geometry.place(SlotIndex(geometry.slot_count())), None);
