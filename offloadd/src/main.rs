@@ -59,7 +59,7 @@ enum Command {
         /// The settings
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
-        /// End with the parent process; the socket's folder belongs to this user alone
+        /// End with the parent process, or by SIGQUIT: SIGTERM and SIGINT are left to the parent. The socket's folder belongs to this user alone
         #[arg(long)]
         private: bool,
     },

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::failed;
 use crate::ClientError;
 
-/// From SIGTERM to SIGKILL: its I/O in flight ends in this time unless a device hangs.
+/// From SIGQUIT to SIGKILL: its I/O in flight ends in this time unless a device hangs.
 const STOP_WAIT: Duration = Duration::from_secs(5);
 
 /// Owns the child. A thread of its own, because a child that asked to die with its parent dies with the *thread* that
@@ -68,8 +68,8 @@ pub(super) fn end(child: &mut Child) -> Option<ExitStatus> {
         return Some(status);
     }
     let pid = rustix::process::Pid::from_child(child);
-    // It has not been waited for, so the number is still its own.
-    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    // It has not been waited for, so the number is still its own. A private daemon leaves SIGTERM and SIGINT to us.
+    let _ = rustix::process::kill_process(pid, rustix::process::Signal::QUIT);
     if let Some(status) = wait(child, STOP_WAIT) {
         return Some(status);
     }

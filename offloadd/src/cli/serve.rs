@@ -127,6 +127,7 @@ async fn serve(
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
+    let mut quit = signal(SignalKind::quit())?;
     let listener = server::bind(socket)?;
     let (stop, stopped) = watch::channel(false);
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
@@ -146,8 +147,16 @@ async fn serve(
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
     let ended: Result<(), DriverError> = loop {
         let why = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
+            // A terminal or systemd signals a whole group. The parent has a step to finish first, and ends us then.
+            _ = terminate.recv() => match parent {
+                Some(_) => continue,
+                None => "SIGTERM",
+            },
+            _ = interrupt.recv() => match parent {
+                Some(_) => continue,
+                None => "SIGINT",
+            },
+            _ = quit.recv() => "SIGQUIT",
             // The kernel's word that the thread of our parent that started us has ended; perhaps not all of it.
             _ = hang_up.recv() => match parent {
                 Some(parent) if rustix::process::getppid() == Some(parent) => continue,

@@ -131,6 +131,22 @@ fn a_private_daemon_ends_with_its_parent() {
 }
 
 #[test]
+fn a_private_daemon_leaves_the_signals_of_a_group_to_its_parent() {
+    let store = Store::new(1, "psync");
+    let mut command = store.serve_command();
+    command.arg("--private");
+    let mut daemon = Daemon::start(command, store.socket());
+    for signal in [Signal::TERM, Signal::INT] {
+        daemon.signal(signal);
+        // Long enough to end, as it does on the signal below.
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(store.socket().exists(), "{signal:?}");
+    }
+    daemon.signal(Signal::QUIT);
+    assert_eq!(daemon.wait(SOON), Some(0));
+}
+
+#[test]
 fn a_private_daemon_has_its_socket_where_nobody_else_gets() {
     let store = Store::new(1, "psync");
     let mut command = store.serve_command();
