@@ -98,6 +98,7 @@ impl Run {
         command
             .arg(verb)
             .arg(&self.file)
+            .env("GOMP_SPINCOUNT", "20000") // as the program would have it, without starting twice
             .env_remove("RUST_BACKTRACE")
             .env_remove("RUST_LIB_BACKTRACE");
         for set in &self.sets {
