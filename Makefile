@@ -22,7 +22,7 @@ test: libtorch
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	$(CARGO) build -j$(JOBS) --workspace --all-targets
-	$(CARGO) test -j$(JOBS) --workspace -- --show-output 2>&1 | tee $(TEST_LOG)
+	$(CARGO) test -j$(JOBS) --workspace --no-fail-fast -- --show-output 2>&1 | tee $(TEST_LOG)
 	@echo; echo "Skipped:"; grep -E '^skipped: ' $(TEST_LOG) | sort -u || echo "  nothing"
 
 bench: build

@@ -35,7 +35,8 @@ start_daemon() {
   done
   echo "offloadd did not start within 30 s; see $dir/offloadd.log"; exit 1
 }
-train() { "$bin/trainer" train "$run" --set offload.socket="\"$socket\"" "$@"; }
+train=("$bin/trainer" train "$run" --set offload.socket="$socket" --set zero_optimization.offload_param.nvme_path="$dir"
+  --set zero_optimization.offload_optimizer.nvme_path="$dir")
 steps_done() { [ -f "$dir/killed/metrics.jsonl" ] && wc -l < "$dir/killed/metrics.jsonl" || echo 0; }
 
 echo "== a store on two device files"
@@ -43,10 +44,10 @@ echo "== a store on two device files"
 start_daemon
 
 echo; echo "== training, parameters and optimizer on nvme"
-train --set train.run_folder="\"$dir/run\""
+"${train[@]}" --set train.run_folder="$dir/run"
 
 echo; echo "== the same again, killed in the middle of a step"
-train --set train.run_folder="\"$dir/killed\"" --set train.stop_after=$compare_steps > "$dir/killed.log" 2>&1 &
+"${train[@]}" --set train.run_folder="$dir/killed" --set train.stop_after=$compare_steps > "$dir/killed.log" 2>&1 &
 trainer=$!
 while [ "$(steps_done)" -lt $kill_after ]; do
   kill -0 $trainer 2>/dev/null || { cat "$dir/killed.log"; exit 1; }
@@ -57,7 +58,7 @@ kill -9 $trainer "$daemon"; wait $trainer "$daemon" 2>/dev/null || true
 rm -f "$socket"
 echo "killed trainer and daemon with -9 after $(steps_done) steps; starting both again"
 start_daemon
-train --set train.run_folder="\"$dir/killed\"" --set train.stop_after=$compare_steps
+"${train[@]}" --set train.run_folder="$dir/killed" --set train.stop_after=$compare_steps
 
 echo; echo "== losses of the two runs"
 python3 - "$dir" $compare_steps <<'EOF'
