@@ -2,7 +2,8 @@
 # make test    formatting, lints, every test; ends with a list of what was skipped
 # make build   offloadd, trainer and bench-io in target/release
 #
-# Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
+# Needs Rust, a C++ compiler, make and Python 3; the tests refuse system calls with strace, which is installed where apt
+# and root are there, and skip without it. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
 # or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
 
 SHELL := /bin/bash -o pipefail
@@ -10,7 +11,7 @@ JOBS ?= 2
 CARGO := cargo
 TEST_LOG := target/test.log
 
-.PHONY: demo test build bench libtorch clean
+.PHONY: demo test build bench libtorch test-tools clean
 
 demo: build
 	configs/demo.sh
@@ -18,12 +19,12 @@ demo: build
 build: libtorch
 	$(CARGO) build -j$(JOBS) --release --workspace --bins
 
-test: libtorch
+test: libtorch test-tools
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	$(CARGO) build -j$(JOBS) --workspace --all-targets
-	$(CARGO) test -j$(JOBS) --workspace --no-fail-fast -- --show-output 2>&1 | tee $(TEST_LOG)
-	@echo; echo "Skipped:"; grep -E '^skipped: ' $(TEST_LOG) | sort -u || echo "  nothing"
+	$(CARGO) test -j$(JOBS) --workspace --no-fail-fast -- --show-output 2>&1 | tee $(TEST_LOG); result=$$?; \
+	  echo; echo "Skipped:"; grep -E '^skipped: ' $(TEST_LOG) | sort -u || echo "  nothing"; exit $$result
 
 bench: build
 	target/release/bench-io
@@ -32,6 +33,10 @@ libtorch:
 ifeq ($(LIBTORCH)$(LIBTORCH_USE_PYTORCH),)
 	@python3 kernels/fetch-libtorch.py target/libtorch
 endif
+
+test-tools:
+	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq && apt-get install -y -qq strace >/dev/null; }; } || echo "no strace: the tests that need it are skipped"
 
 clean:
 	$(CARGO) clean

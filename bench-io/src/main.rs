@@ -1,5 +1,7 @@
 //! What a drive can do for tiles: one canonical workload, two numbers, beside what the same engine does without a daemon.
 
+#![forbid(unsafe_code)]
+
 mod bare;
 mod workload;
 

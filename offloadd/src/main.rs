@@ -55,6 +55,8 @@ enum Command {
         force: bool,
     },
     /// Serve a store until SIGTERM
+    #[command(after_help = "Example:
+  offloadd serve --config /etc/offloadd.toml      # ready when it says READY, and to systemd")]
     Serve {
         /// The settings
         #[arg(long, value_name = "FILE")]
@@ -64,6 +66,9 @@ enum Command {
         private: bool,
     },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
+    #[command(after_help = "Examples:
+  offloadd verify --config /etc/offloadd.toml              # the daemon of this store must not be running
+  offloadd verify --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon")]
     Verify {
         /// The settings
         #[arg(long, value_name = "FILE")]

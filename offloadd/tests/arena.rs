@@ -84,7 +84,10 @@ fn a_user_without_memlock_runs_unlocked_and_unregistered_and_is_told_so() {
             String::from_utf8_lossy(&output.stdout),
             String::from_utf8_lossy(&output.stderr)
         ),
-        Err(error) => println!("skipped: another user cannot run this program: {error}"),
+        Err(error) => println!(
+            "skipped: {}: another user cannot run this program: {error}",
+            std::thread::current().name().unwrap_or("a test")
+        ),
     }
 }
 

@@ -41,7 +41,10 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
         return;
     }
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can become another user");
+        println!(
+            "skipped: {}: only root can become another user",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     }
     let folder = tempfile::tempdir_in("/tmp").unwrap();
@@ -65,7 +68,10 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
             "{}",
             String::from_utf8_lossy(&output.stdout)
         ),
-        Err(error) => println!("skipped: another user cannot run this program: {error}"),
+        Err(error) => println!(
+            "skipped: {}: another user cannot run this program: {error}",
+            std::thread::current().name().unwrap_or("a test")
+        ),
     }
 }
 

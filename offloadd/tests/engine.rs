@@ -37,7 +37,10 @@ fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
     for choice in [EngineChoice::Uring, EngineChoice::Psync] {
         match Engine::open(choice, devices, 4096) {
             Ok((mut engine, _)) => body(&mut engine),
-            Err(error) if choice == EngineChoice::Uring => println!("skipped uring: {error}"),
+            Err(error) if choice == EngineChoice::Uring => println!(
+                "skipped: {}: uring: {error}",
+                std::thread::current().name().unwrap_or("a test")
+            ),
             Err(error) => panic!("{error}"),
         }
     }
@@ -211,7 +214,10 @@ fn an_errno_comes_back_as_the_errno_it_is() {
 #[test]
 fn a_full_device_is_enospc() {
     let Ok(full) = OpenOptions::new().read(true).write(true).open("/dev/full") else {
-        println!("skipped: there is no /dev/full");
+        println!(
+            "skipped: {}: there is no /dev/full",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     };
     on_each_engine(&[Arc::new(full)], |engine| {
@@ -251,7 +257,10 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
     let folder = tempfile::tempdir().unwrap();
     let device = file(&folder, "a", 1 << 20);
     let Ok((mut engine, _)) = Engine::open(EngineChoice::Uring, &[device], 16) else {
-        println!("skipped: no io_uring here");
+        println!(
+            "skipped: {}: no io_uring here",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     };
     // Far more than the other tests of this process pin at the same time.
@@ -262,7 +271,10 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
     let geometry = Geometry::new(&[class]).unwrap();
     let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
     if !arena.locked() {
-        println!("skipped: this user may not lock 64 MiB, so nothing is registered");
+        println!(
+            "skipped: {}: this user may not lock 64 MiB, so nothing is registered",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     }
     let pinned_kib = || {

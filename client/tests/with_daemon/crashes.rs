@@ -86,7 +86,7 @@ fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_ack
 #[test]
 fn written_in_place_a_killed_daemon_leaves_a_mixture() {
     if !daemon_is_removable(&Place::new()) {
-        println!("{NOT_REMOVABLE}");
+        skip_not_removable();
         return;
     }
     assert_depends_on(

@@ -214,8 +214,13 @@ pub(crate) fn assert_depends_on(name: &str, mechanism: &str) {
     );
 }
 
-pub(crate) const NOT_REMOVABLE: &str = "skipped: this offloadd was built without the feature `removable`; `cargo test` of \
-     the workspace builds it";
+/// For a test that needs [`daemon_is_removable`].
+pub(crate) fn skip_not_removable() {
+    println!(
+        "skipped: {}: this offloadd was built without the feature `removable`; `cargo test` of the workspace builds it",
+        std::thread::current().name().unwrap_or("a test")
+    );
+}
 
 /// Whether mechanisms of the daemon itself can be taken away: only `cargo test` of the workspace builds it so.
 pub(crate) fn daemon_is_removable(place: &Place) -> bool {

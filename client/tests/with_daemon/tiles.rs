@@ -21,7 +21,10 @@ fn tiles_come_back_from_two_devices_by_either_engine() {
         let daemon = match PrivateDaemon::start(settings) {
             Ok(daemon) => daemon,
             Err(error) if engine == "uring" && error.to_string().contains("io_uring") => {
-                println!("skipped uring: this machine forbids it: {error}");
+                println!(
+                    "skipped: {}: uring: this machine forbids it: {error}",
+                    std::thread::current().name().unwrap_or("a test")
+                );
                 continue;
             }
             Err(error) => panic!("{error}"),

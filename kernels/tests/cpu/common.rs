@@ -12,7 +12,10 @@ pub(crate) fn available_vector_sets() -> Vec<InstructionSet> {
         .into_iter()
         .partition(|set| set.available());
     for set in missing {
-        println!("skipped {set:?}: this processor has none");
+        println!(
+            "skipped: {}: {set:?}: this processor has none",
+            std::thread::current().name().unwrap_or("a test")
+        );
     }
     present
 }

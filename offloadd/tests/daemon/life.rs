@@ -264,7 +264,10 @@ fn where_io_uring_is_forbidden_threads_serve_and_say_why() {
         .output()
         .is_err()
     {
-        println!("skipped: there is no strace to forbid it with");
+        println!(
+            "skipped: {}: there is no strace to forbid it with",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     }
     // Private, because killing strace leaves its child alone.
@@ -361,7 +364,10 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     let file = store.folder.path().join("image");
     std::fs::write(&file, vec![0; 16 << 20]).unwrap();
     let Some(device) = Loop::new(&file) else {
-        println!("skipped: no loop device to be had");
+        println!(
+            "skipped: {}: no loop device to be had",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     };
     store.devices = vec![device.0.clone().into()];
@@ -402,7 +408,10 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
         .output()
         .is_err()
     {
-        println!("skipped: there is no strace to refuse with");
+        println!(
+            "skipped: {}: there is no strace to refuse with",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     }
     let store = Store::new(1, "psync");

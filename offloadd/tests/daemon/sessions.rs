@@ -192,7 +192,10 @@ fn another_users_token_and_job_are_not_ours() {
         return other_user(&place.into_string().unwrap());
     }
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can become another user");
+        println!(
+            "skipped: {}: only root can become another user",
+            std::thread::current().name().unwrap_or("a test")
+        );
         return;
     }
     let store = Store::new(1, "psync");
@@ -228,7 +231,10 @@ fn another_users_token_and_job_are_not_ours() {
             String::from_utf8_lossy(&output.stdout),
             String::from_utf8_lossy(&output.stderr)
         ),
-        Err(error) => println!("skipped: another user cannot run this program: {error}"),
+        Err(error) => println!(
+            "skipped: {}: another user cannot run this program: {error}",
+            std::thread::current().name().unwrap_or("a test")
+        ),
     }
     // The refusals cost the owner nothing.
     Session::attach(&reply).unwrap();
@@ -376,7 +382,10 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
         ("pwrite64:retval=512", FaultKind::Short, 0),
     ] {
         let Some(_refusing) = refusing(&daemon, inject) else {
-            println!("skipped: strace cannot attach here");
+            println!(
+                "skipped: {}: strace cannot attach here",
+                std::thread::current().name().unwrap_or("a test")
+            );
             return;
         };
         session.submit(swap_out(0, 1, working, &bytes));
