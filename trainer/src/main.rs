@@ -71,10 +71,16 @@ fn spin_briefly() {
         return;
     }
     // Returns only when it cannot; then the run is slower on a busy machine, and right all the same.
-    let _ = std::process::Command::new("/proc/self/exe")
-        .args(std::env::args_os().skip(1))
-        .env("GOMP_SPINCOUNT", SPIN_COUNT)
-        .exec();
+    let Ok(program) = std::env::current_exe() else {
+        return;
+    };
+    let mut args = std::env::args_os();
+    let mut again = std::process::Command::new(program);
+    // The name it was called by stays: help shows it, and so do `ps` and `pkill`.
+    if let Some(name) = args.next() {
+        again.arg0(name);
+    }
+    let _ = again.args(args).env("GOMP_SPINCOUNT", SPIN_COUNT).exec();
 }
 
 fn main() -> ExitCode {

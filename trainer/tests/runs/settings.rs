@@ -277,7 +277,10 @@ fn help_shows_how_to_use_it() {
         ("digest", "trainer digest configs/demo.toml"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        // As a shell starts it: the program starts itself once more, under the same name.
         command
+            .env_remove("GOMP_SPINCOUNT")
+            .env_remove("OMP_WAIT_POLICY")
             .args([verb, "--help"])
             .stdout(std::process::Stdio::piped())
             .stderr(std::process::Stdio::piped());
@@ -287,5 +290,9 @@ fn help_shows_how_to_use_it() {
             "{text}"
         );
         assert!(text.contains(part), "{text}");
+        assert!(
+            text.contains(&format!("Usage: trainer {verb} ")),
+            "its name is in {text}"
+        );
     }
 }
