@@ -53,7 +53,7 @@ pub enum TrainError {
     #[error("cannot start {count} threads for the optimizer: {message}")]
     Threads { count: usize, message: String },
     #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: training diverged. The weights are those of step {}: lower optimizer.params.lr or warm up longer, and start again", step - 1
+        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, or start again with --fresh", step - 1
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
     #[error(
@@ -102,7 +102,16 @@ pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
     show_opened(&run, resumed);
     let mut training = Training::new(settings, data, stepper, run)?;
     while training.run.state.step < training.settings.train.stop_after && !stop.asked() {
-        training.step()?;
+        match training.step() {
+            Ok(()) => {}
+            // No tile has changed since the step before, which is worth keeping.
+            Err(diverged @ TrainError::Diverged { .. }) => {
+                training.keep()?;
+                training.run.close()?;
+                return Err(diverged);
+            }
+            Err(error) => return Err(error),
+        }
     }
     training.end(stop.asked())
 }
@@ -175,7 +184,7 @@ impl Training {
                 .forward_backward(&mut self.run.swapper, &self.data, state.next_sample)?;
         let Gradients { loss, norm, .. } = gradients;
         if !(loss.is_finite() && norm.is_finite()) {
-            return self.diverged(step, loss, norm);
+            return Err(TrainError::Diverged { step, loss, norm });
         }
         state.step = step;
         state.tokens += settings.batch.tokens();
@@ -215,12 +224,6 @@ impl Training {
         self.progress.step(&metrics, self.settings.batch.tokens());
         self.run.state.last = Some(metrics);
         self.save_if_due()
-    }
-
-    /// The step's gradients are thrown away with the swapper's staging; the step before is committed first.
-    fn diverged(&mut self, step: u64, loss: f64, norm: f64) -> Result<(), TrainError> {
-        self.run.swapper.drain()?;
-        Err(TrainError::Diverged { step, loss, norm })
     }
 
     /// Seconds this step could not have been faster than, from its own computing and the devices' measured rates.
@@ -267,16 +270,13 @@ impl Training {
         Ok(())
     }
 
-    /// Drains, saves and closes.
+    /// Ends where the run was to end, or was asked to.
     fn end(mut self, asked: bool) -> Result<(), TrainError> {
-        self.run.swapper.drain()?;
-        let step = self.run.state.step;
-        if !self.settings.placement.has_store() && self.saved_step != Some(step) {
-            self.run.save()?;
-        }
+        self.keep()?;
         let why = if asked { "stopped as asked" } else { "done" };
         self.progress.say(&format!(
-            "{why}: at step {step} of {}, all of it {}; {}",
+            "{why}: at step {} of {}, all of it {}; {}",
+            self.run.state.step,
             self.settings.train.steps,
             if self.settings.placement.has_store() {
                 "committed"
@@ -286,6 +286,17 @@ impl Training {
             MetricsFile::path(self.run.folder.path()).display()
         ));
         self.run.close()
+    }
+
+    /// Commits or saves the last step that was finished.
+    fn keep(&mut self) -> Result<(), TrainError> {
+        self.run.swapper.drain()?;
+        let step = self.run.state.step;
+        if !self.settings.placement.has_store() && self.saved_step != Some(step) {
+            self.run.save()?;
+            self.saved_step = Some(step);
+        }
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@
 mod bits;
 mod daemon;
 mod damage;
+mod divergence;
 mod lab;
 mod memory;
 mod parity;

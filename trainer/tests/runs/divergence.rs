@@ -1,0 +1,56 @@
+//! A run whose loss or gradients are no numbers any more ends with an error, and what was good before stays.
+//!
+//! What could go wrong: steps that were fine are lost with the one that was not; the message names a step that is nowhere; the
+//! step before is kept with part of an update. Found by comparing fingerprints with a run that stopped there by itself.
+
+use crate::lab::{Lab, Run};
+
+/// So large a rate that the second step computes with weights of some 1e38: its loss is no number.
+const DIVERGES: [&str; 3] = ["optimizer.params.lr=1e38", "scheduler={}", "train.steps=4"];
+
+/// A run that diverges keeps the steps before, and says so.
+fn keeps_what_was_good(run: &Run, stopped: &Run) {
+    let text = run.refused();
+    let line = text
+        .lines()
+        .find(|line| line.contains("training diverged"))
+        .unwrap_or_else(|| panic!("it must diverge: {text}"));
+    let good = run.steps_written();
+    assert!(
+        line.contains(&format!("step {}: ", good + 1))
+            && line.contains(&format!("Step {good} was kept")),
+        "{line}"
+    );
+    stopped.train();
+    let digest = run.digest();
+    assert!(digest.starts_with(&format!("step {good}\n")), "{digest}");
+    assert_eq!(digest, stopped.digest());
+    // Started again, it goes on from there and comes to the same.
+    assert_eq!(
+        run.refused().lines().last(),
+        Some(line),
+        "a resumed run says the same"
+    );
+    assert_eq!(run.steps_written(), good);
+}
+
+#[test]
+fn a_diverged_run_in_memory_keeps_the_steps_before() {
+    let lab = Lab::new();
+    let stopped = lab.run("stopped", &DIVERGES).with(&["train.stop_after=1"]);
+    keeps_what_was_good(&lab.run("run", &DIVERGES), &stopped);
+}
+
+#[test]
+fn a_diverged_run_on_a_store_keeps_the_steps_before() {
+    let lab = Lab::new();
+    let stopped = lab.run("stopped", &DIVERGES).with(&["train.stop_after=1"]);
+    for schedule in ["deferred", "at_once"] {
+        // Nothing is committed on the way: the end has to.
+        let run = lab.run(schedule, &DIVERGES).with(&lab.nvme()).with(&[
+            "offload.commit_every=0".to_owned(),
+            format!("offload.schedule={schedule}"),
+        ]);
+        keeps_what_was_good(&run, &stopped);
+    }
+}
