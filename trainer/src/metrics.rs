@@ -58,6 +58,25 @@ impl MetricsFile {
         run_folder.join("metrics.jsonl")
     }
 
+    /// Where the file of a start that saved nothing is kept.
+    pub fn old_path(run_folder: &Path) -> PathBuf {
+        run_folder.join("metrics.jsonl.old")
+    }
+
+    /// Moves the file of a start that saved nothing out of the way; one that was moved before is replaced. Returns its new path.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn set_aside(run_folder: &Path) -> Result<PathBuf, MetricsError> {
+        let (path, old) = (Self::path(run_folder), Self::old_path(run_folder));
+        std::fs::rename(&path, &old).map_err(|source| MetricsError {
+            verb: "move away",
+            path,
+            source,
+        })?;
+        Ok(old)
+    }
+
     /// The last step of the whole lines in a run folder; 0 when there are none.
     pub fn last_step(run_folder: &Path) -> u64 {
         File::open(Self::path(run_folder))

@@ -95,7 +95,11 @@ impl RunFolder {
     /// # Errors
     /// Something cannot be removed.
     pub fn forget(&self) -> Result<(), FolderError> {
-        for path in [description_path(&self.path), MetricsFile::path(&self.path)] {
+        for path in [
+            description_path(&self.path),
+            MetricsFile::path(&self.path),
+            MetricsFile::old_path(&self.path),
+        ] {
             remove(&path, fs::remove_file(&path))?;
         }
         let checkpoints = self.checkpoint_folder();

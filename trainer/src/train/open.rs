@@ -129,13 +129,15 @@ impl Prepared {
             return Err(lost(files.unwrap_or_else(|| socket().collect())));
         }
         let (mut run, resumed) = self.open_at(folder, say)?;
-        if !resumed && self.settings.placement.has_store() && steps > 0 {
-            return Err(lost(
-                run.opened
-                    .devices
-                    .iter()
-                    .map(|device| device.path.clone())
-                    .collect(),
+        if !resumed && steps > 0 {
+            if self.settings.placement.has_store() {
+                let devices = run.opened.devices.iter();
+                return Err(lost(devices.map(|device| device.path.clone()).collect()));
+            }
+            let old = MetricsFile::set_aside(run.folder.path())?;
+            say(format!(
+                "note: nothing was saved of the {steps} steps in metrics.jsonl, which is {} now: starting again (train.save_every saves as it goes)",
+                old.display()
             ));
         }
         run.folder.describe(&self.description)?;

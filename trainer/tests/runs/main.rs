@@ -6,6 +6,7 @@ mod daemon;
 mod damage;
 mod divergence;
 mod lab;
+mod leftovers;
 mod memory;
 mod parity;
 mod resume;

@@ -1,0 +1,107 @@
+//! What an earlier start left is gone on with, set aside or removed; it is never lost without a word.
+//!
+//! What could go wrong: a run that was killed before it saved begins again over its metrics; `--fresh` forgets where the
+//! earlier store was and leaves its files on the drive. Each test looks at the files.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::lab::{Lab, Run, finish, spawn, succeed};
+
+/// A step of the tiny model takes milliseconds.
+const STEPS_WAIT: Duration = Duration::from_secs(60);
+
+/// Trains, and kills the trainer with -9 when it has written `steps` lines of metrics.
+fn killed_after(run: &Run, steps: u64) {
+    let mut child = spawn(run.command("train"));
+    let deadline = Instant::now() + STEPS_WAIT;
+    while run.steps_written() < steps {
+        let ended = child.try_wait().expect("the child can be asked");
+        if ended.is_some() || Instant::now() > deadline {
+            // It may have ended just now.
+            let _ = child.kill();
+            panic!("no {steps} steps: {:?}", finish(child));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().expect("killed");
+    child.wait().expect("it ended");
+}
+
+fn lines(path: &Path) -> usize {
+    let text =
+        std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    text.lines().count()
+}
+
+#[test]
+fn a_killed_run_that_saved_nothing_starts_again_and_says_so() {
+    let lab = Lab::new();
+    let long = ["train.steps=100000", "scheduler={}"];
+    let run = |extra: &[&str]| lab.run("run", &long).with(extra);
+    killed_after(&run(&[]), 3);
+    let steps = run(&[]).metrics().len();
+    let said = run(&["train.stop_after=2"]).train();
+    assert!(
+        said.contains(&format!(
+            "note: nothing was saved of the {steps} steps in metrics.jsonl"
+        )) && said.contains("train.save_every"),
+        "{said}"
+    );
+    assert!(said.contains("started with fresh weights"), "{said}");
+    let old = run(&[]).folder.join("metrics.jsonl.old");
+    assert_eq!(lines(&old), steps, "the metrics of the killed run are kept");
+    assert_eq!(run(&[]).metrics().len(), 2);
+    // Said once: the second start has something to go on from.
+    let said = run(&["train.stop_after=2"]).train();
+    assert!(!said.contains("nothing was saved"), "{said}");
+    let mut fresh = run(&["train.stop_after=2"]).command("train");
+    fresh.arg("--fresh");
+    succeed(fresh);
+    assert!(!old.exists(), "--fresh forgets it too");
+}
+
+#[test]
+fn a_killed_run_that_saves_as_it_goes_resumes_at_its_last_save() {
+    let lab = Lab::new();
+    let sets = ["train.steps=100000", "scheduler={}", "train.save_every=5"];
+    killed_after(&lab.run("run", &sets), 12);
+    let written = lab.run("run", &sets).steps_written();
+    let stop_after = [format!("train.stop_after={}", written + 3)];
+    let rest = lab.run("run", &sets).with(&stop_after);
+    let said = rest.train();
+    // It may have gone a few steps on before the signal came.
+    let resumed = said
+        .lines()
+        .find_map(|line| line.strip_prefix("resumed at step "))
+        .unwrap_or_else(|| panic!("{said}"));
+    let resumed: u64 = resumed.parse().expect("a step");
+    assert!(
+        resumed >= 5 && resumed.is_multiple_of(5) && resumed <= written && written < resumed + 10,
+        "resumed at {resumed} of {written}"
+    );
+    let whole = lab.run("whole", &sets).with(&stop_after);
+    whole.train();
+    assert_eq!(whole.bits("loss"), rest.bits("loss"));
+    assert_eq!(whole.digest(), rest.digest());
+}
+
+#[test]
+fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.save_every=0"]);
+    run.train();
+    let checkpoint = run.folder.join("checkpoint/000000000006.ckpt");
+    let mut bytes = std::fs::read(&checkpoint).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&checkpoint, bytes).unwrap();
+    assert!(run.refused().contains("000000000006.ckpt is damaged"));
+    std::fs::remove_file(&checkpoint).unwrap();
+    let said = run.train();
+    assert!(
+        said.contains("nothing was saved of the 6 steps in metrics.jsonl"),
+        "{said}"
+    );
+    assert_eq!(lines(&run.folder.join("metrics.jsonl.old")), 6);
+    assert_eq!(run.metrics().len(), 6);
+}
