@@ -19,8 +19,12 @@ use rustix::io::Errno;
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::IoOp;
 
-/// How long a dying predecessor may hold its lock.
+/// How long a predecessor that still lives may take to give its lock back.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
+
+/// How long one that has ended may: the kernel keeps its files until its ring is gone, which took over a second after a
+/// plain exit on a drive that was busy freeing a large file.
+const DEAD_LOCK_WAIT: Duration = Duration::from_secs(30);
 
 const LOCK_RETRY: Duration = Duration::from_millis(10);
 
@@ -346,19 +350,26 @@ fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
     if removed(Mechanism::Lock) {
         return Ok(());
     }
-    let limit = Instant::now() + LOCK_WAIT;
+    let start = Instant::now();
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),
-            Err(Errno::WOULDBLOCK) if Instant::now() >= limit => {
-                return Err(DeviceError::Locked {
-                    path: path.to_owned(),
-                    pid: lock_holder(file),
-                });
-            }
-            Err(Errno::WOULDBLOCK | Errno::INTR) => {
+            Err(Errno::WOULDBLOCK) => {
+                let pid = lock_holder(file);
+                let wait = if pid.is_some_and(has_ended) {
+                    DEAD_LOCK_WAIT
+                } else {
+                    LOCK_WAIT
+                };
+                if start.elapsed() >= wait {
+                    return Err(DeviceError::Locked {
+                        path: path.to_owned(),
+                        pid,
+                    });
+                }
                 std::thread::sleep(LOCK_RETRY);
             }
+            Err(Errno::INTR) => {}
             Err(errno) => {
                 return Err(DeviceError::System {
                     path: path.to_owned(),
@@ -381,6 +392,18 @@ fn lock_holder(file: &File) -> Option<u32> {
         let found: u64 = fields.get(place + 4)?.rsplit(':').next()?.parse().ok()?;
         (found == inode).then(|| fields.get(place + 3)?.parse().ok())?
     })
+}
+
+/// Whether no program runs under this pid any more; what is left of it is the kernel's to tidy up.
+fn has_ended(pid: u32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        // `1234 (name) Z ...`: the name may hold anything, so the state is what follows its last parenthesis.
+        Ok(stat) => stat
+            .rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    }
 }
 
 fn block_device_bytes(mut file: &File) -> io::Result<u64> {

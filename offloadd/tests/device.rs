@@ -106,6 +106,28 @@ fn a_store_has_one_daemon_at_a_time() {
     ending.join().unwrap();
 }
 
+/// After an exit the kernel may keep a process's files, and with them the lock, for longer than a second.
+#[test]
+fn a_lock_whose_owner_has_ended_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiles");
+    drop(Device::create(&path, Some(1 << 20), false).unwrap());
+    // `flock` takes the lock and ends; `sleep` keeps the open file, as a ring that is torn down does.
+    let status = Command::new("sh")
+        .args(["-c", "exec 9<>\"$0\"; flock 9; sleep 1.6 &"])
+        .arg(&path)
+        .status()
+        .unwrap();
+    assert!(status.success());
+    let start = std::time::Instant::now();
+    Device::open(&path).unwrap();
+    assert!(
+        start.elapsed() > Duration::from_secs(1),
+        "the lock was free all the time: {:?}",
+        start.elapsed()
+    );
+}
+
 #[test]
 fn without_its_lock_the_test_of_one_daemon_fails() {
     let output = Command::new(std::env::current_exe().unwrap())
