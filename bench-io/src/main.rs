@@ -6,6 +6,7 @@ mod bare;
 mod workload;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -46,8 +47,17 @@ struct Args {
     json: bool,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench-io: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
     let choice = EngineChoice::from_name(&args.engine).with_context(|| {
         format!(
             "--engine {}: it is one of {:?}",
