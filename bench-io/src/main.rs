@@ -66,7 +66,7 @@ fn run(args: &Args) -> Result<()> {
         )
     })?;
     ensure!(
-        args.tile > 0 && args.tile % 4096 == 0 && args.size >= args.tile,
+        args.tile > 0 && args.tile.is_multiple_of(4096) && args.size >= args.tile,
         "--tile {}: a multiple of 4096 bytes, not larger than --size",
         args.tile
     );
