@@ -85,7 +85,8 @@ impl Prepared {
         })
     }
 
-    /// Checks that there is room for the run: folders of a private store, then memory. Touches nothing.
+    /// Checks that there is room for the run: folders of a private store, or the daemon of a shared one, then memory.
+    /// Touches nothing.
     ///
     /// # Errors
     /// What is missing.
@@ -93,6 +94,7 @@ impl Prepared {
         if let Some(files) = &self.files {
             files.check()?;
         }
+        self.shared_daemon()?;
         Ok(self.plan.check_memory()?)
     }
 
@@ -204,9 +206,8 @@ impl Prepared {
         if let Some(files) = &self.files {
             files.remove()?;
         } else if self.store_has_job()?
-            && let Some(socket) = &self.settings.offload.socket
+            && let Some(daemon) = self.shared_daemon()?
         {
-            let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
             daemon
                 .drop_job(folder.job_name())
                 .map_err(StoreError::Daemon)?;
@@ -219,16 +220,27 @@ impl Prepared {
         if let Some(files) = &self.files {
             return Ok(files.exist());
         }
-        let Some(socket) = &self.settings.offload.socket else {
+        let Some(daemon) = self.shared_daemon()? else {
             return Ok(true);
         };
-        let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
         let name = job_name(&self.run_folder);
         Ok(daemon
             .jobs()
             .map_err(StoreError::Daemon)?
             .iter()
             .any(|job| job.job == name))
+    }
+
+    /// The daemon behind `offload.socket`, if the run has its store there; every `nvme_path` that is named is of its store.
+    fn shared_daemon(&self) -> Result<Option<Daemon>, StoreError> {
+        let Some(socket) = &self.settings.offload.socket else {
+            return Ok(None);
+        };
+        let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
+        let devices = daemon.info().devices.iter();
+        let devices: Vec<&Path> = devices.map(|device| device.path.as_path()).collect();
+        check_paths(&self.settings.placement.nvme_paths, &devices)?;
+        Ok(Some(daemon))
     }
 
     /// Names the daemon in the plan: the one behind the socket, or a private one that is started here.
@@ -241,15 +253,8 @@ impl Prepared {
             return Ok(None);
         };
         store.job = folder.job_name().to_owned();
+        // A shared one was asked before, and is asked again when the job is opened.
         let Some(files) = &self.files else {
-            let daemon = Daemon::connect(&store.socket).map_err(StoreError::Daemon)?;
-            let devices: Vec<&Path> = daemon
-                .info()
-                .devices
-                .iter()
-                .map(|device| device.path.as_path())
-                .collect();
-            check_paths(&self.settings.placement.nvme_paths, &devices)?;
             return Ok(None);
         };
         let arena_bytes_max = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
