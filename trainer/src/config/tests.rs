@@ -334,3 +334,16 @@ fn toml_and_json_files_mean_the_same() {
             .contains("cannot read the run file /nowhere.toml")
     );
 }
+
+#[test]
+fn a_folder_named_in_two_ways_is_one_folder() {
+    let run = run_with(&[
+        ("zero_optimization.offload_optimizer.device", json!("nvme")),
+        (
+            "zero_optimization.offload_optimizer.nvme_path",
+            json!(["d", "./d", "/proc", "/proc/../proc"]),
+        ),
+    ]);
+    let paths = run.unwrap().placement.nvme_paths;
+    assert_eq!(paths, [Path::new("d"), Path::new("/proc")]);
+}

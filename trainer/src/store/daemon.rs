@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 
-use super::{StoreError, check_folder};
+use super::{StoreError, check_folders};
 
 /// A lock outlives its killed process by some 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -29,19 +29,12 @@ impl StoreFiles {
         Self { files, file_bytes }
     }
 
-    /// Checks that every folder can hold its file.
+    /// Checks that the folders can hold their files, all of them together.
     ///
     /// # Errors
     /// The first folder that cannot, and why. Nothing is made.
     pub fn check(&self) -> Result<(), StoreError> {
-        for file in &self.files {
-            check_folder(
-                file.parent().expect("made in a folder"),
-                file,
-                self.file_bytes,
-            )?;
-        }
-        Ok(())
+        check_folders(&self.files, self.file_bytes)
     }
 
     /// Whether all of them exist.

@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::ErrorKind;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -25,7 +25,7 @@ pub enum StoreError {
     )]
     NoDirect { path: PathBuf },
     #[error(
-        "nvme_path: {} has {} free, the store needs {}: free some, name more folders, or keep more in host memory",
+        "nvme_path: the file system of {} has {} free, the store needs {} there: free some, name folders on more drives, or keep more in host memory",
         path.display(), Gib(*free_bytes), Gib(*needed_bytes)
     )]
     TooLittleSpace {
@@ -66,13 +66,47 @@ impl std::fmt::Display for Gib {
     }
 }
 
-/// Checks that `folder` exists, takes direct I/O and has room for a file of `file_bytes` at `file`, which may exist already.
+/// Checks that the folders of `files` exist, take direct I/O and have room for a file of `file_bytes` each. The files may
+/// exist already. Folders on one file system share its room.
 ///
 /// # Errors
-/// The first thing that is wrong. A probe file is made and removed; nothing else is touched.
-pub fn check_folder(folder: &Path, file: &Path, file_bytes: u64) -> Result<(), StoreError> {
+/// The first thing that is wrong. Probe files are made and removed; nothing else is touched.
+pub fn check_folders(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
+    // Of each file system: its number, the first folder there, and what the folders so far need of it.
+    let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
+    for file in files {
+        let folder = file.parent().expect("a device file lies in a folder");
+        let system = check_folder(folder)?;
+        // A store of an earlier start has its blocks already.
+        let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
+        let needed_bytes = file_bytes.saturating_sub(held_bytes);
+        match systems.iter_mut().find(|(number, ..)| *number == system) {
+            Some((.., sum_bytes)) => *sum_bytes = sum_bytes.saturating_add(needed_bytes),
+            None => systems.push((system, folder.to_path_buf(), needed_bytes)),
+        }
+    }
+    for (_, path, needed_bytes) in systems {
+        let space = rustix::fs::statvfs(&path).map_err(|error| StoreError::Io {
+            verb: "ask the free space of",
+            path: path.clone(),
+            source: error.into(),
+        })?;
+        let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+        if free_bytes < needed_bytes {
+            return Err(StoreError::TooLittleSpace {
+                path,
+                free_bytes,
+                needed_bytes,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that `folder` exists and takes direct I/O. Returns its file system's number.
+fn check_folder(folder: &Path) -> Result<u64, StoreError> {
     let path = || folder.to_path_buf();
-    match fs::metadata(folder) {
+    let metadata = match fs::metadata(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return Err(StoreError::Missing { path: path() });
         }
@@ -84,26 +118,10 @@ pub fn check_folder(folder: &Path, file: &Path, file_bytes: u64) -> Result<(), S
             });
         }
         Ok(metadata) if !metadata.is_dir() => return Err(StoreError::NotAFolder { path: path() }),
-        Ok(_) => {}
-    }
+        Ok(metadata) => metadata,
+    };
     probe(folder)?;
-    let space = rustix::fs::statvfs(folder).map_err(|error| StoreError::Io {
-        verb: "ask the free space of",
-        path: path(),
-        source: error.into(),
-    })?;
-    // A store of an earlier start has its blocks already.
-    let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
-    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
-    let needed_bytes = file_bytes.saturating_sub(held_bytes);
-    if free_bytes < needed_bytes {
-        return Err(StoreError::TooLittleSpace {
-            path: path(),
-            free_bytes,
-            needed_bytes,
-        });
-    }
-    Ok(())
+    Ok(metadata.dev())
 }
 
 /// Makes a file and opens it again for direct I/O.
@@ -141,7 +159,7 @@ mod tests {
     use super::*;
 
     fn refused(folder: &Path, bytes: u64) -> String {
-        check_folder(folder, &folder.join("store"), bytes)
+        check_folders(&[folder.join("store")], bytes)
             .expect_err("must be refused")
             .to_string()
     }
@@ -167,5 +185,22 @@ mod tests {
         let text = refused(folder.path(), 1 << 60);
         assert!(text.contains("the store needs 1073741824.0 GiB"), "{text}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn folders_on_one_file_system_share_its_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ["a", "b"].map(|name| folder.path().join(name).join("store"));
+        for file in &files {
+            fs::create_dir(file.parent().unwrap()).unwrap();
+        }
+        let space = rustix::fs::statvfs(folder.path()).unwrap();
+        let most_bytes = space.f_bavail * space.f_frsize / 10 * 7;
+        check_folders(&files[..1], most_bytes).unwrap();
+        let text = check_folders(&files, most_bytes).unwrap_err().to_string();
+        assert!(
+            text.contains(&format!("the store needs {}", Gib(2 * most_bytes))),
+            "{text}"
+        );
     }
 }

@@ -5,4 +5,4 @@ mod folder;
 
 pub use daemon::{StoreFiles, start_private};
 pub(crate) use folder::Gib;
-pub use folder::{StoreError, check_folder};
+pub use folder::{StoreError, check_folders};

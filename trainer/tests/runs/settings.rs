@@ -108,15 +108,17 @@ fn a_store_larger_than_the_free_space_is_refused() {
         "model.num_attention_heads=256",
         "model.num_key_value_heads=256",
         "offload.tile_elems=1048576",
+        "offload.staging_bytes=1400000000",
     ];
     let run = lab.run("run", &large).with(&lab.nvme());
     refused_untouched(
         &lab,
         &run,
         &[
+            "nvme_path: the file system of ",
             "drive has ",
             " free, the store needs ",
-            "GiB: free some, name more folders",
+            "GiB there: free some, name folders on more drives",
         ],
     );
     let in_memory = lab.run("run", &large);

@@ -1,8 +1,11 @@
 //! Where parameters and optimizer live: DeepSpeed's stage and offload tables, and how they may go together.
 
+use std::path::PathBuf;
+
 use super::{share, value};
 use crate::config::toml::ZeroToml;
 use crate::config::{Placement, SettingsError, Share, Tier};
+use crate::run::resolved;
 
 pub(super) fn placement(
     zero: &ZeroToml,
@@ -42,7 +45,8 @@ pub(super) fn placement(
             "\"none\" beside parameters on nvme: the optimizer's state is five times as large, set it to \"nvme\" or \"cpu\"",
         ));
     }
-    let mut nvme_paths = Vec::new();
+    // A folder named in two ways is one folder, with one device file.
+    let mut nvme_paths: Vec<PathBuf> = Vec::new();
     for (key, device, path) in [
         (
             "zero_optimization.offload_param.nvme_path",
@@ -62,7 +66,8 @@ pub(super) fn placement(
                     return Err(value(key, "names no folder"));
                 }
                 for path in paths {
-                    if !nvme_paths.contains(&path) {
+                    let same = |other: &PathBuf| resolved(other) == resolved(&path);
+                    if !nvme_paths.iter().any(same) {
                         nvme_paths.push(path);
                     }
                 }
