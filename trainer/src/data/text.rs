@@ -1,5 +1,6 @@
 //! Finds and reads the text files of a run: what is named, and what lies in named folders, in one fixed order.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Text is held in memory; more than this is no text for bytes as tokens.
@@ -18,8 +19,10 @@ pub enum DataError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("data.files: {} is empty", path.display())]
+    #[error("data.files: {} is empty: write some text into it, or name another file", path.display())]
     Empty { path: PathBuf },
+    #[error("data.files: {} is neither a file nor a folder: name one, with text in it", path.display())]
+    NoFile { path: PathBuf },
     #[error("data.files: {} has no text file in it", path.display())]
     NoText { path: PathBuf },
     #[error("data.files: {} has more than {FILES_MAX} files or folders {DEPTH_MAX} deep: name a smaller folder", path.display())]
@@ -71,11 +74,23 @@ fn append(path: &Path, in_folder: bool, text: &mut Text) -> Result<(), DataError
         path: path.into(),
         source,
     };
-    let bytes = std::fs::metadata(path).map_err(failed)?.len();
-    if text.bytes.len() as u64 + bytes > TEXT_BYTES_MAX {
+    // Devices and pipes never end, or never begin.
+    let metadata = std::fs::metadata(path).map_err(failed)?;
+    if !metadata.is_file() {
+        return Err(DataError::NoFile { path: path.into() });
+    }
+    let left_bytes = TEXT_BYTES_MAX - text.bytes.len() as u64;
+    if metadata.len() > left_bytes {
         return Err(DataError::TooLarge);
     }
-    let content = std::fs::read(path).map_err(failed)?;
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut content = Vec::new();
+    // A file that grows while it is read, or tells no length, ends here too.
+    let mut bounded = file.take(left_bytes + 1);
+    bounded.read_to_end(&mut content).map_err(failed)?;
+    if content.len() as u64 > left_bytes {
+        return Err(DataError::TooLarge);
+    }
     if in_folder && !is_text(&content) {
         return Ok(());
     }
@@ -165,7 +180,7 @@ mod tests {
                 .err()
                 .unwrap()
                 .to_string()
-                .ends_with("empty is empty")
+                .contains("empty is empty: write some text into it")
         );
         let missing = folder.path().join("missing");
         assert!(

@@ -3,6 +3,7 @@
 //! What could go wrong: a bad setting is found only when a store is formatted already or a run half done, or it is met with
 //! a message that names no key, path or cure. Each test looks at the message, and that no folder was made.
 
+use std::path::Path;
 use std::process::Command;
 
 use crate::daemon::Daemon;
@@ -51,7 +52,10 @@ fn texts_that_are_too_short_are_refused() {
     std::fs::write(lab.path("empty"), "").unwrap();
     std::fs::write(lab.path("short"), "16 bytes exactly").unwrap();
     for (name, parts) in [
-        ("empty", ["data.files", "empty is empty"]),
+        (
+            "empty",
+            ["data.files", "empty is empty: write some text into it"],
+        ),
         (
             "short",
             [
@@ -66,6 +70,25 @@ fn texts_that_are_too_short_are_refused() {
     ] {
         let files = format!("data.files=[\"{}\"]", lab.path(name).display());
         refused_untouched(&lab, &lab.run("run", &[&files]), &parts);
+    }
+}
+
+#[test]
+fn what_is_no_file_is_not_read_as_text() {
+    let lab = Lab::new();
+    let pipe = lab.path("pipe");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    let made = rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0);
+    made.expect("a pipe");
+    // Endless, and silent for ever.
+    for path in [Path::new("/dev/zero"), &pipe] {
+        let files = format!("data.files=[\"{}\"]", path.display());
+        let name = path.display().to_string();
+        refused_untouched(
+            &lab,
+            &lab.run("run", &[&files]),
+            &[&name, "is neither a file nor a folder"],
+        );
     }
 }
 
