@@ -12,10 +12,13 @@ use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
+use super::folder::make_folder;
 use crate::fingerprint::Fingerprint;
 
 const MAGIC: &[u8; 8] = b"OFFLCKP1";
 const VERSION: u32 = 1;
+/// Where the next tile's length would be: a length that no tile has.
+const END: u64 = u64::MAX;
 const KEPT: usize = 2;
 const BLOB_BYTES_MAX: u32 = 1 << 20;
 const BUFFER_BYTES: usize = 1 << 20;
@@ -68,7 +71,7 @@ impl Checkpoints {
             let path = path.to_path_buf();
             move |source| CheckpointError::Io { verb, path, source }
         };
-        fs::create_dir_all(&self.folder).map_err(failed("make the folder of", &path))?;
+        make_folder(&self.folder).map_err(failed("make the folder of", &path))?;
         let file = File::create(&temporary).map_err(failed("write", &temporary))?;
         let mut out = Output {
             writer: BufWriter::with_capacity(BUFFER_BYTES, file),
@@ -87,8 +90,7 @@ impl Checkpoints {
             out.add(&(bytes.len() as u64).to_le_bytes());
             out.add(bytes);
         })?;
-        // A length that no tile has ends the list.
-        out.add(&u64::MAX.to_le_bytes());
+        out.add(&END.to_le_bytes());
         out.finish().map_err(failed("write", &temporary))?;
         fs::rename(&temporary, &path).map_err(failed("name", &path))?;
         File::open(&self.folder)
@@ -166,24 +168,47 @@ impl Checkpoint {
     /// Reads the next tile into `tile`, which must have the length it was saved with.
     ///
     /// # Errors
-    /// The file ends, or the next tile has another length: another layout.
+    /// There are no more tiles, or the next one has another length: another layout.
     pub fn next_tile(&mut self, tile: &mut [u8]) -> Result<(), CheckpointError> {
-        let failed = |source| CheckpointError::Io {
+        self.expect_length(tile.len() as u64)?;
+        self.reader
+            .read_exact(tile)
+            .map_err(|source| self.failed(source))
+    }
+
+    /// Checks that all tiles have been read.
+    ///
+    /// # Errors
+    /// There are more: another layout.
+    pub fn end(mut self) -> Result<(), CheckpointError> {
+        self.expect_length(END)
+    }
+
+    fn expect_length(&mut self, expected: u64) -> Result<(), CheckpointError> {
+        let words = |length| match length {
+            END => "no more tiles".to_owned(),
+            bytes => format!("a tile of {bytes} bytes"),
+        };
+        let mut length = [0; 8];
+        self.reader
+            .read_exact(&mut length)
+            .map_err(|source| self.failed(source))?;
+        let found = u64::from_le_bytes(length);
+        if found == expected {
+            return Ok(());
+        }
+        Err(CheckpointError::Damaged {
+            path: self.path.clone(),
+            message: format!("{} expected, {} found", words(expected), words(found)),
+        })
+    }
+
+    fn failed(&self, source: std::io::Error) -> CheckpointError {
+        CheckpointError::Io {
             verb: "read",
             path: self.path.clone(),
             source,
-        };
-        let mut length = [0; 8];
-        self.reader.read_exact(&mut length).map_err(failed)?;
-        let found = u64::from_le_bytes(length);
-        if found != tile.len() as u64 {
-            let message = format!("a tile of {} bytes was expected, {found} found", tile.len());
-            return Err(CheckpointError::Damaged {
-                path: self.path.clone(),
-                message,
-            });
         }
-        self.reader.read_exact(tile).map_err(failed)
     }
 }
 
@@ -282,7 +307,34 @@ mod tests {
         newest.next_tile(&mut one).unwrap();
         newest.next_tile(&mut two).unwrap();
         assert_eq!((one, two), ([4; 100], [7; 5]));
-        assert!(newest.next_tile(&mut two).is_err());
+        newest.end().unwrap();
+    }
+
+    #[test]
+    fn other_tiles_than_expected_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(folder.path().to_path_buf());
+        save(&checkpoints, 1);
+        let newest = || checkpoints.newest().unwrap().unwrap();
+        let refused = |result: Result<(), CheckpointError>| result.unwrap_err().to_string();
+        let text = refused(newest().next_tile(&mut [0; 99]));
+        assert!(
+            text.contains("a tile of 99 bytes expected, a tile of 100 bytes found"),
+            "{text}"
+        );
+        let text = refused(newest().end());
+        assert!(
+            text.contains("no more tiles expected, a tile of 100 bytes found"),
+            "{text}"
+        );
+        let mut whole = newest();
+        whole.next_tile(&mut [0; 100]).unwrap();
+        whole.next_tile(&mut [0; 5]).unwrap();
+        let text = refused(whole.next_tile(&mut [0; 5]));
+        assert!(
+            text.contains("a tile of 5 bytes expected, no more tiles found"),
+            "{text}"
+        );
     }
 
     #[test]

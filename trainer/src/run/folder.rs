@@ -58,7 +58,7 @@ impl RunFolder {
     /// # Errors
     /// It cannot be made, or another trainer works in it.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
-        fs::create_dir_all(path).map_err(|source| FolderError::Io {
+        make_folder(path).map_err(|source| FolderError::Io {
             verb: "make the folder",
             path: path.into(),
             source,
@@ -246,6 +246,17 @@ pub(crate) fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     let mut found = Vec::new();
     walk("", old, new, &mut found);
     found
+}
+
+/// Makes the folder at `path` and those above it, so that power loss does not take them with what is flushed inside.
+pub(crate) fn make_folder(path: &Path) -> std::io::Result<()> {
+    let whole = resolved(path);
+    let missing = whole.ancestors().filter(|ancestor| !ancestor.exists());
+    let above: Vec<&Path> = missing.filter_map(Path::parent).collect();
+    fs::create_dir_all(&whole)?;
+    above
+        .into_iter()
+        .try_for_each(|folder| File::open(folder)?.sync_all())
 }
 
 fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), FolderError> {

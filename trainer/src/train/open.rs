@@ -289,7 +289,7 @@ impl OpenRun {
         };
         self.swapper.initialize(fill, self.state.encode())?;
         match failed {
-            None => Ok(true),
+            None => Ok(checkpoint.end().map(|()| true)?),
             Some(error) => Err(error.into()),
         }
     }

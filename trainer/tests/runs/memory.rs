@@ -3,9 +3,10 @@
 //! What could go wrong: a run that was stopped and continued differs from one that was not; a signal loses work; an
 //! evaluation changes the training; accumulation is not what it says. Found by comparing losses and fingerprints bit by bit.
 
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::lab::{Lab, finish, spawn};
+use crate::lab::{Lab, finish, spawn, succeed};
 
 #[test]
 fn ten_steps_are_five_and_five_more() {
@@ -161,4 +162,83 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
     assert!(digest_before.starts_with("step 3\n"));
     assert!(run.train().contains("resumed at step 3"));
     assert_eq!(run.metrics().len(), 6);
+}
+
+#[test]
+fn a_checkpoint_with_more_tiles_than_the_model_is_refused() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    run.train();
+    let path = run.folder.join("checkpoint/000000000006.ckpt");
+    let mut bytes = std::fs::read(&path).unwrap();
+    // After the last tile stand the end of the list and the fingerprint.
+    bytes.truncate(bytes.len() - 16);
+    bytes.extend(3u64.to_le_bytes());
+    bytes.extend([1, 2, 3]);
+    bytes.extend(u64::MAX.to_le_bytes());
+    bytes.extend(trainer::fingerprint::Fingerprint::of(&bytes).to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let text = run.refused();
+    assert!(
+        text.contains("no more tiles expected, a tile of 3 bytes found"),
+        "{text}"
+    );
+}
+
+#[test]
+fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
+    let lab = Lab::new();
+    let run = lab.run("new", &["train.stop_after=1"]);
+    let trace = lab.path("trace");
+    let plain = run.command("train");
+    let mut traced = Command::new("strace");
+    let calls = "trace=mkdir,mkdirat,fsync,rename,renameat,renameat2";
+    traced
+        .args(["-f", "-y", "-s", "4096", "-e", calls, "-o"])
+        .arg(&trace)
+        .arg(plain.get_program())
+        .args(plain.get_args())
+        .env("GOMP_SPINCOUNT", "20000")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    if Command::new("strace")
+        .args(["-o", "/dev/null", "true"])
+        .output()
+        .is_ok_and(|probe| probe.status.success())
+    {
+        succeed(traced);
+    } else {
+        println!(
+            "skipped: new_folders_are_flushed_before_the_first_checkpoint_counts: strace is missing or may trace nothing"
+        );
+        return;
+    }
+    let trace = std::fs::read_to_string(trace).unwrap();
+    let lines: Vec<&str> = trace.lines().collect();
+    let named = lines
+        .iter()
+        .position(|line| line.contains("rename") && line.contains(".ckpt"))
+        .expect("the checkpoint got its name");
+    for (folder, above) in [
+        (run.folder.join("checkpoint"), run.folder.clone()),
+        (run.folder.clone(), lab.path("runs")),
+        (lab.path("runs"), lab.path("")),
+    ] {
+        let made = format!("\"{}\", 0", folder.display());
+        let made = lines
+            .iter()
+            .position(|line| {
+                line.contains("mkdir") && line.contains(&made) && line.ends_with("= 0")
+            })
+            .unwrap_or_else(|| panic!("{} was not made: {trace}", folder.display()));
+        let above = above.canonicalize().unwrap();
+        let flushed = format!("<{}>", above.display());
+        assert!(
+            lines[made..named]
+                .iter()
+                .any(|line| line.contains("fsync(") && line.contains(&flushed)),
+            "{} was not flushed: {trace}",
+            above.display()
+        );
+    }
 }
