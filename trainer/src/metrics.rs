@@ -2,7 +2,8 @@
 //!
 //! A line is written when its step's loss is known; the commit of that step may come later. So after a crash the file may be
 //! ahead of the weights, or end in a torn line: opening it for step k drops all that is beyond k. The other way round, the
-//! commit may have been the last thing that happened: then line k is missing, and is made up for from the committed blob.
+//! commit may have been the last thing that happened: then line k is missing, and is made up for from the committed blob:
+//! its loss, norm, rate and tokens are exact; its bytes are the plan's, `step_s` and `bound_s` are without the update.
 //! Lines are not flushed to the drive one by one (a flush a step would stall the drive that tiles go to): after power loss the
 //! file may lack lines, the weights do not.
 

@@ -9,7 +9,7 @@ mod update;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use swapper::{StepIo, StepRates, SwapperError, bound_s};
+use swapper::{StepRates, SwapperError, bound_s};
 
 pub(crate) use open::{OpenRun, Prepared};
 
@@ -175,17 +175,20 @@ impl Training {
 
     /// One step, its line in the metrics, and what is due after it.
     fn step(&mut self) -> Result<(), TrainError> {
-        let (settings, state) = (&self.settings, &mut self.run.state);
         let started = Instant::now();
-        let step = state.step + 1;
-        let lr = learning_rate(&settings.lr, step);
-        let gradients =
-            self.stepper
-                .forward_backward(&mut self.run.swapper, &self.data, state.next_sample)?;
+        let step = self.run.state.step + 1;
+        let lr = learning_rate(&self.settings.lr, step);
+        let gradients = self.stepper.forward_backward(
+            &mut self.run.swapper,
+            &self.data,
+            self.run.state.next_sample,
+        )?;
         let Gradients { loss, norm, .. } = gradients;
         if !(loss.is_finite() && norm.is_finite()) {
             return Err(TrainError::Diverged { step, loss, norm });
         }
+        let planned_bound_s = self.bound_s(&gradients, 0);
+        let (settings, state, plan) = (&self.settings, &mut self.run.state, &self.run.plan);
         state.step = step;
         state.tokens += settings.batch.tokens();
         state.next_sample += settings.batch.samples();
@@ -197,12 +200,13 @@ impl Training {
             lr,
             tokens: state.tokens,
             step_s: started.elapsed().as_secs_f64(),
-            device_read_bytes: 0,
-            device_written_bytes: 0,
-            host_bytes: self.run.plan.host_bytes(),
-            bound_s: 0.0,
+            device_read_bytes: plan.step_bytes.read_bytes() as u64,
+            device_written_bytes: plan.step_bytes.written_bytes as u64,
+            host_bytes: plan.host_bytes(),
+            bound_s: planned_bound_s,
             eval_loss: None,
         };
+        // What is not known before the update is as planned here; only a line made up for after a crash shows it.
         state.last = Some(metrics.clone());
         let blob = state.encode();
         let swapper = &mut self.run.swapper;
@@ -218,7 +222,7 @@ impl Training {
         metrics.step_s = started.elapsed().as_secs_f64();
         metrics.device_read_bytes = io.read_bytes;
         metrics.device_written_bytes = io.written_bytes;
-        metrics.bound_s = self.bound_s(&gradients, &io);
+        metrics.bound_s = self.bound_s(&gradients, io.update_ns);
         self.evaluate_if_due(&mut metrics)?;
         self.metrics.write(&metrics)?;
         self.progress.step(&metrics, self.settings.batch.tokens());
@@ -227,7 +231,7 @@ impl Training {
     }
 
     /// Seconds this step could not have been faster than, from its own computing and the devices' measured rates.
-    fn bound_s(&self, gradients: &Gradients, io: &StepIo) -> f64 {
+    fn bound_s(&self, gradients: &Gradients, update_ns: u64) -> f64 {
         let plan = &self.run.plan;
         let rates = self.run.opened.rates();
         // Devices nobody measured bound nothing that could be stated.
@@ -243,7 +247,7 @@ impl Training {
             staging_bytes: plan.memory.staging_bytes() as f64,
             forward_s: gradients.forward_s,
             backward_s: gradients.backward_s,
-            update_s: io.update_ns as f64 * 1e-9,
+            update_s: update_ns as f64 * 1e-9,
             bus_s: 0.0,
         };
         bound_s(plan.swapper.schedule, &bytes, &rates)

@@ -105,3 +105,33 @@ fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
     assert_eq!(lines(&run.folder.join("metrics.jsonl.old")), 6);
     assert_eq!(run.metrics().len(), 6);
 }
+
+#[test]
+fn a_line_that_a_crash_took_is_made_up_for() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.stop_after=3"]).with(&lab.nvme());
+    run.train();
+    let whole = run.metrics();
+    // As if the commit of step 3 had been the last thing that happened.
+    let path = run.folder.join("metrics.jsonl");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let last = text.trim_end().rfind('\n').expect("three lines") + 1;
+    std::fs::write(&path, &text[..last]).unwrap();
+    assert!(run.train().contains("resumed at step 3"));
+    let (before, after) = (&whole[2], &run.metrics()[2]);
+    for key in ["step", "loss", "grad_norm", "lr", "tokens", "host_bytes"] {
+        assert_eq!(before[key], after[key], "{key}");
+    }
+    for key in ["device_read_bytes", "device_written_bytes"] {
+        let (before, after) = (before[key].as_f64().unwrap(), after[key].as_f64().unwrap());
+        assert!(
+            after > before / 2.0 && after < before * 2.0,
+            "{key}: {before} and made up {after}"
+        );
+    }
+    let bound_s = |line: &serde_json::Value| line["bound_s"].as_f64().unwrap();
+    assert!(
+        bound_s(before) > 0.0 && bound_s(after) > 0.0,
+        "{before} {after}"
+    );
+}
