@@ -17,6 +17,9 @@ pub struct RunDescription {
     pub layout: Value,
     /// Where the state is kept between starts.
     pub store: String,
+    /// Device files of a private store, links resolved: `--fresh` removes them, wherever the run goes on.
+    #[serde(default)]
+    pub files: Vec<PathBuf>,
 }
 
 /// Why a run folder cannot be used.
@@ -90,6 +93,11 @@ impl RunFolder {
         &self.name
     }
 
+    /// What the folder says of an earlier run; nothing when it says none, or nothing that can be read.
+    pub fn earlier(&self) -> Option<RunDescription> {
+        read_description(&self.path).ok().flatten()
+    }
+
     /// Removes all that an earlier run left in the folder.
     ///
     /// # Errors
@@ -120,8 +128,9 @@ impl RunFolder {
         let Some(old) = read_description(path)? else {
             return Ok(false);
         };
+        // Where the files lie follows from `store`, which is told in a person's words.
         let value =
-            |description: &RunDescription| serde_json::to_value(description).expect("plain data");
+            |of: &RunDescription| serde_json::json!({"layout": of.layout, "store": of.store});
         match differences(&value(&old), &value(new)).into_iter().next() {
             None => Ok(true),
             Some(Difference { what, was, now }) => Err(FolderError::Changed {
@@ -318,6 +327,7 @@ mod tests {
         let with = |hidden: u64| RunDescription {
             layout: json!({"model": {"hidden_size": hidden}}),
             store: "in the run folder".into(),
+            files: Vec::new(),
         };
         let check = |hidden| RunFolder::check(folder.path(), &with(hidden));
         assert!(!check(64).unwrap());

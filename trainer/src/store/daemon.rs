@@ -24,7 +24,7 @@ impl StoreFiles {
     pub fn new(folders: &[PathBuf], job: &str, file_bytes: u64) -> Self {
         let files = folders
             .iter()
-            .map(|folder| folder.join(format!("offloadd-{job}.tiles")))
+            .map(|folder| folder.join(file_name(job)))
             .collect();
         Self { files, file_bytes }
     }
@@ -50,29 +50,39 @@ impl StoreFiles {
             .collect()
     }
 
-    /// Removes those that exist, for a run that starts again.
-    ///
-    /// # Errors
-    /// A daemon still has one of them; it cannot be removed.
-    pub fn remove(&self) -> Result<(), StoreError> {
-        for path in &self.files {
-            let failed = |verb| {
-                move |source| StoreError::Io {
-                    verb,
-                    path: path.clone(),
-                    source,
-                }
-            };
-            let file = match File::open(path) {
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                opened => opened.map_err(failed("open"))?,
-            };
-            // The daemon's own lock: a store in use is never removed under it.
-            lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
-            fs::remove_file(path).map_err(failed("remove"))?;
-        }
-        Ok(())
+    /// Their paths.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.files
     }
+}
+
+/// The name of `job`'s device files.
+pub(crate) fn file_name(job: &str) -> String {
+    format!("offloadd-{job}.tiles")
+}
+
+/// Removes those of `files` that exist, for a run that starts again.
+///
+/// # Errors
+/// A daemon still has one of them; it cannot be removed.
+pub(crate) fn remove_files(files: &[PathBuf]) -> Result<(), StoreError> {
+    for path in files {
+        let failed = |verb| {
+            move |source| StoreError::Io {
+                verb,
+                path: path.clone(),
+                source,
+            }
+        };
+        let file = match File::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            opened => opened.map_err(failed("open"))?,
+        };
+        // The daemon's own lock: a store in use is never removed under it.
+        lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
+        fs::remove_file(path).map_err(failed("remove"))?;
+    }
+    Ok(())
 }
 
 /// Takes the lock, waiting for a daemon that was just killed: its writes in flight outlive it.

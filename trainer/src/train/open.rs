@@ -17,13 +17,16 @@ use crate::plan::Plan;
 use crate::run::{
     CheckpointError, Checkpoints, RunDescription, RunFolder, RunState, job_name, resolved,
 };
-use crate::store::{StoreError, StoreFiles, start_private};
+use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
 /// Version of the description that a store keeps with a job.
 const LAYOUT_VERSION: u32 = 1;
 
 /// Slots start at blocks and classes may be padded: a private daemon may give a little more than the slots' sum.
 const ARENA_SLACK_BYTES: u64 = 16 << 20;
+
+/// Where the state of a run with a shared daemon is, in `run.json`.
+const SHARED_STORE: &str = "with the daemon of offload.socket";
 
 /// A run whose settings, folders and memory were checked; nothing was made yet.
 pub(crate) struct Prepared {
@@ -63,7 +66,7 @@ impl Prepared {
         let plan = Plan::new(&settings, text.map_or(0, |text| text.bytes() as u64))?;
         let trained_with = trained_with(&settings, text);
         let run_folder = resolved(&settings.train.run_folder);
-        let description = describe(&settings, &plan);
+        let mut description = describe(&settings, &plan);
         let begun = !fresh && RunFolder::check(&run_folder, &description)?;
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
         let files = private.then(|| {
@@ -74,6 +77,8 @@ impl Prepared {
                 plan.device_file_bytes(folders.len() as u64),
             )
         });
+        let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
+        description.files = paths.iter().map(|path| resolved(path)).collect();
         Ok(Self {
             settings,
             plan,
@@ -109,7 +114,7 @@ impl Prepared {
     ) -> Result<(OpenRun, bool), TrainError> {
         let folder = RunFolder::open(&self.run_folder)?;
         if fresh {
-            self.forget(&folder)?;
+            self.forget(&folder, say)?;
         }
         let steps = MetricsFile::last_step(folder.path());
         let lost = |devices: Vec<String>| TrainError::StoreLost {
@@ -201,16 +206,30 @@ impl Prepared {
         Ok((run, resumed))
     }
 
-    /// Removes what an earlier run of the same folder left, here and in the store.
-    fn forget(&self, folder: &RunFolder) -> Result<(), TrainError> {
-        if let Some(files) = &self.files {
-            files.remove()?;
-        } else if self.store_has_job()?
-            && let Some(daemon) = self.shared_daemon()?
-        {
-            daemon
-                .drop_job(folder.job_name())
-                .map_err(StoreError::Daemon)?;
+    /// Removes what an earlier run of the same folder left, here and in the store, the one it had then included.
+    fn forget(&self, folder: &RunFolder, say: &mut dyn FnMut(String)) -> Result<(), TrainError> {
+        let earlier = folder.earlier();
+        let mut files = self.description.files.clone();
+        if let Some(earlier) = &earlier {
+            // A copy of another run's folder names that run's files, which are not this run's to remove.
+            let name = file_name(folder.job_name());
+            let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
+            files.extend(earlier.files.iter().filter(ours).cloned());
+        }
+        remove_files(&files)?;
+        if self.settings.offload.socket.is_some() {
+            if self.store_has_job()?
+                && let Some(daemon) = self.shared_daemon()?
+            {
+                daemon
+                    .drop_job(folder.job_name())
+                    .map_err(StoreError::Daemon)?;
+            }
+        } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
+            say(format!(
+                "note: job {} of the earlier run stays with the daemon it used: --fresh with its offload.socket would have dropped it",
+                folder.job_name()
+            ));
         }
         Ok(folder.forget()?)
     }
@@ -356,7 +375,7 @@ fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
     let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
         (_, false) => "in the run folder".to_owned(),
-        (Some(_), true) => "with the daemon of offload.socket".to_owned(),
+        (Some(_), true) => SHARED_STORE.to_owned(),
         (None, true) => {
             let folders = settings.placement.nvme_paths.iter();
             let folders: Vec<String> = folders
@@ -376,6 +395,7 @@ fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
             "tile_elems": plan.swapper.tile_elems,
         }),
         store,
+        files: Vec::new(),
     }
 }
 

@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::daemon::Daemon;
 use crate::lab::{Lab, Run, finish, spawn, succeed};
 
 /// A step of the tiny model takes milliseconds.
@@ -133,5 +134,51 @@ fn a_line_that_a_crash_took_is_made_up_for() {
     assert!(
         bound_s(before) > 0.0 && bound_s(after) > 0.0,
         "{before} {after}"
+    );
+}
+
+#[test]
+fn fresh_removes_the_store_where_it_was() {
+    let lab = Lab::new();
+    let other = lab.path("other");
+    std::fs::create_dir(&other).unwrap();
+    let on_other = format!(
+        "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
+        other.display()
+    );
+    let fresh = |run: Run| {
+        let mut command = run.command("train");
+        command.arg("--fresh");
+        succeed(command)
+    };
+    let files_on_other = || std::fs::read_dir(&other).unwrap().count();
+    let run = || lab.run("run", &["train.stop_after=1"]);
+    run().with(&lab.nvme()).train();
+    assert_eq!((lab.store_files().len(), files_on_other()), (1, 0));
+    fresh(run().with(&[&on_other]));
+    assert_eq!((lab.store_files().len(), files_on_other()), (0, 1));
+    // A copy of the folder is another run: it leaves the store of the first alone.
+    let copy = lab.run("copy", &["train.stop_after=1"]);
+    std::fs::create_dir(&copy.folder).unwrap();
+    std::fs::copy(run().folder.join("run.json"), copy.folder.join("run.json")).unwrap();
+    fresh(copy);
+    assert_eq!(files_on_other(), 1);
+    fresh(run());
+    assert_eq!((lab.store_files().len(), files_on_other()), (0, 0));
+}
+
+#[test]
+fn fresh_says_what_stays_with_a_shared_daemon() {
+    let lab = Lab::new();
+    let daemon = Daemon::start(&lab);
+    let nvme = "zero_optimization.offload_optimizer.device=nvme";
+    let run = |sets: &[&str]| lab.run("run", sets).with(&["train.stop_after=1"]);
+    run(&[nvme]).with(&daemon.socket()).train();
+    let mut moved = run(&[]).command("train");
+    moved.arg("--fresh");
+    let said = succeed(moved);
+    assert!(
+        said.contains("note: job run-") && said.contains("stays with the daemon it used"),
+        "{said}"
     );
 }
