@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
+use trainer::run::FolderError;
+use trainer::train::TrainError;
 
 /// No run of a test takes longer than this; one that hangs must not hang the tests.
 const RUN_WAIT: Duration = Duration::from_secs(60);
@@ -121,9 +123,20 @@ impl Run {
         fail(self.command("train"))
     }
 
-    /// Fingerprints of what the run holds.
+    /// Fingerprints of what the run holds: what `trainer digest` prints, without half a second to load libtorch once more.
     pub(crate) fn digest(&self) -> String {
-        succeed(self.command("digest"))
+        let settings = trainer::config::read(&self.file, &self.sets).expect("settings");
+        // A process that another test starts just now holds a copy of the run folder's lock until it is its own program.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            match trainer::digest::digest(settings.clone()) {
+                Ok(digest) => return format!("{digest}\n"),
+                Err(TrainError::Folder(FolderError::Busy { .. })) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => panic!("digest of {}: {error}", self.folder.display()),
+            }
+        }
     }
 
     /// The lines of metrics.jsonl.
@@ -198,6 +211,27 @@ pub(crate) fn finish(mut child: Child) -> Output {
     child.wait_with_output().expect("its words")
 }
 
+/// Waits until `condition` holds while `child` runs, with a bound: a child that ends or hangs before that fails the test with
+/// what it said. `what` ends the sentence "it ended before ...".
+pub(crate) fn until(mut child: Child, what: &str, mut condition: impl FnMut() -> bool) -> Child {
+    let deadline = Instant::now() + RUN_WAIT;
+    while !condition() {
+        let ended = child.try_wait().expect("the child can be asked").is_some();
+        if ended && !condition() {
+            panic!("it ended before {what}: {:?}", words(&finish(child)));
+        }
+        if Instant::now() > deadline {
+            child.kill().expect("killed");
+            panic!(
+                "{RUN_WAIT:?} and not yet {what}: {:?}",
+                words(&finish(child))
+            );
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child
+}
+
 fn words(output: &Output) -> (String, String) {
     (
         String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -248,6 +282,8 @@ threads = 1
 
 [offload]
 tile_elems = 4096
+# Less than the tiles take, or a run would never read back what it wrote.
+staging_bytes = 100000
 "#,
         text.display(),
         folder.display()
