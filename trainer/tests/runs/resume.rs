@@ -1,14 +1,14 @@
-//! Runs on a store go on where the last commit left them, bit for bit, however they ended.
+//! Runs go on where the last commit or save left them, bit for bit, however they ended.
 //!
 //! What could go wrong: a commit holds tiles of two steps; a blob belongs to another step than its tiles; the next sample or
-//! the rate is off by one after a resume; a tile written after the commit surfaces; metrics have a step twice or not at all.
-//! A run is killed with -9, trainer and daemon both, at random instants, and compared with one that nobody killed.
+//! the rate is off by one after a resume; a tile written after the commit surfaces; metrics have a step twice or not at all; a
+//! store that was being made is taken for a whole one; a trainer goes on, or hangs, without its daemon. Runs are killed with
+//! -9 at random instants from their start on (the trainer, its daemon, or both) and compared with one that nobody killed.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, ChildStdout};
-use std::time::Duration;
+use std::process::{Child, Output};
+use std::time::{Duration, Instant};
 
-use crate::lab::{Lab, Run, finish, spawn};
+use crate::lab::{Lab, Run, finish, spawn, succeed, until};
 
 #[test]
 fn ten_steps_on_a_store_are_five_and_five_more() {
@@ -65,7 +65,13 @@ fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
     );
     assert_eq!(whole.bits("loss")[..6], run(&[]).bits("loss"));
     // Between commits: right after one the store is whole, whatever comes.
-    kill_after(&run(&["offload.commit_every=0"]), 3, Duration::ZERO);
+    let rarely = run(&["offload.commit_every=0"]);
+    let begun = rarely.steps_written();
+    let child = until(spawn(rarely.command("train")), "three steps", || {
+        rarely.steps_written() >= begun + 3
+    });
+    let (output, _) = kill_after(child, Duration::ZERO, Victim::Both);
+    assert!(output.status.code().is_none(), "killed: {output:?}");
     let text = run(&[]).refused();
     assert!(
         text.contains("did not end in order") && text.contains("--fresh"),
@@ -73,7 +79,7 @@ fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
     );
     let mut fresh = run(&[]).command("train");
     fresh.arg("--fresh");
-    crate::lab::succeed(fresh);
+    succeed(fresh);
     assert_eq!(whole.digest(), run(&[]).digest());
 }
 
@@ -87,10 +93,7 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     // A terminal sends the signal to the whole group, the private daemon included if it is in it.
     let mut command = run.command("train");
     command.process_group(0);
-    let child = spawn(command);
-    while run.steps_written() < 3 {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let child = until(spawn(command), "three steps", || run.steps_written() >= 3);
     let group = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process_group(group, rustix::process::Signal::INT).unwrap();
     let output = finish(child);
@@ -108,59 +111,208 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
 
 #[test]
 fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
-    killed_runs_equal_whole_ones(20, 3, &["offload.schedule=deferred"]);
+    let rarely = ["offload.resident_share=0.5", "offload.commit_every=3"];
+    let hit = std::thread::scope(|scope| {
+        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[]).hit(10));
+        let at_once = Kills::new("offload.schedule=at_once", &rarely).hit(10);
+        at_once + deferred.join().unwrap_or(0)
+    });
+    assert!(
+        hit >= 20,
+        "{hit} kills hit a run, or one of them went wrong"
+    );
 }
 
 #[test]
-fn a_run_that_commits_rarely_and_keeps_half_at_home_goes_on_bit_for_bit() {
-    let sets = [
-        "offload.schedule=at_once",
-        "offload.resident_share=0.5",
-        "offload.commit_every=3",
-    ];
-    killed_runs_equal_whole_ones(4, 12, &sets);
+fn a_run_without_a_store_goes_on_from_what_it_saved_bit_for_bit() {
+    let hit = Kills::new("train.save_every=4", &[]).hit(5);
+    assert!(hit >= 5, "{hit} kills hit a run");
 }
 
-/// Kills a run `kills` times, each after up to `steps_most` steps and then a moment, and compares it with a whole one.
-fn killed_runs_equal_whole_ones(kills: usize, steps_most: u64, offload: &[&str]) {
-    let seed = std::env::var("TRAINER_SEED").map_or_else(
-        |_| u64::from(std::process::id()),
-        |seed| seed.parse().unwrap(),
-    );
-    println!("TRAINER_SEED={seed} repeats the instants of this run");
-    let lab = Lab::new();
-    let sets = [
-        "train.steps=54",
-        "data.holdout_share=0.1",
-        "train.eval_every=6",
-        "train.eval_batches=1",
-    ];
-    let whole = lab.run("whole", &sets);
-    whole.train();
-    let killed = lab.run("killed", &sets).with(offload).with(&lab.nvme());
-    let mut random = seed;
-    let mut draw = |most: u64| {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (random >> 33) % (most + 1)
-    };
-    let mut steps_seen = Vec::new();
-    for _ in 0..kills {
-        kill_after(
-            &killed,
-            draw(steps_most),
-            Duration::from_micros(draw(30_000)),
+/// Who is killed.
+#[derive(Clone, Copy, Debug)]
+enum Victim {
+    Trainer,
+    Daemon,
+    Both,
+}
+
+/// Runs that are killed, and the one that is not.
+struct Kills {
+    lab: Lab,
+    whole: Run,
+    digest: String,
+    on_store: bool,
+    sets: Vec<String>,
+}
+
+/// Steps of each run: a few kills' worth, so that many hit young stores too.
+const STEPS: u64 = 40;
+
+/// Kills drawn for each that must hit: others come before the run has begun or when it is done.
+const DRAWN_PER_HIT: usize = 5;
+
+impl Kills {
+    /// Runs with `set` and `sets`; on a store if they say anything of offload.
+    fn new(set: &str, sets: &[&str]) -> Self {
+        let lab = Lab::new();
+        let steps = format!("train.steps={STEPS}");
+        let plain = [
+            &steps,
+            "data.holdout_share=0.1",
+            "train.eval_every=6",
+            "train.eval_batches=1",
+        ];
+        let whole = lab.run("whole", &plain);
+        whole.train();
+        let on_store = set.starts_with("offload.");
+        let mut all: Vec<String> = plain.iter().map(|set| (*set).to_owned()).collect();
+        all.push(set.to_owned());
+        all.extend(sets.iter().map(|set| (*set).to_owned()));
+        if on_store {
+            all.extend(lab.nvme());
+        }
+        let digest = whole.digest();
+        Self {
+            lab,
+            whole,
+            digest,
+            on_store,
+            sets: all,
+        }
+    }
+
+    /// Kills starts at instants counted from their spawn until `hits` of them hit a run that had begun, and compares every
+    /// run that comes to its end with the whole one. Answers how many hit.
+    fn hit(&self, hits: usize) -> usize {
+        let seed = std::env::var("TRAINER_SEED").map_or_else(
+            |_| u64::from(std::process::id()),
+            |seed| seed.parse().unwrap(),
         );
-        steps_seen.push(killed.steps_written());
+        println!(
+            "TRAINER_SEED={seed} draws the same victims and shares of the time that a run takes"
+        );
+        let mut random = seed;
+        let mut draw = |below: u64| {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % below
+        };
+        let (load, mut train) = self.times();
+        let (mut hit, mut daemons_alone) = (0, 0);
+        let (mut drawn, mut done) = (0, 0);
+        let mut run = self.run(done);
+        let mut begin_again = false;
+        while hit < hits {
+            if run.steps_written() == STEPS {
+                run.train();
+                self.compare(&run, seed);
+                done += 1;
+                run = self.run(done);
+            }
+            drawn += 1;
+            assert!(
+                drawn <= DRAWN_PER_HIT * hits,
+                "{hit} of {drawn} kills hit a run, {hits} should have: seed {seed}"
+            );
+            let victim = match (self.on_store, draw(3)) {
+                (false, _) | (true, 0) => Victim::Trainer,
+                (true, 1) => Victim::Daemon,
+                (true, _) => Victim::Both,
+            };
+            // While libtorch loads nothing can be hurt: the last of that is enough. Then up to where the run should end.
+            let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
+            let instant = load.mul_f64(0.8) + train.mul_f64(left * draw(1000) as f64 / 1000.0);
+            let mut command = run.command("train");
+            if std::mem::take(&mut begin_again) {
+                command.arg("--fresh");
+            }
+            let (output, alive) = kill_after(spawn(command), instant, victim);
+            println!(
+                "{victim:?} after {instant:?}: {alive} daemons, {}, {} steps",
+                output.status,
+                run.steps_written()
+            );
+            let [out, err] =
+                [&output.stdout, &output.stderr].map(|words| String::from_utf8_lossy(words));
+            match (victim, output.status.code()) {
+                (_, Some(0)) => {
+                    // It was done before the instant came: the machine has less to do than when the time was taken.
+                    train = train.mul_f64(0.75);
+                    self.compare(&run, seed);
+                    done += 1;
+                    run = self.run(done);
+                }
+                (Victim::Daemon, Some(code)) if alive > 0 => {
+                    assert_eq!(code, 1, "after the daemon's death, seed {seed}: {err}");
+                    let says = err.starts_with("trainer: ")
+                        && (err.contains("private offloadd: ") || err.contains("offloadd.sock"));
+                    assert!(says, "what happened to the daemon? seed {seed}: {err}");
+                    (hit, daemons_alone) = (hit + 1, daemons_alone + 1);
+                }
+                (_, Some(1)) if run.steps_written() == 0 && err.contains("holds no store") => {
+                    // A kill while the store was made: it says what to do, and there is nothing to lose.
+                    assert!(err.contains("--fresh"), "seed {seed}: {err}");
+                    begin_again = true;
+                }
+                (_, Some(code)) => panic!("it ended with {code} by itself, seed {seed}: {err}"),
+                (_, None) => {
+                    let trains = ["resumed at step ", "started with fresh weights"]
+                        .iter()
+                        .any(|says| out.contains(says));
+                    hit += usize::from(alive > 0 || !self.on_store && trains);
+                }
+            }
+        }
+        println!(
+            "{hit} of {drawn} kills hit, {daemons_alone} of them the daemon alone; {done} runs came to their end"
+        );
+        let mut last = run.command("train");
+        // Without a step, the last kill may have come while the store was made.
+        if run.steps_written() == 0 {
+            last.arg("--fresh");
+        }
+        succeed(last);
+        self.compare(&run, seed);
+        hit
     }
-    println!("steps in metrics.jsonl at the kills: {steps_seen:?}");
-    killed.train();
-    for key in ["loss", "grad_norm", "lr", "tokens"] {
-        assert_eq!(whole.bits(key), killed.bits(key), "{key}, seed {seed}");
+
+    fn run(&self, number: usize) -> Run {
+        self.lab
+            .run(&format!("killed-{number}"), &[])
+            .with(&self.sets)
     }
-    assert_eq!(evaluations(&whole), evaluations(&killed), "seed {seed}");
-    assert_eq!(whole.digest(), killed.digest(), "seed {seed}");
+
+    /// How long a run that nobody kills takes until there is something to kill, and from there to its end.
+    fn times(&self) -> (Duration, Duration) {
+        let run = self.lab.run("timed", &[]).with(&self.sets);
+        let started = Instant::now();
+        let mut child = spawn(run.command("train"));
+        let (on_store, folder) = (self.on_store, run.folder.clone());
+        let id = child.id();
+        child = until(child, "it began", || {
+            if on_store {
+                !children(id).is_empty()
+            } else {
+                folder.exists()
+            }
+        });
+        let load = started.elapsed();
+        let output = finish(child);
+        assert!(output.status.success(), "{output:?}");
+        self.compare(&run, 0);
+        (load, started.elapsed().saturating_sub(load))
+    }
+
+    fn compare(&self, run: &Run, seed: u64) {
+        let whole = &self.whole;
+        for key in ["loss", "grad_norm", "lr", "tokens"] {
+            assert_eq!(whole.bits(key), run.bits(key), "{key}, seed {seed}");
+        }
+        assert_eq!(evaluations(whole), evaluations(run), "seed {seed}");
+        assert_eq!(self.digest, run.digest(), "seed {seed}");
+    }
 }
 
 /// Each step, and the bits of its evaluation if it has one.
@@ -172,47 +324,32 @@ fn evaluations(run: &Run) -> Vec<(u64, Option<u64>)> {
         .collect()
 }
 
-/// Starts the run, waits until it trains, for `steps` steps more and for `instant`, and kills trainer and daemon with -9.
-fn kill_after(run: &Run, steps: u64, instant: Duration) {
-    let mut child = spawn(run.command("train"));
-    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
-    let trains = |lines: &mut std::io::Lines<BufReader<ChildStdout>>| {
-        lines
-            .map_while(Result::ok)
-            .any(|line| line.starts_with("resumed") || line.starts_with("started"))
-    };
-    if !trains(&mut lines) {
-        let output = child.wait_with_output().expect("its words");
-        panic!(
-            "it did not start: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-    }
-    let begun = run.steps_written();
-    while run.steps_written() < begun + steps && child.try_wait().expect("asked").is_none() {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+/// Kills with -9 when `instant` has passed. Answers how the trainer ended, and how many daemons it had. A trainer that had
+/// none yet goes too.
+fn kill_after(mut child: Child, instant: Duration, victim: Victim) -> (Output, usize) {
     std::thread::sleep(instant);
-    let daemons = children(&child);
-    if daemons.is_empty() {
-        // The run was done before the instant came, and its daemon with it.
-        assert!(
-            finish(child).status.success(),
-            "a private daemon runs beside a run that goes on"
-        );
-        return;
+    let over = child.try_wait().expect("it can be asked").is_some();
+    let daemons = if over {
+        Vec::new()
+    } else {
+        children(child.id())
+    };
+    if !matches!(victim, Victim::Trainer) {
+        for pid in &daemons {
+            // It may have ended with the run.
+            let _ = rustix::process::kill_process(*pid, rustix::process::Signal::KILL);
+        }
     }
-    for pid in daemons {
-        // It may have ended with the run.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    if !matches!(victim, Victim::Daemon) || daemons.is_empty() {
+        // It may have ended by itself.
+        let _ = child.kill();
     }
-    let _ = child.kill();
-    child.wait().expect("it ends");
+    (finish(child), daemons.len())
 }
 
-/// Child processes of all its threads.
-fn children(parent: &Child) -> Vec<rustix::process::Pid> {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", parent.id())) else {
+/// Child processes of all threads of a process.
+fn children(parent: u32) -> Vec<rustix::process::Pid> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else {
         return Vec::new();
     };
     tasks
