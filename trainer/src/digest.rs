@@ -30,6 +30,10 @@ pub struct UnitDigest {
 /// # Errors
 /// Nothing was committed yet, or what opening and reading the run says.
 pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
+    read(settings.clone()).map_err(|error| error.of_run(&settings))
+}
+
+fn read(settings: RunSettings) -> Result<Digest, TrainError> {
     let prepared = Prepared::new(settings, None, false)?;
     let names: Vec<String> = prepared
         .plan

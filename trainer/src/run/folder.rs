@@ -165,6 +165,11 @@ impl RunFolder {
     }
 }
 
+/// Where a private daemon has its settings, its log and its socket.
+pub(crate) fn daemon_folder(run_folder: &Path) -> PathBuf {
+    run_folder.join("offloadd")
+}
+
 fn description_path(run_folder: &Path) -> PathBuf {
     run_folder.join("run.json")
 }

@@ -6,5 +6,5 @@ mod state;
 
 pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 pub use folder::{FolderError, RunDescription, RunFolder};
-pub(crate) use folder::{differences, job_name, resolved};
+pub(crate) use folder::{daemon_folder, differences, job_name, resolved};
 pub use state::{RunState, StateError};

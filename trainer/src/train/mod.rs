@@ -9,7 +9,7 @@ mod update;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use swapper::{StepRates, SwapperError, bound_s};
+use swapper::{StepRates, SwapperError, TileError, bound_s};
 
 pub(crate) use open::{OpenRun, Prepared};
 
@@ -19,7 +19,7 @@ use crate::data::{Data, DataError};
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Plan, PlanError};
-use crate::run::{CheckpointError, FolderError, StateError};
+use crate::run::{CheckpointError, FolderError, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
 use progress::Progress;
 use step::{Gradients, Stepper};
@@ -70,8 +70,39 @@ pub enum TrainError {
         "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
     )]
     InPlace(SwapperError),
+    #[error(
+        "{error}\nWith the run ended, `offloadd verify --config {}` lists what is damaged. To go on, bring back an older copy of the run folder and of its store together, or start again with --fresh",
+        config.display()
+    )]
+    DamagedTile {
+        error: SwapperError,
+        config: PathBuf,
+    },
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
+}
+
+impl TrainError {
+    /// With what a person can do about it, as far as that depends on the run.
+    pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
+        match self {
+            Self::Swapper(
+                error @ SwapperError::Tile {
+                    source: TileError::Damaged { .. },
+                    ..
+                },
+            ) => Self::DamagedTile {
+                error,
+                config: match settings.offload.socket {
+                    Some(_) => "SETTINGS.toml of the daemon".into(),
+                    None => {
+                        daemon_folder(&resolved(&settings.train.run_folder)).join("offloadd.toml")
+                    }
+                },
+            },
+            error => error,
+        }
+    }
 }
 
 /// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. `fresh` forgets an earlier run of the same folder.
@@ -84,6 +115,10 @@ pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
     {
         return Err(TrainError::WorldSize(ranks));
     }
+    run_to_its_end(settings.clone(), fresh).map_err(|error| error.of_run(&settings))
+}
+
+fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     let data = Data::open(
         &settings.data,

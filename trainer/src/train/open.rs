@@ -15,7 +15,8 @@ use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::Plan;
 use crate::run::{
-    CheckpointError, Checkpoints, RunDescription, RunFolder, RunState, job_name, resolved,
+    CheckpointError, Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name,
+    resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
@@ -279,7 +280,7 @@ impl Prepared {
         let arena_bytes_max = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
         let daemon = start_private(
             files,
-            &folder.path().join("offloadd"),
+            &daemon_folder(folder.path()),
             arena_bytes_max,
             &self.settings.offload.engine,
         )?;

@@ -1,0 +1,65 @@
+//! What a message tells a person to do can be done as it is written.
+//!
+//! What could go wrong: a message names a command that fails, a file that is not there, or no way on. The tests follow it.
+
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Stdio};
+
+use crate::daemon::program;
+use crate::lab::{Lab, finish, spawn, succeed};
+
+/// The store's data area begins here; before it lie superblocks and catalog.
+const DATA_OFFSET: usize = 1 << 20;
+const BLOCK_BYTES: usize = 4096;
+
+#[test]
+fn a_damaged_tile_leads_to_verify_and_to_a_way_on() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.steps=3"]).with(&lab.nvme());
+    run.train();
+    let store = lab.store_files().remove(0);
+    // A byte of every block that is no text of the store's own records: whichever extent is current, it is damaged.
+    let content = std::fs::read(&store).expect("the store");
+    let file = std::fs::OpenOptions::new().write(true).open(&store);
+    let file = file.expect("the store again");
+    for at in (DATA_OFFSET..content.len()).step_by(BLOCK_BYTES) {
+        let block = &content[at..content.len().min(at + BLOCK_BYTES)];
+        if block.iter().filter(|byte| **byte == 0).count() < BLOCK_BYTES / 8 {
+            let byte = [block[BLOCK_BYTES / 2] ^ 1];
+            file.write_all_at(&byte, (at + BLOCK_BYTES / 2) as u64)
+                .expect("another byte");
+        }
+    }
+
+    let more = lab.run("run", &["train.steps=6"]).with(&lab.nvme());
+    let text = more.refused();
+    let config = run.folder.canonicalize().expect("the run folder");
+    let config = config.join("offloadd/offloadd.toml");
+    for part in [
+        format!("offloadd verify --config {}", config.display()),
+        "an older copy of the run folder and of its store".to_owned(),
+        "start again with --fresh".to_owned(),
+    ] {
+        assert!(text.contains(&part), "{part:?} is not in {text}");
+    }
+    let mut digest = more.command("digest");
+    digest.stdout(Stdio::null());
+    assert!(crate::lab::fail(digest).contains("offloadd verify --config"));
+
+    let mut verify = Command::new(program());
+    verify
+        .arg("verify")
+        .arg("--config")
+        .arg(config)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = finish(spawn(verify));
+    let listed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{listed} {output:?}");
+    assert!(listed.contains("damaged"), "{listed}");
+
+    let mut fresh = more.command("train");
+    fresh.arg("--fresh");
+    succeed(fresh);
+    assert_eq!(more.metrics().len(), 6);
+}
