@@ -8,6 +8,8 @@
 //!
 //! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
 
+#![forbid(unsafe_code)]
+
 pub mod compute;
 pub mod config;
 pub mod data;

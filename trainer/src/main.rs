@@ -1,5 +1,7 @@
 //! `trainer`: trains a run, or prints what a run holds.
 
+#![forbid(unsafe_code)]
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
