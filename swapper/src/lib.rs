@@ -13,7 +13,7 @@
 //!
 //! - [`Swapper`] is what a trainer holds: blocking calls, typed errors.
 //! - [`schedule`] has a step's program as data, updates at once or deferred; [`bound`] its bytes and shortest time.
-//! - [`core`] is a pure state machine, run under thousands of seeded interleavings in `tests/simulation.rs`.
+//! - [`core`] is a pure state machine, run under thousands of seeded interleavings in `tests/simulation/`.
 //! - Units are numbers with element counts: nothing here knows models, optimizers or accelerators.
 //!
 //! Bytes are lent by passing the slot itself over a channel and back, so a slot has one owner at any time: the driver,

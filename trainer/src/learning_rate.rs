@@ -1,6 +1,7 @@
 //! The learning rate of a step, a pure function of the step: nothing to save, nothing to resume.
 //!
-//! Steps count from 1. With w warm-up steps of T, DeepSpeed's names and shapes, shifted so that the first step already moves:
+//! Steps count from 1. With w warm-up steps of T, DeepSpeed's names and shapes, shifted by one: a straight rise moves at the
+//! first step already, a logarithmic one is still at min there.
 //!
 //! ```text
 //!   t <= w   min + (max - min) * t/w            or, logarithmic, * ln(t)/ln(w)

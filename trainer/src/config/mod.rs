@@ -1,7 +1,7 @@
 //! A run's settings: from a file and `--set` to `RunSettings`, every contradiction refused before anything is touched.
 //!
 //! ```text
-//!   RUN.toml | RUN.json ──▶ tree ──▶ --set on top ──▶ keys.rs: every key known? ──▶ ConfigToml ──▶ resolve.rs ──▶ RunSettings
+//!   RUN.toml | RUN.json ──▶ tree ──▶ --set on top ──▶ keys.rs: every key known? ──▶ ConfigToml ──▶ resolve/ ──▶ RunSettings
 //! ```
 
 mod keys;

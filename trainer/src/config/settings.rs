@@ -1,4 +1,4 @@
-//! The checked settings of a run. Whatever holds one of these has been through `resolve.rs`; no field contradicts another.
+//! The checked settings of a run. Whatever holds one of these has been through `resolve/`; no field contradicts another.
 
 use std::path::PathBuf;
 
@@ -85,7 +85,7 @@ pub struct OptimizerSettings {
     pub weight_decay: f64,
 }
 
-/// How the learning rate goes over the steps; `schedule.rs` has the formulas.
+/// How the learning rate goes over the steps; `learning_rate.rs` has the formulas.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedule {
