@@ -1,12 +1,15 @@
 //! A store that was damaged between two starts: training stops and names what is damaged; it never goes on with wrong weights.
 //!
 //! What could go wrong: flipped bytes of a tile are trained with; a damaged superblock or manifest is taken for an empty
-//! store and overwritten; the message says nothing that leads to the drive. The file is damaged as a drive would do it.
+//! store and overwritten; the message says nothing that leads to the drive, or advises what does not help. The file is damaged
+//! as a drive would do it, and then the advice is taken.
 
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
-use crate::lab::{Lab, Run};
+use crate::daemon::program;
+use crate::lab::{Lab, Run, finish, spawn, succeed};
 
 /// The store's data area begins here; before it lie superblocks and catalog.
 const DATA_OFFSET: u64 = 1 << 20;
@@ -56,10 +59,39 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
         "of unit ",
         "wrote checksum ",
         "found ",
+        "--fresh",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
     assert_eq!(run.metrics().len(), 3, "no step was made of damaged tiles");
+    let config = text
+        .split_once("`offloadd verify --config ")
+        .and_then(|(_, rest)| rest.split_once('`'))
+        .map(|(config, _)| config)
+        .unwrap_or_else(|| panic!("no command to look at the damage in {text}"));
+    let listed = verify(Path::new(config));
+    assert!(listed.contains("damaged"), "{listed}");
+    start_again(&run);
+}
+
+/// What the advised command prints of a damaged store.
+fn verify(config: &Path) -> String {
+    let mut command = Command::new(program());
+    command.arg("verify").arg("--config").arg(config);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let output = finish(spawn(command));
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    [output.stdout, output.stderr]
+        .map(|words| String::from_utf8_lossy(&words).into_owned())
+        .concat()
+}
+
+/// With the advised `--fresh`, all steps are made.
+fn start_again(run: &Run) {
+    let mut fresh = run.command("train");
+    fresh.arg("--fresh");
+    assert!(succeed(fresh).contains("started with fresh weights"));
+    assert_eq!(run.metrics().len(), 6);
 }
 
 /// Offsets of full blocks that look like fp32 weights or moments: no text of the store's own records.
@@ -85,11 +117,15 @@ fn one_damaged_superblock_is_survived_and_two_are_named() {
         flip(&file, offset);
     }
     let text = run.refused();
-    assert!(
-        text.contains(file.file_name().unwrap().to_str().unwrap()),
-        "{text}"
-    );
+    for part in [
+        file.file_name().unwrap().to_str().unwrap(),
+        "both copies are damaged",
+        "--fresh",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
     assert_eq!(run.metrics().len(), 3);
+    start_again(&run);
 }
 
 #[test]
@@ -107,11 +143,15 @@ fn damaged_records_are_named_and_never_taken_for_a_new_run() {
         flip(&file, offset as u64);
     }
     let text = run.refused();
-    assert!(
-        text.contains(file.file_name().unwrap().to_str().unwrap()),
-        "{text}"
-    );
+    for part in [
+        file.file_name().unwrap().to_str().unwrap(),
+        "`offloadd verify`",
+        "--fresh",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
     assert_eq!(run.metrics().len(), 3);
+    start_again(&run);
 }
 
 #[test]
@@ -126,8 +166,5 @@ fn a_lost_store_is_not_taken_for_a_new_run() {
     );
     assert_eq!(run.metrics().len(), 3);
     assert!(lab.store_files().is_empty(), "no new store was made");
-    let mut fresh = run.command("train");
-    fresh.arg("--fresh");
-    crate::lab::succeed(fresh);
-    assert_eq!(run.metrics().len(), 6);
+    start_again(&run);
 }
