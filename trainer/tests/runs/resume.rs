@@ -11,18 +11,23 @@ use std::time::{Duration, Instant};
 use crate::lab::{Lab, Run, finish, spawn, succeed, until};
 
 #[test]
-fn ten_steps_on_a_store_are_five_and_five_more() {
+fn ten_steps_are_five_and_five_more() {
     let lab = Lab::new();
     let sets = ["train.steps=10"];
     let whole = lab.run("whole", &sets);
     whole.train();
-    let parts = |extra: &[&str]| lab.run("parts", &sets).with(extra).with(&lab.nvme());
-    parts(&["train.stop_after=5"]).train();
-    assert_eq!(parts(&[]).metrics().len(), 5);
-    assert!(parts(&[]).train().contains("resumed at step 5"));
-    assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
-    assert_eq!(whole.bits("grad_norm"), parts(&[]).bits("grad_norm"));
-    assert_eq!(whole.digest(), parts(&[]).digest());
+    let none = ["param", "optimizer"]
+        .map(|what| format!("zero_optimization.offload_{what}.device=none"))
+        .to_vec();
+    for (name, device) in [("none", none), ("store", lab.nvme())] {
+        let parts = |extra: &[&str]| lab.run(name, &sets).with(extra).with(&device);
+        parts(&["train.stop_after=5"]).train();
+        assert_eq!(parts(&[]).metrics().len(), 5);
+        assert!(parts(&[]).train().contains("resumed at step 5"));
+        assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
+        assert_eq!(whole.bits("grad_norm"), parts(&[]).bits("grad_norm"));
+        assert_eq!(whole.digest(), parts(&[]).digest());
+    }
 }
 
 #[test]
