@@ -71,11 +71,11 @@ pub enum TrainError {
     )]
     InPlace(SwapperError),
     #[error(
-        "{error}\nWith the run ended, `offloadd verify --config {}` lists what is damaged. To go on, bring back an older copy of the run folder and of its store together, or start again with --fresh",
+        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, bring back an older copy of the run folder and of its store together, or start again with --fresh",
         config.display()
     )]
     DamagedTile {
-        error: SwapperError,
+        error: Box<SwapperError>,
         config: PathBuf,
     },
     #[error("nothing was committed yet in {}", run_folder.display())]
@@ -92,9 +92,9 @@ impl TrainError {
                     ..
                 },
             ) => Self::DamagedTile {
-                error,
+                error: Box::new(error),
                 config: match settings.offload.socket {
-                    Some(_) => "SETTINGS.toml of the daemon".into(),
+                    Some(_) => "OFFLOADD.toml".into(),
                     None => {
                         daemon_folder(&resolved(&settings.train.run_folder)).join("offloadd.toml")
                     }
