@@ -4,27 +4,14 @@
 //! earlier store was and leaves its files on the drive. Each test looks at the files.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run, finish, spawn, succeed};
-
-/// A step of the tiny model takes milliseconds.
-const STEPS_WAIT: Duration = Duration::from_secs(60);
+use crate::lab::{Lab, Run, spawn, succeed, until};
 
 /// Trains, and kills the trainer with -9 when it has written `steps` lines of metrics.
 fn killed_after(run: &Run, steps: u64) {
-    let mut child = spawn(run.command("train"));
-    let deadline = Instant::now() + STEPS_WAIT;
-    while run.steps_written() < steps {
-        let ended = child.try_wait().expect("the child can be asked");
-        if ended.is_some() || Instant::now() > deadline {
-            // It may have ended just now.
-            let _ = child.kill();
-            panic!("no {steps} steps: {:?}", finish(child));
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let child = spawn(run.command("train"));
+    let mut child = until(child, "its steps", || run.steps_written() >= steps);
     child.kill().expect("killed");
     child.wait().expect("it ended");
 }

@@ -4,9 +4,8 @@
 //! evaluation changes the training; accumulation is not what it says. Found by comparing losses and fingerprints bit by bit.
 
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
-use crate::lab::{Lab, finish, spawn, succeed};
+use crate::lab::{Lab, finish, spawn, succeed, until};
 
 #[test]
 fn ten_steps_are_five_and_five_more() {
@@ -46,9 +45,7 @@ fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
     let sets = ["train.steps=100000", "scheduler={}", "train.log_every=1"];
     let run = lab.run("run", &sets);
     let child = spawn(run.command("train"));
-    while run.steps_written() < 3 {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let child = until(child, "three steps", || run.steps_written() >= 3);
     rustix::process::kill_process(
         rustix::process::Pid::from_child(&child),
         rustix::process::Signal::TERM,

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run, fail, spawn, succeed};
+use crate::lab::{Lab, Run, fail, spawn, succeed, until};
 
 /// Refused with all of `parts` in the message, and nothing made.
 fn refused_untouched(lab: &Lab, run: &Run, parts: &[&str]) {
@@ -259,10 +259,9 @@ fn another_model_in_the_same_run_folder_is_refused() {
 fn a_second_trainer_in_a_run_folder_is_refused() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.steps=100000", "scheduler={}"]);
-    let mut first = spawn(run.command("train"));
-    while !run.folder.join("metrics.jsonl").exists() {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    let metrics = run.folder.join("metrics.jsonl");
+    let first = spawn(run.command("train"));
+    let mut first = until(first, "its first line", || metrics.exists());
     let text = run.refused();
     assert!(text.contains("another trainer works in"), "{text}");
     first.kill().unwrap();
