@@ -6,6 +6,7 @@ mod bits;
 mod daemon;
 mod damage;
 mod divergence;
+mod figures;
 mod lab;
 mod leftovers;
 mod memory;

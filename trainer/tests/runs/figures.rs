@@ -1,0 +1,92 @@
+//! What metrics.jsonl says of bytes and bounds is what happened.
+//!
+//! What could go wrong: bytes are counted twice, or of another step, or not at all; a bound is no bound. The bytes that a step
+//! must move follow from the parameters alone, so the test works them out itself.
+
+use crate::lab::Lab;
+
+/// With bf16 weights: master's other half and two moments in fp32, and the weights themselves.
+const STATE_BYTES: u64 = 2 + 4 + 4;
+const WEIGHT_BYTES: u64 = 2;
+
+/// Block size: each tile is padded to whole ones.
+const BLOCK_BYTES: u64 = 4096;
+
+/// As the lab's run file has them.
+const TILE_ELEMS: u64 = 4096;
+const STAGING_BYTES: u64 = 100_000;
+
+/// Enough that staging is a small part of all tiles.
+const LAYERS: u64 = 12;
+
+#[test]
+fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() {
+    let lab = Lab::new();
+    let sets = [
+        "bf16.enabled=true",
+        "offload.schedule=deferred",
+        "train.steps=8",
+    ];
+    let layers = format!("model.num_hidden_layers={LAYERS}");
+    let run = lab.run("run", &sets).with(&[layers]).with(&lab.nvme());
+    run.train();
+    // A block has query and output, key and value of half the heads, three of the feed-forward, two norms; the head one norm.
+    let (hidden, inner, vocab) = (32, 64, 256);
+    let block = 2 * hidden * hidden + 2 * hidden * hidden / 2 + 3 * hidden * inner + 2 * hidden;
+    let mut units = vec![block; LAYERS as usize];
+    units.extend([vocab * hidden, hidden + vocab * hidden]);
+    let params: u64 = units.iter().sum();
+    let padded = |bytes_per_elem: u64| -> u64 {
+        units
+            .iter()
+            .flat_map(|&elems| {
+                let full = elems / TILE_ELEMS;
+                (0..full).map(|_| TILE_ELEMS).chain([elems % TILE_ELEMS])
+            })
+            .map(|elems| (elems * bytes_per_elem).next_multiple_of(BLOCK_BYTES))
+            .sum()
+    };
+    let (weights, states) = (padded(WEIGHT_BYTES), padded(STATE_BYTES));
+    let out_bytes = weights + states;
+    assert!(
+        (12 * params..13 * params).contains(&out_bytes),
+        "mostly full tiles"
+    );
+
+    let metrics = run.metrics();
+    let steady = &metrics[2..];
+    let sum = |key: &str| -> f64 { steady.iter().map(|line| line[key].as_f64().unwrap()).sum() };
+    for line in steady {
+        assert_eq!(line["device_written_bytes"], out_bytes, "{line}");
+        // What staging holds at the end of forward and of the step is not read again.
+        let (read_bytes, most) = (
+            line["device_read_bytes"].as_u64().unwrap(),
+            out_bytes + weights,
+        );
+        let least = most - 2 * STAGING_BYTES;
+        assert!(
+            12 * params <= least && (least..=most).contains(&read_bytes),
+            "{line}"
+        );
+        // Staging and a gradient for every parameter are held at once.
+        let host_bytes = line["host_bytes"].as_u64().unwrap();
+        assert!(host_bytes > STAGING_BYTES / 2 + 2 * params, "{line}");
+        assert!(line["bound_s"].as_f64().unwrap() > 0.0, "{line}");
+    }
+    // The drive may be faster now than when its rates were taken, but not by that much.
+    assert!(sum("bound_s") < 2.0 * sum("step_s"), "{steady:?}");
+}
+
+#[test]
+fn in_host_memory_a_step_moves_nothing_and_takes_as_long_as_its_computing() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    run.train();
+    for line in run.metrics() {
+        let [step_s, bound_s] = ["step_s", "bound_s"].map(|key| line[key].as_f64().unwrap());
+        assert!(0.0 < bound_s && bound_s <= step_s, "{line}");
+        assert_eq!(line["device_read_bytes"], 0);
+        assert_eq!(line["device_written_bytes"], 0);
+        assert!(line["host_bytes"].as_u64().unwrap() > 0);
+    }
+}
