@@ -155,7 +155,7 @@ struct Kills {
 const STEPS: u64 = 40;
 
 /// Kills drawn for each that must hit: others come before the run has begun or when it is done.
-const DRAWN_PER_HIT: usize = 5;
+const DRAWN_PER_HIT: usize = 10;
 
 impl Kills {
     /// Runs with `set` and `sets`; on a store if they say anything of offload.
@@ -187,8 +187,8 @@ impl Kills {
         }
     }
 
-    /// Kills starts at instants counted from their spawn until `hits` of them hit a run that had begun, and compares every
-    /// run that comes to its end with the whole one. Answers how many hit.
+    /// Kills starts at instants counted from their spawn until `hits` of them hit a run that had begun, one at least its
+    /// daemon alone if it has one, and compares every run that comes to its end with the whole one. Answers how many hit.
     fn hit(&self, hits: usize) -> usize {
         let seed = std::env::var("TRAINER_SEED").map_or_else(
             |_| u64::from(std::process::id()),
@@ -197,7 +197,8 @@ impl Kills {
         println!(
             "TRAINER_SEED={seed} draws the same victims and shares of the time that a run takes"
         );
-        let mut random = seed;
+        // Runs that are killed at the same time draw different instants.
+        let mut random = seed.wrapping_add(self.sets.len() as u64);
         let mut draw = |below: u64| {
             random = random
                 .wrapping_mul(6_364_136_223_846_793_005)
@@ -209,7 +210,7 @@ impl Kills {
         let (mut drawn, mut done) = (0, 0);
         let mut run = self.run(done);
         let mut begin_again = false;
-        while hit < hits {
+        while hit < hits || self.on_store && daemons_alone == 0 {
             if run.steps_written() == STEPS {
                 run.train();
                 self.compare(&run, seed);
@@ -249,7 +250,8 @@ impl Kills {
                     done += 1;
                     run = self.run(done);
                 }
-                (Victim::Daemon, Some(code)) if alive > 0 => {
+                // Killed a moment after its daemon, the trainer may have ended by itself already.
+                (Victim::Daemon | Victim::Both, Some(code)) if alive > 0 => {
                     assert_eq!(code, 1, "after the daemon's death, seed {seed}: {err}");
                     let says = err.starts_with("trainer: ")
                         && (err.contains("private offloadd: ") || err.contains("offloadd.sock"));
