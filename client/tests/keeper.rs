@@ -39,7 +39,8 @@ fn it_is_formatted_once_and_its_settings_are_as_asked() {
         .collect();
     assert_eq!(verbs, ["format", "serve", "serve"], "{calls}");
     assert!(
-        calls.lines().next().unwrap().ends_with("--size 1048576"),
+        (calls.lines().next().unwrap())
+            .ends_with("space.tiles.new --size 1048576 --force --private"),
         "{calls}"
     );
     let settings = fs::read_to_string(folder.path().join("offloadd.toml")).unwrap();

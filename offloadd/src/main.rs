@@ -53,6 +53,9 @@ enum Command {
         /// Overwrite files that exist and stores that are there
         #[arg(long)]
         force: bool,
+        /// End with the parent process
+        #[arg(long)]
+        private: bool,
     },
     /// Serve a store until SIGTERM
     #[command(after_help = "Example:
@@ -86,7 +89,8 @@ fn main() -> ExitCode {
             devices,
             size,
             force,
-        } => cli::format::run(config, devices, size, force).map(|()| ExitCode::SUCCESS),
+            private,
+        } => cli::format::run(config, devices, size, force, private).map(|()| ExitCode::SUCCESS),
         Command::Serve { config, private } => {
             cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
         }

@@ -76,6 +76,7 @@ impl PrivateDaemon {
         }
         if is_new(&settings.devices)? {
             format(&program, &settings.devices, &log)?;
+            finish_format(&settings.devices)?;
         }
         let (socket, short_folder) = socket_place(&settings.folder)?;
         let config = settings.folder.join("offloadd.toml");
@@ -179,11 +180,16 @@ fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
         })
 }
 
-/// Whether no device exists yet. Some but not all is a store with a device missing, which must not be formatted over.
+/// Whether no device exists yet. Some but not all is a store with a device missing, which must not be formatted over;
+/// or one that was interrupted while its finished devices got their names, which is then completed.
 fn is_new(devices: &[(PathBuf, u64)]) -> Result<bool, ClientError> {
     let missing: Vec<_> = devices.iter().filter(|(path, _)| !path.exists()).collect();
     if missing.len() == devices.len() {
         return Ok(true);
+    }
+    if !missing.is_empty() && missing.iter().all(|(path, _)| unfinished(path).exists()) {
+        finish_format(devices)?;
+        return Ok(false);
     }
     match missing.first() {
         None => Ok(false),
@@ -192,6 +198,28 @@ fn is_new(devices: &[(PathBuf, u64)]) -> Result<bool, ClientError> {
             path.display()
         ))),
     }
+}
+
+/// A device's name until its store is whole: a start that is killed while it formats leaves only such files, and the next
+/// one formats them anew.
+fn unfinished(device: &Path) -> PathBuf {
+    let mut name = device.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
+/// Gives formatted devices their names, for good.
+fn finish_format(devices: &[(PathBuf, u64)]) -> Result<(), ClientError> {
+    for (path, _) in devices.iter().filter(|(path, _)| !path.exists()) {
+        let folder = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        fs::rename(unfinished(path), path)
+            .and_then(|()| File::open(folder)?.sync_all())
+            .map_err(|e| failed(format!("naming the new device {}: {e}", path.display())))?;
+    }
+    Ok(())
 }
 
 fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), ClientError> {
@@ -210,8 +238,11 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
         }
     }
     let mut command = Command::new(program);
-    command.arg("format").args(devices.iter().map(|d| &d.0));
+    command
+        .arg("format")
+        .args(devices.iter().map(|(path, _)| unfinished(path)));
     command.arg("--size").arg(bytes.to_string());
+    command.args(["--force", "--private"]);
     let output = open_log(log)?;
     let errors = output
         .try_clone()

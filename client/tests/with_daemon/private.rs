@@ -109,6 +109,28 @@ fn a_missing_device_is_named_and_nothing_is_formatted() {
     assert!(!gone.exists());
 }
 
+/// A start that was killed while it formatted, or while it named what it had formatted.
+#[test]
+fn a_store_whose_making_was_interrupted_is_made_by_the_next_start() {
+    let place = Place::new();
+    let unfinished = |device: &Path| PathBuf::from(format!("{}.new", device.display()));
+    let devices: Vec<PathBuf> = place.devices().into_iter().map(|(path, _)| path).collect();
+    for device in &devices {
+        std::fs::remove_file(device).unwrap();
+    }
+    std::fs::write(unfinished(&devices[0]), "half of a superblock").unwrap();
+    drop(PrivateDaemon::start(place.settings()).unwrap());
+    assert!(
+        devices
+            .iter()
+            .all(|device| device.exists() && !unfinished(device).exists())
+    );
+
+    std::fs::rename(&devices[1], unfinished(&devices[1])).unwrap();
+    drop(PrivateDaemon::start(place.settings()).unwrap());
+    assert!(devices[1].exists());
+}
+
 #[test]
 fn why_it_did_not_start_is_shown_from_its_log() {
     let place = Place::new();

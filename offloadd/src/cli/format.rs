@@ -11,14 +11,19 @@ use offloadd::measure::measure;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::{self, DATA_OFFSET};
 
-use super::binary;
+use super::{binary, follow_parent};
 
 pub(crate) fn run(
     config: Option<PathBuf>,
     named: Vec<PathBuf>,
     file_bytes: Option<u64>,
     force: bool,
+    private: bool,
 ) -> Result<()> {
+    if private {
+        // The signal ends us where we are: the next format takes the files over.
+        follow_parent()?;
+    }
     let (paths, engine) = match config {
         Some(path) => {
             let config = Config::read(&path)?;

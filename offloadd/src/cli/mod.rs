@@ -6,11 +6,24 @@ pub(crate) mod verify;
 
 use std::path::PathBuf;
 
+use anyhow::{Context, Result, bail};
 use offloadd::device::{Device, DeviceError};
+use rustix::process::{Pid, Signal};
 
 /// Opens and locks all devices, in the order given.
 fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
     paths.iter().map(|path| Device::open(path)).collect()
+}
+
+/// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.
+fn follow_parent() -> Result<Option<Pid>> {
+    let parent = rustix::process::getppid();
+    rustix::process::set_parent_process_death_signal(Some(Signal::HUP))
+        .context("asking for a signal when the parent process ends")?;
+    if rustix::process::getppid() != parent {
+        bail!("the parent process ended while this one started");
+    }
+    Ok(parent)
 }
 
 /// Bytes for people: "12.3 GiB".

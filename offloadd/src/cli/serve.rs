@@ -19,11 +19,11 @@ use offloadd::driver::{self, DriverError, Parts, Running};
 use offloadd::memory;
 use offloadd::server::{self, About};
 use offloadd::store::recover;
-use rustix::process::{Pid, Resource, Rlimit, Signal};
+use rustix::process::{Pid, Resource, Rlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::{binary, open_all};
+use super::{binary, follow_parent, open_all};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -179,17 +179,6 @@ async fn serve(
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
     Ok(ended?)
-}
-
-/// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.
-fn follow_parent() -> Result<Option<Pid>> {
-    let parent = rustix::process::getppid();
-    rustix::process::set_parent_process_death_signal(Some(Signal::HUP))
-        .context("asking for a signal when the parent process ends")?;
-    if rustix::process::getppid() != parent {
-        bail!("the parent process ended while this one started");
-    }
-    Ok(parent)
 }
 
 fn log_to_stderr() {

@@ -209,7 +209,6 @@ impl Kills {
         let (mut hit, mut daemons_alone) = (0, 0);
         let (mut drawn, mut done) = (0, 0);
         let mut run = self.run(done);
-        let mut begin_again = false;
         while hit < hits || self.on_store && daemons_alone == 0 {
             if run.steps_written() == STEPS {
                 run.train();
@@ -230,11 +229,7 @@ impl Kills {
             // While libtorch loads nothing can be hurt: the last of that is enough. Then up to where the run should end.
             let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
             let instant = load.mul_f64(0.8) + train.mul_f64(left * draw(1000) as f64 / 1000.0);
-            let mut command = run.command("train");
-            if std::mem::take(&mut begin_again) {
-                command.arg("--fresh");
-            }
-            let (output, alive) = kill_after(spawn(command), instant, victim);
+            let (output, alive) = kill_after(spawn(run.command("train")), instant, victim);
             println!(
                 "{victim:?} after {instant:?}: {alive} daemons, {}, {} steps",
                 output.status,
@@ -258,11 +253,6 @@ impl Kills {
                     assert!(says, "what happened to the daemon? seed {seed}: {err}");
                     (hit, daemons_alone) = (hit + 1, daemons_alone + 1);
                 }
-                (_, Some(1)) if run.steps_written() == 0 && err.contains("holds no store") => {
-                    // A kill while the store was made: it says what to do, and there is nothing to lose.
-                    assert!(err.contains("--fresh"), "seed {seed}: {err}");
-                    begin_again = true;
-                }
                 (_, Some(code)) => panic!("it ended with {code} by itself, seed {seed}: {err}"),
                 (_, None) => {
                     let trains = ["resumed at step ", "started with fresh weights"]
@@ -275,12 +265,7 @@ impl Kills {
         println!(
             "{hit} of {drawn} kills hit, {daemons_alone} of them the daemon alone; {done} runs came to their end"
         );
-        let mut last = run.command("train");
-        // Without a step, the last kill may have come while the store was made.
-        if run.steps_written() == 0 {
-            last.arg("--fresh");
-        }
-        succeed(last);
+        run.train();
         self.compare(&run, seed);
         hit
     }
