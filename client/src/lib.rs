@@ -21,9 +21,10 @@
 //! ```no_run
 //! # use offload_client::*;
 //! # use std::time::Duration;
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let settings: SessionSettings = unimplemented!();
-//! # let definition: JobDefinition = unimplemented!();
+//! # fn train(
+//! #     settings: SessionSettings,
+//! #     definition: JobDefinition,
+//! # ) -> Result<(), Box<dyn std::error::Error>> {
 //! let mut session = Session::open(settings)?;
 //! let newest = match &session.info().job {
 //!     Some(job) => job.generations.last().map_or(Generation(0), |g| g.generation),
