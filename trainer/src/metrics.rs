@@ -31,7 +31,7 @@ pub struct StepMetrics {
     pub device_written_bytes: u64,
     /// Host memory held by the run.
     pub host_bytes: u64,
-    /// Seconds that this step could not have been faster than; 0 when nothing lives on devices or their rates are unknown.
+    /// Seconds that this step could not have been faster than: its computing, and its bytes at the rates of the devices.
     pub bound_s: f64,
     /// Mean loss over held-out text after this step, when it was evaluated.
     #[serde(skip_serializing_if = "Option::is_none", default)]
