@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
-use offloadd::config::parse_size;
+use offloadd::config::{IODEPTH_DEFAULT, parse_size};
 use offloadd::engine::EngineChoice;
 
 use crate::workload::Shape;
@@ -71,8 +71,8 @@ fn run(args: &Args) -> Result<()> {
         args.tile
     );
     ensure!(
-        (1..=1024).contains(&args.iodepth),
-        "--iodepth {}: 1 to 1024",
+        (1..=IODEPTH_DEFAULT).contains(&args.iodepth),
+        "--iodepth {}: 1 to {IODEPTH_DEFAULT}, what a private daemon grants",
         args.iodepth
     );
     let shape = Shape {

@@ -17,7 +17,7 @@ const SESSIONS_DEFAULT: u32 = 64;
 const SESSIONS_MAX: u32 = 1024;
 
 /// Operations in flight of one session, when the file does not say.
-const IODEPTH_DEFAULT: u32 = 64;
+pub const IODEPTH_DEFAULT: u32 = 64;
 
 /// A unix socket's path, with `.fds` behind it, must fit 107 bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 103;

@@ -1,0 +1,41 @@
+//! What could go wrong: the canonical run no longer runs, leaves files behind, reports no rates, or asks its daemon for more
+//! than it grants and fails in the middle. Found by running the program, small, with `offloadd` beside it in the target
+//! folder (`cargo test` of the workspace builds both).
+
+use std::process::{Command, Output};
+
+fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_bench-io"))
+        .arg("--folder")
+        .arg(folder)
+        .args(args)
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn with_all_that_a_daemon_grants_in_flight_it_gives_its_numbers_and_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = ["--size=16MiB", "--tile=64KiB", "--iodepth=64", "--json"];
+    let output = bench_io(folder.path(), &small);
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["tile_count"], 256);
+    for who in ["daemon", "engine_alone"] {
+        for rate in ["write_bytes_per_s", "read_bytes_per_s"] {
+            assert!(report[who][rate].as_f64().unwrap() > 0.0, "{who} {rate}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn more_in_flight_than_its_daemon_grants_is_refused_before_anything_is_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = bench_io(folder.path(), &["--iodepth=65"]);
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(words.contains("--iodepth 65: 1 to 64"), "{words}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
