@@ -8,21 +8,6 @@ use std::process::{Command, Stdio};
 use crate::lab::{Lab, finish, spawn, succeed, until};
 
 #[test]
-fn ten_steps_are_five_and_five_more() {
-    let lab = Lab::new();
-    let whole = lab.run("whole", &["train.steps=10"]);
-    whole.train();
-    let cpu = "zero_optimization.offload_optimizer.device=cpu";
-    let parts = |extra: &[&str]| lab.run("parts", &["train.steps=10", cpu]).with(extra);
-    parts(&["train.stop_after=5"]).train();
-    assert_eq!(parts(&[]).metrics().len(), 5);
-    assert!(parts(&[]).train().contains("resumed at step 5"));
-    assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
-    assert_eq!(whole.bits("grad_norm"), parts(&[]).bits("grad_norm"));
-    assert_eq!(whole.digest(), parts(&[]).digest());
-}
-
-#[test]
 fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
     let lab = Lab::new();
     let run = lab.run("run", &[]);

@@ -19,7 +19,8 @@ fn ten_steps_are_five_and_five_more() {
     let none = ["param", "optimizer"]
         .map(|what| format!("zero_optimization.offload_{what}.device=none"))
         .to_vec();
-    for (name, device) in [("none", none), ("store", lab.nvme())] {
+    let cpu = vec!["zero_optimization.offload_optimizer.device=cpu".to_owned()];
+    for (name, device) in [("none", none), ("cpu", cpu), ("store", lab.nvme())] {
         let parts = |extra: &[&str]| lab.run(name, &sets).with(extra).with(&device);
         parts(&["train.stop_after=5"]).train();
         assert_eq!(parts(&[]).metrics().len(), 5);
