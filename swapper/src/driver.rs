@@ -40,6 +40,9 @@ pub(crate) struct Driver<H> {
     /// Of the newest steps that update: the core runs one step's updates at a time, the next one may wait.
     hypers: VecDeque<(u64, H)>,
     steps: u64,
+    /// Updates with the workers, and since when there is any.
+    updating_count: usize,
+    updating_since: Instant,
     /// Of commits planned and not begun, in order.
     blobs: VecDeque<Vec<u8>>,
     commit_begun: bool,
@@ -58,6 +61,7 @@ impl<H: Clone> Driver<H> {
         opened: &Opened,
         replies: Sender<Reply>,
         jobs: Sender<UpdateJob<H>>,
+        workers_count: usize,
     ) -> Self {
         let MemoryPlan {
             param_resident_count,
@@ -72,6 +76,7 @@ impl<H: Clone> Driver<H> {
             resident: settings.residency(&layout),
             staging: [param_staging_count, state_staging_count],
             iodepth: opened.iodepth,
+            workers: workers_count,
             durable: matches!(arena, Arena::Session(_)),
         });
         let slots = [
@@ -101,6 +106,8 @@ impl<H: Clone> Driver<H> {
             jobs,
             hypers: VecDeque::new(),
             steps: 0,
+            updating_count: 0,
+            updating_since: Instant::now(),
             blobs: VecDeque::new(),
             commit_begun: false,
             asked: false,
@@ -198,10 +205,13 @@ impl<H: Clone> Driver<H> {
                 self.put_back(lent);
                 self.event(Event::Returned { range })
             }
-            Message::Updated { lent, update_ns } => {
+            Message::Updated { lent } => {
                 let range = lent.range;
                 self.put_back(lent);
-                self.io.update_ns += update_ns;
+                self.updating_count -= 1;
+                if self.updating_count == 0 {
+                    self.io.update_ns += self.updating_since.elapsed().as_nanos() as u64;
+                }
                 self.event(Event::Updated { range })
             }
             Message::UpdatePanicked { range, message } => {
@@ -300,6 +310,10 @@ impl<H: Clone> Driver<H> {
                 let (of, hyper) = self.hypers.front().expect("a step brings its hyper");
                 assert_eq!(*of, step, "each step brings one hyper");
                 let hyper = hyper.clone();
+                if self.updating_count == 0 {
+                    self.updating_since = Instant::now();
+                }
+                self.updating_count += 1;
                 // A worker that is gone has panicked, and its message comes.
                 let _ = self.jobs.send(UpdateJob { lent, hyper });
                 Ok(())

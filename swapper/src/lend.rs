@@ -30,8 +30,8 @@ pub(crate) enum Message<H> {
     },
     /// The trainer has done with a range.
     Returned(Lent),
-    /// The worker has updated a range.
-    Updated { lent: Lent, update_ns: u64 },
+    /// A worker has updated a range.
+    Updated { lent: Lent },
     /// The optimizer panicked; the slots are lost with it.
     UpdatePanicked { range: u32, message: String },
     /// How long nothing may complete.
@@ -51,7 +51,7 @@ pub(crate) enum Reply {
     Failed(SwapperError),
 }
 
-/// To the update worker.
+/// To the update workers.
 #[derive(Debug)]
 pub(crate) struct UpdateJob<H> {
     pub(crate) lent: Lent,

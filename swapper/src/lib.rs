@@ -1,8 +1,8 @@
 //! Decides which tile is where and when it moves: prefetch, update, evict, commit.
 //!
 //! ```text
-//!   trainer thread        owner thread                              update worker
-//!   ──────────────        ────────────                              ─────────────
+//!   trainer thread        owner thread                              update workers
+//!   ──────────────        ────────────                              ──────────────
 //!   Swapper (front) ────▶ driver ── events ──▶ core                 Optimizer
 //!     gather, scatter,      ▲   ◀── actions ───  pure: decides        one tile at a time, so that
 //!     finish_step           │                                         I/O goes on meanwhile
@@ -41,10 +41,10 @@ pub use layout::{
     Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
     resident, shard_of,
 };
-pub use offload_client::{ClientError, Daemon, Durability, TileError, private};
+pub use offload_client::{ArenaMemory, ClientError, Daemon, Durability, TileError, private};
 pub use schedule::{Op, Schedule, StepProgram};
 pub use settings::{
     Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
     StoreSettings, SwapperSettings,
 };
-pub use swapper::{Fill, Optimizer, See, Swapper};
+pub use swapper::{Blank, Optimizer, See, Swapper};

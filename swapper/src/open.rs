@@ -53,6 +53,7 @@ fn open_memory(
         resumed: None,
         generation: 0,
         memory,
+        arena: arena.memory(),
         iodepth: settings.iodepth,
         engine: "memory".into(),
         devices: Vec::new(),
@@ -115,6 +116,7 @@ fn open_store(
         resumed: blob_of(info, generation, settings.rank, &store.job)?,
         generation: generation.0,
         memory,
+        arena: session.memory(),
         iodepth: info.iodepth,
         engine: info.engine.clone(),
         devices: info

@@ -1,7 +1,7 @@
 //! The owner thread as the others see it: how messages reach it, how it starts and how it ends.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use offload_client::Waker;
@@ -58,7 +58,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
         layout: Arc<Layout>,
         arena: Arena,
         opened: &Opened,
-        optimizer: impl Optimizer<H> + 'static,
+        optimizers: Vec<Box<dyn Optimizer<H>>>,
     ) -> (Self, Inbox<H>, Receiver<Reply>) {
         let (sender, messages) = channel();
         let (replies, from_owner) = channel();
@@ -68,15 +68,30 @@ impl<H: Clone + Send + 'static> Owner<H> {
             Arena::Session(session) => Some(session.waker()),
         };
         let inbox = Inbox { sender, waker };
-        let worker = std::thread::spawn({
-            let (layout, inbox) = (layout.clone(), inbox.clone());
-            move || worker::run(&layout, optimizer, &from_driver, &inbox)
-        });
-        let driver = Driver::new(settings, layout, arena, opened, replies, jobs);
+        let from_driver = Arc::new(Mutex::new(from_driver));
+        let workers: Vec<JoinHandle<()>> = optimizers
+            .into_iter()
+            .map(|optimizer| {
+                let (layout, inbox, jobs) = (layout.clone(), inbox.clone(), from_driver.clone());
+                std::thread::spawn(move || worker::run(&layout, optimizer, &jobs, &inbox))
+            })
+            .collect();
+        let workers_count = workers.len();
+        let driver = Driver::new(
+            settings,
+            layout,
+            arena,
+            opened,
+            replies,
+            jobs,
+            workers_count,
+        );
         let thread = std::thread::spawn(move || {
-            // The driver ends with its way to the worker, which ends the worker. Its panics came as messages.
+            // The driver ends with its way to the workers, which ends them. Their panics came as messages.
             let result = driver.run(&messages);
-            let _ = worker.join();
+            for worker in workers {
+                let _ = worker.join();
+            }
             result
         });
         let owner = Self {

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use offload_client::ArenaMemory;
+
 use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
 use crate::{Schedule, SwapperError};
 
@@ -269,6 +271,8 @@ pub struct Opened {
     pub generation: u64,
     /// Memory taken.
     pub memory: MemoryPlan,
+    /// Where the slots lie, to register them with a GPU.
+    pub arena: ArenaMemory,
     /// Operations in flight granted.
     pub iodepth: u32,
     /// How the daemon moves bytes; `memory` without a store.
@@ -316,7 +320,7 @@ pub struct StepIo {
     pub generation: u64,
     /// Time the trainer waited for tiles, updates and commits.
     pub waited_ns: u64,
-    /// Time the optimizer ran.
+    /// Time in which any update ran.
     pub update_ns: u64,
 }
 

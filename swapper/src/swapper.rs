@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use crate::core::Request;
@@ -16,7 +16,7 @@ use crate::schedule::{self, Op, Schedule, StepProgram};
 use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::{SwapperError, open};
 
-/// One tile's update. It runs on a thread of its own, in the program's order, and must be deterministic.
+/// One tile's update. It runs on a thread of its own, tiles in the program's order, and must be deterministic.
 ///
 /// `param` and `state` are updated in place, `grad` is read; `hyper` is what `finish_step` was given. Slices start at
 /// multiples of 4096 bytes. A closure of the same arguments is an optimizer too.
@@ -48,8 +48,16 @@ where
     }
 }
 
-/// Writes a range's first `param` and `state`.
-pub type Fill<'a> = dyn FnMut(&TileRange, &mut [u8], &mut [u8]) + 'a;
+/// A range whose first content is to be written: every byte of `param` and `state`, which hold anything before.
+#[derive(Debug)]
+pub struct Blank<'a> {
+    /// Which.
+    pub range: &'a TileRange,
+    /// Its parameters.
+    pub param: &'a mut [u8],
+    /// Its state.
+    pub state: &'a mut [u8],
+}
 
 /// Looks at a range's `param` and `state`.
 pub type See<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
@@ -82,15 +90,17 @@ pub struct Swapper<H: Clone + Send + 'static> {
 }
 
 impl<H: Clone + Send + 'static> Swapper<H> {
-    /// Takes memory, opens or makes the job, and goes to its newest generation.
+    /// Takes memory, opens or makes the job, and goes to its newest generation. Each of `optimizers` gets a thread and
+    /// takes the next tile when it is free: which of them updates a tile must not matter.
     pub fn open(
         settings: SwapperSettings,
-        optimizer: impl Optimizer<H> + 'static,
+        optimizers: Vec<Box<dyn Optimizer<H>>>,
     ) -> Result<(Self, Opened), SwapperError> {
+        assert!(!optimizers.is_empty(), "somebody updates");
         let layout = Arc::new(settings.cut()?);
         let (backing, opened) = open::open(&settings, &layout)?;
         let (owner, inbox, replies) =
-            Owner::start(&settings, layout.clone(), backing, &opened, optimizer);
+            Owner::start(&settings, layout.clone(), backing, &opened, optimizers);
         let swapper = Self {
             layout,
             schedule: settings.schedule,
@@ -116,9 +126,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         &self.layout
     }
 
-    /// Gives every tile its first content and commits it with `blob`. `fill` gets zeroed `param` and `state` of each
-    /// range, units and elements in order. Without a store this is also how saved contents come back.
-    pub fn initialize(&mut self, fill: &mut Fill, blob: Vec<u8>) -> Result<(), SwapperError> {
+    /// Gives every tile its first content and commits it with `blob`. `fill` gets the ranges in order, units and elements,
+    /// as many at a time as there is room for. Without a store this is also how saved contents come back.
+    ///
+    /// # Errors
+    /// What `fill` returns, after which nothing more is served; the swapper's own.
+    pub fn initialize<E: From<SwapperError>>(
+        &mut self,
+        mut fill: impl FnMut(&mut [Blank<'_>]) -> Result<(), E>,
+        blob: Vec<u8>,
+    ) -> Result<(), E> {
         self.check()?;
         let layout = self.layout.clone();
         let units = 0..layout.units().len();
@@ -130,16 +147,18 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             blob: Some(blob),
         })?;
         for unit in units {
-            self.serve(Op::Fill { unit }, &mut |lent| {
-                let param = whole(&mut lent.param);
-                let state = whole(&mut lent.state);
-                param.fill(0);
-                state.fill(0);
-                fill(
-                    &layout.ranges()[lent.range as usize],
-                    &mut param[..layout.content_bytes(Kind::Param, lent.range)],
-                    &mut state[..layout.content_bytes(Kind::State, lent.range)],
-                );
+            self.serve(Op::Fill { unit }, |lent| {
+                let mut blanks: Vec<Blank> = lent
+                    .iter_mut()
+                    .map(|lent| Blank {
+                        range: &layout.ranges()[lent.range as usize],
+                        param: &mut whole(&mut lent.param)
+                            [..layout.content_bytes(Kind::Param, lent.range)],
+                        state: &mut whole(&mut lent.state)
+                            [..layout.content_bytes(Kind::State, lent.range)],
+                    })
+                    .collect();
+                fill(&mut blanks)
             })?;
         }
         self.counted = self.settle(Vec::new(), None)?;
@@ -173,38 +192,56 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.send(Message::Plan { ops, blob: None })
     }
 
-    /// Calls `take` with the parameters of each range of `unit` in order, the unit's pending update applied. The range is
-    /// in elements from the unit's first.
-    pub fn gather(
+    /// Calls `take` with the parameters of `unit`'s ranges in order, as many at a time as are there, their pending updates
+    /// applied. Ranges are in elements from the unit's first.
+    ///
+    /// # Errors
+    /// What `take` returns, after which nothing more is served; the swapper's own.
+    pub fn gather<E: From<SwapperError>>(
         &mut self,
         unit: usize,
-        take: &mut dyn FnMut(Range<u64>, &[u8]),
-    ) -> Result<(), SwapperError> {
+        mut take: impl FnMut(&[(Range<u64>, &[u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
         self.check()?;
         let layout = self.layout.clone();
-        self.serve(Op::Gather { unit }, &mut |lent| {
-            let param = whole(&mut lent.param);
-            take(
-                layout.ranges()[lent.range as usize].elems.clone(),
-                &param[..layout.content_bytes(Kind::Param, lent.range)],
-            );
+        self.serve(Op::Gather { unit }, |lent| {
+            let parts: Vec<(Range<u64>, &[u8])> = lent
+                .iter_mut()
+                .map(|lent| {
+                    let elems = layout.ranges()[lent.range as usize].elems.clone();
+                    let param = &*whole(&mut lent.param);
+                    (
+                        elems,
+                        &param[..layout.content_bytes(Kind::Param, lent.range)],
+                    )
+                })
+                .collect();
+            take(&parts)
         })
     }
 
-    /// Calls `fill` to write the gradients of each range of `unit` in order. What is there before is of an earlier step.
-    pub fn scatter(
+    /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as may be written. What is there
+    /// before is of an earlier step.
+    ///
+    /// # Errors
+    /// What `fill` returns, after which nothing more is served; the swapper's own.
+    pub fn scatter<E: From<SwapperError>>(
         &mut self,
         unit: usize,
-        fill: &mut dyn FnMut(Range<u64>, &mut [u8]),
-    ) -> Result<(), SwapperError> {
+        mut fill: impl FnMut(&mut [(Range<u64>, &mut [u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
         self.check()?;
         let layout = self.layout.clone();
-        self.serve(Op::Scatter { unit }, &mut |lent| {
-            let grad = whole(&mut lent.grad);
-            fill(
-                layout.ranges()[lent.range as usize].elems.clone(),
-                &mut grad[..layout.grad_bytes(lent.range)],
-            );
+        self.serve(Op::Scatter { unit }, |lent| {
+            let mut parts: Vec<(Range<u64>, &mut [u8])> = lent
+                .iter_mut()
+                .map(|lent| {
+                    let elems = layout.ranges()[lent.range as usize].elems.clone();
+                    let grad = whole(&mut lent.grad);
+                    (elems, &mut grad[..layout.grad_bytes(lent.range)])
+                })
+                .collect();
+            fill(&mut parts)
         })?;
         self.scattered.push(unit);
         Ok(())
@@ -246,12 +283,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
         self.send(Message::Plan { ops, blob: None })?;
         for unit in units {
-            self.serve(Op::Visit { unit }, &mut |lent| {
-                see(
-                    &layout.ranges()[lent.range as usize],
-                    &whole(&mut lent.param)[..layout.content_bytes(Kind::Param, lent.range)],
-                    &whole(&mut lent.state)[..layout.content_bytes(Kind::State, lent.range)],
-                );
+            self.serve(Op::Visit { unit }, |lent| {
+                for lent in lent {
+                    see(
+                        &layout.ranges()[lent.range as usize],
+                        &whole(&mut lent.param)[..layout.content_bytes(Kind::Param, lent.range)],
+                        &whole(&mut lent.state)[..layout.content_bytes(Kind::State, lent.range)],
+                    );
+                }
+                Ok::<(), SwapperError>(())
             })?;
         }
         Ok(())
@@ -286,7 +326,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             },
             hyper,
             commit.then_some(blob),
-            &mut |lent| panic!("a finished step lends nothing, not range {}", lent.range),
+            |lent| -> Result<(), SwapperError> { panic!("a finished step lends {}", lent.len()) },
         )?;
         if commit {
             self.uncommitted_count = 0;
@@ -306,38 +346,61 @@ impl<H: Clone + Send + 'static> Swapper<H> {
 
     /// Follows `ops` to their end, with nothing pending and every commit acknowledged.
     fn settle(&mut self, ops: Vec<Op>, blob: Option<Vec<u8>>) -> Result<StepIo, SwapperError> {
-        self.request(Request::Drain { ops }, None, blob, &mut |lent| {
-            panic!("a drain lends nothing, not range {}", lent.range)
-        })
+        self.request(
+            Request::Drain { ops },
+            None,
+            blob,
+            |lent| -> Result<(), SwapperError> { panic!("a drain lends {}", lent.len()) },
+        )
     }
 
-    fn serve(&mut self, op: Op, use_it: &mut dyn FnMut(&mut Lent)) -> Result<(), SwapperError> {
-        self.request(Request::Serve(op), None, None, use_it)
+    fn serve<E: From<SwapperError>>(
+        &mut self,
+        op: Op,
+        use_them: impl FnMut(&mut [Lent]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.request(Request::Serve(op), None, None, use_them)
             .map(drop)
     }
 
-    /// Sends `request` and passes what is lent for it to `use_it`, until it is served.
-    fn request(
+    /// Sends `request` and passes what is lent for it to `use_them`, all that is there at a time, until it is served.
+    fn request<E: From<SwapperError>>(
         &mut self,
         request: Request,
         hyper: Option<H>,
         blob: Option<Vec<u8>>,
-        use_it: &mut dyn FnMut(&mut Lent),
-    ) -> Result<StepIo, SwapperError> {
+        mut use_them: impl FnMut(&mut [Lent]) -> Result<(), E>,
+    ) -> Result<StepIo, E> {
         self.send(Message::Request {
             request,
             hyper,
             blob,
         })?;
+        let mut lent: Vec<Lent> = Vec::new();
         loop {
-            let since = Instant::now();
-            let reply = self.replies.recv();
-            self.waited += since.elapsed();
-            match reply {
-                Ok(Reply::Lend(mut lent)) => {
-                    use_it(&mut lent);
-                    self.send(Message::Returned(lent))?;
+            let reply = match self.replies.try_recv() {
+                Ok(reply) => Ok(reply),
+                Err(TryRecvError::Empty) if !lent.is_empty() => {
+                    if let Err(error) = use_them(&mut lent) {
+                        // The pass cannot go on; its slots end with the owner.
+                        self.stopped = true;
+                        return Err(error);
+                    }
+                    for lent in lent.drain(..) {
+                        self.send(Message::Returned(lent))?;
+                    }
+                    continue;
                 }
+                Err(TryRecvError::Empty) => {
+                    let since = Instant::now();
+                    let reply = self.replies.recv();
+                    self.waited += since.elapsed();
+                    reply
+                }
+                Err(TryRecvError::Disconnected) => Err(RecvError),
+            };
+            match reply {
+                Ok(Reply::Lend(one)) => lent.push(one),
                 Ok(Reply::Done { io }) => {
                     let waited_ns = self.waited.as_nanos() as u64;
                     return Ok(StepIo { waited_ns, ..io });
@@ -345,11 +408,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 Ok(Reply::Failed(error)) => {
                     // A request out of order was refused and nothing happened; all else is final.
                     self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
-                    return Err(error);
+                    return Err(error.into());
                 }
-                Err(_) => {
+                Err(RecvError) => {
                     self.stopped = true;
-                    return Err(SwapperError::Stopped);
+                    return Err(SwapperError::Stopped.into());
                 }
             }
         }

@@ -1,9 +1,9 @@
-//! The update worker: one thread that runs the optimizer, so that I/O goes on while an update computes.
+//! An update worker: a thread that runs an optimizer, so that I/O goes on while an update computes. Several take tiles from
+//! one queue, each when it is free.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::layout::{Kind, Layout};
 use crate::lend::{Message, UpdateJob};
@@ -13,13 +13,17 @@ use crate::swapper::Optimizer;
 /// Updates what comes, in order, until the owner ends or an update panics.
 pub(crate) fn run<H>(
     layout: &Arc<Layout>,
-    mut optimizer: impl Optimizer<H>,
-    jobs: &Receiver<UpdateJob<H>>,
+    mut optimizer: Box<dyn Optimizer<H>>,
+    jobs: &Mutex<Receiver<UpdateJob<H>>>,
     inbox: &Inbox<H>,
 ) {
-    while let Ok(UpdateJob { mut lent, hyper }) = jobs.recv() {
+    loop {
+        // The lock is held while waiting: one waits for the queue, the others for it.
+        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(UpdateJob { mut lent, hyper }) = job else {
+            return;
+        };
         let range = lent.range;
-        let since = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let (Some(param), Some(state), Some(grad)) =
                 (&mut lent.param, &mut lent.state, &lent.grad)
@@ -35,10 +39,7 @@ pub(crate) fn run<H>(
             );
         }));
         let message = match result {
-            Ok(()) => Message::Updated {
-                lent,
-                update_ns: since.elapsed().as_nanos() as u64,
-            },
+            Ok(()) => Message::Updated { lent },
             Err(panic) => Message::UpdatePanicked {
                 range,
                 message: panic

@@ -28,6 +28,8 @@ pub struct CoreSettings {
     pub staging: [u32; 2],
     /// Operations in flight, at least 2.
     pub iodepth: u32,
+    /// Updates that run at a time, at least 1.
+    pub workers: usize,
     /// Whether there is a store. Without one every tile is resident, nothing moves and commits need nobody.
     pub durable: bool,
 }
@@ -65,7 +67,7 @@ pub enum Event {
         /// The range it was lent.
         range: u32,
     },
-    /// The worker has updated a range.
+    /// A worker has updated a range.
     Updated {
         /// The range.
         range: u32,
@@ -98,7 +100,7 @@ pub enum Action {
         /// Where from.
         slot: SlotNumber,
     },
-    /// Give the worker a range: param, state and gradients.
+    /// Give the workers a range: param, state and gradients.
     Update {
         /// The range.
         range: u32,

@@ -20,7 +20,7 @@
 //! nothing of its generation is pending, dirty or being written.
 //!
 //! **Bounds.** Operations in flight: half of iodepth each way, since drives read and write at the same time. Updates in flight:
-//! two, so that the worker never waits for a message. Commits outstanding: two.
+//! one more than workers, so that none waits for a message; they start in the order of the plan and end in any. Commits outstanding: two.
 
 mod apply;
 mod events;
@@ -72,6 +72,7 @@ pub struct Core {
     units: Vec<Range<u32>>,
     tiles: [Tiles; 2],
     durable: bool,
+    updates_max: usize,
     reads_max: usize,
     writes_max: usize,
     reads_inflight: usize,
@@ -85,7 +86,7 @@ pub struct Core {
     next_served: usize,
     /// Fills of the plan not yet done: its commit waits for them.
     fills_left: usize,
-    /// Ranges with the worker, with their position in this plan.
+    /// Ranges with the workers, with their position in this plan.
     updating: BTreeMap<u32, Option<u32>>,
 
     /// Ranges whose gradients came in this step.
@@ -117,10 +118,12 @@ impl Core {
             resident,
             staging,
             iodepth,
+            workers,
             durable,
         } = settings;
         let ranges = units.last().map_or(0, |unit| unit.end) as usize;
         assert!(iodepth >= 2, "one operation each way");
+        assert!(workers >= 1, "somebody updates");
         for kind in Kind::ALL {
             let resident = &resident[kind as usize];
             assert_eq!(resident.len(), ranges, "one mark a range");
@@ -133,6 +136,7 @@ impl Core {
             tiles: Kind::ALL
                 .map(|kind| Tiles::new(kind, &resident[kind as usize], staging[kind as usize])),
             durable,
+            updates_max: workers + 1,
             reads_max: iodepth.div_ceil(2) as usize,
             writes_max: (iodepth / 2) as usize,
             reads_inflight: 0,

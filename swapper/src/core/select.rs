@@ -4,8 +4,6 @@ use super::plan::UseKind;
 use super::tiles::{Place, Tiles};
 use super::{Action, Core, Kind, Waiting};
 
-/// Updates given to the worker and not answered: one runs, one waits.
-const UPDATES_MAX: usize = 2;
 impl Core {
     /// Lends the trainer, in order, what its operation needs and is ready.
     pub(super) fn lend(&mut self, actions: &mut Vec<Action>) {
@@ -45,9 +43,9 @@ impl Core {
         }
     }
 
-    /// Gives the worker the next updates whose tiles are in their slots.
+    /// Gives the workers the next updates whose tiles are in their slots.
     pub(super) fn start_updates(&mut self, actions: &mut Vec<Action>) {
-        while self.updating.len() < UPDATES_MAX
+        while self.updating.len() < self.updates_max
             && let Some(&position) = self.plan.updates.get(self.next_update)
         {
             let range = self.plan.uses[position as usize].range;

@@ -43,7 +43,10 @@ fn evaluation_sees_the_last_step_and_changes_nothing() {
         seen.clear();
         for unit in 0..UNITS.len() {
             swapper
-                .gather(unit, &mut |_, param| seen.push(param.to_vec()))
+                .gather(unit, |parts| {
+                    seen.extend(parts.iter().map(|(_, param)| param.to_vec()));
+                    Ok::<(), SwapperError>(())
+                })
                 .unwrap();
         }
     }
@@ -62,13 +65,11 @@ fn a_skipped_step_changes_no_tile() {
         .begin_step(StepProgram::training(UNITS.len()))
         .unwrap();
     for unit in 0..UNITS.len() {
-        swapper.gather(unit, &mut |_, _| {}).unwrap();
+        swapper.gather(unit, toy::look).unwrap();
     }
     for unit in (0..UNITS.len()).rev() {
-        swapper.gather(unit, &mut |_, _| {}).unwrap();
-        swapper
-            .scatter(unit, &mut |_, grad| grad.fill(0xFF))
-            .unwrap();
+        swapper.gather(unit, toy::look).unwrap();
+        swapper.scatter(unit, toy::all(0xFF)).unwrap();
     }
     swapper.skip_step(toy::blob(2)).unwrap();
     let found = toy::contents(&mut swapper).unwrap();
@@ -82,15 +83,18 @@ fn what_was_saved_can_be_filled_in_again() {
     let saved = toy::contents(&mut swapper).unwrap();
     swapper.close().unwrap();
 
-    let (mut swapper, _) = Swapper::open(settings(Schedule::Deferred), toy::update).unwrap();
+    let (mut swapper, _) = Swapper::open(settings(Schedule::Deferred), toy::workers()).unwrap();
     let mut next = saved.iter();
     swapper
         .initialize(
-            &mut |range, param, state| {
-                let (of, saved_param, saved_state) = next.next().unwrap();
-                assert_eq!(of, range);
-                param.copy_from_slice(saved_param);
-                state.copy_from_slice(saved_state);
+            |blanks| {
+                for blank in blanks {
+                    let (of, saved_param, saved_state) = next.next().unwrap();
+                    assert_eq!(of, blank.range);
+                    blank.param.copy_from_slice(saved_param);
+                    blank.state.copy_from_slice(saved_state);
+                }
+                Ok::<(), SwapperError>(())
             },
             toy::blob(1),
         )
@@ -102,18 +106,20 @@ fn what_was_saved_can_be_filled_in_again() {
 
 #[test]
 fn calls_out_of_order_are_refused_and_harm_nothing() {
-    let (mut swapper, _) = Swapper::open(settings(Schedule::AtOnce), toy::update).unwrap();
+    let (mut swapper, _) = Swapper::open(settings(Schedule::AtOnce), toy::workers()).unwrap();
     assert!(matches!(
         swapper.begin_step(StepProgram::training(UNITS.len())),
         Err(SwapperError::NotInitialized)
     ));
-    swapper.initialize(&mut toy::fill, toy::blob(0)).unwrap();
+    swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
     assert!(matches!(
         swapper.begin_step(StepProgram::reading([UNITS.len()])),
         Err(SwapperError::Program { .. })
     ));
     swapper.begin_step(StepProgram::reading([1])).unwrap();
-    let refused = swapper.gather(0, &mut |_, _| panic!("lent out of order"));
+    let refused = swapper.gather(0, |_| -> Result<(), SwapperError> {
+        panic!("lent out of order")
+    });
     assert!(matches!(
         refused,
         Err(SwapperError::OutOfOrder {
@@ -121,7 +127,7 @@ fn calls_out_of_order_are_refused_and_harm_nothing() {
             announced: Some(Op::Gather { unit: 1 }),
         })
     ));
-    swapper.gather(1, &mut |_, _| {}).unwrap();
+    swapper.gather(1, toy::look).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     let found = toy::contents(&mut swapper).unwrap();
     toy::assert_same(&found, &toy::reference(1), "after refusals");
@@ -135,8 +141,8 @@ fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
                 assert!(*step < 2 || range.unit != 2, "unit 2 overflowed");
                 toy::update(range, param, state, grad, step);
             };
-        let (mut swapper, _) = Swapper::open(settings(schedule), broken).unwrap();
-        swapper.initialize(&mut toy::fill, toy::blob(0)).unwrap();
+        let (mut swapper, _) = Swapper::open(settings(schedule), vec![Box::new(broken)]).unwrap();
+        swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
         let error = (1..=3)
             .find_map(|step| toy::train_step(&mut swapper, step).err())
             .unwrap();
@@ -150,13 +156,38 @@ fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
 }
 
 #[test]
+fn a_caller_that_fails_gets_its_own_error_and_nothing_more() {
+    #[derive(Debug)]
+    enum Error {
+        Ours,
+        Swapper(SwapperError),
+    }
+    impl From<SwapperError> for Error {
+        fn from(error: SwapperError) -> Self {
+            Self::Swapper(error)
+        }
+    }
+    let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
+    swapper
+        .begin_step(StepProgram::training(UNITS.len()))
+        .unwrap();
+    let failed = swapper.gather(0, |_| Err(Error::Ours));
+    assert!(matches!(failed, Err(Error::Ours)), "{failed:?}");
+    let after = swapper.gather(1, |_| Err(Error::Ours));
+    assert!(
+        matches!(after, Err(Error::Swapper(SwapperError::Stopped))),
+        "{after:?}"
+    );
+}
+
+#[test]
 fn a_program_left_early_still_updates_what_was_scattered() {
     let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     swapper
         .begin_step(StepProgram::training(UNITS.len()))
         .unwrap();
-    swapper.gather(0, &mut |_, _| {}).unwrap();
+    swapper.gather(0, toy::look).unwrap();
     swapper.finish_step(2, toy::blob(2)).unwrap();
     let found = toy::contents(&mut swapper).unwrap();
     toy::assert_same(
@@ -171,7 +202,7 @@ fn a_pass_that_is_never_finished_changes_nothing() {
     let (mut swapper, ..) = toy::open(&settings(Schedule::AtOnce)).unwrap();
     let scatter = StepProgram::new(vec![Op::Scatter { unit: 1 }]).unwrap();
     swapper.begin_step(scatter).unwrap();
-    swapper.scatter(1, &mut |_, grad| grad.fill(7)).unwrap();
+    swapper.scatter(1, toy::all(7)).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     let found = toy::contents(&mut swapper).unwrap();
     toy::assert_same(&found, &toy::reference(1), "after a pass given up");
@@ -187,7 +218,12 @@ fn lending_a_tile_costs_microseconds() {
             .begin_step(StepProgram::reading(0..UNITS.len()))
             .unwrap();
         for unit in 0..UNITS.len() {
-            swapper.gather(unit, &mut |_, _| lent += 1).unwrap();
+            swapper
+                .gather(unit, |parts| {
+                    lent += parts.len() as u64;
+                    Ok::<(), SwapperError>(())
+                })
+                .unwrap();
             calls += 1;
         }
     }

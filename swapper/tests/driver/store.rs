@@ -212,7 +212,7 @@ fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
     drop(swapper);
     drop(daemon);
     daemon = start(folder.path());
-    let refused = Swapper::open(in_place(&daemon), toy::update);
+    let refused = Swapper::open(in_place(&daemon), toy::workers());
     let error = refused.map(drop).unwrap_err();
     assert!(matches!(error, SwapperError::Client { .. }), "{error}");
     assert!(error.to_string().contains("durability"), "{error}");
@@ -284,7 +284,7 @@ fn another_layout_is_refused_in_words() {
         ..first
     };
     for (other, words) in [(described, "layout description"), (cut, "tile_elems")] {
-        match Swapper::open(other, toy::update) {
+        match Swapper::open(other, toy::workers()) {
             Err(SwapperError::LayoutChanged { what, .. }) => {
                 assert!(what.contains(words), "{what}")
             }

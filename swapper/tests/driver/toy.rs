@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use swapper::{
-    Backing, Op, Opened, Schedule, Staging, StepIo, StepProgram, Swapper, SwapperError,
-    SwapperSettings, TileBytes, TileRange, UnitShape,
+    Backing, Blank, Op, Opened, Optimizer, Schedule, Staging, StepIo, StepProgram, Swapper,
+    SwapperError, SwapperSettings, TileBytes, TileRange, UnitShape,
 };
 
 /// Several tiles a unit, odd ends, one unit of a single tile.
@@ -42,7 +42,6 @@ fn mix(a: u64, b: u64) -> u64 {
 }
 
 pub(crate) fn fill(range: &TileRange, param: &mut [u8], state: &mut [u8]) {
-    assert!(param.iter().chain(&*state).all(|&byte| byte == 0));
     for (i, byte) in param.iter_mut().enumerate() {
         *byte = mix(range.unit as u64, range.elems.start * 2 + i as u64) as u8;
     }
@@ -111,15 +110,48 @@ pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
     all
 }
 
+/// Fills all it is given.
+pub(crate) fn fill_all(blanks: &mut [Blank]) -> Result<(), SwapperError> {
+    for Blank {
+        range,
+        param,
+        state,
+    } in blanks
+    {
+        fill(range, param, state);
+    }
+    Ok(())
+}
+
+/// Three of them: which one updates a tile must not matter.
+pub(crate) fn workers() -> Vec<Box<dyn Optimizer<u64>>> {
+    vec![Box::new(update), Box::new(update), Box::new(update)]
+}
+
+/// A pass over a unit that looks at nothing.
+pub(crate) fn look(_: &[(Range<u64>, &[u8])]) -> Result<(), SwapperError> {
+    Ok(())
+}
+
+/// Gradients that are all `byte`.
+pub(crate) fn all(
+    byte: u8,
+) -> impl FnMut(&mut [(Range<u64>, &mut [u8])]) -> Result<(), SwapperError> {
+    move |parts| {
+        parts.iter_mut().for_each(|(_, grad)| grad.fill(byte));
+        Ok(())
+    }
+}
+
 /// Opens, fills where nothing was committed, and says at which step it is.
 pub(crate) fn open(
     settings: &SwapperSettings,
 ) -> Result<(Swapper<u64>, Opened, u64), SwapperError> {
-    let (mut swapper, opened) = Swapper::open(settings.clone(), update)?;
+    let (mut swapper, opened) = Swapper::open(settings.clone(), workers())?;
     let step = match &opened.resumed {
         Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),
         None => {
-            swapper.initialize(&mut fill, blob(0))?;
+            swapper.initialize(fill_all, blob(0))?;
             0
         }
     };
@@ -139,8 +171,13 @@ pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo
         match op {
             Op::Gather { unit } => {
                 let mut taken = Vec::new();
-                swapper.gather(unit, &mut |elems, bytes| {
-                    taken.push((elems, bytes.to_vec()))
+                swapper.gather(unit, |parts| {
+                    taken.extend(
+                        parts
+                            .iter()
+                            .map(|(elems, bytes)| (elems.clone(), bytes.to_vec())),
+                    );
+                    Ok::<(), SwapperError>(())
                 })?;
                 let before = std::mem::replace(&mut params[unit], taken);
                 assert!(
@@ -150,10 +187,13 @@ pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo
             }
             Op::Scatter { unit } => {
                 let mut params = params[unit].iter();
-                swapper.scatter(unit, &mut |elems, grad| {
-                    let (of, param) = params.next().unwrap();
-                    assert_eq!(*of, elems);
-                    gradient(step, &elems, param, grad);
+                swapper.scatter(unit, |parts| {
+                    for (elems, grad) in parts {
+                        let (of, param) = params.next().unwrap();
+                        assert_eq!(of, elems);
+                        gradient(step, elems, param, grad);
+                    }
+                    Ok::<(), SwapperError>(())
                 })?;
             }
             other => unreachable!("{other:?} in a trainer's program"),

@@ -98,6 +98,7 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
         shares,
         staging,
         iodepth: 2 + rng.below(7) as u32,
+        workers: 1 + rng.below(4),
         schedule: match rng.chance(50) {
             true => Schedule::AtOnce,
             false => Schedule::Deferred,
@@ -235,6 +236,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 2], seed: u64) -> M
         shares: [0.0; 2],
         staging,
         iodepth: 8,
+        workers: 1,
         schedule,
         commit_every: 1,
         speeds: [1, 1, 100_000, 100_000, 100_000],

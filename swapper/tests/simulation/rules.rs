@@ -20,6 +20,7 @@ impl Bench {
             resident: [vec![false; ranges as usize], vec![false; ranges as usize]],
             staging: [2; 2],
             iodepth: 2,
+            workers: 1,
             durable: true,
         });
         Self {

@@ -34,6 +34,7 @@ pub(crate) struct Setup {
     pub(crate) shares: [f64; 2],
     pub(crate) staging: [u32; 2],
     pub(crate) iodepth: u32,
+    pub(crate) workers: usize,
     pub(crate) schedule: Schedule,
     pub(crate) commit_every: u64,
     /// How likely each of trainer, worker, reads, writes and commits is to be the next to get on.
@@ -145,6 +146,7 @@ impl<'a> Life<'a> {
             resident: residents.clone(),
             staging: setup.staging,
             iodepth: setup.iodepth,
+            workers: setup.workers,
             durable: job.durable,
         });
         let slots = [0, 1].map(|kind| {
@@ -319,7 +321,10 @@ impl<'a> Life<'a> {
                 }
                 self.updates
                     .push_back((range, slots, self.hypers[step as usize - 1]));
-                assert!(self.updates.len() <= 2, "the worker has a short queue");
+                assert!(
+                    self.updates.len() <= self.setup.workers + 1,
+                    "the workers have a short queue"
+                );
             }
             Action::Lend { range, slots, grad } => {
                 let fill = matches!(self.asked, Some(Op::Fill { .. }));
@@ -417,7 +422,9 @@ impl<'a> Life<'a> {
     }
 
     fn update(&mut self) {
-        let (range, slots, step) = self.updates.pop_front().unwrap();
+        // Any of those with a worker may end first.
+        let at = self.rng.below(self.updates.len().min(self.setup.workers));
+        let (range, slots, step) = self.updates.remove(at).unwrap();
         let index = range as usize;
         let (of, grad) = self.grads[index].take().expect("gradients for an update");
         assert_eq!(of, step, "gradients and hyper are of one step");

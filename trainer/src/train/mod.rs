@@ -1,9 +1,11 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
+mod mover;
 mod open;
 mod progress;
 mod step;
 mod stop;
+mod turns;
 mod update;
 
 use std::path::PathBuf;

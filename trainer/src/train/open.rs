@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use kernels::adamw::{Hyper, init_tile};
+use rayon::prelude::*;
 use serde_json::{Value, json};
 use swapper::private::PrivateDaemon;
-use swapper::{Backing, Daemon, Swapper, TileRange};
+use swapper::{Backing, Blank, Daemon, Swapper};
 
 use super::TrainError;
 use super::update::Update;
@@ -15,8 +16,7 @@ use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::Plan;
 use crate::run::{
-    CheckpointError, Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name,
-    resolved,
+    Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
@@ -181,7 +181,7 @@ impl Prepared {
         let daemon = self.connect(&mut plan, &folder)?;
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
         let update = Update::new(plan.master, &plan.units);
-        let opened = Swapper::open(plan.swapper.clone(), update);
+        let opened = Swapper::open(plan.swapper.clone(), vec![Box::new(update)]);
         let (swapper, opened) = match self.settings.offload.durability {
             Durability::Full => opened?,
             Durability::None => opened.map_err(TrainError::InPlace)?,
@@ -299,39 +299,45 @@ impl OpenRun {
             return Ok(false);
         };
         self.state = resume(&self.state, &checkpoint.blob, say)?;
-        let mut failed: Option<CheckpointError> = None;
-        let fill = &mut |_: &TileRange, param: &mut [u8], state: &mut [u8]| {
-            for part in [param, state] {
-                if failed.is_none() {
-                    failed = checkpoint.next_tile(part).err();
-                }
+        let fill = |blanks: &mut [Blank]| {
+            for blank in blanks {
+                checkpoint.next_tile(blank.param)?;
+                checkpoint.next_tile(blank.state)?;
             }
+            Ok::<(), TrainError>(())
         };
         self.swapper.initialize(fill, self.state.encode())?;
-        match failed {
-            None => Ok(checkpoint.end().map(|()| true)?),
-            Some(error) => Err(error.into()),
-        }
+        Ok(checkpoint.end().map(|()| true)?)
     }
 
     /// Fresh weights into every tile; commits them as step 0.
     fn initialize(&mut self, settings: &RunSettings) -> Result<(), TrainError> {
-        let mut masters = vec![0f32; self.plan.swapper.tile_elems as usize];
         let (units, master, seed) = (&self.plan.units, self.plan.master, settings.train.seed);
-        let fill = &mut |range: &TileRange, param: &mut [u8], state: &mut [u8]| {
-            let elems = range.elems.start as usize..range.elems.end as usize;
-            let masters = &mut masters[..elems.len()];
-            init::fill(
-                &units[range.unit],
-                range.unit,
-                seed,
-                settings.model.initializer_range,
-                elems,
-                masters,
-            );
-            init_tile(master, masters, param, state);
+        // A weight's value follows from its place alone, so tiles may be filled side by side.
+        let fill = |blanks: &mut [Blank]| {
+            blanks.par_iter_mut().for_each(|blank| {
+                let Blank {
+                    range,
+                    param,
+                    state,
+                } = blank;
+                param.fill(0);
+                state.fill(0);
+                let elems = range.elems.start as usize..range.elems.end as usize;
+                let mut masters = vec![0f32; elems.len()];
+                init::fill(
+                    &units[range.unit],
+                    range.unit,
+                    seed,
+                    settings.model.initializer_range,
+                    elems,
+                    &mut masters,
+                );
+                init_tile(master, &masters, param, state);
+            });
+            Ok::<(), TrainError>(())
         };
-        Ok(self.swapper.initialize(fill, self.state.encode())?)
+        self.swapper.initialize(fill, self.state.encode())
     }
 
     /// Writes all tiles and the state into the run folder.

@@ -1,42 +1,27 @@
-//! One optimizer step, top to bottom.
+//! One optimizer step, in the order that `turns.rs` has as data.
 //!
 //! Vertical over micro-batches: a unit is gathered once and serves all of them, so weights move twice a step (forward and
 //! backward) however many micro-batches there are. What is kept from forward to backward is each block's input.
-//!
-//! ```text
-//!   gather 0   embed      gather 1..L   blocks       gather L+1   head: loss and gradients      scatter L+1
-//!   gather L..1           blocks again, backward     scatter L..1                    scatter 0  finish
-//! ```
-//!
-//! Each kind of unit has a buffer; it holds the unit's weights until they are done with, then the unit's gradients. The
-//! embedding's weights stay in theirs, so a tied head finds them there.
 
 use std::time::Instant;
 
 use kernels::adamw::{Hyper, Master};
-use kernels::reduce::{GradType, sum_squares};
-use swapper::{Op, StepIo, StepProgram, Swapper};
+use swapper::{StepIo, Swapper};
 
 use super::TrainError;
-use crate::compute::{Activation, ComputeError, Engine, GradSink, Tokens, UnitWeights};
+use super::mover::Mover;
+use super::turns::{self, EMBEDDING, Turn};
+use crate::compute::{Activation, ComputeError, Engine, GradSink, Tokens};
 use crate::config::{Batch, OptimizerSettings};
 use crate::data::{Data, Windows};
-
-/// The embedding's number among the units.
-const EMBEDDING: usize = 0;
 
 /// Everything a step needs but the weights, which the swapper has.
 pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
-    grad_type: GradType,
-    elem_bytes: usize,
-    embedding: UnitWeights,
-    block: UnitWeights,
-    head: UnitWeights,
-    program: StepProgram,
-    /// Of each unit's gradients, in this step.
-    sum_squares: Vec<f64>,
+    mover: Mover,
+    training: Vec<Turn>,
+    forward: Vec<Turn>,
 }
 
 /// A micro-batch as the engine takes it.
@@ -56,21 +41,43 @@ pub(super) struct Gradients {
     pub(super) backward_s: f64,
 }
 
+/// What a pass has computed so far.
+struct Pass {
+    batches: Vec<MicroBatch>,
+    /// The newest unit's output for each micro-batch; going back, the gradient of the newest unit's input.
+    flow: Vec<Activation>,
+    /// Inputs of the blocks that have not been gone back through.
+    block_inputs: Vec<Vec<Activation>>,
+    /// Of each unit, until its gradients are complete.
+    grads: Vec<Option<GradSink>>,
+    loss: f64,
+    forward: Clock,
+    backward: Clock,
+}
+
+impl Pass {
+    fn new(batches: Vec<MicroBatch>, units: usize) -> Self {
+        Self {
+            batches,
+            flow: Vec::new(),
+            block_inputs: Vec::with_capacity(units),
+            grads: (0..units).map(|_| None).collect(),
+            loss: 0.0,
+            forward: Clock::default(),
+            backward: Clock::default(),
+        }
+    }
+}
+
 impl Stepper {
     pub(super) fn new(engine: Engine, batch: Batch, master: Master) -> Result<Self, ComputeError> {
-        let head = engine.units().len() - 1;
+        // One process computes while it waits for nothing but memory: nothing to come ahead of.
+        let ahead = false;
+        let units = engine.units().len();
         Ok(Self {
-            embedding: engine.new_weights(EMBEDDING)?,
-            block: engine.new_weights(1)?,
-            head: engine.new_weights(head)?,
-            program: program(engine.units().len()),
-            sum_squares: vec![0.0; engine.units().len()],
-            grad_type: match master {
-                Master::SplitBf16 => GradType::Bf16,
-                Master::Fp32 => GradType::Fp32,
-                Master::Fp16WholeMaster => GradType::Fp16,
-            },
-            elem_bytes: master.param_bytes(),
+            mover: Mover::new(&engine, master, ahead)?,
+            training: turns::training(units, ahead),
+            forward: turns::forward(units, ahead),
             engine,
             batch,
         })
@@ -84,64 +91,16 @@ impl Stepper {
         first_sample: u64,
     ) -> Result<Gradients, TrainError> {
         let batches = self.micro_batches(data, first_sample)?;
-        let head = self.engine.units().len() - 1;
-        let (mut forward, mut backward) = (Clock::default(), Clock::default());
-        swapper.begin_step(self.program.clone())?;
-
-        self.gather(swapper, EMBEDDING)?;
-        let mut activations = forward.of(|| {
-            each(&batches, |batch| {
-                self.engine.embed_forward(&self.embedding, &batch.inputs)
-            })
-        })?;
-        let mut block_inputs = Vec::with_capacity(head);
-        for block in 1..head {
-            self.gather(swapper, block)?;
-            let outputs = forward.of(|| {
-                each(&activations, |input| {
-                    self.engine.block_forward(&self.block, input)
-                })
-            })?;
-            block_inputs.push(std::mem::replace(&mut activations, outputs));
+        let mut pass = Pass::new(batches, self.engine.units().len());
+        swapper.begin_step(turns::program(&self.training))?;
+        for turn in 0..self.training.len() {
+            self.turn(self.training[turn], swapper, &mut pass)?;
         }
-
-        self.gather(swapper, head)?;
-        let mut head_grads = self.engine.new_grads(head);
-        let mut embedding_grads = self.engine.new_grads(EMBEDDING);
-        let (loss, mut grads) = backward
-            .of(|| self.head(&batches, activations, &mut head_grads, &mut embedding_grads))?;
-        self.scatter(swapper, head, head_grads)?;
-
-        for block in (1..head).rev() {
-            self.gather(swapper, block)?;
-            let inputs = block_inputs.pop().expect("one for each block");
-            let mut block_grads = self.engine.new_grads(block);
-            grads = backward.of(|| {
-                let pairs: Vec<_> = inputs.iter().zip(&grads).collect();
-                each(&pairs, |(input, grad)| {
-                    self.engine
-                        .block_backward(&self.block, input, grad, &mut block_grads)
-                })
-            })?;
-            self.scatter(swapper, block, block_grads)?;
-        }
-
-        backward.of(|| {
-            let mut pairs = batches.iter().zip(&grads);
-            pairs.try_for_each(|(batch, grad)| {
-                self.engine
-                    .embed_backward(&batch.inputs, grad, &mut embedding_grads)
-            })
-        })?;
-        self.scatter(swapper, EMBEDDING, embedding_grads)?;
-
-        // In the units' order, whatever order their gradients came in.
-        let norm = self.sum_squares.iter().sum::<f64>().sqrt();
         Ok(Gradients {
-            loss,
-            norm,
-            forward_s: forward.seconds,
-            backward_s: backward.seconds,
+            loss: pass.loss,
+            norm: self.mover.norm(),
+            forward_s: pass.forward.seconds,
+            backward_s: pass.backward.seconds,
         })
     }
 
@@ -157,97 +116,104 @@ impl Stepper {
         let batches: Vec<MicroBatch> = (0..batches)
             .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)))
             .collect::<Result<_, _>>()?;
-        swapper.begin_step(StepProgram::reading(0..=head))?;
-        self.gather(swapper, EMBEDDING)?;
-        let mut activations = each(&batches, |batch| {
-            self.engine.embed_forward(&self.embedding, &batch.inputs)
-        })?;
-        for block in 1..head {
-            self.gather(swapper, block)?;
-            activations = each(&activations, |input| {
-                self.engine.block_forward(&self.block, input)
-            })?;
+        let mut pass = Pass::new(batches, head + 1);
+        swapper.begin_step(turns::program(&self.forward))?;
+        for turn in 0..self.forward.len() {
+            self.turn(self.forward[turn], swapper, &mut pass)?;
+            // Nothing goes back.
+            pass.block_inputs.clear();
         }
-        self.gather(swapper, head)?;
-        let tied = self.engine.config().tied.then_some(&self.embedding);
+        let tied = self.engine.config().tied;
+        let tied = tied.then(|| self.mover.weights(EMBEDDING));
         let mut loss = 0.0;
-        for (batch, input) in batches.iter().zip(&activations) {
+        for (batch, input) in pass.batches.iter().zip(&pass.flow) {
+            let weights = self.mover.weights(head);
             loss += self
                 .engine
-                .head_loss(&self.head, tied, input, &batch.targets)?;
+                .head_loss(weights, tied, input, &batch.targets)?;
         }
-        Ok(loss / batches.len() as f64)
+        Ok(loss / pass.batches.len() as f64)
     }
 
-    /// Loss and the gradients that flow into the last block, each micro-batch weighted with its share of the step.
-    fn head(
-        &self,
-        batches: &[MicroBatch],
-        inputs: Vec<Activation>,
-        head_grads: &mut GradSink,
-        embedding_grads: &mut GradSink,
-    ) -> Result<(f64, Vec<Activation>), ComputeError> {
-        let share = 1.0 / batches.len() as f64;
-        let mut loss = 0.0;
-        let mut grads = Vec::with_capacity(batches.len());
-        for (batch, input) in batches.iter().zip(inputs) {
-            let tied = self
-                .engine
-                .config()
-                .tied
-                .then_some((&self.embedding, &mut *embedding_grads));
-            let (batch_loss, grad) = self.engine.head_loss_backward(
-                &self.head,
-                tied,
-                &input,
-                &batch.targets,
-                share,
-                head_grads,
-            )?;
-            loss += batch_loss * share;
-            grads.push(grad);
-        }
-        Ok((loss, grads))
-    }
-
-    /// Brings a unit's weights into its buffer.
-    fn gather(&mut self, swapper: &mut Swapper<Hyper>, unit: usize) -> Result<(), TrainError> {
-        let elem_bytes = self.elem_bytes;
-        let buffer = self.buffer(unit).bytes_mut();
-        swapper.gather(unit, &mut |elems, bytes| {
-            buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes]
-                .copy_from_slice(bytes);
-        })?;
-        Ok(())
-    }
-
-    /// Hands a unit's gradients over. Its weights are gone from the buffer after.
-    fn scatter(
+    /// Does one turn of a pass.
+    fn turn(
         &mut self,
+        turn: Turn,
         swapper: &mut Swapper<Hyper>,
-        unit: usize,
-        mut grads: GradSink,
+        pass: &mut Pass,
     ) -> Result<(), TrainError> {
-        let (elem_bytes, grad_type) = (self.elem_bytes, self.grad_type);
-        let buffer = &mut self.buffer(unit).bytes_mut()[..grads.size_bytes()];
-        grads.finish(buffer)?;
-        // Over the whole unit, not tile by tile: the norm's bits then do not depend on how units are cut.
-        let squares = sum_squares(grad_type, buffer);
-        swapper.scatter(unit, &mut |elems, slot| {
-            slot.copy_from_slice(
-                &buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes],
-            );
-        })?;
-        self.sum_squares[unit] = squares;
-        Ok(())
-    }
-
-    fn buffer(&mut self, unit: usize) -> &mut UnitWeights {
-        match unit {
-            EMBEDDING => &mut self.embedding,
-            unit if unit == self.engine.units().len() - 1 => &mut self.head,
-            _ => &mut self.block,
+        let Self { engine, mover, .. } = self;
+        let Pass {
+            batches,
+            flow,
+            block_inputs,
+            grads,
+            ..
+        } = pass;
+        match turn {
+            Turn::Gather(unit) => mover.gather(swapper, unit)?,
+            Turn::Forward(EMBEDDING) => {
+                let weights = mover.weights(EMBEDDING);
+                *flow = pass.forward.of(|| {
+                    each(batches, |batch| {
+                        engine.embed_forward(weights, &batch.inputs)
+                    })
+                })?;
+            }
+            Turn::Forward(block) => {
+                let weights = mover.weights(block);
+                let outputs = pass
+                    .forward
+                    .of(|| each(flow, |input| engine.block_forward(weights, input)))?;
+                block_inputs.push(std::mem::replace(flow, outputs));
+            }
+            Turn::Head => {
+                let head = grads.len() - 1;
+                let mut head_grads = engine.new_grads(head);
+                let mut embedding_grads = engine.new_grads(EMBEDDING);
+                let inputs = std::mem::take(flow);
+                (pass.loss, *flow) = pass.backward.of(|| {
+                    head_turn(
+                        engine,
+                        mover,
+                        batches,
+                        inputs,
+                        &mut head_grads,
+                        &mut embedding_grads,
+                    )
+                })?;
+                grads[head] = Some(head_grads);
+                // Open until the embedding's own turn: a tied head adds to it.
+                grads[EMBEDDING] = Some(embedding_grads);
+            }
+            Turn::Backward(EMBEDDING) => {
+                let embedding_grads = grads[EMBEDDING].as_mut().expect("the head made it");
+                pass.backward.of(|| {
+                    let mut pairs = batches.iter().zip(&*flow);
+                    pairs.try_for_each(|(batch, grad)| {
+                        engine.embed_backward(&batch.inputs, grad, embedding_grads)
+                    })
+                })?;
+            }
+            Turn::Backward(block) => {
+                let inputs = block_inputs.pop().expect("one for each block");
+                let mut block_grads = engine.new_grads(block);
+                let weights = mover.weights(block);
+                *flow = pass.backward.of(|| {
+                    let pairs: Vec<_> = inputs.iter().zip(&*flow).collect();
+                    each(&pairs, |(input, grad)| {
+                        engine.block_backward(weights, input, grad, &mut block_grads)
+                    })
+                })?;
+                grads[block] = Some(block_grads);
+            }
+            Turn::Reduce(unit) => {
+                let complete = grads[unit].take().expect("its backward turn came before");
+                mover.reduce(unit, complete)?;
+            }
+            Turn::Scatter(unit) => mover.scatter(swapper, unit)?,
         }
+        Ok(())
     }
 
     fn micro_batches(
@@ -304,18 +270,28 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
     }
 }
 
-/// The uses of a step, in the order of [`Stepper::forward_backward`].
-fn program(units: usize) -> StepProgram {
-    let head = units - 1;
-    let forward = (0..units).map(|unit| Op::Gather { unit });
-    let blocks = (1..head)
-        .rev()
-        .flat_map(|unit| [Op::Gather { unit }, Op::Scatter { unit }]);
-    let ops = forward
-        .chain([Op::Scatter { unit: head }])
-        .chain(blocks)
-        .chain([Op::Scatter { unit: EMBEDDING }]);
-    StepProgram::new(ops.collect()).expect("gathers, and one scatter a unit")
+/// Loss and the gradients that flow into the last block, each micro-batch weighted with its share of the step.
+fn head_turn(
+    engine: &Engine,
+    mover: &Mover,
+    batches: &[MicroBatch],
+    inputs: Vec<Activation>,
+    head_grads: &mut GradSink,
+    embedding_grads: &mut GradSink,
+) -> Result<(f64, Vec<Activation>), ComputeError> {
+    let share = 1.0 / batches.len() as f64;
+    let head = mover.weights(engine.units().len() - 1);
+    let mut loss = 0.0;
+    let mut grads = Vec::with_capacity(batches.len());
+    for (batch, input) in batches.iter().zip(inputs) {
+        let tied = engine.config().tied;
+        let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
+        let (batch_loss, grad) =
+            engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
+        loss += batch_loss * share;
+        grads.push(grad);
+    }
+    Ok((loss, grads))
 }
 
 /// `f` of each, in order, up to the first error.
