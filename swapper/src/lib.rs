@@ -47,4 +47,4 @@ pub use settings::{
     Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
     StoreSettings, SwapperSettings,
 };
-pub use swapper::{Blank, Optimizer, See, Swapper};
+pub use swapper::{Blank, Optimizer, Part, PartMut, See, Swapper};

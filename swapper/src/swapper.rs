@@ -59,6 +59,12 @@ pub struct Blank<'a> {
     pub state: &'a mut [u8],
 }
 
+/// A range of a unit's elements, and its parameters.
+pub type Part<'a> = (Range<u64>, &'a [u8]);
+
+/// A range of a unit's elements, and its gradients to be written.
+pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
+
 /// Looks at a range's `param` and `state`.
 pub type See<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
@@ -200,12 +206,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     pub fn gather<E: From<SwapperError>>(
         &mut self,
         unit: usize,
-        mut take: impl FnMut(&[(Range<u64>, &[u8])]) -> Result<(), E>,
+        mut take: impl FnMut(&[Part<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.check()?;
         let layout = self.layout.clone();
         self.serve(Op::Gather { unit }, |lent| {
-            let parts: Vec<(Range<u64>, &[u8])> = lent
+            let parts: Vec<Part> = lent
                 .iter_mut()
                 .map(|lent| {
                     let elems = layout.ranges()[lent.range as usize].elems.clone();
@@ -228,12 +234,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     pub fn scatter<E: From<SwapperError>>(
         &mut self,
         unit: usize,
-        mut fill: impl FnMut(&mut [(Range<u64>, &mut [u8])]) -> Result<(), E>,
+        mut fill: impl FnMut(&mut [PartMut<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.check()?;
         let layout = self.layout.clone();
         self.serve(Op::Scatter { unit }, |lent| {
-            let mut parts: Vec<(Range<u64>, &mut [u8])> = lent
+            let mut parts: Vec<PartMut> = lent
                 .iter_mut()
                 .map(|lent| {
                     let elems = layout.ranges()[lent.range as usize].elems.clone();

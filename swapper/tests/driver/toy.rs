@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use swapper::{
-    Backing, Blank, Op, Opened, Optimizer, Schedule, Staging, StepIo, StepProgram, Swapper,
-    SwapperError, SwapperSettings, TileBytes, TileRange, UnitShape,
+    Backing, Blank, Op, Opened, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram,
+    Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, UnitShape,
 };
 
 /// Several tiles a unit, odd ends, one unit of a single tile.
@@ -129,14 +129,12 @@ pub(crate) fn workers() -> Vec<Box<dyn Optimizer<u64>>> {
 }
 
 /// A pass over a unit that looks at nothing.
-pub(crate) fn look(_: &[(Range<u64>, &[u8])]) -> Result<(), SwapperError> {
+pub(crate) fn look(_: &[Part]) -> Result<(), SwapperError> {
     Ok(())
 }
 
 /// Gradients that are all `byte`.
-pub(crate) fn all(
-    byte: u8,
-) -> impl FnMut(&mut [(Range<u64>, &mut [u8])]) -> Result<(), SwapperError> {
+pub(crate) fn all(byte: u8) -> impl FnMut(&mut [PartMut]) -> Result<(), SwapperError> {
     move |parts| {
         parts.iter_mut().for_each(|(_, grad)| grad.fill(byte));
         Ok(())
