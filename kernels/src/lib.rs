@@ -9,11 +9,13 @@
 //! Promise: a result is a function of its arguments alone. The instruction set, the number of threads and where a range is cut
 //! change no bit of it. The plain definitions in `adamw/scalar.rs` and `reduce/scalar.rs` say what the bits are.
 //!
-//! `unsafe` is denied but in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs` and `torch`.
+//! `unsafe` is denied but in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs`, `torch` and `gpu`.
 #![deny(unsafe_code)]
 
 pub mod adamw;
 mod cast;
+#[allow(unsafe_code)]
+pub mod gpu;
 mod instruction_set;
 pub mod number;
 pub mod reduce;

@@ -15,7 +15,7 @@ use crate::number;
 use crate::reduce::GradType;
 
 /// Each plane starts at a multiple of this: a cache line, and the widest vector.
-const PLANE_ALIGN_BYTES: usize = 64;
+pub(crate) const PLANE_ALIGN_BYTES: usize = 64;
 
 /// How a parameter's fp32 master is stored beside its two moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +84,12 @@ pub struct Tile<'a> {
 /// Bytes of the state of a tile of `elems` elements.
 pub fn state_tile_bytes(master: Master, elems: usize) -> usize {
     plane_bytes(master.first_plane_bytes(), elems) + 2 * plane_bytes(4, elems)
+}
+
+/// Where the momentum and the variance start within the state of a tile of `elems` elements.
+pub(crate) fn moment_offsets_bytes(master: Master, elems: usize) -> [usize; 2] {
+    let momentum = plane_bytes(master.first_plane_bytes(), elems);
+    [momentum, momentum + plane_bytes(4, elems)]
 }
 
 /// Makes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so equal masters give equal bytes.

@@ -28,6 +28,7 @@ use scalar::Scalars;
 
 pub use crate::InstructionSet;
 pub use layout::{Master, Tile, init_tile, read_masters, state_tile_bytes};
+pub(crate) use layout::{PLANE_ALIGN_BYTES, moment_offsets_bytes};
 
 /// Elements one thread takes at a time: 229 to 262 KB over all planes, which fit the L2 of any server core, and 64-byte lines are not
 /// shared by two threads.
@@ -96,6 +97,22 @@ pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range
     assert!(set.available(), "this processor has no {set:?}");
     let scalars = Scalars::new(hyper);
     step_elements(set, &scalars, Elements::of(tile, range));
+}
+
+/// A step's scalars in the order a GPU's kernel takes them (`gpu/source/adamw.cu`).
+pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
+    let s = Scalars::new(hyper);
+    [
+        s.grad_scale,
+        s.beta1,
+        s.one_minus_beta1,
+        s.beta2,
+        s.one_minus_beta2,
+        s.root_correction,
+        s.eps,
+        s.minus_decay,
+        s.minus_step_size,
+    ]
 }
 
 /// Halves the work until a piece is one chunk; rayon's threads share the pieces.

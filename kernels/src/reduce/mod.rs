@@ -15,7 +15,7 @@ use crate::InstructionSet;
 use crate::cast::{view, view_mut};
 
 /// Elements whose squares are added in one lane tree. A part of the definition of the norm: another number gives other bits.
-const CHUNK_ELEMS: usize = 4096;
+pub(crate) const CHUNK_ELEMS: usize = 4096;
 
 /// Elements one thread takes at a time in the elementwise functions: 128 KB of fp32 read or written.
 const PIECE_ELEMS: usize = 16 * 1024;

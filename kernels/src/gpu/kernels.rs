@@ -1,0 +1,289 @@
+//! Our own kernels, compiled once a device: the optimizer and the reductions, over ranges of device memory.
+//!
+//! Every length is checked here, before a launch; nothing waits for the device. The bits are those of the functions of the same names on
+//! the CPU. Bytes an element are the same as there too, and the device's memory is the wall: `kernels/tests/gpu` prints the GB/s reached.
+
+use std::ops::Range;
+
+use super::compiler::{Arg, CompileOptions, Function, FunctionUse};
+use super::{DeviceAt, Gpu, GpuError, SOURCES, Stream};
+use crate::adamw::{
+    Hyper, Master, PLANE_ALIGN_BYTES, kernel_scalars, moment_offsets_bytes, state_tile_bytes,
+};
+use crate::reduce::{CHUNK_ELEMS, GradType};
+
+/// Threads of a block, as the sources have it.
+const BLOCK_THREADS: usize = 256;
+/// Elements a thread of `adamw`, `accumulate` and `store` takes.
+const THREAD_ELEMS: usize = 4;
+/// Chunks a block of `chunk_squares` takes: one a warp.
+const BLOCK_CHUNKS: usize = 8;
+
+/// The compiled kernels. [`Gpu::kernels`] gives them out.
+#[derive(Debug)]
+pub struct Kernels {
+    adamw: [Function; 3],
+    chunk_squares: [Function; 3],
+    add_chunks: Function,
+    accumulate: [Function; 3],
+    store: [Function; 3],
+}
+
+/// Bytes [`Kernels::sum_squares`] needs beside the gradients of `elems` elements.
+pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
+    elems.div_ceil(CHUNK_ELEMS).max(1) * size_of::<f64>()
+}
+
+impl Kernels {
+    pub(super) fn compile(gpu: &Gpu) -> Result<Self, GpuError> {
+        let module = |wanted: &str| {
+            let (name, source) = SOURCES
+                .iter()
+                .find(|(name, _)| *name == wanted)
+                .expect("a source of ours");
+            gpu.compile(name, source, &CompileOptions::default())
+        };
+        let (adamw, reduce) = (module("adamw")?, module("reduce")?);
+        let of_types = |name: &str| -> Result<[Function; 3], GpuError> {
+            Ok([
+                reduce.function(&format!("{name}_bf16"))?,
+                reduce.function(&format!("{name}_fp16"))?,
+                reduce.function(&format!("{name}_fp32"))?,
+            ])
+        };
+        Ok(Self {
+            adamw: [
+                adamw.function("adamw_split_bf16")?,
+                adamw.function("adamw_fp32")?,
+                adamw.function("adamw_fp16_whole_master")?,
+            ],
+            chunk_squares: of_types("chunk_squares")?,
+            add_chunks: reduce.function("add_chunks")?,
+            accumulate: of_types("accumulate")?,
+            store: of_types("store")?,
+        })
+    }
+
+    /// What the compiler needed for each kernel, by name.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn resources(&self) -> Result<Vec<(&'static str, FunctionUse)>, GpuError> {
+        let named = [
+            ("adamw_split_bf16", &self.adamw[0]),
+            ("adamw_fp32", &self.adamw[1]),
+            ("adamw_fp16_whole_master", &self.adamw[2]),
+            ("chunk_squares_bf16", &self.chunk_squares[0]),
+            ("add_chunks", &self.add_chunks),
+            ("accumulate_bf16", &self.accumulate[0]),
+            ("store_bf16", &self.store[0]),
+        ];
+        named
+            .into_iter()
+            .map(|(name, function)| Ok((name, function.resources()?)))
+            .collect()
+    }
+
+    /// Enqueues one AdamW step over the elements `range` of a tile of `tile_elems` elements, as [`crate::adamw::step_range`] takes it.
+    ///
+    /// The tile's planes lie in device memory as they do in host memory, `param`, `state` and `grad` each at a multiple of 64 bytes.
+    /// Moves 26 bytes an element (split bf16), 28 (fp32, fp16).
+    ///
+    /// Panics if a range is not within its buffer or its tile, a place is not so aligned, or `hyper.step` is 0.
+    ///
+    /// # Errors
+    /// The launch failed.
+    #[allow(clippy::too_many_arguments)]
+    pub fn adamw_range(
+        &self,
+        stream: &Stream,
+        master: Master,
+        hyper: &Hyper,
+        param: DeviceAt<'_>,
+        state: DeviceAt<'_>,
+        grad: DeviceAt<'_>,
+        tile_elems: usize,
+        range: Range<usize>,
+    ) -> Result<(), GpuError> {
+        assert!(
+            range.start <= range.end && range.end <= tile_elems,
+            "range {range:?} is not within the tile's {tile_elems} elements"
+        );
+        for (name, place) in [("param", param), ("state", state), ("grad", grad)] {
+            assert!(
+                place.offset_bytes.is_multiple_of(PLANE_ALIGN_BYTES),
+                "the {name} starts at byte {}, which is no multiple of {PLANE_ALIGN_BYTES}",
+                place.offset_bytes
+            );
+        }
+        let param = param.address(tile_elems * master.param_bytes());
+        let state = state.address(state_tile_bytes(master, tile_elems));
+        let grad = grad.address(tile_elems * master.grad_bytes());
+        let scalars = kernel_scalars(hyper);
+        if range.is_empty() {
+            return Ok(());
+        }
+        let [momentum, variance] = moment_offsets_bytes(master, tile_elems);
+        let mut args = vec![
+            Arg::Ptr(param),
+            Arg::Ptr(state),
+            Arg::Ptr(state + momentum as u64),
+            Arg::Ptr(state + variance as u64),
+            Arg::Ptr(grad),
+            Arg::U64(range.start as u64),
+            Arg::U64(range.end as u64),
+        ];
+        args.extend(scalars.map(Arg::F32));
+        let groups = range.end.div_ceil(THREAD_ELEMS) - range.start / THREAD_ELEMS;
+        let function = match master {
+            Master::SplitBf16 => &self.adamw[0],
+            Master::Fp32 => &self.adamw[1],
+            Master::Fp16WholeMaster => &self.adamw[2],
+        };
+        // SAFETY: the kernel takes these arguments, and writes elements of `range` only, whose planes were found within their buffers
+        // above. Freeing a buffer waits for the device.
+        unsafe { launch(function, groups.div_ceil(BLOCK_THREADS), stream, &args) }
+    }
+
+    /// Enqueues the sum of the squares of `elems` elements into the f64 at `out`, as [`crate::reduce::sum_squares`] adds them.
+    ///
+    /// `scratch` has room for [`sum_squares_scratch_bytes`] and is this call's alone until it has run.
+    ///
+    /// Panics if a range is not within its buffer or not aligned to its elements.
+    ///
+    /// # Errors
+    /// A launch failed.
+    pub fn sum_squares(
+        &self,
+        stream: &Stream,
+        grad_type: GradType,
+        grad: DeviceAt<'_>,
+        elems: usize,
+        scratch: DeviceAt<'_>,
+        out: DeviceAt<'_>,
+    ) -> Result<(), GpuError> {
+        let grad = elements(grad, elems, grad_type.elem_bytes());
+        let scratch = elements(scratch, sum_squares_scratch_bytes(elems) / 8, 8);
+        let out = elements(out, 1, 8);
+        let chunks = elems.div_ceil(CHUNK_ELEMS);
+        if chunks > 0 {
+            let args = [Arg::Ptr(grad), Arg::U64(elems as u64), Arg::Ptr(scratch)];
+            let function = &self.chunk_squares[type_index(grad_type)];
+            // SAFETY: the kernel takes these arguments, reads `elems` elements and writes one f64 a chunk; both were found within
+            // their buffers above. Freeing a buffer waits for the device.
+            unsafe { launch(function, chunks.div_ceil(BLOCK_CHUNKS), stream, &args)? };
+        }
+        let args = [Arg::Ptr(scratch), Arg::U64(chunks as u64), Arg::Ptr(out)];
+        // SAFETY: the kernel takes these arguments, reads one f64 a chunk and writes one at `out`, all found within their buffers above.
+        unsafe { launch(&self.add_chunks, 1, stream, &args) }
+    }
+
+    /// Enqueues `sum[i] += x[i]` over `elems` elements, the sum in fp32, as [`crate::reduce::accumulate`] does.
+    ///
+    /// Panics if a range is not within its buffer or not aligned to its elements.
+    ///
+    /// # Errors
+    /// The launch failed.
+    pub fn accumulate(
+        &self,
+        stream: &Stream,
+        sum: DeviceAt<'_>,
+        x: DeviceAt<'_>,
+        x_type: GradType,
+        elems: usize,
+    ) -> Result<(), GpuError> {
+        let function = &self.accumulate[type_index(x_type)];
+        let sum = (elements(sum, elems, 4), 4);
+        let x = (elements(x, elems, x_type.elem_bytes()), x_type.elem_bytes());
+        // SAFETY: `elements` found both ranges within their buffers.
+        unsafe { launch_pairs(function, stream, sum, x, elems) }
+    }
+
+    /// Enqueues the cast of `elems` fp32 elements to stored gradients, as [`crate::reduce::store_grad`] does.
+    ///
+    /// Panics if a range is not within its buffer or not aligned to its elements.
+    ///
+    /// # Errors
+    /// The launch failed.
+    pub fn store_grad(
+        &self,
+        stream: &Stream,
+        grad_type: GradType,
+        from: DeviceAt<'_>,
+        out: DeviceAt<'_>,
+        elems: usize,
+    ) -> Result<(), GpuError> {
+        let function = &self.store[type_index(grad_type)];
+        let elem_bytes = grad_type.elem_bytes();
+        let from = (elements(from, elems, 4), 4);
+        let out = (elements(out, elems, elem_bytes), elem_bytes);
+        // SAFETY: `elements` found both ranges within their buffers.
+        unsafe { launch_pairs(function, stream, from, out, elems) }
+    }
+}
+
+/// The address of `elems` elements. Panics unless they are within the buffer and aligned.
+fn elements(at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> u64 {
+    assert!(
+        at.offset_bytes.is_multiple_of(elem_bytes),
+        "elements of {elem_bytes} bytes start at byte {}",
+        at.offset_bytes
+    );
+    at.address(elems * elem_bytes)
+}
+
+/// Launches a kernel over pairs of elements, given as address and bytes an element.
+///
+/// # Safety
+/// `function` takes two addresses, a count and a flag; both ranges are device memory that stays allocated until it has run.
+unsafe fn launch_pairs(
+    function: &Function,
+    stream: &Stream,
+    (a, a_bytes): (u64, usize),
+    (b, b_bytes): (u64, usize),
+    elems: usize,
+) -> Result<(), GpuError> {
+    if elems == 0 {
+        return Ok(());
+    }
+    let whole = |address: u64, bytes: usize| address.is_multiple_of((THREAD_ELEMS * bytes) as u64);
+    let args = [
+        Arg::Ptr(a),
+        Arg::Ptr(b),
+        Arg::U64(elems as u64),
+        Arg::U32(u32::from(whole(a, a_bytes) && whole(b, b_bytes))),
+    ];
+    let blocks = elems.div_ceil(THREAD_ELEMS * BLOCK_THREADS);
+    // SAFETY: the caller's promise.
+    unsafe { launch(function, blocks, stream, &args) }
+}
+
+/// # Safety
+/// As [`Function::launch`].
+unsafe fn launch(
+    function: &Function,
+    blocks: usize,
+    stream: &Stream,
+    args: &[Arg],
+) -> Result<(), GpuError> {
+    let blocks =
+        u32::try_from(blocks).expect("fewer than 2^32 blocks: a buffer of less than 16 TB");
+    // SAFETY: the caller's promise.
+    unsafe {
+        function.launch(
+            [blocks, 1, 1],
+            [BLOCK_THREADS as u32, 1, 1],
+            0,
+            stream,
+            args,
+        )
+    }
+}
+
+fn type_index(grad_type: GradType) -> usize {
+    match grad_type {
+        GradType::Bf16 => 0,
+        GradType::Fp16 => 1,
+        GradType::Fp32 => 2,
+    }
+}

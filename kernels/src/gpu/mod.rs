@@ -1,0 +1,63 @@
+//! The GPU: device memory, streams, copies, and kernels compiled at run time. No torch is needed, and no GPU to build.
+//!
+//! ```text
+//!   Gpu::open ──▶ Gpu ──┬─▶ alloc ──▶ DeviceBuffer ──▶ at(offset) ──▶ DeviceAt ──┐
+//!                       ├─▶ stream ─▶ Stream ──▶ record ──▶ Event                ├──▶ Kernels::{adamw_range, sum_squares, ..}
+//!                       ├─▶ register (host memory, pinned)                       │
+//!                       └─▶ kernels ─────────────────────────────────────────────┘    TileUpdater: up, adamw, down
+//!
+//!   library.rs   finds libcuda or libamdhip64, libnvrtc or libhiprtc        source/   CUDA C++ that all compilers take alike
+//!   table.rs     their functions, one table for both vendors
+//! ```
+//!
+//! CUDA and HIP are one code path: the same functions under other names. The libraries are opened when they are first needed; a machine
+//! without them gets [`GpuError::NoLibrary`], never a panic.
+//!
+//! Promise: results have the same bits as on the CPU (`adamw/scalar.rs`, `reduce/scalar.rs`).
+
+mod buffer;
+mod compiler;
+mod device;
+mod error;
+mod kernels;
+mod library;
+mod stream;
+mod table;
+mod tile_updater;
+
+use std::fmt;
+
+pub use buffer::{DeviceAt, DeviceBuffer, Registration};
+pub use compiler::{Arg, CompileOptions, Compiler, Function, FunctionUse, Module};
+pub use device::{Gpu, GpuInfo};
+pub use error::GpuError;
+pub use kernels::{Kernels, sum_squares_scratch_bytes};
+pub use stream::{Event, Stream};
+pub use tile_updater::TileUpdater;
+
+/// What every source may use; put before each when it is compiled.
+pub const PRELUDE: &str = include_str!("source/prelude.h");
+
+/// Name and text of every kernel source, for checks that compile them all.
+pub const SOURCES: &[(&str, &str)] = &[
+    ("adamw", include_str!("source/adamw.cu")),
+    ("reduce", include_str!("source/reduce.cu")),
+];
+
+/// Who made a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// NVIDIA, through libcuda and NVRTC.
+    Cuda,
+    /// AMD, through libamdhip64 and hipRTC.
+    Hip,
+}
+
+impl fmt::Display for Vendor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cuda => "CUDA",
+            Self::Hip => "HIP",
+        })
+    }
+}

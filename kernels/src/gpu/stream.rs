@@ -1,0 +1,234 @@
+//! Streams and events: what is enqueued on one stream runs in order; events order streams against each other and against the host.
+
+use std::sync::Arc;
+
+use super::buffer::DeviceAt;
+use super::{Gpu, GpuError};
+
+/// CU_EVENT_BLOCKING_SYNC, hipEventBlockingSync: a thread that waits sleeps. The optimizer needs the cores.
+const BLOCKING_SYNC: u32 = 1;
+/// CU_EVENT_DISABLE_TIMING, hipEventDisableTiming.
+const DISABLE_TIMING: u32 = 2;
+/// CU_STREAM_NON_BLOCKING, hipStreamNonBlocking.
+const NON_BLOCKING: u32 = 1;
+/// CUDA_ERROR_NOT_READY, hipErrorNotReady.
+const NOT_READY: i32 = 600;
+
+/// A queue of work of one GPU. A clone is the same queue.
+///
+/// Work enqueued here on memory that another stream uses is ordered by events only ([`Stream::wait`]).
+#[derive(Clone, Debug)]
+pub struct Stream(Arc<RawStream>);
+
+#[derive(Debug)]
+struct RawStream {
+    gpu: Gpu,
+    /// 0 is the device's default stream.
+    handle: usize,
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub struct Event {
+    gpu: Gpu,
+    handle: usize,
+}
+
+impl Gpu {
+    /// A new stream that does not wait for the default stream, nor that one for it.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn stream(&self) -> Result<Stream, GpuError> {
+        let mut handle = 0;
+        self.make_current()?;
+        // SAFETY: the place is live for the call.
+        let code = unsafe { (self.driver().stream_create)(&mut handle, NON_BLOCKING) };
+        self.check(code, || "making a stream".to_owned())?;
+        Ok(Stream(Arc::new(RawStream {
+            gpu: self.clone(),
+            handle,
+        })))
+    }
+
+    /// The default stream, on which torch computes.
+    pub fn default_stream(&self) -> Stream {
+        Stream(Arc::new(RawStream {
+            gpu: self.clone(),
+            handle: 0,
+        }))
+    }
+}
+
+impl Stream {
+    /// Whose it is.
+    pub fn gpu(&self) -> &Gpu {
+        &self.0.gpu
+    }
+
+    /// The library's own handle (`cudaStream_t`, `hipStream_t`) as an address, for a library that takes one. 0 is the default stream.
+    pub fn raw(&self) -> usize {
+        self.0.handle
+    }
+
+    /// An event that is done when everything enqueued here so far is.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn record(&self) -> Result<Event, GpuError> {
+        self.record_with(BLOCKING_SYNC | DISABLE_TIMING)
+    }
+
+    /// As [`Stream::record`], with the time it was reached; it costs a little more.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn record_timed(&self) -> Result<Event, GpuError> {
+        self.record_with(BLOCKING_SYNC)
+    }
+
+    fn record_with(&self, flags: u32) -> Result<Event, GpuError> {
+        let mut handle = 0;
+        let driver = self.gpu().driver();
+        self.gpu().make_current()?;
+        // SAFETY: the place is live for the call.
+        let code = unsafe { (driver.event_create)(&mut handle, flags) };
+        self.gpu().check(code, || "making an event".to_owned())?;
+        let event = Event {
+            gpu: self.gpu().clone(),
+            handle,
+        };
+        // SAFETY: both handles are live and of this device.
+        let code = unsafe { (driver.event_record)(handle, self.raw()) };
+        self.gpu().check(code, || "recording an event".to_owned())?;
+        Ok(event)
+    }
+
+    /// What is enqueued here from now on starts after `event`. The host does not wait. The event may be dropped at once.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn wait(&self, event: &Event) -> Result<(), GpuError> {
+        self.gpu().make_current()?;
+        // SAFETY: both handles are live.
+        let code = unsafe { (self.gpu().driver().stream_wait)(self.raw(), event.handle, 0) };
+        self.gpu()
+            .check(code, || "letting a stream wait for an event".to_owned())
+    }
+
+    /// Waits, asleep, until all that was enqueued here is done.
+    ///
+    /// # Errors
+    /// Something enqueued failed.
+    pub fn synchronize(&self) -> Result<(), GpuError> {
+        if self.record().and_then(|event| event.synchronize()).is_ok() {
+            return Ok(());
+        }
+        // Without memory for an event, or after a failure: host memory may still be in use by a copy, so this must wait all the same.
+        self.gpu().make_current()?;
+        // SAFETY: the handle is live.
+        let code = unsafe { (self.gpu().driver().stream_synchronize)(self.raw()) };
+        self.gpu()
+            .check(code, || "work enqueued on a stream".to_owned())
+    }
+
+    /// Enqueues a copy within the device. The ranges must not overlap.
+    ///
+    /// Panics if a range is not within its buffer.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn copy(&self, from: DeviceAt<'_>, to: DeviceAt<'_>, bytes: usize) -> Result<(), GpuError> {
+        let (from, to) = (from.address(bytes), to.address(bytes));
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.gpu().make_current()?;
+        // SAFETY: both ranges are device memory that is allocated (checked by `address`).
+        let code = unsafe { (self.gpu().driver().copy_across)(to, from, bytes, self.raw()) };
+        self.gpu()
+            .check(code, || format!("copying {bytes} bytes within the device"))
+    }
+
+    /// Enqueues zeros over `bytes` bytes.
+    ///
+    /// Panics if they are not within the buffer.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn fill_zero(&self, to: DeviceAt<'_>, bytes: usize) -> Result<(), GpuError> {
+        let to = to.address(bytes);
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.gpu().make_current()?;
+        // SAFETY: the range is device memory that is allocated (checked by `address`).
+        let code = unsafe { (self.gpu().driver().fill)(to, 0, bytes, self.raw()) };
+        self.gpu()
+            .check(code, || format!("zeroing {bytes} bytes of the device"))
+    }
+}
+
+impl Drop for RawStream {
+    fn drop(&mut self) {
+        if self.handle == 0 || self.gpu.make_current().is_err() {
+            return;
+        }
+        // SAFETY: this was the last owner. Work still enqueued runs to its end; a failure of it is seen by who waits for its event.
+        let _ = unsafe { (self.gpu.driver().stream_destroy)(self.handle) };
+    }
+}
+
+impl Event {
+    /// Whether it has been reached.
+    ///
+    /// # Errors
+    /// Work before it failed.
+    pub fn is_done(&self) -> Result<bool, GpuError> {
+        self.gpu.make_current()?;
+        // SAFETY: the handle is live.
+        let code = unsafe { (self.gpu.driver().event_query)(self.handle) };
+        if code == NOT_READY {
+            return Ok(false);
+        }
+        self.gpu
+            .check(code, || "work before an event".to_owned())
+            .map(|()| true)
+    }
+
+    /// Waits, asleep, until it is reached.
+    ///
+    /// # Errors
+    /// Work before it failed.
+    pub fn synchronize(&self) -> Result<(), GpuError> {
+        self.gpu.make_current()?;
+        // SAFETY: the handle is live.
+        let code = unsafe { (self.gpu.driver().event_synchronize)(self.handle) };
+        self.gpu.check(code, || "work before an event".to_owned())
+    }
+
+    /// Milliseconds between `earlier` and this, both from [`Stream::record_timed`] and both reached.
+    ///
+    /// # Errors
+    /// One is not reached yet or was recorded without a time.
+    pub fn elapsed_ms_since(&self, earlier: &Event) -> Result<f32, GpuError> {
+        let mut elapsed_ms = 0.0;
+        self.gpu.make_current()?;
+        // SAFETY: the place is live for the call, and so are both handles.
+        let code = unsafe {
+            (self.gpu.driver().event_elapsed)(&mut elapsed_ms, earlier.handle, self.handle)
+        };
+        self.gpu
+            .check(code, || "asking the time between two events".to_owned())?;
+        Ok(elapsed_ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: this was the only owner; streams that wait for it keep waiting.
+            let _ = unsafe { (self.gpu.driver().event_destroy)(self.handle) };
+        }
+    }
+}
