@@ -2,12 +2,17 @@
 //!
 //! ```text
 //!   unit   | elements 0 .. n                                            |
-//!   shard  | rank 0                       | rank 1                      |      equal, the last one shorter
-//!   ranges | range 0 | range 1 | range 2  | range 0 | range 1 | ...     |      tile_elems each, the last one shorter
+//!   ranges | range 0 | range 1 | range 2 | range 3 | range 4 | range 5|        tile_elems each, the last one shorter
+//!   shards | rank 0                      | rank 1                     |        equal in whole ranges, the last ones shorter
 //! ```
 //!
-//! Each range is one `param` tile, one `state` tile and one `grad` slot. The job's table lists the param tiles of all
-//! ranks and then the state tiles, so that neighbours of one kind go to different devices.
+//! Each range is one `param` tile, one `state` tile and one `grad` slot. The job's table lists all param tiles and then all
+//! state tiles, so that neighbours of one kind go to different devices.
+//!
+//! Ranges are cut without looking at the number of ranks, and a shard is whole ranges: so the table is the same for every
+//! number of ranks, and who owns a tile is a rule, not something stored. What one number of ranks has written another reads
+//! as it is. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`] picks
+//! sizes for which the usual numbers of ranks divide a unit's tiles.
 
 use std::ops::Range;
 
@@ -27,6 +32,9 @@ const TILE_ELEMS_SMALL: u64 = 64 << 10;
 
 /// A small model is still cut into this many ranges, so that there is something to overlap.
 const RANGES_WANTED: u64 = 16;
+
+/// Numbers of ranks whose shards should come out even.
+const RANKS_USUAL: [u32; 5] = [1, 2, 3, 4, 8];
 
 /// Parameters gathered together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +100,8 @@ pub struct Layout {
     table_index: [Vec<u32>; 2],
     tile_bytes: TileBytes,
     tile_elems: u64,
+    /// Of each unit.
+    shard_elems: Vec<u64>,
 }
 
 impl Layout {
@@ -122,6 +132,10 @@ impl Layout {
             table_index: [Vec::new(), Vec::new()],
             tile_bytes,
             tile_elems,
+            shard_elems: units
+                .iter()
+                .map(|unit| shard_elems(unit.elems, tile_elems, ranks))
+                .collect(),
         };
         let largest = layout
             .slot_bytes(Kind::State)
@@ -134,29 +148,25 @@ impl Layout {
         for kind in Kind::ALL {
             for (unit, shape) in units.iter().enumerate() {
                 let first = layout.ranges.len() as u32;
-                for owner in 0..ranks {
-                    let shard = shard_of(shape.elems, owner, ranks);
-                    let mut start = shard.start;
-                    while start < shard.end {
-                        let elems = start..shard.end.min(start + tile_elems);
-                        if owner == rank {
-                            layout.table_index[kind as usize].push(layout.table.len() as u32);
-                            if kind == Kind::Param {
-                                layout.ranges.push(TileRange {
-                                    unit,
-                                    elems: elems.clone(),
-                                });
-                            }
+                let owned = shard_of(shape.elems, tile_elems, rank, ranks);
+                let mut start = 0;
+                while start < shape.elems {
+                    let elems = start..shape.elems.min(start + tile_elems);
+                    start = elems.end;
+                    let bytes = layout.bytes_of(kind, elems.end - elems.start);
+                    if owned.contains(&elems.start) {
+                        layout.table_index[kind as usize].push(layout.table.len() as u32);
+                        if kind == Kind::Param {
+                            let elems = elems.clone();
+                            layout.ranges.push(TileRange { unit, elems });
                         }
-                        let bytes = layout.bytes_of(kind, elems.end - elems.start);
-                        layout.table.push(TableEntry {
-                            unit: unit as u32,
-                            kind,
-                            elem_offset: elems.start,
-                            tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
-                        });
-                        start = elems.end;
                     }
+                    layout.table.push(TableEntry {
+                        unit: unit as u32,
+                        kind,
+                        elem_offset: elems.start,
+                        tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
+                    });
                 }
                 if kind == Kind::Param {
                     layout.units.push(first..layout.ranges.len() as u32);
@@ -192,7 +202,13 @@ impl Layout {
         elems.end - elems.start
     }
 
-    /// Elements a tile has, except a shard's last.
+    /// Elements of each rank's shard of `unit`, where the unit is padded at its end so that all shards are equal: what is
+    /// gathered from every rank has `ranks * shard_elems` elements.
+    pub fn shard_elems(&self, unit: usize) -> u64 {
+        self.shard_elems[unit]
+    }
+
+    /// Elements a tile has, except a unit's last.
     pub fn tile_elems(&self) -> u64 {
         self.tile_elems
     }
@@ -240,42 +256,48 @@ impl Layout {
     }
 }
 
-/// The elements of a unit that `rank` of `ranks` owns: equal shards, the last ones shorter.
-pub fn shard_of(unit_elems: u64, rank: u32, ranks: u32) -> Range<u64> {
-    let shard_elems = unit_elems
-        .div_ceil(u64::from(ranks))
-        .next_multiple_of(if ranks == 1 { 1 } else { TILE_ELEMS_STEP });
+/// Elements of each shard of a unit that is padded so that all shards are equal: whole tiles, or all of it for one rank.
+pub fn shard_elems(unit_elems: u64, tile_elems: u64, ranks: u32) -> u64 {
+    if ranks == 1 {
+        return unit_elems;
+    }
+    let tiles_count = unit_elems.div_ceil(tile_elems);
+    tiles_count.div_ceil(u64::from(ranks)) * tile_elems
+}
+
+/// The elements of a unit that `rank` of `ranks` owns: equal shards of whole tiles, the last ones shorter or empty.
+pub fn shard_of(unit_elems: u64, tile_elems: u64, rank: u32, ranks: u32) -> Range<u64> {
+    let shard_elems = shard_elems(unit_elems, tile_elems, ranks);
     let at = |rank: u32| unit_elems.min(shard_elems * u64::from(rank));
     at(rank)..at(rank + 1)
 }
 
 /// Elements a tile should have: about a million, fewer for a small model, and such that little of the last tiles' slots
-/// stays empty.
-pub fn choose_tile_elems(units: &[UnitShape], ranks: u32) -> u64 {
-    let shards: Vec<u64> = units
-        .iter()
-        .map(|unit| shard_of(unit.elems, 0, ranks).end)
-        .filter(|&elems| elems > 0)
-        .collect();
-    let total: u64 = shards.iter().sum();
+/// stays empty and little of the shards of [`RANKS_USUAL`] is padding. The number of ranks that asks does not matter.
+pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
+    let units = units.iter().map(|unit| unit.elems);
+    let units: Vec<u64> = units.filter(|&elems| elems > 0).collect();
+    let total: u64 = units.iter().sum();
     let target = (total / RANGES_WANTED)
         .clamp(TILE_ELEMS_SMALL, TILE_ELEMS_LARGE)
         .next_multiple_of(TILE_ELEMS_STEP);
-    // Slots have one size, so a shard of a little more than a whole number of tiles wastes most of one. Candidates
-    // between three quarters and all of the target, the larger one where equal.
-    let slots_elems = |tile_elems: u64| -> u64 {
-        shards
-            .iter()
-            .map(|elems| elems.next_multiple_of(tile_elems))
-            .sum()
+    // Slots have one size, so a unit of a little more than a whole number of tiles wastes most of one, and of a little more
+    // than a whole number of tiles a rank most of a tile a rank.
+    let padded_elems = |tile_elems: u64| -> u64 {
+        let of = |elems: u64, ranks: u32| {
+            shard_elems(elems, tile_elems, ranks).next_multiple_of(tile_elems) * u64::from(ranks)
+        };
+        let of_unit = |&elems: &u64| RANKS_USUAL.map(|ranks| of(elems, ranks));
+        units.iter().flat_map(of_unit).sum()
     };
+    // Candidates between three quarters and all of the target, the larger one where equal.
     (0..=64)
         .map(|part| {
             (target - target * part / 256)
                 .next_multiple_of(TILE_ELEMS_STEP)
                 .max(TILE_ELEMS_STEP)
         })
-        .min_by_key(|&tile_elems| (slots_elems(tile_elems), u64::MAX - tile_elems))
+        .min_by_key(|&tile_elems| (padded_elems(tile_elems), u64::MAX - tile_elems))
         .unwrap_or(target)
 }
 
@@ -317,6 +339,10 @@ mod tests {
                 let layout = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
                 for (range, tile) in layout.ranges().iter().enumerate() {
                     assert!(layout.units()[tile.unit].contains(&(range as u32)));
+                    // Within the rank's shard of the padded unit, which is where it is gathered to.
+                    let shard_elems = layout.shard_elems(tile.unit);
+                    let shard = shard_elems * u64::from(rank)..shard_elems * u64::from(rank + 1);
+                    assert!(shard.contains(&tile.elems.start) && tile.elems.end <= shard.end);
                     for elem in tile.elems.clone() {
                         assert!(!std::mem::replace(
                             &mut seen[tile.unit][elem as usize],
@@ -347,6 +373,32 @@ mod tests {
     }
 
     #[test]
+    fn the_table_is_the_same_for_every_number_of_ranks() {
+        let units = shapes(&[10_000, 4096, 0, 50_001]);
+        let alone = Layout::new(&units, bytes(), 8192, 0, 1).unwrap();
+        for (rank, ranks) in [(0, 2), (1, 2), (2, 3), (6, 7)] {
+            let one_of_some = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
+            assert_eq!(alone.table(), one_of_some.table(), "rank {rank} of {ranks}");
+        }
+    }
+
+    #[test]
+    fn chosen_tiles_divide_evenly_among_the_usual_numbers_of_ranks() {
+        // Blocks of 1.3, 7 and 13 G parameters.
+        for elems in [50_596_864, 202_383_360, 317_204_480] {
+            let units = shapes(&[elems; 24]);
+            let tile_elems = choose_tile_elems(&units);
+            for ranks in RANKS_USUAL {
+                let padded = shard_elems(elems, tile_elems, ranks) * u64::from(ranks);
+                assert!(
+                    padded - elems <= elems / 50,
+                    "{ranks} ranks pad {elems} to {padded} with tiles of {tile_elems}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn the_share_is_met_and_spread_evenly() {
         for count in [1, 7, 64] {
             for share in [0.0, 0.3, 0.5, 1.0] {
@@ -364,15 +416,15 @@ mod tests {
     #[test]
     fn tile_sizes_suit_the_model() {
         let units = shapes(&[200_000; 10]);
-        let small = choose_tile_elems(&units, 1);
+        let small = choose_tile_elems(&units);
         let layout = Layout::new(&units, bytes(), small, 0, 1).unwrap();
         assert!(layout.ranges().len() as u64 >= RANGES_WANTED);
         assert!(units[0].elems.next_multiple_of(small) - units[0].elems < small / 8);
-        let tiny = choose_tile_elems(&shapes(&[3000]), 1);
+        let tiny = choose_tile_elems(&shapes(&[3000]));
         assert!((TILE_ELEMS_SMALL / 2..=TILE_ELEMS_SMALL).contains(&tiny));
         // A little over twelve tiles: shrinking a tile would need a thirteenth, so it must not be the naive size.
         let units = shapes(&[12 * TILE_ELEMS_LARGE + 4096; 32]);
-        let large = choose_tile_elems(&units, 1);
+        let large = choose_tile_elems(&units);
         let waste = units[0].elems.next_multiple_of(large) - units[0].elems;
         assert!(
             large > TILE_ELEMS_LARGE / 2 && waste < large / 8,

@@ -39,7 +39,7 @@ pub use bound::{StepBytes, StepRates, bound_s};
 pub use error::SwapperError;
 pub use layout::{
     Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
-    resident, shard_of,
+    resident, shard_elems, shard_of,
 };
 pub use offload_client::{ArenaMemory, ClientError, Daemon, Durability, TileError, private};
 pub use schedule::{Op, Schedule, StepProgram};

@@ -38,7 +38,8 @@ fn classes(memory: &MemoryPlan) -> [SlotClass; 3] {
             memory.state_slot_bytes,
             memory.state_resident_count + memory.state_staging_count,
         ),
-        class(memory.grad_slot_bytes, memory.range_count),
+        // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
+        class(memory.grad_slot_bytes, memory.range_count.max(1)),
     ]
 }
 
@@ -113,7 +114,7 @@ fn open_store(
 
     let info = session.info();
     let opened = Opened {
-        resumed: blob_of(info, generation, settings.rank, &store.job)?,
+        resumed: blob_of(info, generation, &store.job)?,
         generation: generation.0,
         memory,
         arena: session.memory(),
@@ -164,22 +165,22 @@ fn tiles(layout: &Layout) -> Vec<Tile> {
         .collect()
 }
 
-/// This rank's blob of `generation`; `None` when nothing was ever committed.
+/// The blob of `generation`; `None` when nothing was ever committed. The first rank's: what a run goes on from is the same on
+/// all its ranks, and another number of them may have written it.
 fn blob_of(
     info: &SessionInfo,
     generation: Generation,
-    rank: u32,
     job: &str,
 ) -> Result<Option<Vec<u8>>, SwapperError> {
     let generations = info.job.as_ref().map_or(&[][..], |job| &job.generations);
     let Some(record) = generations.iter().find(|g| g.generation == generation) else {
         return Ok(None);
     };
-    match record.blobs.iter().find(|blob| blob.rank == Rank(rank)) {
+    match record.blobs.iter().min_by_key(|blob| blob.rank) {
         Some(blob) => Ok(Some(blob.blob.clone())),
         None => Err(SwapperError::LayoutChanged {
             job: job.into(),
-            what: format!("generation {generation} has no part of rank {rank}"),
+            what: format!("generation {generation} has no part of any rank"),
         }),
     }
 }
@@ -206,7 +207,7 @@ fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
             .position(|(has, wants)| has != wants)
             .unwrap_or_else(|| record.tiles.len().min(wanted.tiles.len()));
         return Some(format!(
-            "it has {} tiles, not {}; tile {first} is the first other one: another tile_elems, precision or number of ranks",
+            "it has {} tiles, not {}; tile {first} is the first other one: another tile_elems or precision",
             record.tiles.len(),
             wanted.tiles.len()
         ));

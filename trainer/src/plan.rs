@@ -218,7 +218,7 @@ fn swapper_settings(
     SwapperSettings {
         tile_elems: offload
             .tile_elems
-            .unwrap_or_else(|| swapper::choose_tile_elems(&shapes, 1)),
+            .unwrap_or_else(|| swapper::choose_tile_elems(&shapes)),
         units: shapes,
         tile_bytes: tile_bytes(master),
         param_share: settings.placement.param_share.get(),

@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use offload_client::{ClientError, Durability, FaultKind, Generation, Rank, Session, TileIndex};
+use offload_client::{
+    BLOB_BYTES_MAX, ClientError, Durability, FaultKind, Generation, Rank, Session, TileIndex,
+};
 
 use crate::real::*;
 
@@ -139,6 +141,43 @@ fn ranks_commit_together_and_each_finds_its_blob() {
         .map(|b| (b.rank.0, &b.blob[..]))
         .collect();
     assert_eq!(blobs, [(0, &b"zero"[..]), (1, &b"one"[..])]);
+}
+
+#[test]
+fn more_ranks_than_defined_the_job_share_the_room_for_blobs() {
+    let place = Place::new();
+    let daemon = place.start();
+    let mut alone = Session::open(settings(daemon.socket())).unwrap();
+    alone.define_tiles(definition()).unwrap();
+    alone.resume(Generation(0)).unwrap();
+    alone.commit(vec![1; BLOB_BYTES_MAX]).unwrap();
+    alone.close().unwrap();
+    // Three together may have as much as the one had.
+    let mut ranks: Vec<Session> = (0..3)
+        .map(|rank| {
+            let mut settings = settings(daemon.socket());
+            settings.rank = Rank(rank);
+            settings.local_ranks = 3;
+            Session::open(settings).unwrap()
+        })
+        .collect();
+    for session in &mut ranks {
+        session.define_tiles(definition()).unwrap();
+        session.resume(Generation(1)).unwrap();
+    }
+    let [zero, one, two] = &mut ranks[..] else {
+        unreachable!("three")
+    };
+    for session in [&mut *zero, &mut *one] {
+        session.begin_commit(vec![2; BLOB_BYTES_MAX / 3]).unwrap();
+        // Its call is there before the next rank's.
+        session.wait(Duration::from_millis(200)).unwrap();
+    }
+    let refused = two.commit(vec![2; BLOB_BYTES_MAX / 2]).unwrap_err();
+    assert_eq!(refused.fault(), Some(FaultKind::Invalid), "{refused}");
+    assert!(refused.to_string().contains("has room for"), "{refused}");
+    let committed = two.commit(vec![2; BLOB_BYTES_MAX / 4]).unwrap();
+    assert_eq!(committed.generation, Generation(2));
 }
 
 #[test]

@@ -16,11 +16,11 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation, Rank};
 use offload_api::removable::{Mechanism, removed};
 
-use super::job::{JobKey, blob_room_ranks};
+use super::job::JobKey;
 use super::members::poison;
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, SessionId, next, refuse};
-use crate::store::manifest::{Mark, Marked, Record, SlotContent};
+use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes, blobs_bytes_max};
 
 /// The calls of one commit.
 #[derive(Debug, Default)]
@@ -61,12 +61,16 @@ impl Core {
                 ),
             ));
         }
-        let room_ranks = blob_room_ranks(job.stored.as_ref().expect("it resumed"));
-        if blob.len() > BLOB_BYTES_MAX || job.local_ranks > room_ranks {
+        // Room was reserved for the ranks that defined the job; more of them share it.
+        let stored = job.stored.as_ref().expect("it resumed");
+        let room_bytes = blobs_bytes_max(stored.entry.area.record_bytes_max, stored.tiles.len());
+        let others = job.round.iter().flat_map(|round| round.calls.values());
+        let others_bytes: u64 = others.map(|(_, blob)| blob_room_bytes(blob)).sum();
+        if blob.len() > BLOB_BYTES_MAX || others_bytes + blob_room_bytes(&blob) > room_bytes {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "a blob of {} bytes of one of {} ranks: job {} has room for {room_ranks} of {BLOB_BYTES_MAX} bytes",
+                    "a blob of {} bytes of one of {} ranks: at most {BLOB_BYTES_MAX}, and job {} has room for {room_bytes} in all, {others_bytes} of them taken by the other ranks",
                     blob.len(),
                     job.local_ranks,
                     key.name

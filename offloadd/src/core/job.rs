@@ -13,9 +13,7 @@ use super::script::ScriptId;
 use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply, SessionId};
 use crate::store::catalog::Entry;
 use crate::store::definition::{Durability, JobDefinition, JobName};
-use crate::store::manifest::{
-    Mark, Marked, Record, SlotContent, Version, record_bytes_max, resumable,
-};
+use crate::store::manifest::{Mark, Marked, Record, SlotContent, Version, resumable};
 use crate::store::recover::RecoveredJob;
 use crate::store::tile_table::TileTable;
 
@@ -329,12 +327,4 @@ impl Core {
         let stored = self.jobs.get_mut(key)?.stored.as_mut()?;
         stored.tiles.get_mut(tile.0 as usize)
     }
-}
-
-/// Room for blobs of this many ranks was reserved.
-pub(super) fn blob_room_ranks(stored: &Stored) -> u32 {
-    let tile_count = stored.tiles.len();
-    let room = stored.entry.area.record_bytes_max - record_bytes_max(tile_count, 0);
-    let a_rank = offload_api::BLOB_BYTES_MAX as u64 + 8;
-    (room.div_ceil(a_rank)) as u32
 }

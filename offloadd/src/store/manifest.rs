@@ -108,6 +108,17 @@ pub const fn record_bytes_max(tile_count: usize, local_ranks: u32) -> u64 {
     (bytes as u64).next_multiple_of(BLOCK)
 }
 
+/// What a record of `bytes` has left for blobs, each with its entry in the table.
+pub(crate) fn blobs_bytes_max(bytes: u64, tile_count: usize) -> u64 {
+    let rest = size_of::<RawRecord>() + tile_count * size_of::<RawVersion>();
+    bytes.saturating_sub(rest as u64)
+}
+
+/// What one blob takes of it.
+pub(crate) fn blob_room_bytes(blob: &[u8]) -> u64 {
+    (size_of::<RawBlob>() + blob.len()) as u64
+}
+
 impl Record {
     /// Which slot it belongs to.
     pub fn slot(generation: Generation) -> usize {

@@ -247,6 +247,35 @@ fn two_ranks_share_a_job_and_commit_together() {
 }
 
 #[test]
+fn a_job_goes_on_with_any_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    // With three ranks a unit is the first rank's alone, and the last of four ranks owns nothing.
+    for (from, ranks) in [(0, 1), (2, 3), (4, 2), (6, 4), (8, 1)] {
+        std::thread::scope(|scope| {
+            for rank in 0..ranks {
+                let settings = SwapperSettings {
+                    rank,
+                    ranks,
+                    ..settings(&daemon, "any-ranks")
+                };
+                scope.spawn(move || {
+                    let (mut swapper, _, step) = toy::open(&settings).unwrap();
+                    assert_eq!(step, from, "rank {rank} of {ranks}");
+                    for step in from + 1..=from + 2 {
+                        toy::train_step(&mut swapper, step).unwrap();
+                    }
+                    let found = toy::contents(&mut swapper).unwrap();
+                    let expected = toy::reference_of(from + 2, rank, ranks);
+                    toy::assert_same(&found, &expected, &format!("rank {rank} of {ranks}"));
+                    swapper.close().unwrap();
+                });
+            }
+        });
+    }
+}
+
+#[test]
 fn a_daemon_that_hangs_is_an_error_and_no_hang() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());
