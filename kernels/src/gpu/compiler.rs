@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use libloading::Library;
 
-use super::library::{folders_beside_torch, folders_of_loaded, open, open_first};
+use super::library::{
+    folders_beside_torch, folders_of_loaded, folders_of_toolkit, open, open_first,
+};
 use super::table::CompilerTable;
 use super::{Gpu, GpuError, PRELUDE, Stream, Vendor};
 
@@ -72,13 +74,14 @@ pub enum Arg {
 }
 
 impl Compiler {
-    /// NVRTC: by name, beside a loaded torch, then in `folders`.
+    /// NVRTC: by name, beside a loaded torch, in a CUDA toolkit, then in `folders`.
     ///
     /// # Errors
     /// [`GpuError::NoCompiler`] with all that was tried.
     pub fn nvrtc(folders: &[PathBuf]) -> Result<Self, GpuError> {
         let vendor = Vendor::Cuda;
         let mut places = folders_beside_torch();
+        places.extend(folders_of_toolkit(vendor));
         places.extend(folders.iter().cloned());
         let none = |tried| GpuError::NoCompiler { vendor, tried };
         let (library, name) =
@@ -108,7 +111,9 @@ impl Compiler {
             "libhiprtc.so",
         ];
         let mut why = Vec::new();
-        match open_first(&names, &folders_of_loaded("libamdhip64.so")) {
+        let mut places = folders_of_loaded("libamdhip64.so");
+        places.extend(folders_of_toolkit(vendor));
+        match open_first(&names, &places) {
             Ok((library, name)) => match CompilerTable::of(library, vendor) {
                 Ok(table) => return Ok(Self { vendor, table }),
                 Err(lacks) => why.push(format!("{name}: {lacks}")),

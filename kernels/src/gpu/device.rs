@@ -2,13 +2,14 @@
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libloading::Library;
 
 use super::compiler::{CompileOptions, Compiler, Module};
 use super::kernels::Kernels;
-use super::library::open_first;
+use super::library::{folders_of_toolkit, open_first};
 use super::table::{Differences, Driver};
 use super::{GpuError, Vendor};
 
@@ -243,8 +244,17 @@ impl Runtime {
             Vendor::Cuda => &["libcuda.so.1"],
             Vendor::Hip => &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"],
         };
+        let folders = match vendor {
+            // The driver's own library is never part of a toolkit; one found there would be a stub.
+            Vendor::Cuda => Vec::new(),
+            Vendor::Hip => folders_of_toolkit(vendor),
+        };
+        Self::open_of(vendor, names, &folders)
+    }
+
+    fn open_of(vendor: Vendor, names: &[&str], folders: &[PathBuf]) -> Result<Self, GpuError> {
         let (library, library_name) =
-            open_first(names, &[]).map_err(|tried| GpuError::NoLibrary { tried })?;
+            open_first(names, folders).map_err(|tried| GpuError::NoLibrary { tried })?;
         let unknown = |why: String| GpuError::NoLibrary {
             tried: vec![format!("{library_name}: {why}")],
         };
@@ -433,6 +443,41 @@ mod tests {
             Some("gfx942:sramecc+:xnack-")
         );
         assert_eq!(gfx_name(&[0; 64]), None);
+    }
+
+    #[test]
+    fn a_library_that_is_missing_or_is_another_one_is_named() {
+        for vendor in [Vendor::Cuda, Vendor::Hip] {
+            let missing = Runtime::open_of(vendor, &["libnot-here.so.1"], &[]).err();
+            let Some(GpuError::NoLibrary { tried }) = missing else {
+                panic!("{missing:?}");
+            };
+            assert!(tried[0].contains("libnot-here.so.1"), "{tried:?}");
+            // A library that is there and has none of the functions.
+            let other = Runtime::open_of(vendor, &["libc.so.6"], &[]).err();
+            let Some(GpuError::NoLibrary { tried }) = other else {
+                panic!("{other:?}");
+            };
+            let name = match vendor {
+                Vendor::Cuda => "libc.so.6: it lacks cuInit",
+                Vendor::Hip => "libc.so.6: it lacks hipInit",
+            };
+            assert!(tried[0].contains(name), "{tried:?}");
+        }
+    }
+
+    #[test]
+    fn a_hip_runtime_without_a_device_says_so() {
+        match Runtime::open(Vendor::Hip).err() {
+            Some(GpuError::NoLibrary { .. }) => {
+                println!("skipped: a HIP runtime without a device: libamdhip64 is not installed");
+            }
+            Some(GpuError::NoDevice { message }) => {
+                assert!(message.contains("libamdhip64.so"), "{message}");
+            }
+            None => println!("skipped: a HIP runtime without a device: here is one"),
+            Some(other) => panic!("{other}"),
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::Vendor;
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 
@@ -66,6 +67,20 @@ pub(super) fn folders_beside_torch() -> Vec<PathBuf> {
         .collect();
     folders.dedup();
     folders
+}
+
+/// Where a vendor's toolkit lies: as its environment variables say, else where its installer puts it.
+pub(super) fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
+    let (variables, usual, lib): (&[&str], &str, &str) = match vendor {
+        Vendor::Cuda => (&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", "lib64"),
+        Vendor::Hip => (&["ROCM_PATH", "HIP_PATH"], "/opt/rocm", "lib"),
+    };
+    let named = variables.iter().filter_map(std::env::var_os);
+    named
+        .map(PathBuf::from)
+        .chain([PathBuf::from(usual)])
+        .map(|toolkit| toolkit.join(lib))
+        .collect()
 }
 
 fn folders_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {

@@ -5,3 +5,5 @@ mod adamw_definition;
 mod adamw_tiles;
 mod common;
 mod reduce;
+#[path = "../shared/mod.rs"]
+mod shared;

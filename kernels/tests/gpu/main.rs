@@ -1,3 +1,12 @@
-//! Tests of the GPU: `cargo test -p kernels --test gpu`. Without a GPU each prints what it skips, and the loaders are tested instead.
+//! Tests of the GPU: `cargo test -p kernels --test gpu -- --show-output`. Without one each prints that it skips; the loaders' answers are
+//! tested then.
 
+mod adamw;
+mod device;
 mod loaders;
+mod memory;
+mod reduce;
+#[path = "../shared/mod.rs"]
+mod shared;
+mod streams;
+mod tile_updater;

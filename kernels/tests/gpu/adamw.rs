@@ -1,0 +1,190 @@
+//! AdamW on the GPU has the bits of AdamW on the CPU.
+//!
+//! What could go wrong: a compiler fuses or splits an operation, divides or takes a root otherwise, flushes a denormal, hands on another
+//! NaN; a thread takes a wrong group at the ends of a range; a plane is looked for at a wrong place. All bytes are compared, those around
+//! the tile too.
+
+use kernels::adamw::{Hyper, Master, step_range};
+use kernels::gpu::{Gpu, Stream};
+use std::ops::Range;
+
+use crate::device::{DeviceTile, HYPER, PART_AT, gpu};
+use crate::shared::{MASTERS, OwnedTile, Random};
+
+fn on_cpu(hyper: &Hyper, before: &OwnedTile, range: Range<usize>) -> OwnedTile {
+    let mut tile = before.clone();
+    let (elems, t) = (tile.elems, tile.borrow());
+    step_range(t.master, hyper, t.param, t.state, t.grad, elems, range);
+    tile
+}
+
+fn on_gpu(
+    gpu: &Gpu,
+    stream: &Stream,
+    hyper: &Hyper,
+    before: &OwnedTile,
+    range: Range<usize>,
+) -> OwnedTile {
+    let tile = DeviceTile::of(gpu, stream, before);
+    enqueue(gpu, stream, hyper, before, &tile, range);
+    tile.take(gpu, stream, before)
+}
+
+fn enqueue(
+    gpu: &Gpu,
+    stream: &Stream,
+    hyper: &Hyper,
+    like: &OwnedTile,
+    tile: &DeviceTile,
+    range: Range<usize>,
+) {
+    let kernels = gpu.kernels().unwrap();
+    let (param, state) = (tile.param.at(PART_AT), tile.state.at(PART_AT));
+    let grad = tile.grad.at(PART_AT);
+    kernels
+        .adamw_range(
+            stream,
+            like.master,
+            hyper,
+            param,
+            state,
+            grad,
+            like.elems,
+            range,
+        )
+        .unwrap();
+}
+
+#[test]
+fn every_length_gives_the_cpus_bits() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut random = Random(1);
+    for elems in (0..=70).chain([1000, 1023, 1024, 1025, 16 * 1024 + 17, 1_000_003]) {
+        for master in MASTERS {
+            let before = OwnedTile::hard(master, elems, &mut random);
+            let expected = on_cpu(&HYPER, &before, 0..elems);
+            assert!(
+                elems == 0 || *expected.state != *before.state,
+                "nothing was stepped"
+            );
+            on_gpu(&gpu, &stream, &HYPER, &before, 0..elems)
+                .assert_same_bits(&expected, "GPU and CPU");
+        }
+    }
+}
+
+#[test]
+fn a_range_starts_and_ends_anywhere_and_leaves_the_rest_alone() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut random = Random(2);
+    for master in MASTERS {
+        for start in 0..12 {
+            for len in [0, 1, 2, 3, 4, 5, 7, 8, 9, 70] {
+                let before = OwnedTile::hard(master, 100, &mut random);
+                let range = start..start + len;
+                let expected = on_cpu(&HYPER, &before, range.clone());
+                on_gpu(&gpu, &stream, &HYPER, &before, range.clone())
+                    .assert_same_bits(&expected, &format!("range {range:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn any_scalars_give_the_cpus_bits() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut random = Random(3);
+    let magnitudes = [0.0, 1e-9, 1e-4, 0.37, 1.0, 1e30];
+    for case in 0..200 {
+        let mut pick = |from: &[f32]| from[random.below(from.len())];
+        let hyper = Hyper {
+            lr: pick(&magnitudes),
+            beta1: pick(&[0.0, 0.5, 0.9, 0.999]),
+            beta2: pick(&[0.0, 0.5, 0.95, 0.9999]),
+            eps: pick(&magnitudes),
+            weight_decay: pick(&magnitudes),
+            step: [1, 2, 100, 100_000][case % 4],
+            grad_scale: pick(&[0.0, 1e-9, 1.0, 3.7, f32::NAN, f32::INFINITY]),
+        };
+        let before = OwnedTile::hard(MASTERS[case % 3], 2000, &mut random);
+        let expected = on_cpu(&hyper, &before, 0..2000);
+        on_gpu(&gpu, &stream, &hyper, &before, 0..2000)
+            .assert_same_bits(&expected, &format!("{hyper:?}"));
+    }
+}
+
+#[test]
+fn hundred_steps_drift_by_no_bit() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut random = Random(4);
+    for master in MASTERS {
+        let elems = 5001;
+        let masters: Vec<f32> = (0..elems).map(|_| random.normal() * 0.02).collect();
+        let mut cpu = OwnedTile::zeroed(master, elems);
+        kernels::adamw::init_tile(master, &masters, &mut cpu.param, &mut cpu.state);
+        let grads: Vec<f32> = (0..elems).map(|_| random.even() * 0.1).collect();
+        kernels::reduce::store_grad(master.grad_type(), &grads, &mut cpu.grad);
+        let tile = DeviceTile::of(&gpu, &stream, &cpu);
+        for step in 1..=100 {
+            let hyper = Hyper {
+                step,
+                grad_scale: 1.0,
+                ..HYPER
+            };
+            cpu = on_cpu(&hyper, &cpu, 0..elems);
+            enqueue(&gpu, &stream, &hyper, &cpu, &tile, 0..elems);
+        }
+        tile.take(&gpu, &stream, &cpu)
+            .assert_same_bits(&cpu, "after 100 steps");
+    }
+}
+
+#[test]
+fn a_tile_that_does_not_fit_its_buffer_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let small = gpu.alloc(64).unwrap();
+    let large = gpu.alloc(4096).unwrap();
+    let refused = |param: usize, state, at: usize| {
+        let (gpu, stream, small, large) = (&gpu, &stream, &small, &large);
+        let buffer = |n| if n == 0 { small } else { large };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let kernels = gpu.kernels().unwrap();
+            let (param, state) = (buffer(param).at(at), buffer(state).at(0));
+            let grad = large.at(0);
+            kernels.adamw_range(
+                stream,
+                Master::SplitBf16,
+                &HYPER,
+                param,
+                state,
+                grad,
+                100,
+                0..100,
+            )
+        }))
+        .is_err()
+    };
+    assert!(!refused(1, 1, 0), "one that fits is taken");
+    assert!(refused(0, 1, 0), "the parameters do not fit");
+    assert!(refused(1, 0, 0), "the state does not fit");
+    assert!(refused(1, 1, 32), "the parameters are not aligned");
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn no_kernel_spills_registers() {
+    let Some(gpu) = gpu() else { return };
+    for (name, needs) in gpu.kernels().unwrap().resources().unwrap() {
+        println!("{name}: {needs:?}");
+        assert_eq!(needs.local_bytes, 0, "{name} uses the thread's own memory");
+        assert!(
+            needs.register_count <= 64,
+            "{name}: {needs:?} halve the threads in flight"
+        );
+    }
+}

@@ -1,0 +1,130 @@
+//! The tests' GPU: the first one, or a line that says why there is none.
+
+use std::ops::Deref;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kernels::adamw::{Hyper, state_tile_bytes};
+use kernels::gpu::{DeviceBuffer, Gpu, Stream};
+
+use crate::shared::OwnedTile;
+
+pub(crate) const HYPER: Hyper = Hyper {
+    lr: 3e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    step: 7,
+    grad_scale: 0.37,
+};
+
+/// A GPU that one test has for itself: giving memory back waits for all work of the device, also for that of other tests.
+pub(crate) struct TestGpu {
+    gpu: Gpu,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Deref for TestGpu {
+    type Target = Gpu;
+    fn deref(&self) -> &Gpu {
+        &self.gpu
+    }
+}
+
+/// The first GPU. None where there is none; a GPU that fails is a failure.
+pub(crate) fn gpu() -> Option<TestGpu> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    match Gpu::open(0) {
+        Ok(gpu) => Some(TestGpu {
+            gpu,
+            _alone: ALONE.lock().unwrap_or_else(PoisonError::into_inner),
+        }),
+        Err(error) if error.is_absent() => {
+            let thread = std::thread::current();
+            let test = thread.name().unwrap_or("a test");
+            println!("skipped: no GPU: kernels/tests/gpu {test}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A tile on the device, each part with bytes of 0xAB around it that nothing may write.
+pub(crate) struct DeviceTile {
+    pub(crate) param: DeviceBuffer,
+    pub(crate) state: DeviceBuffer,
+    pub(crate) grad: DeviceBuffer,
+}
+
+/// Where a part starts in its buffer; a multiple of 64 and not of 128.
+pub(crate) const PART_AT: usize = 192;
+
+const AROUND: u8 = 0xAB;
+
+impl DeviceTile {
+    pub(crate) fn of(gpu: &Gpu, stream: &Stream, tile: &OwnedTile) -> Self {
+        assert_eq!(
+            tile.state.len(),
+            state_tile_bytes(tile.master, tile.elems),
+            "the tile is not larger than its elements"
+        );
+        let put = |bytes: &[u8]| {
+            let mut framed = vec![AROUND; bytes.len() + 2 * PART_AT];
+            framed[PART_AT..PART_AT + bytes.len()].copy_from_slice(bytes);
+            let buffer = gpu.alloc(framed.len()).unwrap();
+            gpu.upload(stream, &buffer, &[(0, &framed)]).unwrap();
+            buffer
+        };
+        Self {
+            param: put(&tile.param),
+            state: put(&tile.state),
+            grad: put(&tile.grad),
+        }
+    }
+
+    /// Waits, and brings the tile back.
+    pub(crate) fn take(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
+        let mut tile = OwnedTile::zeroed(like.master, like.elems);
+        get(gpu, stream, &self.param, &mut tile.param);
+        get(gpu, stream, &self.state, &mut tile.state);
+        get(gpu, stream, &self.grad, &mut tile.grad);
+        tile
+    }
+}
+
+fn get(gpu: &Gpu, stream: &Stream, from: &DeviceBuffer, to: &mut [u8]) {
+    let mut framed = vec![0; to.len() + 2 * PART_AT];
+    gpu.download(stream, from, &mut [(0, &mut framed)]).unwrap();
+    let (before, rest) = framed.split_at(PART_AT);
+    let (inner, after) = rest.split_at(to.len());
+    let untouched = before.iter().chain(after).all(|byte| *byte == AROUND);
+    assert!(untouched, "something was written outside the tile");
+    to.copy_from_slice(inner);
+}
+
+/// Bytes on the device, at `offset_bytes` of a buffer of their own.
+pub(crate) fn uploaded(
+    gpu: &Gpu,
+    stream: &Stream,
+    offset_bytes: usize,
+    bytes: &[u8],
+) -> DeviceBuffer {
+    let buffer = gpu.alloc(offset_bytes + bytes.len()).unwrap();
+    gpu.upload(stream, &buffer, &[(offset_bytes, bytes)])
+        .unwrap();
+    buffer
+}
+
+/// `len` bytes of a buffer.
+pub(crate) fn downloaded(
+    gpu: &Gpu,
+    stream: &Stream,
+    buffer: &DeviceBuffer,
+    offset_bytes: usize,
+    len: usize,
+) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    gpu.download(stream, buffer, &mut [(offset_bytes, &mut bytes)])
+        .unwrap();
+    bytes
+}

@@ -1,0 +1,143 @@
+//! Streams run beside each other, events put them in order, and errors of the compiler say what is wrong.
+//!
+//! What could go wrong: a wait is forgotten or made on the wrong side, so that a copy sees bytes from before; an event says it is done
+//! too early.
+
+use std::time::{Duration, Instant};
+
+use kernels::gpu::{CompileOptions, DeviceBuffer, Gpu, GpuError, Stream};
+
+use crate::device::{downloaded, gpu};
+
+const BYTES: usize = 64 << 20;
+
+/// Enqueues work of some milliseconds that ends with `last` in the first byte of `buffer`.
+fn enqueue_long_work(gpu: &Gpu, stream: &Stream, buffer: &DeviceBuffer, last: &DeviceBuffer) {
+    let other = gpu.alloc(BYTES).unwrap();
+    for _ in 0..300 {
+        stream.copy(other.at(0), buffer.at(0), BYTES).unwrap();
+    }
+    stream.copy(last.at(0), buffer.at(0), BYTES).unwrap();
+    // Kept until the work is done by whoever synchronises: freeing waits for the device, which would hide what is tested.
+    std::mem::forget(other);
+}
+
+fn filled(gpu: &Gpu, stream: &Stream, byte: u8) -> DeviceBuffer {
+    let buffer = gpu.alloc(BYTES).unwrap();
+    gpu.upload(stream, &buffer, &[(0, &vec![byte; BYTES])])
+        .unwrap();
+    buffer
+}
+
+#[test]
+fn a_stream_that_waits_for_an_event_sees_what_came_before_it() {
+    let Some(gpu) = gpu() else { return };
+    let (first, second) = (gpu.stream().unwrap(), gpu.stream().unwrap());
+    let (shared, last) = (filled(&gpu, &first, 1), filled(&gpu, &first, 7));
+    let copy = filled(&gpu, &first, 2);
+    enqueue_long_work(&gpu, &first, &shared, &last);
+    let written = first.record().unwrap();
+    assert!(
+        !written.is_done().unwrap(),
+        "the work takes milliseconds, so that the wait below matters"
+    );
+    second.wait(&written).unwrap();
+    drop(written);
+    second.copy(shared.at(0), copy.at(0), BYTES).unwrap();
+    assert!(downloaded(&gpu, &second, &copy, 0, BYTES) == vec![7; BYTES]);
+}
+
+#[test]
+fn streams_do_not_wait_for_each_other_by_themselves() {
+    let Some(gpu) = gpu() else { return };
+    let (busy, free) = (gpu.default_stream(), gpu.stream().unwrap());
+    let (shared, last) = (filled(&gpu, &busy, 1), filled(&gpu, &busy, 7));
+    enqueue_long_work(&gpu, &busy, &shared, &last);
+    let written = busy.record().unwrap();
+    free.fill_zero(last.at(0), 1).unwrap();
+    free.synchronize().unwrap();
+    assert!(
+        !written.is_done().unwrap(),
+        "a stream waited for the default stream"
+    );
+    written.synchronize().unwrap();
+    assert!(written.is_done().unwrap());
+}
+
+#[test]
+fn timed_events_tell_the_time_between_them() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let (shared, last) = (filled(&gpu, &stream, 1), filled(&gpu, &stream, 7));
+    let start = Instant::now();
+    let before = stream.record_timed().unwrap();
+    enqueue_long_work(&gpu, &stream, &shared, &last);
+    let after = stream.record_timed().unwrap();
+    after.synchronize().unwrap();
+    let elapsed = Duration::from_secs_f32(after.elapsed_ms_since(&before).unwrap() / 1e3);
+    assert!(elapsed > Duration::from_millis(1), "{elapsed:?} for 38 GB");
+    assert!(
+        elapsed <= start.elapsed() + Duration::from_millis(1),
+        "{elapsed:?}"
+    );
+    let untimed = stream.record().unwrap();
+    untimed.synchronize().unwrap();
+    untimed
+        .elapsed_ms_since(&before)
+        .expect_err("an event without a time");
+}
+
+#[test]
+fn a_source_that_is_wrong_gives_the_compilers_words() {
+    let Some(gpu) = gpu() else { return };
+    let source = "KERNEL broken(float *x) { x[0] = nowhere_declared; }";
+    let error = gpu
+        .compile("broken.cu", source, &CompileOptions::default())
+        .unwrap_err();
+    assert!(matches!(error, GpuError::Compile { .. }), "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("nowhere_declared") && text.contains("broken.cu"),
+        "{text}"
+    );
+    assert!(text.contains(&gpu.info().arch), "{text}");
+}
+
+#[test]
+fn a_kernel_that_is_not_there_is_named() {
+    let Some(gpu) = gpu() else { return };
+    let module = gpu
+        .compile(
+            "fine.cu",
+            "KERNEL fine(float *x) { x[0] = VALUE; }",
+            &CompileOptions {
+                defines: vec![("VALUE".to_owned(), "1.0f".to_owned())],
+                contract: true,
+            },
+        )
+        .unwrap();
+    module.function("fine").unwrap();
+    let error = module.function("not_fine").unwrap_err().to_string();
+    assert!(
+        error.contains("not_fine") && error.contains("fine.cu"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_same_device_is_opened_once_and_one_too_many_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    println!("{:?}", gpu.info());
+    let count = Gpu::count().unwrap();
+    assert!(count >= 1);
+    let error = Gpu::open(count).unwrap_err();
+    assert!(
+        error.is_absent() && error.to_string().contains(&format!("device {count}")),
+        "{error}"
+    );
+    let again = Gpu::open(0).unwrap();
+    assert!(std::ptr::eq(
+        gpu.kernels().unwrap(),
+        again.kernels().unwrap()
+    ));
+}

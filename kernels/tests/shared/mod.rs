@@ -1,0 +1,222 @@
+//! What the test programs of this package share: memory aligned as an arena's slots are, and numbers that are hard on arithmetic.
+
+use kernels::adamw::{Master, Tile, state_tile_bytes};
+use std::ops::{Deref, DerefMut};
+
+pub(crate) const MASTERS: [Master; 3] = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
+
+/// Bytes that start at a multiple of 64.
+pub(crate) struct AlignedBytes {
+    memory: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl AlignedBytes {
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        let mut memory = vec![0; bytes.len() + 64];
+        let start = memory.as_ptr().align_offset(64);
+        memory[start..start + bytes.len()].copy_from_slice(bytes);
+        let len = bytes.len();
+        Self { memory, start, len }
+    }
+
+    pub(crate) fn zeroed(len: usize) -> Self {
+        Self::of(&vec![0; len])
+    }
+
+    pub(crate) fn of_f32(numbers: &[f32]) -> Self {
+        Self::of(
+            &numbers
+                .iter()
+                .flat_map(|x| x.to_le_bytes())
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    pub(crate) fn of_u16(numbers: &[u16]) -> Self {
+        Self::of(
+            &numbers
+                .iter()
+                .flat_map(|x| x.to_le_bytes())
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    pub(crate) fn f32_at(&self, byte: usize) -> f32 {
+        f32::from_le_bytes(self[byte..byte + 4].try_into().unwrap())
+    }
+
+    pub(crate) fn u16_at(&self, byte: usize) -> u16 {
+        u16::from_le_bytes(self[byte..byte + 2].try_into().unwrap())
+    }
+}
+
+impl Clone for AlignedBytes {
+    fn clone(&self) -> Self {
+        Self::of(self)
+    }
+}
+
+impl Deref for AlignedBytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.len]
+    }
+}
+
+impl DerefMut for AlignedBytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + self.len]
+    }
+}
+
+/// A tile that owns its memory.
+#[derive(Clone)]
+pub(crate) struct OwnedTile {
+    pub(crate) master: Master,
+    pub(crate) elems: usize,
+    pub(crate) param: AlignedBytes,
+    pub(crate) state: AlignedBytes,
+    pub(crate) grad: AlignedBytes,
+}
+
+impl OwnedTile {
+    pub(crate) fn zeroed(master: Master, elems: usize) -> Self {
+        Self {
+            master,
+            elems,
+            param: AlignedBytes::zeroed(elems * master.param_bytes()),
+            state: AlignedBytes::zeroed(state_tile_bytes(master, elems)),
+            grad: AlignedBytes::zeroed(elems * master.grad_bytes()),
+        }
+    }
+
+    /// Every plane is filled with hard numbers, also such as training never meets (a negative variance).
+    pub(crate) fn hard(master: Master, elems: usize, random: &mut Random) -> Self {
+        let mut tile = Self::zeroed(master, elems);
+        random.fill_hard(&mut tile.param, master.param_bytes());
+        let moments_at = tile.state.len() - 2 * (4 * elems).next_multiple_of(64);
+        let (first, moments) = tile.state.split_at_mut(moments_at);
+        let first_bytes = if master == Master::SplitBf16 { 2 } else { 4 };
+        random.fill_hard(first, first_bytes);
+        random.fill_hard(moments, 4);
+        random.fill_hard(&mut tile.grad, master.grad_bytes());
+        tile
+    }
+
+    pub(crate) fn borrow(&mut self) -> Tile<'_> {
+        Tile {
+            master: self.master,
+            param: &mut self.param,
+            state: &mut self.state,
+            grad: &self.grad,
+            elems: self.elems,
+        }
+    }
+
+    /// The first element that differs, with its bytes on both sides.
+    pub(crate) fn assert_same_bits(&self, other: &Self, what: &str) {
+        for (name, a, b) in [
+            ("param", &self.param, &other.param),
+            ("state", &self.state, &other.state),
+        ] {
+            if let Some(at) = (0..a.len()).find(|at| a[*at] != b[*at]) {
+                panic!(
+                    "{what}: {name} of {} {:?} elements differs at byte {at} of {}: {:02x?} and {:02x?}",
+                    self.elems,
+                    self.master,
+                    a.len(),
+                    &a[at & !3..(at & !3) + 4],
+                    &b[at & !3..(at & !3) + 4]
+                );
+            }
+        }
+        assert!(
+            *self.grad == *other.grad,
+            "{what}: the gradient was written"
+        );
+    }
+}
+
+/// fp32 numbers at which arithmetic turns.
+pub(crate) const SPECIAL_F32: [u32; 20] = [
+    0x0000_0000, // 0
+    0x8000_0000, // -0
+    0x7F80_0000, // inf
+    0xFF80_0000, // -inf
+    0x7FC0_0000, // quiet NaN
+    0xFFC0_1234, // negative NaN with a payload
+    0x7F80_0001, // signalling NaN
+    0xFFBF_FFFF, // negative signalling NaN
+    0x0000_0001, // least denormal
+    0x807F_FFFF, // greatest negative denormal
+    0x0040_0000, // a denormal
+    0x0080_0000, // least normal
+    0x7F7F_FFFF, // greatest
+    0xFF7F_FFFF, // least
+    0x7F7F_8000, // rounds to infinity as bf16
+    0x3F80_8000, // half way between two bf16
+    0x477F_F000, // half way between the greatest fp16 and infinity
+    0x3380_0000, // half the least denormal fp16
+    0x3F80_0000, // 1
+    0xBF80_0000, // -1
+];
+
+/// The same kind of numbers in 16 bits, fp16 and bf16.
+pub(crate) const SPECIAL_U16: [u16; 16] = [
+    0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x807F, 0x7F7F, 0x7C00, 0xFC00,
+    0x7C01, 0x7BFF, 0x0400, 0x3F80,
+];
+
+/// Splitmix64: the same numbers on every machine.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let x = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        x ^ x >> 31
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.bits() % end as u64) as usize
+    }
+
+    /// Evenly within -1..1.
+    pub(crate) fn even(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    /// Roughly normal, deviation 1.
+    pub(crate) fn normal(&mut self) -> f32 {
+        (0..12).map(|_| self.even()).sum::<f32>() / 2.0
+    }
+
+    /// One in eight special, one in four any bits, the rest near 1 in magnitude.
+    pub(crate) fn hard_f32(&mut self) -> f32 {
+        match self.below(8) {
+            0 => f32::from_bits(SPECIAL_F32[self.below(SPECIAL_F32.len())]),
+            1 | 2 => f32::from_bits(self.bits() as u32),
+            _ => self.normal(),
+        }
+    }
+
+    pub(crate) fn hard_u16(&mut self) -> u16 {
+        match self.below(8) {
+            0 => SPECIAL_U16[self.below(SPECIAL_U16.len())],
+            _ => self.bits() as u16,
+        }
+    }
+
+    pub(crate) fn fill_hard(&mut self, bytes: &mut [u8], elem_bytes: usize) {
+        for elem in bytes.chunks_exact_mut(elem_bytes) {
+            match elem_bytes {
+                2 => elem.copy_from_slice(&self.hard_u16().to_le_bytes()),
+                4 => elem.copy_from_slice(&self.hard_f32().to_le_bytes()),
+                _ => unreachable!("elements have 2 or 4 bytes"),
+            }
+        }
+    }
+}
