@@ -50,9 +50,9 @@ struct RunArgs {
 }
 
 impl RunArgs {
-    fn settings(&self) -> anyhow::Result<trainer::config::RunSettings> {
+    fn settings(&self, ranks: Option<u32>) -> anyhow::Result<trainer::config::RunSettings> {
         let file = self.file.display();
-        trainer::config::read(&self.file, &self.sets)
+        trainer::config::read(&self.file, &self.sets, ranks)
             .map_err(|error| anyhow::anyhow!("{file}: {error}"))
     }
 }
@@ -105,8 +105,8 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
-        Command::Train { run, fresh } => trainer::train::train(run.settings()?, fresh)?,
-        Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings()?)?),
+        Command::Train { run, fresh } => trainer::train::train(run.settings(Some(1))?, fresh)?,
+        Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings(None)?)?),
     }
     Ok(())
 }

@@ -64,7 +64,13 @@ pub enum SettingsError {
 ///
 /// # Errors
 /// The first thing that is wrong, with the key's path and what to do.
-pub fn read(path: &Path, sets: &[String]) -> Result<RunSettings, SettingsError> {
+///
+/// `ranks` is how many processes train the run. Without it the run is only looked at: as many as its batch sizes say, or one.
+pub fn read(
+    path: &Path,
+    sets: &[String],
+    ranks: Option<u32>,
+) -> Result<RunSettings, SettingsError> {
     let text = std::fs::read_to_string(path).map_err(|source| SettingsError::Read {
         path: path.into(),
         source,
@@ -76,11 +82,16 @@ pub fn read(path: &Path, sets: &[String]) -> Result<RunSettings, SettingsError> 
     let name = path
         .file_stem()
         .map_or_else(|| "run".into(), |stem| stem.to_string_lossy().into_owned());
-    check(tree, &name)
+    check(tree, &name, ranks)
 }
 
-/// Checks a whole tree of settings. `name` is the run file's stem; it names the run folder when the file does not.
-pub fn check(mut tree: Value, name: &str) -> Result<RunSettings, SettingsError> {
+/// Checks a whole tree of settings. `name` is the run file's stem; it names the run folder when the file does not. `ranks` as
+/// for [`read`].
+pub fn check(
+    mut tree: Value,
+    name: &str,
+    ranks: Option<u32>,
+) -> Result<RunSettings, SettingsError> {
     let mut notes = keys::check(&tree)?;
     drop_auto("", &mut tree, &mut notes);
     let config: toml::ConfigToml =
@@ -88,7 +99,7 @@ pub fn check(mut tree: Value, name: &str) -> Result<RunSettings, SettingsError> 
             key: error.path().to_string(),
             message: error.into_inner().to_string(),
         })?;
-    resolve::resolve(config, name, notes)
+    resolve::resolve(config, name, ranks, notes)
 }
 
 fn parse(path: &Path, text: &str) -> Result<Value, SettingsError> {

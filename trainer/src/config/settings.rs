@@ -14,7 +14,10 @@ pub struct RunSettings {
     /// Parameters and activations. Bf16 keeps its fp32 master split.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,
+    /// Of one rank.
     pub batch: Batch,
+    /// Processes that train the run together.
+    pub ranks: u32,
     /// Largest global norm of the gradients; 0 leaves them as they are.
     pub gradient_clipping: f64,
     pub optimizer: OptimizerSettings,
@@ -29,6 +32,16 @@ pub struct RunSettings {
 }
 
 impl RunSettings {
+    /// Windows of one step, over all ranks.
+    pub fn step_samples(&self) -> u64 {
+        self.batch.samples() * u64::from(self.ranks)
+    }
+
+    /// Tokens of one step, over all ranks.
+    pub fn step_tokens(&self) -> u64 {
+        self.batch.tokens() * u64::from(self.ranks)
+    }
+
     /// Every resolved setting as `key = value`, one a line.
     pub fn lines(&self) -> Vec<String> {
         fn walk(path: &str, value: &serde_json::Value, lines: &mut Vec<String>) {
@@ -56,7 +69,7 @@ fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::E
     })
 }
 
-/// One step's samples: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.
+/// One rank's samples of a step: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Batch {
     pub micro_batch: usize,
@@ -65,12 +78,12 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Windows of one step.
+    /// Windows of one step on one rank.
     pub fn samples(&self) -> u64 {
         (self.micro_batch * self.micro_batches) as u64
     }
 
-    /// Tokens of one step.
+    /// Tokens of one step on one rank.
     pub fn tokens(&self) -> u64 {
         self.samples() * self.seq_len as u64
     }

@@ -7,6 +7,11 @@ use super::*;
 
 /// A small run that is right; `changes` (dotted path, value) are laid over it.
 fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
+    run_of(Some(1), changes)
+}
+
+/// The same, trained by `ranks` processes.
+fn run_of(ranks: Option<u32>, changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
     let mut tree = json!({
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
@@ -22,7 +27,7 @@ fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
             .pointer_mut(&format!("/{}", path.replace('.', "/")))
             .unwrap() = value.clone();
     }
-    check(tree, "test")
+    check(tree, "test", ranks)
 }
 
 /// The message of a refusal.
@@ -80,6 +85,45 @@ fn any_two_batch_sizes_give_the_third() {
             .contains("train_micro_batch_size_per_gpu is missing")
     );
     assert!(refused(&[("train_micro_batch_size_per_gpu", json!(0))]).contains("must be 1 to"));
+}
+
+#[test]
+fn ranks_share_the_batch() {
+    let batch = |ranks, changes: &[(&str, Value)]| {
+        run_of(ranks, changes).map(|run| (run.batch.micro_batches, run.ranks, run.step_samples()))
+    };
+    let train = |number: u64| [("train_batch_size", json!(number))];
+    assert_eq!(batch(Some(4), &train(16)).unwrap(), (2, 4, 16));
+    assert_eq!(batch(Some(3), &[]).unwrap(), (1, 3, 6));
+    let text = batch(Some(3), &train(16)).unwrap_err().to_string();
+    assert!(
+        text.contains("16 is not a multiple of train_micro_batch_size_per_gpu = 2 * 3 ranks"),
+        "{text}"
+    );
+    let all = [
+        ("train_batch_size", json!(16)),
+        ("gradient_accumulation_steps", json!(2)),
+    ];
+    assert_eq!(batch(Some(4), &all).unwrap(), (2, 4, 16));
+    let text = batch(Some(2), &all).unwrap_err().to_string();
+    assert!(text.contains("= 2 * 2 * 2 ranks = 8"), "{text}");
+    // Looked at by one process, whoever trained it.
+    assert_eq!(batch(None, &all).unwrap(), (2, 4, 16));
+    assert_eq!(batch(None, &train(16)).unwrap(), (8, 1, 16));
+    let micro = [
+        ("train_micro_batch_size_per_gpu", json!(null)),
+        ("train_batch_size", json!(8)),
+    ];
+    assert_eq!(run_of(Some(4), &micro).unwrap().batch.micro_batch, 2);
+}
+
+#[test]
+fn threads_of_all_ranks_fit_the_machine() {
+    let threads = |ranks| run_of(Some(ranks), &[]).unwrap().train.threads;
+    let cores = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(threads(1), cores);
+    assert_eq!(threads(2), (cores / 2).max(1));
+    assert_eq!(threads(4096), 1);
 }
 
 #[test]
@@ -307,7 +351,7 @@ fn toml_and_json_files_mean_the_same() {
     std::fs::write(&json, "{\"train\": {\"steps\": 3, \"bad\": 1}}").unwrap();
     for path in [&toml, &json] {
         assert!(
-            read(path, &[])
+            read(path, &[], None)
                 .unwrap_err()
                 .to_string()
                 .starts_with("unknown key train.bad")
@@ -316,19 +360,19 @@ fn toml_and_json_files_mean_the_same() {
     std::fs::write(&toml, "[train").unwrap();
     std::fs::write(&json, "[1]").unwrap();
     assert!(
-        read(&toml, &[])
+        read(&toml, &[], None)
             .unwrap_err()
             .to_string()
             .contains("is not valid TOML")
     );
     assert!(
-        read(&json, &[])
+        read(&json, &[], None)
             .unwrap_err()
             .to_string()
             .contains("outermost value must be an object")
     );
     assert!(
-        read(Path::new("/nowhere.toml"), &[])
+        read(Path::new("/nowhere.toml"), &[], None)
             .unwrap_err()
             .to_string()
             .contains("cannot read the run file /nowhere.toml")

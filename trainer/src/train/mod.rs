@@ -227,8 +227,8 @@ impl Training {
         let planned_bound_s = self.bound_s(&gradients, 0);
         let (settings, state, plan) = (&self.settings, &mut self.run.state, &self.run.plan);
         state.step = step;
-        state.tokens += settings.batch.tokens();
-        state.next_sample += settings.batch.samples();
+        state.tokens += settings.step_tokens();
+        state.next_sample += settings.step_samples();
         state.lr = lr;
         let mut metrics = StepMetrics {
             step,
@@ -262,7 +262,7 @@ impl Training {
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);
         self.evaluate_if_due(&mut metrics)?;
         self.metrics.write(&metrics)?;
-        self.progress.step(&metrics, self.settings.batch.tokens());
+        self.progress.step(&metrics, self.settings.step_tokens());
         self.run.state.last = Some(metrics);
         self.save_if_due()
     }

@@ -1,4 +1,4 @@
-//! DeepSpeed's batch arithmetic for one process.
+//! DeepSpeed's batch arithmetic.
 
 use super::{value, within};
 use crate::config::toml::ConfigToml;
@@ -7,8 +7,13 @@ use crate::config::{Batch, SettingsError};
 /// Windows of one step: more is a typing error.
 const BATCH_MAX: u64 = 1 << 20;
 
-/// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps` for one process; any two give the third.
-pub(super) fn batch(config: &ConfigToml, seq_len: u64) -> Result<Batch, SettingsError> {
+/// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`; any two of the three keys give
+/// the third. Without `ranks` (the run is only looked at) three keys give the ranks.
+pub(super) fn batch(
+    config: &ConfigToml,
+    seq_len: u64,
+    ranks: Option<u32>,
+) -> Result<(Batch, u32), SettingsError> {
     let (train, micro, steps) = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -21,27 +26,35 @@ pub(super) fn batch(config: &ConfigToml, seq_len: u64) -> Result<Batch, Settings
     ] {
         within(key, number.unwrap_or(1), 1, BATCH_MAX)?;
     }
+    let ranks = match (ranks, train, micro, steps) {
+        (Some(ranks), ..) => u64::from(ranks),
+        (None, Some(train), Some(micro), Some(steps)) if train % (micro * steps) == 0 => {
+            train / (micro * steps)
+        }
+        (None, ..) => 1,
+    };
     let divided = |by: u64, what: &'static str| match train.unwrap_or(0) {
-        train if train % by == 0 => Ok(train / by),
+        train if train % (by * ranks) == 0 => Ok(train / (by * ranks)),
         train => Err(value(
             "train_batch_size",
-            format!("{train} is not a multiple of {what} = {by}"),
+            format!("{train} is not a multiple of {what} = {by}{}", times(ranks)),
         )),
     };
     let (micro, steps) = match (train, micro, steps) {
-        (Some(train), Some(micro), Some(steps)) if train != micro * steps => {
+        (Some(train), Some(micro), Some(steps)) if train != micro * steps * ranks => {
             return Err(value(
                 "train_batch_size",
                 format!(
-                    "{train} contradicts train_micro_batch_size_per_gpu * gradient_accumulation_steps = {micro} * {steps} = {}",
-                    micro * steps
+                    "{train} contradicts train_micro_batch_size_per_gpu * gradient_accumulation_steps{0} = {micro} * {steps}{0} = {1}",
+                    times(ranks),
+                    micro * steps * ranks
                 ),
             ));
         }
         (_, Some(micro), Some(steps)) => (micro, steps),
         (Some(_), Some(micro), None) => (micro, divided(micro, "train_micro_batch_size_per_gpu")?),
         (Some(_), None, Some(steps)) => (divided(steps, "gradient_accumulation_steps")?, steps),
-        (Some(train), None, None) => (train, 1),
+        (Some(_), None, None) => (divided(1, "one window a rank")?, 1),
         (None, Some(micro), None) => (micro, 1),
         (None, None, _) => {
             return Err(SettingsError::Missing {
@@ -50,10 +63,19 @@ pub(super) fn batch(config: &ConfigToml, seq_len: u64) -> Result<Batch, Settings
             });
         }
     };
-    within("train_batch_size", micro * steps, 1, BATCH_MAX)?;
-    Ok(Batch {
+    within("train_batch_size", micro * steps * ranks, 1, BATCH_MAX)?;
+    let batch = Batch {
         micro_batch: micro as usize,
         micro_batches: steps as usize,
         seq_len: seq_len as usize,
-    })
+    };
+    Ok((batch, ranks as u32))
+}
+
+/// What is said of the ranks, where there are several.
+fn times(ranks: u64) -> String {
+    match ranks {
+        1 => String::new(),
+        ranks => format!(" * {ranks} ranks"),
+    }
 }

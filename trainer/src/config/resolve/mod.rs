@@ -25,6 +25,7 @@ const IODEPTH_DEFAULT: u64 = 32;
 pub(super) fn resolve(
     config: ConfigToml,
     name: &str,
+    ranks: Option<u32>,
     mut notes: Vec<String>,
 ) -> Result<RunSettings, SettingsError> {
     let ConfigToml {
@@ -50,7 +51,7 @@ pub(super) fn resolve(
     )?;
     at_least("train.steps", steps, 1)?;
     within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
-    let batch = batch::batch(&config, seq_len)?;
+    let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
     let optimizer = optimizer::optimizer(optimizer)?;
     let lr = optimizer::scheduler(scheduler, optimizer.lr, steps, &mut notes)?;
     let placement = placement::placement(
@@ -86,7 +87,8 @@ pub(super) fn resolve(
     let log_every = train.log_every.unwrap_or(10);
     at_least("train.log_every", log_every, 1)?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    let threads = train.threads.unwrap_or(cores);
+    // All ranks are on this node and share its cores.
+    let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
     within("train.threads", threads, 1, THREADS_MAX)?;
     if placement.has_store() && train.save_every.is_some() {
         return Err(value(
@@ -103,6 +105,7 @@ pub(super) fn resolve(
             Dtype::Fp32
         },
         batch,
+        ranks,
         gradient_clipping,
         optimizer,
         lr,
