@@ -2,8 +2,8 @@
 # make test    formatting, lints, every test; ends with a list of what was skipped
 # make build   offloadd, trainer and bench-io in target/release
 #
-# Needs Rust, a C++ compiler, make and Python 3; the tests refuse system calls with strace, which is installed where apt
-# and root are there, and skip without it. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
+# Needs Rust, a C++ compiler, make and Python 3. What some tests need besides, .ci/test-tools.sh puts there where it may (as root with
+# apt; 90 MB of NVRTC with pip); they skip without it. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
 # or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
 
 SHELL := /bin/bash -o pipefail
@@ -35,8 +35,7 @@ ifeq ($(LIBTORCH)$(LIBTORCH_USE_PYTORCH),)
 endif
 
 test-tools:
-	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  { apt-get update -qq && apt-get install -y -qq strace >/dev/null; }; } || echo "no strace: the tests that need it are skipped"
+	@.ci/test-tools.sh
 
 clean:
 	$(CARGO) clean

@@ -2,6 +2,7 @@
 """Puts the CPU half of libtorch 2.11.0 under FOLDER (default target/libtorch): 545 MB fetched, 410 MB kept.
 
     python3 kernels/fetch-libtorch.py [FOLDER]
+    python3 kernels/fetch-libtorch.py --nvrtc FOLDER      NVIDIA's run-time compiler instead (90 MB), for tests without a GPU
 
 No CPU-only libtorch is on PyPI for x86-64, so this takes the CUDA wheel and keeps what a program without
 a GPU needs: libtorch_cpu, libc10, OpenMP, the headers, and the two CUDA stubs libtorch_cpu links against.
@@ -19,6 +20,10 @@ WHEELS = [
     ]),
     ("nvidia-cuda-runtime==13.0.96", "", [("nvidia/cu13/lib/", ("libcudart",))]),
     ("nvidia-cuda-cupti==13.0.85", "", [("nvidia/cu13/lib/", ("libcupti.so",))]),
+]
+
+NVRTC = [
+    ("nvidia-cuda-nvrtc==13.0.88", "ad9b6d2e", [("nvidia/cu13/lib/", ("libnvrtc.so.13", "libnvrtc-builtins.so.13"))]),
 ]
 
 
@@ -48,19 +53,31 @@ def keep(wheel, rules, target):
 
 
 def main():
+    if sys.argv[1:2] == ["--nvrtc"]:
+        folder = pathlib.Path(sys.argv[2]).absolute()
+        if not (folder / "nvidia").exists():
+            print(f"fetching NVRTC (90 MB) into {folder}", flush=True)
+            fetch(folder, NVRTC, ["nvidia"])
+        return
     folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "target/libtorch").absolute()
     marker = folder / "torch" / "build-version"  # torch-sys reads it; written last, so it marks a whole install
     if marker.exists() and marker.read_text().startswith(TORCH):
         return
-    folder.mkdir(parents=True, exist_ok=True)
     print(f"fetching libtorch {TORCH} (545 MB) into {folder}", flush=True)
+    fetch(folder, WHEELS, ["torch", "nvidia"])
+    marker.write_text(f"{TORCH}\n")
+
+
+def fetch(folder, wheels_wanted, parts):
+    """Puts `parts` of the wheels under `folder`, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         work = pathlib.Path(scratch)
         command = pip(work)
         stage = work / "stage"
-        for requirement, sha256, rules in WHEELS:
+        for requirement, sha256, rules in wheels_wanted:
             wheels = work / requirement
-            platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 25, 24, 17)] + ["--platform=manylinux2014_x86_64"]
+            platforms = [f"--platform=manylinux{n}_x86_64" for n in ("_2_28", "_2_27", "_2_25", "_2_24", "_2_17", "_2_12", "2014", "2010")]
             subprocess.run(command + ["download", "--no-deps", "--only-binary=:all:", "--python-version=312", "--implementation=cp",
                                       *platforms, "-q", "-d", str(wheels), requirement], check=True)
             (wheel,) = wheels.glob("*.whl")
@@ -70,10 +87,9 @@ def main():
                 sys.exit(f"{wheel.name}: sha256 {found}, expected {sha256}...: the download is not the wheel this was tested with")
             keep(wheel, rules, stage)
             wheel.unlink()
-        for part in ("torch", "nvidia"):
+        for part in parts:
             shutil.rmtree(folder / part, ignore_errors=True)
             os.replace(stage / part, folder / part)
-    marker.write_text(f"{TORCH}\n")
 
 
 main()

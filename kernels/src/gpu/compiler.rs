@@ -2,9 +2,7 @@
 
 use std::ffi::{CString, c_char, c_void};
 use std::path::PathBuf;
-use std::sync::Arc;
-
-use libloading::Library;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::library::{
     folders_beside_torch, folders_of_loaded, folders_of_toolkit, open, open_first,
@@ -74,65 +72,37 @@ pub enum Arg {
 }
 
 impl Compiler {
-    /// NVRTC: by name, beside a loaded torch, in a CUDA toolkit, then in `folders`.
+    /// The vendor's compiler: by name, beside a loaded torch, in the vendor's toolkit, then in `folders`.
     ///
     /// # Errors
     /// [`GpuError::NoCompiler`] with all that was tried.
-    pub fn nvrtc(folders: &[PathBuf]) -> Result<Self, GpuError> {
-        let vendor = Vendor::Cuda;
-        let mut places = folders_beside_torch();
+    pub fn open(vendor: Vendor, folders: &[PathBuf]) -> Result<Self, GpuError> {
+        let names: &[&str] = match vendor {
+            Vendor::Cuda => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            // The last is the runtime itself, which contains the compiler up to ROCm 5.
+            Vendor::Hip => &[
+                "libhiprtc.so.7",
+                "libhiprtc.so.6",
+                "libhiprtc.so.5",
+                "libhiprtc.so",
+                "libamdhip64.so.5",
+            ],
+        };
+        let mut places = match vendor {
+            Vendor::Cuda => folders_beside_torch(),
+            Vendor::Hip => folders_of_loaded("libamdhip64.so"),
+        };
         places.extend(folders_of_toolkit(vendor));
         places.extend(folders.iter().cloned());
         let none = |tried| GpuError::NoCompiler { vendor, tried };
-        let (library, name) =
-            open_first(&["libnvrtc.so.13", "libnvrtc.so.12"], &places).map_err(none)?;
-        // NVRTC looks for this part of itself by its plain name, which is found if it is loaded already. Not finding it is not an error
-        // yet: NVRTC may.
-        for folder in folders_of_loaded("libnvrtc.so") {
-            for part in files_starting_with(&folder, "libnvrtc-builtins.so.") {
-                let _ = open(&part);
-            }
+        let _alone = alone();
+        let (library, name) = open_first(names, &places).map_err(none)?;
+        if vendor == Vendor::Cuda {
+            open_other_part_of_nvrtc();
         }
         let table = CompilerTable::of(library, vendor)
             .map_err(|why| none(vec![format!("{name}: {why}")]))?;
         Ok(Self { vendor, table })
-    }
-
-    /// hipRTC: its own library, or the runtime that contains it before ROCm 6.
-    ///
-    /// # Errors
-    /// [`GpuError::NoCompiler`] with all that was tried.
-    pub fn hiprtc(runtime: Option<&'static Library>) -> Result<Self, GpuError> {
-        let vendor = Vendor::Hip;
-        let names = [
-            "libhiprtc.so.7",
-            "libhiprtc.so.6",
-            "libhiprtc.so.5",
-            "libhiprtc.so",
-        ];
-        let mut why = Vec::new();
-        let mut places = folders_of_loaded("libamdhip64.so");
-        places.extend(folders_of_toolkit(vendor));
-        match open_first(&names, &places) {
-            Ok((library, name)) => match CompilerTable::of(library, vendor) {
-                Ok(table) => return Ok(Self { vendor, table }),
-                Err(lacks) => why.push(format!("{name}: {lacks}")),
-            },
-            Err(tried) => why.extend(tried),
-        }
-        match runtime.map(|library| CompilerTable::of(library, vendor)) {
-            Some(Ok(table)) => return Ok(Self { vendor, table }),
-            Some(Err(lacks)) => why.push(format!("the HIP runtime: {lacks}")),
-            None => {}
-        }
-        Err(GpuError::NoCompiler { vendor, tried: why })
-    }
-
-    pub(super) fn of(vendor: Vendor, runtime: &'static Library) -> Result<Self, GpuError> {
-        match vendor {
-            Vendor::Cuda => Self::nvrtc(&[]),
-            Vendor::Hip => Self::hiprtc(Some(runtime)),
-        }
     }
 
     /// Its version, major and minor.
@@ -158,6 +128,7 @@ impl Compiler {
         source: &str,
         options: &CompileOptions,
     ) -> Result<Vec<u8>, GpuError> {
+        let _alone = alone();
         let source = text(&format!("{PRELUDE}\n#line 1 \"{name}\"\n{source}"));
         let options: Vec<CString> = self
             .options(arch, options)
@@ -398,6 +369,22 @@ impl Arg {
             Self::U32(x) => u64::from(x),
             Self::F32(x) => u64::from(x.to_bits()),
             Self::F64(x) => x.to_bits(),
+        }
+    }
+}
+
+/// One thread at a time in the compilers: hipRTC of ROCm 5 crashed with several.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// NVRTC looks for its other library by the plain name, which is found if it is loaded already. It need not be an error that none is
+/// found here: NVRTC may find it.
+fn open_other_part_of_nvrtc() {
+    for folder in folders_of_loaded("libnvrtc.so") {
+        for part in files_starting_with(&folder, "libnvrtc-builtins.so.") {
+            let _ = open(&part);
         }
     }
 }

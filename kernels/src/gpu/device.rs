@@ -5,8 +5,6 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use libloading::Library;
-
 use super::compiler::{CompileOptions, Compiler, Module};
 use super::kernels::Kernels;
 use super::library::{folders_of_toolkit, open_first};
@@ -53,7 +51,6 @@ struct Device {
 /// A vendor's library, opened and initialised.
 struct Runtime {
     vendor: Vendor,
-    library: &'static Library,
     library_name: String,
     driver: Driver,
     differences: Differences,
@@ -133,9 +130,7 @@ impl Gpu {
         source: &str,
         options: &CompileOptions,
     ) -> Result<Module, GpuError> {
-        let compiler = self.once(&self.0.compiler, || {
-            Compiler::of(self.info().vendor, self.0.runtime.library)
-        })?;
+        let compiler = self.once(&self.0.compiler, || Compiler::open(self.info().vendor, &[]))?;
         let code = compiler.compile(&self.info().arch, name, source, options)?;
         Module::load(self, name, &code)
     }
@@ -260,7 +255,6 @@ impl Runtime {
         };
         let runtime = Self {
             vendor,
-            library,
             driver: Driver::of(library, vendor).map_err(unknown)?,
             differences: Differences::of(library, vendor).map_err(unknown)?,
             library_name,

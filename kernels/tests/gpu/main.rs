@@ -2,6 +2,7 @@
 //! tested then.
 
 mod adamw;
+mod compile;
 mod device;
 mod loaders;
 mod memory;

@@ -101,9 +101,9 @@ adamw_fp16_whole_master(u16 *param, float *whole, float *momentum, float *varian
     step<Fp16WholeMaster>(s, param, whole, momentum, variance, grad, start, end);
 }
 
-// The parameter is the master: there is no first plane, and `unused` only keeps the arguments those of the others.
+// The parameter is the master: there is no first plane, and the second argument is not used.
 KERNEL LAUNCH_BOUNDS(256)
-adamw_fp32(float *param, void *unused, float *momentum, float *variance, const float *grad, u64 start, u64 end,
+adamw_fp32(float *param, void *, float *momentum, float *variance, const float *grad, u64 start, u64 end,
            SCALARS) {
     TAKE_SCALARS;
     u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
