@@ -11,7 +11,7 @@ use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 ///
 /// # Errors
 /// Each place that was tried, with the loader's answer.
-pub(super) fn open_first(
+pub(crate) fn open_first(
     names: &[&str],
     folders: &[PathBuf],
 ) -> Result<(&'static Library, String), Vec<String>> {
@@ -46,7 +46,7 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, String> {
 }
 
 /// Folders of the libraries that are loaded and whose file name starts with `prefix`.
-pub(super) fn folders_of_loaded(prefix: &str) -> Vec<PathBuf> {
+pub(crate) fn folders_of_loaded(prefix: &str) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     folders_in_maps(&maps, prefix)
 }

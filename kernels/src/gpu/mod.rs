@@ -20,7 +20,7 @@ mod compiler;
 mod device;
 mod error;
 mod kernels;
-mod library;
+pub(crate) mod library;
 mod stream;
 mod table;
 mod tile_updater;

@@ -25,6 +25,33 @@ unsafe extern "C" {
 
     pub(super) fn offload_set_threads(count: c_int) -> *mut c_char;
 
+    /// Makes GPU number `index` the calling thread's, and sets torch to plain IEEE products on it.
+    pub(super) fn offload_use_gpu(index: c_int) -> *mut c_char;
+
+    /// The most bytes torch had allocated, and reserved, since the last reset.
+    pub(super) fn offload_gpu_memory(
+        index: c_int,
+        allocated_peak: *mut u64,
+        reserved_peak: *mut u64,
+        reset: c_int,
+    ) -> *mut c_char;
+
+    pub(super) fn offload_gpu_empty_cache() -> *mut c_char;
+
+    /// A tensor over device memory; when its storage goes `release(owner)` is called, on whatever thread that is. On an
+    /// error it is never called.
+    pub(super) fn offload_gpu_tensor(
+        address: *mut c_void,
+        scalar_type: c_int,
+        sizes: *const i64,
+        strides: *const i64,
+        dims: usize,
+        index: c_int,
+        owner: *mut c_void,
+        release: extern "C" fn(*mut c_void),
+        result: *mut RawTensor,
+    ) -> *mut c_char;
+
     fn offload_free_message(message: *mut c_char);
 }
 

@@ -132,7 +132,7 @@ fn share_count(tensor: &Tensor) -> usize {
     unsafe { ffi::offload_share_count(tensor.as_ptr() as ffi::RawTensor) }
 }
 
-fn contiguous(shape: &[i64]) -> Vec<i64> {
+pub(super) fn contiguous(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {
         strides[i - 1] = strides[i] * shape[i];

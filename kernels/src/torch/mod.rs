@@ -6,16 +6,23 @@
 //! memory.rs    HostBuffer           torch's own memory, seen as bytes
 //!              with_tensor_over()   foreign bytes, seen as a tensor while a closure runs
 //! settings.rs  set_threads(), set_deterministic()
+//! device.rs    use_gpu()            the GPU half, opened at run time
+//!              device_view()        memory of ours on a GPU, seen as a tensor
 //! ```
 //!
 //! A C++ exception never crosses into Rust: each shim function catches and returns its text.
 
 mod autograd;
+mod device;
 mod ffi;
 mod memory;
 mod settings;
 
 pub use autograd::vjp;
+pub use device::{
+    CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, empty_gpu_cache,
+    gpu_memory, load_gpu_half, use_gpu,
+};
 pub use memory::{HostBuffer, with_tensor_over};
 pub use settings::{set_deterministic, set_threads};
 
@@ -29,6 +36,34 @@ pub enum TorchError {
         op: &'static str,
         /// torch's own words.
         message: String,
+    },
+    /// torch's GPU half is not in reach.
+    #[error(
+        "torch's half for GPUs is not in reach ({}): install a torch 2.11 with it and put its torch/lib into LD_LIBRARY_PATH, or train on the CPU",
+        tried.join("; ")
+    )]
+    NoGpuHalf {
+        /// Each place that was tried, with the loader's answer.
+        tried: Vec<String>,
+    },
+    /// torch's GPU half is there, but it sees fewer GPUs than the driver.
+    #[error(
+        "torch sees {seen} GPUs and was to use number {index}, counted from 0: its CUDA or ROCm version may not fit the driver"
+    )]
+    UnseenGpu {
+        /// Which was asked for.
+        index: i32,
+        /// How many torch sees.
+        seen: i64,
+    },
+    /// cuBLAS would not give the same bits each time.
+    #[error(
+        "{CUBLAS_WORKSPACE} is \"{found}\": set it to {} before the process starts, or products on a GPU differ from run to run",
+        CUBLAS_WORKSPACES[0]
+    )]
+    Workspace {
+        /// What it is, empty if it is not set.
+        found: String,
     },
     /// A buffer's length is not the number of bytes its shape and kind need.
     #[error(
