@@ -123,7 +123,7 @@ fn micro_batch(
     engine
         .embed_backward(&inputs, &grad, &mut embedding[0])
         .unwrap();
-    loss
+    loss.value().unwrap()
 }
 
 fn fresh(fixture: &Fixture, engine: &Engine, unit: usize, dtype: Dtype) -> UnitWeights {

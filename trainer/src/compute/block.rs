@@ -10,8 +10,8 @@ pub(super) const BLOCK_PARAMS: usize = 9;
 
 /// cos and sin of each position's angles, [seq_len, head_dim], of the kind the model computes in.
 pub(super) struct Rotary {
-    cos: Tensor,
-    sin: Tensor,
+    pub(super) cos: Tensor,
+    pub(super) sin: Tensor,
 }
 
 impl Rotary {
@@ -35,6 +35,14 @@ impl Rotary {
         Ok(Rotary {
             cos: angles.f_cos()?.f_to_kind(kind)?,
             sin: angles.f_sin()?.f_to_kind(kind)?,
+        })
+    }
+
+    /// The same numbers on `device`: computed once, on the CPU, so that every device turns by the same angles.
+    pub(super) fn on(&self, device: Device) -> Result<Self, ComputeError> {
+        Ok(Rotary {
+            cos: self.cos.f_to_device(device)?,
+            sin: self.sin.f_to_device(device)?,
         })
     }
 

@@ -1,11 +1,14 @@
 //! Forward and backward of each unit.
 
-use kernels::torch::vjp;
-use tch::{Kind, Tensor};
+use kernels::torch::{use_gpu, vjp};
+use tch::{Device, Kind, Tensor};
 
 use super::block::{self, BLOCK_PARAMS, Rotary, at_least_fp32};
+use super::explicit::{self, BlockWeights, HeadWeights, Ops};
 use super::head::{self, LOGITS_ELEMS_MAX};
-use super::{Activation, ComputeError, Dtype, GradSink, Tokens, UnitWeights};
+use super::{
+    Activation, ComputeDevice, ComputeError, Dtype, GradSink, LossHandle, Tokens, UnitWeights,
+};
 use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
@@ -23,8 +26,20 @@ pub struct Engine {
     units: Vec<UnitLayout>,
     kind: Kind,
     seq_len: usize,
+    on: ComputeDevice,
+    /// The same as torch names it.
+    device: Device,
+    arithmetic: Arithmetic,
     rotary: Rotary,
     logits_elems_max: usize,
+}
+
+/// How blocks and the head are computed.
+enum Arithmetic {
+    /// In torch's operators, back by its autograd.
+    Autograd,
+    /// Both ways written out.
+    Explicit(Ops),
 }
 
 impl Engine {
@@ -34,6 +49,32 @@ impl Engine {
     /// A configuration that describes no model; out of memory.
     pub fn new(config: &LlamaConfig, dtype: Dtype, seq_len: usize) -> Result<Self, ComputeError> {
         Self::of_kind(config, dtype.kind(), seq_len)
+    }
+
+    /// As [`Engine::new`], computing on `device`. What is given to the engine afterwards comes from it (weights, gradient
+    /// sinks), and the thread that calls this is the one that computes.
+    ///
+    /// # Errors
+    /// As [`Engine::new`]; no GPU half of torch, or one that does not see the GPU.
+    pub fn on(
+        device: &ComputeDevice,
+        config: &LlamaConfig,
+        dtype: Dtype,
+        seq_len: usize,
+    ) -> Result<Self, ComputeError> {
+        let engine = Self::new(config, dtype, seq_len)?;
+        let ComputeDevice::Gpu(gpu) = device else {
+            return Ok(engine);
+        };
+        let torch_device = use_gpu(gpu)?;
+        Ok(Engine {
+            on: device.clone(),
+            device: torch_device,
+            arithmetic: Arithmetic::Explicit(Ops::Plain),
+            rotary: engine.rotary.on(torch_device)?,
+            logits_elems_max: explicit::LOGITS_ELEMS_MAX,
+            ..engine
+        })
     }
 
     pub(super) fn of_kind(
@@ -47,6 +88,9 @@ impl Engine {
             units: unit_layouts(config),
             kind,
             seq_len,
+            on: ComputeDevice::Cpu,
+            device: Device::Cpu,
+            arithmetic: Arithmetic::Autograd,
             rotary: Rotary::new(config, seq_len, kind)?,
             logits_elems_max: LOGITS_ELEMS_MAX,
         })
@@ -55,6 +99,13 @@ impl Engine {
     #[cfg(test)]
     pub(super) fn with_logits_elems_max(mut self, logits_elems_max: usize) -> Self {
         self.logits_elems_max = logits_elems_max;
+        self
+    }
+
+    /// The GPU's way of computing, in torch's operators on the CPU.
+    #[cfg(test)]
+    pub(super) fn written_out(mut self) -> Self {
+        self.arithmetic = Arithmetic::Explicit(Ops::Plain);
         self
     }
 
@@ -73,12 +124,34 @@ impl Engine {
     /// # Errors
     /// Out of memory.
     pub fn new_weights(&self, unit: usize) -> Result<UnitWeights, ComputeError> {
-        UnitWeights::of_kind(&self.units[unit], self.kind)
+        self.new_padded_weights(unit, self.units[unit].elems)
+    }
+
+    /// As [`Engine::new_weights`], the buffer `padded_elems` long: so that each of several ranks owns an equal part.
+    ///
+    /// Panics if that is less than the unit's.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new_padded_weights(
+        &self,
+        unit: usize,
+        padded_elems: usize,
+    ) -> Result<UnitWeights, ComputeError> {
+        UnitWeights::on(&self.on, &self.units[unit], self.kind, padded_elems)
+    }
+
+    /// The same tokens where this engine computes. Tokens elsewhere are taken too, but copied at each use.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn take_tokens(&self, tokens: Tokens) -> Result<Tokens, ComputeError> {
+        tokens.moved(self.device)
     }
 
     /// An empty sum of unit number `unit`'s gradients.
     pub fn new_grads(&self, unit: usize) -> GradSink {
-        GradSink::of_kind(&self.units[unit], self.kind)
+        GradSink::on(self.device, &self.units[unit], self.kind)
     }
 
     /// The tokens' rows of the embedding, [micro_batch, seq_len, hidden_size].
@@ -94,7 +167,7 @@ impl Engine {
         let [table] = params(&self.units[0], weights, false)?;
         Ok(Activation(Tensor::f_embedding(
             &table,
-            &tokens.ids,
+            &tokens.ids_on(self.device)?,
             -1,
             false,
             false,
@@ -110,14 +183,20 @@ impl Engine {
         weights: &UnitWeights,
         input: &Activation,
     ) -> Result<Activation, ComputeError> {
-        let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, false)?;
         let _no_grad = tch::no_grad_guard();
-        Ok(Activation(block::forward(
-            &self.config,
-            &self.rotary,
-            &params,
-            &input.0,
-        )?))
+        Ok(Activation(match &self.arithmetic {
+            Arithmetic::Autograd => {
+                let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, false)?;
+                block::forward(&self.config, &self.rotary, &params, &input.0)?
+            }
+            Arithmetic::Explicit(ops) => explicit::block_forward(
+                ops,
+                &self.config,
+                &self.rotary,
+                &self.block_weights(weights)?,
+                &input.0,
+            )?,
+        }))
     }
 
     /// Computes a block again from its input and goes back through it: adds the gradients of its weights to `grads`,
@@ -132,6 +211,17 @@ impl Engine {
         grad_output: &Activation,
         grads: &mut GradSink,
     ) -> Result<Activation, ComputeError> {
+        if let Arithmetic::Explicit(ops) = &self.arithmetic {
+            return Ok(Activation(explicit::block_backward(
+                ops,
+                &self.config,
+                &self.rotary,
+                &self.block_weights(weights)?,
+                &input.0,
+                &grad_output.0,
+                grads,
+            )?));
+        }
         let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, true)?;
         let input = input.0.f_detach()?.set_requires_grad(true);
         let output = block::forward(&self.config, &self.rotary, &params, &input)?;
@@ -158,29 +248,52 @@ impl Engine {
         targets: &Tokens,
         loss_scale: f64,
         grads: &mut GradSink,
-    ) -> Result<(f64, Activation), ComputeError> {
+    ) -> Result<(LossHandle, Activation), ComputeError> {
         let (tied_weights, tied_grads) = tied.unzip();
-        let (norm, projection) = self.head_params(weights, tied_weights, true)?;
         let (rows, targets_flat) = self.head_rows(input, targets)?;
         let counted = targets.counted().max(1) as f64;
-        let found = head::loss_and_grads(
-            &rows,
-            &norm,
-            &projection,
-            self.config.rms_norm_eps,
-            &targets_flat,
-            loss_scale / counted,
-            self.logits_elems_max,
-        )?;
-        grads.add(0, found.norm)?;
+        let (eps, logits_elems_max) = (self.config.rms_norm_eps, self.logits_elems_max);
+        let (loss, [grad_norm, grad_projection, grad_rows]) = match &self.arithmetic {
+            Arithmetic::Autograd => {
+                let (norm, projection) = self.head_params(weights, tied_weights, true)?;
+                let found = head::loss_and_grads(
+                    &rows,
+                    &norm,
+                    &projection,
+                    eps,
+                    &targets_flat,
+                    loss_scale / counted,
+                    logits_elems_max,
+                )?;
+                (
+                    LossHandle::known(found.loss_sum / counted),
+                    [found.norm, found.projection, found.rows],
+                )
+            }
+            Arithmetic::Explicit(ops) => {
+                let _no_grad = tch::no_grad_guard();
+                let (norm, projection) = self.head_params(weights, tied_weights, false)?;
+                let found = explicit::head_backward(
+                    ops,
+                    &HeadWeights { norm, projection },
+                    &rows,
+                    &targets_flat,
+                    loss_scale / counted,
+                    eps,
+                    logits_elems_max,
+                )?;
+                (
+                    LossHandle::pending(found.loss_sum, counted),
+                    [found.norm, found.projection, found.rows],
+                )
+            }
+        };
+        grads.add(0, grad_norm)?;
         match tied_grads {
-            Some(embedding) => embedding.add(0, found.projection)?,
-            None => grads.add(1, found.projection)?,
+            Some(embedding) => embedding.add(0, grad_projection)?,
+            None => grads.add(1, grad_projection)?,
         }
-        Ok((
-            found.loss_sum / counted,
-            Activation(found.rows.f_view_as(&input.0)?),
-        ))
+        Ok((loss, Activation(grad_rows.f_view_as(&input.0)?)))
     }
 
     /// The loss (mean over the counted targets, in nats), for evaluation.
@@ -193,20 +306,37 @@ impl Engine {
         tied: Option<&UnitWeights>,
         input: &Activation,
         targets: &Tokens,
-    ) -> Result<f64, ComputeError> {
+    ) -> Result<LossHandle, ComputeError> {
         let (norm, projection) = self.head_params(weights, tied, false)?;
         let (rows, targets_flat) = self.head_rows(input, targets)?;
         let _no_grad = tch::no_grad_guard();
-        let eps = self.config.rms_norm_eps;
-        let sum = head::loss_sum(
-            &rows,
-            &norm,
-            &projection,
-            eps,
-            &targets_flat,
-            self.logits_elems_max,
-        )?;
-        Ok(sum / targets.counted().max(1) as f64)
+        let (eps, logits_elems_max) = (self.config.rms_norm_eps, self.logits_elems_max);
+        let counted = targets.counted().max(1) as f64;
+        Ok(match &self.arithmetic {
+            Arithmetic::Autograd => {
+                let sum = head::loss_sum(
+                    &rows,
+                    &norm,
+                    &projection,
+                    eps,
+                    &targets_flat,
+                    logits_elems_max,
+                )?;
+                LossHandle::known(sum / counted)
+            }
+            Arithmetic::Explicit(ops) => {
+                let weights = HeadWeights { norm, projection };
+                let sum = explicit::head_loss(
+                    ops,
+                    &weights,
+                    &rows,
+                    &targets_flat,
+                    eps,
+                    logits_elems_max,
+                )?;
+                LossHandle::pending(sum, counted)
+            }
+        })
     }
 
     /// Adds the embedding's gradient to `grads`: each token's row of `grad_output`, summed in fp32, since a frequent
@@ -224,12 +354,17 @@ impl Engine {
         let wide = grad_output.0.f_to_kind(at_least_fp32(self.kind))?;
         let grad = Tensor::f_embedding_dense_backward(
             &wide,
-            &tokens.ids,
+            &tokens.ids_on(self.device)?,
             self.config.vocab_size as i64,
             -1,
             false,
         )?;
         grads.add(0, grad)
+    }
+
+    fn block_weights(&self, weights: &UnitWeights) -> Result<BlockWeights, ComputeError> {
+        check_unit(&self.units[1], weights);
+        BlockWeights::new(&self.units[1], weights)
     }
 
     fn check_tokens(&self, tokens: &Tokens) -> Result<(), ComputeError> {
@@ -290,7 +425,7 @@ impl Engine {
             (micro_batch * seq_len) as i64,
             self.config.hidden_size as i64,
         ])?;
-        Ok((rows, targets.ids.f_view([-1])?))
+        Ok((rows, targets.ids_on(self.device)?.f_view([-1])?))
     }
 }
 
@@ -300,12 +435,7 @@ fn params<const N: usize>(
     weights: &UnitWeights,
     grad: bool,
 ) -> Result<[Tensor; N], ComputeError> {
-    assert_eq!(
-        weights.elems(),
-        layout.elems,
-        "the weights are of a unit like {}",
-        layout.name
-    );
+    check_unit(layout, weights);
     let tensors: Vec<Tensor> = layout
         .params
         .iter()
@@ -314,4 +444,13 @@ fn params<const N: usize>(
     Ok(tensors
         .try_into()
         .unwrap_or_else(|_| panic!("{} has {N} parameters", layout.name)))
+}
+
+fn check_unit(layout: &UnitLayout, weights: &UnitWeights) {
+    assert_eq!(
+        weights.elems(),
+        layout.elems,
+        "the weights are of a unit like {}",
+        layout.name
+    );
 }

@@ -4,9 +4,13 @@
 //! they come and rounded once at the end. So one micro-batch costs no fp32 buffer, and the sum of several does not
 //! lose what bf16 cannot hold.
 
-use kernels::torch::with_tensor_over;
-use tch::{Kind, Tensor};
+use std::ops::Range;
 
+use kernels::gpu::DeviceBuffer;
+use kernels::torch::{device_view, with_tensor_over};
+use tch::{Device, Kind, Tensor};
+
+use super::values::adjacent;
 use super::{ComputeError, Dtype};
 use crate::model::{ParamLayout, UnitLayout};
 
@@ -14,6 +18,9 @@ use crate::model::{ParamLayout, UnitLayout};
 pub struct GradSink {
     layout: UnitLayout,
     kind: Kind,
+    device: Device,
+    /// The unit's flat gradient on a GPU: the buffer it will end up in, or one made when the first product is written.
+    flat: Option<Tensor>,
     params: Vec<Sum>,
 }
 
@@ -27,15 +34,36 @@ enum Sum {
 impl GradSink {
     /// An empty sum for the parameters of `layout`, to be stored as `dtype`.
     pub fn new(layout: &UnitLayout, dtype: Dtype) -> Self {
-        Self::of_kind(layout, dtype.kind())
+        Self::on(Device::Cpu, layout, dtype.kind())
     }
 
-    pub(super) fn of_kind(layout: &UnitLayout, kind: Kind) -> Self {
+    pub(super) fn on(device: Device, layout: &UnitLayout, kind: Kind) -> Self {
         GradSink {
             layout: layout.clone(),
             kind,
+            device,
+            flat: None,
             params: layout.params.iter().map(|_| Sum::Nothing).collect(),
         }
+    }
+
+    /// Lets products be written straight into `buffer`, which holds the flat gradient once [`GradSink::finish_into`] was
+    /// called with it. Nothing else may use it until then.
+    ///
+    /// # Errors
+    /// What torch throws.
+    pub fn write_to(&mut self, buffer: &DeviceBuffer) -> Result<(), ComputeError> {
+        assert!(
+            self.params.iter().all(|sum| matches!(sum, Sum::Nothing)),
+            "the sink is empty"
+        );
+        self.flat = Some(device_view(
+            buffer,
+            self.kind,
+            0,
+            &[self.layout.elems as i64],
+        )?);
+        Ok(())
     }
 
     /// Adds a gradient of parameter number `param`, which nothing else writes to.
@@ -58,6 +86,44 @@ impl GradSink {
         Ok(())
     }
 
+    /// Adds a gradient of parameters that follow one another and have rows of one length: `write` writes it over the matrix of
+    /// all their rows that it is given, which is the place in the flat buffer itself where that is possible.
+    pub(super) fn add_product(
+        &mut self,
+        params: Range<usize>,
+        write: impl FnOnce(&Tensor) -> Result<(), ComputeError>,
+    ) -> Result<(), ComputeError> {
+        let layouts = &self.layout.params[params.clone()];
+        let first_elem = layouts[0].offset_elems;
+        let elems: usize = layouts.iter().map(ParamLayout::elems).sum();
+        let matrix = [-1, layouts[0].shape[1] as i64];
+        let nothing = |sum: &Sum| matches!(sum, Sum::Nothing);
+        let direct = adjacent(layouts) && self.params[params.clone()].iter().all(nothing);
+        let empty = |elems: usize| Tensor::f_empty([elems as i64], (self.kind, self.device));
+        let (flat, start) = if direct && self.device != Device::Cpu {
+            let flat = match &self.flat {
+                Some(flat) => flat.shallow_clone(),
+                None => empty(self.layout.elems)?,
+            };
+            self.flat = Some(flat.shallow_clone());
+            (flat, first_elem)
+        } else {
+            (empty(elems)?, 0)
+        };
+        write(
+            &flat
+                .f_narrow(0, start as i64, elems as i64)?
+                .f_view(matrix)?,
+        )?;
+        let mut start = start as i64;
+        for param in params {
+            let elems = self.layout.params[param].elems() as i64;
+            self.add(param, flat.f_narrow(0, start, elems)?)?;
+            start += elems;
+        }
+        Ok(())
+    }
+
     /// Bytes of the unit's flat gradient.
     pub fn size_bytes(&self) -> usize {
         self.layout.elems * self.kind.elt_size_in_bytes()
@@ -77,21 +143,51 @@ impl GradSink {
                 found: out.len(),
             });
         }
-        with_tensor_over(out, self.kind, &[self.layout.elems as i64], |flat| {
-            for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
-                let grad = match std::mem::replace(slot, Sum::Nothing) {
-                    Sum::One(grad) | Sum::Many(grad) => grad,
-                    Sum::Nothing => panic!("{} got no gradient", param.name),
-                };
-                let mut place =
-                    flat.f_narrow(0, param.offset_elems as i64, param.elems() as i64)?;
+        let (kind, shape) = (self.kind, [self.layout.elems as i64]);
+        with_tensor_over(out, kind, &shape, |flat| self.gather(flat))
+    }
+
+    /// As [`GradSink::finish`], into memory of the GPU that computed. The elements from the unit's end up to `padded_elems`
+    /// are zero too. Everything is enqueued on the default stream, nothing waits.
+    ///
+    /// Panics if the buffer has no room for `padded_elems`, or they are fewer than the unit's.
+    ///
+    /// # Errors
+    /// What torch throws.
+    pub fn finish_into(
+        &mut self,
+        buffer: &DeviceBuffer,
+        padded_elems: usize,
+    ) -> Result<(), ComputeError> {
+        let elems = self.layout.elems;
+        assert!(padded_elems >= elems, "room for the whole unit");
+        let flat = device_view(buffer, self.kind, 0, &[padded_elems as i64])?;
+        self.gather(&flat.f_narrow(0, 0, elems as i64)?)?;
+        if padded_elems > elems {
+            let rest = (padded_elems - elems) as i64;
+            let _ = flat.f_narrow(0, elems as i64, rest)?.f_zero_()?;
+        }
+        Ok(())
+    }
+
+    /// Empties the sink into `flat`, of the unit's length.
+    fn gather(&mut self, flat: &Tensor) -> Result<(), ComputeError> {
+        for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
+            let grad = match std::mem::replace(slot, Sum::Nothing) {
+                Sum::One(grad) | Sum::Many(grad) => grad,
+                Sum::Nothing => panic!("{} got no gradient", param.name),
+            };
+            let mut place = flat.f_narrow(0, param.offset_elems as i64, param.elems() as i64)?;
+            // A product was written where it belongs.
+            if grad.data_ptr() != place.data_ptr() {
                 place.f_copy_(&grad.f_reshape([-1])?)?;
             }
-            for (start, length) in padding(&self.layout) {
-                let _ = flat.f_narrow(0, start as i64, length as i64)?.f_zero_()?;
-            }
-            Ok(())
-        })
+        }
+        for (start, length) in padding(&self.layout) {
+            let _ = flat.f_narrow(0, start as i64, length as i64)?.f_zero_()?;
+        }
+        self.flat = None;
+        Ok(())
     }
 }
 

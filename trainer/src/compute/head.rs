@@ -109,7 +109,11 @@ fn row_losses(
 }
 
 /// Cuts `rows` so that a slice's logits stay within `logits_elems_max`: (start, length), at least one row each.
-fn slices(rows: i64, vocab_size: i64, logits_elems_max: usize) -> impl Iterator<Item = (i64, i64)> {
+pub(super) fn slices(
+    rows: i64,
+    vocab_size: i64,
+    logits_elems_max: usize,
+) -> impl Iterator<Item = (i64, i64)> {
     let length = (logits_elems_max as i64 / vocab_size).max(1);
     (0..rows)
         .step_by(length as usize)

@@ -15,6 +15,7 @@
 
 mod block;
 mod engine;
+mod explicit;
 mod grads;
 mod head;
 mod memory;
@@ -25,9 +26,19 @@ mod values;
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
 pub use memory::working_bytes;
-pub use values::{Activation, Dtype, IGNORED, Tokens, UnitWeights};
+pub use values::{Activation, Dtype, IGNORED, LossHandle, Tokens, UnitWeights};
 
+use kernels::gpu::{Gpu, GpuError};
 use kernels::torch::TorchError;
+
+/// What computes.
+#[derive(Clone, Debug)]
+pub enum ComputeDevice {
+    /// The processor, with weights in host memory.
+    Cpu,
+    /// A GPU, with weights, activations and gradients in its memory. All work is enqueued on its default stream.
+    Gpu(Gpu),
+}
 
 /// Why something could not be computed.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +49,9 @@ pub enum ComputeError {
     /// torch failed, out of memory most likely.
     #[error(transparent)]
     Torch(#[from] TorchError),
+    /// The GPU failed, or has too little memory.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// Tokens do not fill the batch.
     #[error("{count} tokens do not fill {micro_batch} sequences of {seq_len}")]
     TokenCount {

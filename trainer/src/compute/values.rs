@@ -1,9 +1,10 @@
 //! What goes in and out of the arithmetic: weights as bytes, tokens as numbers, activations as nothing but a size.
 
-use kernels::torch::HostBuffer;
-use tch::{Kind, Tensor};
+use kernels::gpu::DeviceBuffer;
+use kernels::torch::{HostBuffer, device_view};
+use tch::{Device, Kind, Tensor};
 
-use super::ComputeError;
+use super::{ComputeDevice, ComputeError};
 use crate::model::{ParamLayout, UnitLayout};
 
 /// The kind of number of parameters, activations and stored gradients.
@@ -35,7 +36,17 @@ impl Dtype {
 /// Room for one unit's gathered weights: filled as bytes, computed with as parameters. Blocks are alike, so one can
 /// serve one block after another.
 pub struct UnitWeights {
-    buffer: HostBuffer,
+    place: Place,
+    elems: usize,
+}
+
+enum Place {
+    Host(HostBuffer),
+    /// `flat` is a tensor over the whole buffer.
+    Gpu {
+        buffer: DeviceBuffer,
+        flat: Tensor,
+    },
 }
 
 impl UnitWeights {
@@ -48,31 +59,95 @@ impl UnitWeights {
     }
 
     pub(super) fn of_kind(layout: &UnitLayout, kind: Kind) -> Result<Self, ComputeError> {
+        Self::on(&ComputeDevice::Cpu, layout, kind, layout.elems)
+    }
+
+    /// On `device`, with room for `padded_elems`, at least the layout's.
+    pub(super) fn on(
+        device: &ComputeDevice,
+        layout: &UnitLayout,
+        kind: Kind,
+        padded_elems: usize,
+    ) -> Result<Self, ComputeError> {
+        assert!(padded_elems >= layout.elems, "room for the whole unit");
+        let place = match device {
+            ComputeDevice::Cpu => Place::Host(HostBuffer::zeros(kind, padded_elems)?),
+            ComputeDevice::Gpu(gpu) => {
+                let buffer = gpu.alloc(padded_elems * kind.elt_size_in_bytes())?;
+                let flat = device_view(&buffer, kind, 0, &[padded_elems as i64])?;
+                let _ = flat.shallow_clone().f_zero_()?;
+                Place::Gpu { buffer, flat }
+            }
+        };
         Ok(UnitWeights {
-            buffer: HostBuffer::zeros(kind, layout.elems)?,
+            place,
+            elems: layout.elems,
         })
     }
 
-    /// The flat buffer: `layout.elems` elements of the dtype, native byte order. Write the gathered weights here.
+    /// The flat buffer: `layout.elems` elements of the dtype and any padding asked for, native byte order. Write the
+    /// gathered weights here. Panics for weights on a GPU, which are reached by [`UnitWeights::buffer`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        self.buffer.bytes_mut()
+        match &mut self.place {
+            Place::Host(buffer) => buffer.bytes_mut(),
+            Place::Gpu { .. } => panic!("these weights are on a GPU: write them through buffer()"),
+        }
     }
 
-    /// Elements of the flat buffer.
+    /// The flat buffer on a GPU, to write the gathered weights to; `None` on the CPU. What is computed with the weights is
+    /// enqueued on the default stream: a copy on another stream is ordered against it by events.
+    pub fn buffer(&self) -> Option<&DeviceBuffer> {
+        match &self.place {
+            Place::Host(_) => None,
+            Place::Gpu { buffer, .. } => Some(buffer),
+        }
+    }
+
+    /// Elements of the unit, padding of the buffer not counted.
     pub fn elems(&self) -> usize {
-        self.buffer.elems()
+        self.elems
+    }
+
+    fn view(&self, offset_elems: usize, shape: &[i64]) -> Result<Tensor, ComputeError> {
+        Ok(match &self.place {
+            Place::Host(buffer) => buffer.view(offset_elems, shape)?,
+            Place::Gpu { flat, .. } => {
+                let elems = shape.iter().product();
+                flat.f_narrow(0, offset_elems as i64, elems)?
+                    .f_view(shape)?
+            }
+        })
+    }
+
+    /// Parameters that follow one another and have rows of one length, as one matrix of all their rows: a view where nothing
+    /// lies between them, which is so when their sizes are multiples of [`crate::model::ALIGN_ELEMS`], a copy otherwise.
+    pub(super) fn matrix(&self, params: &[ParamLayout]) -> Result<Tensor, ComputeError> {
+        let columns = params[0].shape[1];
+        if adjacent(params) {
+            let rows: usize = params.iter().map(|param| param.shape[0]).sum();
+            return self.view(params[0].offset_elems, &[rows as i64, columns as i64]);
+        }
+        let parts: Vec<Tensor> = params
+            .iter()
+            .map(|param| self.param(param, false))
+            .collect::<Result<_, _>>()?;
+        Ok(Tensor::f_cat(&parts, 0)?)
     }
 
     /// A parameter as a tensor of its own that shares the memory. With `grad` it is a leaf autograd gives a gradient
     /// for: one leaf a parameter, because the gradient of a slice of one flat leaf is as long as the whole buffer.
     pub(super) fn param(&self, param: &ParamLayout, grad: bool) -> Result<Tensor, ComputeError> {
         let shape: Vec<i64> = param.shape.iter().map(|&n| n as i64).collect();
-        Ok(self
-            .buffer
-            .view(param.offset_elems, &shape)?
-            .f_detach()?
-            .set_requires_grad(grad))
+        let view = self.view(param.offset_elems, &shape)?;
+        Ok(view.f_detach()?.set_requires_grad(grad))
     }
+}
+
+/// Whether nothing lies between parameters.
+pub(super) fn adjacent(params: &[ParamLayout]) -> bool {
+    params
+        .windows(2)
+        .all(|pair| pair[0].range_elems().end == pair[1].offset_elems)
 }
 
 /// A target that is not counted in the loss: padding, or a prompt.
@@ -148,6 +223,21 @@ impl Tokens {
         })
     }
 
+    /// The numbers on `device`. Nothing waits: they go through pinned memory, which torch keeps until they have arrived.
+    pub(super) fn ids_on(&self, device: Device) -> Result<Tensor, ComputeError> {
+        if self.ids.device() == device {
+            return Ok(self.ids.shallow_clone());
+        }
+        let pinned = self.ids.f_pin_memory(device)?;
+        Ok(pinned.f_to_device_(device, Kind::Int64, true, false)?)
+    }
+
+    /// The same tokens on `device`, so that each use need not copy them.
+    pub(super) fn moved(self, device: Device) -> Result<Self, ComputeError> {
+        let ids = self.ids_on(device)?;
+        Ok(Tokens { ids, ..self })
+    }
+
     /// Tokens that count in a loss: all but the [`IGNORED`] ones.
     pub fn counted(&self) -> usize {
         self.counted
@@ -161,6 +251,45 @@ impl Tokens {
     /// All numbers are below this.
     pub(super) fn vocab_size(&self) -> usize {
         self.vocab_size
+    }
+}
+
+/// A micro-batch's loss: a mean over the counted targets, in nats. On a GPU it is still being computed when this exists.
+pub struct LossHandle {
+    value: LossValue,
+}
+
+enum LossValue {
+    Known(f64),
+    /// The sum of the losses, a number on a device, and how many count.
+    Pending {
+        sum: Tensor,
+        counted: f64,
+    },
+}
+
+impl LossHandle {
+    pub(super) fn known(loss: f64) -> Self {
+        LossHandle {
+            value: LossValue::Known(loss),
+        }
+    }
+
+    pub(super) fn pending(sum: Tensor, counted: f64) -> Self {
+        LossHandle {
+            value: LossValue::Pending { sum, counted },
+        }
+    }
+
+    /// The number. Waits for a GPU until it is computed: ask at the end of a step.
+    ///
+    /// # Errors
+    /// The GPU failed at this or at something before it.
+    pub fn value(&self) -> Result<f64, ComputeError> {
+        match &self.value {
+            LossValue::Known(loss) => Ok(*loss),
+            LossValue::Pending { sum, counted } => Ok(f64::try_from(sum)? / counted),
+        }
     }
 }
 

@@ -130,7 +130,8 @@ impl Stepper {
             let weights = self.mover.weights(head);
             loss += self
                 .engine
-                .head_loss(weights, tied, input, &batch.targets)?;
+                .head_loss(weights, tied, input, &batch.targets)?
+                .value()?;
         }
         Ok(loss / pass.batches.len() as f64)
     }
@@ -288,7 +289,7 @@ fn head_turn(
         let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
         let (batch_loss, grad) =
             engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
-        loss += batch_loss * share;
+        loss += batch_loss.value()? * share;
         grads.push(grad);
     }
     Ok((loss, grads))

@@ -5,14 +5,14 @@ use super::*;
 const STEP: f64 = 1e-5;
 
 /// Moves each parameter of each unit by itself and compares the loss's slope with its gradient.
-fn all_gradients_are_slopes(tied: bool) {
+fn all_gradients_are_slopes(tied: bool, change: impl FnOnce(Case) -> Case) {
     // One block: a second would double the parameters and try nothing new.
     let config = LlamaConfig {
         layers: 1,
         head_dim: None,
         ..config(tied)
     };
-    let mut case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+    let mut case = change(Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN));
     let loss_scale = 0.75;
     let (loss, grads) = case.loss_and_grads(loss_scale);
     assert!(
@@ -60,12 +60,22 @@ fn slope(case: &mut Case, unit: usize, offset: usize) -> f64 {
 
 #[test]
 fn the_gradient_of_every_parameter_is_the_slope_of_the_loss() {
-    all_gradients_are_slopes(false);
+    all_gradients_are_slopes(false, |case| case);
 }
 
 #[test]
 fn the_gradient_of_a_tied_embedding_counts_both_of_its_uses() {
-    all_gradients_are_slopes(true);
+    all_gradients_are_slopes(true, |case| case);
+}
+
+#[test]
+fn gradients_written_out_are_the_slope_of_the_loss() {
+    all_gradients_are_slopes(false, Case::written_out);
+}
+
+#[test]
+fn gradients_written_out_of_a_tied_model_are_the_slope_of_the_loss() {
+    all_gradients_are_slopes(true, Case::written_out);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! block order (compared bit for bit with one graph over the whole model); what is not counted, what is tied, how
 //! micro-batches add up, where the caller's bytes lie.
 
+mod explicit;
 mod gradients;
 mod sink;
 mod whole_graph;
@@ -67,6 +68,12 @@ impl Case {
         }
     }
 
+    /// Computed as a GPU computes.
+    fn written_out(mut self) -> Self {
+        self.engine = self.engine.written_out();
+        self
+    }
+
     fn blocks(&self) -> std::ops::Range<usize> {
         1..self.head()
     }
@@ -101,6 +108,7 @@ impl Case {
         let head = &self.weights[self.head()];
         self.engine
             .head_loss(head, self.tied(), inputs.last().unwrap(), &self.targets)
+            .and_then(|loss| loss.value())
             .unwrap()
     }
 
@@ -135,6 +143,7 @@ impl Case {
         self.engine
             .embed_backward(&self.inputs, &grad, &mut embedding[0])
             .unwrap();
+        let loss = loss.value().unwrap();
         (loss, sinks.iter_mut().map(finished).collect())
     }
 }

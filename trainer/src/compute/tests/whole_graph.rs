@@ -51,7 +51,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
         .units()
         .iter()
         .map(|layout| {
-            let mut sink = GradSink::of_kind(layout, case.kind);
+            let mut sink = GradSink::on(tch::Device::Cpu, layout, case.kind);
             for param in 0..layout.params.len() {
                 sink.add(param, grads.next().unwrap()).unwrap();
             }
@@ -62,7 +62,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
 }
 
 /// Large enough that torch uses its vector and threaded paths.
-fn larger(tied: bool) -> LlamaConfig {
+pub(super) fn larger(tied: bool) -> LlamaConfig {
     LlamaConfig {
         vocab_size: 300,
         hidden_size: 96,

@@ -1,0 +1,111 @@
+//! The final norm, the output projection and the loss. A slice of logits becomes its own gradient in place, so that a
+//! batch's logits never exist at once, and none of them in fp32 for a bf16 model.
+
+use tch::{Kind, Tensor};
+
+use super::ops::{Ops, empty_like};
+use super::product::{times_transposed, weight_grad_added};
+use crate::compute::ComputeError;
+use crate::compute::block::{at_least_fp32, product_input};
+use crate::compute::head::slices;
+
+/// Logits held at a time on a GPU: 128 MiB in bf16. 2,097 rows of 32,000 words, so products are large enough to run at
+/// full speed, and the fp32 sum of the projection's gradient is read and written once in each of them.
+pub(crate) const LOGITS_ELEMS_MAX: usize = 64 << 20;
+
+/// The head's weights; the projection is the embedding's table in a tied model.
+pub(crate) struct HeadWeights {
+    /// The final norm's.
+    pub(crate) norm: Tensor,
+    /// [vocab_size, hidden_size]
+    pub(crate) projection: Tensor,
+}
+
+/// What the head's backward pass gives.
+pub(crate) struct HeadGrads {
+    /// The sum of the counted tokens' losses, an fp64 number of the device: nothing waits for it.
+    pub(crate) loss_sum: Tensor,
+    /// Gradient of the rows, [rows, hidden_size].
+    pub(crate) rows: Tensor,
+    /// Gradient of the final norm's weight.
+    pub(crate) norm: Tensor,
+    /// Gradient of the projection, fp32 at least.
+    pub(crate) projection: Tensor,
+}
+
+/// The losses' sum, an fp64 number of the device, for `rows` [rows, hidden_size] and `targets` [rows].
+pub(crate) fn head_loss(
+    ops: &Ops,
+    weights: &HeadWeights,
+    rows: &Tensor,
+    targets: &Tensor,
+    eps: f64,
+    logits_elems_max: usize,
+) -> Result<Tensor, ComputeError> {
+    let normed = ops.rms_norm(rows, &weights.norm, eps)?.output;
+    let losses = empty_like(rows, &[rows.size()[0]], at_least_fp32(rows.kind()))?;
+    for (start, length) in slices(rows.size()[0], vocab_size(weights), logits_elems_max) {
+        let mut logits =
+            times_transposed(&normed.f_narrow(0, start, length)?, &weights.projection)?;
+        let mut slice_losses = losses.f_narrow(0, start, length)?;
+        let targets = targets.f_narrow(0, start, length)?;
+        ops.cross_entropy(&mut logits, &targets, &mut slice_losses, None)?;
+    }
+    Ok(losses.f_sum(Kind::Double)?)
+}
+
+/// The losses' sum, and the gradients of `token_weight` times it.
+pub(crate) fn head_backward(
+    ops: &Ops,
+    weights: &HeadWeights,
+    rows: &Tensor,
+    targets: &Tensor,
+    token_weight: f64,
+    eps: f64,
+    logits_elems_max: usize,
+) -> Result<HeadGrads, ComputeError> {
+    let normed = ops.rms_norm(rows, &weights.norm, eps)?;
+    let wide = at_least_fp32(rows.kind());
+    let losses = empty_like(rows, &[rows.size()[0]], wide)?;
+    let grad_normed = rows.f_empty_like()?;
+    let projection = Tensor::f_zeros(
+        weights.projection.size(),
+        (wide, weights.projection.device()),
+    )?;
+    for (start, length) in slices(rows.size()[0], vocab_size(weights), logits_elems_max) {
+        let input = normed.output.f_narrow(0, start, length)?;
+        let mut logits = times_transposed(&input, &weights.projection)?;
+        ops.cross_entropy(
+            &mut logits,
+            &targets.f_narrow(0, start, length)?,
+            &mut losses.f_narrow(0, start, length)?,
+            Some(token_weight),
+        )?;
+        weight_grad_added(&projection, &logits, &input)?;
+        let place = grad_normed.f_narrow(0, start, length)?;
+        product_over(&place, &logits, &weights.projection)?;
+    }
+    let (grad_rows, norm) =
+        ops.rms_norm_backward(&grad_normed, rows, &weights.norm, &normed.scale, None)?;
+    Ok(HeadGrads {
+        loss_sum: losses.f_sum(Kind::Double)?,
+        rows: grad_rows,
+        norm,
+        projection,
+    })
+}
+
+/// `a` [n, k] times `b` [k, m], written over `out` [n, m].
+fn product_over(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<(), ComputeError> {
+    let (wide_a, wide_b) = (product_input(a)?, product_input(b)?);
+    if wide_a.kind() == out.kind() {
+        let _ = wide_a.f_mm_out(out, &wide_b)?;
+    } else {
+        out.shallow_clone().f_copy_(&wide_a.f_mm(&wide_b)?)?;
+    }
+    Ok(())
+}
+
+fn vocab_size(weights: &HeadWeights) -> i64 {
+    weights.projection.size()[0]
+}

@@ -1,0 +1,53 @@
+//! Matrix products in the kind of their factors, summed in fp32 at least and rounded once.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::compute::ComputeError;
+use crate::compute::block::product_input;
+
+/// `x` [n, k] times the transposed `weight` [m, k].
+pub(super) fn times_transposed(x: &Tensor, weight: &Tensor) -> Result<Tensor, ComputeError> {
+    times(x, &transposed(weight)?)
+}
+
+/// `a` [n, k] times `b` [k, m].
+pub(super) fn times(a: &Tensor, b: &Tensor) -> Result<Tensor, ComputeError> {
+    let product = product_input(a)?.f_mm(&product_input(b)?)?;
+    Ok(product.f_to_kind(a.kind())?)
+}
+
+/// A weight's gradient, `grad` [n, m] transposed times `x` [n, k], written over `out` [m, k] of their kind.
+pub(super) fn weight_grad(out: &Tensor, grad: &Tensor, x: &Tensor) -> Result<(), ComputeError> {
+    if widens(x) {
+        let product = transposed(&product_input(grad)?)?.f_mm(&product_input(x)?)?;
+        out.shallow_clone().f_copy_(&product)?;
+    } else {
+        let _ = transposed(grad)?.f_mm_out(out, x)?;
+    }
+    Ok(())
+}
+
+/// The same added to `sum` [m, k], which is fp32 at least: never rounded to less.
+pub(super) fn weight_grad_added(
+    sum: &Tensor,
+    grad: &Tensor,
+    x: &Tensor,
+) -> Result<(), ComputeError> {
+    if sum.kind() == x.kind() {
+        let _ = sum.f_addmm_out(sum, &transposed(grad)?, x)?;
+    } else if widens(x) {
+        let _ = sum.f_addmm_out(sum, &transposed(&product_input(grad)?)?, &product_input(x)?)?;
+    } else {
+        let _ = sum.f_addmm_dtype_out(sum, &transposed(grad)?, x, sum.kind())?;
+    }
+    Ok(())
+}
+
+fn transposed(x: &Tensor) -> Result<Tensor, ComputeError> {
+    Ok(x.f_transpose(0, 1)?)
+}
+
+/// Whether products of this tensor go through fp32 copies.
+fn widens(x: &Tensor) -> bool {
+    x.kind() == Kind::BFloat16 && x.device() == Device::Cpu
+}

@@ -1,0 +1,104 @@
+//! The GPU's way of computing, on the CPU: as autograd has it, within the noise of the kind. What it does in fp64 is held
+//! against differences in gradients.rs; here are the larger shapes, where weights lie side by side, and the rounding.
+
+use super::whole_graph::larger;
+use super::*;
+use crate::model::ParamLayout;
+
+/// The largest distance of two gradients of a parameter, over the parameter's largest gradient.
+fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
+    let numbers = |bytes: &[u8]| -> Vec<f64> {
+        match kind {
+            Kind::Float => bytes
+                .chunks_exact(4)
+                .map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap())))
+                .collect(),
+            _ => bytes
+                .chunks_exact(2)
+                .map(|b| f64::from(half::bf16::from_ne_bytes([b[0], b[1]]).to_f32()))
+                .collect(),
+        }
+    };
+    let (a, b) = (numbers(a), numbers(b));
+    let range = param.range_elems();
+    let largest = a[range.clone()].iter().fold(0f64, |m, x| m.max(x.abs()));
+    let apart = a[range.clone()]
+        .iter()
+        .zip(&b[range])
+        .fold(0f64, |m, (a, b)| m.max((a - b).abs()));
+    assert!(largest > 0.0, "{} has gradients", param.name);
+    apart / largest
+}
+
+#[test]
+fn written_out_agrees_with_autograd() {
+    // Roundings differ in order only, so errors stay at some units in the last place of the largest.
+    for (kind, loss_tolerance, tolerance) in
+        [(Kind::Float, 1e-6, 1e-5), (Kind::BFloat16, 3e-3, 4e-2)]
+    {
+        for tied in [false, true] {
+            // Sizes that are no multiples of 64, so that weights are copied together, and sizes that are.
+            let side_by_side = LlamaConfig {
+                hidden_size: 128,
+                intermediate_size: 192,
+                ..larger(tied)
+            };
+            for config in [config(tied), larger(tied), side_by_side] {
+                let seq_len = config.max_position_embeddings;
+                let (loss, grads) =
+                    Case::of(&config, kind, MICRO_BATCH, seq_len).loss_and_grads(0.5);
+                let other = Case::of(&config, kind, MICRO_BATCH, seq_len).written_out();
+                let (other_loss, other_grads) = other.loss_and_grads(0.5);
+                assert!(
+                    (loss / other_loss - 1.0).abs() < loss_tolerance,
+                    "{loss} and {other_loss}"
+                );
+                assert!(
+                    (other.loss() / other_loss - 1.0).abs() < 1e-9,
+                    "evaluation sees the same loss"
+                );
+                for ((a, b), unit) in grads.iter().zip(&other_grads).zip(other.engine.units()) {
+                    for param in &unit.params {
+                        let apart = distance(a, b, param, kind);
+                        assert!(
+                            apart < tolerance,
+                            "{kind:?}, {}: {apart:.1e} apart",
+                            param.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn written_out_in_slices_is_written_out_at_once() {
+    let (loss, grads) = Case::new(false, Kind::Float)
+        .written_out()
+        .loss_and_grads(1.0);
+    for logits_elems_max in [1, 11 * 3, 11 * 10 - 1] {
+        let mut sliced = Case::new(false, Kind::Float).written_out();
+        sliced.engine = sliced.engine.with_logits_elems_max(logits_elems_max);
+        let (sliced_loss, sliced_grads) = sliced.loss_and_grads(1.0);
+        assert!((sliced_loss - loss).abs() < 1e-6);
+        for ((a, b), unit) in grads.iter().zip(&sliced_grads).zip(sliced.engine.units()) {
+            for param in &unit.params {
+                assert!(distance(a, b, param, Kind::Float) < 1e-5, "{}", param.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn written_out_a_batch_without_targets_has_no_loss_and_no_gradient() {
+    let mut case = Case::new(true, Kind::Float).written_out();
+    case.targets =
+        Tokens::targets(&[IGNORED; MICRO_BATCH * SEQ_LEN], MICRO_BATCH, SEQ_LEN, 11).unwrap();
+    let (loss, grads) = case.loss_and_grads(1.0);
+    assert_eq!(loss, 0.0);
+    assert!(
+        grads.iter().flatten().all(|&byte| byte & 0x7F == 0),
+        "zeros of either sign"
+    );
+}
