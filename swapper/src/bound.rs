@@ -83,38 +83,151 @@ impl SwapperSettings {
     }
 }
 
-/// The shortest time a step of `schedule` can take, in seconds.
+/// What keeps a step from being shorter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Wall {
+    /// Forward and backward.
+    Compute,
+    /// Reading from devices.
+    Reads,
+    /// Writing to devices.
+    Writes,
+    /// The optimizer.
+    Update,
+    /// The bus to an accelerator.
+    Bus,
+}
+
+impl Wall {
+    /// For reports.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::Reads => "device reads",
+            Self::Writes => "device writes",
+            Self::Update => "update",
+            Self::Bus => "bus",
+        }
+    }
+}
+
+/// One way in which a step cannot be shorter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Term {
+    /// What takes the time, or most of it.
+    pub wall: Wall,
+    /// The term as people write it.
+    pub what: &'static str,
+    /// Seconds.
+    pub s: f64,
+}
+
+/// The shortest time of a step, and why it is that.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bound {
+    /// Seconds: the longest of the terms.
+    pub s: f64,
+    /// Of the longest term.
+    pub wall: Wall,
+    /// All of them, the longest first.
+    pub terms: Vec<Term>,
+}
+
+/// The shortest time a step of `schedule` can take, in seconds. See [`bound`].
+pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 {
+    bound(schedule, bytes, rates).s
+}
+
+/// The shortest time a step of `schedule` can take, term by term.
 ///
 /// Deferred, with W and R bytes at rates w and r and S bytes of staging:
 /// `max(W/w, R/r, bus, t_bwd + max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`. At once, the three phases follow each other,
 /// each as long as the longest of its compute, its reads and its writes.
-pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 {
+pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound {
     let over = |bytes: f64, rate: f64| {
         if bytes <= 0.0 { 0.0 } else { bytes / rate }
     };
     let reading = |bytes: f64| over(bytes, rates.read_bytes_per_s);
     let writing = |bytes: f64| over(bytes, rates.write_bytes_per_s);
     let staged = |bytes: f64| bytes - rates.staging_bytes;
-    let phases = match schedule {
+    let term = |wall, what, s| Term { wall, what, s };
+    let mut terms = vec![
+        term(Wall::Writes, "W/w", writing(bytes.written_bytes)),
+        term(Wall::Reads, "R/r", reading(bytes.read_bytes())),
+        term(Wall::Bus, "bus", rates.bus_s),
+    ];
+    match schedule {
         Schedule::Deferred => {
-            rates.backward_s
-                + rates
-                    .forward_s
-                    .max(rates.update_s)
-                    .max(writing(staged(bytes.written_bytes)))
-                    .max(reading(staged(bytes.forward_read_bytes)))
+            let after = |s: f64| rates.backward_s + s;
+            let written_s = writing(staged(bytes.written_bytes));
+            let read_s = reading(staged(bytes.forward_read_bytes));
+            terms.extend([
+                term(Wall::Compute, "t_bwd + t_fwd", after(rates.forward_s)),
+                term(Wall::Update, "t_bwd + t_update", after(rates.update_s)),
+                term(Wall::Writes, "t_bwd + (W-S)/w", after(written_s)),
+                term(Wall::Reads, "t_bwd + (R_fwd-S)/r", after(read_s)),
+            ]);
         }
         Schedule::AtOnce => {
-            let ahead = |compute: f64, bytes: f64| compute.max(reading(staged(bytes)));
-            ahead(rates.forward_s, bytes.forward_read_bytes)
-                + ahead(rates.backward_s, bytes.backward_read_bytes)
-                + ahead(rates.update_s, bytes.update_read_bytes).max(writing(bytes.written_bytes))
+            let read_s = |bytes: f64| reading(staged(bytes));
+            let phases = [
+                [
+                    (Wall::Compute, rates.forward_s),
+                    (Wall::Reads, read_s(bytes.forward_read_bytes)),
+                    (Wall::Writes, 0.0),
+                ],
+                [
+                    (Wall::Compute, rates.backward_s),
+                    (Wall::Reads, read_s(bytes.backward_read_bytes)),
+                    (Wall::Writes, 0.0),
+                ],
+                [
+                    (Wall::Update, rates.update_s),
+                    (Wall::Reads, read_s(bytes.update_read_bytes)),
+                    (Wall::Writes, writing(bytes.written_bytes)),
+                ],
+            ];
+            let longest = phases.map(|phase| longest(phase, |(_, s)| *s));
+            // The sum is the wall of whatever the longest phase waits for.
+            let (wall, _) = self::longest(longest, |(_, s)| *s);
+            let sum = longest.iter().map(|(_, s)| s).sum();
+            terms.push(term(wall, "forward + backward + update", sum));
         }
+    }
+    // Stable: of equal terms the one named first, so that a bound by drives is called that.
+    terms.sort_by(|a, b| b.s.total_cmp(&a.s));
+    Bound {
+        s: terms[0].s,
+        wall: terms[0].wall,
+        terms,
+    }
+}
+
+/// The first of `items` that no other exceeds.
+fn longest<T: Copy, const N: usize>(items: [T; N], s: impl Fn(&T) -> f64) -> T {
+    let mut best = items[0];
+    for item in &items[1..] {
+        if s(item) > s(&best) {
+            best = *item;
+        }
+    }
+    best
+}
+
+/// Staging below which a deferred step takes longer than it must: with this much, unwritten tiles are carried into backward
+/// and read-ahead out of it until something else is the wall. `rates.staging_bytes` is not looked at. 0 when nothing moves.
+///
+/// What tiles in flight occupy comes on top.
+pub fn staging_needed_bytes(bytes: &StepBytes, rates: &StepRates) -> f64 {
+    let endless = StepRates {
+        staging_bytes: f64::INFINITY,
+        ..*rates
     };
-    writing(bytes.written_bytes)
-        .max(reading(bytes.read_bytes()))
-        .max(rates.bus_s)
-        .max(phases)
+    // With endless staging the last two terms vanish; they may take as long as the rest beside backward.
+    let beside_s = bound_s(Schedule::Deferred, bytes, &endless) - rates.backward_s;
+    let written = bytes.written_bytes - beside_s * rates.write_bytes_per_s;
+    let read = bytes.forward_read_bytes - beside_s * rates.read_bytes_per_s;
+    written.max(read).max(0.0)
 }
 
 #[cfg(test)]
@@ -226,5 +339,80 @@ mod tests {
             ..fast
         };
         assert_eq!(bound_s(Schedule::AtOnce, &none, &no_devices), 3.5);
+    }
+
+    /// 1.345 G parameters, everything on drives, at the design's rates; `tflops` counts 6 a parameter and token, 16k tokens.
+    fn large(drives: f64, tflops: f64) -> (StepBytes, StepRates) {
+        let params = 1.345e9;
+        let bytes = StepBytes {
+            forward_read_bytes: 12.0 * params,
+            backward_read_bytes: 2.0 * params,
+            update_read_bytes: 0.0,
+            written_bytes: 12.0 * params,
+        };
+        let compute_s = 6.0 * params * 16384.0 / (tflops * 1e12);
+        let rates = StepRates {
+            read_bytes_per_s: drives * 6.2e9,
+            write_bytes_per_s: drives * 3.2e9,
+            staging_bytes: 0.0,
+            forward_s: compute_s / 4.0,
+            backward_s: compute_s * 3.0 / 4.0,
+            update_s: params / 5.6e9,
+            bus_s: 0.0,
+        };
+        (bytes, rates)
+    }
+
+    #[test]
+    fn the_wall_is_named_and_the_terms_are_in_order() {
+        let (bytes, rates) = large(1.0, 305.0);
+        let one = bound(Schedule::Deferred, &bytes, &rates);
+        assert_eq!(one.wall, Wall::Writes);
+        assert_eq!(one.terms[0].what, "t_bwd + (W-S)/w");
+        let staged = StepRates {
+            staging_bytes: staging_needed_bytes(&bytes, &rates),
+            ..rates
+        };
+        let one = bound(Schedule::Deferred, &bytes, &staged);
+        assert_eq!((one.wall, one.terms[0].what), (Wall::Writes, "W/w"));
+        assert!((one.s - bytes.written_bytes / 3.2e9).abs() < 1e-9);
+        assert!(one.terms.is_sorted_by(|a, b| a.s >= b.s));
+        // TFLOPS at the bound: the design says 26 to 31 for one drive, 105 to 126 for four.
+        let tflops = |s: f64| 6.0 * 1.345e9 * 16384.0 / s / 1e12;
+        assert!((26.0..31.0).contains(&tflops(one.s)), "{}", tflops(one.s));
+        let none = StepBytes::default();
+        assert_eq!(
+            bound(Schedule::Deferred, &none, &rates).wall,
+            Wall::Update,
+            "0.24 s of updates are longer than 0.11 s of forward"
+        );
+        let at_once = bound(Schedule::AtOnce, &bytes, &rates);
+        assert_eq!(at_once.wall, Wall::Writes);
+        assert!(at_once.s > one.s);
+    }
+
+    #[test]
+    fn less_staging_than_needed_makes_the_step_longer_and_more_does_not_make_it_shorter() {
+        for (drives, tflops) in [(1.0, 305.0), (4.0, 305.0), (4.0, 20.0), (1.0, 5.0)] {
+            let (bytes, rates) = large(drives, tflops);
+            let needed = staging_needed_bytes(&bytes, &rates);
+            let with = |staging_bytes| {
+                let rates = StepRates {
+                    staging_bytes,
+                    ..rates
+                };
+                bound_s(Schedule::Deferred, &bytes, &rates)
+            };
+            assert!((with(needed) - with(1e15)).abs() < 1e-9);
+            if needed > 0.0 {
+                assert!(
+                    with(0.9 * needed) > with(needed) + 1e-6,
+                    "{drives} {tflops}"
+                );
+            }
+        }
+        // A step that computes longer than its drives move needs none of it.
+        let (bytes, rates) = large(1.0, 1.0);
+        assert_eq!(staging_needed_bytes(&bytes, &rates), 0.0);
     }
 }

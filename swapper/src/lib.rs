@@ -35,7 +35,7 @@ mod settings;
 mod swapper;
 mod worker;
 
-pub use bound::{StepBytes, StepRates, bound_s};
+pub use bound::{Bound, StepBytes, StepRates, Term, Wall, bound, bound_s, staging_needed_bytes};
 pub use error::SwapperError;
 pub use layout::{
     Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
