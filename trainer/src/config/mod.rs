@@ -14,8 +14,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 pub use settings::{
-    Batch, DataSettings, Durability, LrSchedule, OffloadSettings, OptimizerSettings, Placement,
-    RunSettings, Schedule, Share, Tier, TrainSettings, Warmup,
+    Batch, ComputeDevice, DataSettings, Durability, LrSchedule, OffloadSettings, OptimizerSettings,
+    Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings, UpdatePlace,
+    Warmup,
 };
 
 /// Why a run file was refused. Nothing has been touched when this is answered.
@@ -153,14 +154,22 @@ fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     Ok(())
 }
 
+/// Our own keys for which "auto" is a word of its own, not the same as leaving them out.
+const AUTO_IS_A_WORD: &[&str] = &[
+    "offload.engine",
+    "offload.resident_share",
+    "offload.update",
+    "train.device",
+];
+
 /// DeepSpeed files say "auto" for "you choose". The key is then as good as left out, and the choice is shown with the rest.
 fn drop_auto(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
     let Value::Object(table) = tree else { return };
     table.retain(|key, value| {
         let path = keys::join(prefix, key);
-        // Our own tables have a setting whose word for this is "auto" as well: it keeps its meaning.
-        let auto = value.as_str() == Some("auto") && !path.starts_with("offload.");
-        if auto {
+        let auto = value.as_str() == Some("auto") && !AUTO_IS_A_WORD.contains(&path.as_str());
+        // What is left out of our own tables is the plan's to choose, and the plan is shown.
+        if auto && !path.starts_with("offload.") {
             notes.push(format!("{path} is \"auto\": the default is taken"));
         }
         drop_auto(&path, value, notes);

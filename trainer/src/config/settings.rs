@@ -149,6 +149,33 @@ pub struct TrainSettings {
     pub run_folder: PathBuf,
     /// Threads that compute.
     pub threads: usize,
+    pub device: ComputeDevice,
+}
+
+/// What computes forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDevice {
+    /// A GPU if there is one, the processor otherwise.
+    Auto,
+    /// The processor.
+    Cpu,
+    /// A GPU. Without one the run does not start.
+    Gpu,
+}
+
+/// Where the optimizer runs. All give the same bits, so a run may go on with another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UpdatePlace {
+    /// The plan chooses.
+    Auto,
+    /// The processor, on host memory.
+    Cpu,
+    /// The GPU: state that lives in host memory or on devices is streamed through it.
+    Gpu,
+    /// Some tiles here, some there.
+    Shared,
 }
 
 /// Where something lives between uses.
@@ -181,10 +208,18 @@ pub struct Placement {
     pub optimizer: Tier,
     /// Folders for a private daemon's device files, each once.
     pub nvme_paths: Vec<PathBuf>,
-    /// Share of the param tiles that stays in host memory.
-    pub param_share: Share,
-    /// Share of the state tiles that stays in host memory.
-    pub state_share: Share,
+    /// How many of the tiles whose tier is nvme stay in host memory.
+    pub resident_share: ResidentShare,
+}
+
+/// How many of the tiles that could go to devices stay in host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ResidentShare {
+    /// So many of each kind.
+    Share(Share),
+    /// What fits the budget beside the rest: parameters first, they are read twice a step.
+    Auto,
 }
 
 impl Placement {
@@ -199,6 +234,8 @@ impl Placement {
 pub struct Share(f64);
 
 impl Share {
+    /// Nothing.
+    pub const NONE: Self = Self(0.0);
     /// All of it.
     pub const ALL: Self = Self(1.0);
 
@@ -239,11 +276,15 @@ pub struct OffloadSettings {
     /// A daemon that runs already; without one a private daemon is started.
     pub socket: Option<PathBuf>,
     pub schedule: Schedule,
-    /// Steps between commits; 0: only before evaluation and at the end.
-    pub commit_every: u64,
+    /// Steps between commits; 0: only before evaluation and at the end. `None`: the plan chooses.
+    pub commit_every: Option<u64>,
+    /// Most host memory the run may take, all its processes on this node together. `None`: what is free.
+    pub host_memory_bytes: Option<u64>,
+    /// Where the optimizer runs.
+    pub update: UpdatePlace,
     /// Elements of a tile; chosen from the model's size when left out.
     pub tile_elems: Option<u64>,
-    /// Bytes of slots through which tiles pass; chosen when left out.
+    /// Bytes of slots through which tiles pass. `None`: the plan chooses.
     pub staging_bytes: Option<u64>,
     pub iodepth: u32,
     pub durability: Durability,

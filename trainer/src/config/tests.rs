@@ -48,7 +48,10 @@ fn a_short_run_file_gets_defaults() {
     );
     assert_eq!(run.gradient_clipping, 1.0);
     assert_eq!(run.model.kv_heads, 4);
-    assert_eq!((run.train.stop_after, run.offload.commit_every), (100, 1));
+    assert_eq!(
+        (run.train.stop_after, run.offload.commit_every),
+        (100, None)
+    );
     assert_eq!(run.train.run_folder, Path::new("runs/test"));
     assert!(!run.placement.has_store());
 }
@@ -149,11 +152,8 @@ fn devices_and_stages_that_contradict_are_refused() {
     let with_socket = [(OPTIMIZER, nvme.clone()), ("offload.socket", json!("/s"))];
     let run = run_with(&with_socket).unwrap();
     assert_eq!(
-        (
-            run.placement.param_share.get(),
-            run.placement.state_share.get()
-        ),
-        (1.0, 0.0)
+        run.placement.resident_share,
+        ResidentShare::Share(Share::NONE)
     );
     let both = [
         (OPTIMIZER, nvme.clone()),
@@ -164,13 +164,8 @@ fn devices_and_stages_that_contradict_are_refused() {
     ];
     let run = run_with(&both).unwrap();
     assert_eq!(run.placement.nvme_paths, [Path::new("/a"), Path::new("/b")]);
-    assert_eq!(
-        (
-            run.placement.param_share.get(),
-            run.placement.state_share.get()
-        ),
-        (0.25, 0.25)
-    );
+    let quarter = Share::new(0.25).unwrap();
+    assert_eq!(run.placement.resident_share, ResidentShare::Share(quarter));
 }
 
 #[test]
@@ -318,6 +313,58 @@ fn auto_means_the_default_and_is_shown() {
             .count(),
         2
     );
+}
+
+#[test]
+fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
+    let base = [
+        ("zero_optimization.offload_optimizer.device", json!("nvme")),
+        ("offload.socket", json!("/s")),
+    ];
+    let with = |changes: &[(&str, Value)]| run_with(&[&base[..], changes].concat()).unwrap();
+    let keys = ["staging_bytes", "commit_every", "update"].map(|key| format!("offload.{key}"));
+    let auto: Vec<(&str, Value)> = keys.iter().map(|key| (&**key, json!("auto"))).collect();
+    for run in [with(&[]), with(&auto)] {
+        assert_eq!(run.offload.commit_every, None);
+        assert_eq!(run.offload.staging_bytes, None);
+        assert_eq!(run.offload.update, UpdatePlace::Auto);
+        assert_eq!(run.train.device, ComputeDevice::Auto);
+        assert_eq!(run.notes, [""; 0]);
+    }
+    let share = |changes: &[(&str, Value)]| with(changes).placement.resident_share;
+    assert_eq!(
+        share(&[("offload.resident_share", json!("auto"))]),
+        ResidentShare::Auto
+    );
+    // A budget is there to be used, unless a share is given.
+    let budget = ("offload.host_memory", json!("64GiB"));
+    assert_eq!(share(std::slice::from_ref(&budget)), ResidentShare::Auto);
+    assert_eq!(
+        share(&[budget, ("offload.resident_share", json!(0))]),
+        ResidentShare::Share(Share::NONE)
+    );
+    assert_eq!(with(&[("train.device", json!("auto"))]).notes, [""; 0]);
+}
+
+#[test]
+fn a_word_nobody_knows_is_refused_with_those_there_are() {
+    for (key, part) in [
+        ("train.device", "\"tpu\": use \"auto\", \"cpu\" or \"gpu\""),
+        (
+            "offload.update",
+            "use \"auto\", \"cpu\", \"gpu\" or \"shared\"",
+        ),
+        ("offload.schedule", "use \"deferred\" or \"at_once\""),
+        ("offload.host_memory", "expected a number of bytes"),
+    ] {
+        let text = refused(&[(key, json!("tpu"))]);
+        assert!(text.contains(key) && text.contains(part), "{text}");
+    }
+    let text = refused(&[
+        ("offload.update", json!("gpu")),
+        ("train.device", json!("cpu")),
+    ]);
+    assert!(text.contains("needs a GPU, and train.device"), "{text}");
 }
 
 #[test]

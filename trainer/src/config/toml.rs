@@ -150,6 +150,7 @@ pub struct TrainToml {
     pub run_folder: Option<PathBuf>,
     pub stop_after: Option<u64>,
     pub threads: Option<u64>,
+    pub device: Option<String>,
 }
 
 /// `offload`: how tiles move.
@@ -158,13 +159,23 @@ pub struct TrainToml {
 pub struct OffloadToml {
     pub socket: Option<PathBuf>,
     pub schedule: Option<String>,
-    pub resident_share: Option<f64>,
+    pub resident_share: Option<ShareOrAuto>,
+    pub host_memory: Option<ByteCount>,
     pub commit_every: Option<u64>,
     pub tile_elems: Option<u64>,
     pub staging_bytes: Option<ByteCount>,
     pub iodepth: Option<u64>,
     pub durability: Option<String>,
     pub engine: Option<String>,
+    pub update: Option<String>,
+}
+
+/// A share from 0 to 1, or "auto": as much as fits.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a share from 0 to 1, or \"auto\"")]
+pub enum ShareOrAuto {
+    Share(f64),
+    Word(String),
 }
 
 /// A number of bytes: an integer, or text such as "64MiB".

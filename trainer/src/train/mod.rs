@@ -20,7 +20,7 @@ use crate::config::{RunSettings, Tier};
 use crate::data::{Data, DataError};
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
-use crate::plan::{Plan, PlanError};
+use crate::plan::{Measured, Plan, PlanError};
 use crate::run::{CheckpointError, FolderError, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
 use progress::Progress;
@@ -175,6 +175,8 @@ struct Training {
     run: OpenRun,
     /// The step whose tiles the run folder has, for runs without a store.
     saved_step: Option<u64>,
+    /// Seconds of computing in the last step.
+    compute_s: Option<f64>,
 }
 
 impl Training {
@@ -201,6 +203,7 @@ impl Training {
             progress,
             run,
             saved_step,
+            compute_s: None,
         };
         // The commit was the last that happened before the end: the step's line is made up for.
         if let Some(mut last) = lost {
@@ -260,6 +263,7 @@ impl Training {
         metrics.device_read_bytes = io.read_bytes;
         metrics.device_written_bytes = io.written_bytes;
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);
+        self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;
         self.metrics.write(&metrics)?;
         self.progress.step(&metrics, self.settings.step_tokens());
@@ -311,9 +315,27 @@ impl Training {
         Ok(())
     }
 
+    /// What the next plan should know of this machine.
+    fn measured(&self) -> Measured {
+        let rates = self.run.opened.rates();
+        let plan = &self.run.plan;
+        let operations = 6.0 * plan.params_count as f64 * self.settings.batch.tokens() as f64;
+        Measured {
+            read_bytes_per_s: rates.map(|(read, _)| read),
+            write_bytes_per_s: rates.map(|(_, write)| write),
+            tflops: self.compute_s.map(|s| operations / s / 1e12),
+            on_gpu: plan.hardware.gpu.is_some(),
+        }
+    }
+
     /// Ends where the run was to end, or was asked to.
     fn end(mut self, asked: bool) -> Result<(), TrainError> {
         self.keep()?;
+        if let Err(error) = self.measured().write(self.run.folder.path()) {
+            // Only a plan misses it.
+            self.progress
+                .say(&format!("note: cannot keep what was measured: {error}"));
+        }
         let why = if asked { "stopped as asked" } else { "done" };
         self.progress.say(&format!(
             "{why}: at step {} of {}, all of it {}; {}",

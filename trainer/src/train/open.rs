@@ -14,7 +14,7 @@ use crate::config::{Durability, RunSettings};
 use crate::data::Data;
 use crate::metrics::MetricsFile;
 use crate::model::init;
-use crate::plan::Plan;
+use crate::plan::{Hardware, Overrides, Plan};
 use crate::run::{
     Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
 };
@@ -64,7 +64,12 @@ impl Prepared {
         text: Option<&Data>,
         fresh: bool,
     ) -> Result<Self, TrainError> {
-        let plan = Plan::new(&settings, text.map_or(0, |text| text.bytes() as u64))?;
+        let hardware = Hardware::new(&settings, &Overrides::default());
+        let plan = Plan::new(
+            &settings,
+            hardware,
+            text.map_or(0, |text| text.bytes() as u64),
+        )?;
         let trained_with = trained_with(&settings, text);
         let run_folder = resolved(&settings.train.run_folder);
         let mut description = describe(&settings, &plan);
@@ -101,7 +106,7 @@ impl Prepared {
             files.check()?;
         }
         self.shared_daemon()?;
-        Ok(self.plan.check_memory()?)
+        Ok(self.plan.check()?)
     }
 
     /// Opens the run where it stands, or makes it. Returns it and whether it was resumed.

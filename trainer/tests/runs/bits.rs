@@ -81,7 +81,10 @@ impl Ways {
             format!("offload.schedule={schedule}"),
             format!("offload.resident_share={share}"),
         );
-        let read_bytes = self.same_on_store(&name, &[NVME[0], NVME[1], &schedule, &resident]);
+        // Left to the plan, commits of so many resident tiles would come after the run's end.
+        let every = "offload.commit_every=1";
+        let read_bytes =
+            self.same_on_store(&name, &[NVME[0], NVME[1], &schedule, &resident, every]);
         assert_eq!(
             read_bytes > 0,
             share != "1",

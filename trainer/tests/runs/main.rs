@@ -11,5 +11,6 @@ mod lab;
 mod leftovers;
 mod memory;
 mod parity;
+mod plan;
 mod resume;
 mod settings;

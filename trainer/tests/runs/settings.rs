@@ -301,6 +301,7 @@ fn help_shows_how_to_use_it() {
     for (verb, part) in [
         ("train", "trainer train configs/demo.toml --set"),
         ("digest", "trainer digest configs/demo.toml"),
+        ("plan", "trainer plan RUN.toml --json"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         // As a shell starts it: the program starts itself once more, under the same name.

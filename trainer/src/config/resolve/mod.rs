@@ -6,10 +6,10 @@ mod placement;
 
 use std::path::PathBuf;
 
-use super::toml::{ConfigToml, ModelToml};
+use super::toml::{ByteCount, ConfigToml, ModelToml};
 use super::{
-    DataSettings, Durability, OffloadSettings, Placement, RunSettings, Schedule, SettingsError,
-    Share, TrainSettings,
+    ComputeDevice, DataSettings, Durability, OffloadSettings, Placement, RunSettings, Schedule,
+    SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
 use crate::data::VOCAB_SIZE;
@@ -54,12 +54,7 @@ pub(super) fn resolve(
     let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
     let optimizer = optimizer::optimizer(optimizer)?;
     let lr = optimizer::scheduler(scheduler, optimizer.lr, steps, &mut notes)?;
-    let placement = placement::placement(
-        zero_optimization,
-        offload.resident_share,
-        offload.socket.is_some(),
-        &mut notes,
-    )?;
+    let placement = placement::placement(zero_optimization, offload, &mut notes)?;
     let model = resolve_model(model, seq_len)?;
 
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
@@ -90,6 +85,15 @@ pub(super) fn resolve(
     // All ranks are on this node and share its cores.
     let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
     within("train.threads", threads, 1, THREADS_MAX)?;
+    let device = word(
+        "train.device",
+        train.device.as_deref(),
+        &[
+            ("auto", ComputeDevice::Auto),
+            ("cpu", ComputeDevice::Cpu),
+            ("gpu", ComputeDevice::Gpu),
+        ],
+    )?;
     if placement.has_store() && train.save_every.is_some() {
         return Err(value(
             "train.save_every",
@@ -126,8 +130,9 @@ pub(super) fn resolve(
                 .clone()
                 .unwrap_or_else(|| PathBuf::from("runs").join(name)),
             threads: threads as usize,
+            device,
         },
-        offload: resolve_offload(&config, &placement)?,
+        offload: resolve_offload(&config, &placement, device)?,
         placement,
         notes,
     })
@@ -180,28 +185,38 @@ fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<LlamaConfig, Setting
 fn resolve_offload(
     config: &ConfigToml,
     placement: &Placement,
+    device: ComputeDevice,
 ) -> Result<OffloadSettings, SettingsError> {
     let offload = &config.offload;
-    let schedule = match offload.schedule.as_deref() {
-        None | Some("deferred") => Schedule::Deferred,
-        Some("at_once") => Schedule::AtOnce,
-        Some(other) => {
-            return Err(value(
-                "offload.schedule",
-                format!("\"{other}\": use \"deferred\" or \"at_once\""),
-            ));
-        }
-    };
-    let durability = match offload.durability.as_deref() {
-        None | Some("full") => Durability::Full,
-        Some("none") => Durability::None,
-        Some(other) => {
-            return Err(value(
-                "offload.durability",
-                format!("\"{other}\": use \"full\" or \"none\""),
-            ));
-        }
-    };
+    let update = word(
+        "offload.update",
+        offload.update.as_deref(),
+        &[
+            ("auto", UpdatePlace::Auto),
+            ("cpu", UpdatePlace::Cpu),
+            ("gpu", UpdatePlace::Gpu),
+            ("shared", UpdatePlace::Shared),
+        ],
+    )?;
+    if device == ComputeDevice::Cpu && matches!(update, UpdatePlace::Gpu | UpdatePlace::Shared) {
+        return Err(value(
+            "offload.update",
+            "needs a GPU, and train.device is \"cpu\": leave one of them out",
+        ));
+    }
+    let schedule = word(
+        "offload.schedule",
+        offload.schedule.as_deref(),
+        &[
+            ("deferred", Schedule::Deferred),
+            ("at_once", Schedule::AtOnce),
+        ],
+    )?;
+    let durability = word(
+        "offload.durability",
+        offload.durability.as_deref(),
+        &[("full", Durability::Full), ("none", Durability::None)],
+    )?;
     let engine = offload.engine.clone().unwrap_or_else(|| "auto".into());
     if !["auto", "uring", "psync"].contains(&engine.as_str()) {
         return Err(value(
@@ -241,27 +256,55 @@ fn resolve_offload(
             ),
         ));
     }
-    let staging_bytes = match &offload.staging_bytes {
-        None => None,
-        Some(count) => Some(count.bytes().filter(|bytes| *bytes > 0).ok_or_else(|| {
-            value(
-                "offload.staging_bytes",
-                "expected a number of bytes, as 67108864 or \"64MiB\"",
-            )
-        })?),
-    };
+    let staging_bytes = bytes("offload.staging_bytes", offload.staging_bytes.as_ref())?;
+    let host_memory_bytes = bytes("offload.host_memory", offload.host_memory.as_ref())?;
     let iodepth = offload.iodepth.unwrap_or(IODEPTH_DEFAULT);
     within("offload.iodepth", iodepth, 1, IODEPTH_MAX)?;
     Ok(OffloadSettings {
         socket: offload.socket.clone(),
         schedule,
-        commit_every: offload.commit_every.unwrap_or(1),
+        commit_every: offload.commit_every,
+        host_memory_bytes,
+        update,
         tile_elems,
         staging_bytes,
         iodepth: iodepth as u32,
         durability,
         engine,
     })
+}
+
+/// One of `words`, the first one when nothing is given.
+fn word<T: Copy>(
+    key: &'static str,
+    given: Option<&str>,
+    words: &[(&str, T)],
+) -> Result<T, SettingsError> {
+    let given = given.unwrap_or(words[0].0);
+    let found = words.iter().find(|(word, _)| *word == given);
+    found.map(|(_, meaning)| *meaning).ok_or_else(|| {
+        let names: Vec<String> = words
+            .iter()
+            .map(|(word, _)| format!("\"{word}\""))
+            .collect();
+        let (last, others) = names.split_last().expect("a word has alternatives");
+        value(
+            key,
+            format!("\"{given}\": use {} or {last}", others.join(", ")),
+        )
+    })
+}
+
+/// A number of bytes that is not 0, if there is one.
+fn bytes(key: &'static str, count: Option<&ByteCount>) -> Result<Option<u64>, SettingsError> {
+    let Some(count) = count else { return Ok(None) };
+    match count.bytes() {
+        Some(bytes) if bytes > 0 => Ok(Some(bytes)),
+        _ => Err(value(
+            key,
+            "expected a number of bytes, as 67108864 or \"64MiB\"",
+        )),
+    }
 }
 
 fn required(

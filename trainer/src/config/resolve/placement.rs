@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use super::{share, value};
-use crate::config::toml::ZeroToml;
-use crate::config::{Placement, SettingsError, Share, Tier};
+use crate::config::toml::{OffloadToml, ShareOrAuto, ZeroToml};
+use crate::config::{Placement, ResidentShare, SettingsError, Share, Tier};
 use crate::run::resolved;
 
 pub(super) fn placement(
     zero: &ZeroToml,
-    resident_share: Option<f64>,
-    has_socket: bool,
+    offload: &OffloadToml,
     notes: &mut Vec<String>,
 ) -> Result<Placement, SettingsError> {
+    let has_socket = offload.socket.is_some();
     const PARAM: &str = "zero_optimization.offload_param.device";
     const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
     let param = tier(PARAM, zero.offload_param.device.as_deref())?;
@@ -91,27 +91,33 @@ pub(super) fn placement(
             "nothing lives on nvme in this run: leave the socket out, or set a device to \"nvme\"",
         ));
     }
-    if resident_share.is_some() && !has_store {
+    if offload.resident_share.is_some() && !has_store {
         return Err(value(
             "offload.resident_share",
             "everything is in host memory already: leave it out, or set a device to \"nvme\"",
         ));
     }
-    let share = share("offload.resident_share", resident_share.unwrap_or(0.0))?;
-    let of = |tier| {
-        if tier == Tier::Nvme {
-            share
-        } else {
-            Share::ALL
-        }
-    };
     Ok(Placement {
         param,
         optimizer,
         nvme_paths,
-        param_share: of(param),
-        state_share: of(optimizer),
+        resident_share: resident_share(offload)?,
     })
+}
+
+/// Left out, it is 0 as it always was; with a budget of host memory it is what the budget is for.
+fn resident_share(offload: &OffloadToml) -> Result<ResidentShare, SettingsError> {
+    const KEY: &str = "offload.resident_share";
+    match &offload.resident_share {
+        None if offload.host_memory.is_some() => Ok(ResidentShare::Auto),
+        None => Ok(ResidentShare::Share(Share::NONE)),
+        Some(ShareOrAuto::Share(number)) => Ok(ResidentShare::Share(share(KEY, *number)?)),
+        Some(ShareOrAuto::Word(word)) if word == "auto" => Ok(ResidentShare::Auto),
+        Some(ShareOrAuto::Word(word)) => Err(value(
+            KEY,
+            format!("\"{word}\": use a share from 0 to 1, or \"auto\""),
+        )),
+    }
 }
 
 fn tier(key: &'static str, word: Option<&str>) -> Result<Tier, SettingsError> {

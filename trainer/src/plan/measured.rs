@@ -1,0 +1,101 @@
+//! What an earlier start of a run measured: rates of its devices, speed of its computing. Kept in the run folder beside the
+//! metrics, so that `trainer plan` needs neither daemon nor GPU, and a second start plans with what is true here.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// No run folder's file is larger; what is, is not ours.
+const FILE_BYTES_MAX: u64 = 1 << 16;
+
+/// Figures of the machine that a run was on. A figure is missing when nobody measured it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Measured {
+    /// All devices of the store together.
+    pub read_bytes_per_s: Option<f64>,
+    /// All devices of the store together.
+    pub write_bytes_per_s: Option<f64>,
+    /// Forward and backward of one process, as 6 operations a parameter and token, in 10^12 a second.
+    pub tflops: Option<f64>,
+    /// Whether a GPU computed at `tflops`.
+    pub on_gpu: bool,
+}
+
+impl Measured {
+    /// Of the run in `run_folder`; nothing when the folder has no such file, or none that can be read.
+    pub fn read(run_folder: &Path) -> Option<Self> {
+        let path = path(run_folder);
+        let metadata = fs::metadata(&path).ok()?;
+        if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
+            return None;
+        }
+        let measured: Self = serde_json::from_slice(&fs::read(&path).ok()?).ok()?;
+        let positive =
+            |figure: Option<f64>| figure.filter(|figure| figure.is_finite() && *figure > 0.0);
+        Some(Self {
+            read_bytes_per_s: positive(measured.read_bytes_per_s),
+            write_bytes_per_s: positive(measured.write_bytes_per_s),
+            tflops: positive(measured.tflops),
+            on_gpu: measured.on_gpu,
+        })
+    }
+
+    /// Leaves them in `run_folder`, whole or not at all. Not flushed: after power loss they are measured again.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, run_folder: &Path) -> io::Result<()> {
+        let path = path(run_folder);
+        let new = path.with_extension("json.new");
+        let text = serde_json::to_vec_pretty(self).expect("figures are plain data");
+        fs::write(&new, text)?;
+        fs::rename(&new, &path)
+    }
+
+    /// The speed of computing, if it was measured with a GPU or without one as `on_gpu` says.
+    pub(super) fn tflops_on(&self, on_gpu: bool) -> Option<f64> {
+        self.tflops.filter(|_| self.on_gpu == on_gpu)
+    }
+}
+
+/// The file's place in a run folder.
+pub(super) fn path(run_folder: &Path) -> PathBuf {
+    run_folder.join("measured.json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_come_back_and_nonsense_does_not() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(Measured::read(folder.path()), None);
+        let measured = Measured {
+            read_bytes_per_s: Some(6.2e9),
+            write_bytes_per_s: None,
+            tflops: Some(0.25),
+            on_gpu: false,
+        };
+        measured.write(folder.path()).unwrap();
+        assert_eq!(Measured::read(folder.path()), Some(measured));
+        assert_eq!(
+            (measured.tflops_on(false), measured.tflops_on(true)),
+            (Some(0.25), None)
+        );
+        fs::write(
+            path(folder.path()),
+            r#"{"tflops": -1, "read_bytes_per_s": 5}"#,
+        )
+        .unwrap();
+        let read = Measured::read(folder.path()).unwrap();
+        assert_eq!((read.tflops, read.read_bytes_per_s), (None, Some(5.0)));
+        for nonsense in ["", "{", "3", r#"{"tflops": "fast"}"#] {
+            fs::write(path(folder.path()), nonsense).unwrap();
+            assert_eq!(Measured::read(folder.path()), None, "{nonsense}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What does not fit, or is not there, and what to change.
+
+use std::fmt;
+
+use serde::Serialize;
+use swapper::SwapperError;
+
+use super::{Plan, update_word};
+use crate::config::{ComputeDevice, RunSettings, Tier, UpdatePlace};
+use crate::store::Gib;
+
+/// Why a run cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error("{0}")]
+    Refused(Problem),
+}
+
+/// Something that keeps a run from starting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    pub kind: ProblemKind,
+    /// What is wrong, with figures.
+    pub what: String,
+    /// What a person can do.
+    pub change: String,
+}
+
+/// What a problem is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ProblemKind {
+    HostMemory,
+    GpuMemory,
+    DeviceSpace,
+    NoGpu,
+    Update,
+    Settings,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.what, self.change)
+    }
+}
+
+impl Problem {
+    pub(super) fn new(kind: ProblemKind, what: String, change: impl Into<String>) -> Self {
+        Self {
+            kind,
+            what,
+            change: change.into(),
+        }
+    }
+}
+
+/// Everything that is wrong with `plan`, what decides most first.
+pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
+    let found = [
+        no_gpu(plan, settings),
+        update(plan, settings),
+        gpu_memory(plan, settings),
+        host_memory(plan, settings),
+    ];
+    found.into_iter().flatten().collect()
+}
+
+fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let wanted = settings.train.device == ComputeDevice::Gpu;
+    (wanted && plan.hardware.gpu.is_none()).then(|| {
+        Problem::new(
+            ProblemKind::NoGpu,
+            format!(
+                "train.device is \"gpu\", and there is none: {}",
+                plan.hardware.no_gpu
+            ),
+            "install its driver and libraries, or set train.device = \"cpu\"",
+        )
+    })
+}
+
+fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let wanted = settings.offload.update;
+    let what = |why: String| format!("offload.update is \"{}\", {why}", update_word(wanted));
+    match (&plan.hardware.gpu, wanted) {
+        // Said once is enough.
+        _ if settings.train.device == ComputeDevice::Gpu && plan.hardware.gpu.is_none() => None,
+        (None, UpdatePlace::Gpu | UpdatePlace::Shared) => Some(Problem::new(
+            ProblemKind::Update,
+            what(format!("and there is no GPU: {}", plan.hardware.no_gpu)),
+            "leave it out, or set it to \"cpu\"",
+        )),
+        (Some(_), UpdatePlace::Cpu | UpdatePlace::Shared)
+            if settings.placement.optimizer == Tier::None =>
+        {
+            Some(Problem::new(
+                ProblemKind::Update,
+                what("and the state lives in GPU memory".into()),
+                "leave it out, or set zero_optimization.offload_optimizer.device = \"cpu\"",
+            ))
+        }
+        _ => None,
+    }
+}
+
+fn gpu_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let gpu = plan.hardware.gpu.as_ref()?;
+    let needed = plan.gpu_bytes();
+    if needed <= gpu.memory_bytes {
+        return None;
+    }
+    let placement = &settings.placement;
+    let change = if placement.optimizer == Tier::None {
+        "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
+    } else if placement.param == Tier::None {
+        "set zero_optimization.offload_param.device to \"cpu\" or \"nvme\""
+    } else {
+        "lower train_micro_batch_size_per_gpu or train.seq_len, or the micro-batches of a step"
+    };
+    Some(Problem::new(
+        ProblemKind::GpuMemory,
+        format!(
+            "the run needs {} of GPU memory, {} is available",
+            Gib(needed),
+            Gib(gpu.memory_bytes)
+        ),
+        change,
+    ))
+}
+
+fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let needed = plan
+        .host_bytes()
+        .saturating_mul(u64::from(plan.swapper.ranks));
+    let change = "set a device to \"nvme\", or lower offload.resident_share, offload.staging_bytes or the micro-batch";
+    let too_much = |limit: u64, of: &str| {
+        (limit < needed).then(|| {
+            Problem::new(
+                ProblemKind::HostMemory,
+                format!(
+                    "the run needs {} of host memory, {} is {of}",
+                    Gib(needed),
+                    Gib(limit)
+                ),
+                change,
+            )
+        })
+    };
+    let budget = settings.offload.host_memory_bytes;
+    plan.hardware
+        .host_memory_bytes
+        .and_then(|limit| too_much(limit, "available"))
+        .or_else(|| too_much(budget?, "what offload.host_memory allows"))
+}

@@ -1,0 +1,224 @@
+//! A plan as another program reads it: `trainer plan --json`. Names stay; a change of meaning gets a new version.
+
+use serde::Serialize;
+
+use super::problems::ProblemKind;
+use super::{BusBytes, Choice, ComputeMemory, Hardware, Plan, PlanError, Problem, update_word};
+
+/// Of the report's names and their meaning.
+pub const REPORT_VERSION: u32 = 1;
+
+/// The whole plan. Bytes and times are of all processes together, unless a name says `process`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub version: u32,
+    /// Whether the run can start here.
+    pub fits: bool,
+    pub problems: Vec<Problem>,
+    pub parameters: u64,
+    pub units_count: usize,
+    /// Param and state tiles of all processes.
+    pub tiles_count: usize,
+    pub tokens_per_step: u64,
+    /// Processes of the run.
+    pub ranks: u32,
+    pub hardware: Hardware,
+    pub host: HostReport,
+    /// Bytes in GPU memory; nothing without a GPU.
+    pub gpu: Option<GpuReport>,
+    /// Room on devices, both generations.
+    pub device_bytes: u64,
+    pub step: StepReport,
+    pub bound: BoundReport,
+    pub chosen: ChosenReport,
+    /// What the run file left open, and why it was chosen so.
+    pub choices: Vec<Choice>,
+}
+
+/// Instead of a [`Report`] when there is no plan to show.
+#[derive(Clone, Debug, Serialize)]
+pub struct Refusal {
+    pub version: u32,
+    /// Never.
+    pub fits: bool,
+    pub problems: Vec<Problem>,
+}
+
+impl Refusal {
+    /// For `error`.
+    pub fn new(error: &PlanError) -> Self {
+        let problem = match error {
+            PlanError::Refused(problem) => problem.clone(),
+            PlanError::Swapper(error) => Problem::new(
+                ProblemKind::Settings,
+                error.to_string(),
+                "change the setting it names",
+            ),
+        };
+        Self {
+            version: REPORT_VERSION,
+            fits: false,
+            problems: vec![problem],
+        }
+    }
+}
+
+/// Host memory of one process, part by part.
+#[derive(Clone, Debug, Serialize)]
+pub struct HostReport {
+    pub process_bytes: u64,
+    pub node_bytes: u64,
+    pub resident_tile_bytes: u64,
+    pub staging_bytes: u64,
+    pub grad_bytes: u64,
+    /// What computing takes; all zero where a GPU computes.
+    pub compute: ComputeMemory,
+    pub text_bytes: u64,
+}
+
+/// GPU memory of one process, part by part.
+#[derive(Clone, Debug, Serialize)]
+pub struct GpuReport {
+    pub process_bytes: u64,
+    /// Parameters, state and gradients whose device is `none`.
+    pub tile_bytes: u64,
+    pub compute: ComputeMemory,
+}
+
+/// Bytes of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepReport {
+    pub forward_read_bytes: u64,
+    pub backward_read_bytes: u64,
+    pub update_read_bytes: u64,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    /// Of one process.
+    pub bus_process: BusBytes,
+}
+
+/// The shortest time of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct BoundReport {
+    pub s: f64,
+    pub wall: &'static str,
+    pub terms: Vec<TermReport>,
+    pub tokens_per_s: f64,
+    /// 6 operations a parameter and token.
+    pub tflops: f64,
+    /// Computing alone.
+    pub forward_s: f64,
+    pub backward_s: f64,
+    pub update_s: f64,
+    pub bus_s: f64,
+}
+
+/// One way in which a step cannot be shorter.
+#[derive(Clone, Debug, Serialize)]
+pub struct TermReport {
+    pub wall: &'static str,
+    pub what: &'static str,
+    pub s: f64,
+}
+
+/// Settings in effect, chosen or given.
+#[derive(Clone, Debug, Serialize)]
+pub struct ChosenReport {
+    pub tile_elems: u64,
+    pub param_tile_bytes: u64,
+    pub state_tile_bytes: u64,
+    /// Of one process.
+    pub staging_bytes: u64,
+    pub commit_every: u64,
+    pub param_share: f64,
+    pub state_share: f64,
+    pub iodepth: u32,
+    pub schedule: &'static str,
+    pub update: &'static str,
+}
+
+impl Plan {
+    /// For other programs.
+    pub fn report(&self) -> Report {
+        let memory = &self.memory;
+        let bytes = self.node_bytes;
+        let ranks = u64::from(self.swapper.ranks);
+        let on_gpu = self.hardware.gpu.is_some();
+        Report {
+            version: REPORT_VERSION,
+            fits: self.problems.is_empty(),
+            problems: self.problems.clone(),
+            parameters: self.params_count,
+            units_count: self.units.len(),
+            tiles_count: memory.table_count,
+            tokens_per_step: self.tokens,
+            ranks: self.swapper.ranks,
+            hardware: self.hardware.clone(),
+            host: HostReport {
+                process_bytes: self.host_bytes(),
+                node_bytes: self.host_bytes() * ranks,
+                resident_tile_bytes: self.host_resident_bytes(),
+                staging_bytes: memory.staging_bytes(),
+                grad_bytes: self.host_grad_bytes(),
+                compute: if on_gpu {
+                    ComputeMemory::default()
+                } else {
+                    self.compute
+                },
+                text_bytes: self.text_bytes,
+            },
+            gpu: on_gpu.then(|| GpuReport {
+                process_bytes: self.gpu_bytes(),
+                tile_bytes: self.gpu_tiles.sum_bytes(),
+                compute: self.compute,
+            }),
+            device_bytes: self.device_bytes(),
+            step: StepReport {
+                forward_read_bytes: bytes.forward_read_bytes as u64,
+                backward_read_bytes: bytes.backward_read_bytes as u64,
+                update_read_bytes: bytes.update_read_bytes as u64,
+                read_bytes: bytes.read_bytes() as u64,
+                written_bytes: bytes.written_bytes as u64,
+                bus_process: self.bus,
+            },
+            bound: self.bound_report(),
+            chosen: ChosenReport {
+                tile_elems: self.swapper.tile_elems,
+                param_tile_bytes: memory.param_slot_bytes,
+                state_tile_bytes: memory.state_slot_bytes,
+                staging_bytes: memory.staging_bytes(),
+                commit_every: self.swapper.commit_every,
+                param_share: self.swapper.param_share,
+                state_share: self.swapper.state_share,
+                iodepth: self.swapper.iodepth,
+                schedule: match self.swapper.schedule {
+                    swapper::Schedule::AtOnce => "at_once",
+                    swapper::Schedule::Deferred => "deferred",
+                },
+                update: update_word(self.update),
+            },
+            choices: self.choices.clone(),
+        }
+    }
+
+    fn bound_report(&self) -> BoundReport {
+        let bound = &self.bound;
+        let terms = bound.terms.iter().map(|term| TermReport {
+            wall: term.wall.word(),
+            what: term.what,
+            s: term.s,
+        });
+        let tokens_per_s = self.tokens as f64 / bound.s;
+        BoundReport {
+            s: bound.s,
+            wall: bound.wall.word(),
+            terms: terms.collect(),
+            tokens_per_s,
+            tflops: 6.0 * self.params_count as f64 * tokens_per_s / 1e12,
+            forward_s: self.rates.forward_s,
+            backward_s: self.rates.backward_s,
+            update_s: self.rates.update_s,
+            bus_s: self.rates.bus_s,
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! Whole plans, at the figures of a Llama of 1.345 G parameters. What could go wrong: memory is counted twice or not at all,
+//! a choice does not fit the memory it was made for, a run that cannot work is let through.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::config::{RunSettings, check};
+
+const GIB: u64 = 1 << 30;
+
+/// 1.345 G parameters, 16k tokens a step, bf16.
+fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings {
+    let mut tree = json!({
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": true},
+        "zero_optimization": {
+            "offload_param": {"device": param},
+            "offload_optimizer": {"device": optimizer},
+        },
+        "model": {
+            "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
+            "num_hidden_layers": 24, "num_attention_heads": 16
+        },
+        "data": {"files": ["text"]},
+        "train": {"steps": 100, "seq_len": 2048, "run_folder": "/nonexistent/run"},
+        "offload": {}
+    });
+    for (key, place) in [(param, "offload_param"), (optimizer, "offload_optimizer")] {
+        if key == "nvme" {
+            tree["zero_optimization"][place]["nvme_path"] = json!(["/nvme0"]);
+        }
+    }
+    for (path, value) in changes {
+        let (table, key) = path.split_once('.').expect("a table and a key");
+        tree[table][key] = value.clone();
+    }
+    let ranks = ranks_of(&mut tree);
+    check(tree, "test", ranks).expect("settings")
+}
+
+/// Processes of the run, by a key that only these tests have.
+fn ranks_of(tree: &mut Value) -> Option<u32> {
+    let ranks = tree["train"].as_object_mut()?.remove("ranks")?;
+    Some(ranks.as_u64()? as u32)
+}
+
+/// A machine with one H200 and `drives` drives of 6.2 and 3.2 GB/s.
+fn h200(drives: f64) -> Overrides {
+    Overrides {
+        host_memory_bytes: Some(128 * GIB),
+        gpu_memory_bytes: Some(139 * GIB),
+        read_bytes_per_s: Some(drives * 6.2e9),
+        write_bytes_per_s: Some(drives * 3.2e9),
+        cores: Some(16),
+        tflops: Some(305.0),
+    }
+}
+
+fn plan(settings: &RunSettings, machine: &Overrides) -> Plan {
+    Plan::new(settings, Hardware::new(settings, machine), 0).expect("a plan")
+}
+
+/// The messages of everything that is refused.
+fn refused(settings: &RunSettings, machine: &Overrides) -> String {
+    let plan = plan(settings, machine);
+    assert!(plan.check().is_err(), "must be refused");
+    let problems: Vec<String> = plan.problems().iter().map(ToString::to_string).collect();
+    problems.join("\n")
+}
+
+fn tflops(plan: &Plan) -> f64 {
+    plan.report().bound.tflops
+}
+
+#[test]
+fn all_state_on_drives_is_bound_by_their_writes() {
+    let settings = large("nvme", "nvme", &[]);
+    for (drives, least, most, staging) in [(1.0, 26.0, 31.0, 1.4e9), (4.0, 104.0, 126.0, 5e9)] {
+        let plan = plan(&settings, &h200(drives));
+        plan.check().unwrap();
+        assert!((least..most).contains(&tflops(&plan)), "{}", tflops(&plan));
+        assert_eq!(plan.bound.wall, swapper::Wall::Writes);
+        assert_eq!(plan.bound.terms[0].what, "W/w", "staging is no wall");
+        let chosen = plan.memory.staging_bytes() as f64;
+        assert!((0.8..1.1).contains(&(chosen / staging)), "{chosen}");
+        assert_eq!(plan.swapper.commit_every, 1);
+        assert_eq!(plan.update, UpdatePlace::Cpu);
+        assert_eq!(plan.gpu_tiles, TileSums::default());
+        let params = plan.params_count as f64;
+        assert!((plan.step_bytes.written_bytes / params - 12.0).abs() < 0.1);
+        assert!((plan.step_bytes.read_bytes() / params - 14.0).abs() < 0.1);
+    }
+}
+
+#[test]
+fn parameters_at_home_are_committed_every_few_steps() {
+    let plan = plan(&large("cpu", "nvme", &[]), &h200(1.0));
+    assert_eq!(plan.swapper.commit_every, 4);
+    let params = plan.params_count as f64;
+    assert!((plan.step_bytes.written_bytes / params - 10.5).abs() < 0.1);
+    let given = [("offload.commit_every", json!(0))];
+    let plan = self::plan(&large("cpu", "nvme", &given), &h200(1.0));
+    assert_eq!(plan.swapper.commit_every, 0);
+    assert!(
+        !plan
+            .choices()
+            .iter()
+            .any(|c| c.key == "offload.commit_every")
+    );
+}
+
+#[test]
+fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
+    let host = plan(&large("cpu", "cpu", &[]), &h200(1.0));
+    assert_eq!(host.update, UpdatePlace::Shared);
+    assert_eq!(host.device_bytes(), 0);
+    assert_eq!(host.step_bytes, StepBytes::default());
+    // Weights, state and gradients, and nothing of the computing.
+    let tile_bytes = 14.0 * host.params_count as f64;
+    assert!((host.host_bytes() as f64 / tile_bytes - 1.0).abs() < 0.03);
+    let on_cpu = [("offload.update", json!("cpu"))];
+    let on_cpu = plan(&large("cpu", "cpu", &on_cpu), &h200(1.0));
+    assert_eq!(on_cpu.update, UpdatePlace::Cpu);
+    assert!(on_cpu.bound.s > host.bound.s);
+    // 0.434 s at 424 TFLOPS and 6.7 G parameters/s, says the design; here 305 and 5.6.
+    assert!(
+        (on_cpu.bound.s - (0.325 + 0.24)).abs() < 0.01,
+        "{}",
+        on_cpu.bound.s
+    );
+    // Weights up twice, gradients down once.
+    assert_eq!(on_cpu.bus.up_bytes, 2 * on_cpu.bus.down_bytes);
+    assert!(host.bus.up_bytes > on_cpu.bus.up_bytes);
+}
+
+#[test]
+fn device_none_is_gpu_memory_where_there_is_a_gpu() {
+    let settings = large("none", "none", &[]);
+    let plan = plan(&settings, &h200(1.0));
+    plan.check().unwrap();
+    assert_eq!((plan.host_bytes(), plan.update), (0, UpdatePlace::Gpu));
+    assert!(plan.gpu_bytes() > 14 * plan.params_count);
+    assert_eq!(plan.bus, BusBytes::default());
+    assert!((tflops(&plan) - 305.0).abs() < 1.0);
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    let plan = self::plan(&settings, &without);
+    assert_eq!((plan.gpu_bytes(), plan.update), (0, UpdatePlace::Cpu));
+    assert!(plan.host_bytes() > 14 * plan.params_count);
+}
+
+#[test]
+fn a_budget_of_host_memory_is_used_up_and_kept_to() {
+    let mut before = 0;
+    for gib in [6, 8, 12, 16, 24] {
+        let budget = [("offload.host_memory", json!(format!("{gib}GiB")))];
+        let plan = plan(&large("nvme", "nvme", &budget), &h200(4.0));
+        plan.check().unwrap();
+        let host_bytes = plan.host_bytes();
+        assert!(host_bytes <= gib * GIB, "{host_bytes} of {gib} GiB");
+        assert!(host_bytes > before);
+        before = host_bytes;
+        let (param, state) = (plan.swapper.param_share, plan.swapper.state_share);
+        assert!(
+            param == 1.0 || state == 0.0,
+            "parameters first: {param}, {state}"
+        );
+        if gib < 24 {
+            let tile = plan.memory.state_slot_bytes + plan.memory.staging_bytes();
+            assert!(host_bytes + tile >= gib * GIB, "{host_bytes} of {gib} GiB");
+        } else {
+            assert_eq!((param, state), (1.0, 1.0), "all of it fits");
+            assert_eq!(plan.memory.staging_bytes(), 0);
+        }
+        let every = plan.swapper.commit_every;
+        assert_eq!(
+            every > 1,
+            gib > 6,
+            "commits of {gib} GiB every {every} steps"
+        );
+    }
+}
+
+#[test]
+fn staging_takes_no_more_than_host_memory_has_left() {
+    let machine = Overrides {
+        host_memory_bytes: Some(4 * GIB),
+        ..h200(4.0)
+    };
+    let plan = plan(&large("nvme", "nvme", &[]), &machine);
+    plan.check().unwrap();
+    assert!(plan.memory.staging_bytes() < 2 * GIB);
+    assert_eq!(plan.bound.terms[0].what, "t_bwd + (W-S)/w");
+    assert!(
+        plan.to_string()
+            .contains("the step would be shorter with more")
+    );
+}
+
+#[test]
+fn what_nobody_measured_is_called_assumed() {
+    let settings = large("nvme", "nvme", &[]);
+    let unknown = Overrides {
+        read_bytes_per_s: None,
+        tflops: None,
+        ..h200(1.0)
+    };
+    let plan = plan(&settings, &unknown);
+    let text = plan.to_string();
+    assert!(
+        text.contains("devices reading 6.20 GB/s (assumed) and writing 3.20 GB/s (given)"),
+        "{text}"
+    );
+    assert_eq!(plan.hardware.tflops.source, Source::Assumed);
+    assert!(plan.memory.staging_bytes() as f64 > 0.97 * STAGING_BYTES_ASSUMED as f64);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_to_change() {
+    let small_gpu = Overrides {
+        gpu_memory_bytes: Some(16 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("none", "none", &[]), &small_gpu);
+    assert!(
+        text.contains(
+            "of GPU memory, 16.0 GiB is available: set zero_optimization.offload_optimizer.device"
+        ),
+        "{text}"
+    );
+    let tiny_gpu = Overrides {
+        gpu_memory_bytes: Some(2 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("cpu", "cpu", &[]), &tiny_gpu);
+    assert!(
+        text.contains("lower train_micro_batch_size_per_gpu"),
+        "{text}"
+    );
+    let small_host = Overrides {
+        host_memory_bytes: Some(8 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("cpu", "cpu", &[]), &small_host);
+    assert!(
+        text.contains("of host memory, 8.0 GiB is available: set a device to \"nvme\""),
+        "{text}"
+    );
+    let budget = [("offload.host_memory", json!("2GiB"))];
+    let text = refused(&large("nvme", "nvme", &budget), &h200(1.0));
+    assert!(
+        text.contains("2.0 GiB is what offload.host_memory allows"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused() {
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    for (key, value, part) in [
+        (
+            "train.device",
+            "gpu",
+            "train.device is \"gpu\", and there is none",
+        ),
+        (
+            "offload.update",
+            "gpu",
+            "offload.update is \"gpu\", and there is no GPU",
+        ),
+        (
+            "offload.update",
+            "shared",
+            "offload.update is \"shared\", and there is no GPU",
+        ),
+    ] {
+        let changes = [(key, json!(value))];
+        let text = refused(&large("cpu", "cpu", &changes), &without);
+        assert!(text.contains(part), "{text}");
+        plan(&large("cpu", "cpu", &changes), &h200(1.0))
+            .check()
+            .unwrap();
+    }
+    // With everything in its memory the update has no choice.
+    let changes = [("offload.update", json!("cpu"))];
+    let text = refused(&large("none", "none", &changes), &h200(1.0));
+    assert!(
+        text.contains("the state lives in GPU memory: leave it out"),
+        "{text}"
+    );
+}
+
+#[test]
+fn ranks_share_state_drives_and_host_memory() {
+    let machine = Overrides {
+        cores: Some(64),
+        ..h200(4.0)
+    };
+    let of = |ranks: u32| {
+        let ranks = [("train.ranks", json!(ranks))];
+        plan(&large("nvme", "nvme", &ranks), &machine)
+    };
+    let (one, four) = (of(1), of(4));
+    assert_eq!(four.tokens, 4 * one.tokens);
+    let ratio = |of: fn(&Plan) -> f64| of(&four) / of(&one);
+    assert!((ratio(|plan| plan.node_bytes.written_bytes) - 1.0).abs() < 0.02);
+    assert!((ratio(|plan| plan.step_bytes.written_bytes) - 0.25).abs() < 0.01);
+    assert!((ratio(|plan| plan.memory.grad_bytes() as f64) - 0.25).abs() < 0.01);
+    // The same bytes on the same drives, four times the tokens.
+    assert!((tflops(&four) / tflops(&one) - 4.0).abs() < 0.1);
+}
+
+#[test]
+fn the_report_has_the_names_that_others_read() {
+    let report =
+        serde_json::to_value(plan(&large("nvme", "nvme", &[]), &h200(1.0)).report()).unwrap();
+    for (path, is) in [
+        ("/version", json!(1)),
+        ("/fits", json!(true)),
+        ("/problems", json!([])),
+        ("/tokens_per_step", json!(16384)),
+        ("/chosen/commit_every", json!(1)),
+        ("/chosen/schedule", json!("deferred")),
+        ("/chosen/update", json!("cpu")),
+        ("/chosen/param_share", json!(0.0)),
+        ("/bound/wall", json!("device writes")),
+        ("/bound/terms/0/what", json!("W/w")),
+        ("/hardware/read_bytes_per_s/source", json!("given")),
+        ("/ranks", json!(1)),
+    ] {
+        assert_eq!(report.pointer(path), Some(&is), "{path}");
+    }
+    for path in [
+        "/parameters",
+        "/device_bytes",
+        "/host/process_bytes",
+        "/host/staging_bytes",
+        "/gpu/process_bytes",
+        "/gpu/compute/working_bytes",
+        "/step/forward_read_bytes",
+        "/step/written_bytes",
+        "/step/bus_process/up_bytes",
+        "/bound/s",
+        "/bound/tokens_per_s",
+        "/bound/tflops",
+        "/bound/update_s",
+        "/chosen/staging_bytes",
+        "/chosen/tile_elems",
+        "/chosen/state_tile_bytes",
+    ] {
+        let number = report.pointer(path).and_then(Value::as_f64);
+        assert!(
+            number.is_some_and(|number| number > 0.0),
+            "{path}: {number:?}"
+        );
+    }
+}

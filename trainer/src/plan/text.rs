@@ -1,0 +1,201 @@
+//! A plan as a person reads it.
+
+use std::fmt;
+
+use super::{Figure, Plan, update_word};
+use crate::store::Gib;
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model_line(f)?;
+        self.host_line(f)?;
+        self.gpu_line(f)?;
+        self.device_lines(f)?;
+        self.bound_lines(f)?;
+        for choice in self.choices() {
+            write!(
+                f,
+                "\nchosen    {} = {}: {}",
+                choice.key, choice.value, choice.why
+            )?;
+        }
+        for problem in self.problems() {
+            write!(f, "\nrefused   {problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn model_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "model     {:.2} M parameters in {} units, {} tiles of {} elements",
+            self.params_count as f64 / 1e6,
+            self.units.len(),
+            self.memory.table_count,
+            self.swapper.tile_elems
+        )
+    }
+
+    fn host_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "\nhost      {}: resident tiles {}, staging {}, gradients {}",
+            Gib(self.host_bytes()),
+            Gib(self.host_resident_bytes()),
+            Gib(self.memory.staging_bytes()),
+            Gib(self.host_grad_bytes()),
+        )?;
+        if self.hardware.gpu.is_none() {
+            self.compute_parts(f)?;
+        }
+        write!(f, ", text {}", Gib(self.text_bytes))?;
+        if self.swapper.ranks > 1 {
+            write!(f, "; {} times this on the node", self.swapper.ranks)?;
+        }
+        Ok(())
+    }
+
+    fn compute_parts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let compute = &self.compute;
+        write!(f, ", unit buffers {}", Gib(compute.unit_buffer_bytes))?;
+        if compute.grad_buffer_bytes > 0 {
+            write!(f, ", gradient buffers {}", Gib(compute.grad_buffer_bytes))?;
+        }
+        write!(
+            f,
+            ", activations {}, computing {}",
+            Gib(compute.activation_bytes),
+            Gib(compute.working_bytes)
+        )
+    }
+
+    fn gpu_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(gpu) = &self.hardware.gpu else {
+            return write!(f, "\nGPU       nothing: {}", self.hardware.no_gpu);
+        };
+        write!(
+            f,
+            "\nGPU       {} of {} ({}): tiles {}",
+            Gib(self.gpu_bytes()),
+            Gib(gpu.memory_bytes),
+            gpu.name,
+            Gib(self.gpu_tiles.sum_bytes())
+        )?;
+        self.compute_parts(f)
+    }
+
+    fn device_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.device_bytes() == 0 {
+            return write!(f, "\ndevices   nothing");
+        }
+        let bytes = self.node_bytes;
+        write!(
+            f,
+            "\ndevices   {} of tiles, both generations\na step    reads {} (forward {}, backward {}, update {}), writes {}",
+            Gib(self.device_bytes()),
+            Gib(bytes.read_bytes() as u64),
+            Gib(bytes.forward_read_bytes as u64),
+            Gib(bytes.backward_read_bytes as u64),
+            Gib(bytes.update_read_bytes as u64),
+            Gib(bytes.written_bytes as u64)
+        )
+    }
+
+    fn bound_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bound = &self.bound;
+        let tokens_per_s = self.tokens as f64 / bound.s;
+        let tflops = 6.0 * self.params_count as f64 * tokens_per_s / 1e12;
+        write!(
+            f,
+            "\nbound     {} a step, {tokens_per_s:.0} tokens/s, {} TFLOPS: {} is the wall, update on {}",
+            Seconds(bound.s),
+            Digits(tflops),
+            bound.wall.word(),
+            update_word(self.update),
+        )?;
+        for (n, term) in bound.terms.iter().filter(|term| term.s > 0.0).enumerate() {
+            let lead = if n == 0 { "\nterms     " } else { ", " };
+            write!(f, "{lead}{} {}", term.what, Seconds(term.s))?;
+        }
+        write!(
+            f,
+            "\nfor       {}",
+            Of(&self.hardware.tflops, 1.0, "TFLOPS")
+        )?;
+        if self.device_bytes() > 0 {
+            write!(
+                f,
+                ", devices reading {} and writing {}",
+                Of(&self.hardware.read_bytes_per_s, 1e9, "GB/s"),
+                Of(&self.hardware.write_bytes_per_s, 1e9, "GB/s")
+            )?;
+        }
+        write!(
+            f,
+            ", updating {}",
+            Of(&self.hardware.update_params_per_s, 1e9, "G parameters/s")
+        )
+    }
+}
+
+/// A figure in units of its second part, which its third part names, with where it comes from.
+struct Of<'a>(&'a Figure, f64, &'static str);
+
+impl fmt::Display for Of<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(figure, unit, name) = self;
+        write!(
+            f,
+            "{} {name} ({})",
+            Digits(figure.value / unit),
+            figure.source.word()
+        )
+    }
+}
+
+/// Three digits that matter.
+struct Digits(f64);
+
+impl fmt::Display for Digits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = self.0.abs().max(1e-9).log10().floor() as i32;
+        write!(f, "{:.*}", (2 - size).clamp(0, 6) as usize, self.0)
+    }
+}
+
+/// Seconds or milliseconds.
+struct Seconds(f64);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < 1.0 {
+            write!(f, "{} ms", Digits(self.0 * 1e3))
+        } else {
+            write!(f, "{} s", Digits(self.0))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_three_digits() {
+        let text = |value: f64| Digits(value).to_string();
+        assert_eq!(
+            [
+                text(305.2),
+                text(26.31),
+                text(5.043),
+                text(0.0312),
+                text(0.0)
+            ],
+            ["305", "26.3", "5.04", "0.0312", "0.000000"]
+        );
+        assert_eq!(Seconds(5.043).to_string(), "5.04 s");
+        assert_eq!(Seconds(0.434).to_string(), "434 ms");
+    }
+}

@@ -1,0 +1,109 @@
+//! `trainer plan` says before a run what the run will say and do, and touches nothing.
+//!
+//! What could go wrong: a plan makes a folder or a store, or needs one; it promises other bytes than are moved; it lets through
+//! what training refuses, or ends well with what it refuses.
+
+use serde_json::Value;
+
+use crate::lab::{Lab, Run, fail, finish, spawn, succeed};
+
+/// What `trainer plan --json` with `args` prints, and whether it ended well.
+fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
+    let mut command = run.command("plan");
+    command.arg("--json").args(args);
+    let output = finish(spawn(command));
+    let report = serde_json::from_slice(&output.stdout).expect("JSON");
+    (report, output.status.success())
+}
+
+#[test]
+fn a_plan_touches_nothing_and_needs_neither_text_nor_drive() {
+    let lab = Lab::new();
+    let folder = lab.path("nowhere").display().to_string();
+    let run = lab
+        .run("run", &["data.files=[\"missing\"]"])
+        .with(&["param", "optimizer"].map(|what| {
+            format!(
+                "zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = \"{folder}\"}}"
+            )
+        }));
+    let text = succeed(run.command("plan"));
+    for part in [
+        "model ", "host ", "GPU ", "devices ", "a step ", "bound ", "terms ", "chosen ",
+    ] {
+        assert!(text.contains(part), "{part} is not in {text}");
+    }
+    assert!(!run.folder.exists() && lab.store_files().is_empty());
+}
+
+#[test]
+fn a_plan_promises_the_bytes_that_a_step_moves() {
+    let lab = Lab::new();
+    let run = lab
+        .run("run", &["offload.commit_every=1"])
+        .with(&lab.nvme());
+    let (report, fits) = plan(&run, &[]);
+    assert!(fits && report["fits"] == true, "{report}");
+    assert_eq!(report["hardware"]["read_bytes_per_s"]["source"], "assumed");
+    run.train();
+    let last = run.metrics().pop().expect("a step");
+    assert_eq!(
+        last["device_written_bytes"],
+        report["step"]["written_bytes"]
+    );
+    // The text is not read for a plan.
+    let text_bytes = std::fs::metadata(lab.path("text")).unwrap().len();
+    assert_eq!(
+        last["host_bytes"].as_u64().unwrap(),
+        report["host"]["process_bytes"].as_u64().unwrap() + text_bytes
+    );
+    // What the run measured is what a plan is made for from now on.
+    let (report, _) = plan(&run, &[]);
+    for figure in ["read_bytes_per_s", "write_bytes_per_s", "tflops"] {
+        assert_eq!(report["hardware"][figure]["source"], "measured", "{figure}");
+    }
+    let (report, _) = plan(&run, &["--read", "6.2GB/s"]);
+    assert_eq!(report["hardware"]["read_bytes_per_s"]["value"], 6.2e9);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["offload.host_memory=\"1MiB\""]);
+    let (report, fits) = plan(&run, &[]);
+    assert!(!fits && report["fits"] == false, "{report}");
+    assert_eq!(report["problems"][0]["kind"], "host_memory");
+    let part = "of host memory, 1.0 MiB is what offload.host_memory allows: ";
+    for verb in ["plan", "train"] {
+        let text = fail(run.command(verb));
+        assert!(text.contains(part), "{verb}: {text}");
+    }
+    // Found even before memory is counted.
+    let run = lab
+        .run("run", &["offload.staging_bytes=4096"])
+        .with(&lab.nvme());
+    let (report, fits) = plan(&run, &[]);
+    assert!(!fits && report["fits"] == false, "{report}");
+    assert_eq!(report["problems"][0]["kind"], "settings");
+    assert!(!run.folder.exists() && lab.store_files().is_empty());
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.device=gpu"]);
+    let (report, _) = plan(&run, &[]);
+    if report["gpu"].is_object() {
+        println!("skipped: a_gpu_that_is_not_there_is_refused_before_a_byte_moves: there is one");
+        return;
+    }
+    let text = run.refused();
+    assert!(
+        text.contains("train.device is \"gpu\", and there is none: "),
+        "{text}"
+    );
+    assert!(!run.folder.exists());
+    // Another machine may have one.
+    let (_, fits) = plan(&run, &["--gpu-memory", "24GiB"]);
+    assert!(fits);
+}
