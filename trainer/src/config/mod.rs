@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 pub use settings::{
-    Batch, ComputeDevice, DataSettings, Durability, LrSchedule, OffloadSettings, OptimizerSettings,
+    Batch, DataSettings, DeviceChoice, Durability, LrSchedule, OffloadSettings, OptimizerSettings,
     Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings, UpdatePlace,
     Warmup,
 };

@@ -149,13 +149,13 @@ pub struct TrainSettings {
     pub run_folder: PathBuf,
     /// Threads that compute.
     pub threads: usize,
-    pub device: ComputeDevice,
+    pub device: DeviceChoice,
 }
 
 /// What computes forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum ComputeDevice {
+pub enum DeviceChoice {
     /// A GPU if there is one, the processor otherwise.
     Auto,
     /// The processor.

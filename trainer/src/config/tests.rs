@@ -328,7 +328,7 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         assert_eq!(run.offload.commit_every, None);
         assert_eq!(run.offload.staging_bytes, None);
         assert_eq!(run.offload.update, UpdatePlace::Auto);
-        assert_eq!(run.train.device, ComputeDevice::Auto);
+        assert_eq!(run.train.device, DeviceChoice::Auto);
         assert_eq!(run.notes, [""; 0]);
     }
     let share = |changes: &[(&str, Value)]| with(changes).placement.resident_share;

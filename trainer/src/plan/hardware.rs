@@ -7,7 +7,7 @@ use kernels::gpu::Gpu;
 use serde::Serialize;
 
 use super::measured::Measured;
-use crate::config::{ComputeDevice, RunSettings};
+use crate::config::{DeviceChoice, RunSettings};
 
 /// Forward and backward on one core, counted as 6 a parameter and token: the demo's 1,000 tokens/s of 10.5 M parameters on
 /// two cores of an EPYC with AVX2.
@@ -121,7 +121,7 @@ impl Hardware {
     pub fn new(settings: &RunSettings, overrides: &Overrides) -> Self {
         let measured = Measured::read(&settings.train.run_folder).unwrap_or_default();
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
-            (ComputeDevice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
+            (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
             (_, Some(memory_bytes)) => (Some(("as given".to_owned(), memory_bytes)), String::new()),
             (_, None) => match find_gpu() {

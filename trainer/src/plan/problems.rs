@@ -6,7 +6,7 @@ use serde::Serialize;
 use swapper::SwapperError;
 
 use super::{Plan, update_word};
-use crate::config::{ComputeDevice, RunSettings, Tier, UpdatePlace};
+use crate::config::{DeviceChoice, RunSettings, Tier, UpdatePlace};
 use crate::store::Gib;
 
 /// Why a run cannot start.
@@ -68,7 +68,7 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
 }
 
 fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let wanted = settings.train.device == ComputeDevice::Gpu;
+    let wanted = settings.train.device == DeviceChoice::Gpu;
     (wanted && plan.hardware.gpu.is_none()).then(|| {
         Problem::new(
             ProblemKind::NoGpu,
@@ -86,7 +86,7 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let what = |why: String| format!("offload.update is \"{}\", {why}", update_word(wanted));
     match (&plan.hardware.gpu, wanted) {
         // Said once is enough.
-        _ if settings.train.device == ComputeDevice::Gpu && plan.hardware.gpu.is_none() => None,
+        _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
         (None, UpdatePlace::Gpu | UpdatePlace::Shared) => Some(Problem::new(
             ProblemKind::Update,
             what(format!("and there is no GPU: {}", plan.hardware.no_gpu)),

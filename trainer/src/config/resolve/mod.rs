@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use super::toml::{ByteCount, ConfigToml, ModelToml};
 use super::{
-    ComputeDevice, DataSettings, Durability, OffloadSettings, Placement, RunSettings, Schedule,
+    DataSettings, DeviceChoice, Durability, OffloadSettings, Placement, RunSettings, Schedule,
     SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
@@ -89,9 +89,9 @@ pub(super) fn resolve(
         "train.device",
         train.device.as_deref(),
         &[
-            ("auto", ComputeDevice::Auto),
-            ("cpu", ComputeDevice::Cpu),
-            ("gpu", ComputeDevice::Gpu),
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("gpu", DeviceChoice::Gpu),
         ],
     )?;
     if placement.has_store() && train.save_every.is_some() {
@@ -185,7 +185,7 @@ fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<LlamaConfig, Setting
 fn resolve_offload(
     config: &ConfigToml,
     placement: &Placement,
-    device: ComputeDevice,
+    device: DeviceChoice,
 ) -> Result<OffloadSettings, SettingsError> {
     let offload = &config.offload;
     let update = word(
@@ -198,7 +198,7 @@ fn resolve_offload(
             ("shared", UpdatePlace::Shared),
         ],
     )?;
-    if device == ComputeDevice::Cpu && matches!(update, UpdatePlace::Gpu | UpdatePlace::Shared) {
+    if device == DeviceChoice::Cpu && matches!(update, UpdatePlace::Gpu | UpdatePlace::Shared) {
         return Err(value(
             "offload.update",
             "needs a GPU, and train.device is \"cpu\": leave one of them out",
