@@ -4,7 +4,7 @@ mod checkpoint;
 mod folder;
 mod state;
 
-pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+pub use checkpoint::{Begun, Checkpoint, CheckpointError, Checkpoints};
 pub use folder::{FolderError, RunDescription, RunFolder};
 pub(crate) use folder::{daemon_folder, differences, job_name, resolved};
 pub use state::{RunState, StateError};

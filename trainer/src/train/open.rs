@@ -300,19 +300,18 @@ impl OpenRun {
         if matches!(self.plan.swapper.backing, Backing::Store(_)) {
             return Ok(false);
         }
-        let Some(mut checkpoint) = self.checkpoints.newest()? else {
+        let Some(mut checkpoint) = self.checkpoints.newest(0)? else {
             return Ok(false);
         };
         self.state = resume(&self.state, &checkpoint.blob, say)?;
         let fill = |blanks: &mut [Blank]| {
             for blank in blanks {
-                checkpoint.next_tile(blank.param)?;
-                checkpoint.next_tile(blank.state)?;
+                checkpoint.tile(blank.range, blank.param, blank.state)?;
             }
             Ok::<(), TrainError>(())
         };
         self.swapper.initialize(fill, self.state.encode())?;
-        Ok(checkpoint.end().map(|()| true)?)
+        Ok(true)
     }
 
     /// Fresh weights into every tile; commits them as step 0.
@@ -348,13 +347,12 @@ impl OpenRun {
     /// Writes all tiles and the state into the run folder.
     pub(crate) fn save(&mut self) -> Result<(), TrainError> {
         let (swapper, state) = (&mut self.swapper, &self.state);
-        self.checkpoints.save(state.step, &state.encode(), |take| {
-            swapper.visit(&mut |_, param, state| {
-                take(param);
-                take(state);
-            })?;
-            Ok::<(), TrainError>(())
-        })
+        let blob = state.encode();
+        let begun = (self.checkpoints).begin(state.step, 0, &blob, |take| {
+            swapper.visit(take).map_err(TrainError::from)
+        })?;
+        begun.finish(&[])?;
+        Ok(self.checkpoints.prune()?)
     }
 
     /// Ends in order; everything that should last was drained or saved before.

@@ -147,27 +147,6 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
 }
 
 #[test]
-fn a_checkpoint_with_more_tiles_than_the_model_is_refused() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
-    run.train();
-    let path = run.folder.join("checkpoint/000000000006.ckpt");
-    let mut bytes = std::fs::read(&path).unwrap();
-    // After the last tile stand the end of the list and the fingerprint.
-    bytes.truncate(bytes.len() - 16);
-    bytes.extend(3u64.to_le_bytes());
-    bytes.extend([1, 2, 3]);
-    bytes.extend(u64::MAX.to_le_bytes());
-    bytes.extend(trainer::fingerprint::Fingerprint::of(&bytes).to_le_bytes());
-    std::fs::write(&path, bytes).unwrap();
-    let text = run.refused();
-    assert!(
-        text.contains("no more tiles expected, a tile of 3 bytes found"),
-        "{text}"
-    );
-}
-
-#[test]
 fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
     let lab = Lab::new();
     let run = lab.run("new", &["train.stop_after=1"]);
