@@ -120,9 +120,10 @@ fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
         toy::train_step(&mut swapper, 1).unwrap();
         assert_eq!(swapper.take_spans(), Spans::default());
         swapper.record_spans(true).unwrap();
+        // What goes on between two steps is the second one's.
+        let started = Instant::now();
         toy::train_step(&mut swapper, 2).unwrap();
         swapper.take_spans();
-        let started = Instant::now();
         let io = toy::train_step(&mut swapper, 3).unwrap();
         let spans = swapper.take_spans().list;
         swapper.record_spans(false).unwrap();
