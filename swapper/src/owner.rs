@@ -71,10 +71,9 @@ impl<H: Clone + Send + 'static> Owner<H> {
         let from_driver = Arc::new(Mutex::new(from_driver));
         let workers: Vec<JoinHandle<()>> = optimizers
             .into_iter()
-            .zip(0..)
-            .map(|(optimizer, number)| {
+            .map(|optimizer| {
                 let (layout, inbox, jobs) = (layout.clone(), inbox.clone(), from_driver.clone());
-                std::thread::spawn(move || worker::run(number, &layout, optimizer, &jobs, &inbox))
+                std::thread::spawn(move || worker::run(&layout, optimizer, &jobs, &inbox))
             })
             .collect();
         let workers_count = workers.len();

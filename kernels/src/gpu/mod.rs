@@ -19,6 +19,8 @@ mod buffer;
 mod compiler;
 mod device;
 mod error;
+#[cfg(feature = "torch")]
+pub mod fused;
 mod kernels;
 pub(crate) mod library;
 mod stream;
@@ -42,6 +44,15 @@ pub const PRELUDE: &str = include_str!("source/prelude.h");
 pub const SOURCES: &[(&str, &str)] = &[
     ("adamw", include_str!("source/adamw.cu")),
     ("reduce", include_str!("source/reduce.cu")),
+    (
+        "fused",
+        concat!(
+            include_str!("source/fused_common.h"),
+            include_str!("source/fused_norm.cu"),
+            include_str!("source/fused_pairs.cu"),
+            include_str!("source/fused_loss.cu"),
+        ),
+    ),
 ];
 
 /// Who made a GPU.

@@ -37,6 +37,9 @@ pub enum TorchError {
         /// torch's own words.
         message: String,
     },
+    /// A kernel of ours could not be launched.
+    #[error(transparent)]
+    Gpu(#[from] crate::gpu::GpuError),
     /// torch's GPU half is not in reach.
     #[error(
         "torch's half for GPUs is not in reach ({}): install a torch 2.11 with it and put its torch/lib into LD_LIBRARY_PATH, or train on the CPU",

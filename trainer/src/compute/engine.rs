@@ -1,5 +1,6 @@
 //! Forward and backward of each unit.
 
+use kernels::gpu::fused::Fused;
 use kernels::torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
@@ -70,7 +71,7 @@ impl Engine {
         Ok(Engine {
             on: device.clone(),
             device: torch_device,
-            arithmetic: Arithmetic::Explicit(Ops::Plain),
+            arithmetic: Arithmetic::Explicit(Ops::Fused(Box::new(Fused::compile(gpu)?))),
             rotary: engine.rotary.on(torch_device)?,
             logits_elems_max: explicit::LOGITS_ELEMS_MAX,
             ..engine
@@ -99,6 +100,14 @@ impl Engine {
     #[cfg(test)]
     pub(super) fn with_logits_elems_max(mut self, logits_elems_max: usize) -> Self {
         self.logits_elems_max = logits_elems_max;
+        self
+    }
+
+    /// The same arithmetic in torch's operators alone, without fused kernels: what those are held against.
+    pub fn without_fused_kernels(mut self) -> Self {
+        if let Arithmetic::Explicit(ops) = &mut self.arithmetic {
+            *ops = Ops::Plain;
+        }
         self
     }
 

@@ -1,9 +1,10 @@
 //! Positions and attention.
 
+use kernels::gpu::fused::Turn;
 use kernels::torch::vjp;
 use tch::Tensor;
 
-use super::ops::{Ops, Turn};
+use super::ops::Ops;
 use crate::compute::ComputeError;
 use crate::compute::block::{Rotary, product_input};
 use crate::model::LlamaConfig;

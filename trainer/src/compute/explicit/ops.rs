@@ -1,6 +1,7 @@
-//! What is done element by element, in torch's operators. Kernels that do the same in one pass over memory are held
-//! against these.
+//! What is done element by element: in torch's operators, which say what is meant, or in fused kernels, which do the same
+//! in one pass over memory and are held against them.
 
+use kernels::gpu::fused::{Fused, Turn};
 use tch::{Kind, Tensor};
 
 use crate::compute::ComputeError;
@@ -11,17 +12,8 @@ use crate::compute::values::IGNORED;
 pub(crate) enum Ops {
     /// torch's operators, one after another; on any device and in any kind.
     Plain,
-}
-
-/// Which way pairs are turned.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// By the position's angle.
-    Forward,
-    /// Back: the gradient's way.
-    Backward,
-    /// Only copied.
-    Not,
+    /// Kernels of our own on a GPU, for bf16 and fp32.
+    Fused(Box<Fused>),
 }
 
 /// A norm's result and what its backward pass needs.
@@ -42,6 +34,13 @@ impl Ops {
     ) -> Result<Normed, ComputeError> {
         match self {
             Ops::Plain => plain_norm(x, weight, eps),
+            Ops::Fused(fused) => {
+                let normed = fused.rms_norm(x, None, weight, eps)?;
+                Ok(Normed {
+                    output: normed.output,
+                    scale: normed.scale,
+                })
+            }
         }
     }
 
@@ -59,6 +58,12 @@ impl Ops {
                 let normed = plain_norm(&sum, weight, eps)?;
                 Ok((sum, normed))
             }
+            Ops::Fused(fused) => {
+                let normed = fused.rms_norm(x, Some(added), weight, eps)?;
+                let (output, scale) = (normed.output, normed.scale);
+                let sum = normed.sum.expect("there is a sum");
+                Ok((sum, Normed { output, scale }))
+            }
         }
     }
 
@@ -74,6 +79,7 @@ impl Ops {
     ) -> Result<(Tensor, Tensor), ComputeError> {
         match self {
             Ops::Plain => plain_norm_backward(grad, x, weight, scale, beside),
+            Ops::Fused(fused) => Ok(fused.rms_norm_backward(grad, x, weight, scale, beside)?),
         }
     }
 
@@ -88,6 +94,7 @@ impl Ops {
     ) -> Result<(), ComputeError> {
         match self {
             Ops::Plain => plain_rotary(from, to, rotary, turn),
+            Ops::Fused(fused) => Ok(fused.rotary(from, to, &rotary.cos, &rotary.sin, turn)?),
         }
     }
 
@@ -98,6 +105,7 @@ impl Ops {
                 let [gate, up] = halves(gate_up)?;
                 Ok(gate.f_silu()?.f_mul(&up)?)
             }
+            Ops::Fused(fused) => Ok(fused.gated(gate_up)?),
         }
     }
 
@@ -110,6 +118,7 @@ impl Ops {
     ) -> Result<(), ComputeError> {
         match self {
             Ops::Plain => plain_gated_backward(grad, gate_up),
+            Ops::Fused(fused) => Ok(fused.gated_backward(grad, gate_up)?),
         }
     }
 
@@ -124,6 +133,7 @@ impl Ops {
     ) -> Result<(), ComputeError> {
         match self {
             Ops::Plain => plain_cross_entropy(logits, targets, losses, token_weight),
+            Ops::Fused(fused) => Ok(fused.cross_entropy(logits, targets, losses, token_weight)?),
         }
     }
 }
