@@ -14,6 +14,7 @@ use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lend::{Lent, Message, Reply, UpdateJob};
 use crate::settings::{MemoryPlan, Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
+use crate::span::{Span, SpanKind, Spans};
 
 /// How often a waiting owner looks at the stall limit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
@@ -29,8 +30,8 @@ pub(crate) struct Driver<H> {
     grads: Vec<Option<Slot>>,
     /// Slot numbers of ranges that are away.
     away: HashMap<u32, [Option<SlotNumber>; 2]>,
-    /// Tile and slot of each operation in flight, by the daemon's tile index.
-    inflight: HashMap<TileIndex, (TileId, SlotNumber)>,
+    /// Tile, slot and start of each operation in flight, by the daemon's tile index.
+    inflight: HashMap<TileIndex, (TileId, SlotNumber, Instant)>,
     moved_last: Instant,
     stall_max: Duration,
     done: Vec<Done>,
@@ -45,8 +46,11 @@ pub(crate) struct Driver<H> {
     updating_since: Instant,
     /// Of commits planned and not begun, in order.
     blobs: VecDeque<Vec<u8>>,
-    commit_begun: bool,
+    commit_begun: Option<Instant>,
 
+    /// Collected only while asked for.
+    recording: bool,
+    spans: Spans,
     /// Whether the trainer waits for an answer.
     asked: bool,
     /// Since the start.
@@ -109,7 +113,9 @@ impl<H: Clone> Driver<H> {
             updating_count: 0,
             updating_since: Instant::now(),
             blobs: VecDeque::new(),
-            commit_begun: false,
+            commit_begun: None,
+            recording: false,
+            spans: Spans::default(),
             asked: false,
             io: StepIo {
                 generation: opened.generation,
@@ -205,9 +211,21 @@ impl<H: Clone> Driver<H> {
                 self.put_back(lent);
                 self.event(Event::Returned { range })
             }
-            Message::Updated { lent } => {
+            Message::Updated {
+                lent,
+                worker,
+                start,
+                end,
+            } => {
                 let range = lent.range;
                 self.put_back(lent);
+                self.record(|layout| Span {
+                    unit: Some(layout.ranges()[range as usize].unit),
+                    elems: layout.ranges()[range as usize].elems.clone(),
+                    worker,
+                    end,
+                    ..Span::since(SpanKind::Update, start)
+                });
                 self.updating_count -= 1;
                 if self.updating_count == 0 {
                     self.io.update_ns += self.updating_since.elapsed().as_nanos() as u64;
@@ -221,6 +239,11 @@ impl<H: Clone> Driver<H> {
                     elems: range.elems.clone(),
                     message,
                 })
+            }
+            Message::Record(recording) => {
+                self.recording = recording;
+                self.spans = Spans::default();
+                Ok(())
             }
             Message::StallMax(stall_max) => {
                 self.stall_max = stall_max;
@@ -239,10 +262,7 @@ impl<H: Clone> Driver<H> {
         session
             .poll(&mut done)
             .map_err(client("taking completions"))?;
-        let committed = match self.commit_begun {
-            true => session.poll_commit(),
-            false => None,
-        };
+        let committed = self.commit_begun.and_then(|_| session.poll_commit());
         let any = !done.is_empty() || committed.is_some();
         for one in done.drain(..) {
             self.moved(one)?;
@@ -250,7 +270,9 @@ impl<H: Clone> Driver<H> {
         self.done = done;
         if let Some(committed) = committed {
             let committed = committed.map_err(client("committing"))?;
-            self.commit_begun = false;
+            if let Some(start) = self.commit_begun.take() {
+                self.record(|_| Span::since(SpanKind::Commit, start));
+            }
             self.io.generation = committed.generation.0;
             self.event(Event::Committed)?;
         }
@@ -258,7 +280,7 @@ impl<H: Clone> Driver<H> {
     }
 
     fn moved(&mut self, done: Done) -> Result<(), SwapperError> {
-        let (tile, slot) = self
+        let (tile, slot, start) = self
             .inflight
             .remove(&done.tile)
             .expect("only what is in flight completes");
@@ -272,6 +294,18 @@ impl<H: Clone> Driver<H> {
                 };
                 *bytes += u64::from(moved.bytes);
                 *count += 1;
+                let kind = if reading {
+                    SpanKind::Read
+                } else {
+                    SpanKind::Write
+                };
+                self.record(|layout| Span {
+                    unit: Some(layout.ranges()[tile.range as usize].unit),
+                    tile: Some(tile.kind),
+                    elems: layout.ranges()[tile.range as usize].elems.clone(),
+                    bytes: u64::from(moved.bytes),
+                    ..Span::since(kind, start)
+                });
                 self.slots[tile.kind as usize][slot.0 as usize] = Some(done.slot);
                 self.event(Event::Moved { tile })
             }
@@ -328,13 +362,14 @@ impl<H: Clone> Driver<H> {
                 let Arena::Session(session) = &mut self.arena else {
                     panic!("a commit without a store");
                 };
-                self.commit_begun = true;
+                self.commit_begun = Some(Instant::now());
                 session.begin_commit(blob).map_err(client("committing"))
             }
             Action::Done => {
                 self.asked = false;
                 let io = self.io;
-                self.reply(Reply::Done { io });
+                let spans = std::mem::take(&mut self.spans);
+                self.reply(Reply::Done { io, spans });
                 Ok(())
             }
             Action::Refused { asked, announced } => {
@@ -361,7 +396,7 @@ impl<H: Clone> Driver<H> {
             Verb::SwapOut => session.swap_out(index, bytes),
         };
         started.map_err(|(_, source)| client("moving a tile")(source))?;
-        self.inflight.insert(index, (tile, slot));
+        self.inflight.insert(index, (tile, slot, Instant::now()));
         Ok(())
     }
 
@@ -406,6 +441,12 @@ impl<H: Clone> Driver<H> {
     fn reply(&self, reply: Reply) {
         // A trainer that has gone needs no answer; its close comes next.
         let _ = self.replies.send(reply);
+    }
+
+    fn record(&mut self, span: impl FnOnce(&Layout) -> Span) {
+        if self.recording {
+            self.spans.push(span(&self.layout));
+        }
     }
 
     /// Tiles only: a commit waits for other ranks, and its call has a deadline of its own.

@@ -1,11 +1,12 @@
 //! What travels between the threads: requests to the owner, slots lent to trainer and worker, and slots coming back.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use offload_client::Slot;
 
 use crate::core::Request;
 use crate::schedule::Op;
+use crate::span::Spans;
 use crate::{StepIo, SwapperError};
 
 /// One range's slots, away from the owner. Which are there depends on the use.
@@ -31,9 +32,16 @@ pub(crate) enum Message<H> {
     /// The trainer has done with a range.
     Returned(Lent),
     /// A worker has updated a range.
-    Updated { lent: Lent },
+    Updated {
+        lent: Lent,
+        worker: u32,
+        start: Instant,
+        end: Instant,
+    },
     /// The optimizer panicked; the slots are lost with it.
     UpdatePanicked { range: u32, message: String },
+    /// Whether spans are collected.
+    Record(bool),
     /// How long nothing may complete.
     StallMax(Duration),
     /// End. In order, the session is closed; otherwise it ends as in a crash.
@@ -45,8 +53,8 @@ pub(crate) enum Message<H> {
 pub(crate) enum Reply {
     /// The next range of the unit that was asked for.
     Lend(Lent),
-    /// The request is served. `io` counts since the start.
-    Done { io: StepIo },
+    /// The request is served. `io` counts since the start; `spans` are those since the answer before.
+    Done { io: StepIo, spans: Spans },
     /// Nothing more will be served.
     Failed(SwapperError),
 }

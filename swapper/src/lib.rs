@@ -32,6 +32,7 @@ mod open;
 mod owner;
 pub mod schedule;
 mod settings;
+mod span;
 mod swapper;
 mod worker;
 
@@ -47,4 +48,5 @@ pub use settings::{
     Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
     StoreSettings, SwapperSettings,
 };
+pub use span::{SPANS_MAX, Span, SpanKind, Spans};
 pub use swapper::{Blank, Optimizer, Part, PartMut, See, Swapper};

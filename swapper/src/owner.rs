@@ -71,9 +71,10 @@ impl<H: Clone + Send + 'static> Owner<H> {
         let from_driver = Arc::new(Mutex::new(from_driver));
         let workers: Vec<JoinHandle<()>> = optimizers
             .into_iter()
-            .map(|optimizer| {
+            .zip(0..)
+            .map(|(optimizer, number)| {
                 let (layout, inbox, jobs) = (layout.clone(), inbox.clone(), from_driver.clone());
-                std::thread::spawn(move || worker::run(&layout, optimizer, &jobs, &inbox))
+                std::thread::spawn(move || worker::run(number, &layout, optimizer, &jobs, &inbox))
             })
             .collect();
         let workers_count = workers.len();

@@ -14,6 +14,7 @@ use crate::lend::{Lent, Message, Reply};
 use crate::owner::{Inbox, Owner};
 use crate::schedule::{self, Op, Schedule, StepProgram};
 use crate::settings::{Opened, StepIo, SwapperSettings};
+use crate::span::{Span, SpanKind, Spans};
 use crate::{SwapperError, open};
 
 /// One tile's update. It runs on a thread of its own, tiles in the program's order, and must be deterministic.
@@ -92,6 +93,9 @@ pub struct Swapper<H: Clone + Send + 'static> {
     waited: Duration,
     /// All that moved before the present step.
     counted: StepIo,
+    /// Collected only while asked for.
+    recording: bool,
+    spans: Spans,
     stopped: bool,
 }
 
@@ -122,6 +126,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             blob: opened.resumed.clone().unwrap_or_default(),
             waited: Duration::ZERO,
             counted: StepIo::default(),
+            recording: false,
+            spans: Spans::default(),
             stopped: false,
         };
         Ok((swapper, opened))
@@ -310,6 +316,20 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.send(Message::StallMax(stall_max))
     }
 
+    /// Begins or ends the collecting of spans; what was not taken is forgotten. Begun before a step is finished, and
+    /// [`Swapper::take_spans`] called after it, the spans of the next step are complete.
+    pub fn record_spans(&mut self, recording: bool) -> Result<(), SwapperError> {
+        self.check()?;
+        self.recording = recording;
+        self.spans = Spans::default();
+        self.send(Message::Record(recording))
+    }
+
+    /// What was collected since it was taken before, up to the last call that was answered.
+    pub fn take_spans(&mut self) -> Spans {
+        std::mem::take(&mut self.spans)
+    }
+
     /// Ends in order. What was not drained is lost, as in a crash.
     pub fn close(mut self) -> Result<(), SwapperError> {
         self.owner.close()
@@ -365,8 +385,21 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         op: Op,
         use_them: impl FnMut(&mut [Lent]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.request(Request::Serve(op), None, None, use_them)
-            .map(drop)
+        let start = Instant::now();
+        let served = self.request(Request::Serve(op), None, None, use_them);
+        if self.recording {
+            let (kind, unit) = match op {
+                Op::Gather { unit } => (SpanKind::Gather, unit),
+                Op::Scatter { unit } => (SpanKind::Scatter, unit),
+                // First fills and visits are no part of a step.
+                _ => return served.map(drop),
+            };
+            self.spans.push(Span {
+                unit: Some(unit),
+                ..Span::since(kind, start)
+            });
+        }
+        served.map(drop)
     }
 
     /// Sends `request` and passes what is lent for it to `use_them`, all that is there at a time, until it is served.
@@ -401,13 +434,17 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                     let since = Instant::now();
                     let reply = self.replies.recv();
                     self.waited += since.elapsed();
+                    if self.recording {
+                        self.spans.push(Span::since(SpanKind::Wait, since));
+                    }
                     reply
                 }
                 Err(TryRecvError::Disconnected) => Err(RecvError),
             };
             match reply {
                 Ok(Reply::Lend(one)) => lent.push(one),
-                Ok(Reply::Done { io }) => {
+                Ok(Reply::Done { io, spans }) => {
+                    self.spans.append(spans);
                     let waited_ns = self.waited.as_nanos() as u64;
                     return Ok(StepIo { waited_ns, ..io });
                 }

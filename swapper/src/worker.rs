@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use crate::layout::{Kind, Layout};
 use crate::lend::{Message, UpdateJob};
@@ -12,6 +13,7 @@ use crate::swapper::Optimizer;
 
 /// Updates what comes, in order, until the owner ends or an update panics.
 pub(crate) fn run<H>(
+    worker: u32,
     layout: &Arc<Layout>,
     mut optimizer: Box<dyn Optimizer<H>>,
     jobs: &Mutex<Receiver<UpdateJob<H>>>,
@@ -24,6 +26,7 @@ pub(crate) fn run<H>(
             return;
         };
         let range = lent.range;
+        let start = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let (Some(param), Some(state), Some(grad)) =
                 (&mut lent.param, &mut lent.state, &lent.grad)
@@ -39,7 +42,12 @@ pub(crate) fn run<H>(
             );
         }));
         let message = match result {
-            Ok(()) => Message::Updated { lent },
+            Ok(()) => Message::Updated {
+                lent,
+                worker,
+                start,
+                end: Instant::now(),
+            },
             Err(panic) => Message::UpdatePanicked {
                 range,
                 message: panic

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Schedule, Staging, StoreSettings, Swapper, SwapperError, SwapperSettings,
-    TileError,
+    Backing, Durability, Schedule, SpanKind, Spans, Staging, StoreSettings, Swapper, SwapperError,
+    SwapperSettings, TileError,
 };
 
 use crate::toy;
@@ -104,6 +104,54 @@ fn a_step_at_once_moves_what_the_formula_says() {
             "step {step}: {kept} bytes less"
         );
         assert_eq!(io.generation, step + 1, "filled tiles are generation 1");
+    }
+}
+
+#[test]
+fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        let settings = SwapperSettings {
+            schedule,
+            ..settings(&daemon, &format!("spans-{schedule:?}"))
+        };
+        let (mut swapper, ..) = toy::open(&settings).unwrap();
+        toy::train_step(&mut swapper, 1).unwrap();
+        assert_eq!(swapper.take_spans(), Spans::default());
+        swapper.record_spans(true).unwrap();
+        // What goes on between two steps is the second one's.
+        let started = Instant::now();
+        toy::train_step(&mut swapper, 2).unwrap();
+        swapper.take_spans();
+        let io = toy::train_step(&mut swapper, 3).unwrap();
+        let spans = swapper.take_spans().list;
+        swapper.record_spans(false).unwrap();
+        let of = |kind: SpanKind| spans.iter().filter(move |span| span.kind == kind);
+        let sum = |kind| of(kind).map(|span| span.bytes).sum::<u64>();
+        assert_eq!(sum(SpanKind::Read), io.read_bytes, "{schedule:?}");
+        assert_eq!(sum(SpanKind::Write), io.written_bytes, "{schedule:?}");
+        assert_eq!(of(SpanKind::Read).count() as u64, io.read_count);
+        let ranges = swapper.layout().ranges().to_vec();
+        let mut updated: Vec<_> = of(SpanKind::Update)
+            .map(|span| (span.unit.unwrap(), span.elems.start))
+            .collect();
+        updated.sort_unstable();
+        let all = ranges.iter().map(|range| (range.unit, range.elems.start));
+        assert_eq!(updated, all.collect::<Vec<_>>(), "{schedule:?}");
+        // Deferred, the commit of the step before may still be going on.
+        let commits = of(SpanKind::Commit).count();
+        assert!(commits == 1 || schedule == Schedule::Deferred, "{commits}");
+        let units = toy::UNITS.len();
+        assert_eq!(of(SpanKind::Gather).count(), 2 * units);
+        assert_eq!(of(SpanKind::Scatter).count(), units);
+        for span in &spans {
+            // What a deferred step moves may have begun before it.
+            assert!(span.start <= span.end && span.end >= started && span.end <= Instant::now());
+        }
+        toy::train_step(&mut swapper, 4).unwrap();
+        assert_eq!(swapper.take_spans(), Spans::default());
+        swapper.close().unwrap();
     }
 }
 
