@@ -1,4 +1,4 @@
-//! With feature `torch`: compiles src/torch/shim.cpp against the libtorch that torch-sys found, and says where
+//! With feature `torch`: compiles src/torch/shim.cpp and src/collective/gloo/shim.cpp against the libtorch that torch-sys found, and says where
 //! that is: a RUNPATH for our own tests, and the same for dependents (`DEP_OFFLOAD_KERNELS_RUNPATH`).
 
 fn main() {
@@ -24,6 +24,7 @@ mod torch {
                 .join("include"),
         };
         println!("cargo:rerun-if-changed=src/torch/shim.cpp");
+        println!("cargo:rerun-if-changed=src/collective/gloo");
         println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");
         cc::Build::new()
             .cpp(true)
@@ -33,7 +34,11 @@ mod torch {
             .flag("-D_GLIBCXX_USE_CXX11_ABI=1") // as the wheels of 2.11.0 are built
             .include(&include)
             .include(include.join("torch/csrc/api/include"))
+            // The wheels have Gloo inside libtorch_cpu.so and declare it, but bring no headers of Gloo itself.
+            .define("USE_C10D_GLOO", None)
+            .include("src/collective/gloo/stubs")
             .file("src/torch/shim.cpp")
+            .file("src/collective/gloo/shim.cpp")
             .compile("offload_torch_shim");
         let runpath = runpath(&lib);
         println!("cargo:runpath={runpath}");

@@ -60,8 +60,20 @@ unsafe extern "C" {
 /// # Safety
 /// `message` is NULL or came from a shim function just now and is used nowhere else.
 pub(super) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(), TorchError> {
+    // SAFETY: the caller's promise is the same.
+    match unsafe { take_message(message) } {
+        None => Ok(()),
+        Some(message) => Err(TorchError::Torch { op, message }),
+    }
+}
+
+/// The first line of a shim's message, which is freed; `None` for NULL.
+///
+/// # Safety
+/// `message` is NULL or came from a shim function just now and is used nowhere else.
+pub(crate) unsafe fn take_message(message: *mut c_char) -> Option<String> {
     if message.is_null() {
-        return Ok(());
+        return None;
     }
     // SAFETY: not NULL, and the shim returns NUL-terminated text (the caller's promise).
     let text = unsafe { CStr::from_ptr(message) }
@@ -69,8 +81,5 @@ pub(super) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(),
         .into_owned();
     // SAFETY: the shim allocated it, nobody else has it (the caller's promise), and `text` is a copy.
     unsafe { offload_free_message(message) };
-    Err(TorchError::Torch {
-        op,
-        message: first_line(&text),
-    })
+    Some(first_line(&text))
 }

@@ -31,6 +31,11 @@ impl HostBuffer {
         self.elems
     }
 
+    /// Bytes of one element.
+    pub fn elem_bytes(&self) -> usize {
+        self.kind.elt_size_in_bytes()
+    }
+
     /// The buffer's memory, native byte order.
     ///
     /// Panics when a tensor from [`HostBuffer::view`] is still alive: it would see the bytes change.

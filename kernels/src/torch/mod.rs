@@ -14,7 +14,7 @@
 
 mod autograd;
 mod device;
-mod ffi;
+pub(crate) mod ffi;
 mod memory;
 mod settings;
 

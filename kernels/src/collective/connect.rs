@@ -1,0 +1,245 @@
+//! How the ranks of a run come together: heartbeats first, so that whoever does not come is named; then Gloo.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::path::Path;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::gloo::{Group, Interface, Store};
+use super::pulse::{FolderBoard, Pulse, StoreBoard};
+use super::{CollectiveError, Patience, Rendezvous, World};
+
+/// Between two looks at who is gone, while something else is waited for.
+pub(super) const LOOK: Duration = Duration::from_millis(50);
+
+/// What a rank has when all are connected. Dropped in this order.
+pub(super) struct Connected {
+    pub(super) group: Group,
+    pub(super) pulse: Pulse,
+    /// The store itself, where this rank runs it: it goes last.
+    pub(super) store: Option<Store>,
+}
+
+/// Brings this rank together with all others.
+pub(super) fn connect(
+    world: World,
+    at: &Rendezvous,
+    patience: Patience,
+) -> Result<Connected, CollectiveError> {
+    let deadline = Instant::now() + patience.connect;
+    match at {
+        Rendezvous::Alone => panic!("a run of one process connects with nobody"),
+        Rendezvous::Folder(folder) => in_folder(world, folder, patience, deadline),
+        Rendezvous::Tcp { .. } => over_tcp(world, at, patience, deadline),
+    }
+}
+
+fn in_folder(
+    world: World,
+    folder: &Path,
+    patience: Patience,
+    deadline: Instant,
+) -> Result<Connected, CollectiveError> {
+    let place = folder.display().to_string();
+    let board = Box::new(FolderBoard::open(&world, folder)?);
+    let pulse = Pulse::start(world, patience, board, None, place.clone());
+    let loopback = Interface::Address(Ipv4Addr::LOCALHOST.to_string());
+    let folder = folder.to_path_buf();
+    let open = move |timeout| Store::in_folder(&folder, world.ranks, timeout);
+    let group = meet(world, patience, &pulse, &place, loopback, deadline, open)?;
+    Ok(Connected {
+        group,
+        pulse,
+        store: None,
+    })
+}
+
+fn over_tcp(
+    world: World,
+    at: &Rendezvous,
+    patience: Patience,
+    deadline: Instant,
+) -> Result<Connected, CollectiveError> {
+    let Rendezvous::Tcp {
+        host,
+        port,
+        ours,
+        prefix,
+        interface,
+    } = at.clone()
+    else {
+        unreachable!("called for TCP only")
+    };
+    let place = format!("{host}:{port}");
+    let serves = ours && world.rank == 0;
+    let opening = {
+        let (host, prefix, place) = (host.clone(), prefix.clone(), place.clone());
+        move || {
+            let listener = serves.then(|| listen(&host, port, &place)).transpose()?;
+            let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
+            let server = listener.map(|listener| open(Some(listener))).transpose()?;
+            let board = StoreBoard::open(open(None)?, world.rank)?;
+            Ok((server, board))
+        }
+    };
+    // Resolving a name and waiting for the store have no bound of their own that can be relied on.
+    let (server, board) = bounded(deadline, opening, || None)
+        .unwrap_or_else(|| Err(absent(vec![0], patience, &place)))
+        .map_err(|error| match error {
+            // Nobody listens where rank 0 should.
+            CollectiveError::Rendezvous { .. } if ours && !serves && left(deadline).is_zero() => {
+                absent(vec![0], patience, &place)
+            }
+            error => error,
+        })?;
+    let host_rank = ours.then_some(0);
+    let pulse = Pulse::start(world, patience, Box::new(board), host_rank, place.clone());
+    let interface = match interface {
+        Some(name) => Interface::Name(name),
+        None if world.one_node() => Interface::Address(Ipv4Addr::LOCALHOST.to_string()),
+        None => Interface::Address(route_to(&host, port, &place)?.to_string()),
+    };
+    let open = move |timeout| Store::over_tcp(&host, port, None, &prefix, timeout);
+    let group = meet(world, patience, &pulse, &place, interface, deadline, open)?;
+    Ok(Connected {
+        group,
+        pulse,
+        store: server,
+    })
+}
+
+/// Waits until all ranks beat, then connects them.
+fn meet(
+    world: World,
+    patience: Patience,
+    pulse: &Pulse,
+    place: &str,
+    at: Interface,
+    deadline: Instant,
+    open: impl FnOnce(Duration) -> Result<Store, CollectiveError> + Send + 'static,
+) -> Result<Group, CollectiveError> {
+    const OP: &str = "connecting the ranks";
+    let met = || {
+        while !pulse.absent().is_empty() {
+            if let Some(gone) = pulse.verdict(OP) {
+                return Err(gone);
+            }
+            if left(deadline).is_zero() {
+                return Err(absent(pulse.absent(), patience, place));
+            }
+            std::thread::sleep(LOOK);
+        }
+        // All are there, so connecting takes no time but for a rank that is stopped just now.
+        let last = deadline.max(Instant::now() + patience.blame());
+        let operation = 2 * patience.operation + patience.connect;
+        let connecting = move || {
+            let store = open(left(last))?;
+            Group::connect(&store, world, &at, left(last), operation)
+        };
+        let verdict = || pulse.verdict(OP);
+        match bounded(last, connecting, verdict) {
+            Some(Ok(group)) => Ok(group),
+            Some(Err(error)) => Err(blame(pulse, patience, OP).unwrap_or(error)),
+            None => Err(CollectiveError::Rendezvous {
+                op: OP,
+                place: place.to_owned(),
+                message: format!("not done after {:.0} s", patience.connect.as_secs_f64()),
+            }),
+        }
+    };
+    let met = met();
+    if let Err(error) = &met {
+        pulse.end(&format!("it could not connect: {error}"));
+    }
+    met
+}
+
+/// After something failed: who is gone, once that is known; `None` when all are there.
+pub(super) fn blame(pulse: &Pulse, patience: Patience, op: &str) -> Option<CollectiveError> {
+    let until = Instant::now() + patience.blame();
+    loop {
+        if let Some(gone) = pulse.verdict(op) {
+            return Some(gone);
+        }
+        if left(until).is_zero() {
+            return None;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// What `f` returns on a thread of its own, or an error that `verdict` finds before; `None` after the deadline. The thread is then left
+/// to its own timeouts.
+fn bounded<T: Send + 'static>(
+    deadline: Instant,
+    f: impl FnOnce() -> Result<T, CollectiveError> + Send + 'static,
+    verdict: impl Fn() -> Option<CollectiveError>,
+) -> Option<Result<T, CollectiveError>> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(f()));
+    // A little longer than what `f` was given, as its own error says more.
+    let deadline = deadline + Duration::from_secs(1);
+    loop {
+        match receiver.recv_timeout(LOOK) {
+            Ok(result) => return Some(result),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                panic!("connecting panicked")
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(gone) = verdict() {
+            return Some(Err(gone));
+        }
+        if left(deadline).is_zero() {
+            return None;
+        }
+    }
+}
+
+/// On that address only: c10d by itself would listen on every interface.
+fn listen(host: &str, port: u16, place: &str) -> Result<TcpListener, CollectiveError> {
+    TcpListener::bind((host, port)).map_err(|error| CollectiveError::Rendezvous {
+        op: "listening",
+        place: place.to_owned(),
+        message: error.to_string(),
+    })
+}
+
+/// This node's address on the way to `host`.
+fn route_to(host: &str, port: u16, place: &str) -> Result<IpAddr, CollectiveError> {
+    let local = |to: SocketAddr| {
+        let any: IpAddr = match to {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        // Connecting a UDP socket sends nothing; it only asks for the route.
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect(to)?;
+        Ok(socket.local_addr()?.ip())
+    };
+    let found = (host, port)
+        .to_socket_addrs()
+        .and_then(|mut found| {
+            found
+                .next()
+                .ok_or_else(|| std::io::Error::other("no address"))
+        })
+        .and_then(local);
+    found.map_err(|error| CollectiveError::Rendezvous {
+        op: "finding the route",
+        place: place.to_owned(),
+        message: error.to_string(),
+    })
+}
+
+fn absent(ranks: Vec<u32>, patience: Patience, place: &str) -> CollectiveError {
+    CollectiveError::Absent {
+        ranks,
+        waited_s: patience.connect.as_secs_f64(),
+        place: place.to_owned(),
+    }
+}
+
+fn left(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}

@@ -1,0 +1,166 @@
+//! What can go wrong between ranks. The one who is to blame is named by its rank.
+
+/// What can go wrong between ranks.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CollectiveError {
+    /// A variable of the environment is not there, though others that go with it are.
+    #[error(
+        "{name} is not set: start the run with `trainer launch` or torchrun, which set it, or unset RANK and WORLD_SIZE to run one process"
+    )]
+    Missing {
+        /// The variable.
+        name: &'static str,
+    },
+    /// A variable of the environment holds what cannot be.
+    #[error("{name}={value:?} {problem}: start the run with `trainer launch` or torchrun")]
+    Environment {
+        /// The variable.
+        name: &'static str,
+        /// What it holds.
+        value: String,
+        /// Why that cannot be.
+        problem: String,
+    },
+    /// The folder or address where ranks meet cannot be used.
+    #[error("{op} at the rendezvous {place} failed: {message}")]
+    Rendezvous {
+        /// What was tried.
+        op: &'static str,
+        /// Folder, or host and port.
+        place: String,
+        /// The system's or torch's words.
+        message: String,
+    },
+    /// Two processes have the same rank, or a folder was used before.
+    #[error(
+        "rank {rank} is taken at the rendezvous {place}: two processes have RANK={rank}, or it was used by an earlier launch and must be a fresh one"
+    )]
+    Taken {
+        /// The rank.
+        rank: u32,
+        /// Folder, or host and port.
+        place: String,
+    },
+    /// Not all ranks came to the rendezvous.
+    #[error(
+        "after {waited_s:.0} s rank{} {} still missing at the rendezvous {place}: look at what they printed, or whether they were started",
+        list(ranks), if ranks.len() == 1 { "is" } else { "are" }
+    )]
+    Absent {
+        /// Those that did not come.
+        ranks: Vec<u32>,
+        /// How long was waited.
+        waited_s: f64,
+        /// Folder, or host and port.
+        place: String,
+    },
+    /// A rank's process is gone.
+    #[error(
+        "rank {rank} died (noticed in {op}): look at its last output, and whether it was killed or ran out of memory"
+    )]
+    Died {
+        /// The rank that died.
+        rank: u32,
+        /// What this rank was waiting for.
+        op: String,
+    },
+    /// A rank sends no heartbeat.
+    #[error(
+        "rank {rank} has not answered for {silent_s:.1} s (noticed in {op}): its process is stopped, or its node or network is down"
+    )]
+    Silent {
+        /// The rank that does not answer.
+        rank: u32,
+        /// Since when.
+        silent_s: f64,
+        /// What this rank was waiting for.
+        op: String,
+    },
+    /// A rank gave up, or ended before the others.
+    #[error("rank {rank} ended while rank {waiting} waited for it in {op}: {reason}")]
+    Left {
+        /// The rank that ended.
+        rank: u32,
+        /// This rank.
+        waiting: u32,
+        /// What this rank was waiting for.
+        op: String,
+        /// What the other rank said at its end.
+        reason: String,
+    },
+    /// All ranks are alive, but some have not come to an operation.
+    #[error(
+        "{op} was not done after {waited_s:.0} s: rank{} {} not there yet, though alive; if that is only slow, raise the timeout of operations",
+        list(ranks), if ranks.len() == 1 { "is" } else { "are" }
+    )]
+    Behind {
+        /// Those behind this rank.
+        ranks: Vec<u32>,
+        /// How long was waited.
+        waited_s: f64,
+        /// The operation.
+        op: String,
+    },
+    /// All ranks are alive and in the same operation, but its bytes take too long.
+    #[error(
+        "{op} was not done after {waited_s:.0} s though every rank is in it: the network is too slow; raise the timeout of operations"
+    )]
+    Slow {
+        /// How long was waited.
+        waited_s: f64,
+        /// The operation.
+        op: String,
+    },
+    /// Ranks that must be alike are not.
+    #[error("{what} is not the same on all ranks: rank 0 has {expected}, rank {rank} has {found}")]
+    Disagree {
+        /// What was compared.
+        what: String,
+        /// A rank that differs from rank 0.
+        rank: u32,
+        /// Rank 0's.
+        expected: String,
+        /// The other's.
+        found: String,
+    },
+    /// The library that carries the bytes failed, and no rank is to blame.
+    #[error("{op} failed: {message}")]
+    Backend {
+        /// The operation.
+        op: String,
+        /// The library's words.
+        message: String,
+    },
+}
+
+/// " 3", "s 1, 2 and 5".
+fn list(ranks: &[u32]) -> String {
+    let texts: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    match texts.as_slice() {
+        [] => "s none".to_owned(),
+        [one] => format!(" {one}"),
+        [most @ .., last] => format!("s {} and {last}", most.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_listed_as_people_write_them() {
+        assert_eq!(list(&[3]), " 3");
+        assert_eq!(list(&[1, 2]), "s 1 and 2");
+        assert_eq!(list(&[1, 2, 5]), "s 1, 2 and 5");
+        let error = CollectiveError::Absent {
+            ranks: vec![1, 2],
+            waited_s: 60.0,
+            place: "/run/meet".into(),
+        };
+        assert!(
+            error
+                .to_string()
+                .contains("after 60 s ranks 1 and 2 are still missing")
+        );
+    }
+}

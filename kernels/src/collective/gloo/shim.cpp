@@ -1,0 +1,199 @@
+// Gloo and its stores, as libtorch has them (c10d), as plain C functions. Each catches every C++ exception and returns
+// its text (NULL when all went well), to be freed with offload_free_message.
+//
+// Memory: an operation works on the caller's bytes without a copy of its own. It touches them until its wait says that
+// it is done (also when it failed), and the caller keeps them until then, whatever happens.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+struct Store {
+    c10::intrusive_ptr<c10d::Store> store;
+};
+
+struct Group {
+    c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
+    Milliseconds timeout;
+};
+
+// Set by a callback of the operation's future: when it runs Gloo has let go of the memory.
+struct Done {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    std::string error;
+    bool failed = false;
+};
+
+struct Operation {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::shared_ptr<Done> done;
+};
+
+char *copy_message(const char *text) {
+    char *copy = strdup(text);
+    // Without memory for the message NULL would read as success.
+    if (copy == nullptr) std::abort();
+    return copy;
+}
+
+template <typename F> char *guarded(F f) {
+    try {
+        f();
+        return nullptr;
+    } catch (const c10::Error &e) {
+        return copy_message(e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        return copy_message(e.what());
+    } catch (...) {
+        return copy_message("an exception of unknown type");
+    }
+}
+
+at::Tensor over(void *bytes, size_t count) {
+    return at::from_blob(bytes, {static_cast<int64_t>(count)}, at::kByte);
+}
+
+void *started(c10::intrusive_ptr<c10d::Work> work) {
+    auto done = std::make_shared<Done>();
+    auto future = work->getFuture();
+    future->addCallback([done](c10::ivalue::Future &future) {
+        std::lock_guard<std::mutex> lock(done->mutex);
+        done->failed = future.hasError();
+        if (done->failed) done->error = future.tryRetrieveErrorMessage();
+        done->done = true;
+        done->changed.notify_all();
+    });
+    return new Operation{std::move(work), std::move(done)};
+}
+
+} // namespace
+
+extern "C" {
+
+char *offload_store_folder(const char *path, int ranks, int timeout_ms, void **store) {
+    return guarded([&] {
+        auto file = c10::make_intrusive<c10d::FileStore>(path, ranks);
+        file->setTimeout(Milliseconds(timeout_ms));
+        *store = new Store{std::move(file)};
+    });
+}
+
+// With a listen_fd (bound, listening; ours from now on) the store itself runs here, otherwise it is only a client.
+char *offload_store_tcp(const char *host, int port, int listen_fd, int timeout_ms, const char *prefix, void **store) {
+    return guarded([&] {
+        c10d::TCPStoreOptions options;
+        options.port = static_cast<std::uint16_t>(port);
+        options.isServer = listen_fd >= 0;
+        if (options.isServer) options.masterListenFd = listen_fd;
+        options.waitWorkers = false;
+        options.timeout = Milliseconds(timeout_ms);
+        auto tcp = c10::make_intrusive<c10d::TCPStore>(host, options);
+        *store = new Store{c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(tcp))};
+    });
+}
+
+char *offload_store_set(void *store, const char *key, const unsigned char *bytes, size_t count) {
+    return guarded([&] {
+        static_cast<Store *>(store)->store->set(key, std::vector<uint8_t>(bytes, bytes + count));
+    });
+}
+
+// Copies at most `room` bytes; `count` is how many there are, or SIZE_MAX when nobody has set the key.
+char *offload_store_get(void *store, const char *key, unsigned char *bytes, size_t room, size_t *count) {
+    return guarded([&] {
+        auto &c10d = static_cast<Store *>(store)->store;
+        if (!c10d->check({key})) {
+            *count = SIZE_MAX;
+            return;
+        }
+        auto value = c10d->get(key);
+        *count = value.size();
+        std::memcpy(bytes, value.data(), std::min(room, value.size()));
+    });
+}
+
+char *offload_store_add(void *store, const char *key, long long amount, long long *sum) {
+    return guarded([&] { *sum = static_cast<Store *>(store)->store->add(key, amount); });
+}
+
+void offload_store_free(void *store) { delete static_cast<Store *>(store); }
+
+// Blocks until every rank is connected with every other. `interface` is NULL, or names the network interface.
+char *offload_gloo_connect(void *store, int rank, int ranks, const char *address, const char *interface, int connect_ms,
+                           int operation_ms, void **group) {
+    return guarded([&] {
+        auto options = c10d::ProcessGroupGloo::Options::create(Milliseconds(connect_ms));
+        options->devices.push_back(interface == nullptr
+                                       ? c10d::ProcessGroupGloo::createDeviceForHostname(address)
+                                       : c10d::ProcessGroupGloo::createDeviceForInterface(interface));
+        auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(static_cast<Store *>(store)->store, rank, ranks,
+                                                                std::move(options));
+        *group = new Group{std::move(gloo), Milliseconds(operation_ms)};
+    });
+}
+
+char *offload_gloo_all_gather(void *group, unsigned char *bytes, int rank, int ranks, size_t shard_bytes, void **op) {
+    return guarded([&] {
+        auto *g = static_cast<Group *>(group);
+        c10d::AllgatherOptions options;
+        options.timeout = g->timeout;
+        auto whole = over(bytes, shard_bytes * static_cast<size_t>(ranks));
+        auto own = over(bytes + shard_bytes * static_cast<size_t>(rank), shard_bytes);
+        *op = started(g->gloo->_allgather_base(whole, own, options));
+    });
+}
+
+char *offload_gloo_all_to_all(void *group, unsigned char *from, unsigned char *to, size_t bytes, void **op) {
+    return guarded([&] {
+        auto *g = static_cast<Group *>(group);
+        c10d::AllToAllOptions options;
+        options.timeout = g->timeout;
+        auto input = over(from, bytes), output = over(to, bytes);
+        std::vector<int64_t> equal_parts;
+        *op = started(g->gloo->alltoall_base(output, input, equal_parts, equal_parts, options));
+    });
+}
+
+char *offload_gloo_broadcast(void *group, unsigned char *bytes, size_t count, int root, void **op) {
+    return guarded([&] {
+        auto *g = static_cast<Group *>(group);
+        c10d::BroadcastOptions options;
+        options.timeout = g->timeout;
+        options.rootRank = root;
+        options.rootTensor = 0;
+        std::vector<at::Tensor> tensors{over(bytes, count)};
+        *op = started(g->gloo->broadcast(tensors, options));
+    });
+}
+
+// Waits at most `wait_ms`. `done`: the operation has ended and its memory is the caller's again. A message: it failed.
+char *offload_gloo_wait(void *op, int wait_ms, int *done) {
+    auto *state = static_cast<Operation *>(op)->done.get();
+    std::unique_lock<std::mutex> lock(state->mutex);
+    *done = state->changed.wait_for(lock, Milliseconds(wait_ms), [&] { return state->done; });
+    return state->done && state->failed ? copy_message(state->error.c_str()) : nullptr;
+}
+
+void offload_gloo_operation_free(void *op) { delete static_cast<Operation *>(op); }
+
+// Waits for Gloo's threads, which an operation in flight holds for as long as the timeout it was started with.
+void offload_gloo_free(void *group) { delete static_cast<Group *>(group); }
+
+} // extern "C"

@@ -1,0 +1,36 @@
+//! How long ranks wait for each other.
+
+use std::time::Duration;
+
+/// How long ranks wait for each other. All ranks of a run use the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patience {
+    /// For all ranks to come to the rendezvous. Ranks may start seconds apart.
+    pub connect: Duration,
+    /// For one operation, while all ranks are alive. Longer than any rank works between two operations, its commits included.
+    pub operation: Duration,
+    /// Without a heartbeat after which a rank counts as stopped. A busy machine delays a thread by tenths of a second, not by seconds.
+    pub silence: Duration,
+    /// Between two heartbeats of a rank.
+    pub beat: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Patience {
+            connect: Duration::from_secs(60),
+            operation: Duration::from_secs(30),
+            silence: Duration::from_secs(5),
+            beat: Duration::from_millis(500),
+        }
+    }
+}
+
+impl Patience {
+    /// For finding out which rank is to blame for a broken connection: a stopped one is known after `silence`, seen by one more beat
+    /// of each side.
+    #[cfg(feature = "torch")]
+    pub(super) fn blame(&self) -> Duration {
+        self.silence + 3 * self.beat
+    }
+}

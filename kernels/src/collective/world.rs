@@ -1,0 +1,220 @@
+//! Which rank this process is, by torchrun's names.
+
+use super::CollectiveError;
+
+/// Ranks a run may have. A mistyped WORLD_SIZE is refused before anything is sized by it.
+const RANKS_MAX: u32 = 4096;
+
+/// This process among all of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct World {
+    /// This process, from 0.
+    pub rank: u32,
+    /// Processes of the run.
+    pub ranks: u32,
+    /// This process among those of its node, from 0: which GPU is its own.
+    pub local_rank: u32,
+    /// Processes on this node.
+    pub local_ranks: u32,
+}
+
+impl World {
+    /// A run of one process.
+    pub const ALONE: World = World {
+        rank: 0,
+        ranks: 1,
+        local_rank: 0,
+        local_ranks: 1,
+    };
+
+    /// From `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which torchrun and `trainer launch` set. A process in whose
+    /// environment neither of the first two is found runs alone.
+    ///
+    /// # Errors
+    /// A variable that is missing beside the others, is no number, or does not fit them.
+    pub fn from_env() -> Result<World, CollectiveError> {
+        World::from_variables(&mut |name| std::env::var_os(name).map(lossy))
+    }
+
+    /// As [`World::from_env`], with the variables given by `get`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn from_variables(
+        get: &mut dyn FnMut(&str) -> Option<String>,
+    ) -> Result<World, CollectiveError> {
+        let (rank, ranks) = match (get("RANK"), get("WORLD_SIZE")) {
+            (None, None) => return Ok(World::ALONE),
+            (rank, ranks) => (
+                number("RANK", rank, 0, u32::MAX)?,
+                number("WORLD_SIZE", ranks, 1, RANKS_MAX)?,
+            ),
+        };
+        let (local_rank, local_ranks) = match (get("LOCAL_RANK"), get("LOCAL_WORLD_SIZE")) {
+            // Nothing to tell apart on a node of one process.
+            (None, None) if ranks == 1 => (0, 1),
+            (local_rank, local_ranks) => (
+                number("LOCAL_RANK", local_rank, 0, u32::MAX)?,
+                number("LOCAL_WORLD_SIZE", local_ranks, 1, RANKS_MAX)?,
+            ),
+        };
+        below("RANK", rank, "WORLD_SIZE", ranks)?;
+        below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)?;
+        if local_ranks > ranks {
+            return Err(CollectiveError::Environment {
+                name: "LOCAL_WORLD_SIZE",
+                value: local_ranks.to_string(),
+                problem: format!("is more than WORLD_SIZE, {ranks}"),
+            });
+        }
+        if local_ranks == ranks && local_rank != rank {
+            return Err(CollectiveError::Environment {
+                name: "LOCAL_RANK",
+                value: local_rank.to_string(),
+                problem: format!("is not RANK, {rank}, though all processes are on this node"),
+            });
+        }
+        Ok(World {
+            rank,
+            ranks,
+            local_rank,
+            local_ranks,
+        })
+    }
+
+    /// Whether all processes of the run are on this node.
+    pub fn one_node(&self) -> bool {
+        self.local_ranks == self.ranks
+    }
+}
+
+/// A value that is not UTF-8 is refused later, where it is read as what it should be.
+pub(super) fn lossy(value: std::ffi::OsString) -> String {
+    value.to_string_lossy().into_owned()
+}
+
+/// The number in a variable, within bounds.
+pub(super) fn number(
+    name: &'static str,
+    value: Option<String>,
+    min: u32,
+    max: u32,
+) -> Result<u32, CollectiveError> {
+    let value = value.ok_or(CollectiveError::Missing { name })?;
+    match value.parse::<u32>() {
+        // `parse` takes a sign; torchrun writes none.
+        Ok(number) if (min..=max).contains(&number) && !value.starts_with('+') => Ok(number),
+        _ => Err(CollectiveError::Environment {
+            name,
+            value,
+            problem: format!("is no number from {min} to {max}"),
+        }),
+    }
+}
+
+fn below(
+    name: &'static str,
+    value: u32,
+    limit_name: &'static str,
+    limit: u32,
+) -> Result<(), CollectiveError> {
+    if value < limit {
+        return Ok(());
+    }
+    Err(CollectiveError::Environment {
+        name,
+        value: value.to_string(),
+        problem: format!("is not below {limit_name}, {limit}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The variables as torchrun sets them, some changed (`None`: taken out).
+    fn world(changes: &[(&str, Option<&str>)]) -> Result<World, String> {
+        let mut variables = [
+            ("RANK", Some("5")),
+            ("WORLD_SIZE", Some("8")),
+            ("LOCAL_RANK", Some("1")),
+            ("LOCAL_WORLD_SIZE", Some("4")),
+        ];
+        for (name, value) in changes {
+            variables
+                .iter_mut()
+                .find(|(known, _)| known == name)
+                .expect("a known name")
+                .1 = *value;
+        }
+        World::from_variables(&mut |name| {
+            let found = variables.iter().find(|(known, _)| *known == name);
+            found.and_then(|(_, value)| value.map(str::to_owned))
+        })
+        .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn torchruns_variables_say_who_this_is() {
+        let found = world(&[]).unwrap();
+        assert_eq!(
+            found,
+            World {
+                rank: 5,
+                ranks: 8,
+                local_rank: 1,
+                local_ranks: 4
+            }
+        );
+        assert!(!found.one_node());
+    }
+
+    #[test]
+    fn a_process_without_the_variables_is_alone() {
+        let alone = [("RANK", None), ("WORLD_SIZE", None)];
+        assert_eq!(world(&alone).unwrap(), World::ALONE);
+        let local_missing = [
+            ("RANK", Some("0")),
+            ("WORLD_SIZE", Some("1")),
+            ("LOCAL_RANK", None),
+            ("LOCAL_WORLD_SIZE", None),
+        ];
+        assert_eq!(world(&local_missing).unwrap(), World::ALONE);
+        assert!(World::ALONE.one_node());
+    }
+
+    #[test]
+    fn a_variable_missing_beside_the_others_is_named() {
+        for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+            let error = world(&[(name, None)]).unwrap_err();
+            assert!(error.contains(&format!("{name} is not set")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_no_count_is_named() {
+        for value in ["", "x", "-1", "+5", " 5", "5.0", "4294967296", "٥"] {
+            for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+                let error = world(&[(name, Some(value))]).unwrap_err();
+                assert!(error.contains(name), "{name}={value}: {error}");
+                assert!(error.contains("no number"), "{name}={value}: {error}");
+            }
+        }
+        let error = world(&[("WORLD_SIZE", Some("0"))]).unwrap_err();
+        assert!(error.contains("no number from 1"), "{error}");
+        let error = world(&[("WORLD_SIZE", Some("1000000000"))]).unwrap_err();
+        assert!(error.contains("4096"), "{error}");
+    }
+
+    #[test]
+    fn values_that_do_not_fit_together_are_refused() {
+        let error = world(&[("RANK", Some("8"))]).unwrap_err();
+        assert!(error.contains("not below WORLD_SIZE, 8"), "{error}");
+        let error = world(&[("LOCAL_RANK", Some("4"))]).unwrap_err();
+        assert!(error.contains("not below LOCAL_WORLD_SIZE, 4"), "{error}");
+        let error = world(&[("LOCAL_WORLD_SIZE", Some("9"))]).unwrap_err();
+        assert!(error.contains("more than WORLD_SIZE"), "{error}");
+        let error = world(&[("LOCAL_WORLD_SIZE", Some("8"))]).unwrap_err();
+        assert!(error.contains("not RANK, 5"), "{error}");
+    }
+}
