@@ -249,6 +249,7 @@ impl<H: Clone> Driver<H> {
                 self.stall_max = stall_max;
                 Ok(())
             }
+            Message::Cancel { why } => Err(SwapperError::Cancelled { why }),
             Message::Close { .. } => unreachable!("ends the loop it is received in"),
         }
     }

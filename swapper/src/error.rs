@@ -93,6 +93,12 @@ pub enum SwapperError {
         /// Operations in flight.
         inflight: usize,
     },
+    /// Somebody called [`crate::Canceller::cancel`].
+    #[error("{why}")]
+    Cancelled {
+        /// The caller's reason.
+        why: String,
+    },
     /// An earlier failure, which was reported then, has ended this swapper.
     #[error("the swapper stopped after an earlier error; what was committed before it is safe")]
     Stopped,

@@ -44,6 +44,8 @@ pub(crate) enum Message<H> {
     Record(bool),
     /// How long nothing may complete.
     StallMax(Duration),
+    /// Somebody else knows that this cannot go on.
+    Cancel { why: String },
     /// End. In order, the session is closed; otherwise it ends as in a crash.
     Close { in_order: bool },
 }

@@ -49,4 +49,4 @@ pub use settings::{
     StoreSettings, SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
-pub use swapper::{Blank, Optimizer, Part, PartMut, See, Swapper};
+pub use swapper::{Blank, Canceller, Optimizer, Part, PartMut, See, Swapper};

@@ -49,6 +49,18 @@ where
     }
 }
 
+/// Ends the waiting of a swapper's calls, from any thread.
+#[derive(Clone)]
+pub struct Canceller(Arc<dyn Fn(String) + Send + Sync>);
+
+impl Canceller {
+    /// The present call, or the next, answers [`SwapperError::Cancelled`] with `why`. A commit waits for all ranks of its job:
+    /// this is how to stop waiting for one that will not come.
+    pub fn cancel(&self, why: String) {
+        (self.0)(why);
+    }
+}
+
 /// A range whose first content is to be written: every byte of `param` and `state`, which hold anything before.
 #[derive(Debug)]
 pub struct Blank<'a> {
@@ -307,6 +319,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             })?;
         }
         Ok(())
+    }
+
+    /// For a thread that learns before this swapper that it waits in vain.
+    pub fn canceller(&self) -> Canceller {
+        let inbox = self.inbox.clone();
+        Canceller(Arc::new(move |why| {
+            // An owner that has ended waits for nothing.
+            let _ = inbox.send(Message::Cancel { why });
+        }))
     }
 
     /// How long operations may be in flight without one completing before the swapper gives up: two minutes, unless this

@@ -324,6 +324,36 @@ fn a_job_goes_on_with_any_number_of_ranks() {
 }
 
 #[test]
+fn a_commit_that_waits_for_another_rank_can_be_cancelled() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    std::thread::scope(|scope| {
+        let settings = |rank| SwapperSettings {
+            rank,
+            ranks: 2,
+            ..settings(&daemon, "cancelled")
+        };
+        let (other, this) = (settings(1), settings(0));
+        let other = scope.spawn(move || toy::open(&other).unwrap());
+        let (mut swapper, ..) = toy::open(&this).unwrap();
+        // It is there, and does not step.
+        let other = other.join().unwrap();
+        let canceller = swapper.canceller();
+        let since = Instant::now();
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            canceller.cancel("rank 1 does not answer".into());
+        });
+        toy::train_step(&mut swapper, 1).unwrap();
+        let error = swapper.drain().unwrap_err();
+        assert!(since.elapsed() < Duration::from_secs(10));
+        assert_eq!(error.to_string(), "rank 1 does not answer");
+        assert!(matches!(swapper.drain(), Err(SwapperError::Stopped)));
+        drop(other);
+    });
+}
+
+#[test]
 fn a_daemon_that_hangs_is_an_error_and_no_hang() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());
