@@ -67,7 +67,7 @@ impl Core {
             let tile = self.tiles(kind).id(range);
             self.to_write[usize::from(resident)]
                 .entry(generation)
-                .or_default()
+                .or_default()[kind as usize]
                 .push_back(tile);
         }
     }

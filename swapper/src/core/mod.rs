@@ -102,8 +102,8 @@ pub struct Core {
     acknowledged: u64,
     commits: usize,
     committing: bool,
-    /// Dirty tiles by generation, staged and resident, oldest first. Entries that became stale are skipped.
-    to_write: [BTreeMap<u64, VecDeque<TileId>>; 2],
+    /// Dirty tiles by generation, staged and resident, then by kind, oldest first. Entries that became stale are skipped.
+    to_write: [BTreeMap<u64, [VecDeque<TileId>; 2]>; 2],
 
     waiting: Waiting,
     failed: bool,

@@ -72,6 +72,9 @@ impl Core {
 
     /// Writes what belongs to the generation after the acknowledged one: staged tiles soon, since their slots are wanted,
     /// resident ones only for a commit, and only once no update will change them before it.
+    ///
+    /// Parameters first: backward gathers them again and wants their slots, while unwritten state may wait in its own until
+    /// the next forward. In the order of their updates, backward's reads were as slow as the writes of the state before them.
     pub(super) fn start_writes(&mut self, actions: &mut Vec<Action>) {
         let generation = self.acknowledged + 1;
         let updates_left = self.pending_generation == generation;
@@ -81,9 +84,8 @@ impl Core {
             }
             let queues = &mut self.to_write[usize::from(resident)];
             while self.writes_inflight < self.writes_max
-                && let Some(tile) = queues
-                    .get_mut(&generation)
-                    .and_then(|queue| queue.pop_front())
+                && let Some([params, states]) = queues.get_mut(&generation)
+                && let Some(tile) = params.pop_front().or_else(|| states.pop_front())
             {
                 let tiles = &mut self.tiles[tile.kind as usize];
                 // Lent, updated again or written since it was put here: it comes back to the queue when it must.

@@ -1,7 +1,10 @@
-//! Rules of the core that random lives meet too seldom, each by itself. Whatever moves or updates ends at once.
+//! Rules of the core that random lives meet too seldom, each by itself. Whatever moves or updates ends at once, but for
+//! writes where a test wants to see their order.
+
+use std::collections::VecDeque;
 
 use swapper::Op;
-use swapper::core::{Action, Core, CoreSettings, Event, Request};
+use swapper::core::{Action, Core, CoreSettings, Event, Kind, Request, TileId};
 
 struct Bench {
     core: Core,
@@ -9,16 +12,22 @@ struct Bench {
     updated: Vec<u32>,
     /// Ranges lent and not given back.
     lent: Vec<u32>,
+    /// Writes that have not ended, when they are kept.
+    writes: Option<VecDeque<TileId>>,
     done: usize,
 }
 
 impl Bench {
     /// One unit of `ranges` ranges, nothing resident, the least staging, all tiles on their devices.
     fn new(ranges: u32) -> Self {
+        Self::with_staging(ranges, 2)
+    }
+
+    fn with_staging(ranges: u32, staging: u32) -> Self {
         let core = Core::new(CoreSettings {
             units: std::iter::once(0..ranges).collect(),
             resident: [vec![false; ranges as usize], vec![false; ranges as usize]],
-            staging: [2; 2],
+            staging: [staging; 2],
             iodepth: 2,
             workers: 1,
             durable: true,
@@ -27,6 +36,7 @@ impl Bench {
             core,
             updated: Vec::new(),
             lent: Vec::new(),
+            writes: None,
             done: 0,
         }
     }
@@ -36,6 +46,9 @@ impl Bench {
         self.core.on_event(event, &mut actions);
         for action in actions {
             match action {
+                Action::Write { tile, .. } if self.writes.is_some() => {
+                    self.writes.as_mut().expect("kept").push_back(tile);
+                }
                 Action::Read { tile, .. } | Action::Write { tile, .. } => {
                     self.event(Event::Moved { tile });
                 }
@@ -130,4 +143,22 @@ fn a_request_out_of_order_is_refused_and_the_next_one_served() {
     };
     assert_eq!(actions, [refused]);
     assert!(bench.serve(GATHER));
+}
+
+#[test]
+fn parameters_are_written_before_state_so_that_backward_finds_their_slots_free() {
+    let mut bench = Bench::with_staging(4, 4);
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    bench.writes = Some(VecDeque::new());
+    assert!(bench.finish(vec![UPDATE, Op::Commit]));
+    assert_eq!(bench.updated, [0, 1, 2, 3], "updates need no writes here");
+    let mut order = Vec::new();
+    while let Some(tile) = bench.writes.as_mut().and_then(VecDeque::pop_front) {
+        order.push((tile.kind, tile.range));
+        bench.event(Event::Moved { tile });
+    }
+    let of = |kind| (0..4).map(move |range| (kind, range));
+    let wanted: Vec<_> = of(Kind::Param).chain(of(Kind::State)).collect();
+    assert_eq!(order, wanted);
 }
