@@ -3,7 +3,7 @@
 //! A line is written when its step's loss is known; the commit of that step may come later. So after a crash the file may be
 //! ahead of the weights, or end in a torn line: opening it for step k drops all that is beyond k. The other way round, the
 //! commit may have been the last thing that happened: then line k is missing, and is made up for from the committed blob:
-//! its loss, norm, rate and tokens are exact; its bytes are the plan's, `step_s` and `bound_s` are without the update.
+//! its loss, norm, rate and tokens are exact; its bytes are the plan's, `step_s` and `bound_s` are without the update, which has no seconds either.
 //! Lines are not flushed to the drive one by one (a flush a step would stall the drive that tiles go to): after power loss the
 //! file may lack lines, the weights do not.
 
@@ -26,6 +26,17 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Seconds from the step's start to its end.
     pub step_s: f64,
+    /// Of it, seconds of computing forward and backward.
+    #[serde(default)]
+    pub forward_s: f64,
+    #[serde(default)]
+    pub backward_s: f64,
+    /// Seconds of it that the trainer waited for tiles, updates and commits.
+    #[serde(default)]
+    pub waited_s: f64,
+    /// Seconds the optimizer ran, beside all this.
+    #[serde(default)]
+    pub update_s: f64,
     /// Bytes this step read from and wrote to devices.
     pub device_read_bytes: u64,
     pub device_written_bytes: u64,
@@ -156,6 +167,10 @@ mod tests {
             lr: 1e-3,
             tokens: step * 8,
             step_s: 0.5,
+            forward_s: 0.1,
+            backward_s: 0.2,
+            waited_s: 0.2,
+            update_s: 0.3,
             device_read_bytes: 1,
             device_written_bytes: 2,
             host_bytes: 3,

@@ -240,6 +240,10 @@ impl Training {
             lr,
             tokens: state.tokens,
             step_s: started.elapsed().as_secs_f64(),
+            forward_s: gradients.forward_s,
+            backward_s: gradients.backward_s,
+            waited_s: 0.0,
+            update_s: 0.0,
             device_read_bytes: plan.step_bytes.read_bytes() as u64,
             device_written_bytes: plan.step_bytes.written_bytes as u64,
             host_bytes: plan.host_bytes(),
@@ -260,6 +264,8 @@ impl Training {
             blob,
         )?;
         metrics.step_s = started.elapsed().as_secs_f64();
+        metrics.waited_s = io.waited_ns as f64 * 1e-9;
+        metrics.update_s = io.update_ns as f64 * 1e-9;
         metrics.device_read_bytes = io.read_bytes;
         metrics.device_written_bytes = io.written_bytes;
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);

@@ -73,9 +73,11 @@ fn evaluation_appears_and_changes_nothing() {
             .collect();
         keys.retain(|key| *key != "eval_loss");
         let expected = [
+            "backward_s",
             "bound_s",
             "device_read_bytes",
             "device_written_bytes",
+            "forward_s",
             "grad_norm",
             "host_bytes",
             "loss",
@@ -83,6 +85,8 @@ fn evaluation_appears_and_changes_nothing() {
             "step",
             "step_s",
             "tokens",
+            "update_s",
+            "waited_s",
         ];
         keys.sort_unstable();
         assert_eq!(keys, expected);
