@@ -8,7 +8,7 @@
 //! the bytes it moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits,
 //! except [`Engine::open`]'s probe and dropping an engine, which waits for what is in flight.
 //!
-//! An enum and not a trait: there are two, and the owner thread should not care which it has.
+//! An enum and not a trait: there are two (and one around them in test builds), and the owner thread should not care which it has.
 
 use std::fmt;
 use std::fs::File;
@@ -21,9 +21,9 @@ use crate::arena::{Arena, ArenaId};
 use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 
+pub mod paced;
 pub mod psync;
 pub mod sim;
-
 pub mod uring;
 
 /// What the settings ask for.
@@ -153,6 +153,8 @@ pub enum Engine {
     Uring(Box<uring::Uring>),
     /// Threads.
     Psync(psync::Psync),
+    /// One of these, slowed down for a test.
+    Paced(Box<paced::Paced>),
 }
 
 impl Engine {
@@ -163,6 +165,21 @@ impl Engine {
     /// # Errors
     /// [`EngineError`] when what was asked for is not to be had; `Auto` falls back instead.
     pub fn open(
+        choice: EngineChoice,
+        devices: &[Arc<File>],
+        inflight_max: usize,
+    ) -> Result<(Self, String), EngineError> {
+        let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
+        match offload_api::pace::pace() {
+            None => Ok((engine, reason)),
+            Some(pace) => {
+                let paced = paced::Paced::new(engine, devices.len(), pace)?;
+                Ok((Self::Paced(Box::new(paced)), format!("{reason}; {pace:?}")))
+            }
+        }
+    }
+
+    fn choose(
         choice: EngineChoice,
         devices: &[Arc<File>],
         inflight_max: usize,
@@ -190,6 +207,7 @@ impl Engine {
         match self {
             Self::Uring(_) => "uring",
             Self::Psync(_) => "psync",
+            Self::Paced(e) => e.inner().name(),
         }
     }
 
@@ -198,6 +216,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.submit(io),
             Self::Psync(e) => e.submit(io),
+            Self::Paced(e) => e.submit(io),
         }
     }
 
@@ -209,6 +228,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.start(),
             Self::Psync(_) => Ok(()),
+            Self::Paced(e) => e.inner_mut().start(),
         }
     }
 
@@ -223,6 +243,7 @@ impl Engine {
                 e.reap(done);
                 Ok(())
             }
+            Self::Paced(e) => e.reap(done),
         }
     }
 
@@ -231,6 +252,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.wake(),
             Self::Psync(e) => e.wake(),
+            Self::Paced(e) => e.wake(),
         }
     }
 
@@ -239,21 +261,26 @@ impl Engine {
         match self {
             Self::Uring(e) => e.inflight_count(),
             Self::Psync(e) => e.inflight_count(),
+            Self::Paced(e) => e.inflight_count(),
         }
     }
 
     /// Makes an arena's memory known to the kernel, piece by piece with each [`Self::start`], where that helps. Operations
     /// work before, and when the machine's limits forbid it.
     pub fn register(&mut self, arena: &Arc<Arena>) {
-        if let Self::Uring(e) = self {
-            e.register(arena);
+        match self {
+            Self::Uring(e) => e.register(arena),
+            Self::Psync(_) => {}
+            Self::Paced(e) => e.inner_mut().register(arena),
         }
     }
 
     /// Ends what [`Self::register`] began.
     pub fn forget(&mut self, arena: ArenaId) {
-        if let Self::Uring(e) = self {
-            e.forget(arena);
+        match self {
+            Self::Uring(e) => e.forget(arena),
+            Self::Psync(_) => {}
+            Self::Paced(e) => e.inner_mut().forget(arena),
         }
     }
 
@@ -262,6 +289,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.has_work(),
             Self::Psync(_) => false,
+            Self::Paced(e) => e.inner().has_work(),
         }
     }
 }
