@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::config::RunSettings;
 use trainer::plan::{Hardware, Overrides, Plan, PlanError, Refusal, parse_bytes, parse_rate};
 
@@ -124,17 +125,22 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
 /// cores); with this they did not, and on free cores no difference was seen.
 const SPIN_COUNT: &str = "20000";
 
-/// libgomp reads its environment when it is loaded, before `main`: so this program starts itself once more, unless the
-/// environment says something already.
-fn spin_briefly() {
+/// Libraries read their environment when they are loaded, before `main`, or once: so this program starts itself once more
+/// with what is missing there. What is there already stays.
+fn set_environment() {
     use std::os::unix::process::CommandExt;
-    let chosen = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"]
-        .iter()
-        .any(|name| std::env::var_os(name).is_some());
-    if chosen {
+    let missing = |name: &str| std::env::var_os(name).is_none();
+    let mut settings = Vec::new();
+    if missing("GOMP_SPINCOUNT") && missing("OMP_WAIT_POLICY") {
+        settings.push(("GOMP_SPINCOUNT", SPIN_COUNT));
+    }
+    if missing(CUBLAS_WORKSPACE) {
+        settings.push((CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0]));
+    }
+    if settings.is_empty() {
         return;
     }
-    // Returns only when it cannot; then the run is slower on a busy machine, and right all the same.
+    // Returns only when it cannot: then the run is slower on a busy machine, and refused on a GPU.
     let Ok(program) = std::env::current_exe() else {
         return;
     };
@@ -144,11 +150,11 @@ fn spin_briefly() {
     if let Some(name) = args.next() {
         again.arg0(name);
     }
-    let _ = again.args(args).env("GOMP_SPINCOUNT", SPIN_COUNT).exec();
+    let _ = again.args(args).envs(settings).exec();
 }
 
 fn main() -> ExitCode {
-    spin_briefly();
+    set_environment();
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),

@@ -9,6 +9,5 @@ mod memory;
 mod reduce;
 #[path = "../shared/mod.rs"]
 mod shared;
-mod stand_in;
 mod streams;
 mod tile_updater;

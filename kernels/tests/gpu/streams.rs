@@ -9,29 +9,22 @@ use kernels::gpu::{CompileOptions, DeviceBuffer, Gpu, GpuError, Stream};
 
 use crate::device::{downloaded, gpu};
 
-/// Bytes of one copy: some tens of microseconds of a GPU's memory.
-fn copy_bytes(gpu: &Gpu) -> usize {
-    (gpu.info().memory_bytes as usize / 1024).min(64 << 20)
-}
+const BYTES: usize = 64 << 20;
 
 /// Enqueues work of some milliseconds that ends with `last` in the first byte of `buffer`.
 fn enqueue_long_work(gpu: &Gpu, stream: &Stream, buffer: &DeviceBuffer, last: &DeviceBuffer) {
-    let other = gpu.alloc(copy_bytes(gpu)).unwrap();
+    let other = gpu.alloc(BYTES).unwrap();
     for _ in 0..300 {
-        stream
-            .copy(other.at(0), buffer.at(0), copy_bytes(gpu))
-            .unwrap();
+        stream.copy(other.at(0), buffer.at(0), BYTES).unwrap();
     }
-    stream
-        .copy(last.at(0), buffer.at(0), copy_bytes(gpu))
-        .unwrap();
+    stream.copy(last.at(0), buffer.at(0), BYTES).unwrap();
     // Kept until the work is done by whoever synchronises: freeing waits for the device, which would hide what is tested.
     std::mem::forget(other);
 }
 
 fn filled(gpu: &Gpu, stream: &Stream, byte: u8) -> DeviceBuffer {
-    let buffer = gpu.alloc(copy_bytes(gpu)).unwrap();
-    gpu.upload(stream, &buffer, &[(0, &vec![byte; copy_bytes(gpu)])])
+    let buffer = gpu.alloc(BYTES).unwrap();
+    gpu.upload(stream, &buffer, &[(0, &vec![byte; BYTES])])
         .unwrap();
     buffer
 }
@@ -50,10 +43,8 @@ fn a_stream_that_waits_for_an_event_sees_what_came_before_it() {
     );
     second.wait(&written).unwrap();
     drop(written);
-    second
-        .copy(shared.at(0), copy.at(0), copy_bytes(&gpu))
-        .unwrap();
-    assert!(downloaded(&gpu, &second, &copy, 0, copy_bytes(&gpu)) == vec![7; copy_bytes(&gpu)]);
+    second.copy(shared.at(0), copy.at(0), BYTES).unwrap();
+    assert!(downloaded(&gpu, &second, &copy, 0, BYTES) == vec![7; BYTES]);
 }
 
 #[test]
@@ -84,10 +75,7 @@ fn timed_events_tell_the_time_between_them() {
     let after = stream.record_timed().unwrap();
     after.synchronize().unwrap();
     let elapsed = Duration::from_secs_f32(after.elapsed_ms_since(&before).unwrap() / 1e3);
-    assert!(
-        elapsed > Duration::from_millis(1),
-        "{elapsed:?} for 300 copies"
-    );
+    assert!(elapsed > Duration::from_millis(1), "{elapsed:?} for 38 GB");
     assert!(
         elapsed <= start.elapsed() + Duration::from_millis(1),
         "{elapsed:?}"

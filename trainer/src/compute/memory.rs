@@ -7,7 +7,9 @@
 //! them against what a process really takes.
 
 use super::Dtype;
+use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
+use super::values::adjacent;
 use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
@@ -78,4 +80,96 @@ pub fn working_bytes(
     };
     let alive = block_bytes.max(head_bytes).max(embedding_bytes) + waiting;
     (alive as f64 * FRAGMENTATION) as u64
+}
+
+/// What torch keeps from the device beyond what is alive: pieces of one size that do not serve another.
+const DEVICE_FRAGMENTATION: f64 = 1.3;
+
+/// Buffers of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and room for a vendor that takes more.
+const LIBRARY_BYTES: u64 = 128 << 20;
+
+/// Into how many parts flash attention's deterministic backward pass sums the query's gradient: so many that every
+/// multiprocessor has work. An H200 has 132.
+const ATTENTION_PARTS: u64 = 160;
+
+/// What a process takes of a GPU before its first tensor: context, code of cuBLAS and torch. Measured some 0.5 GiB on an
+/// H200; no part of [`device_working_bytes`].
+pub const DEVICE_CONTEXT_BYTES: u64 = 1 << 30;
+
+/// As [`working_bytes`], of a GPU's memory. The caller holds weights, gradients' buffers and kept activations.
+pub fn device_working_bytes(
+    config: &LlamaConfig,
+    dtype: Dtype,
+    micro_batch: usize,
+    seq_len: usize,
+    micro_batches: usize,
+) -> u64 {
+    let units = unit_layouts(config);
+    let tokens = (micro_batch * seq_len) as u64;
+    let elem_bytes = dtype.elem_bytes() as u64;
+    let elems = |unit: &UnitLayout| unit.elems as u64;
+    let (embedding, block, head) = (
+        elems(&units[0]),
+        elems(&units[1]),
+        elems(&units[units.len() - 1]),
+    );
+    let several = micro_batches > 1;
+    let hidden = config.hidden_size as u64;
+    let query = (config.heads * config.head_dim()) as u64;
+    let key = (config.kv_heads * config.head_dim()) as u64;
+    let feed_forward = config.intermediate_size as u64;
+    let projected = query + 2 * key;
+    let repeated = if config.heads == config.kv_heads {
+        0
+    } else {
+        2 * query
+    };
+
+    // Computed again and kept: the first norm, query, key and value, attention's output (twice, where torch lays it out
+    // otherwise).
+    let attended = hidden + projected + repeated + 2 * query;
+    // At the down projection: the sum, the second norm, gate and up, and their product's gradient.
+    let at_down = attended + 2 * hidden + 3 * feed_forward;
+    // At attention: gradients of the sum and of attention's output, of query, key and value, and those packed.
+    let at_attention = attended + hidden + query + projected + repeated + projected;
+    let head_dim = config.head_dim() as u64;
+    let attention_parts =
+        (ATTENTION_PARTS * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES;
+    let graph =
+        (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts);
+    // From the second micro-batch on: the sums, and the largest product before it is added; twice, since a sum is new.
+    let largest = (projected.max(2 * feed_forward) * hidden) * (elem_bytes + WIDE_BYTES);
+    let sums = if several {
+        block * WIDE_BYTES + largest
+    } else {
+        0
+    };
+    // Weights that do not lie side by side are copied together, and gradients come apart.
+    let copies = if side_by_side(&units[1]) { 0 } else { 2 };
+    let block_bytes = graph + sums + block * elem_bytes * copies;
+
+    let vocab = config.vocab_size as u64;
+    let logits_max = (explicit::LOGITS_ELEMS_MAX as u64).max(vocab);
+    let projection = if config.tied { embedding } else { head };
+    // Its fp32 sum over slices; where another is there already, that one and the new sum of both.
+    let added = |again: bool| if again { 3 } else { 1 };
+    let head_bytes = (tokens * vocab).min(logits_max) * elem_bytes
+        + 3 * tokens * hidden * elem_bytes
+        + projection * WIDE_BYTES * added(several || config.tied);
+    let embedding_bytes = tokens * hidden * WIDE_BYTES
+        + tokens * 64
+        + embedding * WIDE_BYTES * added(several || config.tied);
+    // A tied embedding's sum waits from the head to the end of backward.
+    let waiting = if config.tied {
+        embedding * WIDE_BYTES
+    } else {
+        0
+    };
+    let alive = block_bytes.max(head_bytes).max(embedding_bytes) + waiting;
+    (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
+}
+
+/// Whether query, key and value are one matrix as they lie, and gate and up too.
+fn side_by_side(block: &UnitLayout) -> bool {
+    adjacent(&block.params[1..4]) && adjacent(&block.params[6..8])
 }

@@ -25,7 +25,7 @@ mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
-pub use memory::working_bytes;
+pub use memory::{DEVICE_CONTEXT_BYTES, device_working_bytes, working_bytes};
 pub use values::{Activation, Dtype, IGNORED, LossHandle, Tokens, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
