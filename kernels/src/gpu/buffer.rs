@@ -106,26 +106,10 @@ impl Gpu {
         to: &DeviceBuffer,
         pieces: &[(usize, &[u8])],
     ) -> Result<(), GpuError> {
-        let places: Vec<(u64, &[u8])> = pieces
-            .iter()
-            .map(|(offset_bytes, piece)| (to.at(*offset_bytes).address(piece.len()), *piece))
-            .collect();
-        self.make_current()?;
-        let mut enqueued = Ok(());
-        for (address, piece) in places.into_iter().filter(|(_, piece)| !piece.is_empty()) {
-            // SAFETY: the range on the device is allocated (checked by `address`). The host bytes are borrowed until this function
-            // returns, which it does after the wait below, also when a later piece cannot be enqueued.
-            let code = unsafe {
-                let from = piece.as_ptr().cast::<c_void>();
-                (self.driver().copy_up)(address, from, piece.len(), stream.raw())
-            };
-            enqueued = self.check(code, || format!("copying {} bytes up", piece.len()));
-            if enqueued.is_err() {
-                break;
-            }
-        }
-        // Not `and_then`: what was enqueued is waited for in any case.
-        enqueued.and(stream.synchronize())
+        let lent = HostLoan(stream);
+        // SAFETY: the host bytes are borrowed until this function returns, which `lent` lets it do only after the copies.
+        unsafe { self.enqueue_upload(stream, to, pieces)? };
+        lent.settle()
     }
 
     /// Copies bytes at each offset of `from` to host bytes, in order on `stream`, and waits until all have arrived.
@@ -140,25 +124,75 @@ impl Gpu {
         from: &DeviceBuffer,
         pieces: &mut [(usize, &mut [u8])],
     ) -> Result<(), GpuError> {
-        for (offset_bytes, piece) in pieces.iter() {
-            from.at(*offset_bytes).address(piece.len());
-        }
+        let lent = HostLoan(stream);
+        // SAFETY: as in `upload`; the borrow of the host bytes is exclusive.
+        unsafe { self.enqueue_download(stream, from, pieces)? };
+        lent.settle()
+    }
+
+    /// As [`Gpu::upload`], without waiting.
+    ///
+    /// # Safety
+    /// The host bytes stay where they are, and unchanged, until `stream` has been waited for. A [`HostLoan`] sees to the wait.
+    pub(super) unsafe fn enqueue_upload(
+        &self,
+        stream: &Stream,
+        to: &DeviceBuffer,
+        pieces: &[(usize, &[u8])],
+    ) -> Result<(), GpuError> {
         self.make_current()?;
-        let mut enqueued = Ok(());
+        for (offset_bytes, piece) in pieces.iter().filter(|(_, piece)| !piece.is_empty()) {
+            let address = to.at(*offset_bytes).address(piece.len());
+            // SAFETY: the range on the device is allocated (checked by `address`); the host's is the caller's promise.
+            let code = unsafe {
+                let from = piece.as_ptr().cast::<c_void>();
+                (self.driver().copy_up)(address, from, piece.len(), stream.raw())
+            };
+            self.check(code, || format!("copying {} bytes up", piece.len()))?;
+        }
+        Ok(())
+    }
+
+    /// As [`Gpu::download`], without waiting.
+    ///
+    /// # Safety
+    /// The host bytes stay where they are, and nobody looks at them, until `stream` has been waited for. A [`HostLoan`] sees to the wait.
+    pub(super) unsafe fn enqueue_download(
+        &self,
+        stream: &Stream,
+        from: &DeviceBuffer,
+        pieces: &mut [(usize, &mut [u8])],
+    ) -> Result<(), GpuError> {
+        self.make_current()?;
         for (offset_bytes, piece) in pieces.iter_mut().filter(|(_, piece)| !piece.is_empty()) {
             let address = from.at(*offset_bytes).address(piece.len());
-            // SAFETY: as in `upload`; the borrow of the host bytes is exclusive.
+            // SAFETY: as in `enqueue_upload`.
             let code = unsafe {
                 let to = piece.as_mut_ptr().cast::<c_void>();
                 (self.driver().copy_down)(to, address, piece.len(), stream.raw())
             };
-            enqueued = self.check(code, || format!("copying {} bytes down", piece.len()));
-            if enqueued.is_err() {
-                break;
-            }
+            self.check(code, || format!("copying {} bytes down", piece.len()))?;
         }
-        // Not `and_then`: what was enqueued is waited for in any case.
-        enqueued.and(stream.synchronize())
+        Ok(())
+    }
+}
+
+/// Host memory is lent to the copies of a stream. On every way out, also by an error or a panic, the stream is waited for.
+pub(super) struct HostLoan<'a>(pub(super) &'a Stream);
+
+impl HostLoan<'_> {
+    /// Waits until all copies are done.
+    pub(super) fn settle(self) -> Result<(), GpuError> {
+        let stream = self.0;
+        std::mem::forget(self);
+        stream.synchronize()
+    }
+}
+
+impl Drop for HostLoan<'_> {
+    fn drop(&mut self) {
+        // The error that led here is the one to show.
+        let _ = self.0.synchronize();
     }
 }
 

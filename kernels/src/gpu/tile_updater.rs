@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use super::buffer::HostLoan;
 use super::{DeviceBuffer, Gpu, GpuError, Stream};
 use crate::adamw::{Hyper, Master, state_tile_bytes};
 
@@ -72,11 +73,11 @@ impl TileUpdater {
             weight_decay: 0.0,
             ..*hyper
         };
-        self.gpu.upload(
-            &self.stream,
-            &self.tile,
-            &[(param_at, param), (state_at, state), (grad_at, grad)],
-        )?;
+        let lent = HostLoan(&self.stream);
+        let up = [(param_at, &*param), (state_at, &*state), (grad_at, grad)];
+        // SAFETY: the slices are borrowed until this function returns, which `lent` lets it do only after the copies. The copies down
+        // are enqueued behind those up.
+        unsafe { self.gpu.enqueue_upload(&self.stream, &self.tile, &up)? };
         for (range, decays) in parts_of_tile {
             kernels.adamw_range(
                 &self.stream,
@@ -89,11 +90,13 @@ impl TileUpdater {
                 range.clone(),
             )?;
         }
-        self.gpu.download(
-            &self.stream,
-            &self.tile,
-            &mut [(param_at, param), (state_at, state)],
-        )
+        let mut down = [(param_at, param), (state_at, state)];
+        // SAFETY: as above; the borrows of these two are exclusive.
+        unsafe {
+            self.gpu
+                .enqueue_download(&self.stream, &self.tile, &mut down)?
+        };
+        lent.settle()
     }
 }
 

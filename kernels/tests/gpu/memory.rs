@@ -89,6 +89,20 @@ fn a_range_beyond_its_buffer_is_refused() {
 }
 
 #[test]
+fn copies_enqueued_before_a_panic_are_done_when_it_is_caught() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let buffer = gpu.alloc(MIB).unwrap();
+    let mut bytes = vec![1; MIB];
+    // The second piece does not fit; the first is on its way then.
+    let pieces = [(0, &bytes[..]), (MIB, &bytes[..1])];
+    catch_unwind(AssertUnwindSafe(|| gpu.upload(&stream, &buffer, &pieces))).unwrap_err();
+    // The bytes are the caller's again.
+    bytes.fill(2);
+    assert!(downloaded(&gpu, &stream, &buffer, 0, MIB) == vec![1; MIB]);
+}
+
+#[test]
 fn memory_given_back_is_free_again() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
