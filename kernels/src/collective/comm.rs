@@ -258,6 +258,20 @@ impl Comm {
         Ok(())
     }
 
+    pub(super) fn patience(&self) -> Patience {
+        let link = self.link.as_ref();
+        link.map_or_else(Patience::default, |link| link.patience)
+    }
+
+    pub(super) fn link(&self) -> Option<Arc<Link>> {
+        self.link.clone()
+    }
+
+    /// The rank that is gone, if one is known to be.
+    pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
+        self.link.as_ref().and_then(|link| link.gone(op))
+    }
+
     /// Bytes of the first `elems` elements.
     fn checked_bytes(&self, buffer: &HostBuffer, elems: usize) -> usize {
         assert!(

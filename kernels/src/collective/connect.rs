@@ -168,6 +168,21 @@ pub(super) fn blame(pulse: &Pulse, patience: Patience, op: &str) -> Option<Colle
     }
 }
 
+/// What `f` returns on a thread of its own, within `time`; or an error that `verdict` finds before.
+pub(super) fn left_alone<T: Send + 'static>(
+    time: Duration,
+    op: &str,
+    f: impl FnOnce() -> Result<T, CollectiveError> + Send + 'static,
+    verdict: impl Fn() -> Option<CollectiveError>,
+) -> Result<T, CollectiveError> {
+    bounded(Instant::now() + time, f, verdict).unwrap_or_else(|| {
+        Err(CollectiveError::Backend {
+            op: op.to_owned(),
+            message: format!("not done after {:.0} s", time.as_secs_f64()),
+        })
+    })
+}
+
 /// What `f` returns on a thread of its own, or an error that `verdict` finds before; `None` after the deadline. The thread is then left
 /// to its own timeouts.
 fn bounded<T: Send + 'static>(

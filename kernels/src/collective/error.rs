@@ -123,6 +123,15 @@ pub enum CollectiveError {
         /// The other's.
         found: String,
     },
+    /// Neither NCCL nor RCCL is in reach.
+    #[error(
+        "no NCCL or RCCL for work of several GPUs together ({}): install the one that torch brings and put its folder into LD_LIBRARY_PATH",
+        tried.join("; ")
+    )]
+    NoLibrary {
+        /// Each place that was tried, with the loader's answer.
+        tried: Vec<String>,
+    },
     /// The library that carries the bytes failed, and no rank is to blame.
     #[error("{op} failed: {message}")]
     Backend {

@@ -15,7 +15,7 @@ const IN_FLIGHT_MAX: usize = 16;
 /// What all calls of a rank share.
 pub(super) struct Link {
     pub(super) world: World,
-    patience: Patience,
+    pub(super) patience: Patience,
     state: Mutex<State>,
     pulse: Pulse,
     /// The store itself, where this rank runs it.
@@ -163,6 +163,16 @@ impl Link {
     pub(super) fn give_scratch(&self, buffer: HostBuffer) {
         // No more than operations were in flight at a time.
         self.lock().scratch.push(buffer);
+    }
+
+    /// The rank that is gone, if one is known to be.
+    pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
+        self.pulse.verdict(op)
+    }
+
+    /// After something failed: the rank that is gone, once that is known.
+    pub(super) fn blame(&self, op: &str) -> Option<CollectiveError> {
+        blame(&self.pulse, self.patience, op)
     }
 
     /// Tells the others that this rank ends.

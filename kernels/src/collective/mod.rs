@@ -24,6 +24,8 @@ mod error;
 mod gloo;
 #[cfg(feature = "torch")]
 mod link;
+#[cfg(feature = "torch")]
+mod nccl;
 mod patience;
 #[cfg(feature = "torch")]
 mod pending;
@@ -37,6 +39,8 @@ mod world;
 #[cfg(feature = "torch")]
 pub use comm::Comm;
 pub use error::CollectiveError;
+#[cfg(feature = "torch")]
+pub use nccl::GpuComm;
 pub use patience::Patience;
 #[cfg(feature = "torch")]
 pub use pending::Pending;

@@ -158,7 +158,7 @@ impl Gpu {
     }
 
     /// Makes this device the calling thread's; every call to the driver comes after one of these.
-    pub(super) fn make_current(&self) -> Result<(), GpuError> {
+    pub(crate) fn make_current(&self) -> Result<(), GpuError> {
         self.0
             .runtime
             .make_current(self.0.info.index, self.0.context)

@@ -70,7 +70,7 @@ pub(super) fn folders_beside_torch() -> Vec<PathBuf> {
 }
 
 /// Where a vendor's toolkit lies: as its environment variables say, else where its installer puts it.
-pub(super) fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
+pub(crate) fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
     let (variables, usual, lib): (&[&str], &str, &str) = match vendor {
         Vendor::Cuda => (&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", "lib64"),
         Vendor::Hip => (&["ROCM_PATH", "HIP_PATH"], "/opt/rocm", "lib"),

@@ -3,6 +3,7 @@
 //! Every rank is a process of its own: this program again, running the same test with torchrun's variables set (`lab.rs`).
 
 mod gone;
+mod gpus;
 mod lab;
 mod meeting;
 mod values;

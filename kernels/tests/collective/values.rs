@@ -33,7 +33,8 @@ fn encode(kind: Kind, value: f32) -> Vec<u8> {
     }
 }
 
-fn filled(kind: Kind, elems: usize, value: impl Fn(usize) -> f32) -> HostBuffer {
+/// A buffer with `value` of each element's number.
+pub(crate) fn filled(kind: Kind, elems: usize, value: impl Fn(usize) -> f32) -> HostBuffer {
     let mut buffer = HostBuffer::zeros(kind, elems).unwrap();
     let bytes: Vec<u8> = (0..elems)
         .flat_map(|elem| encode(kind, value(elem)))
