@@ -241,6 +241,12 @@ impl Comm {
         Ok(())
     }
 
+    /// What has become of a rank that is gone, if one is: for a thread that looks while another waits for something else than
+    /// an operation of this connection.
+    pub fn gone(&self) -> Option<CollectiveError> {
+        self.link.as_ref()?.gone("looking after the ranks")
+    }
+
     /// Tells the others that this rank gives up, and why: their calls return that within seconds.
     pub fn give_up(&self, reason: &str) {
         if let Some(link) = &self.link {
@@ -265,11 +271,6 @@ impl Comm {
 
     pub(super) fn link(&self) -> Option<Arc<Link>> {
         self.link.clone()
-    }
-
-    /// The rank that is gone, if one is known to be.
-    pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
-        self.link.as_ref().and_then(|link| link.gone(op))
     }
 
     /// Bytes of the first `elems` elements.

@@ -7,7 +7,9 @@ use std::time::Duration;
 pub struct Patience {
     /// For all ranks to come to the rendezvous. Ranks may start seconds apart.
     pub connect: Duration,
-    /// For one operation, while all ranks are alive. Longer than any rank works between two operations, its commits included.
+    /// For one operation, while all ranks are alive. Longer than any rank works between two operations, its commits included, and than
+    /// a swapper waits for a drive that stalls (two minutes): what the drive's rank says of it is worth more than that it did not come.
+    /// Ranks that are dead or stopped are known by their heartbeats long before.
     pub operation: Duration,
     /// Without a heartbeat after which a rank counts as stopped. A busy machine delays a thread by tenths of a second, not by seconds.
     pub silence: Duration,
@@ -19,7 +21,7 @@ impl Default for Patience {
     fn default() -> Self {
         Patience {
             connect: Duration::from_secs(60),
-            operation: Duration::from_secs(30),
+            operation: Duration::from_secs(150),
             silence: Duration::from_secs(5),
             beat: Duration::from_millis(500),
         }

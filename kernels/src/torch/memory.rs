@@ -16,6 +16,17 @@ pub struct HostBuffer {
     elems: usize,
 }
 
+impl Default for HostBuffer {
+    /// No memory at all.
+    fn default() -> Self {
+        HostBuffer {
+            flat: Tensor::new(),
+            kind: Kind::Uint8,
+            elems: 0,
+        }
+    }
+}
+
 impl HostBuffer {
     /// A buffer of `elems` zeros.
     ///
