@@ -6,9 +6,10 @@
 use std::process::{Command, ExitCode};
 
 use kernels::gpu::{DeviceBuffer, Gpu};
-use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, gpu_memory};
+use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
 use trainer::compute::{
-    Activation, ComputeDevice, Dtype, Engine, Tokens, UnitWeights, device_working_bytes, set_up,
+    Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, device_working_bytes,
+    kept_bytes_a_token, set_up,
 };
 use trainer::model::{LlamaConfig, init};
 
@@ -119,55 +120,65 @@ fn measure(plain: bool) -> anyhow::Result<()> {
         Ok(grads.finish_into(&buffers[0], engine.units()[0].elems)?)
     })?;
 
-    gpu_memory(&gpu, true)?;
-    let forward = || -> anyhow::Result<Vec<Activation>> {
-        let mut kept = vec![engine.embed_forward(embedding, &tokens)?];
-        for _ in 0..config.layers {
-            kept.push(engine.block_forward(block, kept.last().expect("one at least"))?);
-        }
-        Ok(kept)
-    };
-    let forward_ms = timed(&gpu, "all of forward", None, || forward().map(drop))?;
-    let both_ms = timed(&gpu, "all of forward and backward", None, || {
-        let mut kept = forward()?;
-        let mut grads = engine.new_grads(head);
-        let last_input = kept.pop().expect("the last block's output");
-        let (_, mut grad) =
-            engine.head_loss_backward(last, None, &last_input, &targets, 1.0, &mut grads)?;
-        drop(last_input);
-        grads.finish_into(&buffers[2], engine.units()[head].elems)?;
-        while let Some(input) = kept.pop() {
-            let mut grads = engine.new_grads(1);
-            grads.write_to(&buffers[1])?;
-            grad = engine.block_backward(block, &input, &grad, &mut grads)?;
-            grads.finish_into(&buffers[1], engine.units()[1].elems)?;
-        }
-        let mut grads = engine.new_grads(0);
-        engine.embed_backward(&tokens, &grad, &mut grads)?;
-        Ok(grads.finish_into(&buffers[0], engine.units()[0].elems)?)
-    })?;
-    let params = config.params_count() as f64;
-    let memory = gpu_memory(&gpu, false)?;
-    let activations = input.size_bytes() * (config.layers + 1);
-    println!(
-        "{:.3} G parameters: {forward_ms:.1} ms forward, {:.1} ms backward, {:.0} TFLOPS (6 x parameters x tokens)",
-        params / 1e9,
-        both_ms - forward_ms,
-        6.0 * params * tokens_count / 1e9 / both_ms
-    );
-    println!(
-        "torch's memory: {:.2} GiB at most, {:.2} reserved; {:.2} of it are activations; {:.2} promised for work",
-        gib(memory.allocated_bytes_peak),
-        gib(memory.reserved_bytes_peak),
-        gib(activations as u64),
-        gib(device_working_bytes(
-            &config,
-            Dtype::Bf16,
-            MICRO_BATCH,
-            SEQ_LEN,
-            1
-        )),
-    );
+    for keep in [Keep::Nothing, Keep::Attention, Keep::Products] {
+        engine = engine.keeping(keep);
+        empty_gpu_cache()?;
+        gpu_memory(&gpu, true)?;
+        let forward = || -> anyhow::Result<Vec<Activation>> {
+            let mut kept = vec![engine.embed_forward(embedding, &tokens)?];
+            for _ in 0..config.layers {
+                kept.push(engine.block_forward(block, kept.last().expect("one at least"))?);
+            }
+            Ok(kept)
+        };
+        let backward = |mut kept: Vec<Activation>| -> anyhow::Result<()> {
+            let mut grads = engine.new_grads(head);
+            let input = kept.pop().expect("the last block's output");
+            let (_, mut grad) =
+                engine.head_loss_backward(last, None, &input, &targets, 1.0, &mut grads)?;
+            grads.finish_into(&buffers[2], engine.units()[head].elems)?;
+            while let Some(input) = kept.pop() {
+                let mut grads = engine.new_grads(1);
+                grads.write_to(&buffers[1])?;
+                grad = engine.block_backward(block, &input, &grad, &mut grads)?;
+                grads.finish_into(&buffers[1], engine.units()[1].elems)?;
+            }
+            let mut grads = engine.new_grads(0);
+            engine.embed_backward(&tokens, &grad, &mut grads)?;
+            Ok(grads.finish_into(&buffers[0], engine.units()[0].elems)?)
+        };
+        println!("keeping {keep:?}:");
+        let forward_ms = timed(&gpu, "  all of forward", None, || forward().map(drop))?;
+        let both_ms = timed(
+            &gpu,
+            "  forward and backward",
+            None,
+            || backward(forward()?),
+        )?;
+        let params = config.params_count() as f64;
+        println!(
+            "  {:.3} G parameters: {forward_ms:.1} ms forward, {:.1} ms backward, {:.0} TFLOPS (6 x parameters x tokens)",
+            params / 1e9,
+            both_ms - forward_ms,
+            6.0 * params * tokens_count / 1e9 / both_ms
+        );
+        let memory = gpu_memory(&gpu, false)?;
+        let kept_each = kept_bytes_a_token(&config, 2, keep) * MICRO_BATCH * SEQ_LEN;
+        let promised = (input.size_bytes() + kept_each) * (config.layers + 1);
+        println!(
+            "  torch's memory: {:.2} GiB at most, {:.2} reserved; promised {:.2} for activations, {:.2} for work",
+            gib(memory.allocated_bytes_peak),
+            gib(memory.reserved_bytes_peak),
+            gib(promised as u64),
+            gib(device_working_bytes(
+                &config,
+                Dtype::Bf16,
+                MICRO_BATCH,
+                SEQ_LEN,
+                1
+            )),
+        );
+    }
     Ok(())
 }
 

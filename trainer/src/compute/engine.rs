@@ -5,10 +5,10 @@ use kernels::torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
 use super::block::{self, BLOCK_PARAMS, Rotary, at_least_fp32};
-use super::explicit::{self, BlockWeights, HeadWeights, Ops};
+use super::explicit::{self, Block, BlockWeights, HeadWeights, Ops};
 use super::head::{self, LOGITS_ELEMS_MAX};
 use super::{
-    Activation, ComputeDevice, ComputeError, Dtype, GradSink, LossHandle, Tokens, UnitWeights,
+    Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
 };
 use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
 
@@ -33,6 +33,7 @@ pub struct Engine {
     arithmetic: Arithmetic,
     rotary: Rotary,
     logits_elems_max: usize,
+    keep: Keep,
 }
 
 /// How blocks and the head are computed.
@@ -94,12 +95,19 @@ impl Engine {
             arithmetic: Arithmetic::Autograd,
             rotary: Rotary::new(config, seq_len, kind)?,
             logits_elems_max: LOGITS_ELEMS_MAX,
+            keep: Keep::Nothing,
         })
     }
 
     #[cfg(test)]
     pub(super) fn with_logits_elems_max(mut self, logits_elems_max: usize) -> Self {
         self.logits_elems_max = logits_elems_max;
+        self
+    }
+
+    /// Keeps more of a block from forward to backward. No effect on the CPU.
+    pub fn keeping(mut self, keep: Keep) -> Self {
+        self.keep = keep;
         self
     }
 
@@ -174,16 +182,12 @@ impl Engine {
     ) -> Result<Activation, ComputeError> {
         self.check_tokens(tokens)?;
         let [table] = params(&self.units[0], weights, false)?;
-        Ok(Activation(Tensor::f_embedding(
-            &table,
-            &tokens.ids_on(self.device)?,
-            -1,
-            false,
-            false,
-        )?))
+        let ids = tokens.ids_on(self.device)?;
+        let rows = Tensor::f_embedding(&table, &ids, -1, false, false)?;
+        Ok(Activation::new(rows))
     }
 
-    /// A block's output. Keeps nothing for a backward pass.
+    /// A block's output. What is kept for a backward pass lies with `input`.
     ///
     /// # Errors
     /// Out of memory.
@@ -192,24 +196,25 @@ impl Engine {
         weights: &UnitWeights,
         input: &Activation,
     ) -> Result<Activation, ComputeError> {
-        let _no_grad = tch::no_grad_guard();
-        Ok(Activation(match &self.arithmetic {
+        let output = match &self.arithmetic {
             Arithmetic::Autograd => {
                 let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, false)?;
-                block::forward(&self.config, &self.rotary, &params, &input.0)?
+                let _no_grad = tch::no_grad_guard();
+                block::forward(&self.config, &self.rotary, &params, &input.tensor)?
             }
-            Arithmetic::Explicit(ops) => explicit::block_forward(
-                ops,
-                &self.config,
-                &self.rotary,
-                &self.block_weights(weights)?,
-                &input.0,
-            )?,
-        }))
+            Arithmetic::Explicit(ops) => {
+                let (output, kept) = self
+                    .block(ops, weights)?
+                    .forward(&input.tensor, self.keep)?;
+                input.kept.replace(kept);
+                output
+            }
+        };
+        Ok(Activation::new(output))
     }
 
-    /// Computes a block again from its input and goes back through it: adds the gradients of its weights to `grads`,
-    /// returns the gradient of its input.
+    /// Computes a block again from its input, but for what was kept, and goes back through it: adds the gradients of its
+    /// weights to `grads`, returns the gradient of its input.
     ///
     /// # Errors
     /// Out of memory.
@@ -221,26 +226,25 @@ impl Engine {
         grads: &mut GradSink,
     ) -> Result<Activation, ComputeError> {
         if let Arithmetic::Explicit(ops) = &self.arithmetic {
-            return Ok(Activation(explicit::block_backward(
-                ops,
-                &self.config,
-                &self.rotary,
-                &self.block_weights(weights)?,
-                &input.0,
-                &grad_output.0,
+            let kept = input.kept.take();
+            let grad_input = self.block(ops, weights)?.backward(
+                &input.tensor,
+                kept,
+                &grad_output.tensor,
                 grads,
-            )?));
+            )?;
+            return Ok(Activation::new(grad_input));
         }
         let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, true)?;
-        let input = input.0.f_detach()?.set_requires_grad(true);
+        let input = input.tensor.f_detach()?.set_requires_grad(true);
         let output = block::forward(&self.config, &self.rotary, &params, &input)?;
         let inputs: Vec<&Tensor> = params.iter().chain([&input]).collect();
-        let mut found = vjp(&[&output], &[&grad_output.0], &inputs)?;
+        let mut found = vjp(&[&output], &[&grad_output.tensor], &inputs)?;
         let grad_input = found.pop().expect("one gradient an input");
         for (param, grad) in found.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
-        Ok(Activation(grad_input))
+        Ok(Activation::new(grad_input))
     }
 
     /// The loss (mean over the counted targets, in nats), and the gradients of `loss_scale` times it: the head's go to
@@ -302,7 +306,7 @@ impl Engine {
             Some(embedding) => embedding.add(0, grad_projection)?,
             None => grads.add(1, grad_projection)?,
         }
-        Ok((loss, Activation(grad_rows.f_view_as(&input.0)?)))
+        Ok((loss, Activation::new(grad_rows.f_view_as(&input.tensor)?)))
     }
 
     /// The loss (mean over the counted targets, in nats), for evaluation.
@@ -360,7 +364,7 @@ impl Engine {
         grads: &mut GradSink,
     ) -> Result<(), ComputeError> {
         self.check_tokens(tokens)?;
-        let wide = grad_output.0.f_to_kind(at_least_fp32(self.kind))?;
+        let wide = grad_output.tensor.f_to_kind(at_least_fp32(self.kind))?;
         let grad = Tensor::f_embedding_dense_backward(
             &wide,
             &tokens.ids_on(self.device)?,
@@ -371,9 +375,14 @@ impl Engine {
         grads.add(0, grad)
     }
 
-    fn block_weights(&self, weights: &UnitWeights) -> Result<BlockWeights, ComputeError> {
+    fn block<'a>(&'a self, ops: &'a Ops, weights: &UnitWeights) -> Result<Block<'a>, ComputeError> {
         check_unit(&self.units[1], weights);
-        BlockWeights::new(&self.units[1], weights)
+        Ok(Block {
+            ops,
+            config: &self.config,
+            rotary: &self.rotary,
+            weights: BlockWeights::new(&self.units[1], weights)?,
+        })
     }
 
     fn check_tokens(&self, tokens: &Tokens) -> Result<(), ComputeError> {
@@ -430,7 +439,7 @@ impl Engine {
             "targets were checked against this model's vocabulary"
         );
         let (micro_batch, seq_len) = targets.shape();
-        let rows = input.0.f_view([
+        let rows = input.tensor.f_view([
             (micro_batch * seq_len) as i64,
             self.config.hidden_size as i64,
         ])?;

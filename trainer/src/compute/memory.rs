@@ -6,10 +6,10 @@
 //! embedding's gradient. The counts below follow the operators in block.rs and head.rs; `tests/model_memory.rs` holds
 //! them against what a process really takes.
 
-use super::Dtype;
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
+use super::{Dtype, Keep};
 use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
@@ -167,6 +167,26 @@ pub fn device_working_bytes(
     };
     let alive = block_bytes.max(head_bytes).max(embedding_bytes) + waiting;
     (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
+}
+
+/// Bytes that a block keeps for each token beside its input, elements of `elem_bytes`. All blocks keep so from forward to
+/// backward, for every micro-batch.
+pub fn kept_bytes_a_token(config: &LlamaConfig, elem_bytes: usize, keep: Keep) -> usize {
+    let query = config.heads * config.head_dim();
+    let key = config.kv_heads * config.head_dim();
+    let repeated = if config.heads == config.kv_heads {
+        0
+    } else {
+        2 * query
+    };
+    let attention =
+        (query + 2 * key + query + repeated) * elem_bytes + config.heads * size_of::<f32>();
+    let products = (config.hidden_size + 2 * config.intermediate_size) * elem_bytes;
+    match keep {
+        Keep::Nothing => 0,
+        Keep::Attention => attention,
+        Keep::Products => attention + products,
+    }
 }
 
 /// Whether query, key and value are one matrix as they lie, and gate and up too.

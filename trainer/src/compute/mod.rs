@@ -8,7 +8,8 @@
 //! ```
 //!
 //! A forward keeps nothing but its output; a backward computes its unit again from the unit's input. So weights are
-//! needed only while their unit runs, and memory is one unit's graph and one activation a unit.
+//! needed only while their unit runs, and memory is one unit's graph and one activation a unit. A GPU with memory to spare
+//! may keep more of a block ([`Keep`]).
 //!
 //! Promises: the same bits from the same weights and tokens each time, wherever the caller's buffers lie; gradients
 //! equal to those of one graph over the whole model, bit for bit, in fp32 and bf16.
@@ -25,8 +26,8 @@ mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
-pub use memory::{DEVICE_CONTEXT_BYTES, device_working_bytes, working_bytes};
-pub use values::{Activation, Dtype, IGNORED, LossHandle, Tokens, UnitWeights};
+pub use memory::{DEVICE_CONTEXT_BYTES, device_working_bytes, kept_bytes_a_token, working_bytes};
+pub use values::{Activation, Dtype, IGNORED, Keep, LossHandle, Tokens, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels::torch::TorchError;

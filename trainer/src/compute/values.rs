@@ -1,9 +1,12 @@
 //! What goes in and out of the arithmetic: weights as bytes, tokens as numbers, activations as nothing but a size.
 
+use std::cell::RefCell;
+
 use kernels::gpu::DeviceBuffer;
 use kernels::torch::{HostBuffer, device_view};
 use tch::{Device, Kind, Tensor};
 
+use super::explicit::Kept;
 use super::{ComputeDevice, ComputeError};
 use crate::model::{ParamLayout, UnitLayout};
 
@@ -293,12 +296,40 @@ impl LossHandle {
     }
 }
 
+/// What a block's forward pass keeps for its backward pass beside the block's input. The rest is computed again; the bits
+/// are the same. Only where forward and backward are written out, which is on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Keep {
+    /// Nothing: least memory, a block is computed twice.
+    #[default]
+    Nothing,
+    /// Query, key and value, and attention's result: saves their product, and attention.
+    Attention,
+    /// The results of all products but the last: only norms are computed again.
+    Products,
+}
+
 /// What flows between units, [micro_batch, seq_len, hidden_size]: an activation forward, its gradient backward.
-pub struct Activation(pub(super) Tensor);
+pub struct Activation {
+    pub(super) tensor: Tensor,
+    /// What the block that took this as its input kept.
+    pub(super) kept: RefCell<Kept>,
+}
 
 impl Activation {
-    /// Bytes it takes.
-    pub fn size_bytes(&self) -> usize {
-        self.0.numel() * self.0.kind().elt_size_in_bytes()
+    pub(super) fn new(tensor: Tensor) -> Self {
+        Activation {
+            tensor,
+            kept: RefCell::default(),
+        }
     }
+
+    /// Bytes it takes, with what was kept beside it.
+    pub fn size_bytes(&self) -> usize {
+        size_bytes(&self.tensor) + self.kept.borrow().size_bytes()
+    }
+}
+
+pub(super) fn size_bytes(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }

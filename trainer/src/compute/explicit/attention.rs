@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::ops::Ops;
 use crate::compute::ComputeError;
 use crate::compute::block::{Rotary, product_input};
+use crate::compute::values::size_bytes;
 use crate::model::LlamaConfig;
 
 /// Sizes of a batch's attention.
@@ -118,6 +119,18 @@ fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
 }
 
 impl Attention {
+    /// Bytes it takes: query, key and value, the result, and a number for each row and head. Repeated heads too.
+    pub(super) fn size_bytes(&self) -> usize {
+        let leaves: usize = self.leaves.iter().map(size_bytes).sum();
+        let repeated = if self.shape.heads == self.shape.kv_heads {
+            0
+        } else {
+            2 * size_bytes(&self.mixed)
+        };
+        let sums = (self.shape.rows() * self.shape.heads) as usize * size_of::<f32>();
+        leaves + repeated + size_bytes(&self.mixed) + sums
+    }
+
     /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `mixed`.
     pub(super) fn backward(
         self,

@@ -1,12 +1,13 @@
-//! A block from its input: forward, and computed again to go back. Parameters in the order of the layout.
+//! A block from its input: forward, and computed again, as far as nothing was kept, to go back. Parameters in the order of the layout.
 
 use tch::Tensor;
 
-use super::attention::{Shape, attention};
-use super::ops::Ops;
+use super::attention::{Attention, Shape, attention};
+use super::ops::{Normed, Ops};
 use super::product::{times, times_transposed, weight_grad};
 use crate::compute::block::Rotary;
-use crate::compute::{ComputeError, GradSink, UnitWeights};
+use crate::compute::values::size_bytes;
+use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
 use crate::model::{LlamaConfig, UnitLayout};
 
 /// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
@@ -33,97 +34,163 @@ impl BlockWeights {
     }
 }
 
-/// The block's output for `input`, both [micro_batch, seq_len, hidden_size].
-pub(crate) fn block_forward(
-    ops: &Ops,
-    config: &LlamaConfig,
-    rotary: &Rotary,
-    weights: &BlockWeights,
-    input: &Tensor,
-) -> Result<Tensor, ComputeError> {
-    let (shape, x) = rows(config, input)?;
-    let eps = config.rms_norm_eps;
-    let mixed = {
-        let normed = ops.rms_norm(&x, &weights.input_norm, eps)?;
-        let qkv = times_transposed(&normed.output, &weights.qkv)?;
-        drop(normed);
-        attention(ops, rotary, shape, &qkv, false)?.mixed
-    };
-    let added = times_transposed(&mixed, &weights.out)?;
-    drop(mixed);
-    let (mut sum, normed) = ops.add_rms_norm(&x, &added, &weights.post_norm, eps)?;
-    drop(added);
-    let gate_up = times_transposed(&normed.output, &weights.gate_up)?;
-    drop(normed);
-    let gated = ops.gated(&gate_up)?;
-    drop(gate_up);
-    let _ = sum.f_add_(&times_transposed(&gated, &weights.down)?)?;
-    Ok(sum.f_view_as(input)?)
+/// What a forward pass may leave for the backward pass, which computes what is missing again.
+#[derive(Default)]
+pub(crate) struct Kept {
+    attended: Option<Attention>,
+    /// Input and attention's output, summed.
+    sum: Option<Tensor>,
+    gate_up: Option<Tensor>,
 }
 
-/// The gradient of `input`; those of the weights are added to `grads`. Everything up to gate and up is computed again; the
-/// down projection's output is not needed.
-pub(crate) fn block_backward(
-    ops: &Ops,
-    config: &LlamaConfig,
-    rotary: &Rotary,
-    weights: &BlockWeights,
-    input: &Tensor,
-    grad_output: &Tensor,
-    grads: &mut GradSink,
-) -> Result<Tensor, ComputeError> {
-    let (shape, x) = rows(config, input)?;
-    let grad_output = grad_output.f_view_as(&x)?;
-    let eps = config.rms_norm_eps;
+impl Kept {
+    /// Bytes it takes.
+    pub(crate) fn size_bytes(&self) -> usize {
+        let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
+        let attended = self.attended.as_ref().map_or(0, Attention::size_bytes);
+        tensors.map(size_bytes).sum::<usize>() + attended
+    }
+}
 
-    let first = ops.rms_norm(&x, &weights.input_norm, eps)?;
-    let qkv = times_transposed(&first.output, &weights.qkv)?;
-    let attended = attention(ops, rotary, shape, &qkv, true)?;
-    drop(qkv);
-    let added = times_transposed(&attended.mixed, &weights.out)?;
-    let (sum, second) = ops.add_rms_norm(&x, &added, &weights.post_norm, eps)?;
-    drop(added);
-    let mut gate_up = times_transposed(&second.output, &weights.gate_up)?;
+/// A block computed up to gate and up: all that its backward pass needs.
+struct Passed {
+    first: Normed,
+    attended: Attention,
+    sum: Tensor,
+    second: Normed,
+    gate_up: Tensor,
+}
 
-    // Down, and the product of silu(gate) and up.
-    let mut gated = times(&grad_output, &weights.down)?;
-    ops.gated_backward(&mut gated, &mut gate_up)?;
-    grads.add_product(8..9, |out| weight_grad(out, &grad_output, &gated))?;
-    drop(gated);
+/// A block's arithmetic with its weights.
+pub(crate) struct Block<'a> {
+    pub(crate) ops: &'a Ops,
+    pub(crate) config: &'a LlamaConfig,
+    pub(crate) rotary: &'a Rotary,
+    pub(crate) weights: BlockWeights,
+}
 
-    // Gate and up, and the second norm.
-    grads.add_product(6..8, |out| weight_grad(out, &gate_up, &second.output))?;
-    let grad_normed = times(&gate_up, &weights.gate_up)?;
-    drop(gate_up);
-    let (grad_sum, grad_norm) = ops.rms_norm_backward(
-        &grad_normed,
-        &sum,
-        &weights.post_norm,
-        &second.scale,
-        Some(&grad_output),
-    )?;
-    grads.add(5, grad_norm)?;
-    drop((grad_normed, sum, second));
+impl Block<'_> {
+    /// The block's output for `input`, both [micro_batch, seq_len, hidden_size], and what is to be kept.
+    pub(crate) fn forward(
+        &self,
+        input: &Tensor,
+        keep: Keep,
+    ) -> Result<(Tensor, Kept), ComputeError> {
+        let (shape, x) = rows(self.config, input)?;
+        let passed = self.pass(shape, &x, keep != Keep::Nothing, Kept::default())?;
+        let gated = self.ops.gated(&passed.gate_up)?;
+        let mut output = times_transposed(&gated, &self.weights.down)?;
+        let _ = output.f_add_(&passed.sum)?;
+        let products = keep == Keep::Products;
+        let kept = Kept {
+            attended: (keep != Keep::Nothing).then_some(passed.attended),
+            sum: products.then_some(passed.sum),
+            gate_up: products.then_some(passed.gate_up),
+        };
+        Ok((output.f_view_as(input)?, kept))
+    }
 
-    // The output projection and attention.
-    grads.add_product(4..5, |out| weight_grad(out, &grad_sum, &attended.mixed))?;
-    let grad_mixed = times(&grad_sum, &weights.out)?;
-    let grad_qkv = attended.backward(ops, rotary, &grad_mixed)?;
-    drop(grad_mixed);
+    /// The gradient of `input`; those of the weights are added to `grads`. What `kept` does not have is computed again, up
+    /// to gate and up: the down projection's output is not needed.
+    pub(crate) fn backward(
+        &self,
+        input: &Tensor,
+        kept: Kept,
+        grad_output: &Tensor,
+        grads: &mut GradSink,
+    ) -> Result<Tensor, ComputeError> {
+        let (ops, weights) = (self.ops, &self.weights);
+        let (shape, x) = rows(self.config, input)?;
+        let grad_output = grad_output.f_view_as(&x)?;
+        let Passed {
+            first,
+            attended,
+            sum,
+            second,
+            mut gate_up,
+        } = self.pass(shape, &x, true, kept)?;
 
-    // Query, key and value, and the first norm.
-    grads.add_product(1..4, |out| weight_grad(out, &grad_qkv, &first.output))?;
-    let grad_normed = times(&grad_qkv, &weights.qkv)?;
-    drop(grad_qkv);
-    let (grad_input, grad_norm) = ops.rms_norm_backward(
-        &grad_normed,
-        &x,
-        &weights.input_norm,
-        &first.scale,
-        Some(&grad_sum),
-    )?;
-    grads.add(0, grad_norm)?;
-    Ok(grad_input.f_view_as(input)?)
+        // Down, and the product of silu(gate) and up.
+        let mut gated = times(&grad_output, &weights.down)?;
+        ops.gated_backward(&mut gated, &mut gate_up)?;
+        grads.add_product(8..9, |out| weight_grad(out, &grad_output, &gated))?;
+        drop(gated);
+
+        // Gate and up, and the second norm.
+        grads.add_product(6..8, |out| weight_grad(out, &gate_up, &second.output))?;
+        let grad_normed = times(&gate_up, &weights.gate_up)?;
+        drop(gate_up);
+        let (grad_sum, grad_norm) = ops.rms_norm_backward(
+            &grad_normed,
+            &sum,
+            &weights.post_norm,
+            &second.scale,
+            Some(&grad_output),
+        )?;
+        grads.add(5, grad_norm)?;
+        drop((grad_normed, sum, second));
+
+        // The output projection and attention.
+        grads.add_product(4..5, |out| weight_grad(out, &grad_sum, &attended.mixed))?;
+        let grad_mixed = times(&grad_sum, &weights.out)?;
+        let grad_qkv = attended.backward(ops, self.rotary, &grad_mixed)?;
+        drop(grad_mixed);
+
+        // Query, key and value, and the first norm.
+        grads.add_product(1..4, |out| weight_grad(out, &grad_qkv, &first.output))?;
+        let grad_normed = times(&grad_qkv, &weights.qkv)?;
+        drop(grad_qkv);
+        let (grad_input, grad_norm) = ops.rms_norm_backward(
+            &grad_normed,
+            &x,
+            &weights.input_norm,
+            &first.scale,
+            Some(&grad_sum),
+        )?;
+        grads.add(0, grad_norm)?;
+        Ok(grad_input.f_view_as(input)?)
+    }
+
+    /// Computes what `kept` does not have. With `graph` attention's graph is recorded. Norms are always computed again:
+    /// they cost less than keeping them.
+    fn pass(
+        &self,
+        shape: Shape,
+        x: &Tensor,
+        graph: bool,
+        kept: Kept,
+    ) -> Result<Passed, ComputeError> {
+        let (ops, weights, eps) = (self.ops, &self.weights, self.config.rms_norm_eps);
+        let first = ops.rms_norm(x, &weights.input_norm, eps)?;
+        let attended = match kept.attended {
+            Some(attended) => attended,
+            None => {
+                let qkv = times_transposed(&first.output, &weights.qkv)?;
+                attention(ops, self.rotary, shape, &qkv, graph)?
+            }
+        };
+        let (sum, second) = match kept.sum {
+            Some(sum) => {
+                let second = ops.rms_norm(&sum, &weights.post_norm, eps)?;
+                (sum, second)
+            }
+            None => {
+                let added = times_transposed(&attended.mixed, &weights.out)?;
+                ops.add_rms_norm(x, &added, &weights.post_norm, eps)?
+            }
+        };
+        let gate_up = match kept.gate_up {
+            Some(gate_up) => gate_up,
+            None => times_transposed(&second.output, &weights.gate_up)?,
+        };
+        Ok(Passed {
+            first,
+            attended,
+            sum,
+            second,
+            gate_up,
+        })
+    }
 }
 
 /// The batch's sizes, and the input as [rows, hidden_size].

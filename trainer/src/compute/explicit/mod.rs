@@ -18,6 +18,6 @@ mod head;
 mod ops;
 mod product;
 
-pub(super) use block::{BlockWeights, block_backward, block_forward};
+pub(super) use block::{Block, BlockWeights, Kept};
 pub(super) use head::{HeadWeights, LOGITS_ELEMS_MAX, head_backward, head_loss};
 pub(super) use ops::Ops;

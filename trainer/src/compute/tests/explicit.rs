@@ -3,6 +3,8 @@
 
 use super::whole_graph::larger;
 use super::*;
+use crate::compute::Keep;
+use crate::compute::memory::kept_bytes_a_token;
 use crate::model::ParamLayout;
 
 /// The largest distance of two gradients of a parameter, over the parameter's largest gradient.
@@ -101,4 +103,45 @@ fn written_out_a_batch_without_targets_has_no_loss_and_no_gradient() {
         grads.iter().flatten().all(|&byte| byte & 0x7F == 0),
         "zeros of either sign"
     );
+}
+
+#[test]
+fn what_is_kept_changes_no_bit_and_is_counted() {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for config in [config(false), larger(true)] {
+            let case = |keep| {
+                let mut case = Case::of(&config, kind, MICRO_BATCH, 16).written_out();
+                case.engine = case.engine.keeping(keep);
+                case
+            };
+            let (loss, grads) = case(Keep::Nothing).loss_and_grads(1.0);
+            let mut before = 0;
+            for keep in [Keep::Nothing, Keep::Attention, Keep::Products] {
+                let case = case(keep);
+                let (kept_loss, kept_grads) = case.loss_and_grads(1.0);
+                assert_eq!(loss.to_bits(), kept_loss.to_bits(), "{keep:?}");
+                assert!(grads == kept_grads, "{kind:?}, {keep:?}");
+                let input = &case.forward()[0];
+                let tokens = MICRO_BATCH * 16;
+                let promised = kept_bytes_a_token(&config, kind.elt_size_in_bytes(), keep);
+                assert_eq!(
+                    input.size_bytes(),
+                    tokens * (config.hidden_size * kind.elt_size_in_bytes() + promised),
+                    "{keep:?}"
+                );
+                assert!(input.size_bytes() > before, "{keep:?} keeps more");
+                before = input.size_bytes();
+                // Going back takes what was kept.
+                let mut sink = case.engine.new_grads(1);
+                let grad = Activation::new(input.tensor.copy());
+                case.engine
+                    .block_backward(&case.weights[1], input, &grad, &mut sink)
+                    .unwrap();
+                assert_eq!(
+                    input.size_bytes(),
+                    tokens * config.hidden_size * kind.elt_size_in_bytes()
+                );
+            }
+        }
+    }
 }

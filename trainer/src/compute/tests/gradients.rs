@@ -81,22 +81,22 @@ fn gradients_written_out_of_a_tied_model_are_the_slope_of_the_loss() {
 #[test]
 fn the_gradient_of_a_blocks_input_is_a_slope() {
     let case = Case::new(false, Kind::Double);
-    let input = case.forward().swap_remove(0).0;
-    let grad_output = Activation(input.cos() * 2.0); // any fixed direction
+    let input = case.forward().swap_remove(0).tensor;
+    let grad_output = Activation::new(input.cos() * 2.0); // any fixed direction
     let mut sink = case.engine.new_grads(1);
     let found = case.engine.block_backward(
         &case.weights[1],
-        &Activation(input.copy()),
+        &Activation::new(input.copy()),
         &grad_output,
         &mut sink,
     );
-    let found = Vec::<f64>::try_from(found.unwrap().0.view([-1])).unwrap();
+    let found = Vec::<f64>::try_from(found.unwrap().tensor.view([-1])).unwrap();
     let along = |moved: &tch::Tensor| {
         let output = case
             .engine
-            .block_forward(&case.weights[1], &Activation(moved.copy()))
+            .block_forward(&case.weights[1], &Activation::new(moved.copy()))
             .unwrap();
-        f64::try_from((output.0 * &grad_output.0).sum(Kind::Double)).unwrap()
+        f64::try_from((output.tensor * &grad_output.tensor).sum(Kind::Double)).unwrap()
     };
     for (i, &gradient) in found.iter().enumerate() {
         let moved = |by: f64| {

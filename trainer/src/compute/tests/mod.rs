@@ -242,11 +242,11 @@ fn tokens_that_do_not_fit_are_refused() {
 #[test]
 fn a_later_token_changes_nothing_before_it() {
     let mut case = Case::new(false, Kind::Double);
-    let before = case.forward().pop().unwrap().0;
+    let before = case.forward().pop().unwrap().tensor;
     let mut ids = Vec::<i64>::try_from(case.inputs.ids.view([-1])).unwrap();
     ids[SEQ_LEN - 2] = (ids[SEQ_LEN - 2] + 1) % 11; // the last but one of the first sequence
     case.inputs = Tokens::inputs(&ids, MICRO_BATCH, SEQ_LEN, 11).unwrap();
-    let after = case.forward().pop().unwrap().0;
+    let after = case.forward().pop().unwrap().tensor;
     let same = |batch: i64, position: i64| {
         before
             .get(batch)
