@@ -1,0 +1,72 @@
+"""results.json, one object a row, and RESULTS.md, the table made of it."""
+
+import json
+import pathlib
+import subprocess
+
+import rows
+
+COLUMNS = ["row", "hardware", "date", "step s", "tokens/s", "TFLOPS", "read + written GB", "bound s", "share", "peer TFLOPS", "ratio",
+           "start s", "host GiB", "GPU GiB", "commit"]
+
+
+def add(out, row):
+    """Adds a row and makes the table again."""
+    path = out / "results.json"
+    found = json.loads(path.read_text()) if path.exists() else []
+    found.append(row)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    (out / "RESULTS.md").write_text(table(found))
+
+
+def table(found):
+    lines = ["# Results", "", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
+    lines += [f"| {' | '.join(cells(row, found))} |" for row in found]
+    lines += ["", "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
+              "the same run, and the row's own time of computing. share: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
+              "host: PSS of trainer and daemon. Devices and what a row trains:", ""]
+    shown = {row["row"]: row.get("says", "") for row in found}
+    lines += [f"- {name}: {says}" for name, says in shown.items()]
+    notes = [f"- {row['row']}: {row['note']}" for row in found if row.get("note")]
+    return "\n".join(lines + (["", "Notes:", "", *notes] if notes else [])) + "\n"
+
+
+def cells(row, found):
+    if "step_s" not in row:
+        blank = [""] * (len(COLUMNS) - 5)
+        return [row["row"], row.get("hardware", ""), row.get("date", ""), row.get("note", "failed").splitlines()[0][:120], *blank, row.get("commit", "")]
+    name, ranks = rows.split(row["row"])
+    peer = peer_of(name, ranks, row, found)
+    number = lambda key, digits, scale=1.0: f"{row[key] / scale:.{digits}f}" if row.get(key) else ""
+    return [
+        row["row"], row["hardware"], row["date"], number("step_s", 3), number("tokens_per_s", 0), number("tflops", 1),
+        f"{row.get('read_bytes', 0) / 1e9:.1f} + {row.get('written_bytes', 0) / 1e9:.1f}", number("bound_s", 3),
+        f"{row['bound_s'] / row['step_s']:.0%}" if row.get("bound_s") else "", f"{peer['tflops']:.1f}" if peer else "",
+        f"{row['tflops'] / peer['tflops']:.2f}" if peer else "", number("start_s", 1), number("host_bytes", 1, 2**30),
+        number("gpu_bytes", 1, 2**30), row["commit"],
+    ]
+
+
+def peer_of(name, ranks, row, found):
+    """The newest row of the peer in the same run; of one process, multiplied, when the peer ran with one."""
+    wanted = rows.PEER_OF.get(name)
+    same = [one for one in found if one["row"] == wanted and one.get("run") == row.get("run") and "tflops" in one]
+    return {"tflops": same[-1]["tflops"] * ranks} if same else None
+
+
+def hardware():
+    """This machine in a few words."""
+    cpu = next((line.split(":")[1].strip() for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    cores = sum(line.startswith("processor") for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines())
+    names = gpus()
+    many = f"{len(names)} x {names[0]}, " if names else ""
+    return f"{many}{cores} cores ({cpu})"
+
+
+def gpus():
+    """Names of the GPUs."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []

@@ -1,0 +1,106 @@
+"""The rows of the table: what each trains, and where its state lives.
+
+A row is named ROW or ROW@N: N processes, one a GPU, each with the same work as the one.
+"""
+
+import json
+
+# Llama shapes. "tiny" is for trying the script itself, on a processor.
+MODELS = {
+    "1.3b": {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "4b": {"hidden": 3072, "layers": 34, "heads": 24, "ff": 8192, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
+}
+
+# Bytes a second of one drive in the table: what a good drive of its time reads and writes.
+PACE = (6_200_000_000, 3_200_000_000)
+
+NVME, CPU, NONE = "nvme", "cpu", "none"
+
+# param and optimizer: devices. staging: host memory that tiles pass through, as the design sizes it for these drives.
+ROWS = {
+    "resident": {"param": NONE, "optimizer": NONE, "says": "all on the GPU"},
+    "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory"},
+    "nvme1": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "all state on one drive, nothing resident"},
+    "nvme1-params-home": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 0, "staging": "1400000000",
+                          "says": "16-bit parameters in host memory, the rest on one drive"},
+    "nvme1-params-home-commits": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000",
+                                  "says": "the same, committed every step"},
+    "nvme4": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": 1, "staging": "5000000000", "says": "all state on four drives"},
+    "nvme4-params-home": {"param": CPU, "optimizer": NVME, "drives": 4, "commit": 0, "staging": "5000000000",
+                          "says": "16-bit parameters in host memory, the rest on four drives"},
+    "nvme4-half": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": None, "staging": "5000000000", "resident_share": 0.5,
+                   "says": "half of the state resident, four drives, the plan's commit interval"},
+    "accumulate16": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "accumulate": 16,
+                     "says": "all state on one drive, 16 micro-batches a step"},
+    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "unpaced": True,
+                "says": "the largest model: --folder names the drives, unpaced"},
+}
+
+# Peers are measured in the same run, so that a ratio compares two programs on one machine.
+PEERS = {
+    "pytorch": "plain_pytorch.py: resident, bf16 with an fp32 master",
+    "deepspeed-gpu": "DeepSpeed, all on the GPU",
+    "deepspeed-cpu": "DeepSpeed, optimizer and parameters in host memory",
+    "deepspeed-nvme1": "DeepSpeed, optimizer and parameters on one drive",
+    "deepspeed-nvme1-opt": "DeepSpeed, optimizer on one drive",
+    "deepspeed-nvme4": "DeepSpeed, optimizer and parameters on four drives (RAID-0)",
+    "deepspeed-nvme4-opt": "DeepSpeed, optimizer on four drives (RAID-0)",
+}
+
+# Whom a row is compared with.
+PEER_OF = {
+    "resident": "pytorch", "host": "deepspeed-cpu", "nvme1": "deepspeed-nvme1", "nvme1-params-home": "deepspeed-nvme1-opt",
+    "nvme1-params-home-commits": "deepspeed-nvme1-opt", "nvme4": "deepspeed-nvme4", "nvme4-params-home": "deepspeed-nvme4-opt",
+}
+
+# Its losses beside plain PyTorch's, from the same weights and data.
+CURVE = "losses"
+
+
+def split(name):
+    """"nvme4@2" as ("nvme4", 2)."""
+    row, _, ranks = name.partition("@")
+    return row, int(ranks or 1)
+
+
+def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4):
+    """The run as TOML."""
+    offload = {"schedule": "deferred"}
+    if NVME in (row["param"], row["optimizer"]):
+        offload |= {"staging_bytes": int(row["staging"]) if model["vocab"] > 256 else 8 << 20}
+        if model["vocab"] <= 256:
+            offload["tile_elems"] = 1 << 16
+        if "resident_share" in row:
+            offload["resident_share"] = row["resident_share"]
+        if row["commit"] is not None:
+            offload["commit_every"] = row["commit"]
+    device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
+    train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_folder": folder}
+    if model["threads"]:
+        train["threads"] = model["threads"]
+    tables = {
+        "": {"train_micro_batch_size_per_gpu": model["micro"], "gradient_accumulation_steps": row.get("accumulate", 1), "gradient_clipping": 1.0},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_param": device(row["param"]), "offload_optimizer": device(row["optimizer"])},
+        "model": {"hidden_size": model["hidden"], "intermediate_size": model["ff"], "num_hidden_layers": model["layers"],
+                  "num_attention_heads": model["heads"], "num_key_value_heads": model["heads"], "vocab_size": model["vocab"]},
+        "data": {"files": [data]},
+        "train": train,
+        "offload": offload,
+    }
+    lines = []
+    for name, table in tables.items():
+        lines += [f"[{name}]"] if name else []
+        lines += [f"{key} = {toml(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, float):
+        return repr(value) if "e" not in repr(value) else f"{value:.12f}"
+    # JSON's words for the rest are TOML's.
+    return json.dumps(value)

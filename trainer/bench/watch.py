@@ -1,0 +1,125 @@
+"""Runs one child with everything it starts, watches its memory, and ends all of it when its time is over."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import threading
+import time
+
+# Of a child that was asked to end: commits and unmaps.
+END_WAIT_S = 15.0
+
+# A sample walks page tables and holds a lock the process may want: at most this share of the time.
+SAMPLE_SHARE = 0.03
+
+
+class Watched:
+    """What a child said and took. `first_step_s` is the time from its start until `first_line` had its first line."""
+
+    def __init__(self):
+        self.status, self.timed_out, self.said = None, False, ""
+        self.host_bytes, self.gpu_bytes, self.first_line_at = 0, 0, None
+
+
+def run(command, *, log, timeout_s, env=None, first_line=None):
+    """Runs `command` until it ends or its time is over. Its output goes to `log`."""
+    watched, began = Watched(), time.monotonic()
+    gpu_before = gpu_bytes()
+    with open(log, "wb") as out:
+        # A session of its own: signals reach all of it, and nothing outlives it.
+        child = subprocess.Popen([str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                 env=env, start_new_session=True)
+        try:
+            sampler = threading.Thread(target=sample, args=(child, watched, gpu_before), daemon=True)
+            sampler.start()
+            while child.poll() is None:
+                if watched.first_line_at is None and first_line and has_line(first_line):
+                    watched.first_line_at = time.monotonic() - began
+                if time.monotonic() - began > timeout_s:
+                    watched.timed_out = True
+                    break
+                time.sleep(0.02)
+        finally:
+            end(child)
+            sampler.join()
+    watched.status = child.returncode
+    watched.said = pathlib.Path(log).read_text(errors="replace")
+    return watched
+
+
+def has_line(path):
+    try:
+        return b"\n" in path.read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def end(child):
+    """Asks the session to end, then makes it."""
+    for wish in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is None:
+            send(child.pid, wish)
+        deadline = time.monotonic() + END_WAIT_S
+        while time.monotonic() < deadline and (child.poll() is None or members(child.pid)):
+            time.sleep(0.05)
+            if child.poll() is not None and wish == signal.SIGKILL:
+                send(child.pid, wish)
+        if child.poll() is not None and not members(child.pid):
+            return
+    child.wait()
+
+
+def send(session, wish):
+    for pid in [session, *members(session)]:
+        try:
+            os.kill(pid, wish)
+        except ProcessLookupError:
+            pass
+
+
+def members(session):
+    """Pids of the session, without zombies."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            # After the name, which may hold anything: state, parent, group, session.
+            words = pathlib.Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(words[3]) == session and words[0] not in "ZX":
+            found.append(int(entry))
+    return found
+
+
+def sample(child, watched, gpu_before):
+    while child.poll() is None:
+        since = time.monotonic()
+        watched.host_bytes = max(watched.host_bytes, sum(map(pss_bytes, members(child.pid))))
+        watched.gpu_bytes = max(watched.gpu_bytes, gpu_bytes() - gpu_before)
+        took = time.monotonic() - since
+        until = time.monotonic() + max(1.0, took / SAMPLE_SHARE)
+        while child.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def pss_bytes(pid):
+    """What the process holds of memory, shared pages divided by those who share them."""
+    try:
+        for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+def gpu_bytes():
+    """In use on all GPUs together; 0 without one."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return 0
+    return sum(int(line) << 20 for line in done.stdout.split() if line.isdigit())
