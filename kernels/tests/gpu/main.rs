@@ -9,5 +9,6 @@ mod memory;
 mod reduce;
 #[path = "../shared/mod.rs"]
 mod shared;
+mod stand_in;
 mod streams;
 mod tile_updater;

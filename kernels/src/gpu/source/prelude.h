@@ -67,9 +67,6 @@ DEVICE u32 shuffle_xor(u32 x, u32 mask) {
     return (u32)__builtin_amdgcn_ds_bpermute((int)((lane ^ mask) * 4), (int)x);
 }
 
-DEVICE u16 fp16_bits(float x) { return __builtin_bit_cast(u16, (_Float16)x); }
-DEVICE float fp16_value(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
-
 #else
 
 DEVICE u32 thread_x() { return threadIdx.x; }
@@ -89,6 +86,9 @@ DEVICE double f64_of(u64 bits) { return __longlong_as_double((long long)bits); }
 
 DEVICE u32 shuffle_xor(u32 x, u32 mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, (int)mask); }
 
+#endif
+
+#if defined(__CUDACC__)
 DEVICE u16 fp16_bits(float x) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -99,7 +99,9 @@ DEVICE float fp16_value(u16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
 }
-
+#else
+DEVICE u16 fp16_bits(float x) { return __builtin_bit_cast(u16, (_Float16)x); }
+DEVICE float fp16_value(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 #endif
 
 DEVICE float shuffle_xor(float x, u32 mask) { return float_of(shuffle_xor(bits_of(x), mask)); }

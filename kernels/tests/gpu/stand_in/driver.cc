@@ -1,0 +1,383 @@
+// A stand-in for libcuda.so.1 and libnvrtc.so.13: the functions our table takes, on host memory, for tests without a GPU.
+//
+// It is as lazy as a device may be: what is enqueued runs only when somebody waits for it, so a forgotten wait shows. Kernels are
+// compiled with the C++ compiler of this machine and run thread by thread. One lock around everything.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <dlfcn.h>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <regex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <ucontext.h>
+#include <unistd.h>
+#include <vector>
+
+namespace {
+
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, NOT_FOUND = 500, INVALID_HANDLE = 400, REGISTERED = 712 };
+const size_t MEMORY_BYTES = size_t(512) << 20;
+
+struct Event;
+struct Stream {
+    std::deque<std::function<void()>> work;
+};
+struct Event {
+    Stream *stream = nullptr;
+    bool timed = false, recorded = false, done = false;
+    std::chrono::steady_clock::time_point at;
+};
+
+std::recursive_mutex everything;
+Stream default_stream;
+std::set<Stream *> streams = {&default_stream};
+std::map<unsigned long long, std::pair<void *, size_t>> memory;  // by address: what free() takes, and bytes
+std::map<size_t, size_t> registered;
+size_t used_bytes = 0;
+
+Stream *stream_of(size_t handle) { return handle ? reinterpret_cast<Stream *>(handle) : &default_stream; }
+std::shared_ptr<Event> &event_of(size_t handle) { return *reinterpret_cast<std::shared_ptr<Event> *>(handle); }
+
+void run_next(Stream *stream) {
+    auto next = std::move(stream->work.front());
+    stream->work.pop_front();
+    next();
+}
+void run_all(Stream *stream) {
+    while (!stream->work.empty()) run_next(stream);
+}
+void run_until(const std::shared_ptr<Event> &event) {
+    while (event->recorded && !event->done) run_next(event->stream);
+}
+
+// Whether a range lies within one allocation: what a device would answer with an illegal address.
+bool allocated(unsigned long long address, size_t bytes) {
+    auto after = memory.upper_bound(address);
+    if (after == memory.begin()) return false;
+    auto found = std::prev(after);
+    return address + bytes <= found->first + found->second.second;
+}
+
+// One block's threads as fibers.
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(128 << 10);
+    bool done = false;
+    unsigned turn = 0;
+};
+std::vector<std::unique_ptr<Fiber>> fibers;
+ucontext_t scheduler;
+unsigned running = 0;
+unsigned exchanged[2][1024];
+void (*current_kernel)(void **);
+void **current_places;
+
+void fiber_main() {
+    current_kernel(current_places);
+    fibers[running]->done = true;
+    swapcontext(&fibers[running]->context, &scheduler);
+}
+
+}  // namespace
+
+struct StandInIndex {
+    unsigned x, y, z;
+};
+StandInIndex threadIdx, blockIdx, blockDim, gridDim;
+
+void stand_in_rendezvous() { swapcontext(&fibers[running]->context, &scheduler); }
+
+unsigned stand_in_exchange(unsigned value, unsigned from_thread) {
+    // Two places, so that who is ahead by one exchange does not overwrite what others still read.
+    unsigned *places = exchanged[fibers[running]->turn++ % 2];
+    places[threadIdx.x] = value;
+    stand_in_rendezvous();
+    return places[from_thread];
+}
+
+static void run_block(unsigned threads) {
+    while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber &fiber = *fibers[i];
+        fiber.done = false;
+        fiber.turn = 0;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, fiber_main, 0);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        for (unsigned i = 0; i < threads; i++) {
+            if (fibers[i]->done) continue;
+            running = i;
+            threadIdx = {i, 0, 0};
+            swapcontext(&scheduler, &fibers[i]->context);
+            left |= !fibers[i]->done;
+        }
+    }
+}
+
+#define API extern "C" __attribute__((visibility("default"))) int
+#define LOCK std::lock_guard<std::recursive_mutex> lock(everything)
+
+API cuInit(unsigned) { return 0; }
+API cuDriverGetVersion(int *version) { return *version = 13000, 0; }
+API cuDeviceGetCount(int *count) { return *count = 1, 0; }
+API cuDeviceGet(int *device, int index) { return *device = index, index == 0 ? 0 : INVALID_VALUE; }
+API cuDeviceGetName(char *name, int length, int) { return snprintf(name, length, "stand-in"), 0; }
+API cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = MEMORY_BYTES, 0; }
+API cuDeviceGetAttribute(int *value, int attribute, int) { return *value = attribute == 75 ? 9 : 0, 0; }
+API cuDevicePrimaryCtxRetain(size_t *context, int) { return *context = 1, 0; }
+API cuCtxSetCurrent(size_t) { return 0; }
+API cuGetErrorString(int code, const char **text) {
+    *text = code == OUT_OF_MEMORY ? "out of memory" : "an error of the stand-in";
+    return 0;
+}
+API cuCtxSynchronize() {
+    LOCK;
+    for (Stream *stream : streams) run_all(stream);
+    return 0;
+}
+API cuMemGetInfo_v2(size_t *free, size_t *total) {
+    LOCK;
+    *free = MEMORY_BYTES - used_bytes;
+    return *total = MEMORY_BYTES, 0;
+}
+API cuMemAlloc_v2(unsigned long long *address, size_t bytes) {
+    LOCK;
+    if (bytes == 0) return INVALID_VALUE;
+    if (bytes > MEMORY_BYTES - used_bytes) return OUT_OF_MEMORY;
+    void *place = nullptr;
+    if (posix_memalign(&place, 256, bytes)) return OUT_OF_MEMORY;
+    memset(place, 0xCD, bytes);
+    used_bytes += bytes;
+    *address = reinterpret_cast<unsigned long long>(place);
+    memory[*address] = {place, bytes};
+    return 0;
+}
+API cuMemFree_v2(unsigned long long address) {
+    LOCK;
+    auto found = memory.find(address);
+    if (found == memory.end()) return INVALID_VALUE;
+    used_bytes -= found->second.second;
+    free(found->second.first);
+    memory.erase(found);
+    return 0;
+}
+API cuMemHostRegister_v2(size_t address, size_t bytes, unsigned) {
+    LOCK;
+    if (address < 65536 || bytes == 0) return INVALID_VALUE;
+    if (registered.count(address)) return REGISTERED;
+    return registered[address] = bytes, 0;
+}
+API cuMemHostUnregister(size_t address) {
+    LOCK;
+    return registered.erase(address) ? 0 : INVALID_VALUE;
+}
+
+static int enqueue_copy(void *to, const void *from, size_t bytes, size_t stream) {
+    stream_of(stream)->work.push_back([=] { memmove(to, from, bytes); });
+    return 0;
+}
+static void *at(unsigned long long address) { return reinterpret_cast<void *>(address); }
+
+API cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, size_t stream) {
+    LOCK;
+    return allocated(to, bytes) ? enqueue_copy(at(to), from, bytes, stream) : INVALID_VALUE;
+}
+API cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, size_t stream) {
+    LOCK;
+    return allocated(from, bytes) ? enqueue_copy(to, at(from), bytes, stream) : INVALID_VALUE;
+}
+API cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, size_t stream) {
+    LOCK;
+    bool inside = allocated(to, bytes) && allocated(from, bytes);
+    return inside ? enqueue_copy(at(to), at(from), bytes, stream) : INVALID_VALUE;
+}
+API cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, size_t stream) {
+    LOCK;
+    if (!allocated(to, bytes)) return INVALID_VALUE;
+    stream_of(stream)->work.push_back([=] { memset(at(to), value, bytes); });
+    return 0;
+}
+
+API cuStreamCreate(size_t *handle, unsigned) {
+    LOCK;
+    Stream *stream = new Stream;
+    streams.insert(stream);
+    return *handle = reinterpret_cast<size_t>(stream), 0;
+}
+API cuStreamDestroy_v2(size_t handle) {
+    LOCK;
+    // Not deleted: an event may name it. Work that is left runs first.
+    run_all(stream_of(handle));
+    streams.erase(stream_of(handle));
+    return 0;
+}
+API cuStreamSynchronize(size_t handle) {
+    LOCK;
+    run_all(stream_of(handle));
+    return 0;
+}
+API cuStreamWaitEvent(size_t handle, size_t event, unsigned) {
+    LOCK;
+    auto waited = event_of(event);
+    stream_of(handle)->work.push_back([=] { run_until(waited); });
+    return 0;
+}
+API cuEventCreate(size_t *handle, unsigned flags) {
+    auto event = std::make_shared<Event>();
+    event->timed = !(flags & 2);
+    *handle = reinterpret_cast<size_t>(new std::shared_ptr<Event>(event));
+    return 0;
+}
+API cuEventDestroy_v2(size_t handle) {
+    LOCK;
+    delete &event_of(handle);
+    return 0;
+}
+API cuEventRecord(size_t handle, size_t stream) {
+    LOCK;
+    auto event = event_of(handle);
+    event->stream = stream_of(stream);
+    event->recorded = true;
+    event->stream->work.push_back([=] {
+        event->done = true;
+        event->at = std::chrono::steady_clock::now();
+    });
+    return 0;
+}
+API cuEventQuery(size_t handle) {
+    LOCK;
+    auto event = event_of(handle);
+    if (event->done) return 0;
+    // A little happens at each question, so that who only asks comes to an end.
+    run_next(event->stream);
+    return NOT_READY;
+}
+API cuEventSynchronize(size_t handle) {
+    LOCK;
+    run_until(event_of(handle));
+    return 0;
+}
+API cuEventElapsedTime(float *ms, size_t start, size_t end) {
+    LOCK;
+    auto a = event_of(start), b = event_of(end);
+    if (!a->timed || !b->timed) return INVALID_HANDLE;
+    if (!a->done || !b->done) return NOT_READY;
+    *ms = std::chrono::duration<float, std::milli>(b->at - a->at).count();
+    return 0;
+}
+
+struct StandInModule {
+    void *library;
+};
+struct StandInFunction {
+    void (*call)(void **);
+    std::vector<size_t> argument_bytes;
+};
+
+API cuModuleLoadData(size_t *handle, const void *image) {
+    void *library = dlopen(static_cast<const char *>(image), RTLD_NOW | RTLD_LOCAL);
+    if (!library) return fprintf(stderr, "%s\n", dlerror()), INVALID_VALUE;
+    return *handle = reinterpret_cast<size_t>(new StandInModule{library}), 0;
+}
+API cuModuleUnload(size_t handle) {
+    delete reinterpret_cast<StandInModule *>(handle);
+    return 0;
+}
+API cuModuleGetFunction(size_t *handle, size_t module, const char *name) {
+    void *library = reinterpret_cast<StandInModule *>(module)->library;
+    auto call = reinterpret_cast<void (*)(void **)>(dlsym(library, (std::string(name) + "_stand_in").c_str()));
+    auto bytes = reinterpret_cast<size_t (*)(size_t *)>(dlsym(library, (std::string(name) + "_stand_in_bytes").c_str()));
+    if (!call || !bytes) return NOT_FOUND;
+    size_t all[64];
+    size_t count = bytes(all);
+    *handle = reinterpret_cast<size_t>(new StandInFunction{call, std::vector<size_t>(all, all + count)});
+    return 0;
+}
+API cuFuncGetAttribute(int *value, int, size_t) { return *value = 0, 0; }
+API cuLaunchKernel(size_t handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned,
+                   size_t stream, void **places, void **) {
+    LOCK;
+    if (gx == 0 || gy != 1 || gz != 1 || bx == 0 || bx > 1024 || by != 1 || bz != 1) return INVALID_VALUE;
+    auto *function = reinterpret_cast<StandInFunction *>(handle);
+    // Arguments are copied when a kernel is launched, as a driver does.
+    std::vector<std::vector<char>> copies;
+    for (size_t i = 0; i < function->argument_bytes.size(); i++) {
+        auto *from = static_cast<char *>(places[i]);
+        copies.emplace_back(from, from + function->argument_bytes[i]);
+    }
+    stream_of(stream)->work.push_back([=]() mutable {
+        std::vector<void *> own;
+        for (auto &copy : copies) own.push_back(copy.data());
+        current_kernel = function->call;
+        current_places = own.data();
+        gridDim = {gx, 1, 1};
+        blockDim = {bx, 1, 1};
+        for (unsigned x = 0; x < gx; x++) {
+            blockIdx = {x, 0, 0};
+            run_block(bx);
+        }
+    });
+    return 0;
+}
+
+struct Program {
+    std::string source, log, library;
+};
+static Program *program_of(size_t handle) { return reinterpret_cast<Program *>(handle); }
+
+static std::string text_of(const std::string &path) {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+API nvrtcVersion(int *major, int *minor) { return *major = 13, *minor = 0, 0; }
+API nvrtcCreateProgram(size_t *handle, const char *source, const char *, int, const char *const *, const char *const *) {
+    return *handle = reinterpret_cast<size_t>(new Program{source, "", ""}), 0;
+}
+API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
+    LOCK;
+    static int number = 0;
+    Program *program = program_of(handle);
+    const char *folder = getenv("KERNELS_STAND_IN"), *compiler = getenv("CXX");
+    std::string base = std::string(folder ? folder : ".") + "/kernel" + std::to_string(getpid()) + "_" + std::to_string(number++);
+    std::string flags = " -ffp-contract=off";
+    for (int i = 0; i < count; i++) {
+        std::string option = options[i];
+        if (option.rfind("-D", 0) == 0) flags += " '" + option + "'";
+    }
+    {
+        std::ofstream file(base + ".cc");
+        file << "#include \"" << KERNEL_HEADER << "\"\n" << program->source << "\n";
+        std::regex kernel("KERNEL(?:\\s+LAUNCH_BOUNDS\\(\\w+\\))?\\s+(\\w+)\\(");
+        for (std::sregex_iterator it(program->source.begin(), program->source.end(), kernel), end; it != end; ++it)
+            file << "STAND_IN_KERNEL(" << (*it)[1] << ")\n";
+    }
+    std::string command = std::string(compiler && *compiler ? compiler : "c++") + " -std=c++17 -O1 -w -fPIC -shared -fno-strict-aliasing" +
+                          flags + " -o '" + base + ".so' '" + base + ".cc' '" + std::string(folder ? folder : ".") + "/libcuda.so.1' 2> '" + base + ".log'";
+    int answer = system(command.c_str());
+    program->log = text_of(base + ".log").substr(0, 20000);
+    program->library = base + ".so";
+    return answer == 0 ? 0 : 6;
+}
+API nvrtcGetProgramLogSize(size_t handle, size_t *bytes) { return *bytes = program_of(handle)->log.size() + 1, 0; }
+API nvrtcGetProgramLog(size_t handle, char *log) { return strcpy(log, program_of(handle)->log.c_str()), 0; }
+API nvrtcGetCUBINSize(size_t handle, size_t *bytes) { return *bytes = program_of(handle)->library.size() + 1, 0; }
+API nvrtcGetCUBIN(size_t handle, char *code) { return strcpy(code, program_of(handle)->library.c_str()), 0; }
+API nvrtcDestroyProgram(size_t *handle) {
+    delete program_of(*handle);
+    return *handle = 0, 0;
+}
