@@ -7,6 +7,8 @@
 //!   param tile, state tile ─────────────────▶ adamw::step_tile ──▶ the same tiles, one step later
 //! ```
 //!
+//! `gpu` has the same arithmetic on a GPU, with its memory, streams and copies.
+//!
 //! Promise: a result is a function of its arguments alone. The instruction set, the number of threads and where a range is cut
 //! change no bit of it. The plain definitions in `adamw/scalar.rs` and `reduce/scalar.rs` say what the bits are.
 //!

@@ -1,4 +1,5 @@
-// A stand-in for libcuda.so.1 and libnvrtc.so.13: the functions our table takes, on host memory, for tests without a GPU.
+// A stand-in for a GPU's driver and run-time compiler, on host memory, for tests without a GPU: the functions our table takes under
+// CUDA's names, and with STAND_IN_HIP under HIP's.
 //
 // It is as lazy as a device may be: what is enqueued runs only when somebody waits for it, so a forgotten wait shows. Kernels are
 // compiled with the C++ compiler of this machine and run thread by thread. One lock around everything.
@@ -352,8 +353,9 @@ API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
     LOCK;
     static int number = 0;
     Program *program = program_of(handle);
-    const char *folder = getenv("KERNELS_STAND_IN"), *compiler = getenv("CXX");
-    std::string base = std::string(folder ? folder : ".") + "/kernel" + std::to_string(getpid()) + "_" + std::to_string(number++);
+    const char *driver = getenv("KERNELS_STAND_IN"), *compiler = getenv("CXX");
+    if (!driver) return 7;
+    std::string base = std::string(driver) + "_kernel" + std::to_string(getpid()) + "_" + std::to_string(number++);
     std::string flags = " -ffp-contract=off";
     for (int i = 0; i < count; i++) {
         std::string option = options[i];
@@ -367,7 +369,7 @@ API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
             file << "STAND_IN_KERNEL(" << (*it)[1] << ")\n";
     }
     std::string command = std::string(compiler && *compiler ? compiler : "c++") + " -std=c++17 -O1 -w -fPIC -shared -fno-strict-aliasing" +
-                          flags + " -o '" + base + ".so' '" + base + ".cc' '" + std::string(folder ? folder : ".") + "/libcuda.so.1' 2> '" + base + ".log'";
+                          flags + " -o '" + base + ".so' '" + base + ".cc' '" + driver + "' 2> '" + base + ".log'";
     int answer = system(command.c_str());
     program->log = text_of(base + ".log").substr(0, 20000);
     program->library = base + ".so";
@@ -381,3 +383,60 @@ API nvrtcDestroyProgram(size_t *handle) {
     delete program_of(*handle);
     return *handle = 0, 0;
 }
+
+#ifdef STAND_IN_HIP
+// HIP's names for functions with the same arguments.
+#define ALSO(cuda, hip) extern "C" __attribute__((alias(#cuda), visibility("default"))) decltype(cuda) hip
+ALSO(cuInit, hipInit);
+ALSO(cuDriverGetVersion, hipDriverGetVersion);
+ALSO(cuDeviceGetCount, hipGetDeviceCount);
+ALSO(cuDeviceGet, hipDeviceGet);
+ALSO(cuDeviceGetName, hipDeviceGetName);
+ALSO(cuDeviceTotalMem_v2, hipDeviceTotalMem);
+ALSO(cuMemGetInfo_v2, hipMemGetInfo);
+ALSO(cuMemAlloc_v2, hipMalloc);
+ALSO(cuCtxSynchronize, hipDeviceSynchronize);
+ALSO(cuMemFree_v2, hipFree);
+ALSO(cuMemHostRegister_v2, hipHostRegister);
+ALSO(cuMemHostUnregister, hipHostUnregister);
+ALSO(cuMemcpyHtoDAsync_v2, hipMemcpyHtoDAsync);
+ALSO(cuMemcpyDtoHAsync_v2, hipMemcpyDtoHAsync);
+ALSO(cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync);
+ALSO(cuMemsetD8Async, hipMemsetD8Async);
+ALSO(cuStreamCreate, hipStreamCreateWithFlags);
+ALSO(cuStreamDestroy_v2, hipStreamDestroy);
+ALSO(cuStreamSynchronize, hipStreamSynchronize);
+ALSO(cuStreamWaitEvent, hipStreamWaitEvent);
+ALSO(cuEventCreate, hipEventCreateWithFlags);
+ALSO(cuEventDestroy_v2, hipEventDestroy);
+ALSO(cuEventRecord, hipEventRecord);
+ALSO(cuEventQuery, hipEventQuery);
+ALSO(cuEventSynchronize, hipEventSynchronize);
+ALSO(cuEventElapsedTime, hipEventElapsedTime);
+ALSO(cuModuleLoadData, hipModuleLoadData);
+ALSO(cuModuleUnload, hipModuleUnload);
+ALSO(cuModuleGetFunction, hipModuleGetFunction);
+ALSO(cuFuncGetAttribute, hipFuncGetAttribute);
+ALSO(cuLaunchKernel, hipModuleLaunchKernel);
+ALSO(nvrtcVersion, hiprtcVersion);
+ALSO(nvrtcCreateProgram, hiprtcCreateProgram);
+ALSO(nvrtcCompileProgram, hiprtcCompileProgram);
+ALSO(nvrtcGetProgramLogSize, hiprtcGetProgramLogSize);
+ALSO(nvrtcGetProgramLog, hiprtcGetProgramLog);
+ALSO(nvrtcGetCUBINSize, hiprtcGetCodeSize);
+ALSO(nvrtcGetCUBIN, hiprtcGetCode);
+ALSO(nvrtcDestroyProgram, hiprtcDestroyProgram);
+
+API hipSetDevice(int index) { return index == 0 ? 0 : INVALID_VALUE; }
+extern "C" __attribute__((visibility("default"))) const char *hipGetErrorString(int code) {
+    const char *text;
+    return cuGetErrorString(code, &text), text;
+}
+// As large as ROCm 6 has it, and the architecture's name where that has it.
+API hipGetDevicePropertiesR0600(char *properties, int) {
+    memset(properties, 0, 1472);
+    strcpy(properties, "stand-in");
+    strcpy(properties + 1160, "gfx90a:sramecc+:xnack-");
+    return 0;
+}
+#endif
