@@ -175,7 +175,7 @@ impl Compiler {
         Ok(compiled)
     }
 
-    /// Division, square root and denormals are IEEE's by default in both compilers; NVRTC is told all the same.
+    /// Division, square root and denormals are IEEE's by default in both compilers; they are told all the same.
     fn options(&self, arch: &str, options: &CompileOptions) -> Vec<String> {
         let mut all = match self.vendor {
             Vendor::Cuda => vec![
@@ -192,6 +192,8 @@ impl Compiler {
                     "-ffp-contract={}",
                     if options.contract { "fast" } else { "off" }
                 ),
+                "-fhip-fp32-correctly-rounded-divide-sqrt".to_owned(),
+                "-fno-gpu-flush-denormals-to-zero".to_owned(),
                 "-O3".to_owned(),
                 "-std=c++17".to_owned(),
             ],

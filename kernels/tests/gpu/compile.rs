@@ -8,12 +8,12 @@ use std::process::Command;
 
 use kernels::gpu::{CompileOptions, Compiler, GpuError, PRELUDE, SOURCES, Vendor};
 
-const TMP: &str = env!("CARGO_TARGET_TMPDIR");
+use crate::device::scratch;
 
 /// The compiler, or a line that says what is missing.
 fn compiler(vendor: Vendor) -> Option<Compiler> {
     // Where .ci/test-tools.sh puts NVRTC.
-    let fetched: PathBuf = Path::new(TMP)
+    let fetched: PathBuf = Path::new(env!("CARGO_TARGET_TMPDIR"))
         .parent()
         .expect("target/tmp has a parent")
         .join("nvrtc/nvidia/cu13/lib");
@@ -114,8 +114,9 @@ fn every_source_compiles_with_clang_for_amd_and_spills_no_register() {
         println!("skipped: no clang of version 17 or later: the check of kernels for gfx942");
         return;
     };
+    let folder = scratch();
     for (name, source) in SOURCES {
-        let path = Path::new(TMP).join(format!("{name}.hip"));
+        let path = folder.path().join(format!("{name}.hip"));
         std::fs::write(&path, format!("{PRELUDE}\n{source}")).unwrap();
         for arch in ["gfx90a", "gfx942"] {
             let output = Command::new(&clang)
