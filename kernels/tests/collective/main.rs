@@ -6,4 +6,5 @@ mod gone;
 mod gpus;
 mod lab;
 mod meeting;
+mod stand_in;
 mod values;

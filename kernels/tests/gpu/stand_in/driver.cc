@@ -132,8 +132,13 @@ static void run_block(unsigned threads) {
 
 API cuInit(unsigned) { return 0; }
 API cuDriverGetVersion(int *version) { return *version = 13000, 0; }
-API cuDeviceGetCount(int *count) { return *count = 1, 0; }
-API cuDeviceGet(int *device, int index) { return *device = index, index == 0 ? 0 : INVALID_VALUE; }
+// One, or as many as a test of several ranks asks for; a process of such a test uses one of them.
+static int devices() {
+    const char *count = getenv("KERNELS_STAND_IN_GPUS");
+    return count ? atoi(count) : 1;
+}
+API cuDeviceGetCount(int *count) { return *count = devices(), 0; }
+API cuDeviceGet(int *device, int index) { return *device = index, index < devices() ? 0 : INVALID_VALUE; }
 API cuDeviceGetName(char *name, int length, int) { return snprintf(name, length, "stand-in"), 0; }
 API cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = MEMORY_BYTES, 0; }
 API cuDeviceGetAttribute(int *value, int attribute, int) { return *value = attribute == 75 ? 9 : 0, 0; }
@@ -208,6 +213,14 @@ API cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, si
     LOCK;
     if (!allocated(to, bytes)) return INVALID_VALUE;
     stream_of(stream)->work.push_back([=] { memset(at(to), value, bytes); });
+    return 0;
+}
+
+// For the stand-in of a library that enqueues work of its own.
+API stand_in_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument) {
+    LOCK;
+    if (!allocated(address, bytes)) return INVALID_VALUE;
+    stream_of(stream)->work.push_back([=] { run(argument); });
     return 0;
 }
 
