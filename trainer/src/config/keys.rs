@@ -36,7 +36,7 @@ const NO_EFFECT: &[(&str, &str)] = &[
     ("zero_force_ds_cpu_optimizer", "there is one optimizer"),
     (
         "activation_checkpointing",
-        "each block is always recomputed from its input",
+        "train.keep says what of a block is not computed again",
     ),
     ("flops_profiler", "metrics.jsonl has each step's times"),
     ("comms_logger", "one process has nobody to talk to"),

@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 pub use settings::{
-    Batch, DataSettings, DeviceChoice, Durability, LrSchedule, OffloadSettings, OptimizerSettings,
-    Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings, UpdatePlace,
-    Warmup,
+    Batch, DataSettings, DeviceChoice, Durability, KeepChoice, LrSchedule, OffloadSettings,
+    OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
+    UpdatePlace, Warmup,
 };
 
 /// Why a run file was refused. Nothing has been touched when this is answered.
@@ -160,6 +160,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
     "offload.resident_share",
     "offload.update",
     "train.device",
+    "train.keep",
 ];
 
 /// DeepSpeed files say "auto" for "you choose". The key is then as good as left out, and the choice is shown with the rest.

@@ -150,6 +150,21 @@ pub struct TrainSettings {
     /// Threads that compute.
     pub threads: usize,
     pub device: DeviceChoice,
+    pub keep: KeepChoice,
+}
+
+/// What blocks keep on a GPU from forward to backward beside their inputs; the rest is computed again. The bits are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeepChoice {
+    /// What fits.
+    Auto,
+    /// Nothing: each block is computed twice.
+    Nothing,
+    /// What attention's backward pass needs.
+    Attention,
+    /// The results of all products.
+    Products,
 }
 
 /// What computes forward and backward.

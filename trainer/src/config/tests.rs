@@ -343,7 +343,9 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         share(&[budget, ("offload.resident_share", json!(0))]),
         ResidentShare::Share(Share::NONE)
     );
-    assert_eq!(with(&[("train.device", json!("auto"))]).notes, [""; 0]);
+    for key in ["train.device", "train.keep"] {
+        assert_eq!(with(&[(key, json!("auto"))]).notes, [""; 0]);
+    }
 }
 
 #[test]
@@ -353,6 +355,10 @@ fn a_word_nobody_knows_is_refused_with_those_there_are() {
         (
             "offload.update",
             "use \"auto\", \"cpu\", \"gpu\" or \"shared\"",
+        ),
+        (
+            "train.keep",
+            "use \"auto\", \"nothing\", \"attention\" or \"products\"",
         ),
         ("offload.schedule", "use \"deferred\" or \"at_once\""),
         ("offload.host_memory", "expected a number of bytes"),

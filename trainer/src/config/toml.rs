@@ -151,6 +151,7 @@ pub struct TrainToml {
     pub stop_after: Option<u64>,
     pub threads: Option<u64>,
     pub device: Option<String>,
+    pub keep: Option<String>,
 }
 
 /// `offload`: how tiles move.

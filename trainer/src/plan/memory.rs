@@ -3,105 +3,120 @@
 //! ```text
 //!   without a GPU   host   unit buffers | activations | computing | text          gradients with the tiles
 //!   with one        host   text                                                   gradients with the tiles
-//!                   GPU    unit buffers | gradient buffers | activations | computing | what lives there
+//!                   GPU    unit and gradient buffers | activations, kept | computing | streamed tiles | context
+//!   all on the GPU  GPU    tiles and gradients | activations, kept | computing | context
 //! ```
 
+use kernels::adamw::Master;
+use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
-use crate::compute::working_bytes;
-use crate::config::{RunSettings, Tier, UpdatePlace};
+use crate::compute::{
+    DEVICE_CONTEXT_BYTES, Keep, device_working_bytes, kept_bytes_a_token, working_bytes,
+};
+use crate::config::{RunSettings, UpdatePlace};
 use crate::model::UnitLayout;
 
-/// Blocks whose weights are on the GPU at a time: one computes, one comes, one is left.
+/// Blocks whose weights are on a GPU at a time: one computes, one comes, one is left.
 const BLOCK_BUFFERS: u64 = 3;
 
-/// Units whose gradients are on the GPU at a time: one is computed, one leaves.
+/// Blocks whose gradients are on a GPU at a time: one is computed, one leaves.
 const GRAD_BUFFERS: u64 = 2;
 
-/// Gradients are summed over micro-batches in fp32.
-const SUM_BYTES: u64 = 4;
+/// Threads that stream tiles through a GPU: one's copy up, one's kernel and one's copy down at a time.
+const GPU_UPDATERS: u64 = 3;
+
+/// Host memory through which first contents go to tiles in GPU memory.
+pub(super) const GPU_HOME_STAGING_BYTES: u64 = 256 << 20;
 
 /// What a process holds of a model while it computes, wherever it computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ComputeMemory {
-    /// Gathered weights.
+    /// Gathered weights. None where a GPU computes with them where they live.
     pub unit_buffer_bytes: u64,
     /// Gradients of the units at hand. On the processor they are written over the weights.
     pub grad_buffer_bytes: u64,
     /// Inputs of all units and micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
+    /// What blocks keep beside their inputs.
+    pub kept_bytes: u64,
     /// Most that computing one unit takes on top.
     pub working_bytes: u64,
+    /// Tiles that are streamed through a GPU to be updated there.
+    pub update_bytes: u64,
+    /// What a GPU's libraries take before anything is computed.
+    pub context_bytes: u64,
+}
+
+/// How a GPU is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct GpuUse {
+    /// All tiles live there.
+    pub(super) lives: bool,
+    pub(super) keep: Keep,
+    pub(super) update: UpdatePlace,
+    pub(super) master: Master,
+    pub(super) tile_elems: u64,
 }
 
 impl ComputeMemory {
     /// All of it.
     pub fn sum_bytes(&self) -> u64 {
-        self.unit_buffer_bytes + self.grad_buffer_bytes + self.activation_bytes + self.working_bytes
+        self.unit_buffer_bytes
+            + self.grad_buffer_bytes
+            + self.activation_bytes
+            + self.kept_bytes
+            + self.working_bytes
+            + self.update_bytes
+            + self.context_bytes
     }
 
-    /// Of `settings`' model with `units`, on a GPU or on the processor.
-    pub(super) fn new(settings: &RunSettings, units: &[UnitLayout], on_gpu: bool) -> Self {
-        let elem_bytes = settings.dtype.elem_bytes() as u64;
-        let batch = &settings.batch;
-        let bytes = |unit: &UnitLayout| unit.elems as u64 * elem_bytes;
-        let (embedding, head) = (bytes(&units[0]), bytes(&units[units.len() - 1]));
+    /// Of `settings`' model with `units`, on the processor or as `gpu` says.
+    pub(super) fn new(settings: &RunSettings, units: &[UnitLayout], gpu: Option<GpuUse>) -> Self {
+        let elem_bytes = settings.dtype.elem_bytes();
+        let (model, batch) = (&settings.model, &settings.batch);
+        let bytes = |unit: &UnitLayout| (unit.elems * elem_bytes) as u64;
+        let ends = bytes(&units[0]) + bytes(&units[units.len() - 1]);
         let block = bytes(&units[1]);
-        let largest = embedding.max(block).max(head);
-        let micro_tokens = (batch.micro_batch * batch.seq_len) as u64;
-        let tokens = micro_tokens * batch.micro_batches as u64;
         // Inputs of every block and of the head, and the gradient that comes back.
-        let kept = units.len() as u64;
-        let sums = if on_gpu && batch.micro_batches > 1 {
-            largest / elem_bytes * SUM_BYTES
-        } else {
-            0
+        let kept_units = units.len() as u64;
+        let activation_bytes =
+            kept_units * batch.tokens() * (model.hidden_size * elem_bytes) as u64;
+        let working = |of: fn(&_, _, _, _, _) -> u64| {
+            of(
+                model,
+                settings.dtype,
+                batch.micro_batch,
+                batch.seq_len,
+                batch.micro_batches,
+            )
         };
+        let Some(gpu) = gpu else {
+            return Self {
+                unit_buffer_bytes: ends + block,
+                activation_bytes,
+                working_bytes: working(working_bytes),
+                ..Self::default()
+            };
+        };
+        // What several ranks own is gathered into buffers, wherever it lives.
+        let in_place = gpu.lives && settings.ranks == 1;
+        let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
+        let streams = !gpu.lives && gpu.update != UpdatePlace::Cpu;
+        let updater_bytes = TileUpdater::device_bytes(gpu.master, gpu.tile_elems as usize) as u64;
+        let blocks = units.len() as u64 - 2;
+        let kept = kept_bytes_a_token(model, elem_bytes, gpu.keep) as u64;
         Self {
-            unit_buffer_bytes: embedding + head + block * if on_gpu { BLOCK_BUFFERS } else { 1 },
-            grad_buffer_bytes: if on_gpu {
-                GRAD_BUFFERS * largest + sums
-            } else {
-                0
-            },
-            activation_bytes: kept * tokens * settings.model.hidden_size as u64 * elem_bytes,
-            working_bytes: if on_gpu {
-                gpu_working_bytes(settings, micro_tokens)
-            } else {
-                working_bytes(
-                    &settings.model,
-                    settings.dtype,
-                    batch.micro_batch,
-                    batch.seq_len,
-                    batch.micro_batches,
-                )
-            },
+            unit_buffer_bytes: buffers(BLOCK_BUFFERS),
+            grad_buffer_bytes: buffers(GRAD_BUFFERS),
+            activation_bytes,
+            kept_bytes: blocks * batch.tokens() * kept,
+            working_bytes: working(device_working_bytes),
+            update_bytes: u64::from(streams) * GPU_UPDATERS * updater_bytes,
+            context_bytes: DEVICE_CONTEXT_BYTES,
         }
     }
 }
-
-/// A block recomputed with its gradients in flight, or a slice of logits; torch's own pool keeps some more.
-fn gpu_working_bytes(settings: &RunSettings, micro_tokens: u64) -> u64 {
-    let model = &settings.model;
-    let elem_bytes = settings.dtype.elem_bytes() as u64;
-    let hidden = model.hidden_size as u64;
-    let attention = (model.heads * model.head_dim()) as u64;
-    let feed_forward = model.intermediate_size as u64;
-    let kept_elems = 8 * hidden + 8 * attention + 4 * feed_forward;
-    let flying_elems = 4 * hidden.max(attention).max(feed_forward);
-    let block = micro_tokens * (kept_elems + flying_elems) * elem_bytes;
-    let vocab = model.vocab_size as u64;
-    let slice = (micro_tokens * vocab).min(LOGITS_ELEMS_GPU.max(vocab));
-    let head = slice * 2 * elem_bytes + 4 * micro_tokens * hidden * elem_bytes;
-    // The libraries' own memory: context, cuBLAS workspaces.
-    block.max(head) + GPU_LIBRARY_BYTES
-}
-
-/// Logits of a slice of rows on a GPU.
-const LOGITS_ELEMS_GPU: u64 = 64 << 20;
-
-/// A CUDA context with libtorch's kernels.
-const GPU_LIBRARY_BYTES: u64 = 1 << 30;
 
 /// Bytes that cross the bus to a GPU in one step of one process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -113,22 +128,12 @@ pub struct BusBytes {
 }
 
 impl BusBytes {
-    /// For a process whose tiles are `tiles`. Weights go up in forward and in backward; other ranks' parts come over links
-    /// between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
-    pub(super) fn new([param, optimizer]: [Tier; 2], tiles: &TileSums, on_gpu_share: f64) -> Self {
-        if optimizer == Tier::None {
-            // All state is there; a parameter that is elsewhere comes twice and goes back once.
-            let away = u64::from(param != Tier::None);
-            return Self {
-                up_bytes: 2 * tiles.param_bytes * away,
-                down_bytes: tiles.param_bytes * away,
-            };
-        }
-        // Kept there and updated elsewhere, they come once.
-        let gathers = if param == Tier::None { 1 } else { 2 };
+    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up in forward and in backward; other
+    /// ranks' parts come over links between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
+    pub(super) fn new(tiles: &TileSums, on_gpu_share: f64) -> Self {
         let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
         Self {
-            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()),
+            up_bytes: 2 * tiles.param_bytes + streamed(tiles.sum_bytes()),
             down_bytes: tiles.grad_bytes + streamed(tiles.param_bytes + tiles.state_bytes),
         }
     }
@@ -151,16 +156,6 @@ impl TileSums {
     /// All of them.
     pub fn sum_bytes(&self) -> u64 {
         self.param_bytes + self.state_bytes + self.grad_bytes
-    }
-
-    /// Those that live in GPU memory: device `none`. Gradients stay where their update runs.
-    pub(super) fn on_gpu(&self, [param, optimizer]: [Tier; 2]) -> Self {
-        let of = |tier: Tier, bytes: u64| if tier == Tier::None { bytes } else { 0 };
-        Self {
-            param_bytes: of(param, self.param_bytes),
-            state_bytes: of(optimizer, self.state_bytes),
-            grad_bytes: of(optimizer, self.grad_bytes),
-        }
     }
 
     /// Seconds of an update for which all of them go up to the GPU and come back.

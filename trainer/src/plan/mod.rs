@@ -23,14 +23,17 @@ use swapper::{
     SwapperSettings, TileBytes, UnitShape,
 };
 
-use crate::compute::Dtype;
-use crate::config::{Durability, ResidentShare, RunSettings, Schedule, Share, Tier, UpdatePlace};
+use crate::compute::{Dtype, Keep};
+use crate::config::{
+    Durability, KeepChoice, ResidentShare, RunSettings, Schedule, Share, Tier, UpdatePlace,
+};
 use crate::model::{UnitLayout, unit_layouts};
 
 pub use amount::{parse_bytes, parse_rate};
 use choose::{STAGING_BYTES_ASSUMED, Tiles};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
 pub use measured::Measured;
+use memory::GpuUse;
 pub use memory::{BusBytes, ComputeMemory, TileSums};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use report::{REPORT_VERSION, Refusal, Report};
@@ -46,6 +49,9 @@ const STAGING_LEAST: Staging = Staging::Slots {
     param: swapper::STAGING_MIN,
     state: swapper::STAGING_MIN,
 };
+
+/// Of a GPU's memory, what choices leave: pieces too small for anything, kernels' own needs.
+const GPU_MARGIN_SHARE: f64 = 0.1;
 
 /// Forward is a quarter of forward, recomputing and backward: 80 of 312 ms on an H200.
 const FORWARD_SHARE: f64 = 0.25;
@@ -67,7 +73,12 @@ pub struct Plan {
     pub node_bytes: StepBytes,
     /// What computing takes, in GPU memory if there is a GPU, else in host memory.
     pub compute: ComputeMemory,
-    /// Tiles whose tier is `none`, in GPU memory; none without a GPU.
+    /// What blocks keep for backward, on a GPU.
+    pub keep: Keep,
+    /// Whether all tiles live in the memory of the GPU that computes: both devices are `none`. With one of them elsewhere,
+    /// `none` is host memory, as it is without a GPU.
+    pub lives_in_gpu: bool,
+    /// Tiles in GPU memory.
     pub gpu_tiles: TileSums,
     pub text_bytes: u64,
     /// What crosses the bus to a GPU.
@@ -117,7 +128,10 @@ impl Plan {
         // With no more slots than it cannot do without: what of the tiles is known before staging is.
         let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);
         let rates = StepRates::default();
-        let compute = ComputeMemory::new(settings, &units, hardware.gpu.is_some());
+        let placement = &settings.placement;
+        let lives_in_gpu = hardware.gpu.is_some()
+            && placement.param == Tier::None
+            && placement.optimizer == Tier::None;
         let mut plan = Self {
             memory: swapper.plan()?,
             step_bytes: swapper.step_bytes()?,
@@ -125,7 +139,9 @@ impl Plan {
             swapper,
             units,
             master,
-            compute,
+            compute: ComputeMemory::default(),
+            lives_in_gpu,
+            keep: Keep::Nothing,
             gpu_tiles: TileSums::default(),
             text_bytes,
             bus: BusBytes::default(),
@@ -154,6 +170,7 @@ impl Plan {
         }
         self.refresh(settings)?;
         self.choose_update(settings);
+        self.choose_keep(settings);
         Ok(())
     }
 
@@ -168,11 +185,23 @@ impl Plan {
             ..self.swapper.clone()
         };
         self.node_bytes = alone.step_bytes()?;
-        if self.hardware.gpu.is_some() {
-            self.gpu_tiles = self.tile_sums().on_gpu(tiers(settings));
+        if self.lives_in_gpu {
+            self.gpu_tiles = self.tile_sums();
         }
+        self.set_compute(settings);
         self.set_rates(settings);
         Ok(())
+    }
+
+    fn set_compute(&mut self, settings: &RunSettings) {
+        let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
+            lives: self.lives_in_gpu,
+            keep: self.keep,
+            update: self.update,
+            master: self.master,
+            tile_elems: self.swapper.tile_elems,
+        });
+        self.compute = ComputeMemory::new(settings, &self.units, gpu);
     }
 
     fn set_rates(&mut self, settings: &RunSettings) {
@@ -182,18 +211,17 @@ impl Plan {
             / (hardware.tflops.value * 1e12);
         let cpu_s = self.params_count as f64 / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
-        if let Some(gpu) = &hardware.gpu {
+        if self.lives_in_gpu {
+            // Nothing crosses the bus, and in the GPU's own memory an update takes some milliseconds.
+            update_s = 0.0;
+        } else if let Some(gpu) = &hardware.gpu {
             let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.update, cpu_s, streamed_s);
-            self.bus = BusBytes::new(tiers(settings), &tiles, share);
+            self.bus = BusBytes::new(&tiles, share);
             bus_s = self.bus.s(bus_bytes_per_s);
-            update_s = match settings.placement.optimizer {
-                // In the GPU's own memory it takes some milliseconds.
-                Tier::None => 0.0,
-                Tier::Cpu | Tier::Nvme => (cpu_s * (1.0 - share)).max(streamed_s * share),
-            };
+            update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
@@ -233,7 +261,7 @@ impl Plan {
 
     fn choose_update(&mut self, settings: &RunSettings) {
         let wanted = settings.offload.update;
-        let in_gpu_memory = settings.placement.optimizer == Tier::None;
+        let in_gpu_memory = self.lives_in_gpu;
         self.update = match (self.hardware.gpu.is_some(), wanted) {
             // What cannot be is a problem, found later.
             (false, _) => UpdatePlace::Cpu,
@@ -252,6 +280,7 @@ impl Plan {
             (true, place) => place,
         };
         self.set_rates(settings);
+        self.set_compute(settings);
         if wanted == UpdatePlace::Auto {
             let why = match (self.hardware.gpu.is_some(), in_gpu_memory, self.update) {
                 (false, ..) => "there is no GPU",
@@ -261,6 +290,37 @@ impl Plan {
             };
             self.chose("offload.update", update_word(self.update).to_owned(), why);
         }
+    }
+
+    /// The most that fits: all of it saves a fifth of the computing.
+    fn choose_keep(&mut self, settings: &RunSettings) {
+        self.keep = match settings.train.keep {
+            KeepChoice::Auto | KeepChoice::Nothing => Keep::Nothing,
+            KeepChoice::Attention => Keep::Attention,
+            KeepChoice::Products => Keep::Products,
+        };
+        let Some(gpu) = self.hardware.gpu.clone() else {
+            // The processor always computes again.
+            self.keep = Keep::Nothing;
+            return;
+        };
+        self.set_compute(settings);
+        if settings.train.keep != KeepChoice::Auto {
+            return;
+        }
+        let most_bytes = (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64;
+        for keep in [Keep::Products, Keep::Attention, Keep::Nothing] {
+            self.keep = keep;
+            self.set_compute(settings);
+            if self.gpu_bytes() <= most_bytes {
+                break;
+            }
+        }
+        self.chose(
+            "train.keep",
+            keep_word(self.keep).to_owned(),
+            "what GPU memory holds beside the rest; what is kept is not computed again",
+        );
     }
 
     fn choose_residents(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
@@ -388,6 +448,11 @@ impl Plan {
             Some(_) => 0,
             None => self.compute.sum_bytes(),
         };
+        let compute = if self.lives_in_gpu {
+            memory::GPU_HOME_STAGING_BYTES
+        } else {
+            compute
+        };
         self.host_resident_bytes()
             + self.memory.staging_bytes()
             + self.host_grad_bytes()
@@ -453,10 +518,6 @@ impl Plan {
     }
 }
 
-fn tiers(settings: &RunSettings) -> [Tier; 2] {
-    [settings.placement.param, settings.placement.optimizer]
-}
-
 /// The run file's word.
 pub fn update_word(place: UpdatePlace) -> &'static str {
     match place {
@@ -464,6 +525,15 @@ pub fn update_word(place: UpdatePlace) -> &'static str {
         UpdatePlace::Cpu => "cpu",
         UpdatePlace::Gpu => "gpu",
         UpdatePlace::Shared => "shared",
+    }
+}
+
+/// The run file's word.
+pub fn keep_word(keep: Keep) -> &'static str {
+    match keep {
+        Keep::Nothing => "nothing",
+        Keep::Attention => "attention",
+        Keep::Products => "products",
     }
 }
 

@@ -6,7 +6,8 @@ use serde::Serialize;
 use swapper::SwapperError;
 
 use super::{Plan, update_word};
-use crate::config::{DeviceChoice, RunSettings, Tier, UpdatePlace};
+use crate::compute::Keep;
+use crate::config::{DeviceChoice, RunSettings, UpdatePlace};
 use crate::store::Gib;
 
 /// Why a run cannot start.
@@ -61,7 +62,7 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
     let found = [
         no_gpu(plan, settings),
         update(plan, settings),
-        gpu_memory(plan, settings),
+        gpu_memory(plan),
         host_memory(plan, settings),
     ];
     found.into_iter().flatten().collect()
@@ -92,9 +93,7 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
             what(format!("and there is no GPU: {}", plan.hardware.no_gpu)),
             "leave it out, or set it to \"cpu\"",
         )),
-        (Some(_), UpdatePlace::Cpu | UpdatePlace::Shared)
-            if settings.placement.optimizer == Tier::None =>
-        {
+        (Some(_), UpdatePlace::Cpu | UpdatePlace::Shared) if plan.lives_in_gpu => {
             Some(Problem::new(
                 ProblemKind::Update,
                 what("and the state lives in GPU memory".into()),
@@ -105,17 +104,16 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     }
 }
 
-fn gpu_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+fn gpu_memory(plan: &Plan) -> Option<Problem> {
     let gpu = plan.hardware.gpu.as_ref()?;
     let needed = plan.gpu_bytes();
     if needed <= gpu.memory_bytes {
         return None;
     }
-    let placement = &settings.placement;
-    let change = if placement.optimizer == Tier::None {
+    let change = if plan.lives_in_gpu {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
-    } else if placement.param == Tier::None {
-        "set zero_optimization.offload_param.device to \"cpu\" or \"nvme\""
+    } else if plan.keep != Keep::Nothing {
+        "set train.keep = \"auto\""
     } else {
         "lower train_micro_batch_size_per_gpu or train.seq_len, or the micro-batches of a step"
     };

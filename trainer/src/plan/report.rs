@@ -3,7 +3,9 @@
 use serde::Serialize;
 
 use super::problems::ProblemKind;
-use super::{BusBytes, Choice, ComputeMemory, Hardware, Plan, PlanError, Problem, update_word};
+use super::{
+    BusBytes, Choice, ComputeMemory, Hardware, Plan, PlanError, Problem, keep_word, update_word,
+};
 
 /// Of the report's names and their meaning.
 pub const REPORT_VERSION: u32 = 1;
@@ -135,6 +137,7 @@ pub struct ChosenReport {
     pub iodepth: u32,
     pub schedule: &'static str,
     pub update: &'static str,
+    pub keep: &'static str,
 }
 
 impl Plan {
@@ -196,6 +199,7 @@ impl Plan {
                     swapper::Schedule::Deferred => "deferred",
                 },
                 update: update_word(self.update),
+                keep: keep_word(self.keep),
             },
             choices: self.choices.clone(),
         }

@@ -138,7 +138,8 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
     let settings = large("none", "none", &[]);
     let plan = plan(&settings, &h200(1.0));
     plan.check().unwrap();
-    assert_eq!((plan.host_bytes(), plan.update), (0, UpdatePlace::Gpu));
+    assert_eq!(plan.update, UpdatePlace::Gpu);
+    assert!(plan.host_bytes() < GIB, "no tile is in host memory");
     assert!(plan.gpu_bytes() > 14 * plan.params_count);
     assert_eq!(plan.bus, BusBytes::default());
     assert!((tflops(&plan) - 305.0).abs() < 1.0);
@@ -149,6 +150,39 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
     let plan = self::plan(&settings, &without);
     assert_eq!((plan.gpu_bytes(), plan.update), (0, UpdatePlace::Cpu));
     assert!(plan.host_bytes() > 14 * plan.params_count);
+    // Only one of them none: host memory, on a GPU too.
+    let plan = self::plan(&large("none", "cpu", &[]), &h200(1.0));
+    assert!(plan.host_bytes() > 13 * plan.params_count);
+    assert_eq!(plan.gpu_tiles, TileSums::default());
+}
+
+#[test]
+fn what_a_gpu_has_left_keeps_results_of_products() {
+    let settings = large("cpu", "cpu", &[]);
+    let keep = |gib: u64, settings: &RunSettings| {
+        let machine = Overrides {
+            gpu_memory_bytes: Some(gib * GIB),
+            ..h200(1.0)
+        };
+        let plan = plan(settings, &machine);
+        assert!(plan.check().is_err() || plan.gpu_bytes() <= gib * GIB);
+        plan.keep
+    };
+    assert_eq!(keep(139, &settings), Keep::Products);
+    assert_eq!(keep(20, &settings), Keep::Attention);
+    assert_eq!(keep(10, &settings), Keep::Nothing);
+    let given = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+    assert_eq!(keep(139, &given), Keep::Nothing);
+    // 0.7 GB a block at 16k tokens of hidden size 2048.
+    let plan = plan(&settings, &h200(1.0));
+    let block_bytes = plan.compute.kept_bytes as f64 / 24.0;
+    assert!((0.6e9..0.8e9).contains(&block_bytes), "{block_bytes}");
+    let too_much = large("cpu", "cpu", &[("train.keep", json!("products"))]);
+    let small = Overrides {
+        gpu_memory_bytes: Some(16 * GIB),
+        ..h200(1.0)
+    };
+    assert!(refused(&too_much, &small).contains("set train.keep = \"auto\""));
 }
 
 #[test]

@@ -59,16 +59,20 @@ impl Plan {
 
     fn compute_parts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let compute = &self.compute;
-        write!(f, ", unit buffers {}", Gib(compute.unit_buffer_bytes))?;
-        if compute.grad_buffer_bytes > 0 {
-            write!(f, ", gradient buffers {}", Gib(compute.grad_buffer_bytes))?;
+        for (what, bytes) in [
+            ("unit buffers", compute.unit_buffer_bytes),
+            ("gradient buffers", compute.grad_buffer_bytes),
+            ("activations", compute.activation_bytes),
+            ("kept beside them", compute.kept_bytes),
+            ("computing", compute.working_bytes),
+            ("streamed tiles", compute.update_bytes),
+            ("libraries", compute.context_bytes),
+        ] {
+            if bytes > 0 {
+                write!(f, ", {what} {}", Gib(bytes))?;
+            }
         }
-        write!(
-            f,
-            ", activations {}, computing {}",
-            Gib(compute.activation_bytes),
-            Gib(compute.working_bytes)
-        )
+        Ok(())
     }
 
     fn gpu_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -379,9 +379,14 @@ fn show(settings: &RunSettings, plan: &Plan, data: &Data) {
         println!("note: {note}");
     }
     let placement = &settings.placement;
-    if placement.param != Tier::Nvme || placement.optimizer != Tier::Nvme {
+    let tiers = [placement.param, placement.optimizer];
+    if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
         println!(
             "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
+        );
+    } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
+        println!(
+            "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
         );
     }
     println!("plan");

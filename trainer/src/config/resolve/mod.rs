@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use super::toml::{ByteCount, ConfigToml, ModelToml};
 use super::{
-    DataSettings, DeviceChoice, Durability, OffloadSettings, Placement, RunSettings, Schedule,
-    SettingsError, Share, TrainSettings, UpdatePlace,
+    DataSettings, DeviceChoice, Durability, KeepChoice, OffloadSettings, Placement, RunSettings,
+    Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
 use crate::data::VOCAB_SIZE;
@@ -94,6 +94,16 @@ pub(super) fn resolve(
             ("gpu", DeviceChoice::Gpu),
         ],
     )?;
+    let keep = word(
+        "train.keep",
+        train.keep.as_deref(),
+        &[
+            ("auto", KeepChoice::Auto),
+            ("nothing", KeepChoice::Nothing),
+            ("attention", KeepChoice::Attention),
+            ("products", KeepChoice::Products),
+        ],
+    )?;
     if placement.has_store() && train.save_every.is_some() {
         return Err(value(
             "train.save_every",
@@ -131,6 +141,7 @@ pub(super) fn resolve(
                 .unwrap_or_else(|| PathBuf::from("runs").join(name)),
             threads: threads as usize,
             device,
+            keep,
         },
         offload: resolve_offload(&config, &placement, device)?,
         placement,
