@@ -258,3 +258,88 @@ fn absent(ranks: Vec<u32>, patience: Patience, place: &str) -> CollectiveError {
 fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }
+
+#[cfg(test)]
+mod tests {
+    //! Ranks as threads of this process: what is tried here does not need one to die.
+    use super::*;
+    use crate::collective::Comm;
+
+    const PATIENCE: Patience = Patience {
+        connect: Duration::from_secs(20),
+        operation: Duration::from_secs(20),
+        silence: Duration::from_secs(2),
+        beat: Duration::from_millis(100),
+    };
+
+    fn world(rank: u32) -> World {
+        World {
+            rank,
+            ranks: 2,
+            local_rank: rank,
+            local_ranks: 2,
+        }
+    }
+
+    #[test]
+    fn ranks_meet_in_a_store_that_a_launcher_runs_also_when_it_starts_them_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let opening = Duration::from_secs(20);
+        let launcher = Store::over_tcp("127.0.0.1", port, Some(listener), "launcher", opening);
+        let launcher = launcher.unwrap();
+        let at = |restart: u32| Rendezvous::Tcp {
+            host: "127.0.0.1".to_owned(),
+            port,
+            ours: false,
+            prefix: format!("run/{restart}"),
+            interface: None,
+        };
+        let meet = |restart: u32| -> Vec<Comm> {
+            let connect =
+                |rank| move || Comm::connect(world(rank), &at(restart), PATIENCE).unwrap();
+            std::thread::scope(|scope| {
+                let ranks = [0, 1].map(|rank| scope.spawn(connect(rank)));
+                ranks.map(|rank| rank.join().unwrap()).into()
+            })
+        };
+        drop(meet(0));
+        let comms = meet(1);
+        std::thread::scope(|scope| {
+            for comm in &comms {
+                scope.spawn(|| {
+                    let mut values = [f64::from(comm.world().rank) + 1.0];
+                    comm.all_reduce_sum_f64(&mut values).unwrap();
+                    assert_eq!(values, [3.0]);
+                });
+            }
+        });
+        assert_eq!(comms[0].gone(), None);
+        // With the launcher the run ends.
+        drop(launcher);
+        let until = Instant::now() + Duration::from_secs(5);
+        while comms[0].gone().is_none() && !left(until).is_zero() {
+            std::thread::sleep(LOOK);
+        }
+        let gone = comms[0].gone();
+        assert!(
+            matches!(gone, Some(CollectiveError::Rendezvous { .. })),
+            "{gone:?}"
+        );
+    }
+
+    #[test]
+    fn gloo_uses_the_address_on_the_way_to_the_store() {
+        assert_eq!(
+            route_to("127.0.0.1", 29500, "here").unwrap(),
+            IpAddr::V4(Ipv4Addr::LOCALHOST)
+        );
+        let error = route_to("no-such-host.invalid", 29500, "there").unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("finding the route at the rendezvous there"),
+            "{error}"
+        );
+    }
+}
