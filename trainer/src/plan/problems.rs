@@ -8,7 +8,8 @@ use swapper::SwapperError;
 use super::{Plan, update_word};
 use crate::compute::Keep;
 use crate::config::{DeviceChoice, RunSettings, UpdatePlace};
-use crate::store::Gib;
+use crate::run::{job_name, resolved};
+use crate::store::{Gib, StoreFiles};
 
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +65,7 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
         update(plan, settings),
         gpu_memory(plan),
         host_memory(plan, settings),
+        device_space(plan, settings),
     ];
     found.into_iter().flatten().collect()
 }
@@ -151,4 +153,27 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         .host_memory_bytes
         .and_then(|limit| too_much(limit, "available"))
         .or_else(|| too_much(budget?, "what offload.host_memory allows"))
+}
+
+/// Of a private store in folders that exist on this machine. A daemon that runs already has its own room.
+fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let folders = &settings.placement.nvme_paths;
+    if settings.offload.socket.is_some() || folders.is_empty() {
+        return None;
+    }
+    let files = StoreFiles::new(
+        folders,
+        &job_name(&resolved(&settings.train.run_folder)),
+        plan.device_file_bytes(folders.len() as u64),
+    );
+    let error = files.check_space().err()?;
+    let text = error.to_string();
+    let (what, change) = text
+        .rsplit_once(": ")
+        .unwrap_or((&text, "name another folder"));
+    Some(Problem::new(
+        ProblemKind::DeviceSpace,
+        what.to_owned(),
+        change,
+    ))
 }

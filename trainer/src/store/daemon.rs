@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 
-use super::{StoreError, check_folders};
+use super::{StoreError, check_folders, check_space};
 
 /// A lock outlives its killed process by some 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -35,6 +35,14 @@ impl StoreFiles {
     /// The first folder that cannot, and why. Nothing is made.
     pub fn check(&self) -> Result<(), StoreError> {
         check_folders(&self.files, self.file_bytes)
+    }
+
+    /// Checks that the folders that exist have room for their files, all of them together. Touches nothing.
+    ///
+    /// # Errors
+    /// The first file system that has too little.
+    pub fn check_space(&self) -> Result<(), StoreError> {
+        check_space(&self.files, self.file_bytes)
     }
 
     /// Whether all of them exist.

@@ -72,11 +72,25 @@ impl std::fmt::Display for Gib {
 /// # Errors
 /// The first thing that is wrong. Probe files are made and removed; nothing else is touched.
 pub fn check_folders(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
+    for file in files {
+        check_folder(file.parent().expect("a device file lies in a folder"))?;
+    }
+    check_space(files, file_bytes)
+}
+
+/// Checks that the file systems of `files` have room for a file of `file_bytes` each; folders that do not exist are passed
+/// over. Touches nothing.
+///
+/// # Errors
+/// The first file system that has not.
+pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
     // Of each file system: its number, the first folder there, and what the folders so far need of it.
     let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
     for file in files {
         let folder = file.parent().expect("a device file lies in a folder");
-        let system = check_folder(folder)?;
+        let Ok(system) = fs::metadata(folder).map(|metadata| metadata.dev()) else {
+            continue;
+        };
         // A store of an earlier start has its blocks already.
         let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
         let needed_bytes = file_bytes.saturating_sub(held_bytes);
@@ -103,10 +117,10 @@ pub fn check_folders(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreErro
     Ok(())
 }
 
-/// Checks that `folder` exists and takes direct I/O. Returns its file system's number.
-fn check_folder(folder: &Path) -> Result<u64, StoreError> {
+/// Checks that `folder` exists and takes direct I/O.
+fn check_folder(folder: &Path) -> Result<(), StoreError> {
     let path = || folder.to_path_buf();
-    let metadata = match fs::metadata(folder) {
+    match fs::metadata(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return Err(StoreError::Missing { path: path() });
         }
@@ -118,10 +132,9 @@ fn check_folder(folder: &Path) -> Result<u64, StoreError> {
             });
         }
         Ok(metadata) if !metadata.is_dir() => return Err(StoreError::NotAFolder { path: path() }),
-        Ok(metadata) => metadata,
-    };
-    probe(folder)?;
-    Ok(metadata.dev())
+        Ok(_) => {}
+    }
+    probe(folder)
 }
 
 /// Makes a file and opens it again for direct I/O.

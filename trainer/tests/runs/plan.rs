@@ -78,6 +78,26 @@ fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
         let text = fail(run.command(verb));
         assert!(text.contains(part), "{verb}: {text}");
     }
+    let large = [
+        "hidden_size=32768",
+        "intermediate_size=131072",
+        "num_attention_heads=256",
+    ];
+    let large = large.map(|set| format!("model.{set}"));
+    let sets = [
+        "model.num_hidden_layers=64",
+        "offload.tile_elems=1048576",
+        "offload.staging_bytes=1400000000",
+    ];
+    let run = lab.run("run", &sets).with(&large).with(&lab.nvme());
+    let (report, fits) = plan(&run, &["--host-memory", "64TiB"]);
+    assert!(!fits, "{report}");
+    assert_eq!(report["problems"][0]["kind"], "device_space");
+    let what = report["problems"][0]["what"].as_str().unwrap();
+    assert!(
+        what.contains("drive has ") && what.contains("the store needs "),
+        "{what}"
+    );
     // Found even before memory is counted.
     let run = lab
         .run("run", &["offload.staging_bytes=4096"])
