@@ -8,8 +8,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::compiler::{Arg, CompileOptions, Function, Module};
-use super::{Gpu, GpuError, SOURCES, Stream};
+use super::{Arg, CompileOptions, Function, Gpu, GpuError, Module, SOURCES, Stream};
 use crate::torch::{TorchError, device_of};
 
 /// Lanes that shuffle with one another, as the sources have it.

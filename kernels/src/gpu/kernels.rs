@@ -5,8 +5,7 @@
 
 use std::ops::Range;
 
-use super::compiler::{Arg, CompileOptions, Function, FunctionUse};
-use super::{DeviceAt, Gpu, GpuError, SOURCES, Stream};
+use super::{Arg, CompileOptions, DeviceAt, Function, FunctionUse, Gpu, GpuError, SOURCES, Stream};
 use crate::adamw::{
     Hyper, Master, PLANE_ALIGN_BYTES, kernel_scalars, moment_offsets_bytes, state_tile_bytes,
 };

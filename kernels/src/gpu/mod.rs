@@ -8,6 +8,7 @@
 //!
 //!   library.rs   finds libcuda or libamdhip64, libnvrtc or libhiprtc        source/   CUDA C++ that all compilers take alike
 //!   table.rs     their functions, one table for both vendors
+//!   runtime.rs   the driver, initialised once a process                    compiler.rs, module.rs   source to kernels
 //! ```
 //!
 //! CUDA and HIP are one code path: the same functions under other names. The libraries are opened when they are first needed; a machine
@@ -23,6 +24,8 @@ mod error;
 pub mod fused;
 mod kernels;
 pub(crate) mod library;
+mod module;
+mod runtime;
 mod stream;
 mod table;
 mod tile_updater;
@@ -30,10 +33,11 @@ mod tile_updater;
 use std::fmt;
 
 pub use buffer::{DeviceAt, DeviceBuffer, Registration};
-pub use compiler::{Arg, CompileOptions, Compiler, Function, FunctionUse, Module};
+pub use compiler::{CompileOptions, Compiler};
 pub use device::{Gpu, GpuInfo};
 pub use error::GpuError;
 pub use kernels::{Kernels, sum_squares_scratch_bytes};
+pub use module::{Arg, Function, FunctionUse, Module};
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;
 
