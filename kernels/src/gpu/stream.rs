@@ -132,14 +132,18 @@ impl Stream {
             .check(code, || "work enqueued on a stream".to_owned())
     }
 
-    /// Enqueues a copy within the device. The ranges must not overlap.
+    /// Enqueues a copy within the device.
     ///
-    /// Panics if a range is not within its buffer.
+    /// Panics if a range is not within its buffer, or if they overlap: a device copies in no order.
     ///
     /// # Errors
     /// The call failed.
     pub fn copy(&self, from: DeviceAt<'_>, to: DeviceAt<'_>, bytes: usize) -> Result<(), GpuError> {
         let (from, to) = (from.address(bytes), to.address(bytes));
+        assert!(
+            bytes == 0 || from.abs_diff(to) >= bytes as u64,
+            "{bytes} bytes copied from {from:#x} to {to:#x} overlap"
+        );
         if bytes == 0 {
             return Ok(());
         }

@@ -60,7 +60,7 @@ fn copies_within_the_device_and_zeros_touch_their_range_only() {
 }
 
 #[test]
-fn a_range_beyond_its_buffer_is_refused() {
+fn a_range_beyond_its_buffer_or_over_itself_is_refused() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let buffer = gpu.alloc(1000).unwrap();
@@ -74,6 +74,12 @@ fn a_range_beyond_its_buffer_is_refused() {
         buffer.at(600),
         500
     ))));
+    assert!(refused(&|| drop(stream.copy(
+        buffer.at(0),
+        buffer.at(499),
+        500
+    ))));
+    stream.copy(buffer.at(0), buffer.at(500), 500).unwrap();
     assert!(refused(&|| drop(gpu.upload(
         &stream,
         &buffer,
