@@ -54,7 +54,7 @@ fn open_memory(
         resumed: None,
         generation: 0,
         memory,
-        arena: arena.memory(),
+        arena: Some(arena.memory()),
         iodepth: settings.iodepth,
         engine: "memory".into(),
         devices: Vec::new(),
@@ -117,7 +117,7 @@ fn open_store(
         resumed: blob_of(info, generation, &store.job)?,
         generation: generation.0,
         memory,
-        arena: session.memory(),
+        arena: Some(session.memory()),
         iodepth: info.iodepth,
         engine: info.engine.clone(),
         devices: info

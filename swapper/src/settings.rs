@@ -151,7 +151,8 @@ impl SwapperSettings {
         self.plan_of(&layout)
     }
 
-    pub(crate) fn cut(&self) -> Result<Layout, SwapperError> {
+    /// How the units are cut for this rank.
+    pub fn cut(&self) -> Result<Layout, SwapperError> {
         Layout::new(
             &self.units,
             self.tile_bytes,
@@ -272,7 +273,7 @@ pub struct Opened {
     /// Memory taken.
     pub memory: MemoryPlan,
     /// Where the slots lie, to register them with a GPU.
-    pub arena: ArenaMemory,
+    pub arena: Option<ArenaMemory>,
     /// Operations in flight granted.
     pub iodepth: u32,
     /// How the daemon moves bytes; `memory` without a store.

@@ -5,7 +5,7 @@ use std::fmt;
 
 use swapper::TileRange;
 
-use crate::config::RunSettings;
+use crate::config::{DeviceChoice, RunSettings};
 use crate::fingerprint::Fingerprint;
 use crate::train::{Prepared, TrainError};
 
@@ -33,7 +33,9 @@ pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
     read(settings.clone()).map_err(|error| error.of_run(&settings))
 }
 
-fn read(settings: RunSettings) -> Result<Digest, TrainError> {
+fn read(mut settings: RunSettings) -> Result<Digest, TrainError> {
+    // Tiles are the same bytes wherever they lived; to read them no GPU is needed.
+    settings.train.device = DeviceChoice::Cpu;
     let prepared = Prepared::new(settings, None, false)?;
     let names: Vec<String> = prepared
         .plan
@@ -43,7 +45,7 @@ fn read(settings: RunSettings) -> Result<Digest, TrainError> {
         .collect();
     let mut run = prepared.open_existing()?;
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
-    run.swapper.visit(&mut |range: &TileRange, param, state| {
+    run.home.visit(&mut |range: &TileRange, param, state| {
         let (weights, states) = &mut prints[range.unit];
         weights.add(param);
         states.add(state);

@@ -10,11 +10,13 @@
 
 #![forbid(unsafe_code)]
 
+mod accelerator;
 pub mod compute;
 pub mod config;
 pub mod data;
 pub mod digest;
 pub mod fingerprint;
+mod home;
 pub mod learning_rate;
 pub mod metrics;
 pub mod model;
@@ -22,3 +24,4 @@ pub mod plan;
 pub mod run;
 pub mod store;
 pub mod train;
+mod update;

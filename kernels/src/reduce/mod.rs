@@ -12,6 +12,7 @@ mod scalar;
 use rayon::prelude::*;
 
 use crate::InstructionSet;
+use crate::adamw::Master;
 use crate::cast::{view, view_mut};
 
 /// Elements whose squares are added in one lane tree. A part of the definition of the norm: another number gives other bits.
@@ -32,6 +33,15 @@ pub enum GradType {
 }
 
 impl GradType {
+    /// What gradients are stored as beside such a master.
+    pub fn of(master: Master) -> Self {
+        match master {
+            Master::SplitBf16 => Self::Bf16,
+            Master::Fp32 => Self::Fp32,
+            Master::Fp16WholeMaster => Self::Fp16,
+        }
+    }
+
     /// Bytes of one element.
     pub fn elem_bytes(self) -> usize {
         match self {

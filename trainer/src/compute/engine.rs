@@ -1,5 +1,6 @@
 //! Forward and backward of each unit.
 
+use kernels::gpu::DeviceBuffer;
 use kernels::gpu::fused::Fused;
 use kernels::torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
@@ -156,6 +157,21 @@ impl Engine {
         padded_elems: usize,
     ) -> Result<UnitWeights, ComputeError> {
         UnitWeights::on(&self.on, &self.units[unit], self.kind, padded_elems)
+    }
+
+    /// Unit number `unit`'s weights where they lie in a GPU's `buffer`, from its start on.
+    ///
+    /// Panics if this engine computes on the CPU, or the buffer is shorter than the unit.
+    ///
+    /// # Errors
+    /// What torch throws.
+    pub fn weights_in(
+        &self,
+        unit: usize,
+        buffer: &DeviceBuffer,
+    ) -> Result<UnitWeights, ComputeError> {
+        assert_ne!(self.device, Device::Cpu, "a GPU's memory is for a GPU");
+        UnitWeights::over(buffer, &self.units[unit], self.kind)
     }
 
     /// The same tokens where this engine computes. Tokens elsewhere are taken too, but copied at each use.

@@ -88,6 +88,22 @@ impl UnitWeights {
         })
     }
 
+    /// Over weights that lie at the start of `buffer` already.
+    pub(super) fn over(
+        buffer: &DeviceBuffer,
+        layout: &UnitLayout,
+        kind: Kind,
+    ) -> Result<Self, ComputeError> {
+        let flat = device_view(buffer, kind, 0, &[layout.elems as i64])?;
+        Ok(UnitWeights {
+            place: Place::Gpu {
+                buffer: buffer.clone(),
+                flat,
+            },
+            elems: layout.elems,
+        })
+    }
+
     /// The flat buffer: `layout.elems` elements of the dtype and any padding asked for, native byte order. Write the
     /// gathered weights here. Panics for weights on a GPU, which are reached by [`UnitWeights::buffer`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
@@ -226,13 +242,13 @@ impl Tokens {
         })
     }
 
-    /// The numbers on `device`. Nothing waits: they go through pinned memory, which torch keeps until they have arrived.
+    /// The numbers on `device`. Some hundred kilobytes, at a step's start, when a GPU has nothing else to do: pinning them
+    /// would save nothing.
     pub(super) fn ids_on(&self, device: Device) -> Result<Tensor, ComputeError> {
         if self.ids.device() == device {
             return Ok(self.ids.shallow_clone());
         }
-        let pinned = self.ids.f_pin_memory(device)?;
-        Ok(pinned.f_to_device_(device, Kind::Int64, true, false)?)
+        Ok(self.ids.f_to_device(device)?)
     }
 
     /// The same tokens on `device`, so that each use need not copy them.

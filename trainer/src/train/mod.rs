@@ -1,23 +1,26 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
+mod clock;
 mod mover;
 mod open;
 mod progress;
 mod step;
 mod stop;
 mod turns;
-mod update;
 
 use std::path::PathBuf;
 use std::time::Instant;
 
+use kernels::gpu::GpuError;
 use swapper::{StepRates, SwapperError, TileError, bound_s};
 
 pub(crate) use open::{OpenRun, Prepared};
 
-use crate::compute::{ComputeError, Engine};
+use crate::accelerator::AcceleratorError;
+use crate::compute::{self, ComputeError, Engine};
 use crate::config::{RunSettings, Tier};
 use crate::data::{Data, DataError};
+use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
@@ -40,6 +43,10 @@ pub enum TrainError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Accelerator(#[from] AcceleratorError),
     #[error(transparent)]
     Compute(#[from] ComputeError),
     #[error(transparent)]
@@ -82,6 +89,15 @@ pub enum TrainError {
     },
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
+}
+
+impl From<HomeError> for TrainError {
+    fn from(error: HomeError) -> Self {
+        match error {
+            HomeError::Swapper(error) => Self::Swapper(error),
+            HomeError::Gpu(error) => Self::Gpu(error),
+        }
+    }
 }
 
 impl TrainError {
@@ -132,8 +148,14 @@ fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> 
     prepared.check_room()?;
     show(&settings, &prepared.plan, &data);
     start_threads(settings.train.threads)?;
-    let engine = Engine::new(&settings.model, settings.dtype, settings.batch.seq_len)?;
-    let stepper = Stepper::new(engine, settings.batch, prepared.plan.master)?;
+    let gpu = prepared.gpu.clone();
+    let on = match &gpu {
+        None => compute::ComputeDevice::Cpu,
+        Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
+    };
+    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?;
+    let live = prepared.lives_in_gpu();
+    let stepper = Stepper::new(engine, gpu, settings.batch, prepared.plan.master, live)?;
 
     let (run, resumed) = prepared.open(fresh, &mut |note| println!("{note}"))?;
     show_opened(&run, resumed);
@@ -219,7 +241,7 @@ impl Training {
         let step = self.run.state.step + 1;
         let lr = learning_rate(&self.settings.lr, step);
         let gradients = self.stepper.forward_backward(
-            &mut self.run.swapper,
+            &mut self.run.home,
             &self.data,
             self.run.state.next_sample,
         )?;
@@ -253,9 +275,8 @@ impl Training {
         // What is not known before the update is as planned here; only a line made up for after a crash shows it.
         state.last = Some(metrics.clone());
         let blob = state.encode();
-        let swapper = &mut self.run.swapper;
         let io = step::finish(
-            swapper,
+            &mut self.run.home,
             &settings.optimizer,
             settings.gradient_clipping,
             step,
@@ -303,10 +324,10 @@ impl Training {
     fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<(), TrainError> {
         let train = &self.settings.train;
         if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
-            self.run.swapper.drain()?;
-            let loss =
-                self.stepper
-                    .evaluate(&mut self.run.swapper, &self.data, train.eval_batches)?;
+            self.run.home.drain()?;
+            let loss = self
+                .stepper
+                .evaluate(&mut self.run.home, &self.data, train.eval_batches)?;
             metrics.eval_loss = Some(loss);
         }
         Ok(())
@@ -359,7 +380,7 @@ impl Training {
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
-        self.run.swapper.drain()?;
+        self.run.home.drain()?;
         let step = self.run.state.step;
         if !self.settings.placement.has_store() && self.saved_step != Some(step) {
             self.run.save()?;

@@ -3,15 +3,17 @@
 use std::path::{Path, PathBuf};
 
 use kernels::adamw::{Hyper, init_tile};
+use kernels::gpu::{Gpu, Registration, TileUpdater};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use swapper::private::PrivateDaemon;
-use swapper::{Backing, Blank, Daemon, Swapper};
+use swapper::{Backing, Blank, Daemon, Opened, Optimizer, Swapper};
 
 use super::TrainError;
-use super::update::Update;
-use crate::config::{Durability, RunSettings};
+use crate::accelerator;
+use crate::config::{Durability, RunSettings, Tier, UpdatePlace};
 use crate::data::Data;
+use crate::home::{GpuHome, Home};
 use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::{Hardware, Overrides, Plan};
@@ -19,6 +21,14 @@ use crate::run::{
     Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
+use crate::update::{CpuUpdate, Decay, GpuUpdate};
+
+/// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
+const GPU_UPDATERS: usize = 3;
+
+/// Threads that hand tiles to the processor's pool: while one waits for the last cores of its tile, the others have the
+/// next one's.
+const CPU_UPDATERS: usize = 2;
 
 /// Version of the description that a store keeps with a job.
 const LAYOUT_VERSION: u32 = 1;
@@ -41,11 +51,15 @@ pub(crate) struct Prepared {
     trained_with: Value,
     /// Whether the folder holds the run already.
     begun: bool,
+    /// What computes, if it is not the processor.
+    pub(crate) gpu: Option<Gpu>,
 }
 
 /// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
 pub(crate) struct OpenRun {
-    pub(crate) swapper: Swapper<Hyper>,
+    pub(crate) home: Home,
+    /// The slots, pinned for the GPU.
+    _pinned: Option<Registration>,
     pub(crate) opened: swapper::Opened,
     pub(crate) state: RunState,
     pub(crate) plan: Plan,
@@ -70,6 +84,7 @@ impl Prepared {
             hardware,
             text.map_or(0, |text| text.bytes() as u64),
         )?;
+        let gpu = accelerator::open(settings.train.device, 0)?;
         let trained_with = trained_with(&settings, text);
         let run_folder = resolved(&settings.train.run_folder);
         let mut description = describe(&settings, &plan);
@@ -93,6 +108,7 @@ impl Prepared {
             description,
             trained_with,
             begun,
+            gpu,
         })
     }
 
@@ -185,16 +201,19 @@ impl Prepared {
         let mut plan = self.plan.clone();
         let daemon = self.connect(&mut plan, &folder)?;
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
-        let update = Update::new(plan.master, &plan.units);
-        let opened = Swapper::open(plan.swapper.clone(), vec![Box::new(update)]);
-        let (swapper, opened) = match self.settings.offload.durability {
-            Durability::Full => opened?,
-            Durability::None => opened.map_err(TrainError::InPlace)?,
+        let (home, opened) = self.open_home(&plan)?;
+        let pinned = match (&self.gpu, &opened.arena) {
+            (Some(gpu), Some(arena)) => {
+                let keep = Box::new(arena.clone());
+                Some(gpu.register(arena.address(), arena.bytes(), keep)?)
+            }
+            _ => None,
         };
         let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
         let checkpoints = Checkpoints::new(folder.checkpoint_folder());
         let mut run = OpenRun {
-            swapper,
+            home,
+            _pinned: pinned,
             opened,
             state,
             plan,
@@ -210,6 +229,69 @@ impl Prepared {
             None => run.restore(say)?,
         };
         Ok((run, resumed))
+    }
+
+    /// Whether all tiles live in the memory of the GPU that computes.
+    pub(crate) fn lives_in_gpu(&self) -> bool {
+        let placement = &self.settings.placement;
+        self.gpu.is_some() && placement.param == Tier::None && placement.optimizer == Tier::None
+    }
+
+    /// Takes the tiles' memory, opens their store.
+    fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
+        let decay = Decay::new(&plan.units);
+        if let Some(gpu) = self.gpu.as_ref().filter(|_| self.lives_in_gpu()) {
+            let layout = plan.swapper.cut()?;
+            let home = GpuHome::new(gpu, layout, plan.master, decay)?;
+            let opened = Opened {
+                resumed: None,
+                generation: 0,
+                memory: plan.memory.clone(),
+                arena: None,
+                iodepth: 0,
+                engine: "GPU memory".into(),
+                devices: Vec::new(),
+                notes: Vec::new(),
+            };
+            return Ok((Home::Gpu(Box::new(home)), opened));
+        }
+        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay)?);
+        let (swapper, opened) = match self.settings.offload.durability {
+            Durability::Full => opened?,
+            Durability::None => opened.map_err(TrainError::InPlace)?,
+        };
+        Ok((Home::Swapper(Box::new(swapper)), opened))
+    }
+
+    /// What updates tiles: the processor, the GPU, or both, each tile by who is free.
+    fn optimizers(
+        &self,
+        plan: &Plan,
+        decay: &Decay,
+    ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
+        let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
+        let gpu = self
+            .gpu
+            .as_ref()
+            .filter(|_| plan.update != UpdatePlace::Cpu);
+        if let Some(gpu) = gpu {
+            for _ in 0..GPU_UPDATERS {
+                optimizers.push(Box::new(GpuUpdate {
+                    master: plan.master,
+                    decay: decay.clone(),
+                    updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
+                }));
+            }
+        }
+        if gpu.is_none() || plan.update == UpdatePlace::Shared {
+            for _ in 0..CPU_UPDATERS {
+                optimizers.push(Box::new(CpuUpdate {
+                    master: plan.master,
+                    decay: decay.clone(),
+                }));
+            }
+        }
+        Ok(optimizers)
     }
 
     /// Removes what an earlier run of the same folder left, here and in the store, the one it had then included.
@@ -310,7 +392,7 @@ impl OpenRun {
             }
             Ok::<(), TrainError>(())
         };
-        self.swapper.initialize(fill, self.state.encode())?;
+        self.home.initialize(fill, self.state.encode())?;
         Ok(true)
     }
 
@@ -341,15 +423,15 @@ impl OpenRun {
             });
             Ok::<(), TrainError>(())
         };
-        self.swapper.initialize(fill, self.state.encode())
+        self.home.initialize(fill, self.state.encode())
     }
 
     /// Writes all tiles and the state into the run folder.
     pub(crate) fn save(&mut self) -> Result<(), TrainError> {
-        let (swapper, state) = (&mut self.swapper, &self.state);
+        let (home, state) = (&mut self.home, &self.state);
         let blob = state.encode();
         let begun = (self.checkpoints).begin(state.step, 0, &blob, |take| {
-            swapper.visit(take).map_err(TrainError::from)
+            home.visit(take).map_err(TrainError::from)
         })?;
         begun.finish(&[])?;
         Ok(self.checkpoints.prune()?)
@@ -357,7 +439,7 @@ impl OpenRun {
 
     /// Ends in order; everything that should last was drained or saved before.
     pub(crate) fn close(self) -> Result<(), TrainError> {
-        Ok(self.swapper.close()?)
+        Ok(self.home.close()?)
     }
 }
 

@@ -3,23 +3,25 @@
 //! Vertical over micro-batches: a unit is gathered once and serves all of them, so weights move twice a step (forward and
 //! backward) however many micro-batches there are. What is kept from forward to backward is each block's input.
 
-use std::time::Instant;
-
 use kernels::adamw::{Hyper, Master};
-use swapper::{StepIo, Swapper};
+use kernels::gpu::Gpu;
+use swapper::StepIo;
 
 use super::TrainError;
+use super::clock::Clock;
 use super::mover::Mover;
 use super::turns::{self, EMBEDDING, Turn};
-use crate::compute::{Activation, ComputeError, Engine, GradSink, Tokens};
+use crate::compute::{Activation, ComputeError, Engine, GradSink, LossHandle, Tokens};
 use crate::config::{Batch, OptimizerSettings};
 use crate::data::{Data, Windows};
+use crate::home::Home;
 
 /// Everything a step needs but the weights, which the swapper has.
 pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
     mover: Mover,
+    gpu: Option<Gpu>,
     training: Vec<Turn>,
     forward: Vec<Turn>,
 }
@@ -50,32 +52,44 @@ struct Pass {
     block_inputs: Vec<Vec<Activation>>,
     /// Of each unit, until its gradients are complete.
     grads: Vec<Option<GradSink>>,
-    loss: f64,
+    /// Of each micro-batch.
+    losses: Vec<LossHandle>,
     forward: Clock,
     backward: Clock,
 }
 
 impl Pass {
-    fn new(batches: Vec<MicroBatch>, units: usize) -> Self {
+    fn new(batches: Vec<MicroBatch>, units: usize, gpu: Option<&Gpu>) -> Self {
         Self {
             batches,
             flow: Vec::new(),
             block_inputs: Vec::with_capacity(units),
             grads: (0..units).map(|_| None).collect(),
-            loss: 0.0,
-            forward: Clock::default(),
-            backward: Clock::default(),
+            losses: Vec::new(),
+            forward: Clock::new(gpu),
+            backward: Clock::new(gpu),
         }
     }
 }
 
 impl Stepper {
-    pub(super) fn new(engine: Engine, batch: Batch, master: Master) -> Result<Self, ComputeError> {
-        // One process computes while it waits for nothing but memory: nothing to come ahead of.
-        let ahead = false;
+    /// For a model whose tiles are in the GPU's memory (`live`), or elsewhere.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub(super) fn new(
+        engine: Engine,
+        gpu: Option<Gpu>,
+        batch: Batch,
+        master: Master,
+        live: bool,
+    ) -> Result<Self, TrainError> {
+        // A processor computes while it waits for nothing but memory: nothing to come ahead of.
+        let ahead = gpu.is_some();
         let units = engine.units().len();
         Ok(Self {
-            mover: Mover::new(&engine, master, ahead)?,
+            mover: Mover::new(&engine, gpu.as_ref(), master, ahead, live)?,
+            gpu,
             training: turns::training(units, ahead),
             forward: turns::forward(units, ahead),
             engine,
@@ -86,28 +100,30 @@ impl Stepper {
     /// Forward and backward over the samples from `first_sample` on; every unit's gradients are scattered.
     pub(super) fn forward_backward(
         &mut self,
-        swapper: &mut Swapper<Hyper>,
+        home: &mut Home,
         data: &Data,
         first_sample: u64,
     ) -> Result<Gradients, TrainError> {
         let batches = self.micro_batches(data, first_sample)?;
-        let mut pass = Pass::new(batches, self.engine.units().len());
-        swapper.begin_step(turns::program(&self.training))?;
+        let mut pass = Pass::new(batches, self.engine.units().len(), self.gpu.as_ref());
+        home.begin_step(turns::program(&self.training))?;
         for turn in 0..self.training.len() {
-            self.turn(self.training[turn], swapper, &mut pass)?;
+            self.turn(self.training[turn], home, &mut pass)?;
         }
+        // Asked last: a GPU is waited for here, and nowhere before.
+        let norm = self.mover.norm()?;
         Ok(Gradients {
-            loss: pass.loss,
-            norm: self.mover.norm(),
-            forward_s: pass.forward.seconds,
-            backward_s: pass.backward.seconds,
+            loss: mean(&pass.losses)?,
+            norm,
+            forward_s: pass.forward.seconds()?,
+            backward_s: pass.backward.seconds()?,
         })
     }
 
     /// Mean loss over `batches` micro-batches of held-out text. Nothing must be pending.
     pub(super) fn evaluate(
         &mut self,
-        swapper: &mut Swapper<Hyper>,
+        home: &mut Home,
         data: &Data,
         batches: u64,
     ) -> Result<f64, TrainError> {
@@ -116,33 +132,27 @@ impl Stepper {
         let batches: Vec<MicroBatch> = (0..batches)
             .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)))
             .collect::<Result<_, _>>()?;
-        let mut pass = Pass::new(batches, head + 1);
-        swapper.begin_step(turns::program(&self.forward))?;
+        let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
+        home.begin_step(turns::program(&self.forward))?;
         for turn in 0..self.forward.len() {
-            self.turn(self.forward[turn], swapper, &mut pass)?;
+            self.turn(self.forward[turn], home, &mut pass)?;
             // Nothing goes back.
             pass.block_inputs.clear();
         }
         let tied = self.engine.config().tied;
         let tied = tied.then(|| self.mover.weights(EMBEDDING));
-        let mut loss = 0.0;
+        let weights = self.mover.weights(head);
         for (batch, input) in pass.batches.iter().zip(&pass.flow) {
-            let weights = self.mover.weights(head);
-            loss += self
+            let loss = self
                 .engine
-                .head_loss(weights, tied, input, &batch.targets)?
-                .value()?;
+                .head_loss(weights, tied, input, &batch.targets)?;
+            pass.losses.push(loss);
         }
-        Ok(loss / pass.batches.len() as f64)
+        Ok(mean(&pass.losses)?)
     }
 
     /// Does one turn of a pass.
-    fn turn(
-        &mut self,
-        turn: Turn,
-        swapper: &mut Swapper<Hyper>,
-        pass: &mut Pass,
-    ) -> Result<(), TrainError> {
+    fn turn(&mut self, turn: Turn, home: &mut Home, pass: &mut Pass) -> Result<(), TrainError> {
         let Self { engine, mover, .. } = self;
         let Pass {
             batches,
@@ -152,7 +162,7 @@ impl Stepper {
             ..
         } = pass;
         match turn {
-            Turn::Gather(unit) => mover.gather(swapper, unit)?,
+            Turn::Gather(unit) => mover.gather(engine, home, unit)?,
             Turn::Forward(EMBEDDING) => {
                 let weights = mover.weights(EMBEDDING);
                 *flow = pass.forward.of(|| {
@@ -160,20 +170,22 @@ impl Stepper {
                         engine.embed_forward(weights, &batch.inputs)
                     })
                 })?;
+                mover.used(EMBEDDING)?;
             }
             Turn::Forward(block) => {
                 let weights = mover.weights(block);
                 let outputs = pass
                     .forward
                     .of(|| each(flow, |input| engine.block_forward(weights, input)))?;
+                mover.used(block)?;
                 block_inputs.push(std::mem::replace(flow, outputs));
             }
             Turn::Head => {
                 let head = grads.len() - 1;
-                let mut head_grads = engine.new_grads(head);
-                let mut embedding_grads = engine.new_grads(EMBEDDING);
+                let mut head_grads = mover.sink(engine, home, head)?;
+                let mut embedding_grads = mover.sink(engine, home, EMBEDDING)?;
                 let inputs = std::mem::take(flow);
-                (pass.loss, *flow) = pass.backward.of(|| {
+                (pass.losses, *flow) = pass.backward.of(|| {
                     head_turn(
                         engine,
                         mover,
@@ -183,6 +195,8 @@ impl Stepper {
                         &mut embedding_grads,
                     )
                 })?;
+                mover.used(head)?;
+                mover.used(EMBEDDING)?;
                 grads[head] = Some(head_grads);
                 // Open until the embedding's own turn: a tied head adds to it.
                 grads[EMBEDDING] = Some(embedding_grads);
@@ -198,7 +212,7 @@ impl Stepper {
             }
             Turn::Backward(block) => {
                 let inputs = block_inputs.pop().expect("one for each block");
-                let mut block_grads = engine.new_grads(block);
+                let mut block_grads = mover.sink(engine, home, block)?;
                 let weights = mover.weights(block);
                 *flow = pass.backward.of(|| {
                     let pairs: Vec<_> = inputs.iter().zip(&*flow).collect();
@@ -206,13 +220,14 @@ impl Stepper {
                         engine.block_backward(weights, input, grad, &mut block_grads)
                     })
                 })?;
+                mover.used(block)?;
                 grads[block] = Some(block_grads);
             }
             Turn::Reduce(unit) => {
                 let complete = grads[unit].take().expect("its backward turn came before");
-                mover.reduce(unit, complete)?;
+                mover.reduce(home, unit, complete)?;
             }
-            Turn::Scatter(unit) => mover.scatter(swapper, unit)?,
+            Turn::Scatter(unit) => mover.scatter(home, unit)?,
         }
         Ok(())
     }
@@ -233,16 +248,18 @@ impl Stepper {
     fn tokens(&self, windows: &Windows) -> Result<MicroBatch, ComputeError> {
         let (rows, seq_len) = (self.batch.micro_batch, self.batch.seq_len);
         let vocab_size = self.engine.config().vocab_size;
+        let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?;
+        let targets = Tokens::targets(&windows.targets, rows, seq_len, vocab_size)?;
         Ok(MicroBatch {
-            inputs: Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?,
-            targets: Tokens::targets(&windows.targets, rows, seq_len, vocab_size)?,
+            inputs: self.engine.take_tokens(inputs)?,
+            targets: self.engine.take_tokens(targets)?,
         })
     }
 }
 
 /// Ends a step: the update, clipped, with everything that follows from the step's number.
 pub(super) fn finish(
-    swapper: &mut Swapper<Hyper>,
+    home: &mut Home,
     optimizer: &OptimizerSettings,
     clipping: f64,
     step: u64,
@@ -259,7 +276,7 @@ pub(super) fn finish(
         step,
         grad_scale: clip_factor(clipping, norm) as f32,
     };
-    Ok(swapper.finish_step(hyper, blob)?)
+    Ok(home.finish_step(hyper, blob)?)
 }
 
 /// What gradients of global norm `norm` are multiplied with, so that it is at most `clipping` (0: any).
@@ -279,20 +296,20 @@ fn head_turn(
     inputs: Vec<Activation>,
     head_grads: &mut GradSink,
     embedding_grads: &mut GradSink,
-) -> Result<(f64, Vec<Activation>), ComputeError> {
+) -> Result<(Vec<LossHandle>, Vec<Activation>), ComputeError> {
     let share = 1.0 / batches.len() as f64;
     let head = mover.weights(engine.units().len() - 1);
-    let mut loss = 0.0;
+    let mut losses = Vec::with_capacity(batches.len());
     let mut grads = Vec::with_capacity(batches.len());
     for (batch, input) in batches.iter().zip(inputs) {
         let tied = engine.config().tied;
         let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
-        let (batch_loss, grad) =
+        let (loss, grad) =
             engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
-        loss += batch_loss.value()? * share;
+        losses.push(loss);
         grads.push(grad);
     }
-    Ok((loss, grads))
+    Ok((losses, grads))
 }
 
 /// `f` of each, in order, up to the first error.
@@ -303,19 +320,12 @@ fn each<T, R>(
     items.iter().map(f).collect()
 }
 
-/// Seconds spent in what it was asked to time.
-#[derive(Default)]
-struct Clock {
-    seconds: f64,
-}
-
-impl Clock {
-    fn of<R>(&mut self, f: impl FnOnce() -> R) -> R {
-        let started = Instant::now();
-        let result = f();
-        self.seconds += started.elapsed().as_secs_f64();
-        result
-    }
+/// Of micro-batches that weigh the same.
+fn mean(losses: &[LossHandle]) -> Result<f64, ComputeError> {
+    let share = 1.0 / losses.len() as f64;
+    losses
+        .iter()
+        .try_fold(0.0, |sum, loss| Ok(sum + loss.value()? * share))
 }
 
 #[cfg(test)]

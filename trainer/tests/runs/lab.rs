@@ -100,7 +100,9 @@ impl Run {
         command
             .arg(verb)
             .arg(&self.file)
-            .env("GOMP_SPINCOUNT", "20000") // as the program would have it, without starting twice
+            // As the program would have it, without starting twice.
+            .env("GOMP_SPINCOUNT", "20000")
+            .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             .env_remove("RUST_BACKTRACE")
             .env_remove("RUST_LIB_BACKTRACE");
         for set in &self.sets {

@@ -164,6 +164,7 @@ fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
         .arg(plain.get_program())
         .args(plain.get_args())
         .env("GOMP_SPINCOUNT", "20000")
+        .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     if Command::new("strace")

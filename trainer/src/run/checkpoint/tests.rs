@@ -2,7 +2,7 @@
 //! goes to another place when other ranks read it than wrote it; what is old stays, or what is kept goes.
 
 use super::*;
-use swapper::TileRange;
+use swapper::{See, TileRange};
 
 /// Tiles of two units over `ranks` ranks: unit 0 has five, unit 1 has two.
 fn tiles_of(rank: u32, ranks: u32) -> Vec<TileRange> {
@@ -23,7 +23,7 @@ fn content(step: u64, range: &TileRange) -> ([u8; 20], [u8; 7]) {
 }
 
 fn begin(checkpoints: &Checkpoints, step: u64, rank: u32, ranks: u32) -> Begun {
-    let tiles = |take: &mut dyn FnMut(&TileRange, &[u8], &[u8])| {
+    let tiles = |take: &mut See| {
         for range in tiles_of(rank, ranks) {
             let (param, state) = content(step, &range);
             take(&range, &param, &state);
@@ -172,7 +172,7 @@ fn a_part_of_another_save_or_none_is_refused() {
     let part = folder.path().join("000000000001.1.part");
     let good = fs::read(&part).unwrap();
     // Whole, but written before the others started again from an older checkpoint and came here another way.
-    let tiles = |take: &mut dyn FnMut(&TileRange, &[u8], &[u8])| {
+    let tiles = |take: &mut See| {
         for range in tiles_of(1, 2) {
             take(&range, &[9; 20], &[9; 7]);
         }
@@ -200,7 +200,7 @@ fn a_save_that_fails_or_is_cut_off_leaves_the_one_before() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path().to_path_buf());
     save(&checkpoints, 1, 2);
-    let fails = |_: &mut dyn FnMut(&TileRange, &[u8], &[u8])| -> Result<(), CheckpointError> {
+    let fails = |_: &mut See| -> Result<(), CheckpointError> {
         Err(CheckpointError::io("read", Path::new("x"))(
             std::io::ErrorKind::Other.into(),
         ))

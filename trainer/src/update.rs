@@ -1,39 +1,51 @@
-//! The optimizer as the swapper calls it: one tile at a time, AdamW over it, weight decay only where a parameter wants it.
+//! The optimizer over tiles: AdamW, weight decay only where a parameter wants it, on the processor or on a GPU.
+//!
+//! Both give the same bits, so either may update any tile.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kernels::adamw::{Hyper, Master, step_range};
+use kernels::gpu::TileUpdater;
 use swapper::{Optimizer, TileRange};
 
 use crate::model::UnitLayout;
 
-/// Updates tiles of a model.
-pub(super) struct Update {
-    master: Master,
-    /// Of each unit, the elements that decay, in order. The rest is norms and padding.
-    decaying: Vec<Vec<Range<u64>>>,
-}
+/// Which elements decay. The rest is norms and padding. A clone is the same table.
+#[derive(Clone, Debug)]
+pub(crate) struct Decay(Arc<Vec<Vec<Range<u64>>>>);
 
-impl Update {
-    pub(super) fn new(master: Master, units: &[UnitLayout]) -> Self {
+impl Decay {
+    /// Of a model's units.
+    pub(crate) fn new(units: &[UnitLayout]) -> Self {
         let ranges = |unit: &UnitLayout| {
-            let decaying = unit
-                .params
-                .iter()
-                .filter(|param| param.decay)
-                .map(|param| param.range_elems());
-            decaying
-                .map(|range| range.start as u64..range.end as u64)
-                .collect()
+            let mut merged: Vec<Range<u64>> = Vec::new();
+            for param in unit.params.iter().filter(|param| param.decay) {
+                let range = param.range_elems();
+                let (start, end) = (range.start as u64, range.end as u64);
+                match merged.last_mut() {
+                    Some(last) if last.end == start => last.end = end,
+                    _ => merged.push(start..end),
+                }
+            }
+            merged
         };
-        Self {
-            master,
-            decaying: units.iter().map(ranges).collect(),
-        }
+        Self(Arc::new(units.iter().map(ranges).collect()))
+    }
+
+    /// A tile cut where decay begins or ends: parts within the tile, and whether each decays.
+    pub(crate) fn parts(&self, range: &TileRange) -> Vec<(Range<usize>, bool)> {
+        parts(&range.elems, &self.0[range.unit])
     }
 }
 
-impl Optimizer<Hyper> for Update {
+/// On the processor's threads.
+pub(crate) struct CpuUpdate {
+    pub(crate) master: Master,
+    pub(crate) decay: Decay,
+}
+
+impl Optimizer<Hyper> for CpuUpdate {
     fn update(
         &mut self,
         range: &TileRange,
@@ -43,13 +55,41 @@ impl Optimizer<Hyper> for Update {
         hyper: &Hyper,
     ) {
         let elems = (range.elems.end - range.elems.start) as usize;
-        for (part, decays) in parts(&range.elems, &self.decaying[range.unit]) {
+        for (part, decays) in self.decay.parts(range) {
             let weight_decay = if decays { hyper.weight_decay } else { 0.0 };
             let hyper = Hyper {
                 weight_decay,
                 ..*hyper
             };
             step_range(self.master, &hyper, param, state, grad, elems, part);
+        }
+    }
+}
+
+/// On a GPU: up, one step, down. Several of these on threads of their own keep both ways of the bus busy.
+pub(crate) struct GpuUpdate {
+    pub(crate) master: Master,
+    pub(crate) decay: Decay,
+    pub(crate) updater: TileUpdater,
+}
+
+impl Optimizer<Hyper> for GpuUpdate {
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &Hyper,
+    ) {
+        let elems = (range.elems.end - range.elems.start) as usize;
+        let parts = self.decay.parts(range);
+        let done = self
+            .updater
+            .update(self.master, hyper, param, state, grad, elems, &parts);
+        // The tile's bytes may be half old, half new: nothing can go on from here, and the swapper says which tile it was.
+        if let Err(error) = done {
+            panic!("{error}");
         }
     }
 }
@@ -100,9 +140,9 @@ mod tests {
 
     #[test]
     fn only_elements_that_want_it_decay() {
-        let mut update = Update {
+        let mut update = CpuUpdate {
             master: Master::Fp32,
-            decaying: vec![std::iter::once(64..128).collect()],
+            decay: Decay(Arc::new(vec![std::iter::once(64..128).collect()])),
         };
         let range = TileRange {
             unit: 0,

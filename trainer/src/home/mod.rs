@@ -1,0 +1,99 @@
+//! Where a run's tiles live between uses: with the swapper (host memory and devices), or all of them in a GPU's memory.
+//!
+//! Both cut units into the same tiles with the same bytes, so checkpoints and digests do not tell where a run lived.
+
+mod gpu;
+
+use kernels::adamw::Hyper;
+use kernels::gpu::GpuError;
+use swapper::{Blank, See, StepIo, StepProgram, Swapper, SwapperError};
+
+pub(crate) use gpu::GpuHome;
+
+/// Why tiles could not be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum HomeError {
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+}
+
+/// The tiles of one rank.
+pub(crate) enum Home {
+    Swapper(Box<Swapper<Hyper>>),
+    Gpu(Box<GpuHome>),
+}
+
+impl Home {
+    /// Gives every tile its first content: all that `fill` is given, in order. With a store it is committed with `blob`.
+    ///
+    /// # Errors
+    /// What `fill` returns; what the tiles' place says.
+    pub(crate) fn initialize<E: From<SwapperError> + From<GpuError>>(
+        &mut self,
+        fill: impl FnMut(&mut [Blank<'_>]) -> Result<(), E>,
+        blob: Vec<u8>,
+    ) -> Result<(), E> {
+        match self {
+            Self::Swapper(swapper) => swapper.initialize(fill, blob),
+            Self::Gpu(home) => home.initialize(fill),
+        }
+    }
+
+    /// Begins a pass over the units as `program` says.
+    ///
+    /// # Errors
+    /// As the swapper says.
+    pub(crate) fn begin_step(&mut self, program: StepProgram) -> Result<(), HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.begin_step(program)?),
+            // Everything is there.
+            Self::Gpu(_) => Ok(()),
+        }
+    }
+
+    /// All gradients are there: updates what they belong to, now or before its next use.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(crate) fn finish_step(&mut self, hyper: Hyper, blob: Vec<u8>) -> Result<StepIo, HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.finish_step(hyper, blob)?),
+            Self::Gpu(home) => Ok(home.update(&hyper)?),
+        }
+    }
+
+    /// Applies what is pending; with a store, commits it.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(crate) fn drain(&mut self) -> Result<(), HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.drain()?),
+            Self::Gpu(home) => Ok(home.settle()?),
+        }
+    }
+
+    /// Drains, then calls `see` with each range's param and state, units and elements in order.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(crate) fn visit(&mut self, see: &mut See) -> Result<(), HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.visit(see)?),
+            Self::Gpu(home) => Ok(home.visit(see)?),
+        }
+    }
+
+    /// Ends in order.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(crate) fn close(self) -> Result<(), HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.close()?),
+            Self::Gpu(home) => Ok(home.settle()?),
+        }
+    }
+}

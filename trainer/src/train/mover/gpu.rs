@@ -1,0 +1,289 @@
+//! Units in a GPU's memory.
+//!
+//! ```text
+//!   null stream   forward 3 | forward 4 | ...          | backward 9 | backward 8 |      torch's, and ours on its tensors
+//!   up            | weights 4 | weights 5 | ...            weights 8 | weights 7 |      buffers of our own, in turn
+//!   down                                                | gradients 10 | gradients 9 |
+//! ```
+//!
+//! Copies run on streams of their own and the host waits for each unit's, while the GPU computes what was enqueued before.
+//! Events order the streams: a buffer is written when what was computed with it is done, gradients leave when they are
+//! complete. Where all tiles live in the GPU nothing is copied: units are computed with where they lie.
+
+use kernels::adamw::Master;
+use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
+use kernels::reduce::GradType;
+
+use super::super::TrainError;
+use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
+use super::rotation::Rotation;
+use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
+use crate::home::Home;
+
+/// Gradients of blocks in flight: one is written by backward while the other leaves.
+const GRAD_BUFFERS: usize = 2;
+
+/// Bytes of a unit's sum of squares.
+const SQUARES_BYTES: usize = size_of::<f64>();
+
+/// Moves on a GPU.
+pub(in crate::train) struct GpuMover {
+    gpu: Gpu,
+    compute: Stream,
+    elem_bytes: usize,
+    grad_type: GradType,
+    /// One f64 a unit, and the chunks' sums on the way there.
+    squares: DeviceBuffer,
+    scratch: DeviceBuffer,
+    units: usize,
+    place: Place,
+}
+
+/// Where units are computed with.
+enum Place {
+    /// Where they live, once it is known where that is.
+    Home(Vec<Option<UnitWeights>>),
+    Buffers(Box<Buffers>),
+}
+
+impl GpuMover {
+    /// Room for `engine`'s units; none where they `live` in the GPU.
+    ///
+    /// # Errors
+    /// The GPU has too little memory free.
+    pub(in crate::train) fn new(
+        engine: &Engine,
+        gpu: &Gpu,
+        master: Master,
+        live: bool,
+    ) -> Result<Self, TrainError> {
+        let units = engine.units().len();
+        let largest = engine.units().iter().map(|unit| unit.elems).max();
+        let largest = largest.expect("a model has units");
+        Ok(Self {
+            gpu: gpu.clone(),
+            compute: gpu.default_stream(),
+            elem_bytes: master.param_bytes(),
+            grad_type: GradType::of(master),
+            squares: gpu.alloc(units * SQUARES_BYTES)?,
+            scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
+            units,
+            place: if live {
+                Place::Home((0..units).map(|_| None).collect())
+            } else {
+                Place::Buffers(Box::new(Buffers::new(engine, gpu, master)?))
+            },
+        })
+    }
+
+    pub(in crate::train) fn gather(
+        &mut self,
+        engine: &Engine,
+        home: &mut Home,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        match (&mut self.place, home) {
+            (Place::Home(units), Home::Gpu(home)) => {
+                if units[unit].is_none() {
+                    units[unit] = Some(engine.weights_in(unit, &home.unit(unit).param)?);
+                }
+                Ok(())
+            }
+            (Place::Buffers(buffers), Home::Swapper(swapper)) => {
+                let elem_bytes = self.elem_bytes;
+                let weights = buffers.take(unit);
+                if let Some(free) = weights.free.take() {
+                    buffers.up.wait(&free)?;
+                }
+                let (gpu, up) = (&self.gpu, &buffers.up);
+                let to = buffers.at(unit).unit.buffer().expect("weights on a GPU");
+                swapper.gather(unit, |parts| {
+                    let pieces: Vec<(usize, &[u8])> = parts
+                        .iter()
+                        .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
+                        .collect();
+                    Ok(gpu.upload(up, to, &pieces)?)
+                })
+            }
+            _ => panic!("units are computed with where they live, or in buffers"),
+        }
+    }
+
+    pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
+        match &self.place {
+            Place::Home(units) => units[unit].as_ref().expect("gathered before it is used"),
+            Place::Buffers(buffers) => &buffers.at(unit).unit,
+        }
+    }
+
+    pub(in crate::train) fn used(&mut self, unit: usize) -> Result<(), TrainError> {
+        if let Place::Buffers(buffers) = &mut self.place {
+            buffers.at_mut(unit).free = Some(self.compute.record()?);
+        }
+        Ok(())
+    }
+
+    /// A sink whose products go straight where [`GpuMover::reduce`] wants them.
+    pub(in crate::train) fn sink(
+        &self,
+        engine: &Engine,
+        home: &Home,
+        unit: usize,
+    ) -> Result<GradSink, TrainError> {
+        let mut sink = engine.new_grads(unit);
+        sink.write_to(self.grads_of(home, unit))?;
+        Ok(sink)
+    }
+
+    fn grads_of<'a>(&'a self, home: &'a Home, unit: usize) -> &'a DeviceBuffer {
+        match (&self.place, home) {
+            (Place::Home(_), Home::Gpu(home)) => &home.unit(unit).grad,
+            (Place::Buffers(buffers), _) => buffers.grads_of(unit),
+            _ => panic!("units are computed with where they live, or in buffers"),
+        }
+    }
+
+    pub(in crate::train) fn reduce(
+        &mut self,
+        home: &Home,
+        unit: usize,
+        mut grads: GradSink,
+    ) -> Result<(), TrainError> {
+        let to = self.grads_of(home, unit);
+        let elems = grads.size_bytes() / self.elem_bytes;
+        grads.finish_into(to, elems)?;
+        let squares = self.squares.at(unit * SQUARES_BYTES);
+        // Over the whole unit, not tile by tile: the norm's bits then do not depend on how units are cut.
+        self.gpu.kernels()?.sum_squares(
+            &self.compute,
+            self.grad_type,
+            to.at(0),
+            elems,
+            self.scratch.at(0),
+            squares,
+        )?;
+        if let Place::Buffers(buffers) = &mut self.place {
+            buffers.complete[unit] = Some(self.compute.record()?);
+        }
+        Ok(())
+    }
+
+    pub(in crate::train) fn scatter(
+        &mut self,
+        home: &mut Home,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        let (Place::Buffers(buffers), Home::Swapper(swapper)) = (&mut self.place, home) else {
+            // They are where the update finds them.
+            return Ok(());
+        };
+        let complete = buffers.complete[unit].take();
+        let complete = complete.expect("gradients are complete before they leave");
+        buffers.down.wait(&complete)?;
+        let (gpu, down, elem_bytes) = (&self.gpu, &buffers.down, self.elem_bytes);
+        let from = buffers.grads_of(unit);
+        swapper.scatter(unit, |parts| {
+            let mut pieces: Vec<(usize, &mut [u8])> = parts
+                .iter_mut()
+                .map(|(elems, bytes)| (elems.start as usize * elem_bytes, &mut **bytes))
+                .collect();
+            Ok(gpu.download(down, from, &mut pieces)?)
+        })
+    }
+
+    /// Of each unit's gradients, in this step. Waits until they are computed.
+    pub(in crate::train) fn sum_squares(&self) -> Result<Vec<f64>, TrainError> {
+        let mut bytes = vec![0; self.units * SQUARES_BYTES];
+        self.gpu
+            .download(&self.compute, &self.squares, &mut [(0, &mut bytes)])?;
+        let (squares, _) = bytes.as_chunks::<SQUARES_BYTES>();
+        Ok(squares
+            .iter()
+            .map(|bytes| f64::from_ne_bytes(*bytes))
+            .collect())
+    }
+}
+
+/// A unit's weights, and the point behind which nothing reads them.
+struct Weights {
+    unit: UnitWeights,
+    free: Option<Event>,
+}
+
+/// Memory of our own for gathered units and for gradients on their way out.
+struct Buffers {
+    up: Stream,
+    down: Stream,
+    embedding: Weights,
+    blocks: Vec<Weights>,
+    head: Weights,
+    head_unit: usize,
+    rotation: Rotation,
+    embedding_grads: DeviceBuffer,
+    block_grads: Vec<DeviceBuffer>,
+    head_grads: DeviceBuffer,
+    /// Of each unit: when its gradients are complete.
+    complete: Vec<Option<Event>>,
+}
+
+impl Buffers {
+    fn new(engine: &Engine, gpu: &Gpu, master: Master) -> Result<Self, TrainError> {
+        let head = engine.units().len() - 1;
+        let weights = |unit: usize| -> Result<Weights, ComputeError> {
+            Ok(Weights {
+                unit: engine.new_weights(unit)?,
+                free: None,
+            })
+        };
+        let grads = |unit: usize| gpu.alloc(engine.units()[unit].elems * master.grad_bytes());
+        Ok(Self {
+            up: gpu.stream()?,
+            down: gpu.stream()?,
+            embedding: weights(EMBEDDING)?,
+            blocks: (0..BLOCK_BUFFERS_AHEAD)
+                .map(|_| weights(1))
+                .collect::<Result<_, _>>()?,
+            head: weights(head)?,
+            head_unit: head,
+            rotation: Rotation::new(BLOCK_BUFFERS_AHEAD),
+            embedding_grads: grads(EMBEDDING)?,
+            block_grads: (0..GRAD_BUFFERS)
+                .map(|_| grads(1))
+                .collect::<Result<_, _>>()?,
+            head_grads: grads(head)?,
+            complete: (0..=head).map(|_| None).collect(),
+        })
+    }
+
+    /// The buffer that `unit` comes into.
+    fn take(&mut self, unit: usize) -> &mut Weights {
+        if unit != EMBEDDING && unit != self.head_unit {
+            self.rotation.take(unit);
+        }
+        self.at_mut(unit)
+    }
+
+    fn at(&self, unit: usize) -> &Weights {
+        match unit {
+            EMBEDDING => &self.embedding,
+            unit if unit == self.head_unit => &self.head,
+            unit => &self.blocks[self.rotation.at(unit)],
+        }
+    }
+
+    fn at_mut(&mut self, unit: usize) -> &mut Weights {
+        match unit {
+            EMBEDDING => &mut self.embedding,
+            unit if unit == self.head_unit => &mut self.head,
+            unit => &mut self.blocks[self.rotation.at(unit)],
+        }
+    }
+
+    fn grads_of(&self, unit: usize) -> &DeviceBuffer {
+        match unit {
+            EMBEDDING => &self.embedding_grads,
+            unit if unit == self.head_unit => &self.head_grads,
+            unit => &self.block_grads[unit % self.block_grads.len()],
+        }
+    }
+}

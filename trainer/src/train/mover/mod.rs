@@ -1,0 +1,132 @@
+//! Brings units' weights from where they live to where they are computed with, and their gradients back.
+
+mod gpu;
+mod host;
+mod rotation;
+
+use kernels::adamw::Master;
+use kernels::gpu::Gpu;
+
+pub(super) use gpu::GpuMover;
+pub(super) use host::HostMover;
+
+use super::TrainError;
+use crate::compute::{Engine, GradSink, UnitWeights};
+use crate::home::Home;
+
+/// The two places that compute.
+pub(super) enum Mover {
+    Host(Box<HostMover>),
+    Gpu(Box<GpuMover>),
+}
+
+impl Mover {
+    /// For `engine`, on the GPU it computes on if there is one; `ahead` as in [`super::turns`], `live` where tiles are in the
+    /// GPU.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub(super) fn new(
+        engine: &Engine,
+        gpu: Option<&Gpu>,
+        master: Master,
+        ahead: bool,
+        live: bool,
+    ) -> Result<Self, TrainError> {
+        Ok(match gpu {
+            None => Self::Host(Box::new(HostMover::new(engine, master, ahead)?)),
+            Some(gpu) => Self::Gpu(Box::new(GpuMover::new(engine, gpu, master, live)?)),
+        })
+    }
+
+    /// Brings a unit's weights into a buffer.
+    ///
+    /// # Errors
+    /// What the tiles' place says, or the GPU.
+    pub(super) fn gather(
+        &mut self,
+        engine: &Engine,
+        home: &mut Home,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        match self {
+            Self::Host(mover) => mover.gather(home, unit),
+            Self::Gpu(mover) => mover.gather(engine, home, unit),
+        }
+    }
+
+    /// A unit's weights, which were gathered.
+    pub(super) fn weights(&self, unit: usize) -> &UnitWeights {
+        match self {
+            Self::Host(mover) => mover.weights(unit),
+            Self::Gpu(mover) => mover.weights(unit),
+        }
+    }
+
+    /// What was computed with a unit's weights is under way: behind it, their buffer may be used again.
+    ///
+    /// # Errors
+    /// The GPU's.
+    pub(super) fn used(&mut self, unit: usize) -> Result<(), TrainError> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Gpu(mover) => mover.used(unit),
+        }
+    }
+
+    /// An empty sum of a unit's gradients.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub(super) fn sink(
+        &self,
+        engine: &Engine,
+        home: &Home,
+        unit: usize,
+    ) -> Result<GradSink, TrainError> {
+        match self {
+            Self::Host(_) => Ok(engine.new_grads(unit)),
+            Self::Gpu(mover) => mover.sink(engine, home, unit),
+        }
+    }
+
+    /// Takes a unit's complete gradients. Its weights are gone from the buffer after.
+    ///
+    /// # Errors
+    /// The GPU's; out of memory.
+    pub(super) fn reduce(
+        &mut self,
+        home: &Home,
+        unit: usize,
+        grads: GradSink,
+    ) -> Result<(), TrainError> {
+        match self {
+            Self::Host(mover) => mover.reduce(unit, grads),
+            Self::Gpu(mover) => mover.reduce(home, unit, grads),
+        }
+    }
+
+    /// Hands a unit's gradients to where its tiles live.
+    ///
+    /// # Errors
+    /// What the tiles' place says, or the GPU.
+    pub(super) fn scatter(&mut self, home: &mut Home, unit: usize) -> Result<(), TrainError> {
+        match self {
+            Self::Host(mover) => mover.scatter(home, unit),
+            Self::Gpu(mover) => mover.scatter(home, unit),
+        }
+    }
+
+    /// The norm of all gradients of the step, before clipping. Waits for a GPU.
+    ///
+    /// # Errors
+    /// The GPU's.
+    pub(super) fn norm(&self) -> Result<f64, TrainError> {
+        let squares = match self {
+            Self::Host(mover) => mover.sum_squares().to_vec(),
+            Self::Gpu(mover) => mover.sum_squares()?,
+        };
+        // In the units' order, whatever order their gradients came in.
+        Ok(squares.iter().sum::<f64>().sqrt())
+    }
+}

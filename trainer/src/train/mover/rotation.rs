@@ -1,0 +1,49 @@
+//! Which block is in which of a few buffers: each gather takes the buffer that was taken longest ago.
+
+/// Buffers that blocks take in turn.
+#[derive(Debug)]
+pub(super) struct Rotation {
+    /// The unit in each buffer.
+    held: Vec<Option<usize>>,
+    next: usize,
+}
+
+impl Rotation {
+    /// Of `count` empty buffers.
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            held: vec![None; count],
+            next: 0,
+        }
+    }
+
+    /// The buffer that `unit` comes into.
+    pub(super) fn take(&mut self, unit: usize) -> usize {
+        let at = self.next;
+        self.held[at] = Some(unit);
+        self.next = (at + 1) % self.held.len();
+        at
+    }
+
+    /// The buffer that `unit` is in: the newest, since an older one may still have it from forward.
+    pub(super) fn at(&self, unit: usize) -> usize {
+        let count = self.held.len();
+        (1..=count)
+            .map(|back| (self.next + count - back) % count)
+            .find(|&at| self.held[at] == Some(unit))
+            .expect("a unit is gathered before it is used")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_buffer_is_taken_and_the_newest_found() {
+        let mut rotation = Rotation::new(3);
+        assert_eq!([1, 2, 3].map(|unit| rotation.take(unit)), [0, 1, 2]);
+        assert_eq!(rotation.take(3), 0);
+        assert_eq!((rotation.at(3), rotation.at(2)), (0, 1));
+    }
+}
