@@ -48,7 +48,7 @@ fn measure() -> Result<()> {
     let gpu = Gpu::open(0)?;
     let device = use_gpu(&gpu)?;
     println!("{:?}", gpu.info());
-    let fused = Fused::compile(&gpu)?;
+    let fused = Fused::compile(&gpu, device)?;
     kernels_alone(&gpu, &fused, device)?;
     products(&gpu, device)?;
     attention(&gpu, device)

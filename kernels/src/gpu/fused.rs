@@ -9,7 +9,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{Arg, CompileOptions, Function, Gpu, GpuError, Module, SOURCES, Stream};
-use crate::torch::{TorchError, device_of};
+use crate::torch::TorchError;
 
 /// Lanes that shuffle with one another, as the sources have it.
 const WARP_LANES: usize = 32;
@@ -69,11 +69,11 @@ pub enum Turn {
 }
 
 impl Fused {
-    /// Compiles the kernels for `gpu`, on which torch already computes (some 2 s).
+    /// Compiles the kernels for `gpu` (some 2 s), which torch calls `device` ([`crate::torch::use_gpu`]).
     ///
     /// # Errors
     /// No run-time compiler, or it refused the source.
-    pub fn compile(gpu: &Gpu) -> Result<Self, GpuError> {
+    pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
         let (name, source) = SOURCES
             .iter()
             .find(|(name, _)| *name == "fused")
@@ -82,7 +82,7 @@ impl Fused {
         let variants = |name: &str| Variants::of(&module, name);
         Ok(Self {
             stream: gpu.default_stream(),
-            device: device_of(gpu),
+            device,
             rms_norm: variants("rms_norm")?,
             rms_norm_backward: variants("rms_norm_backward")?,
             sum_parts: [

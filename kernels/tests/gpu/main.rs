@@ -4,6 +4,8 @@
 mod adamw;
 mod compile;
 mod device;
+#[cfg(feature = "torch")]
+mod fused;
 mod loaders;
 mod memory;
 mod reduce;

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use crate::device::scratch;
 
 /// Tells the stand-in where its own library lies, for the kernels it compiles.
-const DRIVER: &str = "KERNELS_STAND_IN";
+pub(crate) const DRIVER: &str = "KERNELS_STAND_IN";
+
+const CUDA_INFO: &str = "vendor: Cuda, index: 0, name: \"stand-in\"";
 
 #[test]
 fn the_tests_of_a_gpu_hold_on_a_stand_in_for_cuda() {
@@ -26,11 +28,20 @@ fn the_tests_of_a_gpu_hold_on_a_stand_in_for_cuda() {
         "streams::",
         "tile_updater::",
     ];
+    run_on_stand_in(&libraries, &[], &tests, CUDA_INFO, 14);
+}
+
+/// torch's operators beside the kernels run at once on the CPU, so the kernels do too.
+#[cfg(feature = "torch")]
+#[test]
+fn the_tests_of_fused_kernels_hold_on_a_stand_in() {
+    let libraries = ["libcuda.so.1", "libnvrtc.so.13"];
     run_on_stand_in(
         &libraries,
-        &[],
-        &tests,
-        "vendor: Cuda, index: 0, name: \"stand-in\"",
+        &["-DSTAND_IN_EAGER"],
+        &["fused::"],
+        CUDA_INFO,
+        4,
     );
 }
 
@@ -45,12 +56,18 @@ fn the_tests_of_a_gpu_hold_on_a_stand_in_for_hip() {
         "tile_updater::a_tile",
     ];
     let info = "vendor: Hip, index: 0, name: \"stand-in\", arch: \"gfx90a:sramecc+:xnack-\"";
-    run_on_stand_in(&libraries, &["-DSTAND_IN_HIP"], &tests, info);
+    run_on_stand_in(&libraries, &["-DSTAND_IN_HIP"], &tests, info, 14);
 }
 
 /// Builds the stand-in as `libraries`, which are one file, runs `tests` of this program with it and looks for `info`, which a test prints
-/// of its device.
-fn run_on_stand_in(libraries: &[&str], options: &[&str], tests: &[&str], info: &str) {
+/// of its device. At least `passed_min` of them must be there.
+fn run_on_stand_in(
+    libraries: &[&str],
+    options: &[&str],
+    tests: &[&str],
+    info: &str,
+    passed_min: usize,
+) {
     let folder = scratch();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu/stand_in");
     if !source.exists() {
@@ -105,7 +122,7 @@ fn run_on_stand_in(libraries: &[&str], options: &[&str], tests: &[&str], info: &
     );
     assert!(output.contains(info), "another driver was found:\n{output}");
     let passed = output.matches(" ... ok").count();
-    assert!(passed >= 14, "only {passed} tests ran:\n{output}");
+    assert!(passed >= passed_min, "only {passed} tests ran:\n{output}");
 }
 
 /// None if it had to be killed: the work of a stream never came to an end.

@@ -73,7 +73,10 @@ impl Engine {
         Ok(Engine {
             on: device.clone(),
             device: torch_device,
-            arithmetic: Arithmetic::Explicit(Ops::Fused(Box::new(Fused::compile(gpu)?))),
+            arithmetic: Arithmetic::Explicit(Ops::Fused(Box::new(Fused::compile(
+                gpu,
+                torch_device,
+            )?))),
             rotary: engine.rotary.on(torch_device)?,
             logits_elems_max: explicit::LOGITS_ELEMS_MAX,
             ..engine
