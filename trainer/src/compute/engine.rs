@@ -115,6 +115,11 @@ impl Engine {
         self
     }
 
+    /// Changes what blocks keep from now on, and says what they kept so far.
+    pub fn keep(&mut self, keep: Keep) -> Keep {
+        std::mem::replace(&mut self.keep, keep)
+    }
+
     /// The same arithmetic in torch's operators alone, without fused kernels: what those are held against.
     pub fn without_fused_kernels(mut self) -> Self {
         if let Arithmetic::Explicit(ops) = &mut self.arithmetic {

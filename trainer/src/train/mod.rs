@@ -153,7 +153,8 @@ fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> 
         None => compute::ComputeDevice::Cpu,
         Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
     };
-    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?;
+    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
+        .keeping(prepared.plan.keep);
     let live = prepared.lives_in_gpu();
     let stepper = Stepper::new(engine, gpu, settings.batch, prepared.plan.master, live)?;
 

@@ -11,7 +11,7 @@ use super::TrainError;
 use super::clock::Clock;
 use super::mover::Mover;
 use super::turns::{self, EMBEDDING, Turn};
-use crate::compute::{Activation, ComputeError, Engine, GradSink, LossHandle, Tokens};
+use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
 use crate::config::{Batch, OptimizerSettings};
 use crate::data::{Data, Windows};
 use crate::home::Home;
@@ -134,11 +134,15 @@ impl Stepper {
             .collect::<Result<_, _>>()?;
         let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
         home.begin_step(turns::program(&self.forward))?;
-        for turn in 0..self.forward.len() {
+        // Nothing goes back.
+        let keep = self.engine.keep(Keep::Nothing);
+        let done = (0..self.forward.len()).try_for_each(|turn| {
             self.turn(self.forward[turn], home, &mut pass)?;
-            // Nothing goes back.
             pass.block_inputs.clear();
-        }
+            Ok::<_, TrainError>(())
+        });
+        self.engine.keep(keep);
+        done?;
         let tied = self.engine.config().tied;
         let tied = tied.then(|| self.mover.weights(EMBEDDING));
         let weights = self.mover.weights(head);
