@@ -209,7 +209,14 @@ impl SwapperSettings {
             range_count - state_resident_count,
         ];
         let slot_bytes = [plan.param_slot_bytes, plan.state_slot_bytes];
-        let counts = self.staging.counts(staged, slot_bytes)?;
+        let unit_max = layout
+            .units()
+            .iter()
+            .map(|unit| unit.end - unit.start)
+            .max();
+        let counts = self
+            .staging
+            .counts(staged, slot_bytes, unit_max.unwrap_or(0))?;
         [plan.param_staging_count, plan.state_staging_count] = counts;
         Ok(plan)
     }
@@ -217,7 +224,13 @@ impl SwapperSettings {
 
 impl Staging {
     /// Slots of each kind for `staged` tiles of each kind; none where there is nothing to stage, and never more than tiles.
-    fn counts(self, staged: [u32; 2], slot_bytes: [u64; 2]) -> Result<[u32; 2], SwapperError> {
+    /// A unit has at most `unit_max` ranges.
+    fn counts(
+        self,
+        staged: [u32; 2],
+        slot_bytes: [u64; 2],
+        unit_max: u32,
+    ) -> Result<[u32; 2], SwapperError> {
         let least = staged.map(|staged| staged.min(STAGING_MIN));
         let bytes = |counts: [u32; 2]| {
             u64::from(counts[0]) * slot_bytes[0] + u64::from(counts[1]) * slot_bytes[1]
@@ -240,15 +253,17 @@ impl Staging {
                         needed_bytes: bytes(least),
                     });
                 }
-                // Two param slots for each state slot: one for the update that state waits for, one for the gathers
-                // around it. Binary search for the most that fits.
+                // As many param slots as state slots, but parameters for more than two units only when all state has its
+                // slots: one unit is taken while the next is read, parameters are written first, and what is to carry
+                // unwritten bytes into backward is state. Binary search for the most that fits.
                 let of = |n: u32| {
+                    let param = n.min(unit_max.saturating_mul(2)) + n.saturating_sub(staged[1]);
                     [
-                        staged[0].min(n.saturating_mul(2)).max(least[0]),
+                        staged[0].min(param).max(least[0]),
                         staged[1].min(n).max(least[1]),
                     ]
                 };
-                let (mut fits, mut too_many) = (0, staged[0].max(staged[1]) + 1);
+                let (mut fits, mut too_many) = (0, staged[0] + staged[1] + 1);
                 while fits + 1 < too_many {
                     let middle = fits + (too_many - fits) / 2;
                     if bytes(of(middle)) <= budget_bytes {
@@ -350,7 +365,7 @@ mod tests {
     #[test]
     fn staging_keeps_to_its_budget_and_to_what_is_staged() {
         let slot_bytes = [2 << 20, 10 << 20];
-        let counts = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes);
+        let counts = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20);
         for budget in [24 << 20, 25 << 20, 100 << 20, 1 << 30] {
             let [param, state] = counts(budget, [1000, 1000]).unwrap();
             let used = u64::from(param) * slot_bytes[0] + u64::from(state) * slot_bytes[1];
@@ -360,6 +375,9 @@ mod tests {
                 "{budget} is not used up"
             );
         }
+        // Two units of parameters and then state alone; what all state leaves is for parameters again.
+        assert_eq!(counts(1000 << 20, [1000, 1000]).unwrap(), [40, 92]);
+        assert_eq!(counts(1000 << 20, [1000, 50]).unwrap(), [250, 50]);
         assert_eq!(counts(1 << 40, [7, 3]).unwrap(), [7, 3]);
         assert_eq!(counts(1 << 30, [0, 0]).unwrap(), [0, 0]);
         assert_eq!(counts(2 << 20, [1, 0]).unwrap(), [1, 0]);
