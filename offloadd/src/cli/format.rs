@@ -7,7 +7,8 @@ use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::engine::EngineChoice;
-use offloadd::measure::measure;
+use offloadd::measure::{MeasureError, measure};
+use offloadd::store::format::MeasuredRates;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::{self, DATA_OFFSET};
 
@@ -65,10 +66,7 @@ fn make_store(
         .map(|path| Device::create(path, file_bytes, force))
         .collect::<Result<Vec<_>, _>>()?;
     store::format::check(&mut DeviceBlocks(&devices), force)?;
-    let rates = devices
-        .iter()
-        .map(|device| measure(device, DATA_OFFSET, engine))
-        .collect::<Result<Vec<_>, _>>()?;
+    let rates = measure_together(&devices, engine)?;
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .context("random bytes for the store's id")?;
@@ -98,4 +96,21 @@ fn make_store(
         );
     }
     Ok(())
+}
+
+/// All devices at once: that is how they are used, and two seconds are enough for any number of them.
+fn measure_together(
+    devices: &[Device],
+    engine: EngineChoice,
+) -> Result<Vec<MeasuredRates>, MeasureError> {
+    std::thread::scope(|scope| {
+        let measuring: Vec<_> = devices
+            .iter()
+            .map(|device| scope.spawn(move || measure(device, DATA_OFFSET, engine)))
+            .collect();
+        let results = measuring
+            .into_iter()
+            .map(|one| one.join().expect("measuring does not panic"));
+        results.collect()
+    })
 }
