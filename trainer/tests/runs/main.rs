@@ -10,6 +10,7 @@ mod figures;
 mod lab;
 mod leftovers;
 mod memory;
+mod paced;
 mod parity;
 mod plan;
 mod resume;
