@@ -23,5 +23,6 @@ pub mod model;
 pub mod plan;
 pub mod run;
 pub mod store;
+pub mod trace;
 pub mod train;
 mod update;

@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::config::RunSettings;
 use trainer::plan::{Hardware, Overrides, Plan, PlanError, Refusal, parse_bytes, parse_rate};
+use trainer::trace::{STEPS_DEFAULT, Trace};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
@@ -25,13 +26,16 @@ enum Command {
   trainer train configs/demo.toml
   trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
-  trainer train configs/demo.toml --fresh                                            # forget the run and start again")]
+  trainer train configs/demo.toml --fresh                                            # forget the run and start again
+  trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
     Train {
         #[command(flatten)]
         run: RunArgs,
         /// Forget what an earlier run of the same folder left, in the folder and in the store.
         #[arg(long)]
         fresh: bool,
+        #[command(flatten)]
+        trace: TraceArgs,
     },
     /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
     #[command(after_help = "Examples:
@@ -71,6 +75,28 @@ impl RunArgs {
         let file = self.file.display();
         trainer::config::read(&self.file, &self.sets, ranks)
             .map_err(|error| anyhow::anyhow!("{file}: {error}"))
+    }
+}
+
+/// A timeline of some steps.
+#[derive(Args)]
+struct TraceArgs {
+    /// Write a timeline of some steps, for ui.perfetto.dev.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// How many steps, after the first two.
+    #[arg(long, value_name = "N", default_value_t = STEPS_DEFAULT, requires = "trace",
+        value_parser = clap::value_parser!(u64).range(1..=1000))]
+    trace_steps: u64,
+}
+
+impl TraceArgs {
+    /// Of the process `rank`.
+    fn trace(&self, rank: u32) -> Trace {
+        match &self.trace {
+            Some(path) => Trace::new(path, self.trace_steps, rank),
+            None => Trace::off(),
+        }
     }
 }
 
@@ -173,7 +199,9 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
-        Command::Train { run, fresh } => trainer::train::train(run.settings(Some(1))?, fresh)?,
+        Command::Train { run, fresh, trace } => {
+            trainer::train::train(run.settings(Some(1))?, fresh, &trace.trace(0))?;
+        }
         Command::Plan { run, json, machine } => {
             plan(run.settings(machine.ranks)?, json, &machine.into())?;
         }

@@ -6,7 +6,7 @@ mod gpu;
 
 use kernels::adamw::Hyper;
 use kernels::gpu::GpuError;
-use swapper::{Blank, See, StepIo, StepProgram, Swapper, SwapperError};
+use swapper::{Blank, See, Spans, StepIo, StepProgram, Swapper, SwapperError};
 
 pub(crate) use gpu::GpuHome;
 
@@ -83,6 +83,26 @@ impl Home {
         match self {
             Self::Swapper(swapper) => Ok(swapper.visit(see)?),
             Self::Gpu(home) => Ok(home.visit(see)?),
+        }
+    }
+
+    /// Begins or ends the collecting of spans.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(crate) fn record_spans(&mut self, recording: bool) -> Result<(), HomeError> {
+        match self {
+            Self::Swapper(swapper) => Ok(swapper.record_spans(recording)?),
+            // Nothing moves.
+            Self::Gpu(_) => Ok(()),
+        }
+    }
+
+    /// What was collected since it was taken before.
+    pub(crate) fn take_spans(&mut self) -> Spans {
+        match self {
+            Self::Swapper(swapper) => swapper.take_spans(),
+            Self::Gpu(_) => Spans::default(),
         }
     }
 

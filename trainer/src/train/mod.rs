@@ -7,6 +7,7 @@ mod progress;
 mod step;
 mod stop;
 mod turns;
+mod watch;
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -26,6 +27,7 @@ use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::run::{CheckpointError, FolderError, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
+use crate::trace::{Trace, TraceError};
 use progress::Progress;
 use step::{Gradients, Stepper};
 use stop::Stop;
@@ -53,6 +55,8 @@ pub enum TrainError {
     Metrics(#[from] MetricsError),
     #[error(transparent)]
     State(#[from] StateError),
+    #[error(transparent)]
+    Trace(#[from] TraceError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error("WORLD_SIZE is {0}: this trainer is one process, start it without torchrun")]
@@ -127,16 +131,25 @@ impl TrainError {
 ///
 /// # Errors
 /// Whatever refused the run or ended it. What was committed or saved before stays.
-pub fn train(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
+pub fn train(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), TrainError> {
     if let Ok(ranks) = std::env::var("WORLD_SIZE")
         && ranks != "1"
     {
         return Err(TrainError::WorldSize(ranks));
     }
-    run_to_its_end(settings.clone(), fresh).map_err(|error| error.of_run(&settings))
+    trace.check()?;
+    let result = run_to_its_end(settings.clone(), fresh, trace);
+    match trace.write() {
+        Ok(Some(path)) => println!("timeline: {}, for ui.perfetto.dev", path.display()),
+        Ok(None) => {}
+        // The run's own failure says more.
+        Err(error) if result.is_err() => println!("note: {error}"),
+        Err(error) => return Err(error.into()),
+    }
+    result.map_err(|error| error.of_run(&settings))
 }
 
-fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> {
+fn run_to_its_end(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     let data = Data::open(
         &settings.data,
@@ -161,6 +174,7 @@ fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> 
     let (run, resumed) = prepared.open(fresh, &mut |note| println!("{note}"))?;
     show_opened(&run, resumed);
     let mut training = Training::new(settings, data, stepper, run)?;
+    training.record(trace)?;
     while training.run.state.step < training.settings.train.stop_after && !stop.asked() {
         match training.step() {
             Ok(()) => {}
@@ -170,7 +184,10 @@ fn run_to_its_end(settings: RunSettings, fresh: bool) -> Result<(), TrainError> 
                 training.run.close()?;
                 return Err(diverged);
             }
-            Err(error) => return Err(error),
+            Err(error) => {
+                trace.add(training.run.home.take_spans());
+                return Err(error);
+            }
         }
     }
     training.end(stop.asked())
@@ -200,6 +217,7 @@ struct Training {
     saved_step: Option<u64>,
     /// Seconds of computing in the last step.
     compute_s: Option<f64>,
+    trace: Trace,
 }
 
 impl Training {
@@ -227,6 +245,7 @@ impl Training {
             run,
             saved_step,
             compute_s: None,
+            trace: Trace::off(),
         };
         // The commit was the last that happened before the end: the step's line is made up for.
         if let Some(mut last) = lost {
@@ -234,6 +253,17 @@ impl Training {
             training.metrics.write(&last)?;
         }
         Ok(training)
+    }
+
+    /// From now on steps are recorded in `trace`, those that it wants.
+    fn record(&mut self, trace: &Trace) -> Result<(), TrainError> {
+        let steps_left = (self.settings.train.stop_after).saturating_sub(self.run.state.step);
+        trace.begin(steps_left);
+        if trace.recording() {
+            self.run.home.record_spans(true)?;
+        }
+        self.trace = trace.clone();
+        Ok(())
     }
 
     /// One step, its line in the metrics, and what is due after it.
@@ -245,6 +275,7 @@ impl Training {
             &mut self.run.home,
             &self.data,
             self.run.state.next_sample,
+            &self.trace,
         )?;
         let Gradients { loss, norm, .. } = gradients;
         if !(loss.is_finite() && norm.is_finite()) {
@@ -276,6 +307,10 @@ impl Training {
         // What is not known before the update is as planned here; only a line made up for after a crash shows it.
         state.last = Some(metrics.clone());
         let blob = state.encode();
+        // What moves once the step is finished is the next one's.
+        if self.trace.begins_after() {
+            self.run.home.record_spans(true)?;
+        }
         let io = step::finish(
             &mut self.run.home,
             &settings.optimizer,
@@ -285,6 +320,10 @@ impl Training {
             norm,
             blob,
         )?;
+        (self.trace).finish_step(step, started, self.run.home.take_spans());
+        if self.trace.has_ended() {
+            self.run.home.record_spans(false)?;
+        }
         metrics.step_s = started.elapsed().as_secs_f64();
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
@@ -305,7 +344,7 @@ impl Training {
         let rates = self.run.opened.rates();
         // Devices nobody measured bound nothing that could be stated.
         let bytes = if rates.is_some() {
-            plan.step_bytes
+            plan.node_bytes
         } else {
             swapper::StepBytes::default()
         };
@@ -313,10 +352,11 @@ impl Training {
         let rates = StepRates {
             read_bytes_per_s,
             write_bytes_per_s,
-            staging_bytes: plan.memory.staging_bytes() as f64,
+            staging_bytes: plan.rates.staging_bytes,
             forward_s: gradients.forward_s,
             backward_s: gradients.backward_s,
             update_s: update_ns as f64 * 1e-9,
+            // What it carries is known, its rate nobody measured.
             bus_s: 0.0,
         };
         bound_s(plan.swapper.schedule, &bytes, &rates)

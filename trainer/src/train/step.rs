@@ -11,10 +11,12 @@ use super::TrainError;
 use super::clock::Clock;
 use super::mover::Mover;
 use super::turns::{self, EMBEDDING, Turn};
+use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
 use crate::config::{Batch, OptimizerSettings};
 use crate::data::{Data, Windows};
 use crate::home::Home;
+use crate::trace::Trace;
 
 /// Everything a step needs but the weights, which the swapper has.
 pub(super) struct Stepper {
@@ -103,15 +105,20 @@ impl Stepper {
         home: &mut Home,
         data: &Data,
         first_sample: u64,
+        trace: &Trace,
     ) -> Result<Gradients, TrainError> {
         let batches = self.micro_batches(data, first_sample)?;
         let mut pass = Pass::new(batches, self.engine.units().len(), self.gpu.as_ref());
+        let gpu = self.gpu.clone();
+        let mut watch = Watch::new(trace, gpu.as_ref());
         home.begin_step(turns::program(&self.training))?;
         for turn in 0..self.training.len() {
-            self.turn(self.training[turn], home, &mut pass)?;
+            let turn = self.training[turn];
+            watch.of(turn, || self.turn(turn, home, &mut pass, trace))?;
         }
         // Asked last: a GPU is waited for here, and nowhere before.
         let norm = self.mover.norm()?;
+        watch.end()?;
         Ok(Gradients {
             loss: mean(&pass.losses)?,
             norm,
@@ -137,7 +144,7 @@ impl Stepper {
         // Nothing goes back.
         let keep = self.engine.keep(Keep::Nothing);
         let done = (0..self.forward.len()).try_for_each(|turn| {
-            self.turn(self.forward[turn], home, &mut pass)?;
+            self.turn(self.forward[turn], home, &mut pass, &Trace::off())?;
             pass.block_inputs.clear();
             Ok::<_, TrainError>(())
         });
@@ -156,7 +163,13 @@ impl Stepper {
     }
 
     /// Does one turn of a pass.
-    fn turn(&mut self, turn: Turn, home: &mut Home, pass: &mut Pass) -> Result<(), TrainError> {
+    fn turn(
+        &mut self,
+        turn: Turn,
+        home: &mut Home,
+        pass: &mut Pass,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
         let Self { engine, mover, .. } = self;
         let Pass {
             batches,
@@ -166,7 +179,7 @@ impl Stepper {
             ..
         } = pass;
         match turn {
-            Turn::Gather(unit) => mover.gather(engine, home, unit)?,
+            Turn::Gather(unit) => mover.gather(engine, home, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
                 let weights = mover.weights(EMBEDDING);
                 *flow = pass.forward.of(|| {
@@ -231,7 +244,7 @@ impl Stepper {
                 let complete = grads[unit].take().expect("its backward turn came before");
                 mover.reduce(home, unit, complete)?;
             }
-            Turn::Scatter(unit) => mover.scatter(home, unit)?,
+            Turn::Scatter(unit) => mover.scatter(home, unit, trace)?,
         }
         Ok(())
     }

@@ -8,6 +8,8 @@
 //! Ahead, a unit's weights come while the unit before it computes, and its gradients leave while the next one does: one
 //! more unit has its weights in a buffer, one more its gradients.
 
+use std::fmt;
+
 use swapper::{Op, StepProgram};
 
 /// The embedding's number among the units.
@@ -31,6 +33,26 @@ pub(super) enum Turn {
     Reduce(usize),
     /// Its gradients are handed to the swapper.
     Scatter(usize),
+}
+
+impl Turn {
+    /// Whether it computes. The others move, which the swapper tells of.
+    pub(super) fn computes(self) -> bool {
+        !matches!(self, Self::Gather(_) | Self::Scatter(_))
+    }
+}
+
+impl fmt::Display for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gather(unit) => write!(f, "gather unit {unit}"),
+            Self::Forward(unit) => write!(f, "forward unit {unit}"),
+            Self::Head => write!(f, "head"),
+            Self::Backward(unit) => write!(f, "backward unit {unit}"),
+            Self::Reduce(unit) => write!(f, "reduce unit {unit}"),
+            Self::Scatter(unit) => write!(f, "scatter unit {unit}"),
+        }
+    }
 }
 
 /// A training step over `units` units, the last of which is the head.

@@ -15,3 +15,4 @@ mod parity;
 mod plan;
 mod resume;
 mod settings;
+mod timeline;

@@ -19,6 +19,7 @@ use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
 use super::rotation::Rotation;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
+use crate::trace::Trace;
 
 /// Gradients of blocks in flight: one is written by backward while the other leaves.
 const GRAD_BUFFERS: usize = 2;
@@ -81,6 +82,7 @@ impl GpuMover {
         engine: &Engine,
         home: &mut Home,
         unit: usize,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
         match (&mut self.place, home) {
             (Place::Home(units), Home::Gpu(home)) => {
@@ -102,6 +104,8 @@ impl GpuMover {
                         .iter()
                         .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
                         .collect();
+                    let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+                    let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
                     Ok(gpu.upload(up, to, &pieces)?)
                 })
             }
@@ -172,6 +176,7 @@ impl GpuMover {
         &mut self,
         home: &mut Home,
         unit: usize,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
         let (Place::Buffers(buffers), Home::Swapper(swapper)) = (&mut self.place, home) else {
             // They are where the update finds them.
@@ -187,6 +192,8 @@ impl GpuMover {
                 .iter_mut()
                 .map(|(elems, bytes)| (elems.start as usize * elem_bytes, &mut **bytes))
                 .collect();
+            let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+            let _span = trace.copy(bytes, || format!("gradients of unit {unit}"));
             Ok(gpu.download(down, from, &mut pieces)?)
         })
     }

@@ -13,6 +13,7 @@ pub(super) use host::HostMover;
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use crate::home::Home;
+use crate::trace::Trace;
 
 /// The two places that compute.
 pub(super) enum Mover {
@@ -48,10 +49,11 @@ impl Mover {
         engine: &Engine,
         home: &mut Home,
         unit: usize,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
             Self::Host(mover) => mover.gather(home, unit),
-            Self::Gpu(mover) => mover.gather(engine, home, unit),
+            Self::Gpu(mover) => mover.gather(engine, home, unit, trace),
         }
     }
 
@@ -110,10 +112,15 @@ impl Mover {
     ///
     /// # Errors
     /// What the tiles' place says, or the GPU.
-    pub(super) fn scatter(&mut self, home: &mut Home, unit: usize) -> Result<(), TrainError> {
+    pub(super) fn scatter(
+        &mut self,
+        home: &mut Home,
+        unit: usize,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
         match self {
             Self::Host(mover) => mover.scatter(home, unit),
-            Self::Gpu(mover) => mover.scatter(home, unit),
+            Self::Gpu(mover) => mover.scatter(home, unit, trace),
         }
     }
 

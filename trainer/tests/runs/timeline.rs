@@ -1,0 +1,168 @@
+//! `--trace` writes what happened in some steps, and nothing otherwise.
+//!
+//! What could go wrong: the file is no JSON or is left half written, a step's moves are missing or counted for another step, two
+//! things are computed at once, a failed run leaves nothing, tracing changes the run. Bytes are held against metrics.jsonl.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::lab::{Lab, Run, fail, succeed};
+
+/// An event of the timeline, times in microseconds.
+#[derive(Debug)]
+struct Event {
+    track: String,
+    name: String,
+    row: u64,
+    start: f64,
+    end: f64,
+    bytes: u64,
+}
+
+fn read(path: &Path) -> Vec<Event> {
+    let text = std::fs::read_to_string(path).expect("a timeline");
+    let events: Vec<Value> = serde_json::from_str(&text).expect("JSON");
+    let spans = events.iter().filter(|event| event["ph"] == "X");
+    spans
+        .map(|event| {
+            let start = event["ts"].as_f64().unwrap();
+            Event {
+                track: event["cat"].as_str().unwrap().to_owned(),
+                name: event["name"].as_str().unwrap().to_owned(),
+                row: event["tid"].as_u64().unwrap(),
+                start,
+                end: start + event["dur"].as_f64().unwrap(),
+                bytes: event["args"]["bytes"].as_u64().unwrap_or(0),
+            }
+        })
+        .collect()
+}
+
+fn traced(run: &Run, path: &Path, args: &[&str]) -> Vec<Event> {
+    let mut command = run.command("train");
+    command.arg("--trace").arg(path).args(args);
+    assert!(succeed(command).contains("for ui.perfetto.dev"));
+    read(path)
+}
+
+#[test]
+fn a_timeline_shows_what_each_step_computed_and_moved() {
+    let lab = Lab::new();
+    let sets = ["train.steps=8", "offload.schedule=deferred"];
+    let run = lab.run("run", &sets).with(&lab.nvme());
+    let events = traced(&run, &lab.path("trace.json"), &["--trace-steps", "3"]);
+    let of = |track: &str| -> Vec<&Event> { events.iter().filter(|e| e.track == track).collect() };
+    let steps = of("steps");
+    let names: Vec<&str> = steps.iter().map(|step| step.name.as_str()).collect();
+    assert_eq!(names, ["step 3", "step 4", "step 5"], "after the first two");
+
+    // All bytes of these steps, to the last one: a span is of the step in which it ended, or of the pause before.
+    let metrics = run.metrics();
+    for (track, key) in [
+        ("reads", "device_read_bytes"),
+        ("writes", "device_written_bytes"),
+    ] {
+        let moved: u64 = of(track).iter().map(|event| event.bytes).sum();
+        let told: u64 = metrics[2..5]
+            .iter()
+            .map(|line| line[key].as_u64().unwrap())
+            .sum();
+        assert_eq!(moved, told, "{track}");
+    }
+
+    // One thread computes: nothing at once, everything within a step, the right things in each.
+    let compute = of("compute");
+    for pair in compute.windows(2) {
+        assert!(
+            pair[0].row == pair[1].row && pair[0].end <= pair[1].start + 0.001,
+            "{pair:?}"
+        );
+    }
+    for step in &steps {
+        let within = |event: &&&Event| event.start >= step.start && event.end <= step.end;
+        let names: Vec<&str> = compute
+            .iter()
+            .filter(within)
+            .map(|event| &*event.name)
+            .collect();
+        let expected = [
+            "forward unit 0",
+            "forward unit 1",
+            "forward unit 2",
+            "head",
+            "reduce unit 3",
+            "backward unit 2",
+            "reduce unit 2",
+            "backward unit 1",
+            "reduce unit 1",
+            "backward unit 0",
+            "reduce unit 0",
+        ];
+        assert_eq!(names, expected);
+    }
+    assert_eq!(compute.len(), 3 * 11);
+
+    for (track, least) in [
+        ("updates", 3),
+        ("commits", 2),
+        ("gather and scatter", 3 * 11),
+    ] {
+        assert!(of(track).len() >= least, "{} {track}", of(track).len());
+    }
+    let (first, last) = (steps[0].start, steps[2].end);
+    for event in &events {
+        // What a deferred step needs may have been on its way when the step began.
+        assert!(
+            event.start <= event.end && event.end >= first - 1e6 && event.end <= last,
+            "{event:?}"
+        );
+    }
+}
+
+#[test]
+fn a_timeline_changes_no_bit_and_without_the_flag_there_is_none() {
+    let lab = Lab::new();
+    let plain = lab.run("plain", &[]).with(&lab.nvme());
+    let watched = lab.run("watched", &[]).with(&lab.nvme());
+    plain.train();
+    assert!(!plain.folder.join("trace.json").exists());
+    traced(&watched, &lab.path("trace.json"), &[]);
+    assert_eq!(plain.bits("loss"), watched.bits("loss"));
+    assert_eq!(plain.digest(), watched.digest());
+}
+
+#[test]
+fn a_failed_run_leaves_its_timeline() {
+    let lab = Lab::new();
+    let sets = [
+        "optimizer.params.lr=1e30",
+        "scheduler={}",
+        "train.steps=2",
+        "gradient_clipping=0",
+    ];
+    let run = lab.run("run", &sets);
+    let mut command = run.command("train");
+    let path = lab.path("trace.json");
+    command
+        .args(["--trace-steps", "1000", "--trace"])
+        .arg(&path);
+    let text = fail(command);
+    assert!(text.contains("training diverged"), "{text}");
+    let events = read(&path);
+    assert!(events.iter().any(|event| event.track == "compute"));
+}
+
+#[test]
+fn a_timeline_that_cannot_be_written_is_refused_before_the_start() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    let mut command = run.command("train");
+    command.args(["--trace", "/nonexistent/trace.json"]);
+    let text = fail(command);
+    assert!(
+        text.contains("--trace: cannot write /nonexistent/trace.json"),
+        "{text}"
+    );
+    assert!(!run.folder.exists());
+}
