@@ -78,13 +78,14 @@ impl Prepared {
         text: Option<&Data>,
         fresh: bool,
     ) -> Result<Self, TrainError> {
+        // First: the plan's look at the GPU then finds its context made, which takes a while.
+        let gpu = accelerator::open(settings.train.device, 0)?;
         let hardware = Hardware::new(&settings, &Overrides::default());
         let plan = Plan::new(
             &settings,
             hardware,
             text.map_or(0, |text| text.bytes() as u64),
         )?;
-        let gpu = accelerator::open(settings.train.device, 0)?;
         let trained_with = trained_with(&settings, text);
         let run_folder = resolved(&settings.train.run_folder);
         let mut description = describe(&settings, &plan);
