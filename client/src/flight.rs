@@ -2,7 +2,6 @@
 
 use std::io;
 
-use offload_api::checksum::checksum;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TicketId, TileIndex};
 use offload_api::removable::{Mechanism, removed};
@@ -44,7 +43,21 @@ pub(crate) struct InFlight {
     pub(crate) verb: Verb,
     pub(crate) tile: TileIndex,
     pub(crate) tile_bytes: u32,
-    pub(crate) slot: Slot,
+    /// What a write belongs to.
+    pub(crate) generation: Generation,
+    /// `None` while its checksum is computed.
+    pub(crate) slot: Option<Slot>,
+    /// What the daemon said of a read whose checksum is computed.
+    pub(crate) arrived: Option<Cqe>,
+}
+
+/// What a completion asks for.
+#[derive(Debug)]
+pub(crate) enum Arrived {
+    /// Nothing more.
+    Done(Done),
+    /// The checksum of these bytes, then [`Flights::checked`].
+    Unchecked(TicketId, Slot, u32),
 }
 
 /// Slots lent to the kernel. A ticket's low half is a place in this table, its high half tells uses of a place apart.
@@ -88,6 +101,14 @@ impl Flights {
         ticket
     }
 
+    /// The operation of a ticket that is in flight.
+    pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Option<&mut InFlight> {
+        match self.places.get_mut(ticket.0 as u32 as usize)? {
+            Some((expected, flight)) if *expected == ticket => Some(flight),
+            _ => None,
+        }
+    }
+
     /// Gives the slot back; `None` for a ticket that is not in flight.
     pub(crate) fn end(&mut self, ticket: TicketId) -> Option<InFlight> {
         let place = ticket.0 as u32;
@@ -101,30 +122,72 @@ impl Flights {
         Some(flight)
     }
 
-    /// What a completion says. A swapped-in tile is checked here, where its bytes will be used, so that damage by the
-    /// drive, the bus or a misdirected write shows alike.
-    pub(crate) fn complete(
+    /// What a completion says. A swapped-in tile is checked where its bytes will be used, so that damage by the drive, the
+    /// bus or a misdirected write shows alike.
+    pub(crate) fn arrived(
         &mut self,
         cqe: &Cqe,
         devices: &[DeviceInfo],
-    ) -> Result<Done, ClientError> {
+    ) -> Result<Arrived, ClientError> {
         let ticket = TicketId(cqe.ticket);
-        let mut flight = self.end(ticket).ok_or_else(|| {
+        let unknown = || {
             ClientError::protocol(format!(
                 "a completion for ticket {:#x}, which is not in flight",
                 cqe.ticket
             ))
-        })?;
-        let result = outcome(cqe, &flight, devices);
-        if flight.verb == Verb::SwapIn && result.as_ref().is_ok_and(Result::is_err) {
-            flight.slot.as_mut_slice().fill(0xff);
+        };
+        let flight = self.get_mut(ticket).ok_or_else(unknown)?;
+        // Its bytes are being summed: the daemon has not been asked yet, or has answered already.
+        let slot = flight.slot.take().ok_or_else(unknown)?;
+        let check = flight.verb == Verb::SwapIn
+            && cqe.fault == 0
+            && cqe.moved_bytes == flight.tile_bytes
+            && !removed(Mechanism::Checksum);
+        if check {
+            flight.arrived = Some(*cqe);
+            return Ok(Arrived::Unchecked(ticket, slot, flight.tile_bytes));
+        }
+        Ok(Arrived::Done(self.done(
+            ticket,
+            slot,
+            cqe,
+            cqe.checksum,
+            devices,
+        )?))
+    }
+
+    /// The end of a swap in whose bytes came to checksum `found`.
+    pub(crate) fn checked(
+        &mut self,
+        ticket: TicketId,
+        slot: Slot,
+        found: u32,
+        devices: &[DeviceInfo],
+    ) -> Result<Done, ClientError> {
+        let flight = self.get_mut(ticket).expect("in flight until it is checked");
+        let cqe = flight.arrived.take().expect("it has arrived");
+        self.done(ticket, slot, &cqe, found, devices)
+    }
+
+    fn done(
+        &mut self,
+        ticket: TicketId,
+        mut slot: Slot,
+        cqe: &Cqe,
+        found: u32,
+        devices: &[DeviceInfo],
+    ) -> Result<Done, ClientError> {
+        let flight = self.end(ticket).expect("asked for just now");
+        let result = outcome(cqe, &flight, found, devices)?;
+        if flight.verb == Verb::SwapIn && result.is_err() {
+            slot.as_mut_slice().fill(0xff);
         }
         Ok(Done {
             ticket: Ticket(ticket),
             verb: flight.verb,
             tile: flight.tile,
-            result: result?,
-            slot: flight.slot,
+            result,
+            slot,
         })
     }
 }
@@ -132,6 +195,7 @@ impl Flights {
 fn outcome(
     cqe: &Cqe,
     flight: &InFlight,
+    found: u32,
     devices: &[DeviceInfo],
 ) -> Result<Result<Moved, TileError>, ClientError> {
     let device = || {
@@ -147,18 +211,15 @@ fn outcome(
                 flight.tile_bytes, cqe.moved_bytes
             )));
         }
-        if verb == Verb::SwapIn && !removed(Mechanism::Checksum) {
-            let found = checksum(&flight.slot.as_slice()[..flight.tile_bytes as usize]);
-            if found != cqe.checksum {
-                return Ok(Err(TileError::Damaged {
-                    device: device(),
-                    offset,
-                    tile,
-                    generation: Generation(cqe.generation),
-                    expected: cqe.checksum,
-                    found,
-                }));
-            }
+        if verb == Verb::SwapIn && found != cqe.checksum {
+            return Ok(Err(TileError::Damaged {
+                device: device(),
+                offset,
+                tile,
+                generation: Generation(cqe.generation),
+                expected: cqe.checksum,
+                found,
+            }));
         }
         return Ok(Ok(Moved {
             bytes: flight.tile_bytes,
@@ -207,7 +268,9 @@ mod tests {
                 verb,
                 tile: TileIndex(0),
                 tile_bytes: 4096,
-                slot: arena.take_slot(0).unwrap(),
+                generation: Generation(1),
+                slot: arena.take_slot(0),
+                arrived: None,
             })
         };
         let first = start(&mut flights, Verb::SwapOut);

@@ -64,6 +64,7 @@ pub mod private;
 mod session;
 mod signal;
 mod slot;
+mod sums;
 mod types;
 
 pub use daemon::{Daemon, DaemonInfo, JobSummary};

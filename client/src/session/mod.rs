@@ -24,6 +24,7 @@ use crate::flight::Flights;
 use crate::mapping::{self, ArenaMemory};
 use crate::signal::Waker;
 use crate::slot::SlotPool;
+use crate::sums::Sums;
 use crate::types::{JobDefinition, SessionInfo, SessionSettings};
 use crate::{ClientError, Daemon, convert};
 use commit::Commit;
@@ -40,6 +41,7 @@ pub struct Session {
     memory: ArenaMemory,
     rings: ProcessRings,
     flights: Flights,
+    sums: Sums,
     submission_doorbell: OwnedFd,
     completion_doorbell: OwnedFd,
     /// Hangs up when the daemon dies or throws this session out.
@@ -97,7 +99,9 @@ impl Session {
         let (memory, regions) = mapping::shared(&arena, &geometry)?;
         let about = daemon.info().clone();
         let job = reply.job.map(convert::job).transpose()?;
+        let waker = Waker::new()?;
         let session = Self {
+            sums: Sums::start(&waker),
             token: reply.token,
             epoch: Epoch(reply.epoch),
             tile_bytes: job.as_ref().map_or_else(Vec::new, |job| {
@@ -124,7 +128,7 @@ impl Session {
             submission_doorbell,
             completion_doorbell,
             life_line,
-            waker: Waker::new()?,
+            waker,
             commit: Commit::None,
             control: daemon.control,
         };
