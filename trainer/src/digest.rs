@@ -2,11 +2,13 @@
 //! the same bits, wherever they keep them.
 
 use std::fmt;
+use std::sync::Arc;
 
 use swapper::TileRange;
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::fingerprint::Fingerprint;
+use crate::ranks::Ranks;
 use crate::train::{Prepared, TrainError};
 
 /// Fingerprints of a run.
@@ -36,7 +38,9 @@ pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
 fn read(mut settings: RunSettings) -> Result<Digest, TrainError> {
     // Tiles are the same bytes wherever they lived; to read them no GPU is needed.
     settings.train.device = DeviceChoice::Cpu;
-    let prepared = Prepared::new(settings, None, false)?;
+    // One process reads what any number of them wrote.
+    settings.ranks = 1;
+    let prepared = Prepared::new(settings, None, false, Arc::new(Ranks::alone()))?;
     let names: Vec<String> = prepared
         .plan
         .units

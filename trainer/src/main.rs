@@ -2,12 +2,15 @@
 
 #![forbid(unsafe_code)]
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use kernels::collective::World;
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::config::RunSettings;
+use trainer::launch::{self, LaunchError};
 use trainer::plan::{Hardware, Overrides, Plan, PlanError, Refusal, parse_bytes, parse_rate};
 use trainer::trace::{STEPS_DEFAULT, Trace};
 
@@ -36,6 +39,26 @@ enum Command {
         fresh: bool,
         #[command(flatten)]
         trace: TraceArgs,
+    },
+    /// Train with several processes of this machine that share the model: one a GPU, or some on the processor.
+    ///
+    /// The first that fails ends the others, and its status is the launcher's. SIGTERM and SIGINT end all of them in order.
+    #[command(after_help = "Examples:
+  trainer launch --nproc 4 RUN.toml
+  trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh     # what `trainer train` takes
+  trainer train RUN.toml        # goes on with one process where the two were")]
+    Launch {
+        /// How many processes.
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+        nproc: u32,
+        /// The run file, and whatever else `trainer train` takes.
+        #[arg(
+            value_name = "RUN.toml [--set KEY=VALUE]... [--fresh]",
+            required = true,
+            trailing_var_arg = true,
+            allow_hyphen_values = true
+        )]
+        train: Vec<OsString>,
     },
     /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
     #[command(after_help = "Examples:
@@ -180,6 +203,10 @@ fn set_environment() {
 }
 
 fn main() -> ExitCode {
+    if let Err(error) = launch::end_with_launcher() {
+        eprintln!("trainer: {error}");
+        return ExitCode::FAILURE;
+    }
     set_environment();
     tracing_subscriber::fmt()
         .with_env_filter(
@@ -191,8 +218,11 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Each message has its cause's in it: the chain would say everything twice.
-            eprintln!("trainer: {error}");
-            ExitCode::FAILURE
+            eprintln!("trainer: {}{error}", rank_name());
+            match error.downcast_ref() {
+                Some(LaunchError::Failed(failure)) => failure.code.into(),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }
@@ -200,7 +230,13 @@ fn main() -> ExitCode {
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Train { run, fresh, trace } => {
-            trainer::train::train(run.settings(Some(1))?, fresh, &trace.trace(0))?;
+            let world = World::from_env()?;
+            let settings = run.settings(Some(world.ranks))?;
+            trainer::train::train(settings, fresh, &trace.trace(world.rank))?;
+        }
+        Command::Launch { nproc, train } => {
+            check_train(&train, nproc)?;
+            launch::launch(nproc, &train)?;
         }
         Command::Plan { run, json, machine } => {
             plan(run.settings(machine.ranks)?, json, &machine.into())?;
@@ -208,6 +244,24 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings(None)?)?),
     }
     Ok(())
+}
+
+/// Whose message this is, where several processes speak.
+fn rank_name() -> String {
+    match World::from_env() {
+        Ok(world) if world.ranks > 1 => format!("rank {}: ", world.rank),
+        _ => String::new(),
+    }
+}
+
+/// What is wrong with the arguments or the run file is said once, by the launcher, not by each rank.
+fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
+    let line = ["trainer", "train"].map(OsString::from);
+    let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());
+    match cli.command {
+        Command::Train { run, .. } => run.settings(Some(ranks)).map(drop),
+        _ => unreachable!("it was parsed as `train`"),
+    }
 }
 
 /// Prints the plan, also of what is refused.

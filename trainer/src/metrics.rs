@@ -37,10 +37,10 @@ pub struct StepMetrics {
     /// Seconds the optimizer ran, beside all this.
     #[serde(default)]
     pub update_s: f64,
-    /// Bytes this step read from and wrote to devices.
+    /// Bytes this step read from and wrote to devices, over all ranks.
     pub device_read_bytes: u64,
     pub device_written_bytes: u64,
-    /// Host memory held by the run.
+    /// Host memory held by the run, by all ranks.
     pub host_bytes: u64,
     /// Seconds that this step could not have been faster than: its computing, and its bytes at the rates of the devices.
     pub bound_s: f64,

@@ -113,6 +113,20 @@ impl UnitWeights {
         }
     }
 
+    /// The flat buffer on the host, for an operation that owns it while it is under way. Until [`UnitWeights::put_host`] gives it
+    /// back there are no weights. Panics for weights on a GPU.
+    pub fn take_host(&mut self) -> HostBuffer {
+        match &mut self.place {
+            Place::Host(buffer) => std::mem::take(buffer),
+            Place::Gpu { .. } => panic!("these weights are on a GPU"),
+        }
+    }
+
+    /// Gives back what [`UnitWeights::take_host`] took.
+    pub fn put_host(&mut self, buffer: HostBuffer) {
+        self.place = Place::Host(buffer);
+    }
+
     /// The flat buffer on a GPU, to write the gathered weights to; `None` on the CPU. What is computed with the weights is
     /// enqueued on the default stream: a copy on another stream is ordered against it by events.
     pub fn buffer(&self) -> Option<&DeviceBuffer> {

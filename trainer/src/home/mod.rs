@@ -6,7 +6,7 @@ mod gpu;
 
 use kernels::adamw::Hyper;
 use kernels::gpu::GpuError;
-use swapper::{Blank, See, Spans, StepIo, StepProgram, Swapper, SwapperError};
+use swapper::{Blank, Canceller, See, Spans, StepIo, StepProgram, Swapper, SwapperError};
 
 pub(crate) use gpu::GpuHome;
 
@@ -103,6 +103,14 @@ impl Home {
         match self {
             Self::Swapper(swapper) => swapper.take_spans(),
             Self::Gpu(_) => Spans::default(),
+        }
+    }
+
+    /// For a thread that learns first that a call waits in vain; `None` where no call waits for others.
+    pub(crate) fn canceller(&self) -> Option<Canceller> {
+        match self {
+            Self::Swapper(swapper) => Some(swapper.canceller()),
+            Self::Gpu(_) => None,
         }
     }
 

@@ -47,12 +47,12 @@ pub enum FolderError {
     },
 }
 
-/// A run folder that this process has for itself.
+/// A run folder that this process has for itself, or with the ranks of its run.
 pub struct RunFolder {
     path: PathBuf,
     name: String,
-    /// Locked for as long as it is open.
-    _lock: File,
+    /// Locked for as long as it is open; by the first rank for all.
+    _lock: Option<File>,
 }
 
 impl RunFolder {
@@ -79,8 +79,18 @@ impl RunFolder {
         Ok(Self {
             path,
             name,
-            _lock: lock,
+            _lock: Some(lock),
         })
+    }
+
+    /// The folder that another rank of the same run has locked, for as long as that one goes on.
+    pub fn joined(path: &Path) -> Self {
+        let path = resolved(path);
+        Self {
+            name: job_name(&path),
+            path,
+            _lock: None,
+        }
     }
 
     /// The folder, links resolved.
@@ -96,6 +106,14 @@ impl RunFolder {
     /// What the folder says of an earlier run; nothing when it says none, or nothing that can be read.
     pub fn earlier(&self) -> Option<RunDescription> {
         read_description(&self.path).ok().flatten()
+    }
+
+    /// What the folder at `path` holds, if it holds a run.
+    ///
+    /// # Errors
+    /// An unreadable `run.json`.
+    pub fn described(path: &Path) -> Result<Option<RunDescription>, FolderError> {
+        read_description(path)
     }
 
     /// Removes all that an earlier run left in the folder.

@@ -1,6 +1,7 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
 mod clock;
+mod lookout;
 mod mover;
 mod open;
 mod progress;
@@ -10,8 +11,10 @@ mod turns;
 mod watch;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
+use kernels::collective::CollectiveError;
 use kernels::gpu::GpuError;
 use swapper::{StepRates, SwapperError, TileError, bound_s};
 
@@ -25,9 +28,12 @@ use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
+use crate::ranks::Ranks;
 use crate::run::{CheckpointError, FolderError, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
+use lookout::Lookout;
+use mover::Shards;
 use progress::Progress;
 use step::{Gradients, Stepper};
 use stop::Stop;
@@ -59,8 +65,16 @@ pub enum TrainError {
     Trace(#[from] TraceError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    #[error("WORLD_SIZE is {0}: this trainer is one process, start it without torchrun")]
-    WorldSize(String),
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    #[error(
+        "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
+    )]
+    Nodes { ranks: u32, local_ranks: u32 },
+    #[error("several ranks on GPUs are not supported yet: use one, or set train.device = \"cpu\"")]
+    RanksOnGpus,
+    #[error("rank {rank} failed in {what}: see its own message")]
+    OtherRank { rank: u32, what: String },
     #[error("cannot take over SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
     #[error("cannot start {count} threads for the optimizer: {message}")]
@@ -132,65 +146,94 @@ impl TrainError {
 /// # Errors
 /// Whatever refused the run or ended it. What was committed or saved before stays.
 pub fn train(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), TrainError> {
-    if let Ok(ranks) = std::env::var("WORLD_SIZE")
-        && ranks != "1"
-    {
-        return Err(TrainError::WorldSize(ranks));
-    }
+    let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
-    let result = run_to_its_end(settings.clone(), fresh, trace);
+    let ranks = Arc::new(Ranks::from_env()?);
+    let result = run_to_its_end(settings.clone(), fresh, trace, &stop, &ranks)
+        .map_err(|error| error.of_run(&settings));
+    let result = ranks.end(result);
     match trace.write() {
-        Ok(Some(path)) => println!("timeline: {}, for ui.perfetto.dev", path.display()),
-        Ok(None) => {}
+        Ok(Some(path)) if ranks.is_first() => {
+            println!("timeline: {}, for ui.perfetto.dev", path.display());
+        }
+        Ok(_) => {}
         // The run's own failure says more.
         Err(error) if result.is_err() => println!("note: {error}"),
         Err(error) => return Err(error.into()),
     }
-    result.map_err(|error| error.of_run(&settings))
+    result
 }
 
-fn run_to_its_end(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), TrainError> {
-    let stop = Stop::register().map_err(TrainError::Signals)?;
-    let data = Data::open(
-        &settings.data,
-        settings.batch.seq_len,
-        settings.train.seed,
-        settings.train.eval_every > 0,
-    )?;
-    let prepared = Prepared::new(settings.clone(), Some(&data), fresh)?;
-    prepared.check_room()?;
-    show(&settings, &prepared.plan, &data);
+fn run_to_its_end(
+    settings: RunSettings,
+    fresh: bool,
+    trace: &Trace,
+    stop: &Stop,
+    ranks: &Arc<Ranks>,
+) -> Result<(), TrainError> {
+    let (data, prepared) = ranks.together("checking the run", || {
+        let data = Data::open(
+            &settings.data,
+            settings.batch.seq_len,
+            settings.train.seed,
+            settings.train.eval_every > 0,
+        )?;
+        let prepared = Prepared::new(settings.clone(), Some(&data), fresh, ranks.clone())?;
+        prepared.check_room()?;
+        Ok((data, prepared))
+    })?;
+    ranks.check_same_run(&settings, data.fingerprint())?;
+    if ranks.is_first() {
+        show(&prepared.settings, &prepared.plan, &data);
+    }
     start_threads(settings.train.threads)?;
-    let gpu = prepared.gpu.clone();
-    let on = match &gpu {
-        None => compute::ComputeDevice::Cpu,
-        Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
-    };
-    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
-        .keeping(prepared.plan.keep);
-    let live = prepared.lives_in_gpu();
-    let stepper = Stepper::new(engine, gpu, settings.batch, prepared.plan.master, live)?;
+    let stepper = ranks.together("taking memory to compute in", || {
+        let gpu = prepared.gpu.clone();
+        let on = match &gpu {
+            None => compute::ComputeDevice::Cpu,
+            Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
+        };
+        let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
+            .keeping(prepared.plan.keep);
+        let live = prepared.lives_in_gpu();
+        let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
+        let shards = Shards::new(ranks.comm(), &tiles.units, tiles.tile_elems);
+        Stepper::new(engine, gpu, settings.batch, master, live, shards)
+    })?;
 
-    let (run, resumed) = prepared.open(fresh, &mut |note| println!("{note}"))?;
-    show_opened(&run, resumed);
-    let mut training = Training::new(settings, data, stepper, run)?;
+    let first = ranks.is_first();
+    let (run, resumed) = prepared.open(fresh, &mut |note| {
+        if first {
+            println!("{note}");
+        }
+    })?;
+    if first {
+        show_opened(&run, resumed);
+    }
+    let canceller = run.home.canceller().filter(|_| ranks.count() > 1);
+    let lookout = canceller.map(|canceller| Lookout::start(ranks.comm(), canceller));
+    let mut training = Training::new(settings, data, stepper, run, ranks.clone())?;
     training.record(trace)?;
-    while training.run.state.step < training.settings.train.stop_after && !stop.asked() {
-        match training.step() {
-            Ok(()) => {}
-            // No tile has changed since the step before, which is worth keeping.
-            Err(diverged @ TrainError::Diverged { .. }) => {
-                training.keep()?;
-                training.run.close()?;
-                return Err(diverged);
-            }
-            Err(error) => {
-                trace.add(training.run.home.take_spans());
-                return Err(error);
-            }
+    let result = training.run_steps(stop);
+    match &result {
+        // No tile has changed since the step before, which is worth keeping. All ranks have come to the same.
+        Ok(_) | Err(TrainError::Diverged { .. }) => training.keep()?,
+        // Before this rank's part ends, and its private daemon: that is not why.
+        Err(error) => {
+            ranks.give_up(error);
+            trace.add(training.run.home.take_spans());
         }
     }
-    training.end(stop.asked())
+    // Ranks that have ended are no longer missed.
+    drop(lookout);
+    match result {
+        Ok(asked) => training.end(asked),
+        Err(diverged @ TrainError::Diverged { .. }) => {
+            training.run.close()?;
+            Err(diverged)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Sets up torch's and the optimizer's threads, once for the process.
@@ -210,14 +253,21 @@ struct Training {
     settings: RunSettings,
     data: Data,
     stepper: Stepper,
-    metrics: MetricsFile,
-    progress: Progress,
+    /// What people see; the first rank's.
+    shown: Option<Shown>,
     run: OpenRun,
+    ranks: Arc<Ranks>,
     /// The step whose tiles the run folder has, for runs without a store.
     saved_step: Option<u64>,
     /// Seconds of computing in the last step.
     compute_s: Option<f64>,
     trace: Trace,
+}
+
+/// Where steps are told.
+struct Shown {
+    metrics: MetricsFile,
+    progress: Progress,
 }
 
 impl Training {
@@ -226,23 +276,31 @@ impl Training {
         data: Data,
         stepper: Stepper,
         run: OpenRun,
+        ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
         let state = &run.state;
         let train = &settings.train;
-        let (metrics, last_step) = MetricsFile::open(run.folder.path(), state.step)?;
-        let progress = Progress::new(state.step, train.stop_after, train.log_every);
-        let lost = state
-            .last
-            .clone()
-            .filter(|last| last.step == state.step && last_step < state.step);
+        let mut last_step = state.step;
+        let shown = ranks.together("opening the metrics", || {
+            if !ranks.is_first() {
+                return Ok(None);
+            }
+            let (metrics, last) = MetricsFile::open(run.folder.path(), state.step)?;
+            last_step = last;
+            let progress = Progress::new(state.step, train.stop_after, train.log_every);
+            Ok(Some(Shown { metrics, progress }))
+        })?;
+        // The first rank knows; all evaluate.
+        let is_lost = ranks.any(last_step < state.step)?;
+        let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
         let saved_step = (state.step > 0).then_some(state.step);
         let mut training = Self {
             settings,
             data,
             stepper,
-            metrics,
-            progress,
+            shown,
             run,
+            ranks,
             saved_step,
             compute_s: None,
             trace: Trace::off(),
@@ -250,7 +308,9 @@ impl Training {
         // The commit was the last that happened before the end: the step's line is made up for.
         if let Some(mut last) = lost {
             training.evaluate_if_due(&mut last)?;
-            training.metrics.write(&last)?;
+            if let Some(shown) = &mut training.shown {
+                shown.metrics.write(&last)?;
+            }
         }
         Ok(training)
     }
@@ -264,6 +324,17 @@ impl Training {
         }
         self.trace = trace.clone();
         Ok(())
+    }
+
+    /// Steps to where this start ends, or until a rank was asked to stop: whether one was.
+    fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
+        loop {
+            let asked = self.ranks.any(stop.asked())?;
+            if asked || self.run.state.step >= self.settings.train.stop_after {
+                return Ok(asked);
+            }
+            self.step()?;
+        }
     }
 
     /// One step, its line in the metrics, and what is due after it.
@@ -298,9 +369,9 @@ impl Training {
             backward_s: gradients.backward_s,
             waited_s: 0.0,
             update_s: 0.0,
-            device_read_bytes: plan.step_bytes.read_bytes() as u64,
-            device_written_bytes: plan.step_bytes.written_bytes as u64,
-            host_bytes: plan.host_bytes(),
+            device_read_bytes: plan.node_bytes.read_bytes() as u64,
+            device_written_bytes: plan.node_bytes.written_bytes as u64,
+            host_bytes: plan.host_bytes() * u64::from(settings.ranks),
             bound_s: planned_bound_s,
             eval_loss: None,
         };
@@ -327,18 +398,23 @@ impl Training {
         metrics.step_s = started.elapsed().as_secs_f64();
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
-        metrics.device_read_bytes = io.read_bytes;
-        metrics.device_written_bytes = io.written_bytes;
+        // The drives are all ranks'; times are this one's.
+        let mut moved = [io.read_bytes as f64, io.written_bytes as f64];
+        self.ranks.sum(&mut moved)?;
+        [metrics.device_read_bytes, metrics.device_written_bytes] = moved.map(|bytes| bytes as u64);
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;
-        self.metrics.write(&metrics)?;
-        self.progress.step(&metrics, self.settings.step_tokens());
+        if let Some(shown) = &mut self.shown {
+            shown.metrics.write(&metrics)?;
+            shown.progress.step(&metrics, self.settings.step_tokens());
+        }
         self.run.state.last = Some(metrics);
         self.save_if_due()
     }
 
-    /// Seconds this step could not have been faster than, from its own computing and the devices' measured rates.
+    /// Seconds this step could not have been faster than, from this rank's computing, all ranks' bytes and the devices' measured
+    /// rates.
     fn bound_s(&self, gradients: &Gradients, update_ns: u64) -> f64 {
         let plan = &self.run.plan;
         let rates = self.run.opened.rates();
@@ -396,32 +472,33 @@ impl Training {
         }
     }
 
-    /// Ends where the run was to end, or was asked to.
-    fn end(mut self, asked: bool) -> Result<(), TrainError> {
-        self.keep()?;
-        if let Err(error) = self.measured().write(self.run.folder.path()) {
-            // Only a plan misses it.
-            self.progress
-                .say(&format!("note: cannot keep what was measured: {error}"));
+    /// Ends where the run was to end, or was asked to; all is kept.
+    fn end(self, asked: bool) -> Result<(), TrainError> {
+        if let Some(shown) = &self.shown {
+            let say = |line: &str| shown.progress.say(line);
+            if let Err(error) = self.measured().write(self.run.folder.path()) {
+                // Only a plan misses it.
+                say(&format!("note: cannot keep what was measured: {error}"));
+            }
+            let why = if asked { "stopped as asked" } else { "done" };
+            say(&format!(
+                "{why}: at step {} of {}, all of it {}; {}",
+                self.run.state.step,
+                self.settings.train.steps,
+                if self.settings.placement.has_store() {
+                    "committed"
+                } else {
+                    "saved"
+                },
+                MetricsFile::path(self.run.folder.path()).display()
+            ));
         }
-        let why = if asked { "stopped as asked" } else { "done" };
-        self.progress.say(&format!(
-            "{why}: at step {} of {}, all of it {}; {}",
-            self.run.state.step,
-            self.settings.train.steps,
-            if self.settings.placement.has_store() {
-                "committed"
-            } else {
-                "saved"
-            },
-            MetricsFile::path(self.run.folder.path()).display()
-        ));
         self.run.close()
     }
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
-        self.run.home.drain()?;
+        (self.ranks).together("committing the last step", || Ok(self.run.home.drain()?))?;
         let step = self.run.state.step;
         if !self.settings.placement.has_store() && self.saved_step != Some(step) {
             self.run.save()?;

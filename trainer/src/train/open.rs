@@ -1,10 +1,12 @@
 //! From settings to a run that can step: everything checked first, then folder, store, swapper, and where the run stands.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use kernels::adamw::{Hyper, init_tile};
 use kernels::gpu::{Gpu, Registration, TileUpdater};
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use swapper::private::PrivateDaemon;
 use swapper::{Backing, Blank, Daemon, Opened, Optimizer, Swapper};
@@ -17,6 +19,7 @@ use crate::home::{GpuHome, Home};
 use crate::metrics::MetricsFile;
 use crate::model::init;
 use crate::plan::{Hardware, Overrides, Plan};
+use crate::ranks::Ranks;
 use crate::run::{
     Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
 };
@@ -53,6 +56,16 @@ pub(crate) struct Prepared {
     begun: bool,
     /// What computes, if it is not the processor.
     pub(crate) gpu: Option<Gpu>,
+    ranks: Arc<Ranks>,
+}
+
+/// What the first rank found and started, told to the others.
+#[derive(Serialize, Deserialize)]
+struct Started {
+    /// Steps in the metrics of an earlier start.
+    steps: u64,
+    /// Of the private daemon, if the run has one.
+    socket: Option<PathBuf>,
 }
 
 /// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
@@ -65,7 +78,9 @@ pub(crate) struct OpenRun {
     pub(crate) plan: Plan,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) folder: RunFolder,
+    /// The first rank's, for all.
     _daemon: Option<PrivateDaemon>,
+    ranks: Arc<Ranks>,
 }
 
 impl Prepared {
@@ -74,20 +89,27 @@ impl Prepared {
     /// # Errors
     /// Settings that contradict each other or the run that the folder holds.
     pub(crate) fn new(
-        settings: RunSettings,
+        mut settings: RunSettings,
         text: Option<&Data>,
         fresh: bool,
+        ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
+        assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
+        let run_folder = resolved(&settings.train.run_folder);
+        if !fresh && settings.offload.tile_elems.is_none() {
+            // What was chosen for a run stays with it, whatever would be chosen now.
+            settings.offload.tile_elems = tile_elems_of(&run_folder)?;
+        }
         // First: the plan's look at the GPU then finds its context made, which takes a while.
-        let gpu = accelerator::open(settings.train.device, 0)?;
+        let gpu = accelerator::open(settings.train.device, ranks.rank())?;
         let hardware = Hardware::new(&settings, &Overrides::default());
-        let plan = Plan::new(
+        let mut plan = Plan::new(
             &settings,
             hardware,
             text.map_or(0, |text| text.bytes() as u64),
         )?;
+        plan.swapper.rank = ranks.rank();
         let trained_with = trained_with(&settings, text);
-        let run_folder = resolved(&settings.train.run_folder);
         let mut description = describe(&settings, &plan);
         let begun = !fresh && RunFolder::check(&run_folder, &description)?;
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
@@ -110,6 +132,7 @@ impl Prepared {
             trained_with,
             begun,
             gpu,
+            ranks,
         })
     }
 
@@ -119,6 +142,10 @@ impl Prepared {
     /// # Errors
     /// What is missing.
     pub(crate) fn check_room(&self) -> Result<(), TrainError> {
+        // The plan counts all ranks of the node.
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         if let Some(files) = &self.files {
             files.check()?;
         }
@@ -126,26 +153,62 @@ impl Prepared {
         Ok(self.plan.check()?)
     }
 
-    /// Opens the run where it stands, or makes it. Returns it and whether it was resumed.
+    /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed.
     ///
     /// # Errors
-    /// Folder, store, daemon or checkpoint.
+    /// Folder, store, daemon or checkpoint; another rank failed or is gone.
     pub(crate) fn open(
         self,
         fresh: bool,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), TrainError> {
+        let ranks = self.ranks.clone();
+        let mut kept = None;
+        let started = ranks.by_first("opening the run's folder and store", || {
+            let (folder, daemon, started) = self.start(fresh, say)?;
+            kept = Some((folder, daemon));
+            Ok(started)
+        })?;
+        let (mut run, resumed) = ranks.together("opening the run", || {
+            let (folder, daemon) =
+                kept.unwrap_or_else(|| (RunFolder::joined(&self.run_folder), None));
+            self.open_at(folder, daemon, started.socket, say)
+        })?;
+        let steps = started.steps;
+        if !resumed && steps > 0 && self.settings.placement.has_store() {
+            let devices = run.opened.devices.iter();
+            return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
+        }
+        ranks.together("describing the run", || {
+            if !ranks.is_first() {
+                return Ok(());
+            }
+            if !resumed && steps > 0 {
+                let old = MetricsFile::set_aside(run.folder.path())?;
+                say(format!(
+                    "note: nothing was saved of the {steps} steps in metrics.jsonl, which is {} now: starting again (train.save_every saves as it goes)",
+                    old.display()
+                ));
+            }
+            Ok(run.folder.describe(&self.description)?)
+        })?;
+        if !resumed {
+            ranks.together("filling the tiles", || run.initialize(&self.settings))?;
+        }
+        Ok((run, resumed))
+    }
+
+    /// The first rank's part: locks the folder, forgets what is to be forgotten, starts a private daemon.
+    fn start(
+        &self,
+        fresh: bool,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(RunFolder, Option<PrivateDaemon>, Started), TrainError> {
         let folder = RunFolder::open(&self.run_folder)?;
         if fresh {
             self.forget(&folder, say)?;
         }
         let steps = MetricsFile::last_step(folder.path());
-        let lost = |devices: Vec<String>| TrainError::StoreLost {
-            run_folder: self.run_folder.clone(),
-            steps,
-            devices: devices.join(", "),
-            job: job_name(&self.run_folder),
-        };
         // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
         if steps > 0 && !self.store_has_job()? {
             let files = self.files.as_ref().map(StoreFiles::names);
@@ -156,25 +219,20 @@ impl Prepared {
                     .iter()
                     .map(|path| path.display().to_string())
             };
-            return Err(lost(files.unwrap_or_else(|| socket().collect())));
+            return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
         }
-        let (mut run, resumed) = self.open_at(folder, say)?;
-        if !resumed && steps > 0 {
-            if self.settings.placement.has_store() {
-                let devices = run.opened.devices.iter();
-                return Err(lost(devices.map(|device| device.path.clone()).collect()));
-            }
-            let old = MetricsFile::set_aside(run.folder.path())?;
-            say(format!(
-                "note: nothing was saved of the {steps} steps in metrics.jsonl, which is {} now: starting again (train.save_every saves as it goes)",
-                old.display()
-            ));
+        let daemon = self.private_daemon(&folder)?;
+        let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+        Ok((folder, daemon, Started { steps, socket }))
+    }
+
+    fn lost(&self, steps: u64, devices: Vec<String>) -> TrainError {
+        TrainError::StoreLost {
+            run_folder: self.run_folder.clone(),
+            steps,
+            devices: devices.join(", "),
+            job: job_name(&self.run_folder),
         }
-        run.folder.describe(&self.description)?;
-        if !resumed {
-            run.initialize(&self.settings)?;
-        }
-        Ok((run, resumed))
     }
 
     /// Opens a run that has something committed, to read it.
@@ -184,7 +242,9 @@ impl Prepared {
     pub(crate) fn open_existing(self) -> Result<OpenRun, TrainError> {
         if self.begun && self.store_has_job()? {
             let folder = RunFolder::open(&self.run_folder)?;
-            if let (run, true) = self.open_at(folder, &mut |_| {})? {
+            let daemon = self.private_daemon(&folder)?;
+            let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+            if let (run, true) = self.open_at(folder, daemon, socket, &mut |_| {})? {
                 return Ok(run);
             }
         }
@@ -193,14 +253,20 @@ impl Prepared {
         })
     }
 
-    /// Opens the run at its newest generation or checkpoint; whether there was one comes with it.
+    /// Opens this rank's part of the run at its newest generation or checkpoint; whether there was one comes with it.
+    /// `socket` is the private daemon's.
     fn open_at(
         &self,
         folder: RunFolder,
+        daemon: Option<PrivateDaemon>,
+        socket: Option<PathBuf>,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), TrainError> {
         let mut plan = self.plan.clone();
-        let daemon = self.connect(&mut plan, &folder)?;
+        if let Backing::Store(store) = &mut plan.swapper.backing {
+            store.job = folder.job_name().to_owned();
+            store.socket = socket.unwrap_or(std::mem::take(&mut store.socket));
+        }
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
         let (home, opened) = self.open_home(&plan)?;
         let pinned = match (&self.gpu, &opened.arena) {
@@ -221,6 +287,7 @@ impl Prepared {
             checkpoints,
             folder,
             _daemon: daemon,
+            ranks: self.ranks.clone(),
         };
         let resumed = match run.opened.resumed.take() {
             Some(blob) => {
@@ -351,28 +418,20 @@ impl Prepared {
         Ok(Some(daemon))
     }
 
-    /// Names the daemon in the plan: the one behind the socket, or a private one that is started here.
-    fn connect(
-        &self,
-        plan: &mut Plan,
-        folder: &RunFolder,
-    ) -> Result<Option<PrivateDaemon>, TrainError> {
-        let Backing::Store(store) = &mut plan.swapper.backing else {
-            return Ok(None);
-        };
-        store.job = folder.job_name().to_owned();
+    /// Starts the run's private daemon, if it is to have one.
+    fn private_daemon(&self, folder: &RunFolder) -> Result<Option<PrivateDaemon>, TrainError> {
         // A shared one was asked before, and is asked again when the job is opened.
         let Some(files) = &self.files else {
             return Ok(None);
         };
-        let arena_bytes_max = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
+        // Planned for the first rank, which owns most.
+        let rank_bytes = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
         let daemon = start_private(
             files,
             &daemon_folder(folder.path()),
-            arena_bytes_max,
+            rank_bytes * u64::from(self.ranks.count()),
             &self.settings.offload.engine,
         )?;
-        store.socket = daemon.socket().to_path_buf();
         Ok(Some(daemon))
     }
 }
@@ -383,7 +442,7 @@ impl OpenRun {
         if matches!(self.plan.swapper.backing, Backing::Store(_)) {
             return Ok(false);
         }
-        let Some(mut checkpoint) = self.checkpoints.newest(0)? else {
+        let Some(mut checkpoint) = self.checkpoints.newest(self.ranks.rank())? else {
             return Ok(false);
         };
         self.state = resume(&self.state, &checkpoint.blob, say)?;
@@ -427,20 +486,44 @@ impl OpenRun {
         self.home.initialize(fill, self.state.encode())
     }
 
-    /// Writes all tiles and the state into the run folder.
+    /// Writes all ranks' tiles and the state into the run folder. The first rank's file comes last: it makes the checkpoint.
+    ///
+    /// # Errors
+    /// The drive is full or fails, here or on another rank; the checkpoint before stays.
     pub(crate) fn save(&mut self) -> Result<(), TrainError> {
-        let (home, state) = (&mut self.home, &self.state);
+        let (home, state, ranks) = (&mut self.home, &self.state, &self.ranks);
+        let checkpoints = &self.checkpoints;
         let blob = state.encode();
-        let begun = (self.checkpoints).begin(state.step, 0, &blob, |take| {
-            home.visit(take).map_err(TrainError::from)
+        let begun = ranks.together("saving its tiles", || {
+            checkpoints.begin(state.step, ranks.rank(), &blob, |take| {
+                home.visit(take).map_err(TrainError::from)
+            })
         })?;
-        begun.finish(&[])?;
-        Ok(self.checkpoints.prune()?)
+        let (first, part) = if ranks.is_first() {
+            (Some(begun), None)
+        } else {
+            (None, Some(begun))
+        };
+        let own = ranks.together("finishing its part of the checkpoint", || {
+            Ok(part.map_or(Ok(0), |part| part.finish(&[]))?)
+        })?;
+        let fingerprints = ranks.numbers(own)?;
+        ranks.together("finishing the checkpoint", || {
+            if let Some(first) = first {
+                first.finish(&fingerprints[1..])?;
+                checkpoints.prune()?;
+            }
+            Ok(())
+        })
     }
 
-    /// Ends in order; everything that should last was drained or saved before.
+    /// Ends in order; everything that should last was drained or saved before. The daemon ends after all ranks' sessions.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
     pub(crate) fn close(self) -> Result<(), TrainError> {
-        Ok(self.home.close()?)
+        let home = self.home;
+        (self.ranks).together("closing the run", || Ok(home.close()?))
     }
 }
 
@@ -461,6 +544,12 @@ fn resume(
     state.trained_with = fresh.trained_with.clone();
     state.seed = fresh.seed;
     Ok(state)
+}
+
+/// Elements of a tile in the run that the folder holds, if it holds one.
+fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError> {
+    let earlier = RunFolder::described(run_folder)?;
+    Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
 }
 
 /// What a run is for its whole life.
@@ -497,6 +586,7 @@ fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
     json!({
         "batch": lines["batch"],
+        "ranks": lines["ranks"],
         "gradient_clipping": lines["gradient_clipping"],
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],

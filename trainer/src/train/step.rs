@@ -9,7 +9,7 @@ use swapper::StepIo;
 
 use super::TrainError;
 use super::clock::Clock;
-use super::mover::Mover;
+use super::mover::{Mover, Shards};
 use super::turns::{self, EMBEDDING, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
@@ -23,6 +23,7 @@ pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
     mover: Mover,
+    shards: Shards,
     gpu: Option<Gpu>,
     training: Vec<Turn>,
     forward: Vec<Turn>,
@@ -85,12 +86,14 @@ impl Stepper {
         batch: Batch,
         master: Master,
         live: bool,
+        shards: Shards,
     ) -> Result<Self, TrainError> {
         // A processor computes while it waits for nothing but memory: nothing to come ahead of.
         let ahead = gpu.is_some();
         let units = engine.units().len();
         Ok(Self {
-            mover: Mover::new(&engine, gpu.as_ref(), master, ahead, live)?,
+            mover: Mover::new(&engine, gpu.as_ref(), master, ahead, live, &shards)?,
+            shards,
             gpu,
             training: turns::training(units, ahead),
             forward: turns::forward(units, ahead),
@@ -99,7 +102,8 @@ impl Stepper {
         })
     }
 
-    /// Forward and backward over the samples from `first_sample` on; every unit's gradients are scattered.
+    /// Forward and backward over this rank's samples of a step that begins with `first_sample`; every unit's gradients are
+    /// summed over the ranks and scattered.
     pub(super) fn forward_backward(
         &mut self,
         home: &mut Home,
@@ -107,7 +111,9 @@ impl Stepper {
         first_sample: u64,
         trace: &Trace,
     ) -> Result<Gradients, TrainError> {
-        let batches = self.micro_batches(data, first_sample)?;
+        // Ranks take the step's samples in their order, as one rank would take them in more micro-batches.
+        let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
+        let batches = self.micro_batches(data, own_sample)?;
         let mut pass = Pass::new(batches, self.engine.units().len(), self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
@@ -117,10 +123,12 @@ impl Stepper {
             watch.of(turn, || self.turn(turn, home, &mut pass, trace))?;
         }
         // Asked last: a GPU is waited for here, and nowhere before.
-        let norm = self.mover.norm()?;
+        let norm = self.mover.norm(&self.shards)?;
+        let mut loss = [mean(&pass.losses)? / self.shards.count() as f64];
+        self.shards.sum(&mut loss)?;
         watch.end()?;
         Ok(Gradients {
-            loss: mean(&pass.losses)?,
+            loss: loss[0],
             norm,
             forward_s: pass.forward.seconds()?,
             backward_s: pass.backward.seconds()?,
@@ -170,7 +178,12 @@ impl Stepper {
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Self { engine, mover, .. } = self;
+        let Self {
+            engine,
+            mover,
+            shards,
+            ..
+        } = self;
         let Pass {
             batches,
             flow,
@@ -207,6 +220,7 @@ impl Stepper {
                         engine,
                         mover,
                         batches,
+                        1.0 / (batches.len() * shards.count()) as f64,
                         inputs,
                         &mut head_grads,
                         &mut embedding_grads,
@@ -305,16 +319,16 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
     }
 }
 
-/// Loss and the gradients that flow into the last block, each micro-batch weighted with its share of the step.
+/// Loss and the gradients that flow into the last block, each micro-batch weighted with `share`, its part of the step.
 fn head_turn(
     engine: &Engine,
     mover: &Mover,
     batches: &[MicroBatch],
+    share: f64,
     inputs: Vec<Activation>,
     head_grads: &mut GradSink,
     embedding_grads: &mut GradSink,
 ) -> Result<(Vec<LossHandle>, Vec<Activation>), ComputeError> {
-    let share = 1.0 / batches.len() as f64;
     let head = mover.weights(engine.units().len() - 1);
     let mut losses = Vec::with_capacity(batches.len());
     let mut grads = Vec::with_capacity(batches.len());

@@ -95,10 +95,20 @@ impl Run {
         self
     }
 
+    /// `trainer launch` with so many ranks.
+    pub(crate) fn launch(&self, ranks: u32) -> Command {
+        let ranks = ranks.to_string();
+        self.command_of(&["launch", "--nproc", &ranks])
+    }
+
     pub(crate) fn command(&self, verb: &str) -> Command {
+        self.command_of(&[verb])
+    }
+
+    fn command_of(&self, verb: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command
-            .arg(verb)
+            .args(verb)
             .arg(&self.file)
             // As the program would have it, without starting twice.
             .env("GOMP_SPINCOUNT", "20000")

@@ -13,6 +13,7 @@ mod memory;
 mod paced;
 mod parity;
 mod plan;
+mod ranks;
 mod resume;
 mod settings;
 mod timeline;

@@ -269,20 +269,6 @@ fn a_second_trainer_in_a_run_folder_is_refused() {
 }
 
 #[test]
-fn more_than_one_process_is_refused() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
-    let mut command = run.command("train");
-    command.env("WORLD_SIZE", "2");
-    let text = fail(command);
-    assert!(
-        text.contains("WORLD_SIZE is 2: this trainer is one process"),
-        "{text}"
-    );
-    assert!(!run.folder.exists());
-}
-
-#[test]
 fn a_changed_learning_rate_or_text_is_said_and_taken() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.stop_after=2"]);

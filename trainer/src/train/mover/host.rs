@@ -11,6 +11,7 @@ use swapper::Swapper;
 use super::super::TrainError;
 use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
 use super::rotation::Rotation;
+use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
 
@@ -23,8 +24,9 @@ pub(in crate::train) struct HostMover {
     blocks: Vec<UnitWeights>,
     last: UnitWeights,
     rotation: Rotation,
-    /// Of each unit's gradients, in this step.
+    /// Of the shard of each unit's gradients that is this rank's, in this step.
     sum_squares: Vec<f64>,
+    shards: Shards,
 }
 
 impl HostMover {
@@ -36,20 +38,23 @@ impl HostMover {
         engine: &Engine,
         master: Master,
         ahead: bool,
+        shards: Shards,
     ) -> Result<Self, ComputeError> {
         let head = engine.units().len() - 1;
+        let new_weights = |unit| engine.new_padded_weights(unit, shards.padded_elems(unit));
         let buffers = if ahead { BLOCK_BUFFERS_AHEAD } else { 1 };
         Ok(Self {
             elem_bytes: master.param_bytes(),
             grad_type: GradType::of(master),
             head,
-            embedding: engine.new_weights(EMBEDDING)?,
+            embedding: new_weights(EMBEDDING)?,
             blocks: (0..buffers)
-                .map(|_| engine.new_weights(1))
+                .map(|_| new_weights(1))
                 .collect::<Result<_, _>>()?,
-            last: engine.new_weights(head)?,
+            last: new_weights(head)?,
             rotation: Rotation::new(buffers),
             sum_squares: vec![0.0; head + 1],
+            shards,
         })
     }
 
@@ -63,14 +68,17 @@ impl HostMover {
             self.rotation.take(unit);
         }
         let elem_bytes = self.elem_bytes;
-        let buffer = self.buffer(unit).bytes_mut();
+        let shards = self.shards.clone();
+        let weights = self.buffer(unit);
+        let buffer = weights.bytes_mut();
         swapper_of(home).gather(unit, |parts| {
             for (elems, bytes) in parts {
                 buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes]
                     .copy_from_slice(bytes);
             }
-            Ok(())
-        })
+            Ok::<(), TrainError>(())
+        })?;
+        Ok(shards.gather(unit, weights)?)
     }
 
     /// A unit's weights, which were gathered.
@@ -88,11 +96,15 @@ impl HostMover {
         unit: usize,
         mut grads: GradSink,
     ) -> Result<(), TrainError> {
-        let grad_type = self.grad_type;
-        let buffer = &mut self.buffer(unit).bytes_mut()[..grads.size_bytes()];
-        grads.finish(buffer)?;
-        // Over the whole unit, not tile by tile: the norm's bits then do not depend on how units are cut.
-        self.sum_squares[unit] = sum_squares(grad_type, buffer);
+        let (grad_type, elem_bytes) = (self.grad_type, self.elem_bytes);
+        let shards = self.shards.clone();
+        let weights = self.buffer(unit);
+        grads.finish(&mut weights.bytes_mut()[..grads.size_bytes()])?;
+        shards.reduce(unit, weights, grad_type)?;
+        let own = shards.own(unit);
+        let own = &weights.bytes_mut()[own.start * elem_bytes..own.end * elem_bytes];
+        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+        self.sum_squares[unit] = sum_squares(grad_type, own);
         Ok(())
     }
 
@@ -114,7 +126,7 @@ impl HostMover {
         })
     }
 
-    /// Of each unit's gradients, in this step.
+    /// Of the shard of each unit's gradients that is this rank's, in this step.
     pub(in crate::train) fn sum_squares(&self) -> &[f64] {
         &self.sum_squares
     }

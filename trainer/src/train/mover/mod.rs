@@ -3,12 +3,14 @@
 mod gpu;
 mod host;
 mod rotation;
+mod shards;
 
 use kernels::adamw::Master;
 use kernels::gpu::Gpu;
 
 pub(super) use gpu::GpuMover;
 pub(super) use host::HostMover;
+pub(super) use shards::Shards;
 
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
@@ -33,9 +35,16 @@ impl Mover {
         master: Master,
         ahead: bool,
         live: bool,
+        shards: &Shards,
     ) -> Result<Self, TrainError> {
         Ok(match gpu {
-            None => Self::Host(Box::new(HostMover::new(engine, master, ahead)?)),
+            None => Self::Host(Box::new(HostMover::new(
+                engine,
+                master,
+                ahead,
+                shards.clone(),
+            )?)),
+            Some(_) if shards.count() > 1 => return Err(TrainError::RanksOnGpus),
             Some(gpu) => Self::Gpu(Box::new(GpuMover::new(engine, gpu, master, live)?)),
         })
     }
@@ -124,15 +133,16 @@ impl Mover {
         }
     }
 
-    /// The norm of all gradients of the step, before clipping. Waits for a GPU.
+    /// The norm of all gradients of the step, before clipping. Waits for a GPU, and for all ranks.
     ///
     /// # Errors
-    /// The GPU's.
-    pub(super) fn norm(&self) -> Result<f64, TrainError> {
-        let squares = match self {
+    /// The GPU's; a rank is gone.
+    pub(super) fn norm(&self, shards: &Shards) -> Result<f64, TrainError> {
+        let mut squares = match self {
             Self::Host(mover) => mover.sum_squares().to_vec(),
             Self::Gpu(mover) => mover.sum_squares()?,
         };
+        shards.sum(&mut squares)?;
         // In the units' order, whatever order their gradients came in.
         Ok(squares.iter().sum::<f64>().sqrt())
     }

@@ -1,0 +1,98 @@
+//! `trainer launch`: several ranks of one run on this machine, as processes of this program, ended together.
+//!
+//! ```text
+//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's names, and the folder where they meet
+//!          ──SIGTERM, SIGINT──▶        forwarded once for each that comes: every rank ends after its step, all is committed
+//!          ◀──status──                 the first failure ends the others: SIGTERM, after a while SIGKILL
+//! ```
+//!
+//! Each rank is its own process group: a terminal's Ctrl-C reaches the launcher alone, and so each rank once. A rank asks for
+//! SIGTERM when its launcher dies, whichever way.
+
+mod supervise;
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use kernels::collective::FOLDER_VARIABLE;
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+pub use supervise::Failure;
+use supervise::{Limits, supervise};
+
+/// Tells a rank the process number of its launcher.
+const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
+
+/// Why ranks could not be started, or did not end well.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    #[error("cannot take over SIGTERM and SIGINT: {0}")]
+    Signals(std::io::Error),
+    #[error("cannot make a folder where the ranks meet, in {}: {source}", folder.display())]
+    Folder {
+        folder: std::path::PathBuf,
+        source: std::io::Error,
+    },
+    #[error("cannot start rank {rank}: {source}")]
+    Start { rank: u32, source: std::io::Error },
+    #[error(transparent)]
+    Failed(#[from] Failure),
+    #[error("the launcher, process {0}, is gone")]
+    LauncherGone(String),
+}
+
+/// Starts `ranks` processes `trainer train ARGS...` and waits for their end. Answers when none is left.
+///
+/// # Errors
+/// They cannot be started; the first one that failed, with its status.
+pub fn launch(ranks: u32, args: &[OsString]) -> Result<(), LaunchError> {
+    let base = std::env::temp_dir();
+    let meeting = tempfile::Builder::new()
+        .prefix("offloadd-launch-")
+        .tempdir_in(&base)
+        .map_err(|source| LaunchError::Folder {
+            folder: base,
+            source,
+        })?;
+    let program =
+        std::env::current_exe().map_err(|source| LaunchError::Start { rank: 0, source })?;
+    let command = |rank: u32| {
+        let mut command = Command::new(&program);
+        command.arg("train").args(args).stdin(Stdio::null());
+        for (name, number) in [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", ranks),
+            ("LOCAL_WORLD_SIZE", ranks),
+        ] {
+            command.env(name, number.to_string());
+        }
+        command
+            .env(FOLDER_VARIABLE, meeting.path())
+            .env(LAUNCHER_VARIABLE, getpid().to_string())
+            .process_group(0);
+        command
+    };
+    supervise((0..ranks).map(command), Limits::default())
+}
+
+/// For a rank: ends it in order when its launcher dies. Does nothing in a process that `launch` did not start.
+///
+/// # Errors
+/// The launcher is dead already.
+pub fn end_with_launcher() -> Result<(), LaunchError> {
+    let Some(launcher) = std::env::var_os(LAUNCHER_VARIABLE) else {
+        return Ok(());
+    };
+    let launcher = launcher.to_string_lossy().into_owned();
+    // The kernel's only refusal is a signal that does not exist.
+    let _ = set_parent_process_death_signal(Some(Signal::TERM));
+    // It may have died before it was asked for.
+    let parent = getppid().map(|pid| pid.to_string());
+    if parent.as_deref() == Some(launcher.as_str()) {
+        Ok(())
+    } else {
+        Err(LaunchError::LauncherGone(launcher))
+    }
+}

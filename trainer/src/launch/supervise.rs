@@ -1,0 +1,313 @@
+//! Waiting for ranks: all end well, or the first that does not ends the others.
+
+use std::fmt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::LaunchError;
+
+/// Between two looks at the ranks. std cannot wait for one of several processes.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// How long ranks are waited for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// From SIGTERM to SIGKILL, once a rank has failed. The others need some seconds to find out themselves who is gone or
+    /// does not answer, and their words are worth having.
+    pub(super) end: Duration,
+    /// From the first rank that ended well to the last: they end together.
+    pub(super) close: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            end: Duration::from_secs(8),
+            close: Duration::from_secs(60),
+        }
+    }
+}
+
+/// The rank that failed first.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Which.
+    pub rank: u32,
+    /// Its process.
+    pub pid: u32,
+    /// What the launcher exits with: the rank's own status, or 128 and the signal that killed it.
+    pub code: u8,
+    /// What happened to it.
+    how: How,
+    others_count: usize,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum How {
+    Exited(u8),
+    Killed(i32),
+    /// It ran on while the others had ended.
+    Stayed(Duration),
+}
+
+impl std::error::Error for Failure {}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} (process {}) ", self.rank, self.pid)?;
+        match &self.how {
+            How::Exited(code) => write!(f, "ended with status {code}")?,
+            How::Killed(signal) => {
+                let name = signal_hook::low_level::signal_name(*signal).unwrap_or("unknown");
+                write!(f, "was killed by signal {signal} ({name})")?;
+            }
+            How::Stayed(waited) => write!(
+                f,
+                "still ran {:.0} s after another rank had ended",
+                waited.as_secs_f64()
+            )?,
+        }
+        match self.others_count {
+            0 => Ok(()),
+            1 => write!(f, ", and the other rank was ended"),
+            count => write!(f, ", and the other {count} ranks were ended"),
+        }
+    }
+}
+
+/// A started rank.
+struct Rank {
+    child: Child,
+    ended: Option<ExitStatus>,
+}
+
+/// All of them. Dropped, it leaves none behind.
+#[derive(Default)]
+struct Ranks(Vec<Rank>);
+
+/// Starts all of `commands` as ranks and waits for their end. SIGTERM and SIGINT are forwarded.
+pub(super) fn supervise(
+    commands: impl Iterator<Item = Command>,
+    limits: Limits,
+) -> Result<(), LaunchError> {
+    // Before there is anyone to forward them to: none is lost.
+    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(LaunchError::Signals)?;
+    let mut ranks = Ranks::default();
+    for (mut command, rank) in commands.zip(0..) {
+        let child = command
+            .spawn()
+            .map_err(|source| LaunchError::Start { rank, source })?;
+        ranks.0.push(Rank { child, ended: None });
+    }
+    let mut failure: Option<(Failure, Instant)> = None;
+    let mut first_end: Option<Instant> = None;
+    while ranks.look() {
+        for signal in signals.pending() {
+            ranks.signal(if signal == SIGINT {
+                Signal::INT
+            } else {
+                Signal::TERM
+            });
+        }
+        if ranks.0.iter().any(|rank| rank.ended.is_some()) {
+            first_end.get_or_insert_with(Instant::now);
+        }
+        match &failure {
+            None => {
+                let stayed = first_end.filter(|since| since.elapsed() > limits.close);
+                failure = (ranks.failure())
+                    .or_else(|| stayed.and_then(|since| ranks.stayed(since.elapsed())))
+                    .map(|failure| (failure, Instant::now()));
+                if failure.is_some() {
+                    ranks.signal(Signal::TERM);
+                }
+            }
+            Some((_, since)) if since.elapsed() > limits.end => ranks.signal(Signal::KILL),
+            Some(_) => {}
+        }
+        std::thread::sleep(LOOK);
+    }
+    match failure.map(|(failure, _)| failure).or(ranks.failure()) {
+        None => Ok(()),
+        Some(failure) => Err(failure.into()),
+    }
+}
+
+impl Ranks {
+    /// Looks who has ended. False when all have.
+    fn look(&mut self) -> bool {
+        for rank in self.0.iter_mut().filter(|rank| rank.ended.is_none()) {
+            // An error would mean that it is not our child.
+            rank.ended = rank.child.try_wait().expect("a child can be waited for");
+        }
+        self.0.iter().any(|rank| rank.ended.is_none())
+    }
+
+    /// To all that have not ended. They have not been waited for, so the numbers are still theirs.
+    fn signal(&self, signal: Signal) {
+        for rank in self.0.iter().filter(|rank| rank.ended.is_none()) {
+            let _ = kill_process(Pid::from_child(&rank.child), signal);
+        }
+    }
+
+    /// The rank to blame among those that have failed: one that was killed, as the others end by themselves then.
+    fn failure(&self) -> Option<Failure> {
+        let failed = (self.0.iter().zip(0..)).filter_map(|(rank, number)| {
+            let status = rank.ended.filter(|status| !status.success())?;
+            let how = match (status.code(), status.signal()) {
+                (Some(code), _) => How::Exited(code as u8),
+                (None, signal) => How::Killed(signal.unwrap_or(0)),
+            };
+            Some(self.failure_of(number, how))
+        });
+        failed.min_by_key(|failure| matches!(failure.how, How::Exited(_)))
+    }
+
+    fn stayed(&self, waited: Duration) -> Option<Failure> {
+        let mut ranks = self.0.iter().zip(0..);
+        let (_, number) = ranks.find(|(rank, _)| rank.ended.is_none())?;
+        Some(self.failure_of(number, How::Stayed(waited)))
+    }
+
+    fn failure_of(&self, number: usize, how: How) -> Failure {
+        Failure {
+            rank: number as u32,
+            pid: self.0[number].child.id(),
+            code: match how {
+                How::Exited(code) => code,
+                How::Killed(signal) => 128 + signal as u8,
+                How::Stayed(_) => 1,
+            },
+            how,
+            others_count: self.0.len() - 1,
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        if self.look() {
+            self.signal(Signal::KILL);
+        }
+        for rank in &mut self.0 {
+            // It is waited for already, or was just killed.
+            let _ = rank.child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! What could go wrong: a rank outlives the others, the wrong one is blamed, a deaf one is waited for without end.
+
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        end: Duration::from_millis(300),
+        close: Duration::from_millis(300),
+    };
+
+    /// Ranks that run these shell scripts; the failure, the time it took.
+    fn run(scripts: &[&str]) -> (Option<Failure>, Duration) {
+        let since = Instant::now();
+        let commands = scripts.iter().map(|script| {
+            let mut command = Command::new("sh");
+            command.arg("-c").arg(script);
+            command
+        });
+        let failure = match supervise(commands, LIMITS) {
+            Ok(()) => None,
+            Err(LaunchError::Failed(failure)) => Some(failure),
+            Err(other) => panic!("{other}"),
+        };
+        (failure, since.elapsed())
+    }
+
+    #[test]
+    fn ranks_that_end_well_are_no_failure() {
+        assert_eq!(run(&["exit 0", "sleep 0.05", "exit 0"]).0, None);
+    }
+
+    #[test]
+    fn the_first_failure_ends_the_others_and_gives_the_status() {
+        let (failure, took) = run(&["exec sleep 60", "sleep 0.05; exit 7", "exec sleep 60"]);
+        let failure = failure.unwrap();
+        assert_eq!((failure.rank, failure.code), (1, 7));
+        let text = failure.to_string();
+        assert!(
+            text.contains("rank 1 (process ")
+                && text.contains(") ended with status 7, and the other 2 ranks were ended"),
+            "{text}"
+        );
+        assert!(took < Duration::from_secs(20), "{took:?}");
+    }
+
+    #[test]
+    fn a_killed_rank_is_blamed_before_those_that_noticed() {
+        let (failure, _) = run(&["exit 1", "kill -9 $$", "exit 1"]);
+        // All were there to be seen at once, or the killed one was seen later than the first of the others.
+        let failure = failure.unwrap();
+        assert!(failure.rank == 1 && failure.code == 137 || failure.code == 1);
+        let mut ranks = Ranks::default();
+        for script in ["exit 1", "kill -9 $$"] {
+            let child = Command::new("sh").arg("-c").arg(script).spawn().unwrap();
+            ranks.0.push(Rank { child, ended: None });
+        }
+        while ranks.look() {
+            std::thread::sleep(LOOK);
+        }
+        let failure = ranks.failure().unwrap();
+        assert_eq!((failure.rank, failure.code), (1, 137));
+        let text = failure.to_string();
+        assert!(
+            text.contains("was killed by signal 9 (SIGKILL), and the other rank was ended"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_is_deaf_to_sigterm_or_stopped_is_killed() {
+        let (failure, took) = run(&[
+            "trap '' TERM; while true; do sleep 0.05; done",
+            "kill -STOP $$; exit 0",
+            "sleep 0.1; exit 3",
+        ]);
+        assert_eq!(failure.unwrap().rank, 2);
+        assert!(
+            took >= LIMITS.end && took < Duration::from_secs(20),
+            "{took:?}"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_stays_when_another_has_ended_is_a_failure() {
+        let (failure, took) = run(&["exit 0", "exec sleep 60"]);
+        let failure = failure.unwrap();
+        assert_eq!((failure.rank, failure.code), (1, 1));
+        assert!(failure.to_string().contains("still ran"), "{failure}");
+        assert!(took < Duration::from_secs(20), "{took:?}");
+    }
+
+    #[test]
+    fn a_launcher_that_gives_up_leaves_no_rank_behind() {
+        let start = |program: &str| {
+            let mut command = Command::new(program);
+            command.arg("60");
+            command
+        };
+        let commands = [start("sleep"), start("/no/such/program")];
+        let text = supervise(commands.into_iter(), LIMITS)
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains("cannot start rank 1"), "{text}");
+        let child = start("sleep").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        drop(Ranks(vec![Rank { child, ended: None }]));
+        assert!(rustix::process::test_kill_process(pid).is_err());
+    }
+}

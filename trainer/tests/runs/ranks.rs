@@ -1,0 +1,373 @@
+//! Several ranks train as one does, go on as any number of them, and end together.
+//!
+//! What could go wrong: a rank takes other samples than its part, gradients are weighted wrongly, a shard goes to another
+//! place; what two ranks wrote three cannot read; a dead or stopped rank leaves the others waiting, or a commit that only
+//! some have made; a second signal reaches ranks that one Ctrl-C should end in order; settings that differ go unseen.
+
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
+
+/// A dead rank is known at once, a stopped one after 5 s of silence; the launcher kills after 8 s more. The rest is for a
+/// busy machine.
+const END_WAIT: Duration = Duration::from_secs(30);
+
+const FP32: [&str; 2] = ["train_batch_size=12", "train_micro_batch_size_per_gpu=1"];
+
+fn none() -> Vec<String> {
+    ["param", "optimizer"]
+        .map(|what| format!("zero_optimization.offload_{what}.device=none"))
+        .to_vec()
+}
+
+fn losses(run: &Run) -> Vec<f64> {
+    let metrics = run.metrics();
+    let loss = |line: &serde_json::Value| line["loss"].as_f64().expect("a number");
+    metrics.iter().map(loss).collect()
+}
+
+fn assert_close(found: &[f64], expected: &[f64], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!(
+            ((found - expected) / expected).abs() < 1e-4,
+            "{what}, step {}: {found}, not {expected}",
+            step + 1
+        );
+    }
+}
+
+#[test]
+fn one_two_three_and_four_ranks_learn_the_same() {
+    let lab = Lab::new();
+    let evaluated = [
+        "train.steps=20",
+        "data.holdout_share=0.1",
+        "train.eval_every=10",
+    ];
+    let sets = [&FP32[..], &evaluated].concat();
+    let alone = lab.run("alone", &sets);
+    alone.train();
+    let expected = losses(&alone);
+    let evaluations = |run: &Run| -> Vec<f64> {
+        let metrics = run.metrics();
+        let found = metrics.iter().filter_map(|line| line["eval_loss"].as_f64());
+        found.collect()
+    };
+    assert_eq!(evaluations(&alone).len(), 2);
+    assert!(expected[19] < expected[0] - 0.3, "it learns: {expected:?}");
+    for ranks in [2, 3, 4] {
+        let run = lab.run(&format!("ranks-{ranks}"), &sets);
+        let said = succeed(run.launch(ranks));
+        let what = format!("{ranks} ranks");
+        assert_close(&losses(&run), &expected, &what);
+        assert_close(&evaluations(&run), &evaluations(&alone), &what);
+        let done = said.lines().filter(|line| line.starts_with("done:"));
+        assert_eq!(done.count(), 1, "one rank speaks: {said}");
+    }
+}
+
+#[test]
+fn where_tiles_live_changes_no_bit_with_ranks_either() {
+    let lab = Lab::new();
+    let memory = lab.run("memory", &FP32).with(&none());
+    let store = lab.run("store", &FP32).with(&lab.nvme());
+    let at_once = (lab.run("at-once", &FP32).with(&lab.nvme())).with(&["offload.schedule=at_once"]);
+    for run in [&memory, &store, &at_once] {
+        succeed(run.launch(2));
+    }
+    for run in [&store, &at_once] {
+        assert_eq!(memory.bits("loss"), run.bits("loss"));
+        assert_eq!(memory.bits("grad_norm"), run.bits("grad_norm"));
+        assert_eq!(memory.digest(), run.digest());
+    }
+    // What is told of bytes is the sum over the ranks.
+    let alone = (lab.run("alone", &FP32).with(&lab.nvme())).with(&["offload.schedule=at_once"]);
+    alone.train();
+    let written = |run: &Run| run.bits("device_written_bytes");
+    assert_eq!(written(&alone), written(&at_once));
+}
+
+#[test]
+fn what_two_ranks_committed_one_and_three_go_on_from() {
+    goes_on_with_other_ranks(|lab| lab.nvme());
+}
+
+#[test]
+fn what_two_ranks_saved_one_and_three_go_on_from() {
+    goes_on_with_other_ranks(|_| none());
+}
+
+/// Two ranks, then one, then three, then two; against a run of one rank.
+fn goes_on_with_other_ranks(devices: impl Fn(&Lab) -> Vec<String>) {
+    let lab = Lab::new();
+    let sets = [&FP32[..], &["train.steps=8"]].concat();
+    let alone = lab.run("alone", &sets);
+    alone.train();
+    let until = |step: u64| {
+        let stop_after = [format!("train.stop_after={step}")];
+        let run = lab.run("run", &sets).with(&stop_after);
+        run.with(&devices(&lab))
+    };
+    succeed(until(2).launch(2));
+    let two_ranks = until(2).digest();
+    assert!(two_ranks.starts_with("step 2\n"), "{two_ranks}");
+    let said = until(4).train();
+    assert!(said.contains("resumed at step 2"), "{said}");
+    assert!(
+        said.contains("note: ranks was 2 until step 2, is 1"),
+        "{said}"
+    );
+    // What one rank committed three read as it is: they stop before their first step.
+    let before = until(4).digest();
+    let said = succeed(until(4).launch(3));
+    assert!(said.contains("resumed at step 4"), "{said}");
+    assert_eq!(before, until(4).digest(), "reading changes nothing");
+    let said = succeed(until(6).launch(3));
+    assert!(said.contains("resumed at step 4"), "{said}");
+    let said = succeed(until(8).launch(2));
+    assert!(said.contains("resumed at step 6"), "{said}");
+    assert_close(&losses(&until(8)), &losses(&alone), "2, 1, 3, 2 ranks");
+}
+
+#[test]
+fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
+    let lab = Lab::new();
+    for (name, devices) in [("store", lab.nvme()), ("memory", none())] {
+        let long = ["train.steps=100000", "scheduler={}"];
+        let run = lab.run(name, &long).with(&devices);
+        for victim in [1, 0] {
+            let begun = run.steps_written();
+            let child = until(spawn(run.launch(3)), "three steps", || {
+                run.steps_written() >= begun + 3
+            });
+            kill_process(rank_of(&child, victim), Signal::KILL).unwrap();
+            let since = Instant::now();
+            let output = finish(child);
+            let took = since.elapsed();
+            let err = String::from_utf8_lossy(&output.stderr);
+            assert!(took < END_WAIT, "{took:?}: {err}");
+            assert_eq!(output.status.code(), Some(128 + 9), "{err}");
+            assert!(
+                err.contains(&format!("trainer: rank {victim} (process "))
+                    && err.contains("was killed by signal 9 (SIGKILL)"),
+                "{err}"
+            );
+            assert!(err.contains(&format!("rank {victim}")), "{err}");
+            let committed = run.steps_written();
+            if name == "store" {
+                let digest = run.digest();
+                let step = digest.lines().next().unwrap().strip_prefix("step ");
+                let step: u64 = step.unwrap().parse().unwrap();
+                assert!(
+                    step + 2 >= committed && step <= committed + 1,
+                    "{step} of {committed}"
+                );
+            }
+        }
+        let stop_after = [format!("train.stop_after={}", run.steps_written() + 3)];
+        let rest = lab.run(name, &long).with(&devices).with(&stop_after);
+        succeed(rest.launch(2));
+    }
+}
+
+#[test]
+fn a_stopped_rank_ends_the_others_who_name_it() {
+    let lab = Lab::new();
+    // Deferred, rank 0 will wait for it in an exchange; at once on a slow drive, in a commit that will not come.
+    for schedule in ["deferred", "at_once"] {
+        let schedule = format!("offload.schedule={schedule}");
+        let long = ["train.steps=100000", "scheduler={}", &schedule];
+        let run = lab.run(&schedule, &long).with(&lab.nvme());
+        let first = lab.run(&schedule, &long).with(&lab.nvme());
+        succeed(first.with(&["train.stop_after=1"]).launch(2));
+        let mut command = run.launch(2);
+        // A step then writes for 0.4 s. Where the daemon is no test build the commit is a matter of luck.
+        command.env("OFFLOADD_PACE", "1000000000,1000000");
+        let child = until(spawn(command), "a step", || run.steps_written() >= 2);
+        std::thread::sleep(Duration::from_millis(250));
+        kill_process(rank_of(&child, 1), Signal::STOP).unwrap();
+        let since = Instant::now();
+        let output = finish(child);
+        let took = since.elapsed();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(took < END_WAIT, "{schedule}, {took:?}: {err}");
+        assert_eq!(output.status.code(), Some(1), "{schedule}: {err}");
+        assert!(
+            err.contains("trainer: rank 0: rank 1 has not answered for"),
+            "{schedule}: {err}"
+        );
+        assert!(run.digest().starts_with("step "));
+    }
+}
+
+#[test]
+fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
+    use std::os::unix::process::CommandExt;
+    let lab = Lab::new();
+    let long = ["train.steps=100000", "scheduler={}"];
+    let run = lab.run("run", &long).with(&lab.nvme());
+    // To the whole group, as a terminal's Ctrl-C.
+    let mut command = run.launch(2);
+    command.process_group(0);
+    let child = until(spawn(command), "three steps", || run.steps_written() >= 3);
+    let group = Pid::from_child(&child);
+    rustix::process::kill_process_group(group, Signal::INT).unwrap();
+    let output = finish(child);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{err}");
+    let steps = run.metrics().len();
+    assert!(
+        run.digest().starts_with(&format!("step {steps}\n")),
+        "all {steps} steps are committed"
+    );
+}
+
+#[test]
+fn ranks_whose_launcher_is_killed_end_in_order() {
+    let lab = Lab::new();
+    let long = ["train.steps=100000", "scheduler={}"];
+    let run = lab.run("run", &long).with(&none());
+    let child = until(spawn(run.launch(2)), "three steps", || {
+        run.steps_written() >= 3
+    });
+    let ranks = [rank_of(&child, 0), rank_of(&child, 1)];
+    kill_process(Pid::from_child(&child), Signal::KILL).unwrap();
+    let since = Instant::now();
+    while ranks
+        .iter()
+        .any(|rank| rustix::process::test_kill_process(*rank).is_ok())
+    {
+        assert!(since.elapsed() < END_WAIT, "a rank outlived its launcher");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    finish(child);
+    let steps = run.metrics().len();
+    assert!(
+        run.digest().starts_with(&format!("step {steps}\n")),
+        "all {steps} steps are saved"
+    );
+}
+
+#[test]
+fn what_is_wrong_with_a_launch_is_said_once() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train_batch_size=7"]);
+    let err = fail(run.launch(2));
+    assert!(
+        err.contains("7 is not a multiple of train_micro_batch_size_per_gpu = 2 * 2 ranks"),
+        "{err}"
+    );
+    assert_eq!(err.lines().count(), 1, "{err}");
+    // Only the first rank looks at the drive; the others say who knows.
+    let missing = format!(
+        "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
+        lab.path("missing").display()
+    );
+    let err = fail(lab.run("run", &[&missing]).launch(2));
+    assert!(
+        err.contains("trainer: rank 0: nvme_path: ") && err.contains("missing does not exist"),
+        "{err}"
+    );
+    assert!(
+        err.contains("trainer: rank 1: rank 0 failed in checking the run"),
+        "{err}"
+    );
+}
+
+#[test]
+fn an_environment_that_contradicts_itself_is_refused() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    for (variables, words) in [
+        (
+            &[
+                ("RANK", "2"),
+                ("WORLD_SIZE", "2"),
+                ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "2"),
+            ][..],
+            "RANK=\"2\" is not below WORLD_SIZE, 2",
+        ),
+        (&[("WORLD_SIZE", "2")], "RANK is not set"),
+        (
+            &[
+                ("RANK", "0"),
+                ("WORLD_SIZE", "2"),
+                ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "2"),
+            ],
+            "MASTER_ADDR is not set",
+        ),
+        (
+            &[
+                ("RANK", "0"),
+                ("WORLD_SIZE", "2"),
+                ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "1"),
+            ],
+            "runs over several nodes are not supported yet",
+        ),
+    ] {
+        let mut command = run.command("train");
+        command.envs(variables.iter().copied());
+        let err = fail(command);
+        assert!(err.contains(words), "{variables:?}: {err}");
+    }
+    assert!(!run.folder.exists(), "nothing was touched");
+}
+
+#[test]
+fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
+    let lab = Lab::new();
+    let port = free_port();
+    let rank = |rank: u32, sets: &[&str]| {
+        let mut command = lab.run("run", sets).command("train");
+        for (name, value) in [
+            ("RANK", rank.to_string()),
+            ("LOCAL_RANK", rank.to_string()),
+            ("WORLD_SIZE", "2".into()),
+            ("LOCAL_WORLD_SIZE", "2".into()),
+            ("MASTER_ADDR", "127.0.0.1".into()),
+            ("MASTER_PORT", port.to_string()),
+        ] {
+            command.env(name, value);
+        }
+        command
+    };
+    let other = spawn(rank(1, &["optimizer.params.lr=0.5"]));
+    let err = fail(rank(0, &[]));
+    let said = "a setting is not the same on all ranks: rank 0 has ";
+    assert!(err.contains(said) && err.contains("= 0.5"), "{err}");
+    assert_eq!(finish(other).status.code(), Some(1));
+    let other = spawn(rank(1, &[]));
+    succeed(rank(0, &[]));
+    assert!(finish(other).status.success());
+    assert!(lab.run("run", &[]).digest().starts_with("step 6\n"));
+}
+
+/// A port of the loopback that was free a moment ago.
+fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("its number").port()
+}
+
+/// The process of one of a launcher's ranks.
+fn rank_of(launcher: &Child, rank: u32) -> Pid {
+    let launcher = launcher.id();
+    let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
+    let is_rank = |pid: &&str| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let named = format!("RANK={rank}");
+        environment
+            .split(|&byte| byte == 0)
+            .any(|variable| variable == named.as_bytes())
+    };
+    let children = children.expect("the launcher's children");
+    let pid = children.split_whitespace().find(is_rank);
+    let pid = pid.unwrap_or_else(|| panic!("rank {rank} among {children}"));
+    Pid::from_raw(pid.parse().expect("a number")).expect("not 0")
+}
