@@ -30,10 +30,7 @@ pub const CUBLAS_WORKSPACES: [&str; 2] = [":4096:8", ":16:8"];
 /// No GPU half of torch in reach; a torch that does not see the GPU; [`CUBLAS_WORKSPACE`] is not set as it must be, which only who
 /// starts the process can do; what torch throws.
 pub fn use_gpu(gpu: &Gpu) -> Result<Device, TorchError> {
-    let workspace = std::env::var(CUBLAS_WORKSPACE).unwrap_or_default();
-    if !CUBLAS_WORKSPACES.contains(&workspace.as_str()) {
-        return Err(TorchError::Workspace { found: workspace });
-    }
+    check_workspace(std::env::var(CUBLAS_WORKSPACE).unwrap_or_default())?;
     load_gpu_half()?;
     let index = gpu.info().index as i32;
     let seen = tch::Cuda::device_count();
@@ -44,6 +41,14 @@ pub fn use_gpu(gpu: &Gpu) -> Result<Device, TorchError> {
     unsafe { ffi::check("choosing the GPU", ffi::offload_use_gpu(index))? };
     set_deterministic(true)?;
     Ok(device_of(gpu))
+}
+
+fn check_workspace(found: String) -> Result<(), TorchError> {
+    if CUBLAS_WORKSPACES.contains(&found.as_str()) {
+        Ok(())
+    } else {
+        Err(TorchError::Workspace { found })
+    }
 }
 
 /// The device as torch names it; a HIP device is called by the same name.
@@ -185,6 +190,19 @@ pub fn empty_gpu_cache() -> Result<(), TorchError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_workspace_that_makes_products_differ_is_refused_with_one_that_does_not() {
+        for good in CUBLAS_WORKSPACES {
+            check_workspace(good.to_owned()).unwrap();
+        }
+        for bad in ["", ":4096:2:16:8", "4096:8"] {
+            let said = check_workspace(bad.to_owned()).unwrap_err().to_string();
+            assert!(said.contains(CUBLAS_WORKSPACE), "{said}");
+            assert!(said.contains(&format!("\"{bad}\"")), "{said}");
+            assert!(said.contains(":4096:8"), "{said}");
+        }
+    }
 
     #[test]
     fn a_missing_gpu_half_is_named_with_the_places_looked_at() {
