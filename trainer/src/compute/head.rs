@@ -6,7 +6,7 @@ use tch::{Kind, Reduction, Tensor};
 
 use super::ComputeError;
 use super::block::{at_least_fp32, linear, product_input, rms_norm};
-use super::values::IGNORED;
+use super::tokens::IGNORED;
 
 /// Logits held at a time: 16 MiB in fp32, some copies of it in flight.
 pub(super) const LOGITS_ELEMS_MAX: usize = 4 << 20;

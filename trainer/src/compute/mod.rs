@@ -22,12 +22,14 @@ mod head;
 mod memory;
 #[cfg(test)]
 mod tests;
+mod tokens;
 mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
 pub use memory::{DEVICE_CONTEXT_BYTES, device_working_bytes, kept_bytes_a_token, working_bytes};
-pub use values::{Activation, Dtype, IGNORED, Keep, LossHandle, Tokens, UnitWeights};
+pub use tokens::{IGNORED, Tokens};
+pub use values::{Activation, Dtype, Keep, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels::torch::TorchError;

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::compute::ComputeError;
 use crate::compute::block::{Rotary, at_least_fp32};
-use crate::compute::values::IGNORED;
+use crate::compute::tokens::IGNORED;
 
 /// Who does it.
 pub(crate) enum Ops {
