@@ -19,8 +19,11 @@ NVME, CPU, NONE = "nvme", "cpu", "none"
 
 # param and optimizer: devices. staging: host memory that tiles pass through, as the design sizes it for these drives.
 ROWS = {
-    "resident": {"param": NONE, "optimizer": NONE, "says": "all on the GPU"},
-    "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory"},
+    "resident": {"param": NONE, "optimizer": NONE, "says": "all on the GPU, blocks computed again as memory demands (not at all here)"},
+    "resident-checkpointed": {"param": NONE, "optimizer": NONE, "keep": "nothing", "says": "all on the GPU, each block computed again in backward"},
+    "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory, blocks kept as GPU memory allows, update on both sides"},
+    "host-checkpointed": {"param": CPU, "optimizer": CPU, "keep": "nothing", "says": "all in host memory, each block computed again"},
+    "host-cpu": {"param": CPU, "optimizer": CPU, "keep": "nothing", "update": "cpu", "says": "the same, the update on the processor alone"},
     "nvme1": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "all state on one drive, nothing resident"},
     "nvme1-params-home": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 0, "staging": "1400000000",
                           "says": "16-bit parameters in host memory, the rest on one drive"},
@@ -40,6 +43,7 @@ ROWS = {
 # Peers are measured in the same run, so that a ratio compares two programs on one machine.
 PEERS = {
     "pytorch": "plain_pytorch.py: resident, bf16 with an fp32 master",
+    "pytorch-bf16": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results",
     "deepspeed-gpu": "DeepSpeed, all on the GPU",
     "deepspeed-cpu": "DeepSpeed, optimizer and parameters in host memory",
     "deepspeed-nvme1": "DeepSpeed, optimizer and parameters on one drive",
@@ -50,7 +54,7 @@ PEERS = {
 
 # Whom a row is compared with.
 PEER_OF = {
-    "resident": "pytorch", "host": "deepspeed-cpu", "nvme1": "deepspeed-nvme1", "nvme1-params-home": "deepspeed-nvme1-opt",
+    "resident": "pytorch", "resident-checkpointed": "pytorch", "host": "deepspeed-cpu", "host-checkpointed": "deepspeed-cpu", "host-cpu": "deepspeed-cpu", "nvme1": "deepspeed-nvme1", "nvme1-params-home": "deepspeed-nvme1-opt",
     "nvme1-params-home-commits": "deepspeed-nvme1-opt", "nvme4": "deepspeed-nvme4", "nvme4-params-home": "deepspeed-nvme4-opt",
 }
 
@@ -77,6 +81,10 @@ def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4):
             offload["commit_every"] = row["commit"]
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
     train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_folder": folder}
+    if "keep" in row:
+        train["keep"] = row["keep"]
+    if "update" in row:
+        offload["update"] = row["update"]
     if model["threads"]:
         train["threads"] = model["threads"]
     tables = {

@@ -11,7 +11,7 @@ import time
 END_WAIT_S = 15.0
 
 # A sample walks page tables and holds a lock the process may want: at most this share of the time.
-SAMPLE_SHARE = 0.03
+SAMPLE_SHARE = 0.1
 
 
 class Watched:
