@@ -17,10 +17,10 @@ use crate::compute::{
 use crate::config::{RunSettings, UpdatePlace};
 use crate::model::UnitLayout;
 
-/// Blocks whose weights are on a GPU at a time: one computes, one comes, one is left.
+/// Blocks whose weights are gathered at a time, on a GPU or with several ranks: one computes, one comes, one is left.
 const BLOCK_BUFFERS: u64 = 3;
 
-/// Blocks whose gradients are on a GPU at a time: one is computed, one leaves.
+/// Blocks whose gradients are on a GPU, or received from other ranks, at a time: one is computed, one leaves.
 const GRAD_BUFFERS: u64 = 2;
 
 /// Threads that stream tiles through a GPU: one's copy up, one's kernel and one's copy down at a time.
@@ -34,7 +34,7 @@ pub(super) const GPU_HOME_STAGING_BYTES: u64 = 256 << 20;
 pub struct ComputeMemory {
     /// Gathered weights. None where a GPU computes with them where they live.
     pub unit_buffer_bytes: u64,
-    /// Gradients of the units at hand. On the processor they are written over the weights.
+    /// Gradients of the units at hand. On the processor they are written over the weights; other ranks' have buffers.
     pub grad_buffer_bytes: u64,
     /// Inputs of all units and micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
@@ -92,8 +92,15 @@ impl ComputeMemory {
             )
         };
         let Some(gpu) = gpu else {
+            // Several ranks move shards while they compute, as one does with its GPU. Other ranks' gradients are received into
+            // buffers of their own.
+            let (blocks, grads) = match settings.ranks {
+                1 => (1, 0),
+                _ => (BLOCK_BUFFERS, ends + GRAD_BUFFERS * block),
+            };
             return Self {
-                unit_buffer_bytes: ends + block,
+                unit_buffer_bytes: ends + blocks * block,
+                grad_buffer_bytes: grads,
                 activation_bytes,
                 working_bytes: working(working_bytes),
                 ..Self::default()

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kernels::collective::CollectiveError;
+use kernels::collective::{CollectiveError, GpuComm};
 use kernels::gpu::GpuError;
 use swapper::{StepRates, SwapperError, TileError, bound_s};
 
@@ -71,8 +71,6 @@ pub enum TrainError {
         "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
     )]
     Nodes { ranks: u32, local_ranks: u32 },
-    #[error("several ranks on GPUs are not supported yet: use one, or set train.device = \"cpu\"")]
-    RanksOnGpus,
     #[error("rank {rank} failed in {what}: see its own message")]
     OtherRank { rank: u32, what: String },
     #[error("cannot take over SIGTERM and SIGINT: {0}")]
@@ -187,6 +185,13 @@ fn run_to_its_end(
         show(&prepared.settings, &prepared.plan, &data);
     }
     start_threads(settings.train.threads)?;
+    // All ranks at once, so not within what each does by itself. A machine may have fewer GPUs than ranks.
+    let computes = prepared.gpu.as_ref().map_or("the processor", |_| "a GPU");
+    (ranks.comm()).same_everywhere("what computes (train.device)", computes)?;
+    let gpus = match &prepared.gpu {
+        Some(gpu) if ranks.count() > 1 => Some(Arc::new(GpuComm::connect(&ranks.comm(), gpu)?)),
+        _ => None,
+    };
     let stepper = ranks.together("taking memory to compute in", || {
         let gpu = prepared.gpu.clone();
         let on = match &gpu {
@@ -197,7 +202,7 @@ fn run_to_its_end(
             .keeping(prepared.plan.keep);
         let live = prepared.lives_in_gpu();
         let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
-        let shards = Shards::new(ranks.comm(), &tiles.units, tiles.tile_elems);
+        let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems);
         Stepper::new(engine, gpu, settings.batch, master, live, shards)
     })?;
 

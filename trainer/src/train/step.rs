@@ -88,8 +88,8 @@ impl Stepper {
         live: bool,
         shards: Shards,
     ) -> Result<Self, TrainError> {
-        // A processor computes while it waits for nothing but memory: nothing to come ahead of.
-        let ahead = gpu.is_some();
+        // One processor waits for nothing but its memory: nothing to come ahead of.
+        let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
         Ok(Self {
             mover: Mover::new(&engine, gpu.as_ref(), master, ahead, live, &shards)?,
@@ -158,6 +158,7 @@ impl Stepper {
         });
         self.engine.keep(keep);
         done?;
+        self.mover.ready(head)?;
         let tied = self.engine.config().tied;
         let tied = tied.then(|| self.mover.weights(EMBEDDING));
         let weights = self.mover.weights(head);
@@ -167,7 +168,9 @@ impl Stepper {
                 .head_loss(weights, tied, input, &batch.targets)?;
             pass.losses.push(loss);
         }
-        Ok(mean(&pass.losses)?)
+        let loss = mean(&pass.losses)?;
+        self.shards.check()?;
+        Ok(loss)
     }
 
     /// Does one turn of a pass.
@@ -194,6 +197,7 @@ impl Stepper {
         match turn {
             Turn::Gather(unit) => mover.gather(engine, home, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
+                mover.ready(EMBEDDING)?;
                 let weights = mover.weights(EMBEDDING);
                 *flow = pass.forward.of(|| {
                     each(batches, |batch| {
@@ -203,6 +207,7 @@ impl Stepper {
                 mover.used(EMBEDDING)?;
             }
             Turn::Forward(block) => {
+                mover.ready(block)?;
                 let weights = mover.weights(block);
                 let outputs = pass
                     .forward
@@ -212,6 +217,7 @@ impl Stepper {
             }
             Turn::Head => {
                 let head = grads.len() - 1;
+                mover.ready(head)?;
                 let mut head_grads = mover.sink(engine, home, head)?;
                 let mut embedding_grads = mover.sink(engine, home, EMBEDDING)?;
                 let inputs = std::mem::take(flow);
@@ -243,6 +249,7 @@ impl Stepper {
             }
             Turn::Backward(block) => {
                 let inputs = block_inputs.pop().expect("one for each block");
+                mover.ready(block)?;
                 let mut block_grads = mover.sink(engine, home, block)?;
                 let weights = mover.weights(block);
                 *flow = pass.backward.of(|| {

@@ -4,11 +4,13 @@
 //!   null stream   forward 3 | forward 4 | ...          | backward 9 | backward 8 |      torch's, and ours on its tensors
 //!   up            | weights 4 | weights 5 | ...            weights 8 | weights 7 |      buffers of our own, in turn
 //!   down                                                | gradients 10 | gradients 9 |
+//!   between GPUs    | shards 4  | shards 5  | ...  | sums 10 | shards 7 | sums 9 |      with several ranks
 //! ```
 //!
 //! Copies run on streams of their own and the host waits for each unit's, while the GPU computes what was enqueued before.
 //! Events order the streams: a buffer is written when what was computed with it is done, gradients leave when they are
-//! complete. Where all tiles live in the GPU nothing is copied: units are computed with where they lie.
+//! complete. Where all tiles live in the GPU nothing is copied: units are computed with where they lie; with several ranks
+//! each GPU has its shards of them, which are copied into the buffers and gathered there.
 
 use kernels::adamw::Master;
 use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
@@ -17,6 +19,7 @@ use kernels::reduce::GradType;
 use super::super::TrainError;
 use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
 use super::rotation::Rotation;
+use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
 use crate::trace::Trace;
@@ -38,6 +41,7 @@ pub(in crate::train) struct GpuMover {
     scratch: DeviceBuffer,
     units: usize,
     place: Place,
+    shards: Shards,
 }
 
 /// Where units are computed with.
@@ -57,6 +61,7 @@ impl GpuMover {
         gpu: &Gpu,
         master: Master,
         live: bool,
+        shards: Shards,
     ) -> Result<Self, TrainError> {
         let units = engine.units().len();
         let largest = engine.units().iter().map(|unit| unit.elems).max();
@@ -69,11 +74,12 @@ impl GpuMover {
             squares: gpu.alloc(units * SQUARES_BYTES)?,
             scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
             units,
-            place: if live {
+            place: if live && shards.count() == 1 {
                 Place::Home((0..units).map(|_| None).collect())
             } else {
-                Place::Buffers(Box::new(Buffers::new(engine, gpu, master)?))
+                Place::Buffers(Box::new(Buffers::new(engine, gpu, master, &shards)?))
             },
+            shards,
         })
     }
 
@@ -91,26 +97,53 @@ impl GpuMover {
                 }
                 Ok(())
             }
-            (Place::Buffers(buffers), Home::Swapper(swapper)) => {
-                let elem_bytes = self.elem_bytes;
-                let weights = buffers.take(unit);
-                if let Some(free) = weights.free.take() {
-                    buffers.up.wait(&free)?;
+            (Place::Buffers(buffers), home) => {
+                let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
+                let free = buffers.take(unit).free.take();
+                if let Some(free) = &free {
+                    buffers.up.wait(free)?;
+                    buffers.between.wait(free)?;
                 }
-                let (gpu, up) = (&self.gpu, &buffers.up);
+                let (gpu, up, between) = (&self.gpu, &buffers.up, &buffers.between);
                 let to = buffers.at(unit).unit.buffer().expect("weights on a GPU");
-                swapper.gather(unit, |parts| {
-                    let pieces: Vec<(usize, &[u8])> = parts
-                        .iter()
-                        .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
-                        .collect();
-                    let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
-                    let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
-                    Ok(gpu.upload(up, to, &pieces)?)
-                })
+                match home {
+                    Home::Swapper(swapper) => swapper.gather(unit, |parts| {
+                        let pieces: Vec<(usize, &[u8])> = parts
+                            .iter()
+                            .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
+                            .collect();
+                        let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+                        let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
+                        Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
+                    })?,
+                    Home::Gpu(home) => {
+                        if unit == EMBEDDING {
+                            // The first of a pass: behind the update of what it brings.
+                            between.wait(&self.compute.record()?)?;
+                        }
+                        let bytes = shards.own(unit).len() * elem_bytes;
+                        let place = shards.own_at(unit, to, elem_bytes);
+                        between.copy(home.unit(unit).param.at(0), place, bytes)?;
+                    }
+                }
+                if shards.count() > 1 {
+                    shards.gather_on(between, unit, to, elem_bytes)?;
+                    let arrived = between.record()?;
+                    buffers.at_mut(unit).arrived = Some(arrived);
+                }
+                Ok(())
             }
             _ => panic!("units are computed with where they live, or in buffers"),
         }
+    }
+
+    pub(in crate::train) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
+        if let Place::Buffers(buffers) = &mut self.place
+            && let Some(arrived) = buffers.at_mut(unit).arrived.take()
+        {
+            self.compute.wait(&arrived)?;
+        }
+        Ok(())
     }
 
     pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
@@ -154,20 +187,34 @@ impl GpuMover {
         mut grads: GradSink,
     ) -> Result<(), TrainError> {
         let to = self.grads_of(home, unit);
-        let elems = grads.size_bytes() / self.elem_bytes;
-        grads.finish_into(to, elems)?;
+        let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
+        grads.finish_into(to, shards.padded_elems(unit))?;
+        let stream = match &self.place {
+            Place::Buffers(buffers) if shards.count() > 1 => {
+                buffers.between.wait(&self.compute.record()?)?;
+                shards.reduce_on(&buffers.between, unit, to, self.grad_type)?;
+                &buffers.between
+            }
+            _ => &self.compute,
+        };
+        let own = shards.own_at(unit, to, elem_bytes);
         let squares = self.squares.at(unit * SQUARES_BYTES);
-        // Over the whole unit, not tile by tile: the norm's bits then do not depend on how units are cut.
-        self.gpu.kernels()?.sum_squares(
-            &self.compute,
-            self.grad_type,
-            to.at(0),
-            elems,
-            self.scratch.at(0),
-            squares,
-        )?;
+        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+        match shards.own(unit).len() {
+            0 => stream.fill_zero(squares, SQUARES_BYTES)?,
+            elems => {
+                let kernels = self.gpu.kernels()?;
+                let scratch = self.scratch.at(0);
+                kernels.sum_squares(stream, self.grad_type, own, elems, scratch, squares)?;
+            }
+        }
+        if let (Place::Buffers(_), Home::Gpu(home)) = (&self.place, home) {
+            let bytes = shards.own(unit).len() * elem_bytes;
+            stream.copy(own, home.unit(unit).grad.at(0), bytes)?;
+        }
+        let complete = stream.record()?;
         if let Place::Buffers(buffers) = &mut self.place {
-            buffers.complete[unit] = Some(self.compute.record()?);
+            buffers.complete[unit] = Some(complete);
         }
         Ok(())
     }
@@ -178,12 +225,19 @@ impl GpuMover {
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let (Place::Buffers(buffers), Home::Swapper(swapper)) = (&mut self.place, home) else {
+        let Place::Buffers(buffers) = &mut self.place else {
             // They are where the update finds them.
             return Ok(());
         };
         let complete = buffers.complete[unit].take();
         let complete = complete.expect("gradients are complete before they leave");
+        if self.shards.count() > 1 {
+            // Backward writes the next gradients over these, and an update in the GPU takes its copy of them.
+            self.compute.wait(&complete)?;
+        }
+        let Home::Swapper(swapper) = home else {
+            return Ok(());
+        };
         buffers.down.wait(&complete)?;
         let (gpu, down, elem_bytes) = (&self.gpu, &buffers.down, self.elem_bytes);
         let from = buffers.grads_of(unit);
@@ -201,8 +255,13 @@ impl GpuMover {
     /// Of each unit's gradients, in this step. Waits until they are computed.
     pub(in crate::train) fn sum_squares(&self) -> Result<Vec<f64>, TrainError> {
         let mut bytes = vec![0; self.units * SQUARES_BYTES];
+        let stream = match &self.place {
+            Place::Buffers(buffers) if self.shards.count() > 1 => &buffers.between,
+            _ => &self.compute,
+        };
         self.gpu
-            .download(&self.compute, &self.squares, &mut [(0, &mut bytes)])?;
+            .download(stream, &self.squares, &mut [(0, &mut bytes)])?;
+        self.shards.check()?;
         let (squares, _) = bytes.as_chunks::<SQUARES_BYTES>();
         Ok(squares
             .iter()
@@ -211,9 +270,10 @@ impl GpuMover {
     }
 }
 
-/// A unit's weights, and the point behind which nothing reads them.
+/// A unit's weights, the point behind which all shards are there, and the one behind which nothing reads them.
 struct Weights {
     unit: UnitWeights,
+    arrived: Option<Event>,
     free: Option<Event>,
 }
 
@@ -221,6 +281,8 @@ struct Weights {
 struct Buffers {
     up: Stream,
     down: Stream,
+    /// What ranks do together, in one order.
+    between: Stream,
     embedding: Weights,
     blocks: Vec<Weights>,
     head: Weights,
@@ -234,18 +296,25 @@ struct Buffers {
 }
 
 impl Buffers {
-    fn new(engine: &Engine, gpu: &Gpu, master: Master) -> Result<Self, TrainError> {
+    fn new(
+        engine: &Engine,
+        gpu: &Gpu,
+        master: Master,
+        shards: &Shards,
+    ) -> Result<Self, TrainError> {
         let head = engine.units().len() - 1;
         let weights = |unit: usize| -> Result<Weights, ComputeError> {
             Ok(Weights {
-                unit: engine.new_weights(unit)?,
+                unit: engine.new_padded_weights(unit, shards.padded_elems(unit))?,
+                arrived: None,
                 free: None,
             })
         };
-        let grads = |unit: usize| gpu.alloc(engine.units()[unit].elems * master.grad_bytes());
+        let grads = |unit: usize| gpu.alloc(shards.padded_elems(unit) * master.grad_bytes());
         Ok(Self {
             up: gpu.stream()?,
             down: gpu.stream()?,
+            between: gpu.stream()?,
             embedding: weights(EMBEDDING)?,
             blocks: (0..BLOCK_BUFFERS_AHEAD)
                 .map(|_| weights(1))

@@ -2,9 +2,10 @@
 //!
 //! Each kind of unit has buffers of its own: one for the embedding (a tied head finds it there), one for the head, and
 //! one or more that blocks take in turn. A buffer holds the unit's weights until they are done with, then the
-//! unit's gradients.
+//! unit's gradients. With several ranks a buffer is away while shards come or sums are taken, and comes back when it is needed.
 
 use kernels::adamw::{Hyper, Master};
+use kernels::collective::Pending;
 use kernels::reduce::{GradType, sum_squares};
 use swapper::Swapper;
 
@@ -27,6 +28,9 @@ pub(in crate::train) struct HostMover {
     /// Of the shard of each unit's gradients that is this rank's, in this step.
     sum_squares: Vec<f64>,
     shards: Shards,
+    /// What is under way with the other ranks, of each unit.
+    gathering: Vec<Option<Pending>>,
+    reducing: Vec<Option<Pending>>,
 }
 
 impl HostMover {
@@ -54,11 +58,13 @@ impl HostMover {
             last: new_weights(head)?,
             rotation: Rotation::new(buffers),
             sum_squares: vec![0.0; head + 1],
+            gathering: (0..=head).map(|_| None).collect(),
+            reducing: (0..=head).map(|_| None).collect(),
             shards,
         })
     }
 
-    /// Brings a unit's weights into a buffer.
+    /// Brings a unit's weights into a buffer; with several ranks, begins to.
     pub(in crate::train) fn gather(
         &mut self,
         home: &mut Home,
@@ -78,7 +84,20 @@ impl HostMover {
             }
             Ok::<(), TrainError>(())
         })?;
-        Ok(shards.gather(unit, weights)?)
+        if shards.count() > 1 {
+            let under_way = shards.gather(unit, weights)?;
+            self.gathering[unit] = Some(under_way);
+        }
+        Ok(())
+    }
+
+    /// Waits until all of a unit's weights are there.
+    pub(in crate::train) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
+        if let Some(under_way) = self.gathering[unit].take() {
+            let whole = under_way.wait()?;
+            self.buffer(unit).put_host(whole);
+        }
+        Ok(())
     }
 
     /// A unit's weights, which were gathered.
@@ -96,16 +115,26 @@ impl HostMover {
         unit: usize,
         mut grads: GradSink,
     ) -> Result<(), TrainError> {
-        let (grad_type, elem_bytes) = (self.grad_type, self.elem_bytes);
+        let grad_type = self.grad_type;
         let shards = self.shards.clone();
         let weights = self.buffer(unit);
         grads.finish(&mut weights.bytes_mut()[..grads.size_bytes()])?;
-        shards.reduce(unit, weights, grad_type)?;
-        let own = shards.own(unit);
-        let own = &weights.bytes_mut()[own.start * elem_bytes..own.end * elem_bytes];
-        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
-        self.sum_squares[unit] = sum_squares(grad_type, own);
+        if shards.count() > 1 {
+            let under_way = shards.reduce(unit, weights, grad_type)?;
+            self.reducing[unit] = Some(under_way);
+        } else {
+            self.add_squares(unit);
+        }
         Ok(())
+    }
+
+    /// Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+    fn add_squares(&mut self, unit: usize) {
+        let (grad_type, elem_bytes) = (self.grad_type, self.elem_bytes);
+        let own = self.shards.own(unit);
+        let buffer = self.buffer(unit).bytes_mut();
+        let own = &buffer[own.start * elem_bytes..own.end * elem_bytes];
+        self.sum_squares[unit] = sum_squares(grad_type, own);
     }
 
     /// Hands a unit's gradients to the swapper.
@@ -114,6 +143,11 @@ impl HostMover {
         home: &mut Home,
         unit: usize,
     ) -> Result<(), TrainError> {
+        if let Some(under_way) = self.reducing[unit].take() {
+            let summed = under_way.wait()?;
+            self.buffer(unit).put_host(summed);
+            self.add_squares(unit);
+        }
         let elem_bytes = self.elem_bytes;
         let buffer = self.buffer(unit).bytes_mut();
         swapper_of(home).scatter(unit, |parts| {

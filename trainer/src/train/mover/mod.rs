@@ -44,8 +44,10 @@ impl Mover {
                 ahead,
                 shards.clone(),
             )?)),
-            Some(_) if shards.count() > 1 => return Err(TrainError::RanksOnGpus),
-            Some(gpu) => Self::Gpu(Box::new(GpuMover::new(engine, gpu, master, live)?)),
+            Some(gpu) => {
+                let shards = shards.clone();
+                Self::Gpu(Box::new(GpuMover::new(engine, gpu, master, live, shards)?))
+            }
         })
     }
 
@@ -66,7 +68,18 @@ impl Mover {
         }
     }
 
-    /// A unit's weights, which were gathered.
+    /// Behind this a unit's weights may be computed with. The host waits for other ranks' shards, a GPU's stream for its own.
+    ///
+    /// # Errors
+    /// A rank is gone; the GPU's.
+    pub(super) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
+        match self {
+            Self::Host(mover) => mover.ready(unit),
+            Self::Gpu(mover) => mover.ready(unit),
+        }
+    }
+
+    /// A unit's weights, which were gathered and are ready.
     pub(super) fn weights(&self, unit: usize) -> &UnitWeights {
         match self {
             Self::Host(mover) => mover.weights(unit),
