@@ -114,12 +114,16 @@ impl Stepper {
         // Ranks take the step's samples in their order, as one rank would take them in more micro-batches.
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
         let batches = self.micro_batches(data, own_sample)?;
-        let mut pass = Pass::new(batches, self.engine.units().len(), self.gpu.as_ref());
+        let head = self.engine.units().len() - 1;
+        let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
         home.begin_step(turns::program(&self.training))?;
         for turn in 0..self.training.len() {
             let turn = self.training[turn];
+            if let Some(unit) = turn.weights(head) {
+                self.mover.ready(unit, trace)?;
+            }
             watch.of(turn, || self.turn(turn, home, &mut pass, trace))?;
         }
         // Asked last: a GPU is waited for here, and nowhere before.
@@ -152,13 +156,17 @@ impl Stepper {
         // Nothing goes back.
         let keep = self.engine.keep(Keep::Nothing);
         let done = (0..self.forward.len()).try_for_each(|turn| {
-            self.turn(self.forward[turn], home, &mut pass, &Trace::off())?;
+            let turn = self.forward[turn];
+            if let Some(unit) = turn.weights(head) {
+                self.mover.ready(unit, &Trace::off())?;
+            }
+            self.turn(turn, home, &mut pass, &Trace::off())?;
             pass.block_inputs.clear();
             Ok::<_, TrainError>(())
         });
         self.engine.keep(keep);
         done?;
-        self.mover.ready(head)?;
+        self.mover.ready(head, &Trace::off())?;
         let tied = self.engine.config().tied;
         let tied = tied.then(|| self.mover.weights(EMBEDDING));
         let weights = self.mover.weights(head);
@@ -197,7 +205,6 @@ impl Stepper {
         match turn {
             Turn::Gather(unit) => mover.gather(engine, home, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
-                mover.ready(EMBEDDING)?;
                 let weights = mover.weights(EMBEDDING);
                 *flow = pass.forward.of(|| {
                     each(batches, |batch| {
@@ -207,7 +214,6 @@ impl Stepper {
                 mover.used(EMBEDDING)?;
             }
             Turn::Forward(block) => {
-                mover.ready(block)?;
                 let weights = mover.weights(block);
                 let outputs = pass
                     .forward
@@ -217,7 +223,6 @@ impl Stepper {
             }
             Turn::Head => {
                 let head = grads.len() - 1;
-                mover.ready(head)?;
                 let mut head_grads = mover.sink(engine, home, head)?;
                 let mut embedding_grads = mover.sink(engine, home, EMBEDDING)?;
                 let inputs = std::mem::take(flow);
@@ -249,7 +254,6 @@ impl Stepper {
             }
             Turn::Backward(block) => {
                 let inputs = block_inputs.pop().expect("one for each block");
-                mover.ready(block)?;
                 let mut block_grads = mover.sink(engine, home, block)?;
                 let weights = mover.weights(block);
                 *flow = pass.backward.of(|| {

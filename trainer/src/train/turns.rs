@@ -40,6 +40,17 @@ impl Turn {
     pub(super) fn computes(self) -> bool {
         !matches!(self, Self::Gather(_) | Self::Scatter(_))
     }
+
+    /// The unit whose weights it computes with, that were gathered for it; `head` is the last.
+    pub(super) fn weights(self, head: usize) -> Option<usize> {
+        match self {
+            // The embedding's gradient needs no weights.
+            Self::Backward(EMBEDDING) => None,
+            Self::Forward(unit) | Self::Backward(unit) => Some(unit),
+            Self::Head => Some(head),
+            Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => None,
+        }
+    }
 }
 
 impl fmt::Display for Turn {

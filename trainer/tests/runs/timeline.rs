@@ -121,6 +121,41 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
 }
 
 #[test]
+fn timelines_of_ranks_show_what_goes_between_them_while_units_compute() {
+    let lab = Lab::new();
+    let run = lab.run("run", &["train.steps=4"]);
+    let mut command = run.launch(2);
+    let path = lab.path("trace.json");
+    command.args(["--trace-steps", "1", "--trace"]).arg(&path);
+    succeed(command);
+    for path in [path, lab.path("trace.json.1")] {
+        let events = read(&path);
+        let of = |track: &'static str| events.iter().filter(move |e| e.track == track);
+        let mut names: Vec<&str> = of("collectives").map(|event| &*event.name).collect();
+        names.sort_unstable();
+        let shards = ["0", "1", "1", "2", "2", "3"].map(|unit| format!("shards of unit {unit}"));
+        let sums = ["0", "1", "2", "3"].map(|unit| format!("sums of unit {unit}"));
+        assert_eq!(names, [&shards[..], &sums[..]].concat());
+        // A unit's shards come while the one before it computes, its sums are taken while the next one does.
+        let during = |between: &str, computed: &str| {
+            let mut pairs = of("collectives").flat_map(|a| of("compute").map(move |b| (a, b)));
+            pairs.any(|(a, b)| {
+                (&*a.name, &*b.name) == (between, computed) && a.start <= b.start && b.end <= a.end
+            })
+        };
+        for (between, computed) in [
+            ("shards of unit 1", "forward unit 0"),
+            ("shards of unit 3", "forward unit 2"),
+            ("shards of unit 1", "backward unit 2"),
+            ("sums of unit 3", "backward unit 2"),
+            ("sums of unit 2", "backward unit 1"),
+        ] {
+            assert!(during(between, computed), "{between} during {computed}");
+        }
+    }
+}
+
+#[test]
 fn a_timeline_changes_no_bit_and_without_the_flag_there_is_none() {
     let lab = Lab::new();
     let plain = lab.run("plain", &[]).with(&lab.nvme());

@@ -4,9 +4,12 @@
 //! one or more that blocks take in turn. A buffer holds the unit's weights until they are done with, then the
 //! unit's gradients. With several ranks a buffer is away while shards come or sums are taken, and comes back when it is needed.
 
+use std::time::Instant;
+
 use kernels::adamw::{Hyper, Master};
 use kernels::collective::Pending;
 use kernels::reduce::{GradType, sum_squares};
+use kernels::torch::HostBuffer;
 use swapper::Swapper;
 
 use super::super::TrainError;
@@ -15,6 +18,7 @@ use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
+use crate::trace::{Trace, Track};
 
 /// Buffers and moves on the host.
 pub(in crate::train) struct HostMover {
@@ -29,8 +33,32 @@ pub(in crate::train) struct HostMover {
     sum_squares: Vec<f64>,
     shards: Shards,
     /// What is under way with the other ranks, of each unit.
-    gathering: Vec<Option<Pending>>,
-    reducing: Vec<Option<Pending>>,
+    gathering: Vec<Option<UnderWay>>,
+    reducing: Vec<Option<UnderWay>>,
+}
+
+/// An operation with the other ranks, and when it began.
+struct UnderWay {
+    pending: Pending,
+    began: Instant,
+}
+
+impl UnderWay {
+    fn new(pending: Pending) -> Self {
+        Self {
+            pending,
+            began: Instant::now(),
+        }
+    }
+
+    /// Waits for it. The timeline shows it until now, since nobody looked before.
+    fn wait(self, trace: &Trace, name: impl FnOnce() -> String) -> Result<HostBuffer, TrainError> {
+        let buffer = self.pending.wait()?;
+        if trace.recording() {
+            trace.record(Track::Collective, name(), self.began, Instant::now());
+        }
+        Ok(buffer)
+    }
 }
 
 impl HostMover {
@@ -85,16 +113,16 @@ impl HostMover {
             Ok::<(), TrainError>(())
         })?;
         if shards.count() > 1 {
-            let under_way = shards.gather(unit, weights)?;
-            self.gathering[unit] = Some(under_way);
+            let pending = shards.gather(unit, weights)?;
+            self.gathering[unit] = Some(UnderWay::new(pending));
         }
         Ok(())
     }
 
     /// Waits until all of a unit's weights are there.
-    pub(in crate::train) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
+    pub(in crate::train) fn ready(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
         if let Some(under_way) = self.gathering[unit].take() {
-            let whole = under_way.wait()?;
+            let whole = under_way.wait(trace, || format!("shards of unit {unit}"))?;
             self.buffer(unit).put_host(whole);
         }
         Ok(())
@@ -120,8 +148,8 @@ impl HostMover {
         let weights = self.buffer(unit);
         grads.finish(&mut weights.bytes_mut()[..grads.size_bytes()])?;
         if shards.count() > 1 {
-            let under_way = shards.reduce(unit, weights, grad_type)?;
-            self.reducing[unit] = Some(under_way);
+            let pending = shards.reduce(unit, weights, grad_type)?;
+            self.reducing[unit] = Some(UnderWay::new(pending));
         } else {
             self.add_squares(unit);
         }
@@ -142,9 +170,10 @@ impl HostMover {
         &mut self,
         home: &mut Home,
         unit: usize,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
         if let Some(under_way) = self.reducing[unit].take() {
-            let summed = under_way.wait()?;
+            let summed = under_way.wait(trace, || format!("sums of unit {unit}"))?;
             self.buffer(unit).put_host(summed);
             self.add_squares(unit);
         }

@@ -72,9 +72,9 @@ impl Mover {
     ///
     /// # Errors
     /// A rank is gone; the GPU's.
-    pub(super) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
+    pub(super) fn ready(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
         match self {
-            Self::Host(mover) => mover.ready(unit),
+            Self::Host(mover) => mover.ready(unit, trace),
             Self::Gpu(mover) => mover.ready(unit),
         }
     }
@@ -141,7 +141,7 @@ impl Mover {
         trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
-            Self::Host(mover) => mover.scatter(home, unit),
+            Self::Host(mover) => mover.scatter(home, unit, trace),
             Self::Gpu(mover) => mover.scatter(home, unit, trace),
         }
     }
