@@ -6,6 +6,7 @@
 //!   text files ─▶ data ─▶ windows of tokens ─▶ train/step.rs: forward, backward, unit by unit (compute) ─▶ metrics.jsonl
 //! ```
 //!
+//! Several processes may do this together (`ranks`, started by `launch`): each owns a part of the tiles, gathers the rest.
 //! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
 
 #![forbid(unsafe_code)]

@@ -279,6 +279,24 @@ fn what_is_wrong_with_a_launch_is_said_once() {
 }
 
 #[test]
+fn a_folder_that_another_run_has_is_refused_by_all_ranks() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    let taken = trainer::run::RunFolder::open(&run.folder).unwrap();
+    let err = fail(run.launch(3));
+    assert!(
+        err.contains("trainer: rank 0: train.run_folder: another trainer works in"),
+        "{err}"
+    );
+    for rank in [1, 2] {
+        let says = format!("trainer: rank {rank}: rank 0 failed in opening the run's folder");
+        assert!(err.contains(&says), "{err}");
+    }
+    drop(taken);
+    succeed(run.launch(3));
+}
+
+#[test]
 fn an_environment_that_contradicts_itself_is_refused() {
     let lab = Lab::new();
     let run = lab.run("run", &[]);

@@ -32,6 +32,25 @@ fn ten_steps_are_five_and_five_more() {
 }
 
 #[test]
+fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
+    let lab = Lab::new();
+    let whole = lab.run("whole", &[]);
+    whole.train();
+    let parts = |extra: &[&str]| lab.run("parts", extra).with(&lab.nvme());
+    parts(&["train.stop_after=3"]).train();
+    // Left open, a size would be chosen that is not the run file's 4096.
+    let said = parts(&["offload.tile_elems=auto", "offload.staging_bytes=auto"]).train();
+    assert!(said.contains("resumed at step 3"), "{said}");
+    assert!(said.contains("tiles of 4096 elements"), "{said}");
+    assert_eq!(whole.digest(), parts(&[]).digest());
+    let text = parts(&["offload.tile_elems=8192", "offload.staging_bytes=auto"]).refused();
+    assert!(
+        text.contains("layout.tile_elems was 4096, is now 8192"),
+        "{text}"
+    );
+}
+
+#[test]
 fn tiles_spread_over_several_folders_come_back() {
     let lab = Lab::new();
     let whole = lab.run("whole", &[]);
