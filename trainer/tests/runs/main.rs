@@ -14,6 +14,7 @@ mod paced;
 mod parity;
 mod plan;
 mod ranks;
+mod ranks_gpu;
 mod resume;
 mod settings;
 mod timeline;

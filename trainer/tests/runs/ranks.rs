@@ -374,7 +374,7 @@ fn free_port() -> u16 {
 }
 
 /// The process of one of a launcher's ranks.
-fn rank_of(launcher: &Child, rank: u32) -> Pid {
+pub(crate) fn rank_of(launcher: &Child, rank: u32) -> Pid {
     let launcher = launcher.id();
     let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
     let is_rank = |pid: &&str| {

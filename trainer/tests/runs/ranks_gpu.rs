@@ -1,0 +1,95 @@
+//! Several ranks on GPUs, each on its own, do what one GPU does. Needs two GPUs or more, and NCCL or RCCL.
+//!
+//! What could go wrong: a shard is gathered before it is there, gradients leave before they are summed or are overwritten before they
+//! left, an update takes others' shards, a GPU waits for ever for a rank that is gone. Each shows as other bits, or as a run that hangs.
+
+use std::time::{Duration, Instant};
+
+use kernels::gpu::Gpu;
+use rustix::process::{Signal, kill_process};
+
+use crate::lab::{Lab, Run, finish, spawn, succeed, until};
+use crate::ranks::rank_of;
+
+const SETS: [&str; 3] = [
+    "train_batch_size=12",
+    "train_micro_batch_size_per_gpu=1",
+    "train.device=gpu",
+];
+
+/// GPUs to use, if there are several.
+fn gpus(test: &str) -> Option<u32> {
+    match Gpu::count() {
+        Ok(count) if count > 1 => return Some(count.min(4)),
+        Ok(_) => println!("skipped: {test}: there is one GPU only"),
+        Err(error) => println!("skipped: {test}: {error}"),
+    }
+    None
+}
+
+fn tier(name: &str) -> Vec<String> {
+    ["param", "optimizer"]
+        .map(|what| format!("zero_optimization.offload_{what}.device={name}"))
+        .to_vec()
+}
+
+#[test]
+fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
+    let Some(count) = gpus("ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit")
+    else {
+        return;
+    };
+    let lab = Lab::new();
+    let alone = lab.run("alone", &SETS).with(&tier("none"));
+    alone.train();
+    let losses = |run: &Run| -> Vec<f64> {
+        let metrics = run.metrics();
+        let of = |line: &serde_json::Value| line["loss"].as_f64().expect("a number");
+        metrics.iter().map(of).collect()
+    };
+    for ranks in 2..=count {
+        let name = |what: &str| format!("{what}-{ranks}");
+        let on_gpu = lab.run(&name("on-gpu"), &SETS).with(&tier("none"));
+        let on_host = lab.run(&name("on-host"), &SETS).with(&tier("cpu"));
+        let on_drive = lab.run(&name("on-drive"), &SETS).with(&lab.nvme());
+        let at_once = (lab.run(&name("at-once"), &SETS).with(&lab.nvme()))
+            .with(&["offload.schedule=at_once"]);
+        for run in [&on_gpu, &on_host, &on_drive, &at_once] {
+            succeed(run.launch(ranks));
+        }
+        for run in [&on_host, &on_drive, &at_once] {
+            assert_eq!(on_gpu.bits("loss"), run.bits("loss"), "{ranks} ranks");
+            assert_eq!(on_gpu.bits("grad_norm"), run.bits("grad_norm"));
+            assert_eq!(on_gpu.digest(), run.digest(), "{ranks} ranks");
+        }
+        let (found, expected) = (losses(&on_gpu), losses(&alone));
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                ((found - expected) / expected).abs() < 1e-4,
+                "{ranks} ranks: {found}, not {expected}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_others_on_their_gpus() {
+    if gpus("a_killed_rank_ends_the_others_on_their_gpus").is_none() {
+        return;
+    }
+    let lab = Lab::new();
+    let long = ["train.steps=100000", "scheduler={}"];
+    for (name, devices) in [("on-gpu", tier("none")), ("on-drive", lab.nvme())] {
+        let run = lab.run(name, &[&SETS[..], &long].concat()).with(&devices);
+        let child = until(spawn(run.launch(2)), "three steps", || {
+            run.steps_written() >= 3
+        });
+        kill_process(rank_of(&child, 1), Signal::KILL).unwrap();
+        let since = Instant::now();
+        let output = finish(child);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(since.elapsed() < Duration::from_secs(30), "{err}");
+        assert!(err.contains("rank 1"), "{err}");
+    }
+}
