@@ -23,6 +23,9 @@ const BLOCK_BUFFERS: u64 = 3;
 /// Blocks whose gradients are on a GPU, or received from other ranks, at a time: one is computed, one leaves.
 const GRAD_BUFFERS: u64 = 2;
 
+/// What NCCL takes of a GPU for several ranks: some 10 MB of buffers for each of up to 32 channels, to and from its neighbours.
+const LINK_BYTES: u64 = 1 << 30;
+
 /// Threads that stream tiles through a GPU: one's copy up, one's kernel and one's copy down at a time.
 const GPU_UPDATERS: u64 = 3;
 
@@ -120,7 +123,7 @@ impl ComputeMemory {
             kept_bytes: blocks * batch.tokens() * kept,
             working_bytes: working(device_working_bytes),
             update_bytes: u64::from(streams) * GPU_UPDATERS * updater_bytes,
-            context_bytes: DEVICE_CONTEXT_BYTES,
+            context_bytes: DEVICE_CONTEXT_BYTES + if settings.ranks > 1 { LINK_BYTES } else { 0 },
         }
     }
 }
