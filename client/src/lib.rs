@@ -71,7 +71,7 @@ pub use daemon::{Daemon, DaemonInfo, JobSummary};
 pub use error::{ClientError, TileError};
 pub use flight::{Done, Moved, Ticket};
 pub use mapping::ArenaMemory;
-pub use memory::MemoryArena;
+pub use memory::{MemoryArena, arena_bytes};
 pub use session::{Committed, Session};
 pub use signal::Waker;
 pub use slot::Slot;

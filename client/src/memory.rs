@@ -16,6 +16,16 @@ pub struct MemoryArena {
     memory: ArenaMemory,
 }
 
+/// Bytes an arena of `classes` takes, gaps between its parts included: what a daemon must have free for a session.
+///
+/// # Errors
+/// [`FaultKind::Invalid`] for classes no arena has.
+pub fn arena_bytes(classes: &[SlotClass]) -> Result<u64, ClientError> {
+    Geometry::new(classes)
+        .map(|geometry| geometry.arena_bytes())
+        .map_err(|e| ClientError::refused(FaultKind::Invalid, e.to_string()))
+}
+
 impl MemoryArena {
     /// [`FaultKind::Invalid`] for classes no arena has, [`ClientError::Os`] when the memory is not there.
     pub fn new(classes: &[SlotClass]) -> Result<Self, ClientError> {

@@ -2,7 +2,7 @@
 
 use offload_client::{
     Generation, JobDefinition, JobRecord, MemoryArena, Rank, Session, SessionInfo, SessionSettings,
-    SlotClass, Tile, TileKind,
+    Tile, TileKind,
 };
 
 use crate::SwapperError;
@@ -24,30 +24,11 @@ pub(crate) fn open(
     }
 }
 
-fn classes(memory: &MemoryPlan) -> [SlotClass; 3] {
-    let class = |slot_bytes, slot_count| SlotClass {
-        slot_bytes,
-        slot_count,
-    };
-    [
-        class(
-            memory.param_slot_bytes,
-            memory.param_resident_count + memory.param_staging_count,
-        ),
-        class(
-            memory.state_slot_bytes,
-            memory.state_resident_count + memory.state_staging_count,
-        ),
-        // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
-        class(memory.grad_slot_bytes, memory.range_count.max(1)),
-    ]
-}
-
 fn open_memory(
     settings: &SwapperSettings,
     memory: MemoryPlan,
 ) -> Result<(Arena, Opened), SwapperError> {
-    let arena = MemoryArena::new(&classes(&memory)).map_err(client(|| {
+    let arena = MemoryArena::new(&memory.classes()).map_err(client(|| {
         format!("taking {} bytes of host memory", memory.host_bytes())
     }))?;
     let opened = Opened {
@@ -74,7 +55,7 @@ fn open_store(
         job: store.job.clone(),
         rank: Rank(settings.rank),
         local_ranks: settings.ranks,
-        classes: classes(&memory).to_vec(),
+        classes: memory.classes().to_vec(),
         iodepth: settings.iodepth,
     })
     .map_err(client(|| format!("opening job {:?}", store.job)))?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use offload_client::ArenaMemory;
+use offload_client::{ArenaMemory, SlotClass};
 
 use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
 use crate::{Schedule, SwapperError};
@@ -132,6 +132,37 @@ impl MemoryPlan {
     /// All host memory.
     pub fn host_bytes(&self) -> u64 {
         self.resident_bytes() + self.staging_bytes() + self.grad_bytes()
+    }
+
+    /// What a session's arena takes: all of it, and the gaps between its parts.
+    ///
+    /// # Errors
+    /// Slots too large or too many for an arena.
+    pub fn arena_bytes(&self) -> Result<u64, SwapperError> {
+        offload_client::arena_bytes(&self.classes()).map_err(|source| SwapperError::Client {
+            doing: "laying out the slots".into(),
+            source,
+        })
+    }
+
+    /// Slots of param, state and grad, in this order.
+    pub(crate) fn classes(&self) -> [SlotClass; 3] {
+        let class = |slot_bytes, slot_count| SlotClass {
+            slot_bytes,
+            slot_count,
+        };
+        [
+            class(
+                self.param_slot_bytes,
+                self.param_resident_count + self.param_staging_count,
+            ),
+            class(
+                self.state_slot_bytes,
+                self.state_resident_count + self.state_staging_count,
+            ),
+            // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
+            class(self.grad_slot_bytes, self.range_count.max(1)),
+        ]
     }
 
     /// Room the tiles need on devices: two extents a tile, or one.
@@ -361,6 +392,25 @@ pub(crate) const STALL_MAX_DEFAULT: Duration = Duration::from_secs(120);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_arena_has_gaps_and_they_are_counted() {
+        let memory = MemoryPlan {
+            param_resident_count: 0,
+            state_resident_count: 2000,
+            param_staging_count: 0,
+            state_staging_count: 0,
+            range_count: 0,
+            param_slot_bytes: 4096,
+            state_slot_bytes: 9_052_160,
+            grad_slot_bytes: 4096,
+            table_bytes: 0,
+            table_count: 0,
+        };
+        // Each GiB holds 118 such slots, and ends where huge pages do.
+        let gaps = memory.arena_bytes().unwrap() - memory.host_bytes();
+        assert!((16 << 20..64 << 20).contains(&gaps), "{gaps}");
+    }
 
     #[test]
     fn staging_keeps_to_its_budget_and_to_what_is_staged() {

@@ -29,22 +29,28 @@ DEPTH = 32
 THREADS = 8  # each way and drive, without fio: a depth drives reach their rate with at megabytes
 
 
-def measure(state, block_bytes, seconds, fio=None):
-    """Bytes a second of all drives together: {"tool", "read_alone", "write_alone", "read", "write"}, the last two at once."""
+def measure(state, blocks_bytes, seconds, fio=None):
+    """Bytes a second of all drives together: {"tool", "read_alone", "write_alone", "read", "write"}, the last two at once, with the
+    block size of `blocks_bytes` that moves most at once."""
     folders = state["folders"]
     # A second's worth: long enough to leave every cache, short enough to be made quickly.
-    size_bytes = max(64 << 20, min(2 << 30, state["write_bps"])) // block_bytes * block_bytes
+    largest = max(blocks_bytes)
+    size_bytes = max(64 << 20, min(2 << 30, state["write_bps"])) // largest * largest
     files = [(pathlib.Path(folder) / "measure-read", pathlib.Path(folder) / "measure-write") for folder in folders]
     try:
         for pair in files:
             for file in pair:
                 fill(file, size_bytes)
         program = find_fio(fio)
-        work = {"files": [[str(r), str(w)] for r, w in files], "size_bytes": size_bytes, "block_bytes": block_bytes, "seconds": seconds}
-        one = (lambda read, write: with_fio(program, work, read, write)) if program else (lambda read, write: with_threads(work, read, write))
-        read_alone, _ = one(True, False)
-        _, write_alone = one(False, True)
-        read, write = one(True, True)
+
+        def one(block_bytes, read, write):
+            work = {"files": [[str(r), str(w)] for r, w in files], "size_bytes": size_bytes, "block_bytes": block_bytes, "seconds": seconds}
+            return with_fio(program, work, read, write) if program else with_threads(work, read, write)
+
+        at_once = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
+        block_bytes, (read, write) = max(at_once.items(), key=lambda found: sum(found[1]))
+        read_alone, _ = one(block_bytes, True, False)
+        _, write_alone = one(block_bytes, False, True)
     finally:
         for pair in files:
             for file in pair:
@@ -53,7 +59,7 @@ def measure(state, block_bytes, seconds, fio=None):
         "tool": f"fio ({program})" if program else "own threads (no fio here)",
         "block_bytes": block_bytes, "drives": len(state["devices"]),
         "pace_read": state["read_bps"] * len(state["devices"]), "pace_write": state["write_bps"] * len(state["devices"]),
-        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write,
+        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "at_once": at_once,
     }
 
 

@@ -147,11 +147,11 @@ class Table:
         plan = self.plan(folder, ranks)
         size_bytes = int(plan["device_bytes"] / count * DRIVE_SLACK) + 2 * plan["chosen"]["state_tile_bytes"] + DRIVE_SLACK_BYTES
         pace = [paced.number(text, 1000) for text in self.args.pace] if self.args.pace else rows.PACE
-        folders = paced.up(count, size_bytes, *pace)
+        folders = paced.up(count, size_bytes, *pace, parts=rows.DRIVE_PARTS)
         try:
             write(folders)
             block_bytes = max(1 << 20, min(plan["chosen"]["state_tile_bytes"] // 4096 * 4096, 8 << 20))
-            drives = mixed.measure(paced.read_state(), block_bytes, 3.0, self.args.fio)
+            drives = mixed.measure(paced.read_state(), sorted({1 << 20, block_bytes}), 3.0, self.args.fio)
             (folder / "drives.json").write_text(json.dumps(drives, indent=1))
             return self.trained(folder, ranks, drives)
         finally:
@@ -231,7 +231,7 @@ class Table:
         count = int(drives)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
-        folders = paced.up(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=count > 1)
+        folders = paced.up(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=True, parts=rows.DRIVE_PARTS)
         try:
             return self.peer_ran([*command, "--folder", folders[0]], out, folders)
         finally:

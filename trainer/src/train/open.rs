@@ -36,9 +36,6 @@ const CPU_UPDATERS: usize = 2;
 /// Version of the description that a store keeps with a job.
 const LAYOUT_VERSION: u32 = 1;
 
-/// Slots start at blocks and classes may be padded: a private daemon may give a little more than the slots' sum.
-const ARENA_SLACK_BYTES: u64 = 16 << 20;
-
 /// Where the state of a run with a shared daemon is, in `run.json`.
 const SHARED_STORE: &str = "with the daemon of offload.socket";
 
@@ -425,7 +422,7 @@ impl Prepared {
             return Ok(None);
         };
         // Planned for the first rank, which owns most.
-        let rank_bytes = self.plan.memory.host_bytes() + ARENA_SLACK_BYTES;
+        let rank_bytes = self.plan.memory.arena_bytes()?;
         let daemon = start_private(
             files,
             &daemon_folder(folder.path()),
