@@ -186,7 +186,13 @@ fn a_killed_rank_ends_the_streams_of_the_others_and_is_named() {
             gathered.and_then(|()| gpus.check()).err()
         });
         assert!(
-            matches!(ended, Some(CollectiveError::Died { rank: 1, .. })),
+            // A process that used a GPU takes seconds to be gone after it was killed: it may be silent before it is dead.
+            matches!(
+                ended,
+                Some(
+                    CollectiveError::Died { rank: 1, .. } | CollectiveError::Silent { rank: 1, .. }
+                )
+            ),
             "{ended:?}"
         );
         drop((gpus, comm));
