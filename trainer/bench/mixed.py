@@ -56,7 +56,7 @@ def measure(state, blocks_bytes, seconds, fio=None):
             for file in pair:
                 file.unlink(missing_ok=True)
     return {
-        "tool": f"fio ({program})" if program else "own threads (no fio here)",
+        "tool": "fio" if program else "own threads (no fio here)",
         "block_bytes": block_bytes, "drives": len(state["devices"]),
         "pace_read": state["read_bps"] * len(state["devices"]), "pace_write": state["write_bps"] * len(state["devices"]),
         "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "at_once": at_once,

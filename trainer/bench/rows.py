@@ -71,11 +71,11 @@ def split(name):
     return row, int(ranks or 1)
 
 
-def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4):
+def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4, ranks=1):
     """The run as TOML."""
     offload = {"schedule": "deferred"}
     if NVME in (row["param"], row["optimizer"]):
-        offload |= {"staging_bytes": int(row["staging"]) if model["vocab"] > 256 else 8 << 20}
+        offload |= {"staging_bytes": (int(row["staging"]) if model["vocab"] > 256 else 8 << 20) // ranks}
         if model["vocab"] <= 256:
             offload["tile_elems"] = 1 << 16
         if "resident_share" in row:

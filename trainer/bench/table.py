@@ -128,7 +128,7 @@ class Table:
         on_drives = rows.NVME in (row["param"], row["optimizer"])
 
         def write(nvme_paths):
-            text = rows.run_file(row, model, data=str(self.data), folder=str(folder / "run"), nvme_paths=nvme_paths, steps=self.args.steps)
+            text = rows.run_file(row, model, data=str(self.data), folder=str(folder / "run"), nvme_paths=nvme_paths, steps=self.args.steps, ranks=ranks)
             (folder / "run.toml").write_text(text)
 
         if not on_drives:
