@@ -23,6 +23,7 @@ mod torch {
                 .expect("libtorch/lib has a parent")
                 .join("include"),
         };
+        println!("cargo:rerun-if-changed=src/guarded.h");
         println!("cargo:rerun-if-changed=src/torch/shim.cpp");
         println!("cargo:rerun-if-changed=src/collective/gloo");
         println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");

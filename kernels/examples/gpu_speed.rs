@@ -5,9 +5,9 @@
 
 use std::time::Instant;
 
-use kernels::adamw::{Hyper, Master, state_tile_bytes};
+use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes};
 use kernels::gpu::{
-    DeviceBuffer, Event, Gpu, GpuError, Stream, TileUpdater, sum_squares_scratch_bytes,
+    DeviceBuffer, Event, Gpu, GpuError, Stream, TileAt, TileUpdater, sum_squares_scratch_bytes,
 };
 use kernels::reduce::GradType;
 
@@ -65,8 +65,14 @@ fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
         let state = zeroed(gpu, &stream, state_tile_bytes(master, elems))?;
         let grad = zeroed(gpu, &stream, elems * master.grad_bytes())?;
         let seconds = median(&stream, || {
-            let (param, state, grad) = (param.at(0), state.at(0), grad.at(0));
-            kernels.adamw_range(&stream, master, &HYPER, param, state, grad, elems, 0..elems)
+            let tile = TileAt {
+                master,
+                param: param.at(0),
+                state: state.at(0),
+                grad: grad.at(0),
+                elems,
+            };
+            kernels.adamw_range(&stream, &HYPER, tile, 0..elems)
         })?;
         report(
             &format!("adamw {master:?}"),
@@ -166,7 +172,14 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
                     scope.spawn(move || {
                         for (_, [param, state, grad]) in tiles {
                             let all = [(0..TILE_ELEMS, true)];
-                            updater.update(master, &HYPER, param, state, grad, TILE_ELEMS, &all)?;
+                            let tile = Tile {
+                                master,
+                                param,
+                                state,
+                                grad,
+                                elems: TILE_ELEMS,
+                            };
+                            updater.update(&HYPER, tile, &all)?;
                         }
                         Ok(())
                     })

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kernels::adamw::{Hyper, Master, step_range};
+use kernels::adamw::{Hyper, Master, Tile, step_range};
 use kernels::gpu::TileUpdater;
 use swapper::{Optimizer, TileRange};
 
@@ -56,11 +56,7 @@ impl Optimizer<Hyper> for CpuUpdate {
     ) {
         let elems = (range.elems.end - range.elems.start) as usize;
         for (part, decays) in self.decay.parts(range) {
-            let weight_decay = if decays { hyper.weight_decay } else { 0.0 };
-            let hyper = Hyper {
-                weight_decay,
-                ..*hyper
-            };
+            let hyper = hyper.of_part(decays);
             step_range(self.master, &hyper, param, state, grad, elems, part);
         }
     }
@@ -82,11 +78,15 @@ impl Optimizer<Hyper> for GpuUpdate {
         grad: &[u8],
         hyper: &Hyper,
     ) {
-        let elems = (range.elems.end - range.elems.start) as usize;
+        let tile = Tile {
+            master: self.master,
+            param,
+            state,
+            grad,
+            elems: (range.elems.end - range.elems.start) as usize,
+        };
         let parts = self.decay.parts(range);
-        let done = self
-            .updater
-            .update(self.master, hyper, param, state, grad, elems, &parts);
+        let done = self.updater.update(hyper, tile, &parts);
         // The tile's bytes may be half old, half new: nothing can go on from here, and the swapper says which tile it was.
         if let Err(error) = done {
             panic!("{error}");

@@ -53,6 +53,16 @@ pub struct Hyper {
     pub grad_scale: f32,
 }
 
+impl Hyper {
+    /// The same for elements that decay, or do not.
+    pub fn of_part(&self, decays: bool) -> Self {
+        Self {
+            weight_decay: if decays { self.weight_decay } else { 0.0 },
+            ..*self
+        }
+    }
+}
+
 /// One AdamW step over a tile of `elems` elements: `param` and `state` in place, `grad` read.
 ///
 /// The slices may be longer than the tile needs; the rest is left alone. Panics if one is shorter or does not start at a multiple of 64

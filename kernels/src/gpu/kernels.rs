@@ -33,6 +33,21 @@ pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
     elems.div_ceil(CHUNK_ELEMS).max(1) * size_of::<f64>()
 }
 
+/// A tile in device memory, its planes laid out as in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct TileAt<'a> {
+    /// How the parts are laid out.
+    pub master: Master,
+    /// Like the two below, at a multiple of 64 bytes. Updated in place.
+    pub param: DeviceAt<'a>,
+    /// Updated in place.
+    pub state: DeviceAt<'a>,
+    /// Read.
+    pub grad: DeviceAt<'a>,
+    /// Elements of the tile.
+    pub elems: usize,
+}
+
 impl Kernels {
     pub(super) fn compile(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = |wanted: &str| {
@@ -83,30 +98,31 @@ impl Kernels {
             .collect()
     }
 
-    /// Enqueues one AdamW step over the elements `range` of a tile of `tile_elems` elements, as [`crate::adamw::step_range`] takes it.
+    /// Enqueues one AdamW step over the elements `range` of a tile, as [`crate::adamw::step_range`] takes it.
     ///
-    /// The tile's planes lie in device memory as they do in host memory, `param`, `state` and `grad` each at a multiple of 64 bytes.
     /// Moves 26 bytes an element (split bf16), 28 (fp32, fp16).
     ///
-    /// Panics if a range is not within its buffer or its tile, a place is not so aligned, or `hyper.step` is 0.
+    /// Panics if a range is not within its buffer or its tile, a place is not aligned as [`TileAt`] says, or `hyper.step` is 0.
     ///
     /// # Errors
     /// The launch failed.
-    #[allow(clippy::too_many_arguments)]
     pub fn adamw_range(
         &self,
         stream: &Stream,
-        master: Master,
         hyper: &Hyper,
-        param: DeviceAt<'_>,
-        state: DeviceAt<'_>,
-        grad: DeviceAt<'_>,
-        tile_elems: usize,
+        tile: TileAt<'_>,
         range: Range<usize>,
     ) -> Result<(), GpuError> {
+        let TileAt {
+            master,
+            param,
+            state,
+            grad,
+            elems,
+        } = tile;
         assert!(
-            range.start <= range.end && range.end <= tile_elems,
-            "range {range:?} is not within the tile's {tile_elems} elements"
+            range.start <= range.end && range.end <= elems,
+            "range {range:?} is not within the tile's {elems} elements"
         );
         for (name, place) in [("param", param), ("state", state), ("grad", grad)] {
             assert!(
@@ -115,14 +131,14 @@ impl Kernels {
                 place.offset_bytes
             );
         }
-        let param = param.address(tile_elems * master.param_bytes());
-        let state = state.address(state_tile_bytes(master, tile_elems));
-        let grad = grad.address(tile_elems * master.grad_bytes());
+        let param = param.address(elems * master.param_bytes());
+        let state = state.address(state_tile_bytes(master, elems));
+        let grad = grad.address(elems * master.grad_bytes());
         let scalars = kernel_scalars(hyper);
         if range.is_empty() {
             return Ok(());
         }
-        let [momentum, variance] = moment_offsets_bytes(master, tile_elems);
+        let [momentum, variance] = moment_offsets_bytes(master, elems);
         let mut args = vec![
             Arg::Ptr(param),
             Arg::Ptr(state),

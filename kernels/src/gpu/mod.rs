@@ -36,7 +36,7 @@ pub use buffer::{DeviceAt, DeviceBuffer, Registration};
 pub use compiler::{CompileOptions, Compiler};
 pub use device::{Gpu, GpuInfo};
 pub use error::GpuError;
-pub use kernels::{Kernels, sum_squares_scratch_bytes};
+pub use kernels::{Kernels, TileAt, sum_squares_scratch_bytes};
 pub use module::{Arg, Function, FunctionUse, Module};
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;

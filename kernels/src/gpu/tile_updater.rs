@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use super::buffer::HostLoan;
-use super::{DeviceBuffer, Gpu, GpuError, Stream};
-use crate::adamw::{Hyper, Master, state_tile_bytes};
+use super::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
+use crate::adamw::{Hyper, Master, Tile, state_tile_bytes};
 
 /// One thread's stream and device memory for streamed updates.
 #[derive(Debug)]
@@ -40,55 +40,51 @@ impl TileUpdater {
         parts(master, elems_max)[3]
     }
 
-    /// One AdamW step over the `parts` of a tile of `tile_elems` elements; those that do not decay are stepped without weight decay.
-    /// Elements of no part stay as they are. The bytes are final when this returns, and those of [`crate::adamw::step_range`].
+    /// One AdamW step over the parts of a tile; those that do not decay are stepped without weight decay. Elements of no part
+    /// stay as they are. The bytes are final when this returns, and those of [`crate::adamw::step_range`].
     ///
     /// The slices may be longer than the tile needs. Panics if one is shorter, or the tile is larger than this was made for, or a part
     /// is not within the tile.
     ///
     /// # Errors
     /// A call failed. The tile is lost then: some of its bytes may be of the next step and some not.
-    #[allow(clippy::too_many_arguments)]
     pub fn update(
         &mut self,
-        master: Master,
         hyper: &Hyper,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        tile_elems: usize,
+        tile: Tile<'_>,
         parts_of_tile: &[(Range<usize>, bool)],
     ) -> Result<(), GpuError> {
-        let [param_at, state_at, grad_at, end] = parts(master, tile_elems);
+        let Tile {
+            master,
+            param,
+            state,
+            grad,
+            elems,
+        } = tile;
+        let [param_at, state_at, grad_at, end] = parts(master, elems);
         assert!(
             end <= self.tile.bytes(),
-            "a tile of {tile_elems} elements needs {end} bytes, this updater has {}",
+            "a tile of {elems} elements needs {end} bytes, this updater has {}",
             self.tile.bytes()
         );
-        let param = &mut param[..tile_elems * master.param_bytes()];
-        let state = &mut state[..state_tile_bytes(master, tile_elems)];
-        let grad = &grad[..tile_elems * master.grad_bytes()];
+        let param = &mut param[..elems * master.param_bytes()];
+        let state = &mut state[..state_tile_bytes(master, elems)];
+        let grad = &grad[..elems * master.grad_bytes()];
         let kernels = self.gpu.kernels()?;
-        let not_decaying = Hyper {
-            weight_decay: 0.0,
-            ..*hyper
-        };
         let lent = HostLoan(&self.stream);
         let up = [(param_at, &*param), (state_at, &*state), (grad_at, grad)];
         // SAFETY: the slices are borrowed until this function returns, which `lent` lets it do only after the copies. The copies down
         // are enqueued behind those up.
         unsafe { self.gpu.enqueue_upload(&self.stream, &self.tile, &up)? };
+        let at = TileAt {
+            master,
+            param: self.tile.at(param_at),
+            state: self.tile.at(state_at),
+            grad: self.tile.at(grad_at),
+            elems,
+        };
         for (range, decays) in parts_of_tile {
-            kernels.adamw_range(
-                &self.stream,
-                master,
-                if *decays { hyper } else { &not_decaying },
-                self.tile.at(param_at),
-                self.tile.at(state_at),
-                self.tile.at(grad_at),
-                tile_elems,
-                range.clone(),
-            )?;
+            kernels.adamw_range(&self.stream, &hyper.of_part(*decays), at, range.clone())?;
         }
         let mut down = [(param_at, param), (state_at, state)];
         // SAFETY: as above; the borrows of these two are exclusive.

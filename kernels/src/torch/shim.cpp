@@ -16,27 +16,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "../guarded.h"
+
 namespace {
-
-char *copy_message(const char *text) {
-    char *copy = strdup(text);
-    // Without memory for the message NULL would read as success.
-    if (copy == nullptr) std::abort();
-    return copy;
-}
-
-template <typename F> char *guarded(F f) {
-    try {
-        f();
-        return nullptr;
-    } catch (const c10::Error &e) {
-        return copy_message(e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        return copy_message(e.what());
-    } catch (...) {
-        return copy_message("an exception of unknown type");
-    }
-}
 
 std::vector<at::Tensor> gather(void *const *tensors, size_t count) {
     std::vector<at::Tensor> list;

@@ -5,7 +5,7 @@
 //! the tile too.
 
 use kernels::adamw::{Hyper, Master, step_range};
-use kernels::gpu::{Gpu, Stream};
+use kernels::gpu::{Gpu, Stream, TileAt};
 use std::ops::Range;
 
 use crate::device::{DeviceTile, HYPER, PART_AT, gpu};
@@ -39,20 +39,14 @@ fn enqueue(
     range: Range<usize>,
 ) {
     let kernels = gpu.kernels().unwrap();
-    let (param, state) = (tile.param.at(PART_AT), tile.state.at(PART_AT));
-    let grad = tile.grad.at(PART_AT);
-    kernels
-        .adamw_range(
-            stream,
-            like.master,
-            hyper,
-            param,
-            state,
-            grad,
-            like.elems,
-            range,
-        )
-        .unwrap();
+    let tile = TileAt {
+        master: like.master,
+        param: tile.param.at(PART_AT),
+        state: tile.state.at(PART_AT),
+        grad: tile.grad.at(PART_AT),
+        elems: like.elems,
+    };
+    kernels.adamw_range(stream, hyper, tile, range).unwrap();
 }
 
 #[test]
@@ -154,18 +148,14 @@ fn a_tile_that_does_not_fit_its_buffer_is_refused() {
         let buffer = |n| if n == 0 { small } else { large };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let kernels = gpu.kernels().unwrap();
-            let (param, state) = (buffer(param).at(at), buffer(state).at(0));
-            let grad = large.at(0);
-            kernels.adamw_range(
-                stream,
-                Master::SplitBf16,
-                &HYPER,
-                param,
-                state,
-                grad,
-                100,
-                0..100,
-            )
+            let tile = TileAt {
+                master: Master::SplitBf16,
+                param: buffer(param).at(at),
+                state: buffer(state).at(0),
+                grad: large.at(0),
+                elems: 100,
+            };
+            kernels.adamw_range(stream, &HYPER, tile, 0..100)
         }))
         .is_err()
     };

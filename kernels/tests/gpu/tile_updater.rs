@@ -32,10 +32,7 @@ fn on_cpu(before: &OwnedTile, parts: &[(Range<usize>, bool)]) -> OwnedTile {
 }
 
 fn update(updater: &mut TileUpdater, tile: &mut OwnedTile, parts: &[(Range<usize>, bool)]) {
-    let (elems, t) = (tile.elems, tile.borrow());
-    updater
-        .update(t.master, &HYPER, t.param, t.state, t.grad, elems, parts)
-        .unwrap();
+    updater.update(&HYPER, tile.borrow(), parts).unwrap();
 }
 
 #[test]

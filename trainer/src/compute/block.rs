@@ -134,19 +134,7 @@ fn attention(
     let key = rotate(&heads(k, config.kv_heads)?, &cos, &sin)?;
     let value = heads(v, config.kv_heads)?;
     let share = (config.heads / config.kv_heads) as i64;
-    let query = product_input(&query)?;
-    let key = shared_heads(&product_input(&key)?, share)?;
-    let value = shared_heads(&product_input(&value)?, share)?;
-    let mixed = Tensor::f_scaled_dot_product_attention(
-        &query,
-        &key,
-        &value,
-        None::<Tensor>,
-        0.0,
-        true,
-        None,
-        false,
-    )?;
+    let mixed = causal_attention(&query, &key, &value, share)?;
     let mixed = mixed
         .f_transpose(1, 2)?
         .f_reshape([micro_batch, seq_len, -1])?;
@@ -159,6 +147,26 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor, ComputeError
     let halves = x.f_chunk(2, -1)?;
     let turned = Tensor::f_cat(&[halves[1].f_neg()?, halves[0].shallow_clone()], -1)?;
     Ok(x.f_mul(cos)?.f_add(&turned.f_mul(sin)?)?)
+}
+
+/// Causal attention of [micro_batch, heads, seq_len, head_dim], keys and values with a `share`-th of the heads; the result
+/// is as wide as [`product_input`] makes its inputs.
+pub(super) fn causal_attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    share: i64,
+) -> Result<Tensor, ComputeError> {
+    Ok(Tensor::f_scaled_dot_product_attention(
+        &product_input(query)?,
+        &shared_heads(&product_input(key)?, share)?,
+        &shared_heads(&product_input(value)?, share)?,
+        None::<Tensor>,
+        0.0,
+        true,
+        None,
+        false,
+    )?)
 }
 
 /// Each key or value head repeated for the `share` query heads that use it. Repeated here and not inside the attention

@@ -9,7 +9,7 @@
 //! 14 bytes a parameter in 16 bit. An update moves 26 of them, at the memory's own speed.
 
 use kernels::adamw::{Hyper, Master};
-use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream};
+use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError};
 
 use crate::update::Decay;
@@ -124,21 +124,15 @@ impl GpuHome {
             let tiles = &self.units[range.unit];
             let number = number as u32;
             let elems = self.layout.elems(number) as usize;
+            let tile = TileAt {
+                master: self.master,
+                param: tiles.param.at(self.param_at(number)),
+                state: tiles.state.at(self.state_at[number as usize]),
+                grad: tiles.grad.at(self.grad_at(number)),
+                elems,
+            };
             for (part, decays) in self.decay.parts(range) {
-                let hyper = Hyper {
-                    weight_decay: if decays { hyper.weight_decay } else { 0.0 },
-                    ..*hyper
-                };
-                kernels.adamw_range(
-                    &self.stream,
-                    self.master,
-                    &hyper,
-                    tiles.param.at(self.param_at(number)),
-                    tiles.state.at(self.state_at[number as usize]),
-                    tiles.grad.at(self.grad_at(number)),
-                    elems,
-                    part,
-                )?;
+                kernels.adamw_range(&self.stream, &hyper.of_part(decays), tile, part)?;
             }
         }
         Ok(StepIo::default())

@@ -200,7 +200,7 @@ fn run_to_its_end(
         };
         let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
             .keeping(prepared.plan.keep);
-        let live = prepared.lives_in_gpu();
+        let live = prepared.plan.lives_in_gpu;
         let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
         let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems);
         Stepper::new(engine, gpu, settings.batch, master, live, shards)

@@ -13,7 +13,7 @@ use swapper::{Backing, Blank, Daemon, Opened, Optimizer, Swapper};
 
 use super::TrainError;
 use crate::accelerator;
-use crate::config::{Durability, RunSettings, Tier, UpdatePlace};
+use crate::config::{Durability, RunSettings, UpdatePlace};
 use crate::data::Data;
 use crate::home::{GpuHome, Home};
 use crate::metrics::MetricsFile;
@@ -296,16 +296,10 @@ impl Prepared {
         Ok((run, resumed))
     }
 
-    /// Whether all tiles live in the memory of the GPU that computes.
-    pub(crate) fn lives_in_gpu(&self) -> bool {
-        let placement = &self.settings.placement;
-        self.gpu.is_some() && placement.param == Tier::None && placement.optimizer == Tier::None
-    }
-
     /// Takes the tiles' memory, opens their store.
     fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
         let decay = Decay::new(&plan.units);
-        if let Some(gpu) = self.gpu.as_ref().filter(|_| self.lives_in_gpu()) {
+        if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
             let home = GpuHome::new(gpu, layout, plan.master, decay)?;
             let opened = Opened {

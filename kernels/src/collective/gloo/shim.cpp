@@ -19,6 +19,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "../../guarded.h"
+
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
@@ -45,26 +47,6 @@ struct Operation {
     c10::intrusive_ptr<c10d::Work> work;
     std::shared_ptr<Done> done;
 };
-
-char *copy_message(const char *text) {
-    char *copy = strdup(text);
-    // Without memory for the message NULL would read as success.
-    if (copy == nullptr) std::abort();
-    return copy;
-}
-
-template <typename F> char *guarded(F f) {
-    try {
-        f();
-        return nullptr;
-    } catch (const c10::Error &e) {
-        return copy_message(e.what_without_backtrace());
-    } catch (const std::exception &e) {
-        return copy_message(e.what());
-    } catch (...) {
-        return copy_message("an exception of unknown type");
-    }
-}
 
 at::Tensor over(void *bytes, size_t count) {
     return at::from_blob(bytes, {static_cast<int64_t>(count)}, at::kByte);

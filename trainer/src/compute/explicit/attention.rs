@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::ops::Ops;
 use crate::compute::ComputeError;
-use crate::compute::block::{Rotary, product_input};
+use crate::compute::block::{Rotary, causal_attention};
 use crate::compute::values::size_bytes;
 use crate::model::LlamaConfig;
 
@@ -93,29 +93,8 @@ pub(super) fn attention(
 /// Attention in whatever kernel torch chooses; rounded to the kind of the query.
 fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, ComputeError> {
     let share = shape.heads / shape.kv_heads;
-    let mixed = Tensor::f_scaled_dot_product_attention(
-        &product_input(query)?,
-        &shared_heads(&product_input(key)?, share)?,
-        &shared_heads(&product_input(value)?, share)?,
-        None::<Tensor>,
-        0.0,
-        true,
-        None,
-        false,
-    )?;
+    let mixed = causal_attention(query, key, value, share)?;
     Ok(mixed.f_to_kind(query.kind())?)
-}
-
-/// Each key or value head repeated for the `share` query heads that use it, as in `../block.rs`.
-fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
-    if share == 1 {
-        return Ok(x.shallow_clone());
-    }
-    let (micro_batch, heads, seq_len, head_dim) = x.size4()?;
-    let repeated = x
-        .f_unsqueeze(2)?
-        .f_expand([micro_batch, heads, share, seq_len, head_dim], false)?;
-    Ok(repeated.f_reshape([micro_batch, heads * share, seq_len, head_dim])?)
 }
 
 impl Attention {
