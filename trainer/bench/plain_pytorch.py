@@ -4,7 +4,7 @@
 Llama as one writes it down: RMSNorm, rotary positions, scaled_dot_product_attention, SwiGLU; each block checkpointed; loss in fp32
 over bf16 logits. It keeps what an exact trainer keeps: bf16 weights to compute with, an fp32 master and fp32 moments, updated by the
 fused AdamW (16 bytes a parameter with bf16 gradients, 4 more while the step's gradients are fp32). `--master none` keeps only bf16
-weights and bf16 moments: less to move, other results.
+weights and bf16 moments: less to move, other results. `--compile` lets torch.compile fuse each block and the loss (Triton, a minute).
 
 With `--data FILE` it reads the trainer's tokens (bytes) in the trainer's order and starts from the trainer's weights (the counter of
 trainer/src/model/init.rs), so that its losses can be laid beside metrics.jsonl; without, tokens are random.
@@ -105,12 +105,17 @@ def block(x, p, cos, sin, a):
     return x + F.linear(F.silu(F.linear(y, p["gate"])) * F.linear(y, p["up"]), p["down"])
 
 
+def head(x, p, targets, a):
+    logits = F.linear(norm(x, p["norm"], a.eps), p["head"])
+    return F.cross_entropy(logits.float().view(-1, a.vocab), targets.reshape(-1))
+
+
 def loss_of(weights, inputs, targets, cos, sin, a):
+    of_block, of_head = (torch.compile(block), torch.compile(head)) if a.compile else (block, head)
     x = F.embedding(inputs, weights[0]["embed"])
     for p in weights[1:-1]:
-        x = checkpoint(block, x, p, cos, sin, a, use_reentrant=False)
-    logits = F.linear(norm(x, weights[-1]["norm"], a.eps), weights[-1]["head"])
-    return F.cross_entropy(logits.float().view(-1, a.vocab), targets.reshape(-1))
+        x = checkpoint(of_block, x, p, cos, sin, a, use_reentrant=False)
+    return of_head(x, weights[-1], targets, a)
 
 
 def permuted(seed, epoch, count, index):
@@ -150,6 +155,7 @@ def main():
     parser.add_argument("--data")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--master", choices=["fp32", "none"], default="fp32")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     a = parser.parse_args()
     began = time.time()

@@ -47,6 +47,7 @@ ROWS = {
 PEERS = {
     "pytorch": "plain_pytorch.py: resident, bf16 with an fp32 master",
     "pytorch-bf16": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results",
+    "pytorch-compiled": "plain_pytorch.py --compile: as pytorch, blocks and loss fused by torch.compile",
     "deepspeed-gpu": "DeepSpeed, all on the GPU",
     "deepspeed-cpu": "DeepSpeed, optimizer and parameters in host memory",
     "deepspeed-nvme1": "DeepSpeed, optimizer and parameters on one drive",

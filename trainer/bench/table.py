@@ -219,8 +219,8 @@ class Table:
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
         common = [*shape, "--steps", self.args.steps, "--out", out]
         if program == "pytorch":
-            master = ["--master", "none"] if mode else []
-            return self.peer_ran([sys.executable, HERE / "plain_pytorch.py", *common, *master], out, None)
+            options = {"bf16": ["--master", "none"], "compiled": ["--compile"]}[mode[0]] if mode else []
+            return self.peer_ran([sys.executable, HERE / "plain_pytorch.py", *common, *options], out, None)
         asked = subprocess.run([sys.executable, "-c", "import deepspeed"], capture_output=True)
         if asked.returncode != 0:
             raise RowFailed("deepspeed is not installed here")
