@@ -11,7 +11,7 @@ use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, device_working_bytes,
     kept_bytes_a_token, set_up,
 };
-use trainer::model::{LlamaConfig, init};
+use trainer::model::{ModelConfig, init};
 
 const MICRO_BATCH: usize = 8;
 const SEQ_LEN: usize = 2048;
@@ -36,8 +36,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn config() -> LlamaConfig {
-    LlamaConfig {
+fn config() -> ModelConfig {
+    ModelConfig {
         vocab_size: 32000,
         hidden_size: 2048,
         intermediate_size: 5504,

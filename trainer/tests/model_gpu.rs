@@ -10,7 +10,7 @@ use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Keep, Tokens, UnitWeights, set_up,
 };
-use trainer::model::{LlamaConfig, ParamLayout, init};
+use trainer::model::{ModelConfig, ParamLayout, init};
 
 /// Runs `test` in a process that has cuBLAS's setting, where there is a GPU.
 fn on_gpu(name: &str, test: impl FnOnce(Gpu)) {
@@ -39,8 +39,8 @@ fn on_gpu(name: &str, test: impl FnOnce(Gpu)) {
     );
 }
 
-fn config(hidden_size: usize, intermediate_size: usize, vocab_size: usize) -> LlamaConfig {
-    LlamaConfig {
+fn config(hidden_size: usize, intermediate_size: usize, vocab_size: usize) -> ModelConfig {
+    ModelConfig {
         vocab_size,
         hidden_size,
         intermediate_size,
@@ -58,7 +58,7 @@ fn config(hidden_size: usize, intermediate_size: usize, vocab_size: usize) -> Ll
 
 /// A model's weights and the micro-batches of a step, the same wherever they are computed with.
 struct Case {
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: Dtype,
     seq_len: usize,
     /// Sequences of each micro-batch.
@@ -242,16 +242,16 @@ fn tolerance(dtype: Dtype) -> f64 {
 
 fn cases(dtype: Dtype) -> Vec<Case> {
     // Multiples of 64, so that weights lie side by side; odd sizes; a tied model; heads that each have their own key.
-    let odd = LlamaConfig {
+    let odd = ModelConfig {
         heads: 6,
         head_dim: Some(10),
         ..config(36, 50, 101)
     };
-    let tied = LlamaConfig {
+    let tied = ModelConfig {
         tied: true,
         ..config(128, 192, 500)
     };
-    let every_head = LlamaConfig {
+    let every_head = ModelConfig {
         kv_heads: 4,
         ..config(256, 704, 1000)
     };
@@ -292,7 +292,7 @@ fn fused_kernels_compute_what_torchs_operators_compute() {
             for dtype in [Dtype::Fp32, Dtype::Bf16] {
                 // Rows as long as those of real models, and logits in more than one slice.
                 let large = Case {
-                    config: LlamaConfig {
+                    config: ModelConfig {
                         layers: 1,
                         heads: 16,
                         kv_heads: 16,
@@ -322,7 +322,7 @@ fn a_gpu_gives_the_same_bits_each_time() {
         let gpu = ComputeDevice::Gpu(gpu);
         for dtype in [Dtype::Fp32, Dtype::Bf16] {
             let case = Case {
-                config: LlamaConfig {
+                config: ModelConfig {
                     heads: 8,
                     ..config(1024, 2752, 8000)
                 },

@@ -4,13 +4,13 @@
 use std::process::{Child, Command, Stdio};
 
 use trainer::compute::{Activation, Dtype, Engine, Tokens, UnitWeights, set_up, working_bytes};
-use trainer::model::LlamaConfig;
+use trainer::model::ModelConfig;
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
 
 struct Case {
     name: &'static str,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -18,7 +18,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    let config = |hidden_size, intermediate_size, vocab_size, kv_heads, tied| LlamaConfig {
+    let config = |hidden_size, intermediate_size, vocab_size, kv_heads, tied| ModelConfig {
         vocab_size,
         hidden_size,
         intermediate_size,
@@ -153,7 +153,7 @@ fn the_arithmetic_takes_no_more_memory_than_is_promised() {
 fn peak_bytes(case: &Case) -> u64 {
     set_up(1).unwrap();
     // torch's own start (thread stacks, oneDNN's tables) is not the model's: a first tiny step has it done.
-    let small = LlamaConfig {
+    let small = ModelConfig {
         hidden_size: 32,
         intermediate_size: 32,
         vocab_size: 64,
@@ -179,7 +179,7 @@ fn peak_bytes(case: &Case) -> u64 {
 
 /// Runs `micro_batches` micro-batches, vertically, as the training step does. Returns the bytes of kept activations.
 fn step(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,

@@ -7,10 +7,10 @@ use std::path::Path;
 
 use serde_json::Value;
 use trainer::compute::{Dtype, Engine, GradSink, Tokens, UnitWeights, set_up};
-use trainer::model::{LlamaConfig, init};
+use trainer::model::{ModelConfig, init};
 
 struct Fixture {
-    config: LlamaConfig,
+    config: ModelConfig,
     seed: u64,
     seq_len: usize,
     /// The first step's rows of tokens, one longer than `seq_len`.
@@ -35,9 +35,9 @@ fn fixture(tied: bool) -> Fixture {
             .map(|&byte| i64::from(byte))
             .collect()
     };
-    let config: LlamaConfig = serde_json::from_value(json["config"].clone()).unwrap();
+    let config: ModelConfig = serde_json::from_value(json["config"].clone()).unwrap();
     Fixture {
-        config: LlamaConfig { tied, ..config },
+        config: ModelConfig { tied, ..config },
         seed: json["run"]["seed"].as_u64().unwrap(),
         seq_len,
         rows: windows.iter().map(row).collect(),

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 
 /// The parameters of a block in the order of its layout.
 pub(super) const BLOCK_PARAMS: usize = 9;
@@ -18,7 +18,7 @@ impl Rotary {
     /// Angles `position * theta^(-2i / head_dim)` for pair i, in fp32 (fp64 for an fp64 model), the pairs' angles twice
     /// over: pair i is the elements i and i + head_dim / 2.
     pub(super) fn new(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         seq_len: usize,
         kind: Kind,
     ) -> Result<Self, ComputeError> {
@@ -91,7 +91,7 @@ pub(super) fn linear(x: &Tensor, weight: &Tensor, kind: Kind) -> Result<Tensor, 
 
 /// The block's output for input `x`, both [micro_batch, seq_len, hidden_size]; `params` in the order of the layout.
 pub(super) fn forward(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     rotary: &Rotary,
     params: &[Tensor; BLOCK_PARAMS],
     x: &Tensor,
@@ -118,7 +118,7 @@ pub(super) fn forward(
 
 /// Causal attention of [micro_batch, seq_len, heads * head_dim] each; the result is an input for a product.
 fn attention(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     rotary: &Rotary,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Tensor, ComputeError> {

@@ -11,7 +11,7 @@ use super::head::{self, LOGITS_ELEMS_MAX};
 use super::{
     Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
 };
-use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
+use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
 ///
@@ -24,7 +24,7 @@ pub fn set_up(threads: usize) -> Result<(), ComputeError> {
 
 /// A model's arithmetic, without its weights.
 pub struct Engine {
-    config: LlamaConfig,
+    config: ModelConfig,
     units: Vec<UnitLayout>,
     kind: Kind,
     seq_len: usize,
@@ -50,7 +50,7 @@ impl Engine {
     ///
     /// # Errors
     /// A configuration that describes no model; out of memory.
-    pub fn new(config: &LlamaConfig, dtype: Dtype, seq_len: usize) -> Result<Self, ComputeError> {
+    pub fn new(config: &ModelConfig, dtype: Dtype, seq_len: usize) -> Result<Self, ComputeError> {
         Self::of_kind(config, dtype.kind(), seq_len)
     }
 
@@ -61,7 +61,7 @@ impl Engine {
     /// As [`Engine::new`]; no GPU half of torch, or one that does not see the GPU.
     pub fn on(
         device: &ComputeDevice,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         dtype: Dtype,
         seq_len: usize,
     ) -> Result<Self, ComputeError> {
@@ -84,7 +84,7 @@ impl Engine {
     }
 
     pub(super) fn of_kind(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         kind: Kind,
         seq_len: usize,
     ) -> Result<Self, ComputeError> {
@@ -136,7 +136,7 @@ impl Engine {
     }
 
     /// The model's configuration.
-    pub fn config(&self) -> &LlamaConfig {
+    pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 

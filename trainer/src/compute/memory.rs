@@ -10,7 +10,7 @@ use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
 use super::{Dtype, Keep};
-use crate::model::{LlamaConfig, UnitLayout, unit_layouts};
+use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
 /// to 2.3 times what is alive with glibc; giving every freed piece back instead (`M_MMAP_THRESHOLD`) takes 2.5 times as
@@ -23,7 +23,7 @@ const WIDE_BYTES: u64 = 4;
 /// Most bytes torch takes at a time for micro-batches of `micro_batch` sequences of `seq_len` tokens, beside weights and
 /// kept activations. `micro_batches` of them are summed in a step: from two on, sums are fp32.
 pub fn working_bytes(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -98,7 +98,7 @@ pub const DEVICE_CONTEXT_BYTES: u64 = 1 << 30;
 
 /// As [`working_bytes`], of a GPU's memory. The caller holds weights, gradients' buffers and kept activations.
 pub fn device_working_bytes(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -171,7 +171,7 @@ pub fn device_working_bytes(
 
 /// Bytes that a block keeps for each token beside its input, elements of `elem_bytes`. All blocks keep so from forward to
 /// backward, for every micro-batch.
-pub fn kept_bytes_a_token(config: &LlamaConfig, elem_bytes: usize, keep: Keep) -> usize {
+pub fn kept_bytes_a_token(config: &ModelConfig, elem_bytes: usize, keep: Keep) -> usize {
     let query = config.heads * config.head_dim();
     let key = config.kv_heads * config.head_dim();
     let repeated = if config.heads == config.kv_heads {

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use crate::compute::Dtype;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 
 /// A run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSettings {
-    pub model: LlamaConfig,
+    pub model: ModelConfig,
     /// Parameters and activations. Bf16 keeps its fp32 master split.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,

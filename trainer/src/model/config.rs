@@ -5,7 +5,7 @@ use serde_json::Value;
 
 /// A model's sizes and constants. The keys in files are those of Hugging Face's `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LlamaConfig {
+pub struct ModelConfig {
     /// Tokens the model knows.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -114,12 +114,12 @@ pub enum ConfigError {
 /// Sizes beyond this are mistakes, and products of a few of them still fit 64 bits.
 const SIZE_MAX: usize = 1 << 22;
 
-impl LlamaConfig {
+impl ModelConfig {
     /// Reads a model directory's `config.json`. Keys that do not change the arithmetic are left aside; those that
     /// ask for another form of model are refused.
     ///
     /// # Errors
-    /// Unreadable text, an unsupported form, or what [`LlamaConfig::validate`] refuses.
+    /// Unreadable text, an unsupported form, or what [`ModelConfig::validate`] refuses.
     pub fn from_hf_json(text: &str) -> Result<Self, ConfigError> {
         let unreadable = |e: serde_json::Error| ConfigError::Unreadable(e.to_string());
         let mut value: Value = serde_json::from_str(text).map_err(unreadable)?;
@@ -131,7 +131,7 @@ impl LlamaConfig {
         ) {
             value["num_key_value_heads"] = heads;
         }
-        let mut config: LlamaConfig = serde_json::from_value(value.clone()).map_err(unreadable)?;
+        let mut config: ModelConfig = serde_json::from_value(value.clone()).map_err(unreadable)?;
         // Newer files keep the wavelength's base in a table of its own.
         if let Some(theta) = value
             .pointer("/rope_parameters/rope_theta")
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn hugging_face_keys_are_read_and_the_rest_has_llamas_defaults() {
         let config =
-            LlamaConfig::from_hf_json(&hf(r#","rope_theta":500000.0,"rope_scaling":null"#))
+            ModelConfig::from_hf_json(&hf(r#","rope_theta":500000.0,"rope_scaling":null"#))
                 .unwrap();
         assert_eq!(
             (
@@ -294,12 +294,12 @@ mod tests {
             (config.rope_theta, config.rms_norm_eps, config.tied),
             (500000.0, 1e-6, false)
         );
-        let again: LlamaConfig =
+        let again: ModelConfig =
             serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
         assert_eq!(again, config);
         let newer = hf(r#","rope_parameters":{"rope_type":"default","rope_theta":250000.0}"#);
         assert_eq!(
-            LlamaConfig::from_hf_json(&newer).unwrap().rope_theta,
+            ModelConfig::from_hf_json(&newer).unwrap().rope_theta,
             250000.0
         );
     }
@@ -319,32 +319,32 @@ mod tests {
                 "rope_parameters",
             ),
         ] {
-            match LlamaConfig::from_hf_json(&hf(extra)) {
+            match ModelConfig::from_hf_json(&hf(extra)) {
                 Err(ConfigError::Unsupported { key: named, .. }) => assert_eq!(named, key),
                 other => panic!("{extra}: {other:?}"),
             }
         }
         assert!(matches!(
-            LlamaConfig::from_hf_json(r#"{"model_type":"mamba"}"#),
+            ModelConfig::from_hf_json(r#"{"model_type":"mamba"}"#),
             Err(ConfigError::Unsupported {
                 key: "model_type",
                 ..
             })
         ));
         assert!(matches!(
-            LlamaConfig::from_hf_json("{"),
+            ModelConfig::from_hf_json("{"),
             Err(ConfigError::Unreadable(_))
         ));
         assert!(matches!(
-            LlamaConfig::from_hf_json("{}"),
+            ModelConfig::from_hf_json("{}"),
             Err(ConfigError::Unreadable(_))
         ));
     }
 
     #[test]
     fn sizes_that_do_not_fit_are_refused() {
-        let good = LlamaConfig::from_hf_json(&hf("")).unwrap();
-        let with = |change: fn(&mut LlamaConfig)| {
+        let good = ModelConfig::from_hf_json(&hf("")).unwrap();
+        let with = |change: fn(&mut ModelConfig)| {
             let mut config = good.clone();
             change(&mut config);
             config.validate()

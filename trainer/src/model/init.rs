@@ -97,10 +97,10 @@ fn normal(key: u64, offset: u64, initializer_range: f64) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{LlamaConfig, unit_layouts};
+    use crate::model::{ModelConfig, unit_layouts};
 
     fn layouts() -> Vec<UnitLayout> {
-        unit_layouts(&LlamaConfig {
+        unit_layouts(&ModelConfig {
             vocab_size: 1000,
             hidden_size: 96,
             intermediate_size: 200,

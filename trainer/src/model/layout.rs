@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::LlamaConfig;
+use super::ModelConfig;
 
 /// Each parameter starts at a multiple of this many elements, and each unit's length is one: 128 bytes in 16 bit, so
 /// that vector loads and tensors over the buffer are aligned whatever lies before.
@@ -76,7 +76,7 @@ impl UnitLayout {
 }
 
 /// The model's units in the order forward uses them: embedding, blocks, head.
-pub fn unit_layouts(config: &LlamaConfig) -> Vec<UnitLayout> {
+pub fn unit_layouts(config: &ModelConfig) -> Vec<UnitLayout> {
     let (h, ff, vocab) = (
         config.hidden_size,
         config.intermediate_size,
@@ -122,8 +122,8 @@ pub fn unit_layouts(config: &LlamaConfig) -> Vec<UnitLayout> {
 mod tests {
     use super::*;
 
-    fn config(tied: bool) -> LlamaConfig {
-        LlamaConfig {
+    fn config(tied: bool) -> ModelConfig {
+        ModelConfig {
             vocab_size: 101,
             hidden_size: 36,
             intermediate_size: 50,

@@ -11,5 +11,5 @@ mod config;
 pub mod init;
 mod layout;
 
-pub use config::{ConfigError, LlamaConfig};
+pub use config::{ConfigError, ModelConfig};
 pub use layout::{ALIGN_ELEMS, ParamLayout, UnitLayout, unit_layouts};

@@ -8,7 +8,7 @@ use super::ops::Ops;
 use crate::compute::ComputeError;
 use crate::compute::block::{Rotary, causal_attention};
 use crate::compute::values::size_bytes;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 
 /// Sizes of a batch's attention.
 #[derive(Clone, Copy)]
@@ -21,7 +21,7 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn new(config: &LlamaConfig, micro_batch: i64, seq_len: i64) -> Self {
+    pub(super) fn new(config: &ModelConfig, micro_batch: i64, seq_len: i64) -> Self {
         Shape {
             micro_batch,
             seq_len,

@@ -8,7 +8,7 @@ use super::product::{times, times_transposed, weight_grad};
 use crate::compute::block::Rotary;
 use crate::compute::values::size_bytes;
 use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
-use crate::model::{LlamaConfig, UnitLayout};
+use crate::model::{ModelConfig, UnitLayout};
 
 /// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
 pub(crate) struct BlockWeights {
@@ -64,7 +64,7 @@ struct Passed {
 /// A block's arithmetic with its weights.
 pub(crate) struct Block<'a> {
     pub(crate) ops: &'a Ops,
-    pub(crate) config: &'a LlamaConfig,
+    pub(crate) config: &'a ModelConfig,
     pub(crate) rotary: &'a Rotary,
     pub(crate) weights: BlockWeights,
 }
@@ -194,7 +194,7 @@ impl Block<'_> {
 }
 
 /// The batch's sizes, and the input as [rows, hidden_size].
-fn rows(config: &LlamaConfig, input: &Tensor) -> Result<(Shape, Tensor), ComputeError> {
+fn rows(config: &ModelConfig, input: &Tensor) -> Result<(Shape, Tensor), ComputeError> {
     let (micro_batch, seq_len, hidden_size) = input.size3()?;
     let shape = Shape::new(config, micro_batch, seq_len);
     Ok((shape, input.f_view([shape.rows(), hidden_size])?))

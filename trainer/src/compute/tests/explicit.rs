@@ -40,7 +40,7 @@ fn written_out_agrees_with_autograd() {
     {
         for tied in [false, true] {
             // Sizes that are no multiples of 64, so that weights are copied together, and sizes that are.
-            let side_by_side = LlamaConfig {
+            let side_by_side = ModelConfig {
                 hidden_size: 128,
                 intermediate_size: 192,
                 ..larger(tied)

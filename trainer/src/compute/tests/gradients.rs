@@ -7,7 +7,7 @@ const STEP: f64 = 1e-5;
 /// Moves each parameter of each unit by itself and compares the loss's slope with its gradient.
 fn all_gradients_are_slopes(tied: bool, change: impl FnOnce(Case) -> Case) {
     // One block: a second would double the parameters and try nothing new.
-    let config = LlamaConfig {
+    let config = ModelConfig {
         layers: 1,
         head_dim: None,
         ..config(tied)

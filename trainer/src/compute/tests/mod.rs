@@ -10,7 +10,7 @@ mod whole_graph;
 use tch::Kind;
 
 use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
-use crate::model::{LlamaConfig, init};
+use crate::model::{ModelConfig, init};
 
 /// A model with weights and one micro-batch, small enough to try every parameter.
 struct Case {
@@ -21,8 +21,8 @@ struct Case {
     targets: Tokens,
 }
 
-fn config(tied: bool) -> LlamaConfig {
-    LlamaConfig {
+fn config(tied: bool) -> ModelConfig {
+    ModelConfig {
         vocab_size: 11,
         hidden_size: 8,
         intermediate_size: 12,
@@ -46,7 +46,7 @@ impl Case {
         Self::of(&config(tied), kind, MICRO_BATCH, SEQ_LEN)
     }
 
-    fn of(config: &LlamaConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
+    fn of(config: &ModelConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
         // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
         set_up(1).unwrap();
         let engine = Engine::of_kind(config, kind, seq_len).unwrap();

@@ -62,8 +62,8 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
 }
 
 /// Large enough that torch uses its vector and threaded paths.
-pub(super) fn larger(tied: bool) -> LlamaConfig {
-    LlamaConfig {
+pub(super) fn larger(tied: bool) -> ModelConfig {
+    ModelConfig {
         vocab_size: 300,
         hidden_size: 96,
         intermediate_size: 200,

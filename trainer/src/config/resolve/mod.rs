@@ -13,7 +13,7 @@ use super::{
 };
 use crate::compute::Dtype;
 use crate::data::VOCAB_SIZE;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 
 /// Tokens of a window beyond this are a typing error, not a model.
 const SEQ_LEN_MAX: u64 = 1 << 20;
@@ -150,7 +150,7 @@ pub(super) fn resolve(
 }
 
 /// The model's own checks name Hugging Face's keys; they all lie in `[model]`.
-fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<LlamaConfig, SettingsError> {
+fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<ModelConfig, SettingsError> {
     let mut given = serde_json::to_value(model).expect("the settings are plain data");
     let keys = given.as_object_mut().expect("a table");
     keys.retain(|_, value| !value.is_null());
@@ -169,7 +169,7 @@ fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<LlamaConfig, Setting
     keys.entry("vocab_size").or_insert(VOCAB_SIZE.into());
     keys.entry("max_position_embeddings")
         .or_insert(seq_len.max(2048).into());
-    let model: LlamaConfig =
+    let model: ModelConfig =
         serde_json::from_value(given).map_err(|error| value("model", error.to_string()))?;
     model
         .validate()
