@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 
+use super::choose::STAGING_BYTES_ASSUMED;
 use super::*;
 use crate::config::{RunSettings, check};
 

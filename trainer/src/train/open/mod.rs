@@ -1,43 +1,35 @@
 //! From settings to a run that can step: everything checked first, then folder, store, swapper, and where the run stands.
 
+mod describe;
+mod home;
+mod run;
+mod shared;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kernels::adamw::{Hyper, init_tile};
-use kernels::gpu::{Gpu, Registration, TileUpdater};
-use rayon::prelude::*;
+use kernels::gpu::Gpu;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 use swapper::private::PrivateDaemon;
-use swapper::{Backing, Blank, Daemon, Opened, Optimizer, Swapper};
+use swapper::{Backing, Daemon};
+
+pub(crate) use run::OpenRun;
 
 use super::TrainError;
 use crate::accelerator;
-use crate::config::{Durability, RunSettings, UpdatePlace};
+use crate::config::RunSettings;
 use crate::data::Data;
-use crate::home::{GpuHome, Home};
 use crate::metrics::MetricsFile;
-use crate::model::init;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
     Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
-use crate::update::{CpuUpdate, Decay, GpuUpdate};
-
-/// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
-const GPU_UPDATERS: usize = 3;
-
-/// Threads that hand tiles to the processor's pool: while one waits for the last cores of its tile, the others have the
-/// next one's.
-const CPU_UPDATERS: usize = 2;
-
-/// Version of the description that a store keeps with a job.
-const LAYOUT_VERSION: u32 = 1;
-
-/// Where the state of a run with a shared daemon is, in `run.json`.
-const SHARED_STORE: &str = "with the daemon of offload.socket";
+use describe::{SHARED_STORE, describe, tile_elems_of, trained_with};
+use run::resume;
+use shared::check_paths;
 
 /// A run whose settings, folders and memory were checked; nothing was made yet.
 pub(crate) struct Prepared {
@@ -63,21 +55,6 @@ struct Started {
     steps: u64,
     /// Of the private daemon, if the run has one.
     socket: Option<PathBuf>,
-}
-
-/// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
-pub(crate) struct OpenRun {
-    pub(crate) home: Home,
-    /// The slots, pinned for the GPU.
-    _pinned: Option<Registration>,
-    pub(crate) opened: swapper::Opened,
-    pub(crate) state: RunState,
-    pub(crate) plan: Plan,
-    pub(crate) checkpoints: Checkpoints,
-    pub(crate) folder: RunFolder,
-    /// The first rank's, for all.
-    _daemon: Option<PrivateDaemon>,
-    ranks: Arc<Ranks>,
 }
 
 impl Prepared {
@@ -296,63 +273,6 @@ impl Prepared {
         Ok((run, resumed))
     }
 
-    /// Takes the tiles' memory, opens their store.
-    fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
-        let decay = Decay::new(&plan.units);
-        if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
-            let layout = plan.swapper.cut()?;
-            let home = GpuHome::new(gpu, layout, plan.master, decay)?;
-            let opened = Opened {
-                resumed: None,
-                generation: 0,
-                memory: plan.memory.clone(),
-                arena: None,
-                iodepth: 0,
-                engine: "GPU memory".into(),
-                devices: Vec::new(),
-                notes: Vec::new(),
-            };
-            return Ok((Home::Gpu(Box::new(home)), opened));
-        }
-        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay)?);
-        let (swapper, opened) = match self.settings.offload.durability {
-            Durability::Full => opened?,
-            Durability::None => opened.map_err(TrainError::InPlace)?,
-        };
-        Ok((Home::Swapper(Box::new(swapper)), opened))
-    }
-
-    /// What updates tiles: the processor, the GPU, or both, each tile by who is free.
-    fn optimizers(
-        &self,
-        plan: &Plan,
-        decay: &Decay,
-    ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
-        let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
-        let gpu = self
-            .gpu
-            .as_ref()
-            .filter(|_| plan.update != UpdatePlace::Cpu);
-        if let Some(gpu) = gpu {
-            for _ in 0..GPU_UPDATERS {
-                optimizers.push(Box::new(GpuUpdate {
-                    master: plan.master,
-                    decay: decay.clone(),
-                    updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
-                }));
-            }
-        }
-        if gpu.is_none() || plan.update == UpdatePlace::Shared {
-            for _ in 0..CPU_UPDATERS {
-                optimizers.push(Box::new(CpuUpdate {
-                    master: plan.master,
-                    decay: decay.clone(),
-                }));
-            }
-        }
-        Ok(optimizers)
-    }
-
     /// Removes what an earlier run of the same folder left, here and in the store, the one it had then included.
     fn forget(&self, folder: &RunFolder, say: &mut dyn FnMut(String)) -> Result<(), TrainError> {
         let earlier = folder.earlier();
@@ -424,207 +344,5 @@ impl Prepared {
             &self.settings.offload.engine,
         )?;
         Ok(Some(daemon))
-    }
-}
-
-impl OpenRun {
-    /// Reads the newest checkpoint, for runs without a store. False when there is none.
-    fn restore(&mut self, say: &mut dyn FnMut(String)) -> Result<bool, TrainError> {
-        if matches!(self.plan.swapper.backing, Backing::Store(_)) {
-            return Ok(false);
-        }
-        let Some(mut checkpoint) = self.checkpoints.newest(self.ranks.rank())? else {
-            return Ok(false);
-        };
-        self.state = resume(&self.state, &checkpoint.blob, say)?;
-        let fill = |blanks: &mut [Blank]| {
-            for blank in blanks {
-                checkpoint.tile(blank.range, blank.param, blank.state)?;
-            }
-            Ok::<(), TrainError>(())
-        };
-        self.home.initialize(fill, self.state.encode())?;
-        Ok(true)
-    }
-
-    /// Fresh weights into every tile; commits them as step 0.
-    fn initialize(&mut self, settings: &RunSettings) -> Result<(), TrainError> {
-        let (units, master, seed) = (&self.plan.units, self.plan.master, settings.train.seed);
-        // A weight's value follows from its place alone, so tiles may be filled side by side.
-        let fill = |blanks: &mut [Blank]| {
-            blanks.par_iter_mut().for_each(|blank| {
-                let Blank {
-                    range,
-                    param,
-                    state,
-                } = blank;
-                param.fill(0);
-                state.fill(0);
-                let elems = range.elems.start as usize..range.elems.end as usize;
-                let mut masters = vec![0f32; elems.len()];
-                init::fill(
-                    &units[range.unit],
-                    range.unit,
-                    seed,
-                    settings.model.initializer_range,
-                    elems,
-                    &mut masters,
-                );
-                init_tile(master, &masters, param, state);
-            });
-            Ok::<(), TrainError>(())
-        };
-        self.home.initialize(fill, self.state.encode())
-    }
-
-    /// Writes all ranks' tiles and the state into the run folder. The first rank's file comes last: it makes the checkpoint.
-    ///
-    /// # Errors
-    /// The drive is full or fails, here or on another rank; the checkpoint before stays.
-    pub(crate) fn save(&mut self) -> Result<(), TrainError> {
-        let (home, state, ranks) = (&mut self.home, &self.state, &self.ranks);
-        let checkpoints = &self.checkpoints;
-        let blob = state.encode();
-        let begun = ranks.together("saving its tiles", || {
-            checkpoints.begin(state.step, ranks.rank(), &blob, |take| {
-                home.visit(take).map_err(TrainError::from)
-            })
-        })?;
-        let (first, part) = if ranks.is_first() {
-            (Some(begun), None)
-        } else {
-            (None, Some(begun))
-        };
-        let own = ranks.together("finishing its part of the checkpoint", || {
-            Ok(part.map_or(Ok(0), |part| part.finish(&[]))?)
-        })?;
-        let fingerprints = ranks.numbers(own)?;
-        ranks.together("finishing the checkpoint", || {
-            if let Some(first) = first {
-                first.finish(&fingerprints[1..])?;
-                checkpoints.prune()?;
-            }
-            Ok(())
-        })
-    }
-
-    /// Ends in order; everything that should last was drained or saved before. The daemon ends after all ranks' sessions.
-    ///
-    /// # Errors
-    /// What the tiles' place says.
-    pub(crate) fn close(self) -> Result<(), TrainError> {
-        let home = self.home;
-        (self.ranks).together("closing the run", || Ok(home.close()?))
-    }
-}
-
-/// The state in `blob`. Differences to what the run would now be trained with are said, not refused: a run may go on with
-/// another rate or more text.
-fn resume(
-    fresh: &RunState,
-    blob: &[u8],
-    say: &mut dyn FnMut(String),
-) -> Result<RunState, TrainError> {
-    let mut state = RunState::decode(blob)?;
-    for change in crate::run::differences(&state.trained_with, &fresh.trained_with) {
-        say(format!(
-            "note: {} was {} until step {}, is {} from here on",
-            change.what, change.was, state.step, change.now
-        ));
-    }
-    state.trained_with = fresh.trained_with.clone();
-    state.seed = fresh.seed;
-    Ok(state)
-}
-
-/// Elements of a tile in the run that the folder holds, if it holds one.
-fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError> {
-    let earlier = RunFolder::described(run_folder)?;
-    Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
-}
-
-/// What a run is for its whole life.
-fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
-    let lines: Value = serde_json::to_value(settings).expect("plain data");
-    let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
-        (_, false) => "in the run folder".to_owned(),
-        (Some(_), true) => SHARED_STORE.to_owned(),
-        (None, true) => {
-            let folders = settings.placement.nvme_paths.iter();
-            let folders: Vec<String> = folders
-                .map(|path| resolved(path).display().to_string())
-                .collect();
-            format!("in {}", folders.join(", "))
-        }
-    };
-    if settings.placement.has_store() && settings.offload.durability == Durability::None {
-        store += ", written in place";
-    }
-    RunDescription {
-        layout: json!({
-            "version": LAYOUT_VERSION,
-            "model": settings.model,
-            "dtype": lines["dtype"],
-            "tile_elems": plan.swapper.tile_elems,
-        }),
-        store,
-        files: Vec::new(),
-    }
-}
-
-/// What may change between two starts of a run. Without `text` it is only read, not trained.
-fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value {
-    let lines = serde_json::to_value(settings).expect("plain data");
-    json!({
-        "batch": lines["batch"],
-        "ranks": lines["ranks"],
-        "gradient_clipping": lines["gradient_clipping"],
-        "optimizer": lines["optimizer"],
-        "lr": lines["lr"],
-        "text": text.map(|text| format!("{} bytes, fingerprint {:016x}", text.bytes(), text.fingerprint())),
-        "holdout_share": lines["data"]["holdout_share"],
-        "seed": settings.train.seed,
-    })
-}
-
-/// Each of `paths` must be a folder in which the store has a device, or a device itself.
-fn check_paths(paths: &[PathBuf], devices: &[&Path]) -> Result<(), StoreError> {
-    for path in paths {
-        let folder = resolved(path);
-        let holds = |device: &&Path| resolved(device).starts_with(&folder);
-        if !devices.iter().any(holds) {
-            let devices: Vec<String> = devices
-                .iter()
-                .map(|device| device.display().to_string())
-                .collect();
-            return Err(StoreError::NotOfTheStore {
-                path: path.clone(),
-                devices: devices.join(", "),
-            });
-        }
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nvme_path_must_be_of_the_shared_store() {
-        let folder = tempfile::tempdir().unwrap();
-        let device = folder.path().join("drive.tiles");
-        std::fs::write(&device, "").unwrap();
-        check_paths(&[folder.path().into()], &[&device]).unwrap();
-        check_paths(&[], &[&device]).unwrap();
-        let other = tempfile::tempdir().unwrap();
-        let text = check_paths(&[other.path().into()], &[&device])
-            .unwrap_err()
-            .to_string();
-        assert!(
-            text.contains("is not a folder of the store behind offload.socket")
-                && text.contains("drive.tiles"),
-            "{text}"
-        );
     }
 }

@@ -1,0 +1,263 @@
+//! What the run file leaves open, in the order in which it can be chosen: each choice needs those before it.
+
+use swapper::Staging;
+
+use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
+use super::{Plan, PlanError, Source};
+use crate::compute::Keep;
+use crate::config::{KeepChoice, ResidentShare, RunSettings, Share, Tier, UpdatePlace};
+
+/// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
+const HOST_MARGIN_SHARE: f64 = 0.1;
+
+/// Of a GPU's memory, what choices leave: pieces too small for anything, kernels' own needs.
+const GPU_MARGIN_SHARE: f64 = 0.1;
+
+/// Another place for the update is chosen when it makes the step shorter by this share: it takes GPU time nobody counted.
+const UPDATE_GAIN_MIN: f64 = 0.02;
+
+/// A setting that the plan chose.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Choice {
+    /// The setting's path in a run file.
+    pub key: &'static str,
+    /// What it would say there.
+    pub value: String,
+    pub why: String,
+}
+
+impl Plan {
+    /// Makes every choice. Staging that the run file gives comes as `staging`.
+    pub(super) fn choose(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<(), PlanError> {
+        self.refresh(settings)?;
+        self.choose_update(settings);
+        self.choose_residents(settings)?;
+        self.choose_commits(settings)?;
+        match settings.offload.staging_bytes {
+            Some(_) => self.swapper.staging = staging,
+            None => self.choose_staging(settings),
+        }
+        self.refresh(settings)?;
+        self.choose_update(settings);
+        self.choose_keep(settings);
+        Ok(())
+    }
+    /// Host memory for what is still to be chosen, in this process: what it may take of the node's, less all that is there
+    /// already but staging.
+    fn left_bytes(&self, settings: &RunSettings) -> u64 {
+        let without_margin = |bytes: u64| (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64;
+        let free = self
+            .hardware
+            .host_memory_bytes
+            .map_or(u64::MAX, without_margin);
+        let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
+        let taken = self.host_bytes() - self.memory.staging_bytes();
+        (free.min(budget) / u64::from(self.swapper.ranks)).saturating_sub(taken)
+    }
+
+    fn choose_update(&mut self, settings: &RunSettings) {
+        let wanted = settings.offload.update;
+        let in_gpu_memory = self.lives_in_gpu;
+        self.update = match (self.hardware.gpu.is_some(), wanted) {
+            // What cannot be is a problem, found later.
+            (false, _) => UpdatePlace::Cpu,
+            (true, _) if in_gpu_memory => UpdatePlace::Gpu,
+            (true, UpdatePlace::Auto) => {
+                let mut best = (UpdatePlace::Cpu, f64::INFINITY);
+                for place in [UpdatePlace::Cpu, UpdatePlace::Gpu, UpdatePlace::Shared] {
+                    self.update = place;
+                    self.set_rates(settings);
+                    if self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
+                        best = (place, self.bound.s);
+                    }
+                }
+                best.0
+            }
+            (true, place) => place,
+        };
+        self.set_rates(settings);
+        self.set_compute(settings);
+        if wanted == UpdatePlace::Auto {
+            let why = match (self.hardware.gpu.is_some(), in_gpu_memory, self.update) {
+                (false, ..) => "there is no GPU",
+                (_, true, _) => "the state lives in GPU memory",
+                (.., UpdatePlace::Cpu) => "no other place makes the step shorter",
+                _ => "it makes the step shorter",
+            };
+            self.chose("offload.update", update_word(self.update).to_owned(), why);
+        }
+    }
+
+    /// The most that fits: all of it saves a fifth of the computing.
+    fn choose_keep(&mut self, settings: &RunSettings) {
+        self.keep = match settings.train.keep {
+            KeepChoice::Auto | KeepChoice::Nothing => Keep::Nothing,
+            KeepChoice::Attention => Keep::Attention,
+            KeepChoice::Products => Keep::Products,
+        };
+        let Some(gpu) = self.hardware.gpu.clone() else {
+            // The processor always computes again.
+            self.keep = Keep::Nothing;
+            return;
+        };
+        self.set_compute(settings);
+        if settings.train.keep != KeepChoice::Auto {
+            return;
+        }
+        let most_bytes = (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64;
+        for keep in [Keep::Products, Keep::Attention, Keep::Nothing] {
+            self.keep = keep;
+            self.set_compute(settings);
+            if self.gpu_bytes() <= most_bytes {
+                break;
+            }
+        }
+        self.chose(
+            "train.keep",
+            keep_word(self.keep).to_owned(),
+            "what GPU memory holds beside the rest; what is kept is not computed again",
+        );
+    }
+
+    fn choose_residents(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if !settings.placement.has_store()
+            || settings.placement.resident_share != ResidentShare::Auto
+        {
+            return Ok(());
+        }
+        let left_bytes = self.left_bytes(settings);
+        let staging_bytes = match settings.offload.staging_bytes {
+            Some(bytes) => bytes,
+            None => self.staging_wanted(settings),
+        };
+        let ranges = u64::from(self.memory.range_count);
+        let tiles = |tier: Tier, slot_bytes: u64| match tier {
+            Tier::Nvme => Tiles {
+                count: ranges,
+                slot_bytes,
+            },
+            Tier::None | Tier::Cpu => Tiles::default(),
+        };
+        let placement = &settings.placement;
+        let kinds = [
+            tiles(placement.param, self.memory.param_slot_bytes),
+            tiles(placement.optimizer, self.memory.state_slot_bytes),
+        ];
+        let [params, states] = choose::resident_counts(kinds, left_bytes, staging_bytes);
+        let share = |tier: Tier, count: u64| match tier {
+            Tier::Nvme => count as f64 / ranges as f64,
+            Tier::None | Tier::Cpu => Share::ALL.get(),
+        };
+        self.swapper.param_share = share(placement.param, params);
+        self.swapper.state_share = share(placement.optimizer, states);
+        self.refresh(settings)?;
+        let value = format!(
+            "{:.2} of the parameters, {:.2} of the state",
+            self.swapper.param_share, self.swapper.state_share
+        );
+        self.chose(
+            "offload.resident_share",
+            value,
+            "what host memory holds beside the rest, parameters first: they are read twice a step",
+        );
+        Ok(())
+    }
+
+    fn choose_commits(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if settings.offload.commit_every.is_some() || !settings.placement.has_store() {
+            return Ok(());
+        }
+        self.swapper.commit_every = 0;
+        self.refresh(settings)?;
+        let ranks = u64::from(self.swapper.ranks);
+        let resident_bytes = self.memory.resident_bytes() * ranks;
+        let every = choose::commit_every(
+            self.swapper.schedule,
+            &self.node_bytes,
+            resident_bytes,
+            &self.rates,
+        );
+        self.swapper.commit_every = every;
+        self.refresh(settings)?;
+        let why = if resident_bytes == 0 {
+            "every tile is written in every step anyway"
+        } else {
+            "the fewest steps with which the extra writes of resident tiles stay under 5 % of a step"
+        };
+        self.chose("offload.commit_every", every.to_string(), why);
+        Ok(())
+    }
+
+    fn staging_wanted(&self, settings: &RunSettings) -> u64 {
+        let ranks = u64::from(self.swapper.ranks);
+        let memory = &self.memory;
+        let round_bytes = 2 * memory.param_slot_bytes + memory.state_slot_bytes;
+        let iodepth = settings.offload.iodepth;
+        let node = choose::staging_bytes(
+            &self.node_bytes,
+            &self.rates,
+            iodepth * self.swapper.ranks,
+            round_bytes,
+        );
+        let assumed = !self.hardware.rates_known()
+            || self.hardware.tflops.source == Source::Assumed
+            || self.swapper.schedule == swapper::Schedule::AtOnce;
+        let wanted = node / ranks;
+        if assumed {
+            wanted.max(STAGING_BYTES_ASSUMED / ranks)
+        } else {
+            wanted
+        }
+    }
+
+    fn choose_staging(&mut self, settings: &RunSettings) {
+        if !settings.placement.has_store() {
+            return;
+        }
+        let wanted = self.staging_wanted(settings);
+        let least = self.memory.staging_bytes();
+        if least == 0 {
+            return;
+        }
+        let bytes = wanted.min(self.left_bytes(settings)).max(least);
+        self.swapper.staging = Staging::Bytes(bytes);
+        let why = if bytes < wanted {
+            "what host memory has left: the step would be shorter with more"
+        } else {
+            "unwritten tiles are carried into backward and read-ahead out of it until something else is the wall"
+        };
+        self.chose("offload.staging_bytes", bytes.to_string(), why);
+    }
+
+    fn chose(&mut self, key: &'static str, value: String, why: impl Into<String>) {
+        self.choices.retain(|choice| choice.key != key);
+        self.choices.push(Choice {
+            key,
+            value,
+            why: why.into(),
+        });
+    }
+}
+
+/// The run file's word.
+pub fn update_word(place: UpdatePlace) -> &'static str {
+    match place {
+        UpdatePlace::Auto => "auto",
+        UpdatePlace::Cpu => "cpu",
+        UpdatePlace::Gpu => "gpu",
+        UpdatePlace::Shared => "shared",
+    }
+}
+
+/// The run file's word.
+pub fn keep_word(keep: Keep) -> &'static str {
+    match keep {
+        Keep::Nothing => "nothing",
+        Keep::Attention => "attention",
+        Keep::Products => "products",
+    }
+}

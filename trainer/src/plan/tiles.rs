@@ -1,0 +1,78 @@
+//! From settings to what the swapper is made from.
+
+use kernels::adamw::{Master, state_tile_bytes};
+use swapper::{Backing, Staging, StoreSettings, SwapperSettings, TileBytes, UnitShape};
+
+use super::choose::STAGING_BYTES_ASSUMED;
+use crate::config::{Durability, ResidentShare, RunSettings, Schedule, Share, Tier};
+use crate::model::UnitLayout;
+
+/// All that a plan starts from; what the run file leaves open has its least value.
+pub(super) fn swapper_settings(
+    settings: &RunSettings,
+    units: &[UnitLayout],
+    master: Master,
+) -> SwapperSettings {
+    let shapes: Vec<UnitShape> = units
+        .iter()
+        .map(|unit| UnitShape {
+            elems: unit.elems as u64,
+        })
+        .collect();
+    let offload = &settings.offload;
+    let backing = if settings.placement.has_store() {
+        Backing::Store(StoreSettings {
+            socket: offload.socket.clone().unwrap_or_default(),
+            job: String::new(),
+            durability: match offload.durability {
+                Durability::Full => swapper::Durability::Committed,
+                Durability::None => swapper::Durability::None,
+            },
+        })
+    } else {
+        Backing::Memory
+    };
+    let share = match settings.placement.resident_share {
+        ResidentShare::Share(share) => share,
+        // Chosen when the rest is known.
+        ResidentShare::Auto => Share::NONE,
+    };
+    let of = |tier: Tier| match tier {
+        Tier::Nvme => share.get(),
+        Tier::None | Tier::Cpu => Share::ALL.get(),
+    };
+    SwapperSettings {
+        tile_elems: offload
+            .tile_elems
+            .unwrap_or_else(|| swapper::choose_tile_elems(&shapes)),
+        units: shapes,
+        tile_bytes: tile_bytes(master),
+        param_share: of(settings.placement.param),
+        state_share: of(settings.placement.optimizer),
+        staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
+        schedule: match offload.schedule {
+            Schedule::AtOnce => swapper::Schedule::AtOnce,
+            Schedule::Deferred => swapper::Schedule::Deferred,
+        },
+        commit_every: offload.commit_every.unwrap_or(1),
+        iodepth: offload.iodepth.max(swapper::IODEPTH_MIN),
+        backing,
+        layout: Vec::new(),
+        // The first one, which owns the most.
+        rank: 0,
+        ranks: settings.ranks,
+    }
+}
+
+fn tile_bytes(master: Master) -> TileBytes {
+    let state_tile_bytes = match master {
+        Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
+        Master::Fp32 => |elems| state_tile_bytes(Master::Fp32, elems),
+        Master::Fp16WholeMaster => |elems| state_tile_bytes(Master::Fp16WholeMaster, elems),
+    };
+    TileBytes {
+        param_bytes_per_elem: master.param_bytes(),
+        grad_bytes_per_elem: master.grad_bytes(),
+        state_tile_bytes,
+    }
+}

@@ -1,0 +1,67 @@
+//! What a run is for its whole life, and what it is trained with now.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::super::TrainError;
+use crate::config::{Durability, RunSettings};
+use crate::data::Data;
+use crate::plan::Plan;
+use crate::run::{RunDescription, RunFolder, resolved};
+
+/// Version of the description that a store keeps with a job.
+const LAYOUT_VERSION: u32 = 1;
+
+/// Where the state of a run with a shared daemon is, in `run.json`.
+pub(super) const SHARED_STORE: &str = "with the daemon of offload.socket";
+
+/// Elements of a tile in the run that the folder holds, if it holds one.
+pub(super) fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError> {
+    let earlier = RunFolder::described(run_folder)?;
+    Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
+}
+
+/// What a run is for its whole life.
+pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
+    let lines: Value = serde_json::to_value(settings).expect("plain data");
+    let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
+        (_, false) => "in the run folder".to_owned(),
+        (Some(_), true) => SHARED_STORE.to_owned(),
+        (None, true) => {
+            let folders = settings.placement.nvme_paths.iter();
+            let folders: Vec<String> = folders
+                .map(|path| resolved(path).display().to_string())
+                .collect();
+            format!("in {}", folders.join(", "))
+        }
+    };
+    if settings.placement.has_store() && settings.offload.durability == Durability::None {
+        store += ", written in place";
+    }
+    RunDescription {
+        layout: json!({
+            "version": LAYOUT_VERSION,
+            "model": settings.model,
+            "dtype": lines["dtype"],
+            "tile_elems": plan.swapper.tile_elems,
+        }),
+        store,
+        files: Vec::new(),
+    }
+}
+
+/// What may change between two starts of a run. Without `text` it is only read, not trained.
+pub(super) fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value {
+    let lines = serde_json::to_value(settings).expect("plain data");
+    json!({
+        "batch": lines["batch"],
+        "ranks": lines["ranks"],
+        "gradient_clipping": lines["gradient_clipping"],
+        "optimizer": lines["optimizer"],
+        "lr": lines["lr"],
+        "text": text.map(|text| format!("{} bytes, fingerprint {:016x}", text.bytes(), text.fingerprint())),
+        "holdout_share": lines["data"]["holdout_share"],
+        "seed": settings.train.seed,
+    })
+}

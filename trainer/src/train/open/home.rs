@@ -1,0 +1,78 @@
+//! Where a run's tiles will be, and what updates them there.
+
+use kernels::adamw::Hyper;
+use kernels::gpu::TileUpdater;
+use swapper::{Opened, Optimizer, Swapper};
+
+use super::super::TrainError;
+use super::Prepared;
+use crate::config::{Durability, UpdatePlace};
+use crate::home::{GpuHome, Home};
+use crate::plan::Plan;
+use crate::update::{CpuUpdate, Decay, GpuUpdate};
+
+/// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
+const GPU_UPDATERS: usize = 3;
+
+/// Threads that hand tiles to the processor's pool: while one waits for the last cores of its tile, the others have the
+/// next one's.
+const CPU_UPDATERS: usize = 2;
+
+impl Prepared {
+    /// Takes the tiles' memory, opens their store.
+    pub(super) fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
+        let decay = Decay::new(&plan.units);
+        if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
+            let layout = plan.swapper.cut()?;
+            let home = GpuHome::new(gpu, layout, plan.master, decay)?;
+            let opened = Opened {
+                resumed: None,
+                generation: 0,
+                memory: plan.memory.clone(),
+                arena: None,
+                iodepth: 0,
+                engine: "GPU memory".into(),
+                devices: Vec::new(),
+                notes: Vec::new(),
+            };
+            return Ok((Home::Gpu(Box::new(home)), opened));
+        }
+        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay)?);
+        let (swapper, opened) = match self.settings.offload.durability {
+            Durability::Full => opened?,
+            Durability::None => opened.map_err(TrainError::InPlace)?,
+        };
+        Ok((Home::Swapper(Box::new(swapper)), opened))
+    }
+
+    /// What updates tiles: the processor, the GPU, or both, each tile by who is free.
+    fn optimizers(
+        &self,
+        plan: &Plan,
+        decay: &Decay,
+    ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
+        let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
+        let gpu = self
+            .gpu
+            .as_ref()
+            .filter(|_| plan.update != UpdatePlace::Cpu);
+        if let Some(gpu) = gpu {
+            for _ in 0..GPU_UPDATERS {
+                optimizers.push(Box::new(GpuUpdate {
+                    master: plan.master,
+                    decay: decay.clone(),
+                    updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
+                }));
+            }
+        }
+        if gpu.is_none() || plan.update == UpdatePlace::Shared {
+            for _ in 0..CPU_UPDATERS {
+                optimizers.push(Box::new(CpuUpdate {
+                    master: plan.master,
+                    decay: decay.clone(),
+                }));
+            }
+        }
+        Ok(optimizers)
+    }
+}
