@@ -40,6 +40,14 @@ pub struct StepMetrics {
     /// Bytes this step read from and wrote to devices, over all ranks.
     pub device_read_bytes: u64,
     pub device_written_bytes: u64,
+    /// Bytes of weights that this rank had gathered from all, and of gradients that it summed with all.
+    #[serde(default)]
+    pub gathered_bytes: u64,
+    #[serde(default)]
+    pub reduced_bytes: u64,
+    /// Most bytes of gradients that this rank held before they were summed to its part.
+    #[serde(default)]
+    pub grads_held_bytes: u64,
     /// Host memory held by the run, by all ranks.
     pub host_bytes: u64,
     /// Seconds that this step could not have been faster than: its computing, and its bytes at the rates of the devices.
@@ -173,6 +181,9 @@ mod tests {
             update_s: 0.3,
             device_read_bytes: 1,
             device_written_bytes: 2,
+            gathered_bytes: 0,
+            reduced_bytes: 0,
+            grads_held_bytes: 0,
             host_bytes: 3,
             bound_s: 0.25,
             eval_loss: None,

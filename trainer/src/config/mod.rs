@@ -7,6 +7,7 @@
 mod keys;
 mod resolve;
 mod settings;
+mod stage;
 pub mod toml;
 
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ pub use settings::{
     OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
     UpdatePlace, Warmup,
 };
+pub use stage::Stage;
 
 /// Why a run file was refused. Nothing has been touched when this is answered.
 #[derive(Debug, thiserror::Error)]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Serialize, Serializer};
 
+use super::Stage;
 use crate::compute::Dtype;
 use crate::model::ModelConfig;
 
@@ -219,6 +220,8 @@ impl Tier {
 /// Where parameters and optimizer state live.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Placement {
+    /// What the ranks divide among themselves.
+    pub stage: Stage,
     pub param: Tier,
     pub optimizer: Tier,
     /// Folders for a private daemon's device files, each once.

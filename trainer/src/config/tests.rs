@@ -139,11 +139,6 @@ fn devices_and_stages_that_contradict_are_refused() {
     assert!(
         refused(&[(OPTIMIZER, nvme.clone())]).contains("offload_optimizer.nvme_path is missing")
     );
-    let on_stage_2 = [
-        (OPTIMIZER, nvme.clone()),
-        ("zero_optimization.stage", json!(2)),
-    ];
-    assert!(refused(&on_stage_2).contains("zero_optimization.stage: 2 cannot keep"));
     assert!(
         refused(&[(PARAM, json!("disk"))]).contains("\"disk\": use \"none\", \"cpu\" or \"nvme\"")
     );
@@ -166,6 +161,43 @@ fn devices_and_stages_that_contradict_are_refused() {
     assert_eq!(run.placement.nvme_paths, [Path::new("/a"), Path::new("/b")]);
     let quarter = Share::new(0.25).unwrap();
     assert_eq!(run.placement.resident_share, ResidentShare::Share(quarter));
+}
+
+#[test]
+fn stages_and_devices_go_together_as_deepspeed_has_them() {
+    const STAGE: &str = "zero_optimization.stage";
+    const PARAM: &str = "zero_optimization.offload_param.device";
+    const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
+    let stage_of = |changes: &[(&str, serde_json::Value)]| {
+        run_with(changes).map(|run| run.placement.stage.number())
+    };
+    assert_eq!(stage_of(&[]).unwrap(), 3, "left out");
+    for stage in [0, 1, 2, 3] {
+        assert_eq!(stage_of(&[(STAGE, json!(stage))]).unwrap(), stage);
+    }
+    for stage in [1, 2, 3] {
+        let with_cpu = [(STAGE, json!(stage)), (OPTIMIZER, json!("cpu"))];
+        assert_eq!(stage_of(&with_cpu).unwrap(), stage);
+    }
+    let says = |stage: u64, key: &'static str, device: &str, words: &str| {
+        let text = refused(&[(STAGE, json!(stage)), (key, json!(device))]);
+        assert!(
+            text.contains("zero_optimization.stage: ") && text.contains(words),
+            "{text}"
+        );
+    };
+    says(0, OPTIMIZER, "cpu", "set stage 1, 2 or 3");
+    for stage in [1, 2] {
+        says(
+            stage,
+            PARAM,
+            "cpu",
+            "offload_param.device \"cpu\" needs stage 3",
+        );
+        let silent = "DeepSpeed takes it there and uses host memory without a word";
+        says(stage, OPTIMIZER, "nvme", silent);
+    }
+    assert!(refused(&[(STAGE, json!(4))]).contains("4: there are stages 0 to 3"));
 }
 
 #[test]

@@ -56,7 +56,7 @@ impl Plan {
             .map_or(u64::MAX, without_margin);
         let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
         let taken = self.host_bytes() - self.memory.staging_bytes();
-        (free.min(budget) / u64::from(self.swapper.ranks)).saturating_sub(taken)
+        (free.min(budget) / u64::from(self.ranks)).saturating_sub(taken)
     }
 
     fn choose_update(&mut self, settings: &RunSettings) {

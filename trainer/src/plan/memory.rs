@@ -94,16 +94,33 @@ impl ComputeMemory {
                 batch.micro_batches,
             )
         };
+        let stage = settings.placement.stage;
+        let blocks = units.len() as u64 - 2;
+        let all: u64 = units.iter().map(bytes).sum();
+        // Below stage 2 all gradients wait, whole, for the end of backward; sums of several micro-batches are fp32.
+        let sum_elem_bytes = match batch.micro_batches {
+            1 => elem_bytes,
+            _ => elem_bytes.max(size_of::<f32>()),
+        };
+        let waiting_bytes = if stage.divides_gradients() {
+            0
+        } else {
+            all / elem_bytes as u64 * sum_elem_bytes as u64
+        };
+        let weight_blocks = |at_a_time: u64| match stage.divides_parameters() {
+            true => at_a_time,
+            false => blocks,
+        };
         let Some(gpu) = gpu else {
             // Several ranks move shards while they compute, as one does with its GPU. Other ranks' gradients are received into
             // buffers of their own.
-            let (blocks, grads) = match settings.ranks {
+            let (at_a_time, grads) = match settings.ranks {
                 1 => (1, 0),
                 _ => (BLOCK_BUFFERS, ends + GRAD_BUFFERS * block),
             };
             return Self {
-                unit_buffer_bytes: ends + blocks * block,
-                grad_buffer_bytes: grads,
+                unit_buffer_bytes: ends + weight_blocks(at_a_time) * block,
+                grad_buffer_bytes: grads + waiting_bytes,
                 activation_bytes,
                 working_bytes: working(working_bytes),
                 ..Self::default()
@@ -114,11 +131,16 @@ impl ComputeMemory {
         let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
         let streams = !gpu.lives && gpu.update != UpdatePlace::Cpu;
         let updater_bytes = TileUpdater::device_bytes(gpu.master, gpu.tile_elems as usize) as u64;
-        let blocks = units.len() as u64 - 2;
+        // Where one micro-batch is, gradients wait where they leave from.
+        let (grad_blocks, sums) = match (stage.divides_gradients(), batch.micro_batches) {
+            (true, _) => (GRAD_BUFFERS, 0),
+            (false, 1) => (blocks, 0),
+            (false, _) => (blocks, waiting_bytes),
+        };
         let kept = kept_bytes_a_token(model, elem_bytes, gpu.keep) as u64;
         Self {
-            unit_buffer_bytes: buffers(BLOCK_BUFFERS),
-            grad_buffer_bytes: buffers(GRAD_BUFFERS),
+            unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
+            grad_buffer_bytes: buffers(grad_blocks) + sums,
             activation_bytes,
             kept_bytes: blocks * batch.tokens() * kept,
             working_bytes: working(device_working_bytes),
@@ -138,12 +160,12 @@ pub struct BusBytes {
 }
 
 impl BusBytes {
-    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up in forward and in backward; other
-    /// ranks' parts come over links between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
-    pub(super) fn new(tiles: &TileSums, on_gpu_share: f64) -> Self {
+    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up `gathers` times; other ranks' parts come
+    /// over links between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
+    pub(super) fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64) -> Self {
         let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
         Self {
-            up_bytes: 2 * tiles.param_bytes + streamed(tiles.sum_bytes()),
+            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()),
             down_bytes: tiles.grad_bytes + streamed(tiles.param_bytes + tiles.state_bytes),
         }
     }

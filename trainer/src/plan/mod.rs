@@ -76,6 +76,8 @@ pub struct Plan {
     pub rates: StepRates,
     pub bound: Bound,
     pub params_count: u64,
+    /// Processes of the run. The swapper's ranks are those that divide the tiles among themselves.
+    pub ranks: u32,
     /// Of one step, all processes together.
     pub tokens: u64,
     problems: Vec<Problem>,
@@ -125,6 +127,7 @@ impl Plan {
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
             rates,
             params_count: settings.model.params_count() as u64,
+            ranks: settings.ranks,
             tokens: settings.step_tokens(),
             hardware,
             problems: Vec::new(),

@@ -43,9 +43,11 @@ impl Plan {
     pub(super) fn set_rates(&mut self, settings: &RunSettings) {
         let hardware = &self.hardware;
         let ranks = f64::from(self.swapper.ranks);
+        // What is not divided all processes update, with the node's cores.
+        let copies = f64::from(self.ranks) / ranks;
         let compute_s = 6.0 * self.params_count as f64 * settings.batch.tokens() as f64
             / (hardware.tflops.value * 1e12);
-        let cpu_s = self.params_count as f64 / hardware.update_params_per_s.value;
+        let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         if self.lives_in_gpu {
             // Nothing crosses the bus, and in the GPU's own memory an update takes some milliseconds.
@@ -55,7 +57,9 @@ impl Plan {
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.update, cpu_s, streamed_s);
-            self.bus = BusBytes::new(&tiles, share);
+            // In forward, and in stage 3 again in backward.
+            let gathers = 1 + u64::from(settings.placement.stage.divides_parameters());
+            self.bus = BusBytes::new(&tiles, gathers, share);
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }

@@ -145,7 +145,7 @@ impl Plan {
     pub fn report(&self) -> Report {
         let memory = &self.memory;
         let bytes = self.node_bytes;
-        let ranks = u64::from(self.swapper.ranks);
+        let ranks = u64::from(self.ranks);
         let on_gpu = self.hardware.gpu.is_some();
         Report {
             version: REPORT_VERSION,
@@ -155,7 +155,7 @@ impl Plan {
             units_count: self.units.len(),
             tiles_count: memory.table_count,
             tokens_per_step: self.tokens,
-            ranks: self.swapper.ranks,
+            ranks: self.ranks,
             hardware: self.hardware.clone(),
             host: HostReport {
                 process_bytes: self.host_bytes(),

@@ -395,3 +395,55 @@ fn the_report_has_the_names_that_others_read() {
         );
     }
 }
+
+#[test]
+fn each_stage_counts_what_its_ranks_hold() {
+    const STAGE: &str = "zero_optimization.stage";
+    let machine = h200(0.0);
+    let of = |stage: u64| {
+        let changes = [(STAGE, json!(stage)), ("train.ranks", json!(4))];
+        let plan = plan(&large("none", "none", &changes), &machine);
+        (plan.gpu_tiles, plan.compute)
+    };
+    let [zero, one, two, three] = [0, 1, 2, 3].map(of);
+    // 2 bytes a parameter, padded and not.
+    let all = 2 * 1_345_000_000u64;
+    let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
+    // Tiles: all of them, or a quarter. State has 10 bytes where parameters have 2.
+    assert!(about(zero.0.param_bytes, all) && about(zero.0.state_bytes, 5 * all));
+    for (tiles, _) in [one, two, three] {
+        assert!(about(tiles.param_bytes, all / 4) && about(tiles.state_bytes, 5 * all / 4));
+    }
+    // Weights: whole, or some units of them.
+    for (_, compute) in [zero, one, two] {
+        assert!(about(compute.unit_buffer_bytes, all), "{compute:?}");
+    }
+    assert!(three.1.unit_buffer_bytes < all / 4);
+    // Gradients on their way: whole, or some units of them.
+    for (_, compute) in [zero, one] {
+        assert!(about(compute.grad_buffer_bytes, all), "{compute:?}");
+    }
+    for (_, compute) in [two, three] {
+        assert!(compute.grad_buffer_bytes < all / 4, "{compute:?}");
+    }
+    // Several micro-batches are summed in fp32 until the end.
+    let several = [(STAGE, json!(1)), ("train.ranks", json!(4))];
+    let mut settings = large("none", "none", &several);
+    settings.batch.micro_batches = 4;
+    let waiting = plan(&settings, &machine).compute.grad_buffer_bytes;
+    assert!(about(waiting, 3 * all), "{waiting}");
+}
+
+#[test]
+fn weights_cross_the_bus_once_below_stage_3() {
+    let up = |stage: u64| {
+        let changes = [
+            ("zero_optimization.stage", json!(stage)),
+            ("offload.update", json!("cpu")),
+        ];
+        plan(&large("none", "cpu", &changes), &h200(0.0))
+            .bus
+            .up_bytes
+    };
+    assert_eq!((up(1), up(2)), (up(2), up(3) / 2));
+}

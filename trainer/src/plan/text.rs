@@ -51,8 +51,8 @@ impl Plan {
             self.compute_parts(f)?;
         }
         write!(f, ", text {}", Gib(self.text_bytes))?;
-        if self.swapper.ranks > 1 {
-            write!(f, "; {} times this on the node", self.swapper.ranks)?;
+        if self.ranks > 1 {
+            write!(f, "; {} times this on the node", self.ranks)?;
         }
         Ok(())
     }

@@ -60,7 +60,12 @@ pub(super) fn swapper_settings(
         layout: Vec::new(),
         // The first one, which owns the most.
         rank: 0,
-        ranks: settings.ranks,
+        ranks: if settings.placement.stage.divides_state() {
+            settings.ranks
+        } else {
+            // Each has all tiles for itself.
+            1
+        },
     }
 }
 

@@ -201,9 +201,10 @@ fn run_to_its_end(
         let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
             .keeping(prepared.plan.keep);
         let live = prepared.plan.lives_in_gpu;
+        let stage = settings.placement.stage;
         let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
-        let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems);
-        Stepper::new(engine, gpu, settings.batch, master, live, shards)
+        let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems, stage);
+        Stepper::new(engine, gpu, settings.batch, master, live, stage, shards)
     })?;
 
     let first = ranks.is_first();
@@ -376,6 +377,9 @@ impl Training {
             update_s: 0.0,
             device_read_bytes: plan.node_bytes.read_bytes() as u64,
             device_written_bytes: plan.node_bytes.written_bytes as u64,
+            gathered_bytes: gradients.exchanged.gathered_bytes,
+            reduced_bytes: gradients.exchanged.reduced_bytes,
+            grads_held_bytes: gradients.held_bytes,
             host_bytes: plan.host_bytes() * u64::from(settings.ranks),
             bound_s: planned_bound_s,
             eval_loss: None,

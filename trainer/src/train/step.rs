@@ -9,11 +9,11 @@ use swapper::StepIo;
 
 use super::TrainError;
 use super::clock::Clock;
-use super::mover::{Mover, Shards};
+use super::mover::{Exchanged, Mover, Shards};
 use super::turns::{self, EMBEDDING, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
-use crate::config::{Batch, OptimizerSettings};
+use crate::config::{Batch, OptimizerSettings, Stage};
 use crate::data::{Data, Windows};
 use crate::home::Home;
 use crate::trace::Trace;
@@ -44,6 +44,10 @@ pub(super) struct Gradients {
     /// Seconds of computing, without waiting for weights.
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
+    /// With the other ranks.
+    pub(super) exchanged: Exchanged,
+    /// Most bytes of units' gradients that were held whole at a time.
+    pub(super) held_bytes: u64,
 }
 
 /// What a pass has computed so far.
@@ -73,6 +77,12 @@ impl Pass {
             backward: Clock::new(gpu),
         }
     }
+
+    /// Of units whose gradients have not begun to leave.
+    fn held_bytes(&self) -> u64 {
+        let held = self.grads.iter().flatten();
+        held.map(|grads| grads.size_bytes() as u64).sum()
+    }
 }
 
 impl Stepper {
@@ -86,16 +96,18 @@ impl Stepper {
         batch: Batch,
         master: Master,
         live: bool,
+        stage: Stage,
         shards: Shards,
     ) -> Result<Self, TrainError> {
         // One processor waits for nothing but its memory: nothing to come ahead of.
         let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
+        let buffers = turns::block_buffers(units, ahead, stage);
         Ok(Self {
-            mover: Mover::new(&engine, gpu.as_ref(), master, ahead, live, &shards)?,
+            mover: Mover::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?,
             shards,
             gpu,
-            training: turns::training(units, ahead),
+            training: turns::training(units, ahead, stage),
             forward: turns::forward(units, ahead),
             engine,
             batch,
@@ -119,12 +131,16 @@ impl Stepper {
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
         home.begin_step(turns::program(&self.training))?;
+        // What an evaluation gathered is no part of the step.
+        self.shards.take_exchanged();
+        let mut held_bytes = 0;
         for turn in 0..self.training.len() {
             let turn = self.training[turn];
             if let Some(unit) = turn.weights(head) {
                 self.mover.ready(unit, trace)?;
             }
             watch.of(turn, || self.turn(turn, home, &mut pass, trace))?;
+            held_bytes = held_bytes.max(pass.held_bytes());
         }
         // Asked last: a GPU is waited for here, and nowhere before.
         let norm = self.mover.norm(&self.shards)?;
@@ -136,6 +152,8 @@ impl Stepper {
             norm,
             forward_s: pass.forward.seconds()?,
             backward_s: pass.backward.seconds()?,
+            exchanged: self.shards.take_exchanged(),
+            held_bytes,
         })
     }
 

@@ -5,6 +5,9 @@
 //!   ahead                 G0 G1 F0 G2 F1 ..    GL head RH  GL-1 BL RL SH  GL-2 BL-1 RL-1 SL ..  B0 R0 S1 S0
 //! ```
 //!
+//! That is stage 3. In the stages below weights stay from forward to backward: no gathers on the way back. Below stage 2
+//! gradients stay whole too: all R and S come after B0.
+//!
 //! Ahead, a unit's weights come while the unit before it computes, and its gradients leave while the next one does: one
 //! more unit has its weights in a buffer, one more its gradients.
 
@@ -12,11 +15,21 @@ use std::fmt;
 
 use swapper::{Op, StepProgram};
 
+use crate::config::Stage;
+
 /// The embedding's number among the units.
 pub(super) const EMBEDDING: usize = 0;
 
 /// Buffers that blocks need when weights come ahead: the unit that computes, the next one, the one whose gradients leave.
-pub(super) const BLOCK_BUFFERS_AHEAD: usize = 3;
+const BLOCK_BUFFERS_AHEAD: usize = 3;
+
+/// Buffers for the weights of blocks, when there are `units` units: as many as hold weights at a time.
+pub(super) fn block_buffers(units: usize, ahead: bool, stage: Stage) -> usize {
+    if !stage.divides_parameters() {
+        return units - 2;
+    }
+    if ahead { BLOCK_BUFFERS_AHEAD } else { 1 }
+}
 
 /// One thing a step does with one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,10 +80,26 @@ impl fmt::Display for Turn {
 }
 
 /// A training step over `units` units, the last of which is the head.
-pub(super) fn training(units: usize, ahead: bool) -> Vec<Turn> {
+pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
+    let mut turns = forward(units, ahead);
+    let mut back = backward(units, ahead);
+    if !stage.divides_parameters() {
+        back.retain(|turn| !matches!(turn, Turn::Gather(_)));
+    }
+    if !stage.divides_gradients() {
+        let computes = |turn: &Turn| matches!(turn, Turn::Head | Turn::Backward(_));
+        let (computed, moved): (Vec<_>, Vec<_>) = back.into_iter().partition(computes);
+        back = [computed, moved].concat();
+    }
+    turns.append(&mut back);
+    turns
+}
+
+/// Head and backward pass as stage 3 has them.
+fn backward(units: usize, ahead: bool) -> Vec<Turn> {
     use Turn::*;
     let head = units - 1;
-    let mut turns = forward(units, ahead);
+    let mut turns = Vec::new();
     if !ahead {
         turns.extend([Head, Reduce(head), Scatter(head)]);
         for unit in (1..head).rev() {
@@ -121,13 +150,13 @@ mod tests {
     use super::*;
 
     /// Follows `turns` and checks that each has what it needs, and that buffers never run out.
-    fn check(units: usize, ahead: bool) {
+    fn check(units: usize, ahead: bool, stage: Stage) {
         let head = units - 1;
-        let buffers = if ahead { BLOCK_BUFFERS_AHEAD } else { 1 };
+        let buffers = block_buffers(units, ahead, stage);
         let mut weights: Vec<usize> = Vec::new();
         let (mut forward, mut backward, mut reduced) = (0, units, vec![false; units]);
         let mut scattered = Vec::new();
-        for turn in training(units, ahead) {
+        for turn in training(units, ahead, stage) {
             match turn {
                 Turn::Gather(unit) => {
                     weights.retain(|&held| held != unit);
@@ -158,7 +187,8 @@ mod tests {
                     backward = unit;
                 }
                 Turn::Reduce(unit) => {
-                    assert_eq!(unit, backward);
+                    let gone_back = if stage.divides_gradients() { unit } else { 0 };
+                    assert_eq!(gone_back, backward);
                     reduced[unit] = true;
                 }
                 Turn::Scatter(unit) => {
@@ -173,14 +203,35 @@ mod tests {
     #[test]
     fn every_turn_has_its_weights_and_a_buffer() {
         for units in [3, 4, 5, 26] {
-            check(units, false);
-            check(units, true);
+            for stage in [0, 1, 2, 3].map(|number| Stage::of(number).unwrap()) {
+                check(units, false, stage);
+                check(units, true, stage);
+            }
+        }
+    }
+
+    #[test]
+    fn weights_are_gathered_twice_in_stage_3_and_once_in_the_others() {
+        for (number, count) in [(0, 1), (1, 1), (2, 1), (3, 2)] {
+            let turns = training(6, true, Stage::of(number).unwrap());
+            let gathers = turns.iter().filter(|&&turn| turn == Turn::Gather(2));
+            assert_eq!(gathers.count(), count, "stage {number}");
+        }
+    }
+
+    #[test]
+    fn gradients_leave_as_they_come_from_stage_2_on_and_at_the_end_before() {
+        for (number, at_the_end) in [(0, true), (1, true), (2, false), (3, false)] {
+            let turns = training(6, true, Stage::of(number).unwrap());
+            let at = |turn| turns.iter().position(|&found| found == turn).unwrap();
+            let last = at(Turn::Backward(EMBEDDING));
+            assert_eq!(at(Turn::Reduce(5)) > last, at_the_end, "stage {number}");
         }
     }
 
     #[test]
     fn weights_come_while_the_unit_before_computes() {
-        let turns = training(6, true);
+        let turns = training(6, true, Stage::Parameters);
         let at = |turn| turns.iter().position(|&found| found == turn).unwrap();
         for unit in 0..4 {
             assert!(at(Turn::Gather(unit + 1)) < at(Turn::Forward(unit)));

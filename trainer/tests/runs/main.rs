@@ -17,4 +17,5 @@ mod ranks;
 mod ranks_gpu;
 mod resume;
 mod settings;
+mod stages;
 mod timeline;

@@ -74,6 +74,43 @@ fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
 }
 
 #[test]
+fn two_gpus_learn_the_same_in_every_stage() {
+    if gpus("two_gpus_learn_the_same_in_every_stage").is_none() {
+        return;
+    }
+    let lab = Lab::new();
+    let alone = lab.run("alone", &SETS).with(&tier("none"));
+    alone.train();
+    let number = |run: &Run, step: usize, key: &str| {
+        let metrics = run.metrics();
+        metrics[step][key].as_f64().expect("a number")
+    };
+    for micro_batches in [1, 3] {
+        let micro_batch = format!("train_micro_batch_size_per_gpu={}", 6 / micro_batches);
+        for (stage, devices) in [
+            (0, "none"),
+            (1, "none"),
+            (2, "none"),
+            (3, "none"),
+            (1, "cpu"),
+            (2, "cpu"),
+        ] {
+            let name = format!("stage-{stage}-{devices}-{micro_batches}");
+            let stage = format!("zero_optimization.stage={stage}");
+            let optimizer = format!("zero_optimization.offload_optimizer.device={devices}");
+            let run = lab.run(&name, &SETS);
+            let run = run.with(&[&stage, &optimizer, &micro_batch]);
+            succeed(run.launch(2));
+            for (step, key) in [(0, "loss"), (5, "loss"), (5, "grad_norm")] {
+                let (found, expected) = (number(&run, step, key), number(&alone, step, key));
+                let off = ((found - expected) / expected).abs();
+                assert!(off < 1e-4, "{name}: {key} {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_killed_rank_ends_the_others_on_their_gpus() {
     if gpus("a_killed_rank_ends_the_others_on_their_gpus").is_none() {
         return;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::{share, value};
 use crate::config::toml::{OffloadToml, ShareOrAuto, ZeroToml};
-use crate::config::{Placement, ResidentShare, SettingsError, Share, Tier};
+use crate::config::{Placement, ResidentShare, SettingsError, Share, Stage, Tier};
 use crate::run::resolved;
 
 pub(super) fn placement(
@@ -18,27 +18,7 @@ pub(super) fn placement(
     let param = tier(PARAM, zero.offload_param.device.as_deref())?;
     let optimizer = tier(OPTIMIZER, zero.offload_optimizer.device.as_deref())?;
     let has_store = param == Tier::Nvme || optimizer == Tier::Nvme;
-    // Left out, it is the one stage there is. DeepSpeed's default of 0 would contradict every offload below.
-    let stage = zero.stage.unwrap_or(3);
-    if stage > 3 {
-        return Err(value(
-            "zero_optimization.stage",
-            format!("{stage}: there are stages 0 to 3"),
-        ));
-    }
-    if stage < 3 && (has_store || param != Tier::None) {
-        return Err(value(
-            "zero_optimization.stage",
-            format!(
-                "{stage} cannot keep parameters in host memory or anything on nvme: set stage = 3, or devices none and cpu"
-            ),
-        ));
-    }
-    if stage < 3 {
-        notes.push(format!(
-            "zero_optimization.stage {stage}: one process shards nothing, it runs as stage 3 does"
-        ));
-    }
+    let stage = stage(zero.stage, param, optimizer)?;
     if param == Tier::Nvme && optimizer == Tier::None {
         return Err(value(
             OPTIMIZER,
@@ -98,11 +78,46 @@ pub(super) fn placement(
         ));
     }
     Ok(Placement {
+        stage,
         param,
         optimizer,
         nvme_paths,
         resident_share: resident_share(offload)?,
     })
+}
+
+/// Left out, it is 3: DeepSpeed's default of 0 would contradict every offload.
+fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, SettingsError> {
+    const KEY: &str = "zero_optimization.stage";
+    let Some(number) = number else {
+        return Ok(Stage::default());
+    };
+    let stage = Stage::of(number)
+        .ok_or_else(|| value(KEY, format!("{number}: there are stages 0 to 3")))?;
+    if param != Tier::None && !stage.divides_parameters() {
+        let device = param.word();
+        return Err(value(
+            KEY,
+            format!(
+                "{number} keeps parameters with what computes, offload_param.device \"{device}\" needs stage 3: set stage = 3, or leave offload_param out"
+            ),
+        ));
+    }
+    match optimizer {
+        Tier::Nvme if !stage.divides_parameters() => Err(value(
+            KEY,
+            format!(
+                "{number} has no offload_optimizer.device \"nvme\" (DeepSpeed takes it there and uses host memory without a word): set stage = 3, or device \"cpu\""
+            ),
+        )),
+        Tier::Cpu if !stage.divides_state() => Err(value(
+            KEY,
+            format!(
+                "{number} keeps the optimizer's state with what computes: set stage 1, 2 or 3 for offload_optimizer.device \"cpu\""
+            ),
+        )),
+        _ => Ok(stage),
+    }
 }
 
 /// Left out, it is 0 as it always was; with a budget of host memory it is what the budget is for.

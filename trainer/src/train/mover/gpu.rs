@@ -17,14 +17,15 @@ use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
 
 use super::super::TrainError;
-use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
+use super::super::turns::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
+use crate::config::Stage;
 use crate::home::Home;
 use crate::trace::Trace;
 
-/// Gradients of blocks in flight: one is written by backward while the other leaves.
+/// Gradients of blocks in flight: one is written by backward while the other leaves. Below stage 2 each block has its own.
 const GRAD_BUFFERS: usize = 2;
 
 /// Bytes of a unit's sum of squares.
@@ -60,6 +61,8 @@ impl GpuMover {
         engine: &Engine,
         gpu: &Gpu,
         master: Master,
+        stage: Stage,
+        block_buffers: usize,
         live: bool,
         shards: Shards,
     ) -> Result<Self, TrainError> {
@@ -77,7 +80,8 @@ impl GpuMover {
             place: if live && shards.count() == 1 {
                 Place::Home((0..units).map(|_| None).collect())
             } else {
-                Place::Buffers(Box::new(Buffers::new(engine, gpu, master, &shards)?))
+                let buffers = Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?;
+                Place::Buffers(Box::new(buffers))
             },
             shards,
         })
@@ -126,8 +130,10 @@ impl GpuMover {
                         between.copy(home.unit(unit).param.at(0), place, bytes)?;
                     }
                 }
-                if shards.count() > 1 {
+                if shards.gathers() {
                     shards.gather_on(between, unit, to, elem_bytes)?;
+                }
+                if shards.count() > 1 {
                     let arrived = between.record()?;
                     buffers.at_mut(unit).arrived = Some(arrived);
                 }
@@ -300,6 +306,8 @@ impl Buffers {
         engine: &Engine,
         gpu: &Gpu,
         master: Master,
+        stage: Stage,
+        block_buffers: usize,
         shards: &Shards,
     ) -> Result<Self, TrainError> {
         let head = engine.units().len() - 1;
@@ -310,20 +318,25 @@ impl Buffers {
                 free: None,
             })
         };
+        let block_grads = if stage.divides_gradients() {
+            GRAD_BUFFERS
+        } else {
+            head - 1
+        };
         let grads = |unit: usize| gpu.alloc(shards.padded_elems(unit) * master.grad_bytes());
         Ok(Self {
             up: gpu.stream()?,
             down: gpu.stream()?,
             between: gpu.stream()?,
             embedding: weights(EMBEDDING)?,
-            blocks: (0..BLOCK_BUFFERS_AHEAD)
+            blocks: (0..block_buffers)
                 .map(|_| weights(1))
                 .collect::<Result<_, _>>()?,
             head: weights(head)?,
             head_unit: head,
-            rotation: Rotation::new(BLOCK_BUFFERS_AHEAD),
+            rotation: Rotation::new(block_buffers),
             embedding_grads: grads(EMBEDDING)?,
-            block_grads: (0..GRAD_BUFFERS)
+            block_grads: (0..block_grads)
                 .map(|_| grads(1))
                 .collect::<Result<_, _>>()?,
             head_grads: grads(head)?,

@@ -1,7 +1,7 @@
 //! Units in host memory, computed with by the processor.
 //!
 //! Each kind of unit has buffers of its own: one for the embedding (a tied head finds it there), one for the head, and
-//! one or more that blocks take in turn. A buffer holds the unit's weights until they are done with, then the
+//! one or more that blocks take in turn (one for each, where weights stay from forward to backward). A buffer holds the unit's weights until they are done with, then the
 //! unit's gradients. With several ranks a buffer is away while shards come or sums are taken, and comes back when it is needed.
 
 use std::time::Instant;
@@ -13,7 +13,7 @@ use kernels::torch::HostBuffer;
 use swapper::Swapper;
 
 use super::super::TrainError;
-use super::super::turns::{BLOCK_BUFFERS_AHEAD, EMBEDDING};
+use super::super::turns::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
@@ -62,29 +62,28 @@ impl UnderWay {
 }
 
 impl HostMover {
-    /// Buffers for `engine`'s units; `ahead` as in `turns.rs`.
+    /// Buffers for `engine`'s units, `block_buffers` of them for blocks.
     ///
     /// # Errors
     /// Out of memory.
     pub(in crate::train) fn new(
         engine: &Engine,
         master: Master,
-        ahead: bool,
+        block_buffers: usize,
         shards: Shards,
     ) -> Result<Self, ComputeError> {
         let head = engine.units().len() - 1;
         let new_weights = |unit| engine.new_padded_weights(unit, shards.padded_elems(unit));
-        let buffers = if ahead { BLOCK_BUFFERS_AHEAD } else { 1 };
         Ok(Self {
             elem_bytes: master.param_bytes(),
             grad_type: GradType::of(master),
             head,
             embedding: new_weights(EMBEDDING)?,
-            blocks: (0..buffers)
+            blocks: (0..block_buffers)
                 .map(|_| new_weights(1))
                 .collect::<Result<_, _>>()?,
             last: new_weights(head)?,
-            rotation: Rotation::new(buffers),
+            rotation: Rotation::new(block_buffers),
             sum_squares: vec![0.0; head + 1],
             gathering: (0..=head).map(|_| None).collect(),
             reducing: (0..=head).map(|_| None).collect(),
@@ -112,7 +111,7 @@ impl HostMover {
             }
             Ok::<(), TrainError>(())
         })?;
-        if shards.count() > 1 {
+        if shards.gathers() {
             let pending = shards.gather(unit, weights)?;
             self.gathering[unit] = Some(UnderWay::new(pending));
         }
@@ -173,7 +172,11 @@ impl HostMover {
         trace: &Trace,
     ) -> Result<(), TrainError> {
         if let Some(under_way) = self.reducing[unit].take() {
-            let summed = under_way.wait(trace, || format!("sums of unit {unit}"))?;
+            let mut summed = under_way.wait(trace, || format!("sums of unit {unit}"))?;
+            if self.shards.sums_for_all() {
+                let others = UnderWay::new(self.shards.gather_sums(unit, summed)?);
+                summed = others.wait(trace, || format!("all sums of unit {unit}"))?;
+            }
             self.buffer(unit).put_host(summed);
             self.add_squares(unit);
         }

@@ -10,10 +10,11 @@ use kernels::gpu::Gpu;
 
 pub(super) use gpu::GpuMover;
 pub(super) use host::HostMover;
-pub(super) use shards::Shards;
+pub(super) use shards::{Exchanged, Shards};
 
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
+use crate::config::Stage;
 use crate::home::Home;
 use crate::trace::Trace;
 
@@ -24,8 +25,8 @@ pub(super) enum Mover {
 }
 
 impl Mover {
-    /// For `engine`, on the GPU it computes on if there is one; `ahead` as in [`super::turns`], `live` where tiles are in the
-    /// GPU.
+    /// For `engine`, on the GPU it computes on if there is one, with `block_buffers` as in [`super::turns`]; `live` where tiles
+    /// are in the GPU.
     ///
     /// # Errors
     /// Out of memory.
@@ -33,7 +34,8 @@ impl Mover {
         engine: &Engine,
         gpu: Option<&Gpu>,
         master: Master,
-        ahead: bool,
+        stage: Stage,
+        block_buffers: usize,
         live: bool,
         shards: &Shards,
     ) -> Result<Self, TrainError> {
@@ -41,12 +43,13 @@ impl Mover {
             None => Self::Host(Box::new(HostMover::new(
                 engine,
                 master,
-                ahead,
+                block_buffers,
                 shards.clone(),
             )?)),
             Some(gpu) => {
                 let shards = shards.clone();
-                Self::Gpu(Box::new(GpuMover::new(engine, gpu, master, live, shards)?))
+                let mover = GpuMover::new(engine, gpu, master, stage, block_buffers, live, shards)?;
+                Self::Gpu(Box::new(mover))
             }
         })
     }
@@ -155,7 +158,7 @@ impl Mover {
             Self::Host(mover) => mover.sum_squares().to_vec(),
             Self::Gpu(mover) => mover.sum_squares()?,
         };
-        shards.sum(&mut squares)?;
+        shards.sum_of_shards(&mut squares)?;
         // In the units' order, whatever order their gradients came in.
         Ok(squares.iter().sum::<f64>().sqrt())
     }

@@ -1,14 +1,18 @@
-//! How a unit's buffer is shared among ranks: equal shards, one after the other, the last ones padded.
+//! How a unit's buffer is shared among ranks: equal shards, one after the other, the last ones padded. In stage 0 the shards are
+//! only how a sum is divided: each rank keeps all of every unit.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kernels::collective::{CollectiveError, Comm, GpuComm, Pending};
 use kernels::gpu::{DeviceAt, DeviceBuffer, Stream};
 use kernels::reduce::GradType;
+use kernels::torch::HostBuffer;
 use swapper::{UnitShape, shard_elems};
 
 use crate::compute::UnitWeights;
+use crate::config::Stage;
 
 /// The shards of every unit, and the way to the other ranks.
 #[derive(Clone)]
@@ -19,6 +23,18 @@ pub(in crate::train) struct Shards {
     /// Of each unit.
     unit_elems: Vec<usize>,
     shard_elems: Vec<usize>,
+    /// Whether a rank keeps its shard of a unit, and not all of it.
+    divided: bool,
+    exchanged: Arc<[AtomicU64; 2]>,
+}
+
+/// Bytes of buffers that this rank and the others filled together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::train) struct Exchanged {
+    /// Of weights.
+    pub(in crate::train) gathered_bytes: u64,
+    /// Of gradients.
+    pub(in crate::train) reduced_bytes: u64,
 }
 
 impl Shards {
@@ -28,6 +44,7 @@ impl Shards {
         gpus: Option<Arc<GpuComm>>,
         units: &[UnitShape],
         tile_elems: u64,
+        stage: Stage,
     ) -> Self {
         let ranks = comm.world().ranks;
         let shard = |unit: &UnitShape| shard_elems(unit.elems, tile_elems, ranks) as usize;
@@ -36,7 +53,38 @@ impl Shards {
             shard_elems: units.iter().map(shard).collect(),
             gpus,
             comm,
+            divided: stage.divides_state(),
+            exchanged: Arc::default(),
         }
+    }
+
+    /// Whether a unit's weights lie with several ranks.
+    pub(in crate::train) fn gathers(&self) -> bool {
+        self.divided && self.count() > 1
+    }
+
+    /// Whether a sum of gradients is for every rank, and not a shard for each.
+    pub(in crate::train) fn sums_for_all(&self) -> bool {
+        !self.divided && self.count() > 1
+    }
+
+    /// What was exchanged since this was asked before.
+    pub(in crate::train) fn take_exchanged(&self) -> Exchanged {
+        let [gathered, reduced] = &*self.exchanged;
+        Exchanged {
+            gathered_bytes: gathered.swap(0, Ordering::Relaxed),
+            reduced_bytes: reduced.swap(0, Ordering::Relaxed),
+        }
+    }
+
+    fn count_gathered(&self, unit: usize, elem_bytes: usize) {
+        let bytes = self.padded_elems(unit) * elem_bytes;
+        self.exchanged[0].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn count_reduced(&self, unit: usize, elem_bytes: usize) {
+        let bytes = self.padded_elems(unit) * elem_bytes;
+        self.exchanged[1].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// This rank, from 0.
@@ -56,6 +104,9 @@ impl Shards {
 
     /// This rank's elements of a unit, without padding.
     pub(in crate::train) fn own(&self, unit: usize) -> Range<usize> {
+        if !self.divided {
+            return 0..self.unit_elems[unit];
+        }
         let start = self.shard_elems[unit] * self.comm.world().rank as usize;
         let elems = self.unit_elems[unit];
         start.min(elems)..(start + self.shard_elems[unit]).min(elems)
@@ -70,8 +121,22 @@ impl Shards {
         unit: usize,
         buffer: &mut UnitWeights,
     ) -> Result<Pending, CollectiveError> {
-        let elems = self.padded_elems(unit);
-        self.comm.all_gather_start(buffer.take_host(), elems)
+        let host = buffer.take_host();
+        self.count_gathered(unit, host.elem_bytes());
+        self.comm.all_gather_start(host, self.padded_elems(unit))
+    }
+
+    /// As [`Shards::gather`], of gradients that each rank has summed its shard of.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(in crate::train) fn gather_sums(
+        &self,
+        unit: usize,
+        host: HostBuffer,
+    ) -> Result<Pending, CollectiveError> {
+        self.count_reduced(unit, host.elem_bytes());
+        self.comm.all_gather_start(host, self.padded_elems(unit))
     }
 
     /// Begins to replace this rank's shard of the gradients in `buffer` by the sum over all ranks; the buffer is away meanwhile.
@@ -86,6 +151,7 @@ impl Shards {
     ) -> Result<Pending, CollectiveError> {
         let elems = self.padded_elems(unit);
         let host = buffer.take_host();
+        self.count_reduced(unit, host.elem_bytes());
         self.comm.reduce_scatter_start(host, elems, grad_type)
     }
 
@@ -101,11 +167,12 @@ impl Shards {
         elem_bytes: usize,
     ) -> Result<(), CollectiveError> {
         let elems = self.padded_elems(unit);
+        self.count_gathered(unit, elem_bytes);
         self.between_gpus()
             .all_gather(stream, buffer.at(0), elems, elem_bytes)
     }
 
-    /// As [`Shards::reduce`] in a GPU's memory, enqueued on `stream`.
+    /// As [`Shards::reduce`] in a GPU's memory, enqueued on `stream`. Where a sum is for every rank, all of it comes.
     ///
     /// # Errors
     /// A rank is gone.
@@ -117,8 +184,15 @@ impl Shards {
         grad_type: GradType,
     ) -> Result<(), CollectiveError> {
         let elems = self.padded_elems(unit);
-        self.between_gpus()
-            .reduce_scatter(stream, buffer.at(0), elems, grad_type)
+        let elem_bytes = grad_type.elem_bytes();
+        self.count_reduced(unit, elem_bytes);
+        let gpus = self.between_gpus();
+        gpus.reduce_scatter(stream, buffer.at(0), elems, grad_type)?;
+        if self.sums_for_all() {
+            self.count_reduced(unit, elem_bytes);
+            gpus.all_gather(stream, buffer.at(0), elems, elem_bytes)?;
+        }
+        Ok(())
     }
 
     /// This rank's shard of a unit in `buffer`, which holds all shards.
@@ -141,6 +215,20 @@ impl Shards {
 
     fn between_gpus(&self) -> &GpuComm {
         self.gpus.as_ref().expect("several ranks compute on GPUs")
+    }
+
+    /// Sums over the ranks what each has of its shards; where each has all, nothing is to be added.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(in crate::train) fn sum_of_shards(
+        &self,
+        values: &mut [f64],
+    ) -> Result<(), CollectiveError> {
+        if self.divided {
+            self.sum(values)?;
+        }
+        Ok(())
     }
 
     /// Sums `values` over the ranks, in their order: the same bits everywhere.

@@ -57,6 +57,7 @@ pub(super) fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value
     json!({
         "batch": lines["batch"],
         "ranks": lines["ranks"],
+        "stage": lines["placement"]["stage"],
         "gradient_clipping": lines["gradient_clipping"],
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],

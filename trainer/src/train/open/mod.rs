@@ -82,7 +82,9 @@ impl Prepared {
             hardware,
             text.map_or(0, |text| text.bytes() as u64),
         )?;
-        plan.swapper.rank = ranks.rank();
+        if settings.placement.stage.divides_state() {
+            plan.swapper.rank = ranks.rank();
+        }
         let trained_with = trained_with(&settings, text);
         let mut description = describe(&settings, &plan);
         let begun = !fresh && RunFolder::check(&run_folder, &description)?;

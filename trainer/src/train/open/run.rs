@@ -86,18 +86,23 @@ impl OpenRun {
     /// # Errors
     /// The drive is full or fails, here or on another rank; the checkpoint before stays.
     pub(crate) fn save(&mut self) -> Result<(), TrainError> {
+        let writers = self.writers();
         let (home, state, ranks) = (&mut self.home, &self.state, &self.ranks);
         let checkpoints = &self.checkpoints;
         let blob = state.encode();
         let begun = ranks.together("saving its tiles", || {
-            checkpoints.begin(state.step, ranks.rank(), &blob, |take| {
-                home.visit(take).map_err(TrainError::from)
-            })
+            let writes = ranks.rank() < writers;
+            let begun = writes.then(|| {
+                checkpoints.begin(state.step, ranks.rank(), &blob, |take| {
+                    home.visit(take).map_err(TrainError::from)
+                })
+            });
+            begun.transpose()
         })?;
         let (first, part) = if ranks.is_first() {
-            (Some(begun), None)
+            (begun, None)
         } else {
-            (None, Some(begun))
+            (None, begun)
         };
         let own = ranks.together("finishing its part of the checkpoint", || {
             Ok(part.map_or(Ok(0), |part| part.finish(&[]))?)
@@ -105,11 +110,16 @@ impl OpenRun {
         let fingerprints = ranks.numbers(own)?;
         ranks.together("finishing the checkpoint", || {
             if let Some(first) = first {
-                first.finish(&fingerprints[1..])?;
+                first.finish(&fingerprints[1..writers as usize])?;
                 checkpoints.prune()?;
             }
             Ok(())
         })
+    }
+
+    /// Ranks that write a part of a checkpoint: all that have tiles of their own. What every rank has the first one writes.
+    fn writers(&self) -> u32 {
+        self.plan.swapper.ranks
     }
 
     /// Ends in order; everything that should last was drained or saved before. The daemon ends after all ranks' sessions.

@@ -1,0 +1,82 @@
+//! ZeRO's stages: what of a model the ranks divide among themselves.
+//!
+//! ```text
+//!   stage   state    gradients   parameters          in a step
+//!   0       each     each        each                gradients summed for everyone, everyone updates everything
+//!   1       shards   each        each, gathered      weights gathered once; gradients kept whole until backward ends, then summed to shards
+//!   2       shards   shards      each, gathered      weights gathered once; gradients summed to shards as they come
+//!   3       shards   shards      shards              weights gathered unit by unit, in forward and again in backward
+//! ```
+//!
+//! Less is moved the lower the stage, and more is held. One rank divides nothing: there the stages differ in what is held and
+//! copied, and in no bit.
+
+use serde::{Serialize, Serializer};
+
+/// What is divided, each stage with all that the one before divides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    /// 0: plain data parallelism.
+    Nothing,
+    /// 1.
+    State,
+    /// 2.
+    Gradients,
+    /// 3.
+    #[default]
+    Parameters,
+}
+
+impl Stage {
+    /// DeepSpeed's number; `None` if there is no such stage.
+    pub fn of(number: u64) -> Option<Self> {
+        [
+            Self::Nothing,
+            Self::State,
+            Self::Gradients,
+            Self::Parameters,
+        ]
+        .get(usize::try_from(number).ok()?)
+        .copied()
+    }
+
+    /// DeepSpeed's number.
+    pub fn number(self) -> u64 {
+        self as u64
+    }
+
+    /// Whether each rank keeps a part of the tiles, and not all of them.
+    pub fn divides_state(self) -> bool {
+        self >= Self::State
+    }
+
+    /// Whether a unit's gradients are summed to shards as soon as they are complete.
+    pub fn divides_gradients(self) -> bool {
+        self >= Self::Gradients
+    }
+
+    /// Whether a unit's weights are given up after forward and gathered again for backward.
+    pub fn divides_parameters(self) -> bool {
+        self >= Self::Parameters
+    }
+}
+
+impl Serialize for Stage {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(self.number())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_has_deepspeeds_number() {
+        for number in 0..4 {
+            assert_eq!(Stage::of(number).map(Stage::number), Some(number));
+        }
+        assert_eq!(Stage::of(4), None);
+        assert_eq!(Stage::of(u64::MAX), None);
+    }
+}
