@@ -46,10 +46,11 @@ fn config() -> ModelConfig {
         kv_heads: 16,
         head_dim: None,
         rope_theta: 1e4,
-        rms_norm_eps: 1e-5,
+        norm_eps: 1e-5,
         tied: false,
         initializer_range: 0.02,
         max_position_embeddings: SEQ_LEN,
+        ..ModelConfig::default()
     }
 }
 

@@ -49,10 +49,11 @@ fn config(hidden_size: usize, intermediate_size: usize, vocab_size: usize) -> Mo
         kv_heads: 2,
         head_dim: None,
         rope_theta: 1e4,
-        rms_norm_eps: 1e-5,
+        norm_eps: 1e-5,
         tied: false,
         initializer_range: 0.08,
         max_position_embeddings: 512,
+        ..ModelConfig::default()
     }
 }
 

@@ -27,10 +27,11 @@ fn cases() -> Vec<Case> {
         kv_heads,
         head_dim: None,
         rope_theta: 1e4,
-        rms_norm_eps: 1e-6,
+        norm_eps: 1e-6,
         tied,
         initializer_range: 0.02,
         max_position_embeddings: 512,
+        ..ModelConfig::default()
     };
     let case = |name, config, dtype, micro_batch, micro_batches| Case {
         name,

@@ -100,7 +100,7 @@ pub(super) fn forward(
     let project =
         |x: &Tensor, weight: &Tensor| linear(x, &product_input(weight)?, params[0].kind());
 
-    let normed = product_input(&rms_norm(x, input_norm, config.rms_norm_eps)?)?;
+    let normed = product_input(&rms_norm(x, input_norm, config.norm_eps)?)?;
     let [q, k, v] = [
         project(&normed, q)?,
         project(&normed, k)?,
@@ -109,7 +109,7 @@ pub(super) fn forward(
     let mixed = attention(config, rotary, [&q, &k, &v])?;
     let x = x.f_add(&project(&mixed, o)?)?;
 
-    let normed = product_input(&rms_norm(&x, post_norm, config.rms_norm_eps)?)?;
+    let normed = product_input(&rms_norm(&x, post_norm, config.norm_eps)?)?;
     let gated = project(&normed, gate)?
         .f_silu()?
         .f_mul(&project(&normed, up)?)?;

@@ -11,7 +11,7 @@ use super::head::{self, LOGITS_ELEMS_MAX};
 use super::{
     Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
 };
-use crate::model::{ModelConfig, UnitLayout, unit_layouts};
+use crate::model::{Architecture, Biases, ConfigError, ModelConfig, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
 ///
@@ -89,6 +89,20 @@ impl Engine {
         seq_len: usize,
     ) -> Result<Self, ComputeError> {
         config.validate()?;
+        let llama = ModelConfig {
+            architecture: Architecture::Llama,
+            biases: Biases::default(),
+            sliding_window: None,
+            rope_scaling: None,
+            ..config.clone()
+        };
+        if *config != llama {
+            return Err(ComputeError::Config(ConfigError::Unsupported {
+                key: "model_type".into(),
+                value: config.architecture.model_type().into(),
+                supported: "only plain Llama blocks are computed yet".into(),
+            }));
+        }
         Ok(Engine {
             config: config.clone(),
             units: unit_layouts(config),
@@ -289,7 +303,7 @@ impl Engine {
         let (tied_weights, tied_grads) = tied.unzip();
         let (rows, targets_flat) = self.head_rows(input, targets)?;
         let counted = targets.counted().max(1) as f64;
-        let (eps, logits_elems_max) = (self.config.rms_norm_eps, self.logits_elems_max);
+        let (eps, logits_elems_max) = (self.config.norm_eps, self.logits_elems_max);
         let (loss, [grad_norm, grad_projection, grad_rows]) = match &self.arithmetic {
             Arithmetic::Autograd => {
                 let (norm, projection) = self.head_params(weights, tied_weights, true)?;
@@ -347,7 +361,7 @@ impl Engine {
         let (norm, projection) = self.head_params(weights, tied, false)?;
         let (rows, targets_flat) = self.head_rows(input, targets)?;
         let _no_grad = tch::no_grad_guard();
-        let (eps, logits_elems_max) = (self.config.rms_norm_eps, self.logits_elems_max);
+        let (eps, logits_elems_max) = (self.config.norm_eps, self.logits_elems_max);
         let counted = targets.counted().max(1) as f64;
         Ok(match &self.arithmetic {
             Arithmetic::Autograd => {

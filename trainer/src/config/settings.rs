@@ -6,12 +6,16 @@ use serde::{Serialize, Serializer};
 
 use super::Stage;
 use crate::compute::Dtype;
-use crate::model::ModelConfig;
+use crate::model::{Dropout, ModelConfig};
 
 /// A run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSettings {
     pub model: ModelConfig,
+    /// The directory that `model.path` names, with the model's `config.json`, and its tokenizer and weights if it has them.
+    pub model_folder: Option<PathBuf>,
+    /// What is left out at random in training.
+    pub dropout: Dropout,
     /// Parameters and activations. Bf16 keeps its fp32 master split.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,

@@ -110,10 +110,13 @@ impl Paths {
     }
 }
 
-/// The model's shape, with Hugging Face's names.
+/// The model: a directory of Hugging Face's (`path`), or its shape with Hugging Face's names, or both: what is named here then
+/// takes the place of what the directory's `config.json` says. Which keys a model has depends on its architecture.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelToml {
+    pub path: Option<PathBuf>,
+    pub model_type: Option<String>,
     pub vocab_size: Option<u64>,
     pub hidden_size: Option<u64>,
     pub intermediate_size: Option<u64>,
@@ -122,10 +125,37 @@ pub struct ModelToml {
     pub num_key_value_heads: Option<u64>,
     pub head_dim: Option<u64>,
     pub rope_theta: Option<f64>,
+    pub rope_scaling: RopeScalingToml,
     pub rms_norm_eps: Option<f64>,
     pub tie_word_embeddings: Option<bool>,
     pub initializer_range: Option<f64>,
     pub max_position_embeddings: Option<u64>,
+    pub attention_bias: Option<bool>,
+    pub mlp_bias: Option<bool>,
+    pub sliding_window: Option<u64>,
+    pub use_sliding_window: Option<bool>,
+    pub max_window_layers: Option<u64>,
+    pub attention_dropout: Option<f64>,
+    pub n_embd: Option<u64>,
+    pub n_inner: Option<u64>,
+    pub n_layer: Option<u64>,
+    pub n_head: Option<u64>,
+    pub n_positions: Option<u64>,
+    pub layer_norm_epsilon: Option<f64>,
+    pub embd_pdrop: Option<f64>,
+    pub resid_pdrop: Option<f64>,
+    pub attn_pdrop: Option<f64>,
+}
+
+/// `model.rope_scaling`: how the rotary embedding is stretched.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RopeScalingToml {
+    pub rope_type: Option<String>,
+    pub factor: Option<f64>,
+    pub low_freq_factor: Option<f64>,
+    pub high_freq_factor: Option<f64>,
+    pub original_max_position_embeddings: Option<u64>,
 }
 
 /// `data`: files or folders of text, and the share of its end that is held out.

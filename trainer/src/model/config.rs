@@ -1,11 +1,20 @@
-//! The sizes of a Llama-shaped model, with Hugging Face's key names, checked.
+//! A model's sizes and constants, with Hugging Face's key names, checked.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-/// A model's sizes and constants. The keys in files are those of Hugging Face's `config.json`.
+use super::{Architecture, Biases, Mlp, Norm, Positions};
+
+/// A model: its architecture, sizes and constants. Written out with the keys of Hugging Face's `config.json`; what was added
+/// after Llama is left out where it is as Llama has it, so that runs of earlier versions go on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
+    /// The family: names, and what blocks are made of.
+    #[serde(
+        rename = "model_type",
+        default,
+        skip_serializing_if = "Architecture::is_llama"
+    )]
+    pub architecture: Architecture,
     /// Tokens the model knows.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -27,24 +36,64 @@ pub struct ModelConfig {
     /// Base of the rotary embedding's wavelengths.
     #[serde(default = "default_rope_theta")]
     pub rope_theta: f64,
-    /// Added to the mean square in each norm.
-    #[serde(default = "default_rms_norm_eps")]
-    pub rms_norm_eps: f64,
+    /// What stretches them for longer sequences.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_scaling: Option<RopeScaling>,
+    /// Added to the mean square, or the variance, in each norm.
+    #[serde(rename = "rms_norm_eps", default = "default_norm_eps")]
+    pub norm_eps: f64,
     /// Whether the output projection is the embedding's matrix.
     #[serde(rename = "tie_word_embeddings", default)]
     pub tied: bool,
     /// Standard deviation of fresh weights.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
-    /// Longest sequence the model is meant for; a run's sequence may be shorter.
+    /// Longest sequence the model is meant for; a run's sequence may be shorter. Learned positions have so many rows.
     #[serde(default = "default_max_position_embeddings")]
     pub max_position_embeddings: usize,
+    /// Which projections have a bias.
+    #[serde(default, skip_serializing_if = "Biases::is_none")]
+    pub biases: Biases,
+    /// How far blocks see back, if not to the start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<Window>,
+}
+
+/// How the rotary embedding's wavelengths are stretched.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
+pub enum RopeScaling {
+    /// All by the same factor.
+    Linear {
+        /// By how much.
+        factor: f64,
+    },
+    /// Llama 3.1's: long ones by the factor, short ones not at all, in between a mixture.
+    Llama3 {
+        /// By how much, at most.
+        factor: f64,
+        /// Wavelengths beyond `original_max_position_embeddings` over this are stretched by the whole factor.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_position_embeddings` over this are left alone.
+        high_freq_factor: f64,
+        /// The sequence that the model was first trained for.
+        original_max_position_embeddings: f64,
+    },
+}
+
+/// A sliding window: each token sees itself and the `tokens - 1` before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Tokens seen, the own included.
+    pub tokens: usize,
+    /// The first layer that has the window; the layers before see everything.
+    pub first_layer: usize,
 }
 
 fn default_rope_theta() -> f64 {
     10000.0
 }
-fn default_rms_norm_eps() -> f64 {
+fn default_norm_eps() -> f64 {
     1e-6
 }
 fn default_initializer_range() -> f64 {
@@ -54,12 +103,62 @@ fn default_max_position_embeddings() -> usize {
     2048
 }
 
+/// Llama's constants, and no sizes: not a model before those are given.
+impl Default for ModelConfig {
+    fn default() -> Self {
+        ModelConfig {
+            architecture: Architecture::Llama,
+            vocab_size: 0,
+            hidden_size: 0,
+            intermediate_size: 0,
+            layers: 0,
+            heads: 0,
+            kv_heads: 0,
+            head_dim: None,
+            rope_theta: default_rope_theta(),
+            rope_scaling: None,
+            norm_eps: default_norm_eps(),
+            tied: false,
+            initializer_range: default_initializer_range(),
+            max_position_embeddings: default_max_position_embeddings(),
+            biases: Biases::default(),
+            sliding_window: None,
+        }
+    }
+}
+
 /// Why a model cannot be built from its configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
-    /// Not JSON, or a key has the wrong type or is missing.
+    /// Not JSON, or no table.
     #[error("the model's config.json cannot be read: {0}")]
     Unreadable(String),
+    /// A key without which there is no model.
+    #[error("{key} is missing: {architecture} models have it in their config.json")]
+    Missing {
+        /// Hugging Face's key.
+        key: &'static str,
+        /// Its `model_type`.
+        architecture: &'static str,
+    },
+    /// A key has the wrong type.
+    #[error("{key} = {value}: {expected} was expected")]
+    Type {
+        /// Hugging Face's key.
+        key: String,
+        /// The value given, as JSON.
+        value: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A key that belongs to another architecture.
+    #[error("{key} is no key of {architecture} models: leave it out")]
+    NotOfThisModel {
+        /// The key as given.
+        key: String,
+        /// The `model_type`.
+        architecture: &'static str,
+    },
     /// A size is zero or beyond what is plausible.
     #[error("{key} = {value} must be between 1 and {max}")]
     Size {
@@ -103,11 +202,11 @@ pub enum ConfigError {
     #[error("{key} = {value} is not supported: {supported}")]
     Unsupported {
         /// Hugging Face's key.
-        key: &'static str,
+        key: String,
         /// The value given, as JSON.
         value: String,
         /// What is.
-        supported: &'static str,
+        supported: String,
     },
 }
 
@@ -115,34 +214,6 @@ pub enum ConfigError {
 const SIZE_MAX: usize = 1 << 22;
 
 impl ModelConfig {
-    /// Reads a model directory's `config.json`. Keys that do not change the arithmetic are left aside; those that
-    /// ask for another form of model are refused.
-    ///
-    /// # Errors
-    /// Unreadable text, an unsupported form, or what [`ModelConfig::validate`] refuses.
-    pub fn from_hf_json(text: &str) -> Result<Self, ConfigError> {
-        let unreadable = |e: serde_json::Error| ConfigError::Unreadable(e.to_string());
-        let mut value: Value = serde_json::from_str(text).map_err(unreadable)?;
-        refuse_other_forms(&value)?;
-        // Older files leave the key heads out: as many as query heads.
-        if let (Some(heads), None) = (
-            value.get("num_attention_heads").cloned(),
-            value.get("num_key_value_heads"),
-        ) {
-            value["num_key_value_heads"] = heads;
-        }
-        let mut config: ModelConfig = serde_json::from_value(value.clone()).map_err(unreadable)?;
-        // Newer files keep the wavelength's base in a table of its own.
-        if let Some(theta) = value
-            .pointer("/rope_parameters/rope_theta")
-            .and_then(Value::as_f64)
-        {
-            config.rope_theta = theta;
-        }
-        config.validate()?;
-        Ok(config)
-    }
-
     /// Checks that a model can be built.
     ///
     /// # Errors
@@ -157,6 +228,10 @@ impl ModelConfig {
             ("num_key_value_heads", self.kv_heads),
             ("head_dim", self.head_dim.unwrap_or(1)),
             ("max_position_embeddings", self.max_position_embeddings),
+            (
+                "sliding_window",
+                self.sliding_window.map_or(1, |window| window.tokens),
+            ),
         ] {
             if value == 0 || value > SIZE_MAX {
                 return Err(ConfigError::Size {
@@ -166,15 +241,7 @@ impl ModelConfig {
                 });
             }
         }
-        for (key, value) in [
-            ("rope_theta", self.rope_theta),
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("initializer_range", self.initializer_range),
-        ] {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(ConfigError::Constant { key, value });
-            }
-        }
+        self.validate_constants()?;
         if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(self.heads) {
             return Err(ConfigError::Heads {
                 hidden_size: self.hidden_size,
@@ -187,10 +254,44 @@ impl ModelConfig {
                 kv_heads: self.kv_heads,
             });
         }
-        if !self.head_dim().is_multiple_of(2) {
+        let rotary = self.architecture.form().positions == Positions::Rotary;
+        if rotary && !self.head_dim().is_multiple_of(2) {
             return Err(ConfigError::OddHeadDim(self.head_dim()));
         }
         Ok(())
+    }
+
+    fn validate_constants(&self) -> Result<(), ConfigError> {
+        let mut constants = vec![
+            ("rope_theta", self.rope_theta),
+            ("rms_norm_eps", self.norm_eps),
+            ("initializer_range", self.initializer_range),
+        ];
+        match self.rope_scaling {
+            None => {}
+            Some(RopeScaling::Linear { factor }) => constants.push(("rope_scaling.factor", factor)),
+            Some(RopeScaling::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            }) => constants.extend([
+                ("rope_scaling.factor", factor),
+                ("rope_scaling.low_freq_factor", low),
+                ("rope_scaling.high_freq_factor", high),
+                ("rope_scaling.original_max_position_embeddings", original),
+                // What is mixed lies between them.
+                (
+                    "rope_scaling.high_freq_factor - low_freq_factor",
+                    high - low,
+                ),
+            ]),
+        }
+        let wrong = |value: &f64| !(value.is_finite() && *value > 0.0);
+        match constants.into_iter().find(|(_, value)| wrong(value)) {
+            Some((key, value)) => Err(ConfigError::Constant { key, value }),
+            None => Ok(()),
+        }
     }
 
     /// Width of a head.
@@ -199,153 +300,84 @@ impl ModelConfig {
             .unwrap_or(self.hidden_size / self.heads.max(1))
     }
 
+    /// Tokens that layer number `layer` sees, the own included, if it does not see everything.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        let window = self.sliding_window.filter(|w| layer >= w.first_layer);
+        window.map(|window| window.tokens)
+    }
+
     /// Parameters of the whole model, without the layouts' padding.
     pub fn params_count(&self) -> usize {
+        self.products_count() + self.other_count()
+    }
+
+    /// Parameters of matrix products: projections of blocks, and the head's (the embedding's own table in a tied model).
+    fn products_count(&self) -> usize {
         let (h, ff, d) = (self.hidden_size, self.intermediate_size, self.head_dim());
         let attention = h * d * (self.heads + 2 * self.kv_heads) + self.heads * d * h;
-        let block = attention + 3 * h * ff + 2 * h;
-        let projection = if self.tied { 0 } else { self.vocab_size * h };
-        self.vocab_size * h + self.layers * block + h + projection
+        let mlp = match self.architecture.form().mlp {
+            Mlp::GatedSilu => 3 * h * ff,
+            Mlp::Gelu => 2 * h * ff,
+        };
+        self.layers * (attention + mlp) + self.vocab_size * h
+    }
+
+    /// All others: norms, biases, positions, the embedding of a model that is not tied.
+    fn other_count(&self) -> usize {
+        let (h, ff, d) = (self.hidden_size, self.intermediate_size, self.head_dim());
+        let form = self.architecture.form();
+        let when = |there: bool, count: usize| if there { count } else { 0 };
+        let norm = h + when(form.norm == Norm::Layer, h);
+        let wide = when(form.mlp == Mlp::GatedSilu, ff) + ff;
+        let block = 2 * norm
+            + when(self.biases.qkv, (self.heads + 2 * self.kv_heads) * d)
+            + when(self.biases.out, h)
+            + when(self.biases.mlp, wide + h)
+            + when(form.qk_norm, 2 * d);
+        let positions = when(
+            form.positions == Positions::Learned,
+            self.max_position_embeddings * h,
+        );
+        self.layers * block + norm + positions + when(!self.tied, self.vocab_size * h)
     }
 
     /// Floating-point operations of forward and backward for one token in a sequence of `seq_len`, as model FLOPs are
     /// counted: 6 for each parameter of a matrix product, and attention's half of the square. Recomputing adds none.
     pub fn flops_per_token(&self, seq_len: usize) -> f64 {
-        let norms = self.hidden_size * (2 * self.layers + 1);
-        let lookup = if self.tied {
-            0
-        } else {
-            self.vocab_size * self.hidden_size
-        };
-        let products = (self.params_count() - norms - lookup) as f64;
-        let attention = (self.layers * self.heads * self.head_dim() * seq_len) as f64;
-        6.0 * products + 6.0 * attention
+        let width = (self.heads * self.head_dim()) as f64;
+        let attention: f64 = (0..self.layers)
+            .map(|layer| {
+                let seen = self.window(layer).unwrap_or(seq_len).min(seq_len) as f64;
+                let seq_len = seq_len as f64;
+                // Twice what a token sees on average: less at the start, then the window.
+                width * seen * (2.0 - seen / seq_len)
+            })
+            .sum();
+        6.0 * self.products_count() as f64 + 6.0 * attention
     }
-}
-
-fn refuse_other_forms(value: &Value) -> Result<(), ConfigError> {
-    let refuse = |key, value: &Value, supported| {
-        Err(ConfigError::Unsupported {
-            key,
-            value: value.to_string(),
-            supported,
-        })
-    };
-    if let Some(kind) = value.get("model_type")
-        && kind != "llama"
-    {
-        return refuse("model_type", kind, "only \"llama\" is");
-    }
-    if let Some(act) = value.get("hidden_act")
-        && act != "silu"
-    {
-        return refuse("hidden_act", act, "only \"silu\" is");
-    }
-    for key in ["attention_bias", "mlp_bias"] {
-        if let Some(bias) = value.get(key)
-            && bias != false
-        {
-            return refuse(key, bias, "projections have no bias here");
-        }
-    }
-    for key in ["rope_scaling", "rope_parameters"] {
-        let Some(rope) = value.get(key).filter(|rope| !rope.is_null()) else {
-            continue;
-        };
-        let kind = rope.get("rope_type").or_else(|| rope.get("type"));
-        if kind.is_some_and(|kind| kind != "default") || (key == "rope_scaling" && kind.is_none()) {
-            return refuse(
-                key,
-                rope,
-                "only the plain rotary embedding (rope_type \"default\") is",
-            );
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn hf(extra: &str) -> String {
-        format!(
-            r#"{{"architectures":["LlamaForCausalLM"],"model_type":"llama","torch_dtype":"bfloat16","vocab_size":256,
-            "hidden_size":64,"intermediate_size":176,"num_hidden_layers":2,"num_attention_heads":4,
-            "num_key_value_heads":2{extra}}}"#
-        )
-    }
-
-    #[test]
-    fn hugging_face_keys_are_read_and_the_rest_has_llamas_defaults() {
-        let config =
-            ModelConfig::from_hf_json(&hf(r#","rope_theta":500000.0,"rope_scaling":null"#))
-                .unwrap();
-        assert_eq!(
-            (
-                config.layers,
-                config.heads,
-                config.kv_heads,
-                config.head_dim()
-            ),
-            (2, 4, 2, 16)
-        );
-        assert_eq!(
-            (config.rope_theta, config.rms_norm_eps, config.tied),
-            (500000.0, 1e-6, false)
-        );
-        let again: ModelConfig =
-            serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
-        assert_eq!(again, config);
-        let newer = hf(r#","rope_parameters":{"rope_type":"default","rope_theta":250000.0}"#);
-        assert_eq!(
-            ModelConfig::from_hf_json(&newer).unwrap().rope_theta,
-            250000.0
-        );
-    }
-
-    #[test]
-    fn another_form_of_model_is_refused_by_name() {
-        for (extra, key) in [
-            (r#","hidden_act":"gelu""#, "hidden_act"),
-            (r#","attention_bias":true"#, "attention_bias"),
-            (r#","mlp_bias":true"#, "mlp_bias"),
-            (
-                r#","rope_scaling":{"rope_type":"llama3","factor":8.0}"#,
-                "rope_scaling",
-            ),
-            (
-                r#","rope_parameters":{"rope_type":"yarn"}"#,
-                "rope_parameters",
-            ),
-        ] {
-            match ModelConfig::from_hf_json(&hf(extra)) {
-                Err(ConfigError::Unsupported { key: named, .. }) => assert_eq!(named, key),
-                other => panic!("{extra}: {other:?}"),
-            }
+    fn good() -> ModelConfig {
+        ModelConfig {
+            vocab_size: 256,
+            hidden_size: 64,
+            intermediate_size: 176,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            ..ModelConfig::default()
         }
-        assert!(matches!(
-            ModelConfig::from_hf_json(r#"{"model_type":"mamba"}"#),
-            Err(ConfigError::Unsupported {
-                key: "model_type",
-                ..
-            })
-        ));
-        assert!(matches!(
-            ModelConfig::from_hf_json("{"),
-            Err(ConfigError::Unreadable(_))
-        ));
-        assert!(matches!(
-            ModelConfig::from_hf_json("{}"),
-            Err(ConfigError::Unreadable(_))
-        ));
     }
 
     #[test]
     fn sizes_that_do_not_fit_are_refused() {
-        let good = ModelConfig::from_hf_json(&hf("")).unwrap();
+        good().validate().unwrap();
         let with = |change: fn(&mut ModelConfig)| {
-            let mut config = good.clone();
+            let mut config = good();
             change(&mut config);
             config.validate()
         };
@@ -367,40 +399,63 @@ mod tests {
             with(|c| c.head_dim = Some(15)),
             Err(ConfigError::OddHeadDim(15))
         );
-        assert!(matches!(
-            with(|c| c.layers = 0),
-            Err(ConfigError::Size {
-                key: "num_hidden_layers",
-                ..
+        let size = |change| match with(change) {
+            Err(ConfigError::Size { key, .. }) => key,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(size(|c| c.layers = 0), "num_hidden_layers");
+        assert_eq!(size(|c| c.heads = 0), "num_attention_heads");
+        assert_eq!(size(|c| c.vocab_size = usize::MAX), "vocab_size");
+        assert_eq!(
+            size(|c| c.sliding_window = Some(Window {
+                tokens: 0,
+                first_layer: 0
+            })),
+            "sliding_window"
+        );
+        let constant = |change| match with(change) {
+            Err(ConfigError::Constant { key, .. }) => key,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(constant(|c| c.rope_theta = f64::NAN), "rope_theta");
+        assert_eq!(constant(|c| c.norm_eps = 0.0), "rms_norm_eps");
+        let llama3 = |low, high| {
+            Some(RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: 32.0,
             })
-        ));
-        assert!(matches!(
-            with(|c| c.heads = 0),
-            Err(ConfigError::Size {
-                key: "num_attention_heads",
-                ..
-            })
-        ));
-        assert!(matches!(
-            with(|c| c.vocab_size = usize::MAX),
-            Err(ConfigError::Size {
-                key: "vocab_size",
-                ..
-            })
-        ));
-        assert!(matches!(
-            with(|c| c.rope_theta = f64::NAN),
-            Err(ConfigError::Constant {
-                key: "rope_theta",
-                ..
-            })
-        ));
-        assert!(matches!(
-            with(|c| c.rms_norm_eps = 0.0),
-            Err(ConfigError::Constant {
-                key: "rms_norm_eps",
-                ..
-            })
-        ));
+        };
+        let mut crossed = good();
+        crossed.rope_scaling = llama3(4.0, 1.0);
+        assert!(crossed.validate().is_err());
+        crossed.rope_scaling = llama3(1.0, 4.0);
+        crossed.validate().unwrap();
+    }
+
+    #[test]
+    fn a_llama_is_written_as_it_always_was() {
+        let written = serde_json::to_value(good()).unwrap();
+        let keys: Vec<&String> = written.as_object().unwrap().keys().collect();
+        assert_eq!(keys.len(), 11, "{keys:?}");
+        let again: ModelConfig = serde_json::from_value(written).unwrap();
+        assert_eq!(again, good());
+    }
+
+    #[test]
+    fn a_window_shortens_attention_and_nothing_else() {
+        let windowed = ModelConfig {
+            sliding_window: Some(Window {
+                tokens: 100,
+                first_layer: 1,
+            }),
+            ..good()
+        };
+        assert_eq!((windowed.window(0), windowed.window(1)), (None, Some(100)));
+        assert_eq!(windowed.flops_per_token(50), good().flops_per_token(50));
+        // 6 x (64 x 1000) for a layer that sees everything.
+        let saved = good().flops_per_token(1000) - windowed.flops_per_token(1000);
+        assert!((saved - 6.0 * 64.0 * (1000.0 - 190.0)).abs() < 1e-6);
     }
 }

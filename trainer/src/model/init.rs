@@ -19,7 +19,8 @@
 //! w     = f32(initializer_range * sqrt(-2 ln u1) * cos(2 pi u2))     all in f64, rounded once
 //! ```
 //!
-//! Norm weights are 1, padding is 0. `ln` and `cos` of another mathematics library may differ in the last bit of an
+//! where GPT-2's matrices that write to the residual stream take `initializer_range / sqrt(2 * layers)`. Norm weights are
+//! 1, biases and padding are 0. `ln` and `cos` of another mathematics library may differ in the last bit of an
 //! f64, which changes the f32 about once in 10^8 elements.
 
 use std::f64::consts::TAU;
@@ -27,7 +28,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::UnitLayout;
+use super::{Start, UnitLayout};
 
 /// Elements one task fills: some tens of microseconds of work.
 const CHUNK_ELEMS: usize = 1 << 14;
@@ -77,10 +78,10 @@ fn fill_chunk(
         let range = param.range_elems();
         let (from, to) = (range.start.max(start), range.end.min(end));
         for offset in from..to {
-            out[offset - start] = if param.decay {
-                normal(key, offset as u64, initializer_range)
-            } else {
-                1.0
+            out[offset - start] = match param.start {
+                Start::Normal { scale } => normal(key, offset as u64, initializer_range * scale),
+                Start::Ones => 1.0,
+                Start::Zeros => 0.0,
             };
         }
     }
@@ -109,10 +110,11 @@ mod tests {
             kv_heads: 2,
             head_dim: None,
             rope_theta: 10000.0,
-            rms_norm_eps: 1e-6,
+            norm_eps: 1e-6,
             tied: false,
             initializer_range: 0.02,
             max_position_embeddings: 128,
+            ..ModelConfig::default()
         })
     }
 

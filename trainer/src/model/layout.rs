@@ -3,23 +3,42 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ModelConfig;
+use super::{Member, Mlp, ModelConfig, Norm, Positions, names};
 
 /// Each parameter starts at a multiple of this many elements, and each unit's length is one: 128 bytes in 16 bit, so
 /// that vector loads and tensors over the buffer are aligned whatever lies before.
 pub const ALIGN_ELEMS: usize = 64;
 
+/// What a fresh parameter starts as.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub enum Start {
+    /// Normal numbers of `scale` times the configuration's `initializer_range`.
+    Normal {
+        /// 1, or less where a block's result is added to the residual stream and the architecture says so.
+        scale: f64,
+    },
+    /// A norm's weight.
+    Ones,
+    /// A bias.
+    Zeros,
+}
+
 /// One parameter inside its unit.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParamLayout {
-    /// Hugging Face's name, as in a checkpoint.
+    /// Which of its unit's parameters it is.
+    pub member: Member,
+    /// Hugging Face's name, as in a checkpoint; with the part's in brackets where several parameters are one tensor there
+    /// (`names.rs`).
     pub name: String,
     /// Sizes, outermost first; a matrix is [outputs, inputs].
     pub shape: Vec<usize>,
     /// Where it starts in the unit's flat buffer.
     pub offset_elems: usize,
-    /// Whether weight decay applies. False for norms, which alone start as ones.
+    /// Whether weight decay applies unless the run says otherwise: to matrices, not to norms and biases.
     pub decay: bool,
+    /// What it starts as in a fresh model.
+    pub start: Start,
 }
 
 impl ParamLayout {
@@ -36,7 +55,7 @@ impl ParamLayout {
 
 /// One unit: parameters that are gathered together, in one flat buffer. The elements between parameters are padding:
 /// zero in weights and in gradients.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct UnitLayout {
     /// `embedding`, `block.N`, `head`.
     pub name: String,
@@ -47,16 +66,23 @@ pub struct UnitLayout {
 }
 
 impl UnitLayout {
-    fn new(name: impl Into<String>, params: Vec<(String, Vec<usize>, bool)>) -> Self {
+    fn new(
+        config: &ModelConfig,
+        unit: usize,
+        name: impl Into<String>,
+        members: Vec<(Member, Vec<usize>)>,
+    ) -> Self {
         let mut end = 0usize;
-        let params = params
+        let params = members
             .into_iter()
-            .map(|(name, shape, decay)| {
+            .map(|(member, shape)| {
                 let param = ParamLayout {
-                    name,
-                    shape,
+                    member,
+                    name: names::place(config, unit, member).label(),
                     offset_elems: end,
-                    decay,
+                    decay: shape.len() > 1,
+                    start: start(config, member),
+                    shape,
                 };
                 end = (end + param.elems()).next_multiple_of(ALIGN_ELEMS);
                 param
@@ -69,6 +95,11 @@ impl UnitLayout {
         }
     }
 
+    /// The number of the parameter that is `member`, if the unit has it.
+    pub fn find(&self, member: Member) -> Option<usize> {
+        self.params.iter().position(|param| param.member == member)
+    }
+
     /// Elements of all parameters, padding left out.
     pub fn params_elems(&self) -> usize {
         self.params.iter().map(ParamLayout::elems).sum()
@@ -77,45 +108,89 @@ impl UnitLayout {
 
 /// The model's units in the order forward uses them: embedding, blocks, head.
 pub fn unit_layouts(config: &ModelConfig) -> Vec<UnitLayout> {
-    let (h, ff, vocab) = (
+    let (h, vocab) = (config.hidden_size, config.vocab_size);
+    let form = config.architecture.form();
+    let mut embedding = vec![(Member::Embedding, vec![vocab, h])];
+    if form.positions == Positions::Learned {
+        embedding.push((Member::Positions, vec![config.max_position_embeddings, h]));
+    }
+    let mut units = vec![UnitLayout::new(config, 0, "embedding", embedding)];
+    for layer in 0..config.layers {
+        let name = format!("block.{layer}");
+        units.push(UnitLayout::new(config, layer + 1, name, block(config)));
+    }
+    let mut head = vec![(Member::FinalNorm, vec![h])];
+    if form.norm == Norm::Layer {
+        head.push((Member::FinalNormBias, vec![h]));
+    }
+    if !config.tied {
+        head.push((Member::Projection, vec![vocab, h]));
+    }
+    units.push(UnitLayout::new(config, config.layers + 1, "head", head));
+    units
+}
+
+/// A block's parameters. Those that are multiplied with the same input lie side by side, and so do their biases.
+fn block(config: &ModelConfig) -> Vec<(Member, Vec<usize>)> {
+    let form = config.architecture.form();
+    let (h, ff, d) = (
         config.hidden_size,
         config.intermediate_size,
-        config.vocab_size,
+        config.head_dim(),
     );
-    let (q, kv) = (
-        config.heads * config.head_dim(),
-        config.kv_heads * config.head_dim(),
-    );
-    let mut units = vec![UnitLayout::new(
-        "embedding",
-        vec![("model.embed_tokens.weight".into(), vec![vocab, h], true)],
-    )];
-    for layer in 0..config.layers {
-        let param = |name: &str, shape: Vec<usize>| {
-            let decay = shape.len() > 1;
-            (format!("model.layers.{layer}.{name}.weight"), shape, decay)
-        };
-        units.push(UnitLayout::new(
-            format!("block.{layer}"),
-            vec![
-                param("input_layernorm", vec![h]),
-                param("self_attn.q_proj", vec![q, h]),
-                param("self_attn.k_proj", vec![kv, h]),
-                param("self_attn.v_proj", vec![kv, h]),
-                param("self_attn.o_proj", vec![h, q]),
-                param("post_attention_layernorm", vec![h]),
-                param("mlp.gate_proj", vec![ff, h]),
-                param("mlp.up_proj", vec![ff, h]),
-                param("mlp.down_proj", vec![h, ff]),
-            ],
-        ));
+    let (q, kv) = (config.heads * d, config.kv_heads * d);
+    let layer_norm = form.norm == Norm::Layer;
+    let gated = form.mlp == Mlp::GatedSilu;
+    let biases = config.biases;
+    let members = [
+        (true, Member::InputNorm, vec![h]),
+        (layer_norm, Member::InputNormBias, vec![h]),
+        (true, Member::Query, vec![q, h]),
+        (true, Member::Key, vec![kv, h]),
+        (true, Member::Value, vec![kv, h]),
+        (biases.qkv, Member::QueryBias, vec![q]),
+        (biases.qkv, Member::KeyBias, vec![kv]),
+        (biases.qkv, Member::ValueBias, vec![kv]),
+        (form.qk_norm, Member::QueryNorm, vec![d]),
+        (form.qk_norm, Member::KeyNorm, vec![d]),
+        (true, Member::Out, vec![h, q]),
+        (biases.out, Member::OutBias, vec![h]),
+        (true, Member::PostNorm, vec![h]),
+        (layer_norm, Member::PostNormBias, vec![h]),
+        (gated, Member::Gate, vec![ff, h]),
+        (true, Member::Up, vec![ff, h]),
+        (gated && biases.mlp, Member::GateBias, vec![ff]),
+        (biases.mlp, Member::UpBias, vec![ff]),
+        (true, Member::Down, vec![h, ff]),
+        (biases.mlp, Member::DownBias, vec![h]),
+    ];
+    let there = members.into_iter().filter(|(there, ..)| *there);
+    there.map(|(_, member, shape)| (member, shape)).collect()
+}
+
+/// As Hugging Face's models start: `_init_weights` of the architecture.
+fn start(config: &ModelConfig, member: Member) -> Start {
+    match member {
+        Member::InputNorm
+        | Member::PostNorm
+        | Member::QueryNorm
+        | Member::KeyNorm
+        | Member::FinalNorm => Start::Ones,
+        Member::InputNormBias
+        | Member::QueryBias
+        | Member::KeyBias
+        | Member::ValueBias
+        | Member::OutBias
+        | Member::PostNormBias
+        | Member::GateBias
+        | Member::UpBias
+        | Member::DownBias
+        | Member::FinalNormBias => Start::Zeros,
+        Member::Out | Member::Down if config.architecture.form().scaled_residual => Start::Normal {
+            scale: 1.0 / (2.0 * config.layers as f64).sqrt(),
+        },
+        _ => Start::Normal { scale: 1.0 },
     }
-    let mut head = vec![("model.norm.weight".into(), vec![h], false)];
-    if !config.tied {
-        head.push(("lm_head.weight".into(), vec![vocab, h], true));
-    }
-    units.push(UnitLayout::new("head", head));
-    units
 }
 
 #[cfg(test)]
@@ -132,10 +207,11 @@ mod tests {
             kv_heads: 2,
             head_dim: Some(10),
             rope_theta: 10000.0,
-            rms_norm_eps: 1e-6,
+            norm_eps: 1e-6,
             tied,
             initializer_range: 0.02,
             max_position_embeddings: 128,
+            ..ModelConfig::default()
         }
     }
 

@@ -1,15 +1,30 @@
-//! What a Llama-shaped model is made of: its sizes, its units with their parameters, its first weights.
-//! Knows nothing of torch, ranks, tiles or drives.
+//! What a model is made of: its configuration, its units with their parameters, their names in checkpoints, its first
+//! weights. Knows nothing of torch, ranks, tiles or drives.
 //!
 //! ```text
-//! unit 0        embedding      model.embed_tokens.weight
-//! unit 1..=L    block.0 ..     norm, q, k, v, o, norm, gate, up, down
-//! unit L+1      head           model.norm.weight, and lm_head.weight unless tied to the embedding
+//! unit 0        embedding      the tokens' table, and learned positions
+//! unit 1..=L    block.0 ..     norm, q, k, v, out, norm, gate, up, down; biases and norms of heads where a model has them
+//! unit L+1      head           the last norm, and the projection unless tied to the embedding
+//!
+//!   architecture.rs   the architectures: what blocks are made of
+//!   hf/               config.json
+//!   config.rs         sizes and constants, checked
+//!   member.rs, layout.rs, names.rs   parameters: what each is, where it lies here, where in a checkpoint
+//!   init.rs           first weights
 //! ```
 
+mod architecture;
 mod config;
+mod dropout;
+mod hf;
 pub mod init;
 mod layout;
+mod member;
+pub mod names;
 
-pub use config::{ConfigError, ModelConfig};
-pub use layout::{ALIGN_ELEMS, ParamLayout, UnitLayout, unit_layouts};
+pub use architecture::{Architecture, Biases, Form, Mlp, Norm, Positions};
+pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
+pub use dropout::Dropout;
+pub use hf::{HfModel, parse};
+pub use layout::{ALIGN_ELEMS, ParamLayout, Start, UnitLayout, unit_layouts};
+pub use member::Member;

@@ -160,7 +160,7 @@ impl Block<'_> {
         graph: bool,
         kept: Kept,
     ) -> Result<Passed, ComputeError> {
-        let (ops, weights, eps) = (self.ops, &self.weights, self.config.rms_norm_eps);
+        let (ops, weights, eps) = (self.ops, &self.weights, self.config.norm_eps);
         let first = ops.rms_norm(x, &weights.input_norm, eps)?;
         let attended = match kept.attended {
             Some(attended) => attended,

@@ -31,10 +31,11 @@ fn config(tied: bool) -> ModelConfig {
         kv_heads: 2,
         head_dim: Some(4),
         rope_theta: 100.0,
-        rms_norm_eps: 1e-5,
+        norm_eps: 1e-5,
         tied,
         initializer_range: 0.3,
         max_position_embeddings: 16,
+        ..ModelConfig::default()
     }
 }
 

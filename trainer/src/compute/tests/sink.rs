@@ -2,10 +2,12 @@
 
 use super::*;
 use crate::compute::Dtype;
-use crate::model::{ParamLayout, UnitLayout};
+use crate::model::{Member, ParamLayout, Start, UnitLayout};
 
 fn layout() -> UnitLayout {
     let param = |name: &str, shape: Vec<usize>, offset_elems| ParamLayout {
+        member: Member::Query,
+        start: Start::Normal { scale: 1.0 },
         name: name.into(),
         shape,
         offset_elems,

@@ -33,7 +33,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let head = leaves.last().unwrap();
     let projection = if config.tied { &leaves[0][0] } else { &head[1] };
     let rows = x.view([-1, config.hidden_size as i64]);
-    let normed = rms_norm(&rows, &head[0], config.rms_norm_eps).unwrap();
+    let normed = rms_norm(&rows, &head[0], config.norm_eps).unwrap();
     let (normed, projection) = (
         product_input(&normed).unwrap(),
         product_input(projection).unwrap(),

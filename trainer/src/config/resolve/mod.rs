@@ -1,19 +1,18 @@
 //! Checks values against their ranges and against each other, and fills in what the run file leaves open.
 
 mod batch;
+mod model;
 mod optimizer;
 mod placement;
 
 use std::path::PathBuf;
 
-use super::toml::{ByteCount, ConfigToml, ModelToml};
+use super::toml::{ByteCount, ConfigToml};
 use super::{
     DataSettings, DeviceChoice, Durability, KeepChoice, OffloadSettings, Placement, RunSettings,
     Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
-use crate::data::VOCAB_SIZE;
-use crate::model::ModelConfig;
 
 /// Tokens of a window beyond this are a typing error, not a model.
 const SEQ_LEN_MAX: u64 = 1 << 20;
@@ -55,7 +54,11 @@ pub(super) fn resolve(
     let optimizer = optimizer::optimizer(optimizer)?;
     let lr = optimizer::scheduler(scheduler, optimizer.lr, steps, &mut notes)?;
     let placement = placement::placement(zero_optimization, offload, &mut notes)?;
-    let model = resolve_model(model, seq_len)?;
+    let model::Resolved {
+        config: model,
+        folder: model_folder,
+        dropout,
+    } = model::model(model, seq_len, &mut notes)?;
 
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     not_negative("gradient_clipping", gradient_clipping)?;
@@ -113,6 +116,8 @@ pub(super) fn resolve(
 
     Ok(RunSettings {
         model,
+        model_folder,
+        dropout,
         dtype: if bf16.enabled.unwrap_or(false) {
             Dtype::Bf16
         } else {
@@ -147,50 +152,6 @@ pub(super) fn resolve(
         placement,
         notes,
     })
-}
-
-/// The model's own checks name Hugging Face's keys; they all lie in `[model]`.
-fn resolve_model(model: &ModelToml, seq_len: u64) -> Result<ModelConfig, SettingsError> {
-    let mut given = serde_json::to_value(model).expect("the settings are plain data");
-    let keys = given.as_object_mut().expect("a table");
-    keys.retain(|_, value| !value.is_null());
-    if keys.is_empty() {
-        return Err(SettingsError::Missing {
-            key: "model",
-            message: "describe the model with Hugging Face's keys",
-        });
-    }
-    if let (Some(heads), None) = (
-        keys.get("num_attention_heads").cloned(),
-        keys.get("num_key_value_heads"),
-    ) {
-        keys.insert("num_key_value_heads".into(), heads);
-    }
-    keys.entry("vocab_size").or_insert(VOCAB_SIZE.into());
-    keys.entry("max_position_embeddings")
-        .or_insert(seq_len.max(2048).into());
-    let model: ModelConfig =
-        serde_json::from_value(given).map_err(|error| value("model", error.to_string()))?;
-    model
-        .validate()
-        .map_err(|error| value("model", error.to_string()))?;
-    if (model.vocab_size as u64) < VOCAB_SIZE {
-        return Err(value(
-            "model.vocab_size",
-            format!(
-                "{}: bytes are tokens, at least {VOCAB_SIZE}",
-                model.vocab_size
-            ),
-        ));
-    }
-    if seq_len > model.max_position_embeddings as u64 {
-        let most = model.max_position_embeddings;
-        return Err(value(
-            "train.seq_len",
-            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
-        ));
-    }
-    Ok(model)
 }
 
 fn resolve_offload(

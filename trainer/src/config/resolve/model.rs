@@ -1,0 +1,241 @@
+//! The model: a `config.json`, inline keys, or both.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::value;
+use crate::config::SettingsError;
+use crate::config::toml::ModelToml;
+use crate::data::VOCAB_SIZE;
+use crate::model::{Dropout, HfModel, ModelConfig, parse};
+
+/// A `config.json` is some kilobytes; more is another file.
+const CONFIG_BYTES_MAX: u64 = 4 << 20;
+
+pub(super) struct Resolved {
+    pub(super) config: ModelConfig,
+    /// The directory of `model.path`.
+    pub(super) folder: Option<PathBuf>,
+    pub(super) dropout: Dropout,
+}
+
+pub(super) fn model(
+    given: &ModelToml,
+    seq_len: u64,
+    notes: &mut Vec<String>,
+) -> Result<Resolved, SettingsError> {
+    let mut inline = inline_keys(given);
+    let (file, folder) = match &given.path {
+        Some(path) => {
+            let (file, folder) = read(path)?;
+            (Some(file), Some(folder))
+        }
+        None if inline.is_empty() => {
+            return Err(SettingsError::Missing {
+                key: "model",
+                message: "name a directory of Hugging Face's (model.path), or describe the model with its keys",
+            });
+        }
+        None => {
+            inline.entry("vocab_size").or_insert(VOCAB_SIZE.into());
+            if !inline.contains_key("n_positions") {
+                inline
+                    .entry("max_position_embeddings")
+                    .or_insert(seq_len.max(2048).into());
+            }
+            (None, None)
+        }
+    };
+    // The model's own checks name Hugging Face's keys; they all lie in `[model]` or in its file.
+    let key = if file.is_some() {
+        "model.path"
+    } else {
+        "model"
+    };
+    let HfModel {
+        config,
+        dropout,
+        notes: more,
+    } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
+    notes.extend(more);
+    if (config.vocab_size as u64) < VOCAB_SIZE {
+        return Err(value(
+            "model.vocab_size",
+            format!(
+                "{}: bytes are tokens, at least {VOCAB_SIZE}",
+                config.vocab_size
+            ),
+        ));
+    }
+    if seq_len > config.max_position_embeddings as u64 {
+        let most = config.max_position_embeddings;
+        return Err(value(
+            "train.seq_len",
+            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
+        ));
+    }
+    Ok(Resolved {
+        config,
+        folder,
+        dropout,
+    })
+}
+
+/// The keys that were written, as they would stand in a `config.json`.
+fn inline_keys(given: &ModelToml) -> Map<String, Value> {
+    let Value::Object(mut keys) = serde_json::to_value(given).expect("the settings are plain data")
+    else {
+        unreachable!("a struct is a table")
+    };
+    keys.remove("path");
+    if let Some(Value::Object(scaling)) = keys.get_mut("rope_scaling") {
+        scaling.retain(|_, value| !value.is_null());
+    }
+    keys.retain(|_, value| !value.is_null() && value.as_object().is_none_or(|t| !t.is_empty()));
+    keys
+}
+
+/// The keys of a directory's `config.json`, or of the file itself, and the directory.
+fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
+    let wrong = |message: String| value("model.path", message);
+    let file_path = if path.is_dir() {
+        path.join("config.json")
+    } else {
+        path.to_path_buf()
+    };
+    let shown = file_path.display();
+    if !path.exists() {
+        return Err(wrong(format!(
+            "there is no {}: name a directory with a config.json (nothing is downloaded: `hf download NAME --local-dir {}` does that)",
+            path.display(),
+            path.display()
+        )));
+    }
+    let unreadable = |error: std::io::Error| wrong(format!("cannot read {shown}: {error}"));
+    let file = File::open(&file_path).map_err(unreadable)?;
+    if !file.metadata().map_err(unreadable)?.is_file() {
+        return Err(wrong(format!("{shown} is no file")));
+    }
+    let mut bytes = Vec::new();
+    file.take(CONFIG_BYTES_MAX + 1)
+        .read_to_end(&mut bytes)
+        .map_err(unreadable)?;
+    if bytes.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(wrong(format!(
+            "{shown} has more than {CONFIG_BYTES_MAX} bytes: that is no config.json"
+        )));
+    }
+    let text =
+        String::from_utf8(bytes).map_err(|_| wrong(format!("{shown} is no text in UTF-8")))?;
+    let keys = parse(&text).map_err(|error| wrong(format!("{shown}: {error}")))?;
+    let folder = match file_path.parent() {
+        Some(folder) if folder != Path::new("") => folder.to_path_buf(),
+        _ => PathBuf::from("."),
+    };
+    Ok((keys, folder))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPT2: &str =
+        r#"{"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4}"#;
+
+    fn resolve(given: &ModelToml) -> Result<(Resolved, Vec<String>), String> {
+        let mut notes = Vec::new();
+        let found = model(given, 64, &mut notes).map_err(|error| error.to_string())?;
+        Ok((found, notes))
+    }
+
+    fn at(path: &Path) -> ModelToml {
+        ModelToml {
+            path: Some(path.into()),
+            ..ModelToml::default()
+        }
+    }
+
+    #[test]
+    fn a_directory_or_its_config_json_is_a_model() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.json");
+        std::fs::write(&file, GPT2).unwrap();
+        for path in [folder.path(), &file] {
+            let (found, notes) = resolve(&at(path)).unwrap();
+            assert_eq!(found.folder.as_deref(), Some(folder.path()));
+            assert_eq!((found.config.layers, found.config.vocab_size), (2, 300));
+            assert_eq!(found.dropout.residual, 0.1);
+            assert!(notes.is_empty());
+        }
+        let (found, notes) = resolve(&ModelToml {
+            resid_pdrop: Some(0.0),
+            n_layer: Some(1),
+            ..at(folder.path())
+        })
+        .unwrap();
+        assert_eq!((found.config.layers, found.dropout.residual), (1, 0.0));
+        assert_eq!(notes.len(), 1, "{notes:?}");
+    }
+
+    #[test]
+    fn what_is_no_model_directory_is_refused_with_its_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.json");
+        let refused = |path: &Path| match resolve(&at(path)) {
+            Err(text) => text,
+            Ok(_) => panic!("{} was taken", path.display()),
+        };
+        let text = refused(Path::new("no/such-model"));
+        assert!(
+            text.contains("there is no no/such-model") && text.contains("nothing is downloaded"),
+            "{text}"
+        );
+        let text = refused(folder.path());
+        assert!(
+            text.contains("cannot read") && text.contains("config.json"),
+            "{text}"
+        );
+        for (content, what) in [
+            (&b"{"[..], "cannot be read"),
+            (b"[1]", "not a table"),
+            (b"\xFF\xFE", "UTF-8"),
+            (
+                br#"{"model_type": "t5"}"#,
+                "encoder models are not trained here yet",
+            ),
+        ] {
+            std::fs::write(&file, content).unwrap();
+            let text = refused(&file);
+            assert!(
+                text.starts_with("model.path: ") && text.contains(what),
+                "{text}"
+            );
+        }
+        std::fs::write(&file, vec![b' '; CONFIG_BYTES_MAX as usize + 1]).unwrap();
+        assert!(refused(&file).contains("that is no config.json"));
+        std::fs::remove_file(&file).unwrap();
+        std::fs::create_dir(&file).unwrap();
+        assert!(refused(&folder.path().join("config.json")).contains("config.json"));
+    }
+
+    #[test]
+    fn an_inline_key_of_another_architecture_is_refused() {
+        let text = resolve(&ModelToml {
+            hidden_size: Some(64),
+            intermediate_size: Some(64),
+            num_hidden_layers: Some(1),
+            num_attention_heads: Some(4),
+            embd_pdrop: Some(0.1),
+            ..ModelToml::default()
+        })
+        .err()
+        .unwrap();
+        assert!(
+            text.contains("embd_pdrop is no key of llama models"),
+            "{text}"
+        );
+    }
+}

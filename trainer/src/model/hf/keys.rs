@@ -1,0 +1,204 @@
+//! Every key that Hugging Face's `config.json` may have for the architectures here, and what becomes of it.
+//!
+//! A key that none of these lists has is one that Hugging Face's own model does not read either; it is left aside and named.
+
+use serde_json::{Value, json};
+
+use crate::model::Architecture;
+
+/// Other names of keys, by architecture: (theirs, the common one).
+pub(super) fn aliases(architecture: Architecture) -> &'static [(&'static str, &'static str)] {
+    match architecture {
+        Architecture::Gpt2 => &[
+            ("n_embd", "hidden_size"),
+            ("n_positions", "max_position_embeddings"),
+            ("n_head", "num_attention_heads"),
+            ("n_layer", "num_hidden_layers"),
+            ("n_inner", "intermediate_size"),
+            ("layer_norm_epsilon", "rms_norm_eps"),
+            ("attn_pdrop", "attention_dropout"),
+        ],
+        _ => &[],
+    }
+}
+
+/// What is read, under the common names, with Hugging Face's default for a file that leaves the key out; `Null` where there is
+/// none. Keys whose default follows from others are not here but in `mod.rs`.
+pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
+    let mut keys = vec![
+        ("model_type", json!("llama")),
+        ("vocab_size", Value::Null),
+        ("hidden_size", Value::Null),
+        ("intermediate_size", Value::Null),
+        ("num_hidden_layers", Value::Null),
+        ("num_attention_heads", Value::Null),
+        ("initializer_range", json!(0.02)),
+        ("attention_dropout", json!(0.0)),
+    ];
+    if architecture == Architecture::Gpt2 {
+        keys.extend([
+            ("max_position_embeddings", json!(1024)),
+            ("rms_norm_eps", json!(1e-5)),
+            ("tie_word_embeddings", json!(true)),
+            ("embd_pdrop", json!(0.1)),
+            ("resid_pdrop", json!(0.1)),
+        ]);
+        keys.retain(|(key, _)| *key != "attention_dropout");
+        keys.push(("attention_dropout", json!(0.1)));
+        return keys;
+    }
+    keys.extend([
+        ("num_key_value_heads", Value::Null),
+        ("rms_norm_eps", json!(1e-6)),
+        ("tie_word_embeddings", json!(false)),
+        ("rope_theta", json!(10000.0)),
+        ("rope_scaling", Value::Null),
+    ]);
+    keys.extend(match architecture {
+        Architecture::Llama => vec![
+            ("max_position_embeddings", json!(2048)),
+            ("head_dim", Value::Null),
+            ("attention_bias", json!(false)),
+            ("mlp_bias", json!(false)),
+        ],
+        Architecture::Mistral => vec![
+            ("max_position_embeddings", json!(4096 * 32)),
+            ("head_dim", Value::Null),
+            ("sliding_window", json!(4096)),
+        ],
+        Architecture::Qwen2 => vec![
+            ("max_position_embeddings", json!(32768)),
+            ("use_sliding_window", json!(false)),
+            ("sliding_window", json!(4096)),
+            ("max_window_layers", json!(28)),
+            ("layer_types", Value::Null),
+        ],
+        Architecture::Qwen3 => vec![
+            ("max_position_embeddings", json!(32768)),
+            ("head_dim", json!(128)),
+            ("attention_bias", json!(false)),
+            ("use_sliding_window", json!(false)),
+            ("sliding_window", json!(4096)),
+            ("max_window_layers", json!(28)),
+            ("layer_types", Value::Null),
+        ],
+        Architecture::Gpt2 => unreachable!("answered above"),
+    });
+    keys
+}
+
+/// Keys that would change the computation, and the only values that do not: (key, values, what is supported). `null` and a
+/// missing key are always fine.
+pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>, &'static str)> {
+    let off = || vec![json!(false)];
+    let mut keys = vec![
+        (
+            "quantization_config",
+            vec![],
+            "weights of full precision are: take the model that this one was made from",
+        ),
+        ("is_encoder_decoder", off(), "models of one decoder are"),
+        ("add_cross_attention", off(), "models of one decoder are"),
+        ("pruned_heads", vec![json!({})], "all heads are kept"),
+        (
+            "partial_rotary_factor",
+            vec![json!(1.0), json!(1)],
+            "whole heads are turned",
+        ),
+    ];
+    keys.extend(match architecture {
+        Architecture::Gpt2 => vec![
+            (
+                "activation_function",
+                vec![json!("gelu_new"), json!("gelu_pytorch_tanh")],
+                "\"gelu_new\" is",
+            ),
+            ("scale_attn_weights", vec![json!(true)], "only true is"),
+            ("scale_attn_by_inverse_layer_idx", off(), "only false is"),
+            ("reorder_and_upcast_attn", off(), "only false is"),
+        ],
+        _ => vec![(
+            "hidden_act",
+            vec![json!("silu"), json!("swish")],
+            "\"silu\" is",
+        )],
+    });
+    keys
+}
+
+/// Keys without effect on training here, each for a reason: what the file was saved from or with; how text is made, not
+/// learned; heads of other tasks; numbers of special tokens (what a batch holds is the data's); ways of computing the same.
+pub(super) const WITHOUT_EFFECT: &[&str] = &[
+    // Saved from, saved with.
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // Making text.
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "use_cache",
+    // Other tasks.
+    "classifier_dropout",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    // Tokens.
+    "bos_token_id",
+    "cls_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "prefix",
+    "sep_token_id",
+    "tokenizer_class",
+    // The same in another way, or the number of rows of a table that older versions stored.
+    "attn_implementation",
+    "_attn_implementation",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "gradient_checkpointing",
+    "is_decoder",
+    "n_ctx",
+    "output_attentions",
+    "output_hidden_states",
+    "pretraining_tp",
+    "return_dict",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "use_bfloat16",
+];

@@ -1,0 +1,279 @@
+//! From Hugging Face's `config.json`, and the same keys written inline, to a model.
+//!
+//! ```text
+//!   config.json ──▶ common names ──┐
+//!                                  ├──▶ one table ──▶ sizes and constants, dropout, what was left aside
+//!   inline keys ──▶ common names ──┘  (inline wins)
+//! ```
+//!
+//! A file's keys are those of another program: what has no effect there or here is left aside, what is not known is named,
+//! what would make another model is refused. Inline keys are written for this one: each must be one that is read.
+
+mod keys;
+mod rope;
+mod table;
+
+use serde_json::{Map, Value, json};
+
+use self::table::Table;
+use super::architecture::ENCODERS;
+use super::{Architecture, Biases, ConfigError, Dropout, Mlp, ModelConfig, Window};
+
+/// What a `config.json` says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HfModel {
+    /// The model.
+    pub config: ModelConfig,
+    /// What is left out at random in training.
+    pub dropout: Dropout,
+    /// Keys of the file that are not known, and what inline keys changed; each a line for people.
+    pub notes: Vec<String>,
+}
+
+impl HfModel {
+    /// Reads a `config.json`.
+    ///
+    /// # Errors
+    /// Unreadable text; an architecture or a key that asks for what is not built; what [`ModelConfig::validate`] refuses.
+    pub fn from_json(text: &str) -> Result<Self, ConfigError> {
+        Self::read(Some(parse(text)?), Map::new())
+    }
+
+    /// Reads a model from a file's keys, if there is one, and the `inline` keys over them. Without a file nothing is left out
+    /// at random unless the keys say so; what else is missing has Hugging Face's defaults.
+    ///
+    /// # Errors
+    /// As [`HfModel::from_json`]; an inline key that is none of this architecture's.
+    pub fn read(
+        file: Option<Map<String, Value>>,
+        inline: Map<String, Value>,
+    ) -> Result<Self, ConfigError> {
+        let from_file = file.is_some();
+        let file = file.unwrap_or_default();
+        let architecture = architecture(&file, &inline)?;
+        let mut notes = Vec::new();
+        let mut values = common_names(architecture, file)?;
+        check_keys(architecture, &mut values, |key| {
+            notes.push(format!(
+                "{key} of the model's config.json is not known and not used"
+            ));
+            Ok(())
+        })?;
+        let mut inline = common_names(architecture, inline)?;
+        check_keys(architecture, &mut inline, |key| {
+            Err(ConfigError::NotOfThisModel {
+                key: key.into(),
+                architecture: architecture.model_type(),
+            })
+        })?;
+        for (key, value) in inline {
+            let before = values.insert(key.clone(), value.clone());
+            if let Some(before) = before.filter(|before| *before != value) {
+                notes.push(format!(
+                    "model.{key} = {value} takes the place of {before} in the model's config.json"
+                ));
+            }
+        }
+        let table = Table::new(architecture, values, from_file);
+        let dropout = dropout(&table)?;
+        let config = config(architecture, &table)?;
+        dropout.validate()?;
+        config.validate()?;
+        Ok(Self {
+            config,
+            dropout,
+            notes,
+        })
+    }
+}
+
+/// A `config.json` as a table.
+///
+/// # Errors
+/// No JSON, or no table.
+pub fn parse(text: &str) -> Result<Map<String, Value>, ConfigError> {
+    match serde_json::from_str(text) {
+        Ok(Value::Object(table)) => Ok(table),
+        Ok(_) => Err(ConfigError::Unreadable(
+            "the outermost value is not a table".into(),
+        )),
+        Err(error) => Err(ConfigError::Unreadable(error.to_string())),
+    }
+}
+
+fn architecture(
+    file: &Map<String, Value>,
+    inline: &Map<String, Value>,
+) -> Result<Architecture, ConfigError> {
+    let Some(given) = inline.get("model_type").or_else(|| file.get("model_type")) else {
+        return Ok(Architecture::default());
+    };
+    let supported = || {
+        let all = Architecture::ALL.iter().map(|a| a.model_type());
+        all.collect::<Vec<_>>().join(", ")
+    };
+    let name = given.as_str().unwrap_or_default();
+    Architecture::named(name).ok_or_else(|| ConfigError::Unsupported {
+        key: "model_type".into(),
+        value: given.to_string(),
+        supported: if ENCODERS.contains(&name) {
+            format!(
+                "encoder models are not trained here yet, decoders are: {}",
+                supported()
+            )
+        } else {
+            format!("these are: {}", supported())
+        },
+    })
+}
+
+/// The same keys under the names that all architectures share, and positions' keys as Llama has them.
+fn common_names(
+    architecture: Architecture,
+    mut values: Map<String, Value>,
+) -> Result<Map<String, Value>, ConfigError> {
+    for (theirs, common) in keys::aliases(architecture) {
+        if let Some(value) = values.remove(*theirs) {
+            values.insert((*common).into(), value);
+        }
+    }
+    if values.contains_key("rope_parameters") || values.contains_key("rope_scaling") {
+        rope::flatten(&mut values)?;
+    }
+    Ok(values)
+}
+
+/// Removes keys without effect, refuses those that would make another model; `unknown` decides about the rest.
+fn check_keys(
+    architecture: Architecture,
+    values: &mut Map<String, Value>,
+    mut unknown: impl FnMut(&str) -> Result<(), ConfigError>,
+) -> Result<(), ConfigError> {
+    let read = keys::read(architecture);
+    let fixed = keys::fixed(architecture);
+    for key in values.keys().cloned().collect::<Vec<_>>() {
+        if read.iter().any(|(known, _)| *known == key) {
+            continue;
+        }
+        let value = values.remove(&key).expect("a key of the table");
+        if let Some((_, neutral, supported)) = fixed.iter().find(|(known, ..)| *known == key) {
+            if !value.is_null() && !neutral.contains(&value) {
+                return Err(ConfigError::Unsupported {
+                    key,
+                    value: value.to_string(),
+                    supported: (*supported).into(),
+                });
+            }
+        } else if !keys::WITHOUT_EFFECT.contains(&key.as_str()) {
+            unknown(&key)?;
+        }
+    }
+    Ok(())
+}
+
+fn dropout(table: &Table) -> Result<Dropout, ConfigError> {
+    let share = |key| {
+        Ok(if table.from_file || table.has(key) {
+            table.optional_number(key)?.unwrap_or(0.0)
+        } else {
+            0.0
+        })
+    };
+    Ok(Dropout {
+        embedding: share("embd_pdrop")?,
+        residual: share("resid_pdrop")?,
+        attention: share("attention_dropout")?,
+    })
+}
+
+fn config(architecture: Architecture, table: &Table) -> Result<ModelConfig, ConfigError> {
+    let form = architecture.form();
+    let (hidden_size, heads) = (
+        table.size("hidden_size")?,
+        table.size("num_attention_heads")?,
+    );
+    let layers = table.size("num_hidden_layers")?;
+    let intermediate_size = match table.optional_size("intermediate_size")? {
+        // GPT-2's own default.
+        None if form.mlp == Mlp::Gelu => hidden_size.saturating_mul(4),
+        None => table.size("intermediate_size")?,
+        Some(size) => size,
+    };
+    let attention_bias = table.flag("attention_bias")?;
+    let mlp_bias = table.flag("mlp_bias")?;
+    Ok(ModelConfig {
+        architecture,
+        vocab_size: table.size("vocab_size")?,
+        hidden_size,
+        intermediate_size,
+        layers,
+        heads,
+        kv_heads: table.optional_size("num_key_value_heads")?.unwrap_or(heads),
+        head_dim: table.optional_size("head_dim")?,
+        rope_theta: table.optional_number("rope_theta")?.unwrap_or(10000.0),
+        rope_scaling: rope::scaling(table)?,
+        norm_eps: table.number("rms_norm_eps")?,
+        tied: table.flag("tie_word_embeddings")?,
+        initializer_range: table.number("initializer_range")?,
+        max_position_embeddings: table.size("max_position_embeddings")?,
+        biases: Biases {
+            qkv: form.biases.qkv || attention_bias,
+            out: form.biases.out || attention_bias,
+            mlp: form.biases.mlp || mlp_bias,
+        },
+        sliding_window: window(architecture, layers, table)?,
+    })
+}
+
+fn window(
+    architecture: Architecture,
+    layers: usize,
+    table: &Table,
+) -> Result<Option<Window>, ConfigError> {
+    let Some(tokens) = table.optional_size("sliding_window")? else {
+        return Ok(None);
+    };
+    let first_layer = match architecture {
+        Architecture::Mistral => 0,
+        _ if !table.flag("use_sliding_window")? => return Ok(None),
+        _ => first_windowed_layer(layers, table)?,
+    };
+    Ok((first_layer < layers).then_some(Window {
+        tokens,
+        first_layer,
+    }))
+}
+
+/// Of Qwen models: the layers from `max_window_layers` on, or those that `layer_types` says, which must be the last ones.
+fn first_windowed_layer(layers: usize, table: &Table) -> Result<usize, ConfigError> {
+    let Some(types) = table.get("layer_types").filter(|types| !types.is_null()) else {
+        return Ok(table
+            .optional_size("max_window_layers")?
+            .unwrap_or(0)
+            .min(layers));
+    };
+    let full = types.as_array().map_or(0, |types| {
+        let full = types.iter().take_while(|kind| **kind == "full_attention");
+        full.count()
+    });
+    let expected: Vec<&str> = (0..layers)
+        .map(|layer| {
+            if layer < full {
+                "full_attention"
+            } else {
+                "sliding_attention"
+            }
+        })
+        .collect();
+    if *types != json!(expected) {
+        return Err(ConfigError::Unsupported {
+            key: "layer_types".into(),
+            value: types.to_string(),
+            supported: "layers of full attention come first, sliding ones after them".into(),
+        });
+    }
+    Ok(full)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,323 @@
+//! Could be wrong: a key read under the wrong name or with the wrong default, a key that changes the model and is passed over.
+
+use super::*;
+use crate::model::RopeScaling;
+
+fn with(base: Value, extra: Value) -> Result<HfModel, ConfigError> {
+    let Value::Object(mut table) = base else {
+        panic!("a table")
+    };
+    let Value::Object(extra) = extra else {
+        panic!("a table")
+    };
+    table.extend(extra);
+    HfModel::from_json(&Value::Object(table).to_string())
+}
+
+fn sizes(model_type: &str) -> Value {
+    json!({"architectures": ["X"], "model_type": model_type, "torch_dtype": "bfloat16", "vocab_size": 256,
+        "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "transformers_version": "4.44.0"})
+}
+
+fn gpt2() -> Value {
+    json!({"model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        "n_ctx": 128, "summary_type": "cls_index", "activation_function": "gelu_new"})
+}
+
+fn refused(base: Value, extra: Value) -> (String, String) {
+    match with(base, extra.clone()) {
+        Err(error @ ConfigError::Unsupported { .. }) => {
+            let ConfigError::Unsupported { key, .. } = &error else {
+                unreachable!()
+            };
+            (key.clone(), error.to_string())
+        }
+        other => panic!("{extra}: {other:?}"),
+    }
+}
+
+#[test]
+fn llamas_keys_are_read_and_the_rest_has_its_defaults() {
+    let model = with(
+        sizes("llama"),
+        json!({"rope_theta": 500000.0, "rope_scaling": null}),
+    )
+    .unwrap();
+    let config = &model.config;
+    assert_eq!(
+        (
+            config.layers,
+            config.heads,
+            config.kv_heads,
+            config.head_dim()
+        ),
+        (3, 4, 2, 16)
+    );
+    assert_eq!(
+        (config.rope_theta, config.norm_eps, config.tied),
+        (500000.0, 1e-6, false)
+    );
+    assert!(config.biases.is_none() && model.dropout.is_none() && model.notes.is_empty());
+    // As many key heads as query heads where nothing is said.
+    let mut older = sizes("llama");
+    older.as_object_mut().unwrap().remove("num_key_value_heads");
+    assert_eq!(with(older, json!({})).unwrap().config.kv_heads, 4);
+    let biased = with(
+        sizes("llama"),
+        json!({"attention_bias": true, "mlp_bias": true, "attention_dropout": 0.25}),
+    );
+    let biased = biased.unwrap();
+    assert_eq!(
+        biased.config.biases,
+        Biases {
+            qkv: true,
+            out: true,
+            mlp: true
+        }
+    );
+    assert_eq!(biased.dropout.attention, 0.25);
+}
+
+#[test]
+fn both_forms_of_the_rotary_keys_say_the_same() {
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192});
+    let mut newer = llama3.clone();
+    newer["rope_theta"] = json!(250000.0);
+    let older = json!({"rope_theta": 250000.0, "rope_scaling": llama3});
+    let a = with(sizes("llama"), older).unwrap().config;
+    let b = with(sizes("llama"), json!({"rope_parameters": newer}))
+        .unwrap()
+        .config;
+    assert_eq!(a, b);
+    assert_eq!(a.rope_theta, 250000.0);
+    assert_eq!(
+        a.rope_scaling,
+        Some(RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192.0
+        })
+    );
+    let linear = with(
+        sizes("llama"),
+        json!({"rope_scaling": {"type": "linear", "factor": 2}}),
+    );
+    assert_eq!(
+        linear.unwrap().config.rope_scaling,
+        Some(RopeScaling::Linear { factor: 2.0 })
+    );
+    let plain = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}});
+    let plain = with(sizes("llama"), plain).unwrap().config;
+    assert_eq!((plain.rope_theta, plain.rope_scaling), (5.0, None));
+    for (extra, key) in [
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            "rope_scaling.rope_type",
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+            "rope_parameters.rope_type",
+        ),
+        (
+            json!({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}),
+            "rope_parameters.partial_rotary_factor",
+        ),
+        (
+            json!({"rope_scaling": {"factor": 4.0}}),
+            "rope_scaling.rope_type",
+        ),
+    ] {
+        assert_eq!(refused(sizes("llama"), extra).0, key);
+    }
+}
+
+#[test]
+fn gpt2_has_its_own_names_and_defaults() {
+    let model = with(gpt2(), json!({})).unwrap();
+    let config = &model.config;
+    assert_eq!(
+        (
+            config.hidden_size,
+            config.intermediate_size,
+            config.layers,
+            config.kv_heads
+        ),
+        (64, 256, 2, 4)
+    );
+    assert_eq!(
+        (
+            config.max_position_embeddings,
+            config.norm_eps,
+            config.tied,
+            config.head_dim
+        ),
+        (128, 1e-5, true, None)
+    );
+    assert_eq!(
+        model.dropout,
+        Dropout {
+            embedding: 0.1,
+            residual: 0.1,
+            attention: 0.1
+        }
+    );
+    assert!(model.notes.is_empty(), "{:?}", model.notes);
+    let other = with(gpt2(), json!({"n_inner": 100, "attn_pdrop": 0.0})).unwrap();
+    assert_eq!(
+        (other.config.intermediate_size, other.dropout.attention),
+        (100, 0.0)
+    );
+    for (extra, key) in [
+        (
+            json!({"activation_function": "relu"}),
+            "activation_function",
+        ),
+        (
+            json!({"scale_attn_by_inverse_layer_idx": true}),
+            "scale_attn_by_inverse_layer_idx",
+        ),
+        (json!({"scale_attn_weights": false}), "scale_attn_weights"),
+        (
+            json!({"reorder_and_upcast_attn": true}),
+            "reorder_and_upcast_attn",
+        ),
+        (json!({"add_cross_attention": true}), "add_cross_attention"),
+        (json!({"pruned_heads": {"0": [1]}}), "pruned_heads"),
+    ] {
+        assert_eq!(refused(gpt2(), extra).0, key);
+    }
+}
+
+#[test]
+fn windows_are_mistrals_and_qwens_later_layers() {
+    let window = |model_type: &str, extra| {
+        let config = with(sizes(model_type), extra).unwrap().config;
+        (0..3).map(|layer| config.window(layer)).collect::<Vec<_>>()
+    };
+    assert_eq!(window("mistral", json!({})), [Some(4096); 3]);
+    assert_eq!(
+        window("mistral", json!({"sliding_window": 9})),
+        [Some(9); 3]
+    );
+    assert_eq!(
+        window("mistral", json!({"sliding_window": null})),
+        [None; 3]
+    );
+    let off = json!({"sliding_window": 9, "max_window_layers": 1});
+    assert_eq!(window("qwen2", off), [None; 3]);
+    let on = json!({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1});
+    assert_eq!(window("qwen3", on), [None, Some(9), Some(9)]);
+    let types = json!({"use_sliding_window": true, "sliding_window": 9,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"]});
+    assert_eq!(window("qwen2", types), [None, None, Some(9)]);
+    let mixed = json!({"use_sliding_window": true, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
+    assert_eq!(refused(sizes("qwen2"), mixed).0, "layer_types");
+}
+
+#[test]
+fn qwens_have_biases_and_heads_of_their_own() {
+    let qwen2 = with(sizes("qwen2"), json!({})).unwrap().config;
+    assert!(qwen2.biases.qkv && !qwen2.biases.out && !qwen2.biases.mlp);
+    assert_eq!(qwen2.head_dim(), 16);
+    let qwen3 = with(sizes("qwen3"), json!({})).unwrap().config;
+    assert_eq!((qwen3.head_dim(), qwen3.biases), (128, Biases::default()));
+    let qwen3 = with(
+        sizes("qwen3"),
+        json!({"head_dim": 32, "attention_bias": true}),
+    );
+    let qwen3 = qwen3.unwrap().config;
+    assert_eq!(qwen3.head_dim(), 32);
+    assert!(qwen3.biases.qkv && qwen3.biases.out);
+}
+
+#[test]
+fn another_form_of_model_is_refused_by_name() {
+    let (key, text) = refused(sizes("bert"), json!({}));
+    assert_eq!(key, "model_type");
+    assert!(
+        text.contains("encoder models are not trained here yet") && text.contains("qwen2"),
+        "{text}"
+    );
+    let (key, text) = refused(sizes("mamba"), json!({}));
+    assert!(
+        key == "model_type" && text.contains("gpt2, llama, mistral, qwen2, qwen3"),
+        "{text}"
+    );
+    for (extra, key) in [
+        (json!({"hidden_act": "gelu"}), "hidden_act"),
+        (
+            json!({"quantization_config": {"bits": 4}}),
+            "quantization_config",
+        ),
+        (json!({"is_encoder_decoder": true}), "is_encoder_decoder"),
+        (
+            json!({"attention_dropout": 1.0}),
+            "attention_dropout (attn_pdrop)",
+        ),
+    ] {
+        assert_eq!(refused(sizes("llama"), extra).0, key);
+    }
+    assert!(matches!(
+        HfModel::from_json("{"),
+        Err(ConfigError::Unreadable(_))
+    ));
+    assert!(matches!(
+        HfModel::from_json("[]"),
+        Err(ConfigError::Unreadable(_))
+    ));
+    assert!(matches!(
+        HfModel::from_json("{}"),
+        Err(ConfigError::Missing {
+            key: "hidden_size",
+            ..
+        })
+    ));
+    assert!(matches!(
+        with(sizes("llama"), json!({"hidden_size": "64"})),
+        Err(ConfigError::Type { .. })
+    ));
+}
+
+#[test]
+fn a_key_that_nobody_knows_is_named() {
+    let model = with(sizes("llama"), json!({"my_trick": 3})).unwrap();
+    assert_eq!(
+        model.notes,
+        ["my_trick of the model's config.json is not known and not used"]
+    );
+}
+
+#[test]
+fn inline_keys_win_over_the_files_and_must_be_the_models() {
+    let file = parse(&gpt2().to_string()).unwrap();
+    let inline = |value: Value| value.as_object().unwrap().clone();
+    let model = HfModel::read(
+        Some(file.clone()),
+        inline(json!({"hidden_size": 32, "resid_pdrop": 0.0})),
+    );
+    let model = model.unwrap();
+    assert_eq!(
+        (model.config.hidden_size, model.dropout.residual),
+        (32, 0.0)
+    );
+    assert_eq!(
+        model.notes,
+        ["model.hidden_size = 32 takes the place of 64 in the model's config.json"]
+    );
+    let wrong = HfModel::read(Some(file), inline(json!({"num_key_value_heads": 2})));
+    assert!(
+        matches!(wrong, Err(ConfigError::NotOfThisModel { key, .. }) if key == "num_key_value_heads")
+    );
+    // Without a file nothing is left out at random unless asked for.
+    let alone = HfModel::read(None, inline(gpt2())).unwrap();
+    assert!(alone.dropout.is_none());
+    let asked = inline(
+        json!({"model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4,
+        "embd_pdrop": 0.2}),
+    );
+    assert_eq!(HfModel::read(None, asked).unwrap().dropout.embedding, 0.2);
+}

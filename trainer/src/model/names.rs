@@ -1,0 +1,255 @@
+//! What Hugging Face's checkpoints call each parameter, and how it lies there: the one table that reading and writing go by.
+//!
+//! ```text
+//! ours                    Llama, Qwen2, Qwen3, Mistral                     GPT-2
+//! Embedding               model.embed_tokens.weight                        transformer.wte.weight
+//! Query [outputs, inputs] model.layers.N.self_attn.q_proj.weight           transformer.h.N.attn.c_attn.weight, [inputs,
+//!                                                                          3 * outputs]: the first third, transposed
+//! ```
+//!
+//! A file of a bare model (without its language model's head) has the same names without the first word.
+
+use super::{Architecture, Member, ModelConfig, unit_layouts};
+
+/// Where a parameter is in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The tensor's name as it is written.
+    pub name: String,
+    /// Whether a matrix lies there as [inputs, outputs].
+    pub transposed: bool,
+    /// The tensor holds `count` parameters of one size side by side along their outputs; this is number `index`. (0, 1):
+    /// this one alone.
+    pub part: Part,
+}
+
+/// One of several parameters in one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    /// Its number.
+    pub index: usize,
+    /// How many there are.
+    pub count: usize,
+}
+
+impl Place {
+    /// The names a file may have the tensor under, the written one first: bare models' files leave the first word out.
+    pub fn names(&self) -> Vec<&str> {
+        let bare = ["model.", "transformer."]
+            .iter()
+            .find_map(|prefix| self.name.strip_prefix(prefix));
+        [self.name.as_str()].into_iter().chain(bare).collect()
+    }
+
+    /// The whole tensor's shape in the file, for a parameter of `shape`.
+    pub fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
+        let mut stored = shape.to_vec();
+        stored[0] *= self.part.count;
+        if self.transposed {
+            stored.reverse();
+        }
+        stored
+    }
+
+    /// Where element `elem` of a parameter of `shape`, counted in our order (row by row of [outputs, inputs]), is in the
+    /// tensor, counted in the file's order.
+    pub fn stored_elem(&self, shape: &[usize], elem: usize) -> usize {
+        let inputs: usize = shape[1..].iter().product();
+        let (output, input) = (elem / inputs, elem % inputs);
+        let output = output + self.part.index * shape[0];
+        if self.transposed {
+            input * shape[0] * self.part.count + output
+        } else {
+            output * inputs + input
+        }
+    }
+
+    /// A name of this parameter alone.
+    pub(super) fn label(&self) -> String {
+        if self.part.count == 1 {
+            return self.name.clone();
+        }
+        let which = ["query", "key", "value"][self.part.index];
+        format!("{}[{which}]", self.name)
+    }
+}
+
+/// The places of all parameters: [unit][parameter], in the order of [`unit_layouts`].
+pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
+    let units = unit_layouts(config).into_iter().enumerate();
+    units
+        .map(|(unit, layout)| {
+            let params = layout.params.iter();
+            params
+                .map(|param| place(config, unit, param.member))
+                .collect()
+        })
+        .collect()
+}
+
+/// The place of unit number `unit`'s `member`.
+pub fn place(config: &ModelConfig, unit: usize, member: Member) -> Place {
+    match config.architecture {
+        Architecture::Gpt2 => gpt2(unit, member),
+        Architecture::Llama | Architecture::Mistral | Architecture::Qwen2 | Architecture::Qwen3 => {
+            llama(unit, member)
+        }
+    }
+}
+
+/// Whether a checkpoint may have a tensor of this name that no parameter is read from: tables that older versions stored, and
+/// the projection that a tied model repeats.
+pub fn is_left_aside(config: &ModelConfig, name: &str) -> bool {
+    let table = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
+        .iter()
+        .any(|end| name.ends_with(end));
+    table || (config.tied && name == "lm_head.weight")
+}
+
+fn whole(name: String) -> Place {
+    Place {
+        name,
+        transposed: false,
+        part: Part { index: 0, count: 1 },
+    }
+}
+
+fn llama(unit: usize, member: Member) -> Place {
+    let name = match member {
+        Member::Embedding => return whole("model.embed_tokens.weight".into()),
+        Member::FinalNorm => return whole("model.norm.weight".into()),
+        Member::Projection => return whole("lm_head.weight".into()),
+        Member::InputNorm => "input_layernorm.weight",
+        Member::Query => "self_attn.q_proj.weight",
+        Member::Key => "self_attn.k_proj.weight",
+        Member::Value => "self_attn.v_proj.weight",
+        Member::QueryBias => "self_attn.q_proj.bias",
+        Member::KeyBias => "self_attn.k_proj.bias",
+        Member::ValueBias => "self_attn.v_proj.bias",
+        Member::QueryNorm => "self_attn.q_norm.weight",
+        Member::KeyNorm => "self_attn.k_norm.weight",
+        Member::Out => "self_attn.o_proj.weight",
+        Member::OutBias => "self_attn.o_proj.bias",
+        Member::PostNorm => "post_attention_layernorm.weight",
+        Member::Gate => "mlp.gate_proj.weight",
+        Member::GateBias => "mlp.gate_proj.bias",
+        Member::Up => "mlp.up_proj.weight",
+        Member::UpBias => "mlp.up_proj.bias",
+        Member::Down => "mlp.down_proj.weight",
+        Member::DownBias => "mlp.down_proj.bias",
+        Member::Positions
+        | Member::InputNormBias
+        | Member::PostNormBias
+        | Member::FinalNormBias => panic!("models named as Llama have no {member:?}"),
+    };
+    assert!(unit > 0, "{member:?} is a block's");
+    whole(format!("model.layers.{}.{name}", unit - 1))
+}
+
+fn gpt2(unit: usize, member: Member) -> Place {
+    let third = |index| Part { index, count: 3 };
+    let one = Part { index: 0, count: 1 };
+    // Matrices lie as [inputs, outputs] (`Conv1D`).
+    let (name, transposed, part) = match member {
+        Member::Embedding => return whole("transformer.wte.weight".into()),
+        Member::Positions => return whole("transformer.wpe.weight".into()),
+        Member::FinalNorm => return whole("transformer.ln_f.weight".into()),
+        Member::FinalNormBias => return whole("transformer.ln_f.bias".into()),
+        Member::Projection => return whole("lm_head.weight".into()),
+        Member::InputNorm => ("ln_1.weight", false, one),
+        Member::InputNormBias => ("ln_1.bias", false, one),
+        Member::Query => ("attn.c_attn.weight", true, third(0)),
+        Member::Key => ("attn.c_attn.weight", true, third(1)),
+        Member::Value => ("attn.c_attn.weight", true, third(2)),
+        Member::QueryBias => ("attn.c_attn.bias", false, third(0)),
+        Member::KeyBias => ("attn.c_attn.bias", false, third(1)),
+        Member::ValueBias => ("attn.c_attn.bias", false, third(2)),
+        Member::Out => ("attn.c_proj.weight", true, one),
+        Member::OutBias => ("attn.c_proj.bias", false, one),
+        Member::PostNorm => ("ln_2.weight", false, one),
+        Member::PostNormBias => ("ln_2.bias", false, one),
+        Member::Up => ("mlp.c_fc.weight", true, one),
+        Member::UpBias => ("mlp.c_fc.bias", false, one),
+        Member::Down => ("mlp.c_proj.weight", true, one),
+        Member::DownBias => ("mlp.c_proj.bias", false, one),
+        Member::QueryNorm | Member::KeyNorm | Member::Gate | Member::GateBias => {
+            panic!("GPT-2 has no {member:?}")
+        }
+    };
+    assert!(unit > 0, "{member:?} is a block's");
+    Place {
+        name: format!("transformer.h.{}.{name}", unit - 1),
+        transposed,
+        part,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(architecture: Architecture) -> ModelConfig {
+        ModelConfig {
+            architecture,
+            vocab_size: 11,
+            hidden_size: 8,
+            intermediate_size: 12,
+            layers: 2,
+            heads: 2,
+            kv_heads: 2,
+            biases: architecture.form().biases,
+            max_position_embeddings: 16,
+            ..ModelConfig::default()
+        }
+    }
+
+    #[test]
+    fn every_parameter_has_a_place_of_its_own() {
+        for architecture in Architecture::ALL {
+            let config = config(*architecture);
+            let units = unit_layouts(&config);
+            let mut seen = std::collections::HashSet::new();
+            for (places, unit) in places(&config).iter().zip(&units) {
+                for (place, param) in places.iter().zip(&unit.params) {
+                    for elem in 0..param.elems() {
+                        let stored = place.stored_elem(&param.shape, elem);
+                        let size: usize = place.stored_shape(&param.shape).iter().product();
+                        assert!(stored < size, "{architecture:?}: {}", param.name);
+                        assert!(
+                            seen.insert((place.name.clone(), stored)),
+                            "{architecture:?}: {} lies over another parameter",
+                            param.name
+                        );
+                    }
+                }
+            }
+            assert_eq!(seen.len(), config.params_count());
+        }
+    }
+
+    #[test]
+    fn gpt2s_fused_projection_is_cut_into_its_thirds_and_turned() {
+        let place = place(&config(Architecture::Gpt2), 2, Member::Key);
+        assert_eq!(place.name, "transformer.h.1.attn.c_attn.weight");
+        assert_eq!(place.names()[1], "h.1.attn.c_attn.weight");
+        assert_eq!(place.stored_shape(&[8, 8]), [8, 24]);
+        // Output 1, input 2: row 2, column 8 + 1.
+        assert_eq!(place.stored_elem(&[8, 8], 10), 2 * 24 + 9);
+    }
+
+    #[test]
+    fn tables_that_are_no_parameters_are_left_aside() {
+        let config = ModelConfig {
+            tied: true,
+            ..config(Architecture::Gpt2)
+        };
+        assert!(is_left_aside(&config, "h.0.attn.bias"));
+        assert!(is_left_aside(&config, "lm_head.weight"));
+        assert!(!is_left_aside(&config, "transformer.h.0.attn.c_attn.bias"));
+        let untied = ModelConfig {
+            tied: false,
+            ..config
+        };
+        assert!(!is_left_aside(&untied, "lm_head.weight"));
+    }
+}
