@@ -2,16 +2,18 @@
 
 #![forbid(unsafe_code)]
 
+mod cli;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use cli::plan::PlanArgs;
 use kernels::collective::World;
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::config::RunSettings;
 use trainer::launch::{self, LaunchError};
-use trainer::plan::{Hardware, Overrides, Plan, PlanError, Refusal, parse_bytes, parse_rate};
 use trainer::trace::{STEPS_DEFAULT, Trace};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
@@ -61,19 +63,8 @@ enum Command {
         train: Vec<OsString>,
     },
     /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
-    #[command(after_help = "Examples:
-  trainer plan configs/demo.toml
-  trainer plan RUN.toml --gpu-memory 139GiB --host-memory 128GiB --cores 16 --read 24.8GB/s --write 12.8GB/s
-  trainer plan RUN.toml --json | jq .bound")]
-    Plan {
-        #[command(flatten)]
-        run: RunArgs,
-        /// As JSON, for programs.
-        #[arg(long)]
-        json: bool,
-        #[command(flatten)]
-        machine: MachineArgs,
-    },
+    #[command(after_help = cli::plan::EXAMPLES)]
+    Plan(Box<PlanArgs>),
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
@@ -120,52 +111,6 @@ impl TraceArgs {
             Some(path) => Trace::new(path, self.trace_steps, rank),
             None => Trace::off(),
         }
-    }
-}
-
-/// Another machine than this one.
-#[derive(Args)]
-struct MachineArgs {
-    /// Host memory for the run, as 128GiB; otherwise what is available here.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    host_memory: Option<u64>,
-    /// Memory of each process's GPU, as 139GiB; 0 for none; otherwise what this machine has.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    gpu_memory: Option<u64>,
-    /// What all drives read together, as 6.2GB/s; otherwise what the run measured.
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
-    read: Option<f64>,
-    /// What all drives write together, as 3.2GB/s; otherwise what the run measured.
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
-    write: Option<f64>,
-    /// Cores for the optimizer, of all processes together.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=65536))]
-    cores: Option<u64>,
-    /// Processes of the run, one a GPU.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    ranks: Option<u32>,
-    /// What one process computes in forward and backward: 6 operations a parameter and token, in 10^12 a second.
-    #[arg(long, value_name = "N", value_parser = parse_tflops)]
-    tflops: Option<f64>,
-}
-
-impl From<MachineArgs> for Overrides {
-    fn from(args: MachineArgs) -> Self {
-        Self {
-            host_memory_bytes: args.host_memory,
-            gpu_memory_bytes: args.gpu_memory,
-            read_bytes_per_s: args.read,
-            write_bytes_per_s: args.write,
-            cores: args.cores,
-            tflops: args.tflops,
-        }
-    }
-}
-
-fn parse_tflops(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(tflops) if tflops.is_finite() && tflops > 0.0 => Ok(tflops),
-        _ => Err(format!("\"{text}\": expected a number above 0")),
     }
 }
 
@@ -238,9 +183,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             check_train(&train, nproc)?;
             launch::launch(nproc, &train)?;
         }
-        Command::Plan { run, json, machine } => {
-            plan(run.settings(machine.ranks)?, json, &machine.into())?;
-        }
+        Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings(None)?)?),
     }
     Ok(())
@@ -262,26 +205,4 @@ fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
         Command::Train { run, .. } => run.settings(Some(ranks)).map(drop),
         _ => unreachable!("it was parsed as `train`"),
     }
-}
-
-/// Prints the plan, also of what is refused.
-fn plan(settings: RunSettings, json: bool, machine: &Overrides) -> Result<(), PlanError> {
-    let hardware = Hardware::new(&settings, machine);
-    // Without its text, which a plan does not read.
-    let plan = Plan::new(&settings, hardware, 0);
-    if json {
-        let report = match &plan {
-            Ok(plan) => serde_json::to_string_pretty(&plan.report()),
-            Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
-        };
-        println!("{}", report.expect("a report is plain data"));
-    } else {
-        for note in &settings.notes {
-            println!("note: {note}");
-        }
-        if let Ok(plan) = &plan {
-            println!("{plan}");
-        }
-    }
-    plan?.check()
 }

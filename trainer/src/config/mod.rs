@@ -79,13 +79,19 @@ pub fn read(
         source,
     })?;
     let mut tree = parse(path, &text)?;
-    for set in sets {
-        apply(&mut tree, set)?;
-    }
+    lay(&mut tree, sets)?;
     let name = path
         .file_stem()
         .map_or_else(|| "run".into(), |stem| stem.to_string_lossy().into_owned());
     check(tree, &name, ranks)
+}
+
+/// Lays `sets`, each `key=value`, over a tree of settings.
+///
+/// # Errors
+/// The first that has no key or no value.
+pub fn lay(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
+    sets.iter().try_for_each(|set| apply(tree, set))
 }
 
 /// Checks a whole tree of settings. `name` is the run file's stem; it names the run folder when the file does not. `ranks` as

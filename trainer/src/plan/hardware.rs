@@ -96,6 +96,10 @@ pub struct Hardware {
     pub no_gpu: String,
     /// Forward and backward of one process, 6 operations a parameter and token, in units of 10^12 a second.
     pub tflops: Figure,
+    /// Devices of the store.
+    pub drives_count: u64,
+    /// What each of them is rated to take over its life, if that was given.
+    pub drive_rating_bytes: Option<u64>,
     /// All devices of the store together, bytes a second.
     pub read_bytes_per_s: Figure,
     pub write_bytes_per_s: Figure,
@@ -111,6 +115,10 @@ pub struct Overrides {
     pub gpu_memory_bytes: Option<u64>,
     pub read_bytes_per_s: Option<f64>,
     pub write_bytes_per_s: Option<f64>,
+    /// Devices of the store; otherwise as many as the run file names folders.
+    pub drives_count: Option<u64>,
+    /// What each of them is rated to take over its life.
+    pub drive_rating_bytes: Option<u64>,
     pub cores: Option<u64>,
     pub tflops: Option<f64>,
 }
@@ -144,7 +152,9 @@ impl Hardware {
             }
             None => CORE_TFLOPS * cores as f64 / ranks as f64,
         };
-        let drives = settings.placement.nvme_paths.len().max(1) as f64;
+        let named = settings.placement.nvme_paths.len() as u64;
+        let drives_count = overrides.drives_count.unwrap_or(named).max(1);
+        let drives = drives_count as f64;
         let (host_memory_bytes, host_memory_source) = match overrides.host_memory_bytes {
             Some(bytes) => (Some(bytes), Source::Given),
             None => (available_bytes(), Source::Measured),
@@ -154,6 +164,8 @@ impl Hardware {
             host_memory_source,
             cores,
             no_gpu,
+            drives_count,
+            drive_rating_bytes: overrides.drive_rating_bytes,
             tflops: Figure::of(overrides.tflops, measured.tflops_on(gpu.is_some()), tflops),
             read_bytes_per_s: Figure::of(
                 overrides.read_bytes_per_s,

@@ -8,13 +8,18 @@
 //!
 //! A plan touches nothing and needs nothing: no GPU, store, daemon or data. `trainer train` refuses what it refuses.
 
+mod advice;
 mod amount;
 mod choices;
 mod choose;
 mod hardware;
 mod measured;
 mod memory;
+mod models;
+mod outlook;
+mod places;
 mod problems;
+mod question;
 mod rates;
 mod report;
 mod text;
@@ -27,12 +32,16 @@ use crate::compute::{Dtype, Keep};
 use crate::config::{RunSettings, Tier, UpdatePlace};
 use crate::model::{UnitLayout, unit_layouts};
 
-pub use amount::{parse_bytes, parse_rate};
+pub use amount::{Drives, parse_bytes, parse_count, parse_drives, parse_rate};
 pub use choices::{Choice, keep_word, update_word};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
 pub use measured::Measured;
 pub use memory::{BusBytes, ComputeMemory, TileSums};
+pub use models::{ModelsTable, TableError};
+pub use outlook::Outlook;
+pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
+pub use question::{Length, Question, QuestionError, read_model};
 pub use report::{REPORT_VERSION, Refusal, Report};
 use tiles::swapper_settings;
 
@@ -80,6 +89,8 @@ pub struct Plan {
     pub ranks: u32,
     /// Of one step, all processes together.
     pub tokens: u64,
+    /// Of the whole run.
+    pub steps: u64,
     problems: Vec<Problem>,
     /// What was chosen here, and not in the run file, with the reason.
     choices: Vec<Choice>,
@@ -93,6 +104,20 @@ impl Plan {
     /// # Errors
     /// Settings the swapper cannot work with: tiles too large, staging too small.
     pub fn new(
+        settings: &RunSettings,
+        hardware: Hardware,
+        text_bytes: u64,
+    ) -> Result<Self, PlanError> {
+        let mut plan = Self::unadvised(settings, hardware, text_bytes)?;
+        for problem in &mut plan.problems {
+            let fits = advice::what_fits(problem, settings, &plan.hardware, text_bytes);
+            problem.change = fits.unwrap_or(std::mem::take(&mut problem.change));
+        }
+        Ok(plan)
+    }
+
+    /// As [`Plan::new`], without looking for what would fit instead.
+    fn unadvised(
         settings: &RunSettings,
         hardware: Hardware,
         text_bytes: u64,
@@ -129,6 +154,7 @@ impl Plan {
             params_count: settings.model.params_count() as u64,
             ranks: settings.ranks,
             tokens: settings.step_tokens(),
+            steps: settings.train.steps,
             hardware,
             problems: Vec::new(),
             choices: Vec::new(),
@@ -201,6 +227,11 @@ impl Plan {
             Some(problem) => Err(PlanError::Refused(problem.clone())),
             None => Ok(()),
         }
+    }
+
+    /// Time of the whole run and wear of its drives, at the bound.
+    pub fn outlook(&self) -> Outlook {
+        Outlook::new(self)
     }
 
     /// Everything that does not fit; nothing when the run can start.

@@ -4,7 +4,8 @@ use serde::Serialize;
 
 use super::problems::ProblemKind;
 use super::{
-    BusBytes, Choice, ComputeMemory, Hardware, Plan, PlanError, Problem, keep_word, update_word,
+    BusBytes, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem, keep_word,
+    update_word,
 };
 
 /// Of the report's names and their meaning.
@@ -32,6 +33,8 @@ pub struct Report {
     pub device_bytes: u64,
     pub step: StepReport,
     pub bound: BoundReport,
+    /// Of the whole run, at the bound.
+    pub outlook: Outlook,
     pub chosen: ChosenReport,
     /// What the run file left open, and why it was chosen so.
     pub choices: Vec<Choice>,
@@ -185,6 +188,7 @@ impl Plan {
                 bus_process: self.bus,
             },
             bound: self.bound_report(),
+            outlook: self.outlook(),
             chosen: ChosenReport {
                 tile_elems: self.swapper.tile_elems,
                 param_tile_bytes: memory.param_slot_bytes,

@@ -54,6 +54,7 @@ fn h200(drives: f64) -> Overrides {
         write_bytes_per_s: Some(drives * 3.2e9),
         cores: Some(16),
         tflops: Some(305.0),
+        ..Overrides::default()
     }
 }
 
@@ -261,7 +262,7 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
     let text = refused(&large("none", "none", &[]), &small_gpu);
     assert!(
         text.contains(
-            "of GPU memory, 16.0 GiB is available: set zero_optimization.offload_optimizer.device"
+            "of GPU memory, 16.0 GiB is available: set zero_optimization.offload_param.device = \"cpu\" and zero_optimization.offload_optimizer.device = \"cpu\": it fits then, at "
         ),
         "{text}"
     );
@@ -280,7 +281,7 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
     };
     let text = refused(&large("cpu", "cpu", &[]), &small_host);
     assert!(
-        text.contains("of host memory, 8.0 GiB is available: set a device to \"nvme\""),
+        text.contains("of host memory, 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
         "{text}"
     );
     let budget = [("offload.host_memory", json!("2GiB"))];
@@ -446,4 +447,125 @@ fn weights_cross_the_bus_once_below_stage_3() {
             .up_bytes
     };
     assert_eq!((up(1), up(2)), (up(2), up(3) / 2));
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
+    // Kept to what was asked: the largest micro-batch of the same step that fits.
+    let mut in_host = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+    let needs = |micro_batch: usize| {
+        let mut split = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+        (split.batch.micro_batch, split.batch.micro_batches) = (micro_batch, 32 / micro_batch);
+        plan(&split, &h200(1.0)).gpu_bytes()
+    };
+    assert!(needs(8) < needs(16) && needs(16) < needs(32));
+    (in_host.batch.micro_batch, in_host.batch.micro_batches) = (32, 1);
+    let tight = Overrides {
+        gpu_memory_bytes: Some(needs(8)),
+        ..h200(1.0)
+    };
+    let text = refused(&in_host, &tight);
+    assert!(
+        text.contains("set train_micro_batch_size_per_gpu = 8 with gradient_accumulation_steps = 4: it fits then"),
+        "{text}"
+    );
+
+    // What a drive must hold, it is told to; the advice of a place that fits nowhere is less work a step.
+    let small_host = Overrides {
+        host_memory_bytes: Some(6 * GIB),
+        ..h200(1.0)
+    };
+    let in_host = large("cpu", "cpu", &[]);
+    let text = refused(&in_host, &small_host);
+    assert!(
+        text.contains("offload_optimizer.device = \"nvme\" with an nvme_path: it fits then"),
+        "{text}"
+    );
+    let tiny = Overrides {
+        gpu_memory_bytes: Some(3 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&in_host, &tiny);
+    assert!(
+        text.contains("set train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = "),
+        "{text}"
+    );
+}
+
+#[test]
+fn time_and_wear_follow_from_the_bound() {
+    let machine = Overrides {
+        drives_count: Some(4),
+        drive_rating_bytes: Some(600_000_000_000_000),
+        ..h200(4.0)
+    };
+    let plan = plan(&large("nvme", "nvme", &[]), &machine);
+    let outlook = plan.outlook();
+    assert_eq!((outlook.steps, outlook.tokens), (100, 100 * 16384));
+    assert!((outlook.run_s - 100.0 * plan.bound.s).abs() < 1e-9);
+    // Drives that write all the time: 12.8 GB/s for a day.
+    assert!((outlook.written_bytes_per_day / (12.8e9 * 86400.0) - 1.0).abs() < 1e-3);
+    // 600 TB each at 3.2 GB/s each.
+    let rating_s = outlook.rating_s.unwrap();
+    assert!(
+        (rating_s / (600e12 / 3.2e9) - 1.0).abs() < 1e-3,
+        "{rating_s}"
+    );
+    let text = plan.to_string();
+    assert!(
+        text.contains("wear      1106 TB written a day at most"),
+        "{text}"
+    );
+    assert!(
+        text.contains("over 4 drives; what they are rated for lasts 2.17 days"),
+        "{text}"
+    );
+    let in_host = self::plan(&large("cpu", "cpu", &[]), &machine);
+    assert_eq!(in_host.outlook().rating_s, None);
+    assert!(!in_host.to_string().contains("wear"));
+}
+
+#[test]
+fn each_place_is_planned_as_a_run_with_its_state_there() {
+    let settings = large("none", "none", &[]);
+    let hardware = Hardware::new(&settings, &h200(1.0));
+    let all = places(&settings, &hardware, 0);
+    assert_eq!(
+        all.iter().map(|report| report.place).collect::<Vec<_>>(),
+        Place::ALL
+    );
+    for (report, tiers) in all.iter().zip([
+        ("none", "none"),
+        ("cpu", "cpu"),
+        ("cpu", "nvme"),
+        ("nvme", "nvme"),
+        ("nvme", "nvme"),
+    ]) {
+        let mut settings = large(tiers.0, tiers.1, &[]);
+        if report.place == Place::DrivesAndHost {
+            settings.placement.resident_share = crate::config::ResidentShare::Auto;
+        }
+        let alone = plan(&settings, &h200(1.0));
+        assert_eq!(report.gpu_bytes, alone.gpu_bytes(), "{:?}", report.place);
+        assert_eq!(report.host_bytes, alone.host_bytes(), "{:?}", report.place);
+        assert_eq!(
+            report.device_bytes,
+            alone.device_bytes(),
+            "{:?}",
+            report.place
+        );
+        assert_eq!(report.step_s, alone.bound.s, "{:?}", report.place);
+        assert!(report.fits);
+    }
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    let all = places(&settings, &Hardware::new(&settings, &without), 0);
+    assert!(
+        all.iter()
+            .all(|report| report.place != Place::Gpu && report.gpu_bytes == 0)
+    );
+    let lines = PlacesTable(&all).to_string();
+    assert_eq!(lines.lines().count(), 1 + all.len(), "{lines}");
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Figure, Plan, update_word};
+use super::{Figure, Hardware, Plan, update_word};
 use crate::store::Gib;
 
 impl fmt::Display for Plan {
@@ -12,6 +12,7 @@ impl fmt::Display for Plan {
         self.gpu_line(f)?;
         self.device_lines(f)?;
         self.bound_lines(f)?;
+        write!(f, "\n{}", self.outlook())?;
         for choice in self.choices() {
             write!(
                 f,
@@ -123,24 +124,49 @@ impl Plan {
             let lead = if n == 0 { "\nterms     " } else { ", " };
             write!(f, "{lead}{} {}", term.what, Seconds(term.s))?;
         }
-        write!(
-            f,
-            "\nfor       {}",
-            Of(&self.hardware.tflops, 1.0, "TFLOPS")
-        )?;
-        if self.device_bytes() > 0 {
+        write!(f, "\nfor       ")?;
+        self.hardware.rates(f, self.device_bytes() > 0)
+    }
+}
+
+impl Hardware {
+    /// What everything runs at.
+    fn rates(&self, f: &mut fmt::Formatter<'_>, with_devices: bool) -> fmt::Result {
+        write!(f, "{}", Of(&self.tflops, 1.0, "TFLOPS"))?;
+        if with_devices {
             write!(
                 f,
                 ", devices reading {} and writing {}",
-                Of(&self.hardware.read_bytes_per_s, 1e9, "GB/s"),
-                Of(&self.hardware.write_bytes_per_s, 1e9, "GB/s")
+                Of(&self.read_bytes_per_s, 1e9, "GB/s"),
+                Of(&self.write_bytes_per_s, 1e9, "GB/s")
             )?;
         }
         write!(
             f,
             ", updating {}",
-            Of(&self.hardware.update_params_per_s, 1e9, "G parameters/s")
+            Of(&self.update_params_per_s, 1e9, "G parameters/s")
         )
+    }
+}
+
+impl fmt::Display for Hardware {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "machine   ")?;
+        match &self.gpu {
+            Some(gpu) => write!(f, "GPU of {} ({})", Gib(gpu.memory_bytes), gpu.name)?,
+            None => write!(f, "no GPU ({})", self.no_gpu)?,
+        }
+        match self.host_memory_bytes {
+            Some(bytes) => write!(
+                f,
+                ", host memory {} ({})",
+                Gib(bytes),
+                self.host_memory_source.word()
+            )?,
+            None => write!(f, ", host memory unknown")?,
+        }
+        write!(f, "\nfor       ")?;
+        self.rates(f, true)
     }
 }
 
@@ -160,7 +186,7 @@ impl fmt::Display for Of<'_> {
 }
 
 /// Three digits that matter.
-struct Digits(f64);
+pub(super) struct Digits(pub(super) f64);
 
 impl fmt::Display for Digits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -170,7 +196,7 @@ impl fmt::Display for Digits {
 }
 
 /// Seconds or milliseconds.
-struct Seconds(f64);
+pub(super) struct Seconds(pub(super) f64);
 
 impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

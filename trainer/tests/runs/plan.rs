@@ -127,3 +127,99 @@ fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
     let (_, fits) = plan(&run, &["--gpu-memory", "24GiB"]);
     assert!(fits);
 }
+
+/// A command of `trainer plan` that needs no run file.
+fn ask(args: &[&str]) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.arg("plan").args(args);
+    command.stdout(std::process::Stdio::piped());
+    command.stderr(std::process::Stdio::piped());
+    command
+}
+
+#[test]
+fn a_configuration_alone_is_enough_for_a_plan() {
+    let configs = concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/models");
+    let model = format!("{configs}/Llama-2-7B.json");
+    let machine = [
+        "--gpus",
+        "2",
+        "--gpu-memory",
+        "24GiB",
+        "--tflops",
+        "80",
+        "--host-memory",
+        "128GiB",
+        "--drives",
+        "2x6.2GB/s:3.2GB/s",
+        "--micro-batch",
+        "1",
+        "--accumulation",
+        "4",
+        "--tokens",
+        "1G",
+        "--tbw",
+        "1200TB",
+        "--cores",
+        "16",
+    ];
+    let with = |more: &[&str]| {
+        let mut args = vec!["--model", model.as_str()];
+        args.extend(machine);
+        args.extend(more);
+        ask(&args)
+    };
+    let text = succeed(with(&[]));
+    for part in [
+        "6.74 G parameters, 16384 tokens a step, 2 processes",
+        "GPU of 24.0 GiB",
+    ] {
+        assert!(text.contains(part), "{part} is not in {text}");
+    }
+    let report: Value = serde_json::from_str(&succeed(with(&["--json"]))).expect("JSON");
+    let places = report["places"].as_array().expect("places");
+    let place = |name: &str| {
+        let found = places.iter().find(|place| place["place"] == name);
+        found.unwrap_or_else(|| panic!("no {name} in {report}"))
+    };
+    // 14 bytes a parameter on two GPUs do not go into 24 GiB each; the sentence says what does.
+    assert_eq!(place("gpu")["fits"], false);
+    let refused = place("gpu")["refused"][0].as_str().unwrap();
+    assert!(refused.contains(": it fits then, at "), "{refused}");
+    assert_eq!(place("drives")["fits"], true);
+    // 12 bytes a parameter twice, and 1 G tokens in steps of 16,384.
+    let device_bytes = place("drives")["device_bytes"].as_f64().unwrap();
+    assert!(
+        (device_bytes / (24.0 * 6.74e9) - 1.0).abs() < 0.01,
+        "{device_bytes}"
+    );
+    assert_eq!(
+        place("drives")["outlook"]["steps"],
+        1_000_000_000u64.div_ceil(16384)
+    );
+    assert!(place("drives")["outlook"]["rating_s"].as_f64().unwrap() > 0.0);
+
+    let text = fail(ask(&["--model", "/nonexistent/config.json"]));
+    assert!(
+        text.contains("cannot read the model's configuration /nonexistent/config.json"),
+        "{text}"
+    );
+    let text = fail(ask(&["--model", &model, "--seq-len", "8192"]));
+    assert!(
+        text.contains("beyond the model's max_position_embeddings = 4096"),
+        "{text}"
+    );
+    let text = fail(ask(&["--model", &model, "--set", "offload.gradint=1"]));
+    assert!(text.contains("unknown key offload.gradint"), "{text}");
+}
+
+#[test]
+fn the_table_of_models_is_current() {
+    let configs = concat!(env!("CARGO_MANIFEST_DIR"), "/../configs");
+    let table = succeed(ask(&["--table", &format!("{configs}/models")]));
+    let kept = std::fs::read_to_string(format!("{configs}/MODELS.md")).expect("configs/MODELS.md");
+    assert!(
+        table == kept,
+        "configs/MODELS.md is not what `trainer plan --table configs/models` prints:\n{table}"
+    );
+}

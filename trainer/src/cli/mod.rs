@@ -1,0 +1,3 @@
+//! Commands whose arguments fill a file.
+
+pub(crate) mod plan;

@@ -1,0 +1,225 @@
+//! `trainer plan`: of a run file, of a model's configuration alone, or a table of models.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::json;
+use trainer::config::RunSettings;
+use trainer::plan::{
+    Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
+    Refusal, parse_bytes, parse_count, parse_drives, parse_rate, places, read_model,
+};
+
+/// Shown below the options.
+pub(crate) const EXAMPLES: &str = "Examples:
+  trainer plan configs/demo.toml
+  trainer plan RUN.toml --gpu-memory 139GiB --host-memory 128GiB --cores 16 --drives 4x6.2GB/s:3.2GB/s
+  trainer plan RUN.toml --json | jq .bound
+  trainer plan --model config.json                     # a model, on this machine
+  trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
+      --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB
+  trainer plan --table configs/models                  # what each model needs in each tier, as Markdown";
+
+/// What is planned, and for which machine.
+#[derive(Args)]
+pub(crate) struct PlanArgs {
+    /// The run file: TOML, or JSON when its name ends in .json.
+    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table"], conflicts_with_all = ["model", "table"])]
+    file: Option<PathBuf>,
+    /// Replace a setting; the value is TOML, or plain text.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+    /// As JSON, for programs.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    asked: AskedArgs,
+    #[command(flatten)]
+    machine: MachineArgs,
+}
+
+/// A run without a file.
+#[derive(Args)]
+struct AskedArgs {
+    /// Plan this model instead of a run: its config.json, or a folder with one. Nothing else needs to be there.
+    #[arg(long, value_name = "config.json", conflicts_with = "table")]
+    model: Option<PathBuf>,
+    /// Print what the models of a folder (NAME.json each) need in each tier, as Markdown.
+    #[arg(long, value_name = "FOLDER")]
+    table: Option<PathBuf>,
+    /// Tokens of a sequence.
+    #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
+    seq_len: u64,
+    /// Sequences each process computes at a time.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    micro_batch: u64,
+    /// Micro-batches of each process in a step.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    accumulation: u64,
+    /// Plan 32-bit training; otherwise bf16 with a 32-bit master.
+    #[arg(long, requires = "model")]
+    fp32: bool,
+    /// Steps of the run.
+    #[arg(long, value_name = "N", requires = "model", conflicts_with = "tokens", value_parser = parse_count)]
+    steps: Option<u64>,
+    /// Tokens of the run, as 2G.
+    #[arg(long, value_name = "N", default_value = "1G", requires = "model", value_parser = parse_count)]
+    tokens: u64,
+}
+
+/// Another machine than this one.
+#[derive(Args)]
+struct MachineArgs {
+    /// Host memory for the run, as 128GiB; otherwise what is available here.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    host_memory: Option<u64>,
+    /// Memory of each process's GPU, as 139GiB; 0 for none; otherwise what this machine has.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    gpu_memory: Option<u64>,
+    /// Drives, and what each reads and writes, as 2x6.2GB/s:3.2GB/s; otherwise what the run measured.
+    #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
+    drives: Option<Drives>,
+    /// What all drives read together, as 6.2GB/s.
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    read: Option<f64>,
+    /// What all drives write together, as 3.2GB/s.
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    write: Option<f64>,
+    /// What each drive is rated to take over its life, as 1200TB.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    tbw: Option<u64>,
+    /// Cores for the optimizer, of all processes together.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=65536))]
+    cores: Option<u64>,
+    /// Processes of the run, one a GPU.
+    #[arg(long, visible_alias = "gpus", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: Option<u32>,
+    /// What one process computes in forward and backward: 6 operations a parameter and token, in 10^12 a second.
+    #[arg(long, value_name = "N", value_parser = parse_tflops)]
+    tflops: Option<f64>,
+}
+
+impl MachineArgs {
+    fn overrides(&self) -> Overrides {
+        let of_all = |rate: fn(&Drives) -> f64| {
+            let drives = self.drives.as_ref();
+            drives.map(|drives| rate(drives) * drives.count as f64)
+        };
+        Overrides {
+            host_memory_bytes: self.host_memory,
+            gpu_memory_bytes: self.gpu_memory,
+            read_bytes_per_s: self.read.or(of_all(|drives| drives.read_bytes_per_s)),
+            write_bytes_per_s: self.write.or(of_all(|drives| drives.write_bytes_per_s)),
+            drives_count: self.drives.map(|drives| drives.count),
+            drive_rating_bytes: self.tbw,
+            cores: self.cores,
+            tflops: self.tflops,
+        }
+    }
+}
+
+fn parse_tflops(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(tflops) if tflops.is_finite() && tflops > 0.0 => Ok(tflops),
+        _ => Err(format!("\"{text}\": expected a number above 0")),
+    }
+}
+
+/// Prints what was asked for, also of what is refused.
+///
+/// # Errors
+/// Settings or a model that nothing can be planned from; a run that does not fit.
+pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
+    if let Some(folder) = &args.asked.table {
+        print!("{}", ModelsTable::new(folder)?);
+        return Ok(());
+    }
+    match (&args.asked.model, &args.file) {
+        (Some(path), _) => plan_model(path, &args),
+        (None, Some(file)) => {
+            let settings = trainer::config::read(file, &args.sets, args.machine.ranks)
+                .map_err(|error| anyhow::anyhow!("{}: {error}", file.display()))?;
+            plan_run(&settings, &args)
+        }
+        (None, None) => unreachable!("one of them is required"),
+    }
+}
+
+fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
+    let asked = &args.asked;
+    let model = read_model(path)?;
+    let question = Question {
+        seq_len: asked.seq_len,
+        micro_batch: asked.micro_batch,
+        micro_batches: asked.accumulation,
+        fp32: asked.fp32,
+        ranks: args.machine.ranks.unwrap_or(1),
+        length: match asked.steps {
+            Some(steps) => Length::Steps(steps),
+            None => Length::Tokens(asked.tokens),
+        },
+    };
+    let settings = question.settings(&model, &args.sets)?;
+    let hardware = Hardware::new(&settings, &args.machine.overrides());
+    if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
+        eprintln!(
+            "note: {} processes on processors: say --gpu-memory for a machine with GPUs",
+            question.ranks
+        );
+    }
+    let places = places(&settings, &hardware, 0);
+    if args.json {
+        let report = json!({
+            "version": REPORT_VERSION,
+            "parameters": model.params_count(),
+            "tokens_per_step": settings.step_tokens(),
+            "ranks": settings.ranks,
+            "hardware": hardware,
+            "places": places,
+        });
+        println!("{}", serde_json::to_string_pretty(&report)?);
+        return Ok(());
+    }
+    println!(
+        "model     {:.2} G parameters, {} tokens a step, {} {}",
+        model.params_count() as f64 / 1e9,
+        settings.step_tokens(),
+        settings.ranks,
+        if settings.ranks == 1 {
+            "process"
+        } else {
+            "processes"
+        }
+    );
+    println!("{hardware}");
+    print!("{}", PlacesTable(&places));
+    Ok(())
+}
+
+fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
+    let hardware = Hardware::new(settings, &args.machine.overrides());
+    // Without its text, which a plan does not read.
+    let plan = Plan::new(settings, hardware.clone(), 0);
+    if args.json {
+        let report = match &plan {
+            Ok(plan) => serde_json::to_string_pretty(&plan.report()),
+            Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
+        };
+        println!("{}", report?);
+    } else {
+        for note in &settings.notes {
+            println!("note: {note}");
+        }
+        if let Ok(plan) = &plan {
+            println!("{plan}");
+            println!("elsewhere");
+            for line in PlacesTable(&places(settings, &hardware, 0))
+                .to_string()
+                .lines()
+            {
+                println!("  {line}");
+            }
+        }
+    }
+    Ok(plan?.check()?)
+}

@@ -1,0 +1,175 @@
+//! What known models need in each tier, as a page of Markdown: `trainer plan --table FOLDER` prints it.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::outlook::Count;
+use super::places::{Place, PlaceReport};
+use super::question::{Length, Question, QuestionError, read_model};
+use super::text::{Digits, Seconds};
+use super::{Hardware, Overrides, Plan};
+use crate::model::ModelConfig;
+use crate::store::Gib;
+
+/// More models than this are not a table.
+const MODELS_MAX: usize = 1000;
+
+/// What every row is for: 8,192 tokens a step on one GPU.
+const QUESTION: Question = Question {
+    seq_len: 2048,
+    micro_batch: 4,
+    micro_batches: 1,
+    fp32: false,
+    ranks: 1,
+    length: Length::Steps(1),
+};
+
+/// GPT-2's positions end here: its row has as many tokens in shorter sequences.
+const SEQ_LEN_SHORT: u64 = 1024;
+
+/// Only what a run cannot do without: nothing kept that can be computed again, the update on the processor.
+const LEAST: [&str; 2] = ["train.keep=nothing", "offload.update=cpu"];
+
+/// More memory than anything needs: what a model takes is asked, not what a machine has.
+const ENDLESS_BYTES: u64 = 1 << 50;
+
+/// Forward and backward on a fast consumer GPU, 10^12 operations a second.
+const TFLOPS: f64 = 150.0;
+
+/// Why there is no table.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    #[error("cannot list the configurations in {}: {message}", folder.display())]
+    Folder { folder: PathBuf, message: String },
+    #[error(transparent)]
+    Question(#[from] QuestionError),
+    #[error("{model}: {source}")]
+    Plan {
+        model: String,
+        source: Box<super::PlanError>,
+    },
+}
+
+/// A row: a model with its state in GPU memory, in host memory, on drives.
+struct Row {
+    name: String,
+    parameters: u64,
+    places: [PlaceReport; 3],
+}
+
+/// The page for every `NAME.json` in `folder`, small models first.
+pub struct ModelsTable(Vec<Row>);
+
+impl ModelsTable {
+    /// Plans each model in each tier.
+    ///
+    /// # Errors
+    /// The folder cannot be listed or has none; a file in it describes no model that can be trained here.
+    pub fn new(folder: &Path) -> Result<Self, TableError> {
+        let mut rows: Vec<Row> = configs(folder)?
+            .iter()
+            .map(|path| {
+                let name = path.file_stem().unwrap_or_default().to_string_lossy();
+                row(name.into_owned(), &read_model(path)?)
+            })
+            .collect::<Result<_, _>>()?;
+        rows.sort_by(|a, b| (a.parameters, &a.name).cmp(&(b.parameters, &b.name)));
+        Ok(Self(rows))
+    }
+}
+
+fn configs(folder: &Path) -> Result<Vec<PathBuf>, TableError> {
+    let wrong = |message: String| TableError::Folder {
+        folder: folder.to_owned(),
+        message,
+    };
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|error| wrong(error.to_string()))? {
+        let path = entry.map_err(|error| wrong(error.to_string()))?.path();
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "json")
+        {
+            paths.push(path);
+        }
+    }
+    match paths.len() {
+        0 => Err(wrong("it has no .json files".into())),
+        1..=MODELS_MAX => Ok(paths),
+        count => Err(wrong(format!("{count} files are too many"))),
+    }
+}
+
+fn row(name: String, model: &ModelConfig) -> Result<Row, TableError> {
+    let mut question = QUESTION;
+    if (model.max_position_embeddings as u64) < question.seq_len {
+        question.micro_batch *= question.seq_len / SEQ_LEN_SHORT;
+        question.seq_len = SEQ_LEN_SHORT;
+    }
+    let settings = question.settings(model, &LEAST.map(String::from))?;
+    let machine = Overrides {
+        host_memory_bytes: Some(ENDLESS_BYTES),
+        gpu_memory_bytes: Some(ENDLESS_BYTES),
+        cores: Some(16),
+        tflops: Some(TFLOPS),
+        drives_count: Some(1),
+        ..Overrides::default()
+    };
+    let hardware = Hardware::new(&settings, &machine);
+    let report = |place: Place| -> Result<PlaceReport, TableError> {
+        let plan = Plan::new(&place.of(&settings), hardware.clone(), 0);
+        let plan = plan.map_err(|source| TableError::Plan {
+            model: name.clone(),
+            source: Box::new(source),
+        })?;
+        Ok(PlaceReport::new(place, &plan))
+    };
+    Ok(Row {
+        places: [
+            report(Place::Gpu)?,
+            report(Place::Host)?,
+            report(Place::Drives)?,
+        ],
+        parameters: model.params_count() as u64,
+        name,
+    })
+}
+
+impl fmt::Display for ModelsTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "# What models need in each tier
+
+Made by `trainer plan --table configs/models > configs/MODELS.md`; a test holds it current. bf16 with AdamW, one process,
+{} tokens a step, nothing of a block kept for backward, the update on the processor, all gradients in host memory unless the
+state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
+*read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
+TFLOPS and 16 cores; *wear* is what it writes at that pace. `trainer plan --model config.json` answers for another machine.
+
+| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            QUESTION.seq_len * QUESTION.micro_batch
+        )?;
+        for row in &self.0 {
+            let [gpu, host, drives] = &row.places;
+            let cells = [
+                row.name.clone(),
+                Count(row.parameters as f64).to_string(),
+                Gib(gpu.gpu_bytes).to_string(),
+                Gib(host.gpu_bytes).to_string(),
+                Gib(host.host_bytes).to_string(),
+                Gib(drives.gpu_bytes).to_string(),
+                Gib(drives.host_bytes).to_string(),
+                Gib(drives.device_bytes).to_string(),
+                Gib(drives.step_read_bytes as u64).to_string(),
+                Gib(drives.step_written_bytes as u64).to_string(),
+                Seconds(drives.step_s).to_string(),
+                format!("{:.0}", drives.tokens_per_s),
+                format!("{} TB", Digits(drives.outlook.written_bytes_per_day / 1e12)),
+            ];
+            writeln!(f, "| {} |", cells.join(" | "))?;
+        }
+        Ok(())
+    }
+}

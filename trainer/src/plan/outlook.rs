@@ -1,0 +1,125 @@
+//! What a plan means for the days to come: how long the run takes at its bound, and what it writes on its drives.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::Plan;
+use super::text::Digits;
+
+const DAY_S: f64 = 86400.0;
+
+/// The whole run at its shortest step. A real one takes longer and wears less a day.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Outlook {
+    pub steps: u64,
+    /// Of all steps.
+    pub tokens: u64,
+    pub run_s: f64,
+    /// On all devices together, in the whole run.
+    pub run_written_bytes: f64,
+    /// On all devices together.
+    pub written_bytes_per_day: f64,
+    pub drives_count: u64,
+    /// Until each drive has taken what it is rated for, when that was given and anything is written.
+    pub rating_s: Option<f64>,
+}
+
+impl Outlook {
+    pub(super) fn new(plan: &Plan) -> Self {
+        let steps = plan.steps as f64;
+        let written_bytes_per_s = plan.node_bytes.written_bytes / plan.bound.s;
+        let drives_count = plan.hardware.drives_count;
+        let rating = plan.hardware.drive_rating_bytes;
+        let rating_s = rating
+            .filter(|_| written_bytes_per_s > 0.0)
+            .map(|bytes| bytes as f64 * drives_count as f64 / written_bytes_per_s);
+        Self {
+            steps: plan.steps,
+            tokens: plan.steps.saturating_mul(plan.tokens),
+            run_s: steps * plan.bound.s,
+            run_written_bytes: steps * plan.node_bytes.written_bytes,
+            written_bytes_per_day: written_bytes_per_s * DAY_S,
+            drives_count,
+            rating_s,
+        }
+    }
+}
+
+impl fmt::Display for Outlook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "time      at least {} for {} steps, {} tokens",
+            Span(self.run_s),
+            self.steps,
+            Count(self.tokens as f64)
+        )?;
+        if self.run_written_bytes == 0.0 {
+            return Ok(());
+        }
+        write!(
+            f,
+            "\nwear      {} TB written a day at most, {} TB in all",
+            Digits(self.written_bytes_per_day / 1e12),
+            Digits(self.run_written_bytes / 1e12)
+        )?;
+        if self.drives_count > 1 {
+            write!(f, ", over {} drives", self.drives_count)?;
+        }
+        match self.rating_s {
+            Some(s) => write!(f, "; what they are rated for lasts {}", Span(s)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A time as people say it.
+pub(super) struct Span(pub(super) f64);
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (unit_s, unit) = match self.0 {
+            s if s < 120.0 => (1.0, "s"),
+            s if s < 7200.0 => (60.0, "min"),
+            s if s < 2.0 * DAY_S => (3600.0, "h"),
+            _ => (DAY_S, "days"),
+        };
+        write!(f, "{} {unit}", Digits(self.0 / unit_s))
+    }
+}
+
+/// A large number as people say it.
+pub(super) struct Count(pub(super) f64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (factor, unit) = match self.0 {
+            n if n < 1e4 => return write!(f, "{n:.0}"),
+            n if n < 1e6 => (1e3, "K"),
+            n if n < 1e9 => (1e6, "M"),
+            n if n < 1e12 => (1e9, "G"),
+            _ => (1e12, "T"),
+        };
+        write!(f, "{} {unit}", Digits(self.0 / factor))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_and_counts_read_as_people_say_them() {
+        let span = |s: f64| Span(s).to_string();
+        assert_eq!(
+            [span(90.0), span(600.0), span(36000.0), span(864000.0)],
+            ["90.0 s", "10.0 min", "10.0 h", "10.0 days"]
+        );
+        let count = |n: f64| Count(n).to_string();
+        assert_eq!(
+            [count(900.0), count(16384.0), count(3e9)],
+            ["900", "16.4 K", "3.00 G"]
+        );
+    }
+}

@@ -1,0 +1,206 @@
+//! The same run with its state in one place after another: what each takes, how fast it can be, which does not fit.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::outlook::Span;
+use super::text::{Digits, Seconds};
+use super::{Hardware, Outlook, Plan};
+use crate::config::{Placement, ResidentShare, RunSettings, Share, Stage, Tier, UpdatePlace};
+use crate::store::Gib;
+
+/// Where a run's parameters and state are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Place {
+    /// All of it in the memory of the GPUs that compute.
+    Gpu,
+    /// All of it in host memory.
+    Host,
+    /// Parameters in host memory, the optimizer's state on drives.
+    HostAndDrives,
+    /// On drives, but for what host memory holds beside the rest.
+    DrivesAndHost,
+    /// All of it on drives.
+    Drives,
+}
+
+impl Place {
+    /// From near to far.
+    pub const ALL: [Self; 5] = [
+        Self::Gpu,
+        Self::Host,
+        Self::HostAndDrives,
+        Self::DrivesAndHost,
+        Self::Drives,
+    ];
+
+    /// For a person.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Gpu => "GPU memory",
+            Self::Host => "host memory",
+            Self::HostAndDrives => "parameters host, state drives",
+            Self::DrivesAndHost => "drives, host as it has room",
+            Self::Drives => "drives",
+        }
+    }
+
+    /// Devices of parameters and state.
+    pub(super) fn tiers(self) -> [Tier; 2] {
+        match self {
+            Self::Gpu => [Tier::None; 2],
+            Self::Host => [Tier::Cpu; 2],
+            Self::HostAndDrives => [Tier::Cpu, Tier::Nvme],
+            Self::DrivesAndHost | Self::Drives => [Tier::Nvme; 2],
+        }
+    }
+
+    /// `settings` with their state there, all of it divided; what they say of another place is left to the plan.
+    pub(super) fn of(self, settings: &RunSettings) -> RunSettings {
+        let mut there = settings.clone();
+        let [param, optimizer] = self.tiers();
+        let resident_share = match self {
+            Self::DrivesAndHost => ResidentShare::Auto,
+            _ => ResidentShare::Share(Share::NONE),
+        };
+        there.placement = Placement {
+            stage: Stage::Parameters,
+            param,
+            optimizer,
+            resident_share,
+            ..there.placement
+        };
+        there.offload.staging_bytes = None;
+        if self == Self::Gpu {
+            there.offload.update = UpdatePlace::Auto;
+        }
+        there
+    }
+}
+
+/// What a run takes in one place. Bytes are of all its processes together, but those of a GPU.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlaceReport {
+    pub place: Place,
+    pub fits: bool,
+    /// What does not fit, and a change with which it would.
+    pub refused: Vec<String>,
+    /// Of each GPU.
+    pub gpu_bytes: u64,
+    pub host_bytes: u64,
+    /// Room for both generations.
+    pub device_bytes: u64,
+    pub step_read_bytes: f64,
+    pub step_written_bytes: f64,
+    /// The shortest step.
+    pub step_s: f64,
+    pub wall: &'static str,
+    pub tokens_per_s: f64,
+    pub outlook: Outlook,
+}
+
+impl PlaceReport {
+    /// Of `plan`, which has the run's state at `place`.
+    pub(super) fn new(place: Place, plan: &Plan) -> Self {
+        Self {
+            place,
+            fits: plan.problems().is_empty(),
+            refused: plan.problems().iter().map(ToString::to_string).collect(),
+            gpu_bytes: plan.gpu_bytes(),
+            host_bytes: plan.host_bytes() * u64::from(plan.ranks),
+            device_bytes: plan.device_bytes(),
+            step_read_bytes: plan.node_bytes.read_bytes(),
+            step_written_bytes: plan.node_bytes.written_bytes,
+            step_s: plan.bound.s,
+            wall: plan.bound.wall.word(),
+            tokens_per_s: plan.tokens as f64 / plan.bound.s,
+            outlook: plan.outlook(),
+        }
+    }
+
+    fn cells(&self) -> [String; CELLS] {
+        let bytes = |bytes: u64| match bytes {
+            0 => "-".into(),
+            bytes => Gib(bytes).to_string(),
+        };
+        let wear = match self.step_written_bytes {
+            0.0 => "-".into(),
+            _ => format!("{} TB", Digits(self.outlook.written_bytes_per_day / 1e12)),
+        };
+        [
+            self.place.word().into(),
+            if self.fits { "yes" } else { "no" }.into(),
+            bytes(self.gpu_bytes),
+            bytes(self.host_bytes),
+            bytes(self.device_bytes),
+            bytes(self.step_read_bytes as u64),
+            bytes(self.step_written_bytes as u64),
+            Seconds(self.step_s).to_string(),
+            self.wall.into(),
+            format!("{:.0}", self.tokens_per_s),
+            Span(self.outlook.run_s).to_string(),
+            wear,
+        ]
+    }
+}
+
+/// The run of `settings` in every place that `hardware` has.
+pub fn places(settings: &RunSettings, hardware: &Hardware, text_bytes: u64) -> Vec<PlaceReport> {
+    Place::ALL
+        .into_iter()
+        // Without a GPU its memory is host memory.
+        .filter(|place| *place != Place::Gpu || hardware.gpu.is_some())
+        .filter_map(|place| {
+            let settings = place.of(settings);
+            // What cannot be cut into tiles cannot be so anywhere, and the run's own plan has said it.
+            let plan = Plan::new(&settings, hardware.clone(), text_bytes).ok()?;
+            Some(PlaceReport::new(place, &plan))
+        })
+        .collect()
+}
+
+const CELLS: usize = 12;
+const HEADS: [&str; CELLS] = [
+    "state in",
+    "fits",
+    "each GPU",
+    "host",
+    "drives",
+    "read",
+    "written",
+    "step",
+    "wall",
+    "tokens/s",
+    "run",
+    "wear a day",
+];
+
+/// Places as a person reads them: a table, then a line for each that does not fit.
+pub struct PlacesTable<'a>(pub &'a [PlaceReport]);
+
+impl fmt::Display for PlacesTable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows: Vec<[String; CELLS]> = std::iter::once(HEADS.map(String::from))
+            .chain(self.0.iter().map(PlaceReport::cells))
+            .collect();
+        let widths: Vec<usize> = (0..CELLS)
+            .map(|cell| rows.iter().map(|row| row[cell].len()).max().unwrap_or(0))
+            .collect();
+        for row in &rows {
+            let cells: Vec<String> = row
+                .iter()
+                .zip(&widths)
+                .map(|(cell, width)| format!("{cell:<width$}"))
+                .collect();
+            writeln!(f, "{}", cells.join("  ").trim_end())?;
+        }
+        for place in self.0 {
+            for refused in &place.refused {
+                writeln!(f, "{}: {refused}", place.place.word())?;
+            }
+        }
+        Ok(())
+    }
+}

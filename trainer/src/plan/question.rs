@@ -1,0 +1,119 @@
+//! A run that is only asked about: a model's `config.json` and what a person says of the rest. No data, no folder, no weights.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::config::{self, RunSettings, SettingsError};
+use crate::model::{ConfigError, ModelConfig};
+
+/// No `config.json` is larger; what is, is none.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Where no run is, so that no figures of an earlier one are found.
+const NO_FOLDER: &str = "/dev/null";
+
+/// What is asked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Question {
+    pub seq_len: u64,
+    pub micro_batch: u64,
+    pub micro_batches: u64,
+    /// 32-bit parameters instead of 16-bit ones.
+    pub fp32: bool,
+    /// Processes, one a GPU.
+    pub ranks: u32,
+    pub length: Length,
+}
+
+/// How long the run is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    Steps(u64),
+    /// In as many steps as that takes.
+    Tokens(u64),
+}
+
+/// Why nothing can be said of a model.
+#[derive(Debug, thiserror::Error)]
+pub enum QuestionError {
+    #[error("cannot read the model's configuration {}: {message}", path.display())]
+    Read { path: PathBuf, message: String },
+    #[error("{}: {source}", path.display())]
+    Config { path: PathBuf, source: ConfigError },
+    #[error(
+        "--seq-len {seq_len} is beyond the model's max_position_embeddings = {max}: use a shorter one"
+    )]
+    TooLong { seq_len: u64, max: usize },
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+}
+
+/// The model that `path` describes: a `config.json`, or a folder with one.
+///
+/// # Errors
+/// No such file, or no model that can be trained here.
+pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
+    let path = if path.is_dir() {
+        path.join("config.json")
+    } else {
+        path.to_owned()
+    };
+    let wrong = |message: String| QuestionError::Read {
+        path: path.clone(),
+        message,
+    };
+    let metadata = std::fs::metadata(&path).map_err(|error| wrong(error.to_string()))?;
+    if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
+        return Err(wrong("it is no file of a configuration's size".into()));
+    }
+    let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
+    let model = ModelConfig::from_hf_json(&text).and_then(|model| {
+        model.validate()?;
+        Ok(model)
+    });
+    model.map_err(|source| QuestionError::Config { path, source })
+}
+
+impl Question {
+    /// The settings of such a run of `model`, with `sets` (each `key=value`) on top, its state in GPU memory.
+    ///
+    /// # Errors
+    /// What no run file could say either.
+    pub fn settings(
+        &self,
+        model: &ModelConfig,
+        sets: &[String],
+    ) -> Result<RunSettings, QuestionError> {
+        if self.seq_len > model.max_position_embeddings as u64 {
+            return Err(QuestionError::TooLong {
+                seq_len: self.seq_len,
+                max: model.max_position_embeddings,
+            });
+        }
+        let step_tokens = (self.seq_len * self.micro_batch)
+            .saturating_mul(self.micro_batches)
+            .saturating_mul(u64::from(self.ranks))
+            .max(1);
+        let steps = match self.length {
+            Length::Steps(steps) => steps,
+            Length::Tokens(tokens) => tokens.div_ceil(step_tokens),
+        };
+        let mut tree = json!({
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.micro_batches,
+            "bf16": {"enabled": !self.fp32},
+            "data": {"files": [NO_FOLDER]},
+            "train": {"steps": steps, "seq_len": self.seq_len, "run_folder": NO_FOLDER},
+            // Any model: the one that was asked about takes its place.
+            "model": {
+                "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+                "max_position_embeddings": self.seq_len.max(1),
+            },
+        });
+        config::lay(&mut tree, sets)?;
+        let mut settings = config::check(tree, "plan", Some(self.ranks))?;
+        settings.model = model.clone();
+        Ok(settings)
+    }
+}
