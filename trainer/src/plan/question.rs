@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use crate::config::{self, RunSettings, SettingsError};
-use crate::model::{ConfigError, ModelConfig};
+use crate::model::{ConfigError, HfModel, ModelConfig};
 
 /// No `config.json` is larger; what is, is none.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -68,11 +68,10 @@ pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
         return Err(wrong("it is no file of a configuration's size".into()));
     }
     let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
-    let model = ModelConfig::from_hf_json(&text).and_then(|model| {
-        model.validate()?;
-        Ok(model)
-    });
-    model.map_err(|source| QuestionError::Config { path, source })
+    match HfModel::from_json(&text) {
+        Ok(model) => Ok(model.config),
+        Err(source) => Err(QuestionError::Config { path, source }),
+    }
 }
 
 impl Question {
