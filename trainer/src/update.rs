@@ -9,18 +9,19 @@ use kernels::adamw::{Hyper, Master, Tile, step_range};
 use kernels::gpu::TileUpdater;
 use swapper::{Optimizer, TileRange};
 
-use crate::model::UnitLayout;
+use crate::config::Decaying;
+use crate::model::{ParamLayout, UnitLayout};
 
-/// Which elements decay. The rest is norms and padding. A clone is the same table.
+/// Which elements decay. The rest is other parameters and padding. A clone is the same table.
 #[derive(Clone, Debug)]
 pub(crate) struct Decay(Arc<Vec<Vec<Range<u64>>>>);
 
 impl Decay {
-    /// Of a model's units.
-    pub(crate) fn new(units: &[UnitLayout]) -> Self {
+    /// Of a model's units, by what the settings say.
+    pub(crate) fn new(units: &[UnitLayout], rule: &Decaying) -> Self {
         let ranges = |unit: &UnitLayout| {
             let mut merged: Vec<Range<u64>> = Vec::new();
-            for param in unit.params.iter().filter(|param| param.decay) {
+            for param in unit.params.iter().filter(|param| decays(rule, param)) {
                 let range = param.range_elems();
                 let (start, end) = (range.start as u64, range.end as u64);
                 match merged.last_mut() {
@@ -36,6 +37,16 @@ impl Decay {
     /// A tile cut where decay begins or ends: parts within the tile, and whether each decays.
     pub(crate) fn parts(&self, range: &TileRange) -> Vec<(Range<usize>, bool)> {
         parts(&range.elems, &self.0[range.unit])
+    }
+}
+
+fn decays(rule: &Decaying, param: &ParamLayout) -> bool {
+    match rule {
+        Decaying::Matrices => param.decay,
+        Decaying::All => true,
+        Decaying::AllBut(patterns) => !patterns
+            .iter()
+            .any(|pattern| param.name.contains(pattern.as_str())),
     }
 }
 
@@ -119,6 +130,7 @@ fn parts(tile: &Range<u64>, decaying: &[Range<u64>]) -> Vec<(Range<usize>, bool)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Architecture, Member, ModelConfig, unit_layouts};
 
     #[test]
     fn a_tile_is_cut_where_decay_begins_and_ends() {
@@ -136,6 +148,50 @@ mod tests {
         );
         assert_eq!(parts(&(12..18), &decaying), [(0..6, true)]);
         assert_eq!(parts(&(50..60), &decaying), [(0..10, false)]);
+    }
+
+    #[test]
+    fn parameters_decay_as_the_settings_group_them() {
+        let units = unit_layouts(&ModelConfig {
+            architecture: Architecture::Gpt2,
+            biases: Architecture::Gpt2.form().biases,
+            vocab_size: 32,
+            hidden_size: 64,
+            intermediate_size: 64,
+            layers: 1,
+            heads: 1,
+            kv_heads: 1,
+            tied: true,
+            ..ModelConfig::default()
+        });
+        let decaying = |rule: &Decaying| {
+            let decay = Decay::new(&units, rule);
+            let params = units.iter().zip(&*decay.0).flat_map(|(unit, ranges)| {
+                let own = unit.params.iter().filter(|param| {
+                    let start = param.offset_elems as u64;
+                    ranges.iter().any(|range| range.contains(&start))
+                });
+                own.map(|param| param.member)
+            });
+            params.collect::<Vec<_>>()
+        };
+        let all: Vec<Member> = units
+            .iter()
+            .flat_map(|unit| unit.params.iter().map(|param| param.member))
+            .collect();
+        assert_eq!(decaying(&Decaying::All), all);
+        use Member::{Down, Embedding, Key, Out, Positions, Query, Up, Value};
+        let matrices = [Embedding, Positions, Query, Key, Value, Out, Up, Down];
+        assert_eq!(decaying(&Decaying::Matrices), matrices);
+        let but = |patterns: &[&str]| {
+            Decaying::AllBut(patterns.iter().map(|text| (*text).to_owned()).collect())
+        };
+        assert_eq!(decaying(&but(&["bias", "ln_"])), matrices);
+        assert_eq!(
+            decaying(&but(&["bias", "ln_", "wpe", "c_attn"])),
+            [Embedding, Out, Up, Down]
+        );
+        assert_eq!(decaying(&but(&[])), all);
     }
 
     #[test]

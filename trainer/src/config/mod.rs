@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 pub use settings::{
-    Batch, DataSettings, DeviceChoice, Durability, KeepChoice, LrSchedule, OffloadSettings,
-    OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
-    UpdatePlace, Warmup,
+    Batch, DataSettings, Decaying, DeviceChoice, Durability, KeepChoice, LrSchedule,
+    OffloadSettings, OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share,
+    Tier, TrainSettings, UpdatePlace, Warmup,
 };
 pub use stage::Stage;
 

@@ -95,12 +95,25 @@ impl Batch {
 }
 
 /// AdamW with decoupled weight decay.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OptimizerSettings {
     pub lr: f64,
     pub betas: [f64; 2],
     pub eps: f64,
     pub weight_decay: f64,
+    pub decay: Decaying,
+}
+
+/// Which parameters weight decay takes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decaying {
+    /// Matrices and the embedding: not norms, not biases.
+    Matrices,
+    /// All, as an optimizer has it that was given a model's parameters in one group.
+    All,
+    /// All whose name in a checkpoint has none of these texts in it.
+    AllBut(Vec<String>),
 }
 
 /// How the learning rate goes over the steps; `learning_rate.rs` has the formulas.

@@ -287,6 +287,31 @@ fn values_out_of_range_name_their_key() {
 }
 
 #[test]
+fn parameters_decay_in_groups_as_people_name_them() {
+    let decay = |changes: &[(&str, Value)]| run_with(changes).map(|run| run.optimizer.decay);
+    assert_eq!(decay(&[]).unwrap(), Decaying::Matrices);
+    let all = ("optimizer.params.decay", json!("all"));
+    assert_eq!(decay(std::slice::from_ref(&all)).unwrap(), Decaying::All);
+    let but = ("optimizer.params.no_decay", json!(["bias", "norm"]));
+    let run = run_with(&[all, but.clone()]).unwrap();
+    let patterns = ["bias", "norm"].map(str::to_owned).to_vec();
+    assert_eq!(run.optimizer.decay, Decaying::AllBut(patterns));
+    // The model has no biases: said, not refused.
+    let notes = run.notes.iter().filter(|note| note.contains("no_decay"));
+    let notes: Vec<&String> = notes.collect();
+    assert_eq!(notes.len(), 1, "{notes:?}");
+    assert!(notes[0].contains("\"bias\" is in no parameter's name"));
+    let line = r#"optimizer.decay.all_but = ["bias","norm"]"#;
+    assert!(run.lines().iter().any(|found| found == line));
+    let matrices = ("optimizer.params.decay", json!("matrices"));
+    assert!(refused(&[matrices, but]).contains("contradicts optimizer.params.no_decay"));
+    let empty = ("optimizer.params.no_decay", json!([""]));
+    assert!(refused(&[empty]).contains("is in every parameter's name"));
+    let odd = ("optimizer.params.decay", json!("norms"));
+    assert!(refused(&[odd]).contains("use \"matrices\" or \"all\""));
+}
+
+#[test]
 fn schedulers_are_deepspeeds() {
     let with = |kind: &str, warmup: u64| {
         run_with(&[

@@ -50,6 +50,8 @@ pub struct OptimizerParamsToml {
     pub betas: Option<[f64; 2]>,
     pub eps: Option<f64>,
     pub weight_decay: Option<f64>,
+    pub decay: Option<String>,
+    pub no_decay: Option<Vec<String>>,
     pub adam_w_mode: Option<bool>,
 }
 

@@ -59,6 +59,7 @@ pub(super) fn resolve(
         folder: model_folder,
         dropout,
     } = model::model(model, seq_len, &mut notes)?;
+    optimizer::note_unmatched(&optimizer.decay, &model, &mut notes);
 
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     not_negative("gradient_clipping", gradient_clipping)?;
@@ -247,14 +248,14 @@ fn resolve_offload(
 }
 
 /// One of `words`, the first one when nothing is given.
-fn word<T: Copy>(
+fn word<T: Clone>(
     key: &'static str,
     given: Option<&str>,
     words: &[(&str, T)],
 ) -> Result<T, SettingsError> {
     let given = given.unwrap_or(words[0].0);
     let found = words.iter().find(|(word, _)| *word == given);
-    found.map(|(_, meaning)| *meaning).ok_or_else(|| {
+    found.map(|(_, meaning)| meaning.clone()).ok_or_else(|| {
         let names: Vec<String> = words
             .iter()
             .map(|(word, _)| format!("\"{word}\""))

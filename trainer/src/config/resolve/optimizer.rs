@@ -1,8 +1,9 @@
 //! DeepSpeed's optimizer and scheduler tables.
 
-use super::{not_negative, share, value};
-use crate::config::toml::{OptimizerToml, SchedulerToml};
-use crate::config::{LrSchedule, OptimizerSettings, SettingsError, Warmup};
+use super::{not_negative, share, value, word};
+use crate::config::toml::{OptimizerParamsToml, OptimizerToml, SchedulerToml};
+use crate::config::{Decaying, LrSchedule, OptimizerSettings, SettingsError, Warmup};
+use crate::model::{ModelConfig, unit_layouts};
 
 pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, SettingsError> {
     let params = &optimizer.params;
@@ -30,6 +31,7 @@ pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, 
         betas: params.betas.unwrap_or([0.9, 0.999]),
         eps: params.eps.unwrap_or(1e-8),
         weight_decay,
+        decay: decaying(params)?,
     };
     not_negative("optimizer.params.lr", settings.lr)?;
     not_negative("optimizer.params.weight_decay", settings.weight_decay)?;
@@ -43,6 +45,47 @@ pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, 
         return Err(value("optimizer.params.eps", "must be more than 0"));
     }
     Ok(settings)
+}
+
+/// Which parameters decay: a word, or all but those with a text in their name, as PyTorch people group them.
+fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
+    let Some(patterns) = &params.no_decay else {
+        return word(
+            "optimizer.params.decay",
+            params.decay.as_deref(),
+            &[("matrices", Decaying::Matrices), ("all", Decaying::All)],
+        );
+    };
+    if params.decay.as_deref().is_some_and(|word| word != "all") {
+        return Err(value(
+            "optimizer.params.decay",
+            "contradicts optimizer.params.no_decay, which names what of all parameters does not decay: leave one of them out",
+        ));
+    }
+    if patterns.iter().any(String::is_empty) {
+        return Err(value(
+            "optimizer.params.no_decay",
+            "\"\" is in every parameter's name: use weight_decay = 0 for no decay at all",
+        ));
+    }
+    Ok(Decaying::AllBut(patterns.clone()))
+}
+
+/// Names what of `no_decay` is in no parameter's name: people carry their list from model to model, so it is no error.
+pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut Vec<String>) {
+    let Decaying::AllBut(patterns) = decay else {
+        return;
+    };
+    let units = unit_layouts(model);
+    for pattern in patterns {
+        let mut names = units.iter().flat_map(|unit| &unit.params);
+        if !names.any(|param| param.name.contains(pattern)) {
+            notes.push(format!(
+                "optimizer.params.no_decay: \"{pattern}\" is in no parameter's name; they are as {}",
+                units[1].params[0].name
+            ));
+        }
+    }
 }
 
 pub(super) fn scheduler(

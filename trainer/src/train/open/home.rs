@@ -21,7 +21,7 @@ const CPU_UPDATERS: usize = 2;
 impl Prepared {
     /// Takes the tiles' memory, opens their store.
     pub(super) fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
-        let decay = Decay::new(&plan.units);
+        let decay = Decay::new(&plan.units, &self.settings.optimizer.decay);
         if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
             let home = GpuHome::new(gpu, layout, plan.master, decay)?;
