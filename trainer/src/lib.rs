@@ -20,6 +20,7 @@ pub mod fingerprint;
 mod home;
 pub mod launch;
 pub mod learning_rate;
+mod long_work;
 pub mod metrics;
 pub mod model;
 pub mod plan;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::long_work::clock;
 use crate::metrics::StepMetrics;
 
 /// Lines on stdout, a bar on stderr if that is a terminal.
@@ -110,25 +111,5 @@ impl Drop for Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-    }
-}
-
-/// Hours, minutes, seconds, without leading zeros.
-fn clock(time: Duration) -> String {
-    match time.as_secs() {
-        seconds @ 0..60 => format!("{seconds}s"),
-        seconds @ 60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
-        seconds => format!("{}h{:02}m", seconds / 3600, seconds / 60 % 60),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_read_as_people_say_them() {
-        let text = |seconds| clock(Duration::from_secs(seconds));
-        assert_eq!([text(5), text(65), text(3725)], ["5s", "1m05s", "1h02m"]);
     }
 }

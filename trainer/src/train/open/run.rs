@@ -11,6 +11,7 @@ use swapper::{Backing, Blank};
 use super::super::TrainError;
 use crate::config::RunSettings;
 use crate::home::Home;
+use crate::long_work::LongWork;
 use crate::model::init;
 use crate::plan::Plan;
 use crate::ranks::Ranks;
@@ -41,9 +42,11 @@ impl OpenRun {
             return Ok(false);
         };
         self.state = resume(&self.state, &checkpoint.blob, say)?;
+        let mut work = self.long_work("reading the checkpoint");
         let fill = |blanks: &mut [Blank]| {
             for blank in blanks {
                 checkpoint.tile(blank.range, blank.param, blank.state)?;
+                work.add(bytes_of(blank));
             }
             Ok::<(), TrainError>(())
         };
@@ -54,6 +57,7 @@ impl OpenRun {
     /// Fresh weights into every tile; commits them as step 0.
     pub(super) fn initialize(&mut self, settings: &RunSettings) -> Result<(), TrainError> {
         let (units, master, seed) = (&self.plan.units, self.plan.master, settings.train.seed);
+        let mut work = self.long_work("filling the tiles");
         // A weight's value follows from its place alone, so tiles may be filled side by side.
         let fill = |blanks: &mut [Blank]| {
             blanks.par_iter_mut().for_each(|blank| {
@@ -76,6 +80,7 @@ impl OpenRun {
                 );
                 init_tile(master, &masters, param, state);
             });
+            work.add(blanks.iter().map(bytes_of).sum());
             Ok::<(), TrainError>(())
         };
         self.home.initialize(fill, self.state.encode())
@@ -117,6 +122,13 @@ impl OpenRun {
         })
     }
 
+    /// What is done to all tiles of this rank, told by the first.
+    fn long_work(&self, what: &str) -> LongWork {
+        // The ranks have about as much each.
+        let bytes = self.plan.memory.table_bytes / u64::from(self.plan.swapper.ranks);
+        LongWork::new(what, bytes, self.ranks.is_first())
+    }
+
     /// Ranks that write a part of a checkpoint: all that have tiles of their own. What every rank has the first one writes.
     fn writers(&self) -> u32 {
         self.plan.swapper.ranks
@@ -130,6 +142,11 @@ impl OpenRun {
         let home = self.home;
         (self.ranks).together("closing the run", || Ok(home.close()?))
     }
+}
+
+/// Bytes of a range's param and state.
+fn bytes_of(blank: &Blank) -> u64 {
+    (blank.param.len() + blank.state.len()) as u64
 }
 
 /// The state in `blob`. Differences to what the run would now be trained with are said, not refused: a run may go on with
