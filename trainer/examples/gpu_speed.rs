@@ -94,7 +94,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
     })?;
     let tera = products(block_params, 1.0) + attention;
     timed(&gpu, "block forward", Some(tera), || {
-        engine.block_forward(block, &input)?;
+        engine.block_forward(1, block, &input)?;
         Ok(())
     })?;
     let down = (config.hidden_size * config.intermediate_size) as f64;
@@ -102,7 +102,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
     timed(&gpu, "block backward, computed again", Some(tera), || {
         let mut grads = engine.new_grads(1);
         grads.write_to(&buffers[1])?;
-        engine.block_backward(block, &input, &input, &mut grads)?;
+        engine.block_backward(1, block, &input, &input, &mut grads)?;
         Ok(grads.finish_into(&buffers[1], engine.units()[1].elems)?)
     })?;
     timed(
@@ -128,7 +128,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
         let forward = || -> anyhow::Result<Vec<Activation>> {
             let mut kept = vec![engine.embed_forward(embedding, &tokens)?];
             for _ in 0..config.layers {
-                kept.push(engine.block_forward(block, kept.last().expect("one at least"))?);
+                kept.push(engine.block_forward(1, block, kept.last().expect("one at least"))?);
             }
             Ok(kept)
         };
@@ -141,7 +141,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
             while let Some(input) = kept.pop() {
                 let mut grads = engine.new_grads(1);
                 grads.write_to(&buffers[1])?;
-                grad = engine.block_backward(block, &input, &grad, &mut grads)?;
+                grad = engine.block_backward(1, block, &input, &grad, &mut grads)?;
                 grads.finish_into(&buffers[1], engine.units()[1].elems)?;
             }
             let mut grads = engine.new_grads(0);

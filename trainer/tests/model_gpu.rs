@@ -137,8 +137,9 @@ impl Case {
             let inputs = engine.take_tokens(inputs).unwrap();
             let mut kept: Vec<Activation> =
                 vec![engine.embed_forward(&weights[0], &inputs).unwrap()];
-            for block in &weights[1..head] {
-                kept.push(engine.block_forward(block, kept.last().unwrap()).unwrap());
+            for (unit, block) in weights.iter().enumerate().take(head).skip(1) {
+                let input = kept.last().unwrap();
+                kept.push(engine.block_forward(unit, block, input).unwrap());
             }
             let (embedding, rest) = sinks.split_at_mut(1);
             let tied = self.config.tied;
@@ -161,7 +162,7 @@ impl Case {
             for unit in (1..head).rev() {
                 let input = kept.pop().unwrap();
                 grad = engine
-                    .block_backward(&weights[unit], &input, &grad, &mut rest[unit - 1])
+                    .block_backward(unit, &weights[unit], &input, &grad, &mut rest[unit - 1])
                     .unwrap();
             }
             engine
@@ -373,7 +374,7 @@ fn gradients_end_up_in_the_callers_buffer_with_zero_padding() {
                     for _ in 0..uses {
                         // Any gradient will do.
                         engine
-                            .block_backward(&weights, &input, &input, &mut sink)
+                            .block_backward(1, &weights, &input, &input, &mut sink)
                             .unwrap();
                     }
                     sink.finish_into(&buffer, padded_elems).unwrap();
@@ -389,7 +390,7 @@ fn gradients_end_up_in_the_callers_buffer_with_zero_padding() {
                     let mut sink = engine.new_grads(1);
                     for _ in 0..uses {
                         engine
-                            .block_backward(&weights, &input, &input, &mut sink)
+                            .block_backward(1, &weights, &input, &input, &mut sink)
                             .unwrap();
                     }
                     let mut bytes = vec![0u8; elems * 2];

@@ -211,12 +211,12 @@ fn step(
             .map(|_| engine.embed_forward(&weights[0], &tokens).unwrap())
             .collect(),
     ];
-    for block in &weights[1..head] {
+    for (unit, block) in weights.iter().enumerate().take(head).skip(1) {
         let inputs = kept.last().unwrap();
         kept.push(
             inputs
                 .iter()
-                .map(|input| engine.block_forward(block, input).unwrap())
+                .map(|input| engine.block_forward(unit, block, input).unwrap())
                 .collect(),
         );
     }
@@ -240,7 +240,7 @@ fn step(
             .zip(&grads)
             .map(|(input, grad)| {
                 engine
-                    .block_backward(&weights[unit], input, grad, &mut sink)
+                    .block_backward(unit, &weights[unit], input, grad, &mut sink)
                     .unwrap()
             })
             .collect();

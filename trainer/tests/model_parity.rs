@@ -95,8 +95,9 @@ fn micro_batch(
     let targets = Tokens::targets(&ids(1), rows.len(), seq_len, vocab_size).unwrap();
     let head = weights.len() - 1;
     let mut kept = vec![engine.embed_forward(&weights[0], &inputs).unwrap()];
-    for block in &weights[1..head] {
-        kept.push(engine.block_forward(block, kept.last().unwrap()).unwrap());
+    for (unit, block) in weights.iter().enumerate().take(head).skip(1) {
+        let input = kept.last().unwrap();
+        kept.push(engine.block_forward(unit, block, input).unwrap());
     }
     let (embedding, rest) = sinks.split_at_mut(1);
     let tied = fixture
@@ -117,7 +118,7 @@ fn micro_batch(
     for unit in (1..head).rev() {
         let input = kept.pop().unwrap();
         grad = engine
-            .block_backward(&weights[unit], &input, &grad, &mut rest[unit - 1])
+            .block_backward(unit, &weights[unit], &input, &grad, &mut rest[unit - 1])
             .unwrap();
     }
     engine

@@ -5,13 +5,18 @@ use kernels::gpu::fused::Fused;
 use kernels::torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
-use super::block::{self, BLOCK_PARAMS, Rotary, at_least_fp32};
-use super::explicit::{self, Block, BlockWeights, HeadWeights, Ops};
+use super::block;
+use super::dropout::Masks;
+use super::embedding;
+use super::explicit::{self, BlockWeights, HeadWeights, Ops};
 use super::head::{self, LOGITS_ELEMS_MAX};
+use super::norm::NormWeights;
+use super::params::Params;
+use super::positions::Rotary;
 use super::{
     Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
 };
-use crate::model::{Architecture, Biases, ConfigError, ModelConfig, UnitLayout, unit_layouts};
+use crate::model::{Dropout, Member, ModelConfig, Positions, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
 ///
@@ -32,16 +37,19 @@ pub struct Engine {
     /// The same as torch names it.
     device: Device,
     arithmetic: Arithmetic,
-    rotary: Rotary,
+    /// Of models whose positions are turned in.
+    rotary: Option<Rotary>,
     logits_elems_max: usize,
     keep: Keep,
+    dropout: Dropout,
+    dropout_seed: u64,
 }
 
 /// How blocks and the head are computed.
 enum Arithmetic {
     /// In torch's operators, back by its autograd.
     Autograd,
-    /// Both ways written out.
+    /// Both ways written out, where the model's form is (`explicit/mod.rs`); as above where it is not.
     Explicit(Ops),
 }
 
@@ -70,6 +78,7 @@ impl Engine {
             return Ok(engine);
         };
         let torch_device = use_gpu(gpu)?;
+        let rotary = engine.rotary.as_ref().map(|r| r.on(torch_device));
         Ok(Engine {
             on: device.clone(),
             device: torch_device,
@@ -77,8 +86,12 @@ impl Engine {
                 gpu,
                 torch_device,
             )?))),
-            rotary: engine.rotary.on(torch_device)?,
-            logits_elems_max: explicit::LOGITS_ELEMS_MAX,
+            rotary: rotary.transpose()?,
+            logits_elems_max: if explicit::head_is_written_out(config) {
+                explicit::LOGITS_ELEMS_MAX
+            } else {
+                LOGITS_ELEMS_MAX
+            },
             ..engine
         })
     }
@@ -89,20 +102,10 @@ impl Engine {
         seq_len: usize,
     ) -> Result<Self, ComputeError> {
         config.validate()?;
-        let llama = ModelConfig {
-            architecture: Architecture::Llama,
-            biases: Biases::default(),
-            sliding_window: None,
-            rope_scaling: None,
-            ..config.clone()
+        let rotary = match config.architecture.form().positions {
+            Positions::Rotary => Some(Rotary::new(config, seq_len, kind)?),
+            Positions::Learned => None,
         };
-        if *config != llama {
-            return Err(ComputeError::Config(ConfigError::Unsupported {
-                key: "model_type".into(),
-                value: config.architecture.model_type().into(),
-                supported: "only plain Llama blocks are computed yet".into(),
-            }));
-        }
         Ok(Engine {
             config: config.clone(),
             units: unit_layouts(config),
@@ -111,9 +114,11 @@ impl Engine {
             on: ComputeDevice::Cpu,
             device: Device::Cpu,
             arithmetic: Arithmetic::Autograd,
-            rotary: Rotary::new(config, seq_len, kind)?,
+            rotary,
             logits_elems_max: LOGITS_ELEMS_MAX,
             keep: Keep::Nothing,
+            dropout: Dropout::NONE,
+            dropout_seed: 0,
         })
     }
 
@@ -123,7 +128,14 @@ impl Engine {
         self
     }
 
-    /// Keeps more of a block from forward to backward. No effect on the CPU.
+    /// Leaves out at random, as `seed` and the samples' numbers choose, what `dropout` says. Only for tokens that are numbered.
+    pub fn leaving_out(mut self, dropout: Dropout, seed: u64) -> Self {
+        self.dropout = dropout;
+        self.dropout_seed = seed;
+        self
+    }
+
+    /// Keeps more of a block from forward to backward. No effect where a block is not written out, as on the CPU.
     pub fn keeping(mut self, keep: Keep) -> Self {
         self.keep = keep;
         self
@@ -209,7 +221,7 @@ impl Engine {
         GradSink::on(self.device, &self.units[unit], self.kind)
     }
 
-    /// The tokens' rows of the embedding, [micro_batch, seq_len, hidden_size].
+    /// The tokens' rows of the embedding, [micro_batch, seq_len, hidden_size], with their positions' where those are learned.
     ///
     /// # Errors
     /// Sequences that are too long; out of memory.
@@ -219,36 +231,38 @@ impl Engine {
         tokens: &Tokens,
     ) -> Result<Activation, ComputeError> {
         self.check_tokens(tokens)?;
-        let [table] = params(&self.units[0], weights, false)?;
+        let params = Params::new(&self.units[0], weights, false)?;
         let ids = tokens.ids_on(self.device)?;
-        let rows = Tensor::f_embedding(&table, &ids, -1, false, false)?;
-        Ok(Activation::new(rows))
+        let masks = self.masks(0, tokens.first_sample());
+        let rows = embedding::forward(&params, &ids, &masks)?;
+        Ok(Activation::new(rows, tokens.first_sample()))
     }
 
-    /// A block's output. What is kept for a backward pass lies with `input`.
+    /// The output of the block that is unit number `unit`. What is kept for a backward pass lies with `input`.
     ///
     /// # Errors
     /// Out of memory.
     pub fn block_forward(
         &self,
+        unit: usize,
         weights: &UnitWeights,
         input: &Activation,
     ) -> Result<Activation, ComputeError> {
-        let output = match &self.arithmetic {
-            Arithmetic::Autograd => {
-                let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, false)?;
+        let output = match self.block_ops() {
+            None => {
                 let _no_grad = tch::no_grad_guard();
-                block::forward(&self.config, &self.rotary, &params, &input.tensor)?
+                self.block(unit, weights, input.first_sample, false)?
+                    .forward(&input.tensor)?
             }
-            Arithmetic::Explicit(ops) => {
+            Some(ops) => {
                 let (output, kept) = self
-                    .block(ops, weights)?
+                    .explicit_block(ops, weights)?
                     .forward(&input.tensor, self.keep)?;
                 input.kept.replace(kept);
                 output
             }
         };
-        Ok(Activation::new(output))
+        Ok(Activation::new(output, input.first_sample))
     }
 
     /// Computes a block again from its input, but for what was kept, and goes back through it: adds the gradients of its
@@ -258,31 +272,32 @@ impl Engine {
     /// Out of memory.
     pub fn block_backward(
         &self,
+        unit: usize,
         weights: &UnitWeights,
         input: &Activation,
         grad_output: &Activation,
         grads: &mut GradSink,
     ) -> Result<Activation, ComputeError> {
-        if let Arithmetic::Explicit(ops) = &self.arithmetic {
+        if let Some(ops) = self.block_ops() {
             let kept = input.kept.take();
-            let grad_input = self.block(ops, weights)?.backward(
+            let grad_input = self.explicit_block(ops, weights)?.backward(
                 &input.tensor,
                 kept,
                 &grad_output.tensor,
                 grads,
             )?;
-            return Ok(Activation::new(grad_input));
+            return Ok(Activation::new(grad_input, input.first_sample));
         }
-        let params: [Tensor; BLOCK_PARAMS] = params(&self.units[1], weights, true)?;
-        let input = input.tensor.f_detach()?.set_requires_grad(true);
-        let output = block::forward(&self.config, &self.rotary, &params, &input)?;
-        let inputs: Vec<&Tensor> = params.iter().chain([&input]).collect();
+        let block = self.block(unit, weights, input.first_sample, true)?;
+        let leaf = input.tensor.f_detach()?.set_requires_grad(true);
+        let output = block.forward(&leaf)?;
+        let inputs: Vec<&Tensor> = block.params.all().iter().chain([&leaf]).collect();
         let mut found = vjp(&[&output], &[&grad_output.tensor], &inputs)?;
         let grad_input = found.pop().expect("one gradient an input");
         for (param, grad) in found.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
-        Ok(Activation::new(grad_input))
+        Ok(Activation::new(grad_input, input.first_sample))
     }
 
     /// The loss (mean over the counted targets, in nats), and the gradients of `loss_scale` times it: the head's go to
@@ -304,47 +319,54 @@ impl Engine {
         let (rows, targets_flat) = self.head_rows(input, targets)?;
         let counted = targets.counted().max(1) as f64;
         let (eps, logits_elems_max) = (self.config.norm_eps, self.logits_elems_max);
-        let (loss, [grad_norm, grad_projection, grad_rows]) = match &self.arithmetic {
-            Arithmetic::Autograd => {
+        let (loss, grad_norm, grad_projection, grad_rows) = match self.head_ops() {
+            None => {
                 let (norm, projection) = self.head_params(weights, tied_weights, true)?;
                 let found = head::loss_and_grads(
+                    &self.config,
                     &rows,
                     &norm,
                     &projection,
-                    eps,
                     &targets_flat,
                     loss_scale / counted,
                     logits_elems_max,
                 )?;
-                (
-                    LossHandle::known(found.loss_sum / counted),
-                    [found.norm, found.projection, found.rows],
-                )
+                let loss = LossHandle::known(found.loss_sum / counted);
+                (loss, found.norm, found.projection, found.rows)
             }
-            Arithmetic::Explicit(ops) => {
+            Some(ops) => {
                 let _no_grad = tch::no_grad_guard();
                 let (norm, projection) = self.head_params(weights, tied_weights, false)?;
                 let found = explicit::head_backward(
                     ops,
-                    &HeadWeights { norm, projection },
+                    &HeadWeights {
+                        norm: norm.weight,
+                        projection,
+                    },
                     &rows,
                     &targets_flat,
                     loss_scale / counted,
                     eps,
                     logits_elems_max,
                 )?;
-                (
-                    LossHandle::pending(found.loss_sum, counted),
-                    [found.norm, found.projection, found.rows],
-                )
+                let loss = LossHandle::pending(found.loss_sum, counted);
+                (loss, vec![found.norm], found.projection, found.rows)
             }
         };
-        grads.add(0, grad_norm)?;
-        match tied_grads {
-            Some(embedding) => embedding.add(0, grad_projection)?,
-            None => grads.add(1, grad_projection)?,
+        let layout = self.units.last().expect("a model has a head");
+        // The norm's parameters come first.
+        for (param, grad) in grad_norm.into_iter().enumerate() {
+            grads.add(param, grad)?;
         }
-        Ok((loss, Activation::new(grad_rows.f_view_as(&input.tensor)?)))
+        match (tied_grads, layout.find(Member::Projection)) {
+            (Some(embedding), _) => embedding.add(0, grad_projection)?,
+            (None, projection) => {
+                let projection = projection.expect("a head that is not tied has one");
+                grads.add(projection, grad_projection)?;
+            }
+        }
+        let grad_input = grad_rows.f_view_as(&input.tensor)?;
+        Ok((loss, Activation::new(grad_input, input.first_sample)))
     }
 
     /// The loss (mean over the counted targets, in nats), for evaluation.
@@ -363,20 +385,23 @@ impl Engine {
         let _no_grad = tch::no_grad_guard();
         let (eps, logits_elems_max) = (self.config.norm_eps, self.logits_elems_max);
         let counted = targets.counted().max(1) as f64;
-        Ok(match &self.arithmetic {
-            Arithmetic::Autograd => {
+        Ok(match self.head_ops() {
+            None => {
                 let sum = head::loss_sum(
+                    &self.config,
                     &rows,
                     &norm,
                     &projection,
-                    eps,
                     &targets_flat,
                     logits_elems_max,
                 )?;
                 LossHandle::known(sum / counted)
             }
-            Arithmetic::Explicit(ops) => {
-                let weights = HeadWeights { norm, projection };
+            Some(ops) => {
+                let weights = HeadWeights {
+                    norm: norm.weight,
+                    projection,
+                };
                 let sum = explicit::head_loss(
                     ops,
                     &weights,
@@ -390,8 +415,7 @@ impl Engine {
         })
     }
 
-    /// Adds the embedding's gradient to `grads`: each token's row of `grad_output`, summed in fp32, since a frequent
-    /// token's sum in bf16 would stop growing.
+    /// Adds the embedding's gradients to `grads`.
     ///
     /// # Errors
     /// Out of memory.
@@ -402,25 +426,67 @@ impl Engine {
         grads: &mut GradSink,
     ) -> Result<(), ComputeError> {
         self.check_tokens(tokens)?;
-        let wide = grad_output.tensor.f_to_kind(at_least_fp32(self.kind))?;
-        let grad = Tensor::f_embedding_dense_backward(
-            &wide,
-            &tokens.ids_on(self.device)?,
-            self.config.vocab_size as i64,
-            -1,
-            false,
-        )?;
-        grads.add(0, grad)
+        let ids = tokens.ids_on(self.device)?;
+        let masks = self.masks(0, tokens.first_sample());
+        embedding::backward(&self.units[0], &ids, &masks, &grad_output.tensor, grads)
     }
 
-    fn block<'a>(&'a self, ops: &'a Ops, weights: &UnitWeights) -> Result<Block<'a>, ComputeError> {
+    /// What writes blocks out, if it does.
+    fn block_ops(&self) -> Option<&Ops> {
+        match &self.arithmetic {
+            Arithmetic::Explicit(ops)
+                if explicit::block_is_written_out(&self.config, &self.dropout) =>
+            {
+                Some(ops)
+            }
+            _ => None,
+        }
+    }
+
+    /// What writes the head out, if it does.
+    fn head_ops(&self) -> Option<&Ops> {
+        match &self.arithmetic {
+            Arithmetic::Explicit(ops) if explicit::head_is_written_out(&self.config) => Some(ops),
+            _ => None,
+        }
+    }
+
+    fn block<'a>(
+        &'a self,
+        unit: usize,
+        weights: &UnitWeights,
+        first_sample: Option<u64>,
+        grad: bool,
+    ) -> Result<block::Block<'a>, ComputeError> {
+        Ok(block::Block {
+            config: &self.config,
+            rotary: self.rotary.as_ref(),
+            params: Params::new(&self.units[unit], weights, grad)?,
+            window: self.config.window(unit - 1),
+            masks: self.masks(unit, first_sample),
+        })
+    }
+
+    fn explicit_block<'a>(
+        &'a self,
+        ops: &'a Ops,
+        weights: &UnitWeights,
+    ) -> Result<explicit::Block<'a>, ComputeError> {
         check_unit(&self.units[1], weights);
-        Ok(Block {
+        Ok(explicit::Block {
             ops,
             config: &self.config,
-            rotary: &self.rotary,
+            rotary: self.rotary.as_ref().expect("written out with angles only"),
             weights: BlockWeights::new(&self.units[1], weights)?,
         })
+    }
+
+    /// Of samples without a number nothing is left out.
+    pub(super) fn masks(&self, unit: usize, first_sample: Option<u64>) -> Masks {
+        match first_sample {
+            Some(first) => Masks::new(self.dropout, self.dropout_seed, unit, first),
+            None => Masks::NONE,
+        }
     }
 
     fn check_tokens(&self, tokens: &Tokens) -> Result<(), ComputeError> {
@@ -449,21 +515,22 @@ impl Engine {
         weights: &UnitWeights,
         tied: Option<&UnitWeights>,
         grad: bool,
-    ) -> Result<(Tensor, Tensor), ComputeError> {
+    ) -> Result<(NormWeights, Tensor), ComputeError> {
         assert_eq!(
             tied.is_some(),
             self.config.tied,
             "the embedding's weights are given if and only if they are tied"
         );
         let layout = self.units.last().expect("a model has a head");
-        Ok(match tied {
-            Some(embedding) => {
-                let [norm] = params(layout, weights, grad)?;
-                let [table] = params(&self.units[0], embedding, grad)?;
-                (norm, table)
-            }
-            None => params::<2>(layout, weights, grad)?.into(),
-        })
+        let params = Params::new(layout, weights, grad)?;
+        let norm = NormWeights::new(&params, Member::FinalNorm, Member::FinalNormBias);
+        let projection = match tied {
+            Some(embedding) => Params::new(&self.units[0], embedding, grad)?
+                .get(Member::Embedding)
+                .shallow_clone(),
+            None => params.get(Member::Projection).shallow_clone(),
+        };
+        Ok((norm, projection))
     }
 
     /// The input as [rows, hidden_size] and the targets as [rows].
@@ -483,23 +550,6 @@ impl Engine {
         ])?;
         Ok((rows, targets.ids_on(self.device)?.f_view([-1])?))
     }
-}
-
-/// A unit's parameters as tensors, in the order of its layout.
-fn params<const N: usize>(
-    layout: &UnitLayout,
-    weights: &UnitWeights,
-    grad: bool,
-) -> Result<[Tensor; N], ComputeError> {
-    check_unit(layout, weights);
-    let tensors: Vec<Tensor> = layout
-        .params
-        .iter()
-        .map(|param| weights.param(param, grad))
-        .collect::<Result<_, _>>()?;
-    Ok(tensors
-        .try_into()
-        .unwrap_or_else(|_| panic!("{} has {N} parameters", layout.name)))
 }
 
 fn check_unit(layout: &UnitLayout, weights: &UnitWeights) {

@@ -5,22 +5,24 @@ use kernels::torch::vjp;
 use tch::{Kind, Reduction, Tensor};
 
 use super::ComputeError;
-use super::block::{at_least_fp32, linear, product_input, rms_norm};
+use super::linear::{at_least_fp32, linear, product_input};
+use super::norm::{NormWeights, norm};
 use super::tokens::IGNORED;
+use crate::model::ModelConfig;
 
 /// Logits held at a time: 16 MiB in fp32, some copies of it in flight.
 pub(super) const LOGITS_ELEMS_MAX: usize = 4 << 20;
 
 /// The sum of the counted tokens' losses, in fp64 over fp32 losses in the order of rows.
 pub(super) fn loss_sum(
+    config: &ModelConfig,
     rows: &Tensor,
-    norm: &Tensor,
+    norm_weights: &NormWeights,
     projection: &Tensor,
-    eps: f64,
     targets: &Tensor,
     logits_elems_max: usize,
 ) -> Result<f64, ComputeError> {
-    let normed = product_input(&rms_norm(rows, norm, eps)?)?;
+    let normed = product_input(&norm(config, rows, norm_weights)?)?;
     let projection = product_input(projection)?;
     let mut sum = 0.0;
     for (start, length) in slices(rows.size()[0], projection.size()[0], logits_elems_max) {
@@ -41,25 +43,25 @@ pub(super) struct HeadGrads {
     pub(super) loss_sum: f64,
     /// Gradient of the rows, [rows, hidden_size].
     pub(super) rows: Tensor,
-    /// Gradient of the final norm's weight.
-    pub(super) norm: Tensor,
+    /// Gradients of the final norm's parameters, in the order they lie.
+    pub(super) norm: Vec<Tensor>,
     /// Gradient of the projection; not yet rounded to the kind it is stored in where it was computed in fp32.
     pub(super) projection: Tensor,
 }
 
 /// Loss and gradients of `token_weight` times the sum of the counted tokens' losses. `rows` is [rows, hidden_size],
-/// `norm` is a leaf that wants a gradient, `targets` [rows].
+/// the norm's parameters are leaves that want gradients, `targets` [rows].
 pub(super) fn loss_and_grads(
+    config: &ModelConfig,
     rows: &Tensor,
-    norm: &Tensor,
+    norm_weights: &NormWeights,
     projection: &Tensor,
-    eps: f64,
     targets: &Tensor,
     token_weight: f64,
     logits_elems_max: usize,
 ) -> Result<HeadGrads, ComputeError> {
     let rows = rows.f_detach()?.set_requires_grad(true);
-    let normed = rms_norm(&rows, norm, eps)?;
+    let normed = norm(config, &rows, norm_weights)?;
     let leaf = product_input(&normed.f_detach()?)?;
     let projection = product_input(&projection.f_detach()?)?.set_requires_grad(true);
     let mut loss_sum = 0.0;
@@ -87,11 +89,12 @@ pub(super) fn loss_and_grads(
         });
     }
     let normed_grad = Tensor::f_cat(&normed_grads, 0)?.f_to_kind(rows.kind())?;
-    let mut grads = vjp(&[&normed], &[&normed_grad], &[&rows, norm])?.into_iter();
+    let inputs: Vec<&Tensor> = [&rows].into_iter().chain(norm_weights.all()).collect();
+    let mut grads = vjp(&[&normed], &[&normed_grad], &inputs)?.into_iter();
     Ok(HeadGrads {
         loss_sum,
-        rows: grads.next().expect("two inputs"),
-        norm: grads.next().expect("two inputs"),
+        rows: grads.next().expect("the rows come first"),
+        norm: grads.collect(),
         projection: projection_grad.expect("a batch has rows"),
     })
 }
@@ -103,7 +106,7 @@ fn row_losses(
     targets: &Tensor,
     kind: Kind,
 ) -> Result<Tensor, ComputeError> {
-    let logits = linear(normed, projection, kind)?;
+    let logits = linear(normed, projection, None, kind)?;
     let logits = logits.f_to_kind(at_least_fp32(logits.kind()))?;
     Ok(logits.f_cross_entropy_loss(targets, None::<Tensor>, Reduction::None, IGNORED, 0.0)?)
 }

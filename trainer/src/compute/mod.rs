@@ -11,15 +11,31 @@
 //! needed only while their unit runs, and memory is one unit's graph and one activation a unit. A GPU with memory to spare
 //! may keep more of a block ([`Keep`]).
 //!
+//! ```text
+//!   embedding.rs, block.rs, head.rs     the units, back by torch's autograd: how a processor computes
+//!   norm.rs, positions.rs, attention.rs, dropout.rs, linear.rs    what blocks are made of, as the configuration says
+//!   explicit/                           block and head with both ways written out: how a GPU computes, the forms it has
+//!   params.rs, values.rs, tokens.rs, grads.rs    what goes in and out
+//!   engine.rs, memory.rs                a unit's turn; what it takes
+//! ```
+//!
 //! Promises: the same bits from the same weights and tokens each time, wherever the caller's buffers lie; gradients
-//! equal to those of one graph over the whole model, bit for bit, in fp32 and bf16.
+//! equal to those of one graph over the whole model, bit for bit, in fp32 and bf16, also where elements are left out at
+//! random.
 
+mod attention;
 mod block;
+mod dropout;
+mod embedding;
 mod engine;
 mod explicit;
 mod grads;
 mod head;
+mod linear;
 mod memory;
+mod norm;
+mod params;
+mod positions;
 #[cfg(test)]
 mod tests;
 mod tokens;

@@ -13,6 +13,7 @@ pub struct Tokens {
     counted: usize,
     shape: (usize, usize),
     vocab_size: usize,
+    first_sample: Option<u64>,
 }
 
 impl Tokens {
@@ -74,7 +75,21 @@ impl Tokens {
             counted,
             shape: (micro_batch, seq_len),
             vocab_size,
+            first_sample: None,
         })
+    }
+
+    /// The same for training: `first_sample` is the first sequence's number in the run, the others follow. What is left out at
+    /// random is chosen by these numbers; where there are none, nothing is left out.
+    pub fn numbered(self, first_sample: u64) -> Self {
+        Tokens {
+            first_sample: Some(first_sample),
+            ..self
+        }
+    }
+
+    pub(super) fn first_sample(&self) -> Option<u64> {
+        self.first_sample
     }
 
     /// The numbers on `device`. Some hundred kilobytes, at a step's start, when a GPU has nothing else to do: pinning them

@@ -238,14 +238,17 @@ pub enum Keep {
 /// What flows between units, [micro_batch, seq_len, hidden_size]: an activation forward, its gradient backward.
 pub struct Activation {
     pub(super) tensor: Tensor,
+    /// The number of its first sample in a run, in training.
+    pub(super) first_sample: Option<u64>,
     /// What the block that took this as its input kept.
     pub(super) kept: RefCell<Kept>,
 }
 
 impl Activation {
-    pub(super) fn new(tensor: Tensor) -> Self {
+    pub(super) fn new(tensor: Tensor, first_sample: Option<u64>) -> Self {
         Activation {
             tensor,
+            first_sample,
             kept: RefCell::default(),
         }
     }

@@ -199,7 +199,8 @@ fn run_to_its_end(
             Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
         };
         let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
-            .keeping(prepared.plan.keep);
+            .keeping(prepared.plan.keep)
+            .leaving_out(settings.dropout, settings.train.seed);
         let live = prepared.plan.lives_in_gpu;
         let stage = settings.placement.stage;
         let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);

@@ -167,7 +167,7 @@ impl Stepper {
         let head = self.engine.units().len() - 1;
         let rows = self.batch.micro_batch;
         let batches: Vec<MicroBatch> = (0..batches)
-            .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)))
+            .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows), None))
             .collect::<Result<_, _>>()?;
         let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
         home.begin_step(turns::program(&self.forward))?;
@@ -235,7 +235,7 @@ impl Stepper {
                 let weights = mover.weights(block);
                 let outputs = pass
                     .forward
-                    .of(|| each(flow, |input| engine.block_forward(weights, input)))?;
+                    .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
                 mover.used(block)?;
                 block_inputs.push(std::mem::replace(flow, outputs));
             }
@@ -277,7 +277,7 @@ impl Stepper {
                 *flow = pass.backward.of(|| {
                     let pairs: Vec<_> = inputs.iter().zip(&*flow).collect();
                     each(&pairs, |(input, grad)| {
-                        engine.block_backward(weights, input, grad, &mut block_grads)
+                        engine.block_backward(block, weights, input, grad, &mut block_grads)
                     })
                 })?;
                 mover.used(block)?;
@@ -301,14 +301,23 @@ impl Stepper {
         let firsts =
             (0..self.batch.micro_batches).map(|batch| first_sample + (batch * rows) as u64);
         firsts
-            .map(|first| self.tokens(&data.samples(first, rows)))
+            .map(|first| self.tokens(&data.samples(first, rows), Some(first)))
             .collect()
     }
 
-    fn tokens(&self, windows: &Windows) -> Result<MicroBatch, ComputeError> {
+    /// Windows as a micro-batch; in training with the number of its first sample.
+    fn tokens(
+        &self,
+        windows: &Windows,
+        first_sample: Option<u64>,
+    ) -> Result<MicroBatch, ComputeError> {
         let (rows, seq_len) = (self.batch.micro_batch, self.batch.seq_len);
         let vocab_size = self.engine.config().vocab_size;
         let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?;
+        let inputs = match first_sample {
+            Some(first) => inputs.numbered(first),
+            None => inputs,
+        };
         let targets = Tokens::targets(&windows.targets, rows, seq_len, vocab_size)?;
         Ok(MicroBatch {
             inputs: self.engine.take_tokens(inputs)?,

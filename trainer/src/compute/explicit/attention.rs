@@ -6,7 +6,9 @@ use tch::Tensor;
 
 use super::ops::Ops;
 use crate::compute::ComputeError;
-use crate::compute::block::{Rotary, causal_attention};
+use crate::compute::attention::causal_attention;
+use crate::compute::dropout::Masks;
+use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
 use crate::model::ModelConfig;
 
@@ -93,7 +95,7 @@ pub(super) fn attention(
 /// Attention in whatever kernel torch chooses; rounded to the kind of the query.
 fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, ComputeError> {
     let share = shape.heads / shape.kv_heads;
-    let mixed = causal_attention(query, key, value, share)?;
+    let mixed = causal_attention([query, key, value], share, None, &Masks::NONE)?;
     Ok(mixed.f_to_kind(query.kind())?)
 }
 

@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::attention::{Attention, Shape, attention};
 use super::ops::{Normed, Ops};
 use super::product::{times, times_transposed, weight_grad};
-use crate::compute::block::Rotary;
+use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
 use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
 use crate::model::{ModelConfig, UnitLayout};

@@ -6,8 +6,8 @@ use tch::{Kind, Tensor};
 use super::ops::{Ops, empty_like};
 use super::product::{times_transposed, weight_grad_added};
 use crate::compute::ComputeError;
-use crate::compute::block::{at_least_fp32, product_input};
 use crate::compute::head::slices;
+use crate::compute::linear::{at_least_fp32, product_input};
 
 /// Logits held at a time on a GPU: 128 MiB in bf16. 2,097 rows of 32,000 words, so products are large enough to run at
 /// full speed, and the fp32 sum of the projection's gradient is read and written once in each of them.

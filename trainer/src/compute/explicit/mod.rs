@@ -18,6 +18,25 @@ mod head;
 mod ops;
 mod product;
 
+use crate::model::{Architecture, Biases, Dropout, Form, ModelConfig, Norm};
+
 pub(super) use block::{Block, BlockWeights, Kept};
 pub(super) use head::{HeadWeights, LOGITS_ELEMS_MAX, head_backward, head_loss};
 pub(super) use ops::Ops;
+
+/// Whether blocks of this form are written out here. The others go through autograd on a GPU too: correct, and slower.
+pub(super) fn block_is_written_out(config: &ModelConfig, dropout: &Dropout) -> bool {
+    let plain = Form {
+        biases: config.architecture.form().biases,
+        ..Architecture::Llama.form()
+    };
+    config.architecture.form() == plain
+        && config.biases == Biases::default()
+        && config.sliding_window.is_none()
+        && dropout.is_none()
+}
+
+/// Whether a head of this form is.
+pub(super) fn head_is_written_out(config: &ModelConfig) -> bool {
+    config.architecture.form().norm == Norm::Rms
+}

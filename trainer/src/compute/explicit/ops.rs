@@ -5,7 +5,8 @@ use kernels::gpu::fused::{Fused, Turn};
 use tch::{Kind, Tensor};
 
 use crate::compute::ComputeError;
-use crate::compute::block::{Rotary, at_least_fp32};
+use crate::compute::linear::at_least_fp32;
+use crate::compute::positions::Rotary;
 use crate::compute::tokens::IGNORED;
 
 /// Who does it.

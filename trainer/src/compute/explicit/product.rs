@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::compute::ComputeError;
-use crate::compute::block::product_input;
+use crate::compute::linear::product_input;
 
 /// `x` [n, k] times the transposed `weight` [m, k].
 pub(super) fn times_transposed(x: &Tensor, weight: &Tensor) -> Result<Tensor, ComputeError> {

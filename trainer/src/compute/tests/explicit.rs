@@ -133,9 +133,9 @@ fn what_is_kept_changes_no_bit_and_is_counted() {
                 before = input.size_bytes();
                 // Going back takes what was kept.
                 let mut sink = case.engine.new_grads(1);
-                let grad = Activation::new(input.tensor.copy());
+                let grad = Activation::new(input.tensor.copy(), None);
                 case.engine
-                    .block_backward(&case.weights[1], input, &grad, &mut sink)
+                    .block_backward(1, &case.weights[1], input, &grad, &mut sink)
                     .unwrap();
                 assert_eq!(
                     input.size_bytes(),

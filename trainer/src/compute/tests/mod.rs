@@ -97,7 +97,7 @@ impl Case {
         for unit in self.blocks() {
             inputs.push(
                 self.engine
-                    .block_forward(&self.weights[unit], inputs.last().unwrap())
+                    .block_forward(unit, &self.weights[unit], inputs.last().unwrap())
                     .unwrap(),
             );
         }
@@ -138,7 +138,13 @@ impl Case {
             let input = inputs.pop().unwrap();
             grad = self
                 .engine
-                .block_backward(&self.weights[unit], &input, &grad, &mut rest[unit - 1])
+                .block_backward(
+                    unit,
+                    &self.weights[unit],
+                    &input,
+                    &grad,
+                    &mut rest[unit - 1],
+                )
                 .unwrap();
         }
         self.engine

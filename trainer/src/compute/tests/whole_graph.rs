@@ -4,48 +4,73 @@ use kernels::torch::vjp;
 use tch::{Reduction, Tensor};
 
 use super::*;
-use crate::compute::block::{self, Rotary, at_least_fp32, linear, product_input, rms_norm};
+use crate::compute::block::Block;
+use crate::compute::dropout::Spot;
+use crate::compute::linear::{at_least_fp32, linear, product_input};
+use crate::compute::norm::{NormWeights, norm};
+use crate::compute::params::Params;
+use crate::compute::positions::Rotary;
+use crate::model::Member;
 
 /// Loss and flat gradients from one graph, written down without slices, sinks or recomputing.
 fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let (engine, config) = (&case.engine, case.engine.config());
-    let leaves: Vec<Vec<Tensor>> = engine
+    let mut units: Vec<Params> = engine
         .units()
         .iter()
         .zip(&case.weights)
-        .map(|(layout, weights)| {
-            layout
-                .params
-                .iter()
-                .map(|param| weights.param(param, true).unwrap())
-                .collect()
-        })
+        .map(|(layout, weights)| Params::new(layout, weights, true).unwrap())
+        .collect();
+    let leaves: Vec<Tensor> = units
+        .iter()
+        .flat_map(|unit| unit.all().iter().map(Tensor::shallow_clone))
         .collect();
     let (_, seq_len) = case.inputs.shape();
-    let rotary = Rotary::new(config, seq_len, case.kind).unwrap();
+    let masks = |unit| engine.masks(unit, case.inputs.first_sample());
     // Looked up in fp32 and rounded: exact forward, and the gradient is summed in fp32 as ours is.
-    let table = leaves[0][0].to_kind(at_least_fp32(case.kind));
-    let mut x = Tensor::embedding(&table, &case.inputs.ids, -1, false, false).to_kind(case.kind);
-    for unit in case.blocks() {
-        let params = std::array::from_fn(|i| leaves[unit][i].shallow_clone());
-        x = block::forward(config, &rotary, &params, &x).unwrap();
+    let wide = |x: &Tensor| x.to_kind(at_least_fp32(case.kind));
+    let (head, embedding) = (units.pop().unwrap(), units.remove(0));
+    let table = embedding.get(Member::Embedding);
+    let mut x = Tensor::embedding(&wide(table), &case.inputs.ids, -1, false, false);
+    x = x.to_kind(case.kind);
+    let learned = embedding.find(Member::Positions);
+    if let Some(rows) = learned {
+        let rows = wide(rows).narrow(0, 0, seq_len as i64).expand_as(&x);
+        x += rows.to_kind(case.kind);
     }
-    let head = leaves.last().unwrap();
-    let projection = if config.tied { &leaves[0][0] } else { &head[1] };
+    x = masks(0).apply(Spot::Embedding, &x).unwrap();
+    let turned = learned.is_none();
+    let rotary = turned.then(|| Rotary::new(config, seq_len, case.kind).unwrap());
+    for (layer, params) in units.into_iter().enumerate() {
+        let block = Block {
+            config,
+            rotary: rotary.as_ref(),
+            params,
+            window: config.window(layer),
+            masks: masks(layer + 1),
+        };
+        x = block.forward(&x).unwrap();
+    }
+    let projection = if config.tied {
+        table
+    } else {
+        head.get(Member::Projection)
+    };
     let rows = x.view([-1, config.hidden_size as i64]);
-    let normed = rms_norm(&rows, &head[0], config.norm_eps).unwrap();
+    let weights = NormWeights::new(&head, Member::FinalNorm, Member::FinalNormBias);
+    let normed = norm(config, &rows, &weights).unwrap();
     let (normed, projection) = (
         product_input(&normed).unwrap(),
         product_input(projection).unwrap(),
     );
-    let logits = linear(&normed, &projection, case.kind).unwrap();
+    let logits = linear(&normed, &projection, None, case.kind).unwrap();
     let targets = case.targets.ids.view([-1]);
     let wide = logits.to_kind(at_least_fp32(case.kind));
     let losses = wide.cross_entropy_loss(&targets, None::<Tensor>, Reduction::None, IGNORED, 0.0);
     let counted = case.targets.counted() as f64;
     let weights = losses.detach().full_like(1.0 / counted);
     let loss = f64::try_from(losses.detach().sum(Kind::Double)).unwrap() / counted;
-    let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
+    let inputs: Vec<&Tensor> = leaves.iter().collect();
     let mut grads = vjp(&[&losses], &[&weights], &inputs).unwrap().into_iter();
     let flat = engine
         .units()

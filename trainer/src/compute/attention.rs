@@ -1,0 +1,130 @@
+//! Causal attention, with what a model adds to it: norms of heads, a window, weights left out at random.
+
+use tch::{Device, Kind, Tensor};
+
+use super::ComputeError;
+use super::dropout::{Masks, Spot};
+use super::linear::{at_least_fp32, product_input};
+use super::norm::rms_norm;
+use super::positions::Rotary;
+use crate::model::ModelConfig;
+
+/// What attention of one layer does besides multiplying.
+pub(super) struct Attention<'a> {
+    pub(super) config: &'a ModelConfig,
+    /// Turns query and key, unless positions are learned.
+    pub(super) rotary: Option<&'a Rotary>,
+    /// Weights of the norms of query and key heads.
+    pub(super) head_norms: Option<[&'a Tensor; 2]>,
+    /// Tokens seen, the own included, if not all.
+    pub(super) window: Option<usize>,
+    pub(super) masks: Masks,
+}
+
+impl Attention<'_> {
+    /// Of query, key and value [micro_batch, seq_len, heads * head_dim] each; the result is an input for a product.
+    pub(super) fn of(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {
+        let config = self.config;
+        let (micro_batch, seq_len, _) = q.size3()?;
+        let head_dim = config.head_dim() as i64;
+        let head_norm = |index: usize| self.head_norms.map(|norms| norms[index]);
+        // [micro_batch, heads, seq_len, head_dim]
+        let heads = |x: &Tensor, count: usize, norm: Option<&Tensor>| {
+            let heads = x.f_view([micro_batch, seq_len, count as i64, head_dim])?;
+            let heads = match norm {
+                Some(weight) => rms_norm(&heads, weight, config.norm_eps)?,
+                None => heads,
+            };
+            Ok::<_, ComputeError>(heads.f_transpose(1, 2)?)
+        };
+        let turned = |x: Tensor| match self.rotary {
+            Some(rotary) => rotary.turn(&x),
+            None => Ok(x),
+        };
+        let query = turned(heads(q, config.heads, head_norm(0))?)?;
+        let key = turned(heads(k, config.kv_heads, head_norm(1))?)?;
+        let value = heads(v, config.kv_heads, None)?;
+        let share = (config.heads / config.kv_heads) as i64;
+        let mixed = causal_attention([&query, &key, &value], share, self.window, &self.masks)?;
+        let mixed = mixed
+            .f_transpose(1, 2)?
+            .f_reshape([micro_batch, seq_len, -1])?;
+        // Rounded as a bf16 attention's output is.
+        product_input(&mixed.f_to_kind(q.kind())?)
+    }
+}
+
+/// Causal attention of [micro_batch, heads, seq_len, head_dim], keys and values with a `share`-th of the heads; the result
+/// is as wide as [`product_input`] makes its inputs.
+pub(super) fn causal_attention(
+    [query, key, value]: [&Tensor; 3],
+    share: i64,
+    window: Option<usize>,
+    masks: &Masks,
+) -> Result<Tensor, ComputeError> {
+    let query = product_input(query)?;
+    let key = shared_heads(&product_input(key)?, share)?;
+    let value = shared_heads(&product_input(value)?, share)?;
+    let seq_len = query.size()[2];
+    // A window as long as the sequence hides nothing.
+    let window = window.map(|tokens| tokens as i64).filter(|&w| w < seq_len);
+    if masks.leave_out(Spot::Attention) {
+        return weighed([&query, &key, &value], window, masks);
+    }
+    let seen = match window {
+        Some(_) => Some(seen(seq_len, window, query.device())?),
+        None => None,
+    };
+    Ok(Tensor::f_scaled_dot_product_attention(
+        &query,
+        &key,
+        &value,
+        seen.as_ref(),
+        0.0,
+        seen.is_none(),
+        None,
+        false,
+    )?)
+}
+
+/// The same with all weights at once, of which some are left out at random: torch's own kernels would choose them by a state
+/// of their own, which computing again does not have.
+fn weighed(
+    [query, key, value]: [&Tensor; 3],
+    window: Option<i64>,
+    masks: &Masks,
+) -> Result<Tensor, ComputeError> {
+    let (seq_len, head_dim) = (query.size()[2], query.size()[3]);
+    let scores = query
+        .f_matmul(&key.f_transpose(-2, -1)?)?
+        .f_mul_scalar(1.0 / (head_dim as f64).sqrt())?;
+    let hidden = seen(seq_len, window, query.device())?.f_logical_not()?;
+    let weights = scores
+        .f_masked_fill(&hidden, f64::NEG_INFINITY)?
+        .f_softmax(-1, at_least_fp32(query.kind()))?
+        .f_to_kind(query.kind())?;
+    let weights = masks.apply(Spot::Attention, &weights)?;
+    Ok(weights.f_matmul(value)?)
+}
+
+/// Which tokens (columns) each token (row) sees: itself and those before it, within the window.
+fn seen(seq_len: i64, window: Option<i64>, device: Device) -> Result<Tensor, ComputeError> {
+    let causal = Tensor::f_ones([seq_len, seq_len], (Kind::Bool, device))?.f_tril(0)?;
+    Ok(match window {
+        Some(tokens) => causal.f_triu(1 - tokens)?,
+        None => causal,
+    })
+}
+
+/// Each key or value head repeated for the `share` query heads that use it. Repeated here and not inside the attention
+/// (`enable_gqa`) so that every device's attention kernel is open to torch's choice.
+fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
+    if share == 1 {
+        return Ok(x.shallow_clone());
+    }
+    let (micro_batch, heads, seq_len, head_dim) = x.size4()?;
+    let repeated = x
+        .f_unsqueeze(2)?
+        .f_expand([micro_batch, heads, share, seq_len, head_dim], false)?;
+    Ok(repeated.f_reshape([micro_batch, heads * share, seq_len, head_dim])?)
+}

@@ -1,0 +1,58 @@
+//! The tokens' rows, and their positions' where those are learned.
+
+use tch::{Kind, Tensor};
+
+use super::dropout::{Masks, Spot};
+use super::linear::at_least_fp32;
+use super::params::Params;
+use super::{ComputeError, GradSink};
+use crate::model::{Member, UnitLayout};
+
+/// Rows for `ids` [micro_batch, seq_len]: [micro_batch, seq_len, hidden_size].
+pub(super) fn forward(
+    params: &Params,
+    ids: &Tensor,
+    masks: &Masks,
+) -> Result<Tensor, ComputeError> {
+    let table = params.get(Member::Embedding);
+    let mut rows = Tensor::f_embedding(table, ids, -1, false, false)?;
+    if let Some(positions) = params.find(Member::Positions) {
+        rows = rows.f_add(&positions.f_narrow(0, 0, ids.size()[1])?)?;
+    }
+    masks.apply(Spot::Embedding, &rows)
+}
+
+/// Adds the gradients of the unit `layout` to `grads`: each token's row of `grad_output`, and each position's, summed in fp32
+/// at least, since a frequent token's sum in bf16 would stop growing.
+pub(super) fn backward(
+    layout: &UnitLayout,
+    ids: &Tensor,
+    masks: &Masks,
+    grad_output: &Tensor,
+    grads: &mut GradSink,
+) -> Result<(), ComputeError> {
+    let wide = at_least_fp32(grad_output.kind());
+    let grad = masks.apply(Spot::Embedding, grad_output)?.f_to_kind(wide)?;
+    let rows_of = |member: Member| {
+        let param = layout.find(member)?;
+        Some((param, layout.params[param].shape[0] as i64))
+    };
+    let (table, vocab_size) = rows_of(Member::Embedding).expect("an embedding has a table");
+    grads.add(
+        table,
+        Tensor::f_embedding_dense_backward(&grad, ids, vocab_size, -1, false)?,
+    )?;
+    if let Some((positions, rows)) = rows_of(Member::Positions) {
+        grads.add(positions, sum_of_positions(&grad, rows, wide)?)?;
+    }
+    Ok(())
+}
+
+/// `grad` [micro_batch, seq_len, hidden_size] summed over the micro-batch, zero for positions beyond it: [rows, hidden_size].
+fn sum_of_positions(grad: &Tensor, rows: i64, wide: Kind) -> Result<Tensor, ComputeError> {
+    let (_, seq_len, hidden_size) = grad.size3()?;
+    let all = Tensor::f_zeros([rows, hidden_size], (wide, grad.device()))?;
+    let sum = grad.f_sum_dim_intlist(&[0i64][..], false, wide)?;
+    all.f_narrow(0, 0, seq_len)?.f_copy_(&sum)?;
+    Ok(all)
+}

@@ -1,0 +1,104 @@
+//! The rotary embedding: query and key turned by their positions' angles.
+
+use std::f64::consts::TAU;
+
+use tch::{Device, Kind, Tensor};
+
+use super::ComputeError;
+use super::linear::at_least_fp32;
+use crate::model::{ModelConfig, RopeScaling};
+
+/// cos and sin of each position's angles, [seq_len, head_dim], of the kind the model computes in.
+pub(super) struct Rotary {
+    pub(super) cos: Tensor,
+    pub(super) sin: Tensor,
+}
+
+impl Rotary {
+    /// Angles `position * frequency` for pair i, in fp32 (fp64 for an fp64 model), the pairs' angles twice over: pair i is
+    /// the elements i and i + head_dim / 2. Its frequency is `theta^(-2i / head_dim)`, or less where the model stretches.
+    pub(super) fn new(
+        config: &ModelConfig,
+        seq_len: usize,
+        kind: Kind,
+    ) -> Result<Self, ComputeError> {
+        let wide = at_least_fp32(kind);
+        let head_dim = config.head_dim() as i64;
+        let options = (wide, Device::Cpu);
+        let exponents =
+            Tensor::f_arange_start_step(0, head_dim, 2, options)?.f_div_scalar(head_dim as f64)?;
+        let mut frequencies = Tensor::f_full([1], config.rope_theta, options)?
+            .f_pow(&exponents)?
+            .f_reciprocal()?;
+        if let Some(scaling) = &config.rope_scaling {
+            let plain = Vec::<f64>::try_from(frequencies.f_to_kind(Kind::Double)?)?;
+            let scaled: Vec<f64> = plain.into_iter().map(|f| stretched(f, scaling)).collect();
+            frequencies = Tensor::f_from_slice(&scaled)?.f_to_kind(wide)?;
+        }
+        let angles = Tensor::f_arange(seq_len as i64, options)?.f_outer(&frequencies)?;
+        let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
+        Ok(Rotary {
+            cos: angles.f_cos()?.f_to_kind(kind)?,
+            sin: angles.f_sin()?.f_to_kind(kind)?,
+        })
+    }
+
+    /// The same numbers on `device`: computed once, on the CPU, so that every device turns by the same angles.
+    pub(super) fn on(&self, device: Device) -> Result<Self, ComputeError> {
+        Ok(Rotary {
+            cos: self.cos.f_to_device(device)?,
+            sin: self.sin.f_to_device(device)?,
+        })
+    }
+
+    /// `x` [micro_batch, heads, seq_len, head_dim] with each pair turned.
+    pub(super) fn turn(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
+        let seq_len = x.size()[2];
+        let cos = self.cos.f_narrow(0, 0, seq_len)?;
+        let sin = self.sin.f_narrow(0, 0, seq_len)?;
+        let halves = x.f_chunk(2, -1)?;
+        let turned = Tensor::f_cat(&[halves[1].f_neg()?, halves[0].shallow_clone()], -1)?;
+        Ok(x.f_mul(&cos)?.f_add(&turned.f_mul(&sin)?)?)
+    }
+}
+
+/// A pair's frequency in a model made for longer sequences than it was first trained for.
+fn stretched(frequency: f64, scaling: &RopeScaling) -> f64 {
+    match *scaling {
+        RopeScaling::Linear { factor } => frequency / factor,
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            original_max_position_embeddings: original,
+        } => {
+            // How many times the pair turns within the first training's sequence: 1 where it is left alone, 0 where it is
+            // stretched by the whole factor, in between what lies between.
+            let turns = original * frequency / TAU;
+            let alone = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+            alone * frequency + (1.0 - alone) * frequency / factor
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frequencies_are_stretched_by_how_often_a_pair_turns() {
+        assert_eq!(stretched(0.5, &RopeScaling::Linear { factor: 4.0 }), 0.125);
+        let scaling = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 100.0,
+        };
+        let of_turns = |turns: f64| {
+            let frequency = turns * TAU / 100.0;
+            stretched(frequency, &scaling) / frequency
+        };
+        assert_eq!((of_turns(5.0), of_turns(0.5)), (1.0, 0.125));
+        assert!((of_turns(2.5) - (0.5 + 0.5 / 8.0)).abs() < 1e-12);
+    }
+}
