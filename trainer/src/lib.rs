@@ -30,3 +30,4 @@ pub mod store;
 pub mod trace;
 pub mod train;
 mod update;
+pub mod weights;

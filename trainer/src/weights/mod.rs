@@ -1,0 +1,109 @@
+//! A model's weights in files of safetensors: read into tiles from a directory, and written back to one (`export`).
+//!
+//! ```text
+//!   model.safetensors                      one file
+//!   model.safetensors.index.json           or several: {"weight_map": {tensor: file}}
+//!   model-00001-of-00002.safetensors ...
+//!
+//!   a file   header bytes u64 | header: {tensor: {dtype, shape, data_offsets}} as JSON | data
+//! ```
+//!
+//! All headers are read and checked against the model before anything is made: every parameter there, in its shape, and nothing
+//! else. Values are then read by unit and range of elements, from any thread and any rank, and never held whole.
+//! What a tensor is called and how it lies there is `model/names.rs`'s.
+
+mod element;
+mod header;
+mod read;
+mod source;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+
+pub(crate) use element::Element;
+pub use source::{Found, Weights, found};
+
+/// The one file, or the table of several.
+pub(crate) const SINGLE_FILE: &str = "model.safetensors";
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Why weights cannot be taken from a directory. Nothing was made of the run when a header says it.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    #[error("cannot {verb} {}: {source}", path.display())]
+    Io {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error(
+        "{} is cut short: its header tells of {needed_bytes} bytes, {found_bytes} are there: copy or download it again",
+        path.display()
+    )]
+    CutShort {
+        path: PathBuf,
+        needed_bytes: u64,
+        found_bytes: u64,
+    },
+    #[error("{} is no file of safetensors or is damaged: {what}", path.display())]
+    Header { path: PathBuf, what: String },
+    #[error("{}, tensor {tensor}: {what}", path.display())]
+    Tensor {
+        path: PathBuf,
+        tensor: String,
+        what: String,
+    },
+    #[error("{}: {what}", path.display())]
+    Index { path: PathBuf, what: String },
+    #[error(
+        "{} names the file {file}, which is not there: copy or download it too",
+        index.display()
+    )]
+    MissingShard { index: PathBuf, file: String },
+    #[error(
+        "tensor {tensor} is in {} and in {}: remove the file that is not of this model",
+        first.display(), second.display()
+    )]
+    Twice {
+        tensor: String,
+        first: PathBuf,
+        second: PathBuf,
+    },
+    #[error("the weights in {} have no tensor {tensor}{hint}", folder.display())]
+    Missing {
+        folder: PathBuf,
+        tensor: String,
+        hint: &'static str,
+    },
+    #[error(
+        "{}, tensor {tensor}: the model that config.json describes has no such parameter{}: weights and config.json are of different models",
+        path.display(), others_words(*others)
+    )]
+    LeftOver {
+        path: PathBuf,
+        tensor: String,
+        others: usize,
+    },
+    #[error(
+        "{} has weights in {file} and none in safetensors: convert them once with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_FOLDER\"), and name that folder; or start from random weights with model.init = \"random\"",
+        folder.display(), folder.display()
+    )]
+    OtherFormat { folder: PathBuf, file: String },
+}
+
+impl WeightsError {
+    /// For `map_err` where `verb` was tried on `path`.
+    fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Io { verb, path, source }
+    }
+}
+
+fn others_words(count: usize) -> String {
+    match count {
+        0 => String::new(),
+        1 => " (nor for one other)".into(),
+        count => format!(" (nor for {count} others)"),
+    }
+}

@@ -1,0 +1,114 @@
+//! Values by unit and range of elements, whatever the order in the files.
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use super::source::Stored;
+use super::{Weights, WeightsError};
+use crate::model::ParamLayout;
+
+/// Bytes read at a time: enough for any drive's speed, little beside a tile.
+const BLOCK_BYTES: usize = 1 << 20;
+
+impl Weights {
+    /// The weights of elements `range_elems` of unit number `unit`, padding zero. `out` is as long as the range, which lies in
+    /// the unit.
+    ///
+    /// # Errors
+    /// A file cannot be read; a weight is no finite number.
+    pub fn fill(
+        &self,
+        unit: usize,
+        range_elems: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
+        let layout = &self.units[unit];
+        assert!(range_elems.end <= layout.elems, "within the unit");
+        assert_eq!(out.len(), range_elems.len(), "one place for each element");
+        out.fill(0.0);
+        for (param, stored) in layout.params.iter().zip(&self.stored[unit]) {
+            let own = param.range_elems();
+            let start = own.start.max(range_elems.start);
+            let end = own.end.min(range_elems.end);
+            if start >= end {
+                continue;
+            }
+            let within = start - own.start..end - own.start;
+            let out = &mut out[start - range_elems.start..end - range_elems.start];
+            if stored.place.transposed {
+                self.fill_turned(param, stored, within.clone(), out)?;
+            } else {
+                let first = stored.place.stored_elem(&param.shape, within.start);
+                self.read(stored, first, out)?;
+            }
+            if let Some(at) = out.iter().position(|weight| !weight.is_finite()) {
+                return Err(WeightsError::Tensor {
+                    path: self.files[stored.file].path.clone(),
+                    tensor: stored.place.name.clone(),
+                    what: format!(
+                        "element {} is {}: a model with it cannot be trained",
+                        stored.place.stored_elem(&param.shape, within.start + at),
+                        out[at]
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// A part of a matrix that lies as [inputs, outputs] in its file and as [outputs, inputs] here: a strip of columns there,
+    /// read row by row, or several rows at a time where the strip is a good part of them.
+    fn fill_turned(
+        &self,
+        param: &ParamLayout,
+        stored: &Stored,
+        range: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
+        let inputs: usize = param.shape[1..].iter().product();
+        let outputs = range.start / inputs..(range.end - 1) / inputs + 1;
+        let width = param.shape[0] * stored.place.part.count;
+        let strip = outputs.len();
+        let rows_most = if strip * 4 >= width {
+            (BLOCK_BYTES / stored.element.size_bytes() / width).max(1)
+        } else {
+            1
+        };
+        let mut block = Vec::new();
+        for row in (0..inputs).step_by(rows_most) {
+            let rows = rows_most.min(inputs - row);
+            block.resize((rows - 1) * width + strip, 0.0);
+            let first = stored
+                .place
+                .stored_elem(&param.shape, outputs.start * inputs + row);
+            self.read(stored, first, &mut block)?;
+            for (number, strip_of_row) in block.chunks(width).enumerate() {
+                for (output, value) in outputs.clone().zip(&strip_of_row[..strip]) {
+                    // The first and the last output may be there in part only.
+                    let elem = output * inputs + row + number;
+                    if range.contains(&elem) {
+                        out[elem - range.start] = *value;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The numbers of a tensor from its element `first` on, in the file's order.
+    fn read(&self, stored: &Stored, first: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+        let file = &self.files[stored.file];
+        let size = stored.element.size_bytes();
+        let mut bytes = vec![0; BLOCK_BYTES.min(out.len() * size)];
+        let mut at = stored.start + (first * size) as u64;
+        for out in out.chunks_mut(BLOCK_BYTES / size) {
+            let bytes = &mut bytes[..out.len() * size];
+            file.file
+                .read_exact_at(bytes, at)
+                .map_err(WeightsError::io("read", &file.path))?;
+            stored.element.decode(bytes, out);
+            at += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
