@@ -10,9 +10,9 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use cli::plan::PlanArgs;
+use cli::source::SourceArgs;
 use kernels::collective::World;
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
-use trainer::config::RunSettings;
 use trainer::launch::{self, LaunchError};
 use trainer::trace::{STEPS_DEFAULT, Trace};
 
@@ -31,11 +31,12 @@ enum Command {
   trainer train configs/demo.toml
   trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
+  trainer train RUN.toml --deepspeed ds_config.json                                  # DeepSpeed's file as it is, below the run file
   trainer train configs/demo.toml --fresh                                            # forget the run and start again
   trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
     Train {
         #[command(flatten)]
-        run: RunArgs,
+        run: SourceArgs,
         /// Forget what an earlier run of the same folder left, in the folder and in the store.
         #[arg(long)]
         fresh: bool,
@@ -65,31 +66,21 @@ enum Command {
     /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
+    /// Print what becomes of each of DeepSpeed's keys, as Markdown.
+    #[command(after_help = "Example:
+  trainer keys --markdown > configs/DEEPSPEED.md")]
+    Keys {
+        /// As a page in Markdown; there is no other form.
+        #[arg(long, required = true)]
+        markdown: bool,
+    },
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
     Digest {
         #[command(flatten)]
-        run: RunArgs,
+        run: SourceArgs,
     },
-}
-
-#[derive(Args)]
-struct RunArgs {
-    /// The run file: TOML, or JSON when its name ends in .json.
-    #[arg(value_name = "RUN.toml")]
-    file: PathBuf,
-    /// Replace a setting of the file; the value is TOML, or plain text.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    sets: Vec<String>,
-}
-
-impl RunArgs {
-    fn settings(&self, ranks: Option<u32>) -> anyhow::Result<RunSettings> {
-        let file = self.file.display();
-        trainer::config::read(&self.file, &self.sets, ranks)
-            .map_err(|error| anyhow::anyhow!("{file}: {error}"))
-    }
 }
 
 /// A timeline of some steps.
@@ -184,6 +175,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             launch::launch(nproc, &train)?;
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
+        Command::Keys { .. } => print!("{}", trainer::config::markdown()),
         Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings(None)?)?),
     }
     Ok(())

@@ -1,3 +1,4 @@
 //! Commands whose arguments fill a file.
 
 pub(crate) mod plan;
+pub(crate) mod source;

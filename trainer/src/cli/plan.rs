@@ -15,6 +15,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan configs/demo.toml
   trainer plan RUN.toml --gpu-memory 139GiB --host-memory 128GiB --cores 16 --drives 4x6.2GB/s:3.2GB/s
   trainer plan RUN.toml --json | jq .bound
+  trainer plan RUN.toml --deepspeed ds_config.json     # DeepSpeed's file as it is, below the run file
   trainer plan --model config.json                     # a model, on this machine
   trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB
@@ -24,8 +25,11 @@ pub(crate) const EXAMPLES: &str = "Examples:
 #[derive(Args)]
 pub(crate) struct PlanArgs {
     /// The run file: TOML, or JSON when its name ends in .json.
-    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table"], conflicts_with_all = ["model", "table"])]
+    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table", "deepspeed"], conflicts_with_all = ["model", "table"])]
     file: Option<PathBuf>,
+    /// A JSON file for DeepSpeed, as it is; the run file says what it leaves open.
+    #[arg(long, value_name = "ds_config.json", conflicts_with_all = ["model", "table"])]
+    deepspeed: Option<PathBuf>,
     /// Replace a setting; the value is TOML, or plain text.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
@@ -134,15 +138,12 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
         print!("{}", ModelsTable::new(folder)?);
         return Ok(());
     }
-    match (&args.asked.model, &args.file) {
-        (Some(path), _) => plan_model(path, &args),
-        (None, Some(file)) => {
-            let settings = trainer::config::read(file, &args.sets, args.machine.ranks)
-                .map_err(|error| anyhow::anyhow!("{}: {error}", file.display()))?;
-            plan_run(&settings, &args)
-        }
-        (None, None) => unreachable!("one of them is required"),
+    if let Some(path) = &args.asked.model {
+        return plan_model(path, &args);
     }
+    let ranks = args.machine.ranks;
+    let settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
+    plan_run(&settings, &args)
 }
 
 fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {

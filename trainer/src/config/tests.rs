@@ -1,6 +1,8 @@
 //! What a run file means, and what is refused. What could go wrong: a typing error is taken for a default, two keys
 //! contradict each other and one wins in silence, a DeepSpeed file means something else here.
 
+use std::path::Path;
+
 use serde_json::{Value, json};
 
 use super::*;
@@ -28,6 +30,14 @@ fn run_of(ranks: Option<u32>, changes: &[(&str, Value)]) -> Result<RunSettings, 
             .unwrap() = value.clone();
     }
     check(tree, "test", ranks)
+}
+
+fn read_file(path: &Path) -> Result<RunSettings, SettingsError> {
+    let source = Source {
+        run: Some(path.into()),
+        ..Source::default()
+    };
+    read(&source, None)
 }
 
 /// The message of a refusal.
@@ -461,7 +471,7 @@ fn toml_and_json_files_mean_the_same() {
     std::fs::write(&json, "{\"train\": {\"steps\": 3, \"bad\": 1}}").unwrap();
     for path in [&toml, &json] {
         assert!(
-            read(path, &[], None)
+            read_file(path)
                 .unwrap_err()
                 .to_string()
                 .starts_with("unknown key train.bad")
@@ -470,19 +480,19 @@ fn toml_and_json_files_mean_the_same() {
     std::fs::write(&toml, "[train").unwrap();
     std::fs::write(&json, "[1]").unwrap();
     assert!(
-        read(&toml, &[], None)
+        read_file(&toml)
             .unwrap_err()
             .to_string()
             .contains("is not valid TOML")
     );
     assert!(
-        read(&json, &[], None)
+        read_file(&json)
             .unwrap_err()
             .to_string()
             .contains("outermost value must be an object")
     );
     assert!(
-        read(Path::new("/nowhere.toml"), &[], None)
+        read_file(Path::new("/nowhere.toml"))
             .unwrap_err()
             .to_string()
             .contains("cannot read the run file /nowhere.toml")

@@ -12,14 +12,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ConfigToml {
+    pub deepspeed: Option<PathBuf>,
     pub train_batch_size: Option<u64>,
     pub train_micro_batch_size_per_gpu: Option<u64>,
     pub gradient_accumulation_steps: Option<u64>,
     pub gradient_clipping: Option<f64>,
+    pub steps_per_print: Option<u64>,
     pub bf16: Bf16Toml,
     pub optimizer: OptimizerToml,
     pub scheduler: SchedulerToml,
     pub zero_optimization: ZeroToml,
+    pub aio: AioToml,
     pub model: ModelToml,
     pub data: DataToml,
     pub train: TrainToml,
@@ -84,6 +87,14 @@ pub struct ZeroToml {
     pub stage: Option<u64>,
     pub offload_param: TierToml,
     pub offload_optimizer: TierToml,
+    pub aio: AioToml,
+}
+
+/// `aio`: how DeepSpeed's swapper does I/O.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AioToml {
+    pub queue_depth: Option<u64>,
 }
 
 /// Where the parameters, or the optimizer's state, live between uses.

@@ -137,7 +137,12 @@ impl Run {
 
     /// Fingerprints of what the run holds: what `trainer digest` prints, without half a second to load libtorch once more.
     pub(crate) fn digest(&self) -> String {
-        let settings = trainer::config::read(&self.file, &self.sets, None).expect("settings");
+        let source = trainer::config::Source {
+            run: Some(self.file.clone()),
+            sets: self.sets.clone(),
+            ..Default::default()
+        };
+        let settings = trainer::config::read(&source, None).expect("settings");
         // A process that another test starts just now holds a copy of the run folder's lock until it is its own program.
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {

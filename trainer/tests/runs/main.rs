@@ -5,6 +5,7 @@ mod advice;
 mod bits;
 mod daemon;
 mod damage;
+mod deepspeed;
 mod divergence;
 mod figures;
 mod lab;

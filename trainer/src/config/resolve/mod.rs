@@ -83,7 +83,8 @@ pub(super) fn resolve(
     }
     let eval_batches = train.eval_batches.unwrap_or(4);
     at_least("train.eval_batches", eval_batches, 1)?;
-    let log_every = train.log_every.unwrap_or(10);
+    at_least("steps_per_print", config.steps_per_print.unwrap_or(1), 1)?;
+    let log_every = train.log_every.or(config.steps_per_print).unwrap_or(10);
     at_least("train.log_every", log_every, 1)?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
     // All ranks are on this node and share its cores.
@@ -231,8 +232,7 @@ fn resolve_offload(
     }
     let staging_bytes = bytes("offload.staging_bytes", offload.staging_bytes.as_ref())?;
     let host_memory_bytes = bytes("offload.host_memory", offload.host_memory.as_ref())?;
-    let iodepth = offload.iodepth.unwrap_or(IODEPTH_DEFAULT);
-    within("offload.iodepth", iodepth, 1, IODEPTH_MAX)?;
+    let iodepth = iodepth(config)?;
     Ok(OffloadSettings {
         socket: offload.socket.clone(),
         schedule,
@@ -245,6 +245,32 @@ fn resolve_offload(
         durability,
         engine,
     })
+}
+
+/// Ours, or DeepSpeed's `queue_depth` from one of the two places where people have it.
+fn iodepth(config: &ConfigToml) -> Result<u64, SettingsError> {
+    let mut found: Option<(&'static str, u64)> = None;
+    for (key, given) in [
+        ("offload.iodepth", config.offload.iodepth),
+        ("aio.queue_depth", config.aio.queue_depth),
+        (
+            "zero_optimization.aio.queue_depth",
+            config.zero_optimization.aio.queue_depth,
+        ),
+    ] {
+        let Some(depth) = given else { continue };
+        within(key, depth, 1, IODEPTH_MAX)?;
+        match found {
+            Some((other, first)) if first != depth => {
+                return Err(value(
+                    key,
+                    format!("{depth} contradicts {other} = {first}: leave one of them out"),
+                ));
+            }
+            _ => found = Some((key, depth)),
+        }
+    }
+    Ok(found.map_or(IODEPTH_DEFAULT, |(_, depth)| depth))
 }
 
 /// One of `words`, the first one when nothing is given.

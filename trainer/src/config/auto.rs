@@ -1,0 +1,165 @@
+//! "auto" in a DeepSpeed file: what Hugging Face's Trainer fills in there, from our settings and its own defaults.
+//!
+//! A value of the run file or of `--set` has taken the place of "auto" before; what is left is resolved here, and shown.
+
+use serde_json::{Value, json};
+
+use super::keys;
+
+/// A key, its value out of all settings (`None`: it is left out, and follows from the rest), and a word about it.
+type Auto = (&'static str, fn(&Value) -> Option<Value>, &'static str);
+
+/// In this order: the later ones look at what the earlier ones became.
+pub(super) const AUTO: &[Auto] = &[
+    (
+        "train_micro_batch_size_per_gpu",
+        micro_batch,
+        "8, Hugging Face's per_device_train_batch_size; beside train_batch_size it follows from that",
+    ),
+    (
+        "gradient_accumulation_steps",
+        |_| None,
+        "what follows from the other two sizes, or 1",
+    ),
+    (
+        "train_batch_size",
+        |_| None,
+        "what follows from the other two sizes and the ranks",
+    ),
+    (
+        "gradient_clipping",
+        |_| Some(json!(1.0)),
+        "1.0, Hugging Face's max_grad_norm",
+    ),
+    (
+        "optimizer.params.lr",
+        |_| Some(json!(5e-5)),
+        "5e-5, Hugging Face's learning_rate",
+    ),
+    (
+        "optimizer.params.betas",
+        |_| Some(json!([0.9, 0.999])),
+        "[0.9, 0.999], Hugging Face's adam_beta1 and adam_beta2",
+    ),
+    (
+        "optimizer.params.eps",
+        |_| Some(json!(1e-8)),
+        "1e-8, Hugging Face's adam_epsilon",
+    ),
+    (
+        "optimizer.params.weight_decay",
+        |_| Some(json!(0)),
+        "0, Hugging Face's weight_decay",
+    ),
+    (
+        "scheduler.params.warmup_min_lr",
+        |_| Some(json!(0)),
+        "0, as Hugging Face fills it in",
+    ),
+    (
+        "scheduler.params.warmup_max_lr",
+        |tree| tree.pointer("/optimizer/params/lr").cloned(),
+        "optimizer.params.lr",
+    ),
+    (
+        "scheduler.params.warmup_num_steps",
+        |_| Some(json!(1)),
+        "1: no warm-up, Hugging Face's warmup_steps",
+    ),
+    (
+        "scheduler.params.total_num_steps",
+        |tree| tree.pointer("/train/steps").cloned(),
+        "train.steps",
+    ),
+    (
+        "bf16.enabled",
+        |_| Some(json!(false)),
+        "false, Hugging Face's bf16; bf16.enabled = true in the run file switches it on",
+    ),
+];
+
+/// Our own keys for which "auto" is a word of its own, not the same as leaving them out.
+const AUTO_IS_A_WORD: &[&str] = &[
+    "offload.engine",
+    "offload.resident_share",
+    "offload.update",
+    "train.device",
+    "train.keep",
+];
+
+/// Resolves every "auto" in `tree`. The choices are added to `notes`, but for our own tables' that the plan shows.
+pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
+    for (key, choose, what) in AUTO {
+        let pointer = format!("/{}", key.replace('.', "/"));
+        if tree.pointer(&pointer).and_then(Value::as_str) != Some("auto") {
+            continue;
+        }
+        notes.push(format!("{key} is \"auto\": {what}"));
+        let chosen = choose(tree).filter(|chosen| chosen.as_str() != Some("auto"));
+        *tree.pointer_mut(&pointer).expect("it was just there") = chosen.unwrap_or(Value::Null);
+    }
+    leave_out("", tree, notes);
+}
+
+/// Beside a whole batch it follows from that.
+fn micro_batch(tree: &Value) -> Option<Value> {
+    let whole = tree.get("train_batch_size").is_some_and(Value::is_number);
+    (!whole).then(|| json!(8))
+}
+
+/// A key that is still "auto" is as good as left out.
+fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
+    let Value::Object(table) = tree else { return };
+    table.retain(|key, value| {
+        let path = keys::join(prefix, key);
+        let auto = value.as_str() == Some("auto") && !AUTO_IS_A_WORD.contains(&path.as_str());
+        // What is left out of our own tables is the plan's to choose, and the plan is shown. What has no effect is named
+        // already.
+        if auto && !path.starts_with("offload.") && keys::is_used(&path) {
+            notes.push(format!("{path} is \"auto\": the default is taken"));
+        }
+        leave_out(&path, value, notes);
+        !auto
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_that_may_be_auto_is_read() {
+        for (key, ..) in AUTO {
+            assert!(keys::is_used(key), "{key}");
+        }
+    }
+
+    #[test]
+    fn what_is_auto_becomes_what_hugging_face_fills_in() {
+        let mut tree = json!({
+            "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+            "optimizer": {"params": {"lr": "auto", "betas": "auto"}},
+            "scheduler": {"params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
+            "zero_optimization": {"reduce_bucket_size": "auto", "stage": "auto"},
+            "train": {"steps": 7, "device": "auto"}
+        });
+        let mut notes = Vec::new();
+        resolve(&mut tree, &mut notes);
+        let expected = json!({
+            "train_batch_size": null, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": null,
+            "optimizer": {"params": {"lr": 5e-5, "betas": [0.9, 0.999]}},
+            "scheduler": {"params": {"warmup_max_lr": 5e-5, "total_num_steps": 7}},
+            "zero_optimization": {},
+            "train": {"steps": 7, "device": "auto"}
+        });
+        assert_eq!(tree, expected);
+        assert_eq!(notes.len(), 8, "{notes:?}");
+        assert!(
+            notes[3].contains("Hugging Face's learning_rate"),
+            "{notes:?}"
+        );
+        let mut tree = json!({"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto"});
+        resolve(&mut tree, &mut notes);
+        assert!(tree["train_micro_batch_size_per_gpu"].is_null());
+    }
+}

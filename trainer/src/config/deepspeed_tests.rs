@@ -1,0 +1,278 @@
+//! A DeepSpeed file below a run file. What could go wrong: one of two values wins in silence; "auto" hides a value, or stays; a
+//! number that is whole to a reader is refused; an error does not say which file it is in.
+
+use std::path::PathBuf;
+
+use super::*;
+
+const RUN: &str = r#"
+[model]
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+[data]
+files = ["text"]
+[train]
+steps = 100
+seq_len = 32
+"#;
+
+struct Files(tempfile::TempDir);
+
+impl Files {
+    /// A run file (`more` stands above its tables) and DeepSpeed's.
+    fn new(more: &str, deepspeed: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("run.toml"), format!("{more}\n{RUN}")).unwrap();
+        std::fs::write(folder.path().join("ds.json"), deepspeed).unwrap();
+        Self(folder)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn read(&self, sets: &[&str]) -> Result<RunSettings, String> {
+        self.read_as(Some("run.toml"), Some("ds.json"), sets)
+    }
+
+    fn read_as(
+        &self,
+        run: Option<&str>,
+        deepspeed: Option<&str>,
+        sets: &[&str],
+    ) -> Result<RunSettings, String> {
+        let source = Source {
+            run: run.map(|name| self.path(name)),
+            deepspeed: deepspeed.map(|name| self.path(name)),
+            sets: sets.iter().map(|set| (*set).to_owned()).collect(),
+        };
+        read(&source, Some(1)).map_err(|error| error.to_string())
+    }
+}
+
+fn refused(more: &str, deepspeed: &str) -> String {
+    Files::new(more, deepspeed).read(&[]).unwrap_err()
+}
+
+#[test]
+fn a_deepspeed_file_says_what_the_run_file_leaves_open() {
+    let files = Files::new(
+        "gradient_clipping = 0.5",
+        r#"{
+            // as DeepSpeed reads it
+            "train_micro_batch_size_per_gpu": 2e0, "gradient_accumulation_steps": 3.0, "gradient_clipping": 0.5,
+            "optimizer": {"type": "Adam", "params": {"lr": 2e-4, "weight_decay": 0}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1e1}},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "offload_param": null},
+            "steps_per_print": 7, "wandb": null,
+        }"#,
+    );
+    let run = files.read(&[]).unwrap();
+    assert_eq!((run.batch.micro_batch, run.batch.micro_batches), (2, 3));
+    assert_eq!((run.optimizer.lr, run.gradient_clipping), (2e-4, 0.5));
+    assert_eq!((run.placement.stage.number(), run.train.log_every), (2, 7));
+    assert!(matches!(run.lr, LrSchedule::Warmup(warmup) if warmup.steps == 10));
+    let unused = run
+        .notes
+        .iter()
+        .find(|note| note.contains("reduce_bucket_size"));
+    assert!(unused.unwrap().contains("has no effect here"));
+    // The command line has the last word, and the run file may name the file itself.
+    let run = files
+        .read(&["gradient_clipping=2", "train.log_every=5"])
+        .unwrap();
+    assert_eq!((run.gradient_clipping, run.train.log_every), (2.0, 5));
+    let named = format!("deepspeed={}", files.path("ds.json").display());
+    assert!(
+        files
+            .read_as(Some("run.toml"), None, &[&named])
+            .unwrap_err()
+            .contains("train_micro")
+    );
+    let text = std::fs::read_to_string(files.path("run.toml")).unwrap();
+    let text = format!("deepspeed = {:?}\n{text}", files.path("ds.json"));
+    std::fs::write(files.path("run.toml"), text).unwrap();
+    assert_eq!(
+        files
+            .read_as(Some("run.toml"), None, &[])
+            .unwrap()
+            .optimizer
+            .lr,
+        2e-4
+    );
+    assert_eq!(files.read(&[]).unwrap().optimizer.lr, 2e-4);
+    std::fs::write(files.path("other.json"), "{}").unwrap();
+    let text = files
+        .read_as(Some("run.toml"), Some("other.json"), &[])
+        .unwrap_err();
+    assert!(text.contains("leave one out"), "{text}");
+}
+
+#[test]
+fn a_deepspeed_file_and_settings_of_the_command_line_are_enough() {
+    let files = Files::new("", r#"{"train_batch_size": 4}"#);
+    let sets = [
+        "model.hidden_size=64",
+        "model.intermediate_size=128",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=4",
+        "data.files=[\"text\"]",
+        "train.steps=10",
+        "train.seq_len=32",
+    ];
+    let run = files.read_as(None, Some("ds.json"), &sets).unwrap();
+    assert_eq!(run.train.run_folder, PathBuf::from("runs/ds"));
+    let text = files.read_as(None, Some("ds.json"), &[]).unwrap_err();
+    assert!(text.contains("train.steps is missing"), "{text}");
+}
+
+#[test]
+fn two_files_that_say_different_things_are_refused_with_both() {
+    let text = refused(
+        "train_batch_size = 8",
+        r#"{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}"#,
+    );
+    for part in [
+        "train_batch_size is 8 in ",
+        "run.toml",
+        "and 16 in ",
+        "ds.json: leave it out",
+        "\"auto\"",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    let text = refused(
+        "[optimizer.params]\nbetas = [0.9, 0.95]",
+        r#"{"optimizer": {"params": {"betas": [0.9, 0.999]}}}"#,
+    );
+    assert!(
+        text.contains("optimizer.params.betas is [0.9,0.95] in "),
+        "{text}"
+    );
+    let text = refused(
+        "[zero_optimization]\nstage = 3",
+        r#"{"zero_optimization": true}"#,
+    );
+    assert!(
+        text.contains("zero_optimization is {\"stage\":3} in "),
+        "{text}"
+    );
+}
+
+#[test]
+fn auto_gives_way_to_the_run_file_and_else_to_hugging_faces_choice() {
+    let deepspeed = r#"{
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    }"#;
+    let files = Files::new(
+        "train_micro_batch_size_per_gpu = 2\n[optimizer.params]\nlr = 0.01",
+        deepspeed,
+    );
+    let run = files.read(&["bf16.enabled=true"]).unwrap();
+    assert_eq!((run.batch.micro_batch, run.batch.micro_batches), (2, 1));
+    assert_eq!(
+        (run.optimizer.lr, run.dtype),
+        (0.01, crate::compute::Dtype::Bf16)
+    );
+    let shown = |key: &str, run: &RunSettings| {
+        let note = format!("{key} is \"auto\"");
+        run.notes.iter().any(|found| found.starts_with(&note))
+    };
+    assert!(!shown("optimizer.params.lr", &run) && shown("optimizer.params.weight_decay", &run));
+    let run = Files::new("", deepspeed).read(&[]).unwrap();
+    assert_eq!((run.batch.micro_batch, run.optimizer.lr), (8, 5e-5));
+    assert_eq!(run.dtype, crate::compute::Dtype::Fp32);
+    for key in [
+        "train_batch_size",
+        "gradient_clipping",
+        "bf16.enabled",
+        "optimizer.params.lr",
+    ] {
+        assert!(shown(key, &run), "{key}: {:?}", run.notes);
+    }
+}
+
+#[test]
+fn an_error_in_the_deepspeed_file_names_it() {
+    for (deepspeed, part) in [
+        (
+            r#"{"gradient_cliping": 1}"#,
+            "ds.json: unknown key gradient_cliping: did you mean gradient_clipping?",
+        ),
+        (
+            r#"{"optimizer": {"type": "Lion"}}"#,
+            "ds.json: optimizer.type: \"Lion\" is not supported",
+        ),
+        (
+            r#"{"optimizer": {"params": {"lr": "fast"}}}"#,
+            "ds.json: optimizer.params.lr: invalid type",
+        ),
+        (
+            r#"{"wandb": {"enabled": true}}"#,
+            "ds.json: wandb is DeepSpeed's but not supported here",
+        ),
+        (
+            r#"{"train_batch_size": 2.5}"#,
+            "ds.json: train_batch_size: invalid type",
+        ),
+        (
+            r#"{"train_batch_size": -1}"#,
+            "ds.json: train_batch_size: invalid value",
+        ),
+        (
+            r#"{"aio": {"queue_depth": 0}}"#,
+            "ds.json: aio.queue_depth: 0: must be 1 to",
+        ),
+        (
+            r#"{"steps_per_print": 0}"#,
+            "ds.json: steps_per_print: 0: must be at least 1",
+        ),
+        ("{\n\"a\": 1\n\"b\": 2}", "ds.json is not valid JSON: "),
+        (r#"{"fp16": {}, "fp16": {}}"#, "\"fp16\" is there twice"),
+        (
+            "[]",
+            "ds.json is not valid JSON: the outermost value must be an object",
+        ),
+    ] {
+        let text = refused("train_micro_batch_size_per_gpu = 1", deepspeed);
+        assert!(text.contains(part), "{text}");
+    }
+    let text = Files::new("", "{}")
+        .read_as(Some("run.toml"), Some("no.json"), &[])
+        .unwrap_err();
+    assert!(
+        text.contains("cannot read DeepSpeed's file") && text.contains("no.json"),
+        "{text}"
+    );
+    let text = refused("deepspeed = 5", "{}");
+    assert!(text.contains("deepspeed: 5: expected the path"), "{text}");
+    // An error in the run file does not.
+    let text = refused("gradient_clipping = -1", r#"{"train_batch_size": 1}"#);
+    assert!(text.starts_with("gradient_clipping: -1"), "{text}");
+}
+
+#[test]
+fn operations_in_flight_are_aios_queue_depth() {
+    let depth = |more: &str, deepspeed: &str| {
+        let more = format!("train_batch_size = 1\n{more}");
+        Files::new(&more, deepspeed)
+            .read(&[])
+            .map(|run| run.offload.iodepth)
+    };
+    const AT_TOP: &str = r#"{"aio": {"queue_depth": 8, "block_size": 1048576}}"#;
+    const IN_ZERO: &str =
+        r#"{"zero_optimization": {"aio": {"queue_depth": 16, "thread_count": 1}}}"#;
+    assert_eq!(depth("", "{}").unwrap(), 32);
+    assert_eq!(depth("", AT_TOP).unwrap(), 8);
+    assert_eq!(depth("", IN_ZERO).unwrap(), 16);
+    assert_eq!(depth("offload.iodepth = 8", AT_TOP).unwrap(), 8);
+    let text = depth("offload.iodepth = 9", AT_TOP).unwrap_err();
+    assert!(
+        text.contains("aio.queue_depth: 8 contradicts offload.iodepth = 9"),
+        "{text}"
+    );
+}

@@ -1,0 +1,224 @@
+//! DeepSpeed's keys and what becomes of each: the one table behind the check of a run file and `configs/DEEPSPEED.md`.
+//!
+//! An entry may name keys below it (`below`, dotted where they are deeper), which share its fate; `*` takes any. So a typing
+//! error inside a table that has no effect is still found.
+
+/// What becomes of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// Read; `ConfigToml` has it.
+    Used,
+    /// Accepted, and named before the start: it steers machinery that is not here.
+    Unused,
+    /// Asks for what is not built: refused unless it is off (false, null, an empty table, `enabled = false`).
+    Refused,
+    /// As `Refused`, but these values (as JSON) ask for nothing either.
+    RefusedBut(&'static [&'static str]),
+}
+
+/// One key, or a table with the keys below it.
+pub(super) struct Key {
+    pub(super) path: &'static str,
+    pub(super) below: &'static str,
+    pub(super) fate: Fate,
+    /// How it is used, why it has no effect, or what to do instead.
+    pub(super) why: &'static str,
+}
+
+const fn key(path: &'static str, fate: Fate, why: &'static str) -> Key {
+    table(path, "", fate, why)
+}
+
+const fn table(path: &'static str, below: &'static str, fate: Fate, why: &'static str) -> Key {
+    Key {
+        path,
+        below,
+        fate,
+        why,
+    }
+}
+
+use Fate::{Refused, RefusedBut, Unused, Used};
+
+/// The sections of the table, with their titles.
+pub(super) const SECTIONS: &[(&str, &[Key])] = &[
+    ("Batch, precision, optimizer", TRAINING),
+    ("Learning rate", SCHEDULER),
+    ("ZeRO", ZERO),
+    ("Offload", OFFLOAD),
+    ("Reports", REPORTS),
+    ("Everything else", OTHERS),
+];
+
+// One line a key: it is read as a table.
+#[rustfmt::skip]
+const TRAINING: &[Key] = &[
+    key("train_batch_size", Used, "samples of a step over all ranks; any two of the three sizes give the third"),
+    key("train_micro_batch_size_per_gpu", Used, "samples one rank computes at a time"),
+    key("gradient_accumulation_steps", Used, "micro-batches of one rank in a step; 1 when it follows from nothing"),
+    key("gradient_clipping", Used, "largest norm of all gradients; 1.0 when left out, as in DeepSpeed's constants; 0 clips nothing"),
+    key("bf16.enabled", Used, "16-bit parameters and gradients beside an exact 32-bit master"),
+    key("bf16.immediate_grad_update", Unused, "gradients are summed in fp32 and rounded once"),
+    key("bf16.check_grad_overflow", Unused, "a gradient norm that is not finite always stops a bf16 run, its last good step kept"),
+    key("bf16.bf16_master_weights_and_grads", Refused, "leave it out: the split master is exact and needs no more memory"),
+    key("bf16.bf16_optimizer_states", Refused, "leave it out: moments are kept in fp32"),
+    table("fp16", "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads", Refused, "use bf16.enabled = true, or leave both out for fp32"),
+    key("optimizer.type", Used, "Adam and AdamW; others are refused"),
+    key("optimizer.params.lr", Used, "learning rate; 1e-3 when left out"),
+    key("optimizer.params.betas", Used, "decay of momentum and variance; [0.9, 0.999] when left out"),
+    key("optimizer.params.eps", Used, "added to the root of the variance; 1e-8 when left out"),
+    key("optimizer.params.weight_decay", Used, "decoupled from the gradient, not for norms; 0 when left out"),
+    key("optimizer.params.adam_w_mode", Used, "false with a weight decay is refused: decay inside the gradient is not built, use AdamW"),
+    key("optimizer.params.torch_adam", Unused, "there is one Adam, with PyTorch's results"),
+    key("optimizer.params.fp32_optimizer_states", RefusedBut(&["true"]), "leave it out: moments are always fp32"),
+    key("optimizer.params.bias_correction", RefusedBut(&["true"]), "leave it out: the correction is always made"),
+    key("optimizer.params.amsgrad", Refused, "leave it out: DeepSpeed's own Adam refuses it, too"),
+    key("optimizer.params.fused", Unused, "updates are always one pass"),
+    key("optimizer.params.foreach", Unused, "updates are always one pass"),
+    key("optimizer.params.max_grad_norm", Refused, "write it as gradient_clipping, at the top level"),
+    key("optimizer.legacy_fusion", Refused, "leave it out: updates are always one pass"),
+    key("zero_allow_untested_optimizer", Unused, "there is one optimizer"),
+    key("zero_force_ds_cpu_optimizer", Unused, "there is one optimizer"),
+    key("managed_gradient_accumulation", RefusedBut(&["true"]), "leave it out: nobody else counts the micro-batches"),
+    key("gradient_allreduce_op", RefusedBut(&["\"mean\""]), "leave it out: gradients are averaged"),
+    key("prescale_gradients", Unused, "losses are weighted before backward, so gradients are sums of the right size at once"),
+    key("gradient_predivide_factor", Unused, "losses are weighted before backward, so gradients are sums of the right size at once"),
+    table("data_types", "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules", Refused, "leave it out: gradients are summed in fp32 and stored in the model's type"),
+    table("torch_autocast", "enabled dtype lower_precision_safe_modules", Refused, "use bf16.enabled = true"),
+    table("amp", "*", Refused, "use bf16.enabled = true"),
+    key("sparse_gradients", Refused, "leave it out: gradients of the embedding are dense"),
+];
+
+#[rustfmt::skip]
+const SCHEDULER: &[Key] = &[
+    key("scheduler.type", Used, "WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+    key("scheduler.params.warmup_min_lr", Used, "WarmupLR, WarmupDecayLR: where the rise begins; 0 when left out"),
+    key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: where it ends; optimizer.params.lr when left out"),
+    key("scheduler.params.warmup_num_steps", Used, "steps of the rise; 1000 when left out"),
+    key("scheduler.params.warmup_type", Used, "\"log\", as DeepSpeed has it by default, or \"linear\""),
+    key("scheduler.params.total_num_steps", Used, "where the fall ends; train.steps when left out"),
+    key("scheduler.params.warmup_min_ratio", Used, "WarmupCosineLR: where the rise begins, as a share of optimizer.params.lr; 0 when left out"),
+    key("scheduler.params.cos_min_ratio", Used, "WarmupCosineLR: where the fall ends, as a share of optimizer.params.lr; 1e-4 when left out"),
+    key("scheduler.params.last_batch_iteration", Unused, "the position is resumed with the run"),
+];
+
+#[rustfmt::skip]
+const ZERO: &[Key] = &[
+    key("zero_optimization.stage", Used, "0 to 3, what the ranks divide among themselves; 3 when left out"),
+    key("zero_optimization.contiguous_gradients", Unused, "a unit's gradients are always one buffer"),
+    key("zero_optimization.reduce_scatter", Unused, "gradients are always summed to the rank that needs them, except in stage 0"),
+    key("zero_optimization.reduce_bucket_size", Unused, "gradients are summed a unit at a time"),
+    key("zero_optimization.use_multi_rank_bucket_allreduce", Unused, "gradients are summed a unit at a time"),
+    key("zero_optimization.allgather_partitions", Unused, "weights are gathered a unit at a time"),
+    key("zero_optimization.allgather_bucket_size", Unused, "weights are gathered a unit at a time"),
+    key("zero_optimization.overlap_comm", Unused, "moving always overlaps computing"),
+    key("zero_optimization.compute_grad_norm", Unused, "the norm is always computed, from gradients that are in a cache anyway"),
+    key("zero_optimization.load_from_fp32_weights", Unused, "the 32-bit master is always kept and resumed exactly"),
+    key("zero_optimization.elastic_checkpoint", Unused, "a run always goes on with any number of ranks"),
+    key("zero_optimization.sub_group_size", Unused, "offload.tile_elems is the size of an update; left out, the plan chooses"),
+    key("zero_optimization.stage3_prefetch_bucket_size", Unused, "a step's order is known: the next unit comes while one computes, offload.staging_bytes bounds the read-ahead"),
+    key("zero_optimization.stage3_param_persistence_threshold", Unused, "a unit is one buffer, its small parameters included; offload.resident_share says what stays in host memory"),
+    key("zero_optimization.stage3_model_persistence_threshold", Unused, "offload.resident_share says what stays in host memory"),
+    key("zero_optimization.stage3_max_live_parameters", Unused, "at most three units are gathered at a time"),
+    key("zero_optimization.stage3_max_reuse_distance", Unused, "a step's order is known, nothing is guessed"),
+    key("zero_optimization.stage3_gather_16bit_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
+    key("zero_optimization.stage3_gather_fp16_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
+    key("zero_optimization.stage3_module_granularity_threshold", Unused, "a unit is a transformer block"),
+    key("zero_optimization.stage3_use_all_reduce_for_fetch_params", Unused, "weights are gathered a unit at a time"),
+    key("zero_optimization.stage3_allgather_sequential", Unused, "weights are gathered a unit at a time"),
+    key("zero_optimization.ignore_unused_parameters", Unused, "every parameter is used"),
+    key("zero_optimization.legacy_stage1", Refused, "leave it out: there is one stage 1"),
+    key("zero_optimization.round_robin_gradients", Unused, "each rank owns a part of every unit"),
+    key("zero_optimization.parameter_alignment", Unused, "tiles are always aligned"),
+    key("zero_optimization.zero_hpz_partition_size", RefusedBut(&["1", "0"]), "leave it out: runs are of one node, whose ranks divide everything"),
+    key("zero_optimization.zero_quantized_weights", Refused, "leave it out: it changes the weights"),
+    key("zero_optimization.zero_quantized_nontrainable_weights", Refused, "leave it out: it changes the weights"),
+    key("zero_optimization.zero_quantized_gradients", Refused, "leave it out: it changes the gradients"),
+    table("zero_optimization.zeropp_loco_param", "err_beta reset_T", Refused, "leave it out: it changes the gradients"),
+    key("zero_optimization.mics_shard_size", RefusedBut(&["-1"]), "leave it out: runs are of one node, whose ranks divide everything"),
+    key("zero_optimization.mics_hierarchical_params_gather", Refused, "leave it out: runs are of one node"),
+    key("zero_optimization.memory_efficient_linear", Unused, "train.keep says what of a block is kept instead of computed again"),
+    key("zero_optimization.pipeline_loading_checkpoint", Unused, "tiles are always read ahead"),
+    key("zero_optimization.override_module_apply", Unused, "there are no Python modules"),
+    key("zero_optimization.log_trace_cache_warnings", Unused, "a step's order is known, nothing is traced"),
+    key("zero_optimization.enable_sanity_checks", Unused, "our own checks are always on"),
+    key("zero_optimization.save_muon_momentum_buffer_in_memory", Refused, "leave it out: there is no Muon"),
+    table("zero_optimization.leaf_module", "classes names name_suffixes", Unused, "a unit is a transformer block, gathered whole"),
+    table("zero_optimization.zenflow", "topk_ratio select_strategy select_interval update_interval full_warm_up_rounds overlap_step offload auto_ratio pt_reserved_cores_perc", Refused, "leave it out: updates overlap computing without changing the result (offload.schedule)"),
+];
+
+#[rustfmt::skip]
+const OFFLOAD: &[Key] = &[
+    key("zero_optimization.offload_param.device", Used, "none, cpu or nvme; needs stage 3"),
+    key("zero_optimization.offload_param.nvme_path", Used, "a folder on the drive, or a list of folders on several"),
+    key("zero_optimization.offload_param.buffer_count", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
+    key("zero_optimization.offload_param.buffer_size", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
+    key("zero_optimization.offload_param.max_in_cpu", Unused, "offload.host_memory and offload.resident_share say what stays in host memory"),
+    key("zero_optimization.offload_param.pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
+    key("zero_optimization.offload_optimizer.device", Used, "none, cpu or nvme; nvme needs stage 3"),
+    key("zero_optimization.offload_optimizer.nvme_path", Used, "a folder on the drive, or a list of folders on several"),
+    key("zero_optimization.offload_optimizer.buffer_count", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
+    key("zero_optimization.offload_optimizer.pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
+    key("zero_optimization.offload_optimizer.pipeline", Unused, "reading, updating and writing always overlap"),
+    key("zero_optimization.offload_optimizer.pipeline_read", Unused, "reading always overlaps updating"),
+    key("zero_optimization.offload_optimizer.pipeline_write", Unused, "writing always overlaps updating"),
+    key("zero_optimization.offload_optimizer.fast_init", Unused, "tiles are written once at the start"),
+    key("zero_optimization.offload_optimizer.ratio", Unused, "offload.update = \"shared\" divides the update between GPU and processor as their speeds are"),
+    key("zero_optimization.offload_optimizer.super_offload", Unused, "updates always overlap computing; offload.update says where they run"),
+    key("zero_optimization.offload_optimizer.cpuadam_cores_perc", Unused, "train.threads says how many cores there are for the run"),
+    key("zero_optimization.cpu_offload", Refused, "write zero_optimization.offload_optimizer = {\"device\": \"cpu\"}"),
+    key("zero_optimization.cpu_offload_param", Refused, "write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
+    key("zero_optimization.cpu_offload_params", Refused, "write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
+    key("zero_optimization.cpu_offload_use_pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
+    table("aio", "queue_depth", Used, "operations in flight of a process (offload.iodepth); 32 when left out"),
+    table("aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "one thread drives each daemon's io_uring; an operation is a whole tile"),
+    table("zero_optimization.aio", "queue_depth", Used, "as aio.queue_depth; Hugging Face's pages have the table here, where DeepSpeed reads nothing"),
+    table("zero_optimization.aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "as in aio"),
+    table("activation_checkpointing", "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is computed again from its input; train.keep says what is kept instead"),
+];
+
+#[rustfmt::skip]
+const REPORTS: &[Key] = &[
+    key("steps_per_print", Used, "steps between the lines that are printed, where train.log_every is left out"),
+    key("wall_clock_breakdown", Unused, "metrics.jsonl has each step's times; train --trace draws them"),
+    table("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file", Unused, "plan says what a step computes, train --trace draws what it does"),
+    table("comms_logger", "enabled verbose prof_all debug prof_ops", Unused, "metrics.jsonl has what each step gathers and sums"),
+    table("timers", "throughput.enabled throughput.synchronized", Unused, "tokens a second are always printed"),
+    key("dump_state", Unused, "the resolved settings are always printed"),
+    key("memory_breakdown", Unused, "the memory plan is always printed"),
+    key("log_level", Unused, "RUST_LOG says what is logged"),
+    table("tensorboard", "enabled output_path job_name", Refused, "read metrics.jsonl in the run folder"),
+    table("csv_monitor", "enabled output_path job_name", Refused, "read metrics.jsonl in the run folder"),
+    table("wandb", "enabled group team project", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder or tensorboard's files"),
+    table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder"),
+];
+
+#[rustfmt::skip]
+const OTHERS: &[Key] = &[
+    table("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage checkpoint_serialization writer.type writer.io_buffer_size writer.io_buffer_double writer.io_multiplier writer.data_parallel writer.show_statistics writer.decoupled", Unused, "commits take the place of DeepSpeed's checkpoints"),
+    table("nebula", "*", Refused, "leave it out: commits take the place of DeepSpeed's checkpoints"),
+    table("datastates_ckpt", "host_cache_size", Refused, "leave it out: commits take the place of DeepSpeed's checkpoints"),
+    key("communication_data_type", Unused, "ranks exchange the model's type"),
+    key("seq_parallel_communication_data_type", Unused, "there are no sequence-parallel ranks"),
+    key("disable_allgather", Refused, "leave it out: ranks gather weights where the stage says so"),
+    key("disable_python_gc", Unused, "there is no Python"),
+    key("dataloader_drop_last", Unused, "the order of samples goes on over the end of the data"),
+    key("use_data_before_expert_parallelism", Unused, "there are no experts"),
+    table("amd_specific", "*", Unused, "the same code runs through HIP where the GPU is AMD's"),
+    table("data_efficiency", "enabled seed data_sampling.enabled data_sampling.num_epochs data_sampling.num_workers data_sampling.pin_memory data_sampling.curriculum_learning data_sampling.curriculum_learning.* data_sampling.dynamic_batching data_sampling.dynamic_batching.* data_routing data_routing.*", Refused, "leave it out: the data comes in the order of train.seed"),
+    table("curriculum_learning", "*", Refused, "leave it out: the data comes in the order of train.seed"),
+    table("progressive_layer_drop", "*", Refused, "leave it out"),
+    table("eigenvalue", "*", Refused, "leave it out"),
+    table("quantize_training", "*", Refused, "leave it out: it changes the weights"),
+    table("weight_quantization", "*", Refused, "leave it out: it changes the weights"),
+    table("compression_training", "*", Refused, "leave it out: it changes the weights"),
+    table("sparse_attention", "*", Refused, "leave it out: attention is what the model's config.json says"),
+    table("autotuning", "*", Refused, "leave it out: trainer plan says what fits and how fast it can be"),
+    table("compile", "*", Refused, "leave it out: nothing is compiled from Python"),
+    table("hybrid_engine", "*", Refused, "leave it out: only training is done here"),
+    table("elasticity", "*", Refused, "leave it out: a run goes on with any number of ranks, train_batch_size stays"),
+    table("tensor_parallel", "*", Refused, "leave it out: ranks divide data, and state as zero_optimization.stage says"),
+    table("expert_parallel", "*", Refused, "leave it out: there are no experts"),
+    table("pipeline", "*", Refused, "leave it out: ranks divide data, and state as zero_optimization.stage says"),
+    key("sequence_parallel_size", RefusedBut(&["1"]), "leave it out: ranks divide data, and state as zero_optimization.stage says"),
+];

@@ -1,0 +1,252 @@
+//! Where settings come from: a run file, DeepSpeed's file laid under it, and what the command line lays over both.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{SettingsError, json, keys};
+
+/// The files of a run, and what is laid over them.
+#[derive(Clone, Debug, Default)]
+pub struct Source {
+    /// TOML, or JSON when its name ends in .json.
+    pub run: Option<PathBuf>,
+    /// A file for DeepSpeed, as it is. The run file may name it, too.
+    pub deepspeed: Option<PathBuf>,
+    /// Each `key=value`.
+    pub sets: Vec<String>,
+}
+
+/// All settings in one tree, and what DeepSpeed's file has of it.
+pub(super) struct Tree {
+    pub(super) tree: Value,
+    pub(super) deepspeed: Option<(PathBuf, Value)>,
+}
+
+impl Source {
+    /// The run file's stem, or that of DeepSpeed's file when it is alone.
+    pub(super) fn name(&self) -> String {
+        let file = self.run.as_deref().or(self.deepspeed.as_deref());
+        file.and_then(Path::file_stem)
+            .map_or_else(|| "run".into(), |stem| stem.to_string_lossy().into_owned())
+    }
+
+    /// Reads the files and lays them over each other.
+    ///
+    /// # Errors
+    /// A file that cannot be read; two files that say different things; a `--set` without key or value.
+    pub(super) fn tree(&self) -> Result<Tree, SettingsError> {
+        let mut tree = match &self.run {
+            Some(path) => parse(path, "the run file")?,
+            None => Value::Object(Map::new()),
+        };
+        let deepspeed = self.deepspeed_path(&mut tree)?;
+        let deepspeed = deepspeed
+            .map(|path| parse_deepspeed(&path).map(|found| (path, found)))
+            .transpose()?;
+        if let Some((path, found)) = &deepspeed {
+            let run = self.run.as_deref().unwrap_or(path);
+            lay_under(&mut tree, found, "", run, path)?;
+        }
+        self.sets.iter().try_for_each(|set| apply(&mut tree, set))?;
+        Ok(Tree { tree, deepspeed })
+    }
+
+    /// The one that the command line names, or the run file.
+    fn deepspeed_path(&self, tree: &mut Value) -> Result<Option<PathBuf>, SettingsError> {
+        let named = tree
+            .as_object_mut()
+            .and_then(|tree| tree.remove("deepspeed"));
+        let named = match named {
+            None | Some(Value::Null) => None,
+            Some(Value::String(path)) => Some(PathBuf::from(path)),
+            Some(other) => {
+                return Err(SettingsError::Type {
+                    key: "deepspeed".into(),
+                    message: format!("{other}: expected the path of a JSON file"),
+                });
+            }
+        };
+        match (&self.deepspeed, named) {
+            (Some(given), Some(named)) if *given != named => Err(SettingsError::Value {
+                key: "deepspeed",
+                message: format!(
+                    "the run file names {}, --deepspeed {}: leave one out",
+                    named.display(),
+                    given.display()
+                ),
+            }),
+            (given, named) => Ok(given.clone().or(named)),
+        }
+    }
+}
+
+impl Tree {
+    /// Names DeepSpeed's file in an error about a key that came from there.
+    pub(super) fn blame(
+        deepspeed: &Option<(PathBuf, Value)>,
+        error: SettingsError,
+    ) -> SettingsError {
+        let Some((path, found)) = deepspeed else {
+            return error;
+        };
+        let key = error.key().unwrap_or_default();
+        if found
+            .pointer(&format!("/{}", key.replace('.', "/")))
+            .is_none()
+        {
+            return error;
+        }
+        SettingsError::InFile {
+            path: path.clone(),
+            error: Box::new(error),
+        }
+    }
+}
+
+fn read(path: &Path, what: &'static str) -> Result<String, SettingsError> {
+    std::fs::read_to_string(path).map_err(|source| SettingsError::Read {
+        what,
+        path: path.into(),
+        source,
+    })
+}
+
+fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
+    let text = read(path, what)?;
+    let syntax = |format, message: String| SettingsError::Syntax {
+        path: path.into(),
+        format,
+        message,
+    };
+    let is_json = path
+        .extension()
+        .is_some_and(|extension| extension == "json");
+    let tree: Value = if is_json {
+        json::parse(&text).map_err(|message| syntax("JSON", message))?
+    } else {
+        ::toml::from_str(&text).map_err(|error| syntax("TOML", error.to_string()))?
+    };
+    if tree.is_object() {
+        Ok(tree)
+    } else {
+        let message = "the outermost value must be an object";
+        Err(syntax("JSON", message.into()))
+    }
+}
+
+/// DeepSpeed's file, whatever its name ends in. What is null there is left out.
+fn parse_deepspeed(path: &Path) -> Result<Value, SettingsError> {
+    let text = read(path, "DeepSpeed's file")?;
+    let syntax = |message: String| SettingsError::Syntax {
+        path: path.into(),
+        format: "JSON",
+        message,
+    };
+    let mut tree = json::parse(&text).map_err(syntax)?;
+    if !tree.is_object() {
+        return Err(syntax("the outermost value must be an object".into()));
+    }
+    drop_nulls(&mut tree);
+    Ok(tree)
+}
+
+fn drop_nulls(tree: &mut Value) {
+    let Value::Object(table) = tree else { return };
+    table.retain(|_, value| !value.is_null());
+    table.values_mut().for_each(drop_nulls);
+}
+
+/// Adds to `tree`, of the file `run`, what `below`, of the file `deepspeed`, has besides. "auto" gives way to a value.
+fn lay_under(
+    tree: &mut Value,
+    below: &Value,
+    prefix: &str,
+    run: &Path,
+    deepspeed: &Path,
+) -> Result<(), SettingsError> {
+    let (Some(table), Some(below)) = (tree.as_object_mut(), below.as_object()) else {
+        return Ok(());
+    };
+    for (name, under) in below {
+        let path = keys::join(prefix, name);
+        let Some(over) = table.get_mut(name) else {
+            table.insert(name.clone(), under.clone());
+            continue;
+        };
+        let is_auto = |value: &Value| value.is_null() || value.as_str() == Some("auto");
+        if over.is_object() && under.is_object() {
+            lay_under(over, under, &path, run, deepspeed)?;
+        } else if is_auto(over) {
+            *over = under.clone();
+        } else if !is_auto(under) && !same(over, under) {
+            return Err(SettingsError::Contradiction {
+                key: path,
+                run: run.into(),
+                over: over.to_string(),
+                deepspeed: deepspeed.into(),
+                under: under.to_string(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Whether two values mean the same: 1000, 1000.0 and 1e3 do.
+fn same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => a.as_f64() == b.as_f64(),
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+        }
+        (a, b) => a == b,
+    }
+}
+
+/// Lays one `a.b=value` over the tree. The value is TOML; what is no TOML is taken as text, so that paths need no quotes.
+pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
+    let wrong = || SettingsError::Set { text: set.into() };
+    let (path, text) = set.split_once('=').ok_or_else(wrong)?;
+    let path = path.trim();
+    if path.is_empty() || path.split('.').any(str::is_empty) || text.trim().is_empty() {
+        return Err(wrong());
+    }
+    let value = ::toml::from_str::<Value>(&format!("value = {text}"))
+        .ok()
+        .and_then(|mut table| table.get_mut("value").map(Value::take))
+        .unwrap_or_else(|| Value::String(text.trim().into()));
+    let mut place = tree;
+    for key in path.split('.') {
+        if !place.is_object() {
+            *place = Value::Object(Map::new());
+        }
+        place = place
+            .as_object_mut()
+            .expect("just made one")
+            .entry(key)
+            .or_insert(Value::Null);
+    }
+    *place = value;
+    Ok(())
+}
+
+/// Numbers such as 5e8 and 1000.0 where they are whole, as a reader means them. Not those of the model, which has readers of
+/// its own.
+pub(super) fn whole_numbers(tree: &mut Value) {
+    /// Up to here every whole number is one f64.
+    const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
+    match tree {
+        Value::Number(number) if number.is_f64() => {
+            let float = number.as_f64().unwrap_or(0.5);
+            if float.fract() == 0.0 && (0.0..EXACT_MAX).contains(&float) {
+                *tree = (float as u64).into();
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(whole_numbers),
+        Value::Object(table) => {
+            let others = table.iter_mut().filter(|(key, _)| *key != "model");
+            others.for_each(|(_, value)| whole_numbers(value));
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,101 @@
+//! Files for DeepSpeed, as they are, train.
+//!
+//! What could go wrong: a file that people have is refused for a key nobody needs, or for 1e9 where a whole number is meant; a
+//! value of it is lost on the way into the run; what has no effect is not named; the example in `configs/` is out of date.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::json;
+
+use crate::lab::{Lab, Run, succeed};
+
+fn fixture(name: &str) -> String {
+    format!(
+        "{}/tests/fixtures/deepspeed/{name}",
+        env!("CARGO_MANIFEST_DIR")
+    )
+}
+
+/// A tiny run of `steps` steps with the file `deepspeed` below it.
+fn run(lab: &Lab, name: &str, deepspeed: &str, steps: u64) -> Run {
+    let settings = json!({
+        "deepspeed": deepspeed,
+        "train_micro_batch_size_per_gpu": 2,
+        "model": {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2
+        },
+        "data": {"files": [lab.path("text")]},
+        "train": {
+            "steps": steps, "seq_len": 16, "seed": 7, "threads": 1, "run_folder": lab.path(&format!("runs/{name}"))
+        },
+        "offload": {"tile_elems": 4096, "staging_bytes": 100_000}
+    });
+    lab.run_of_json(name, &settings)
+}
+
+#[test]
+fn hugging_faces_zero_infinity_example_trains() {
+    let lab = Lab::new();
+    let drive = |what: &str| {
+        let drive = lab.path("drive");
+        format!(
+            "zero_optimization.offload_{what}.nvme_path={}",
+            drive.display()
+        )
+    };
+    let run = run(&lab, "infinity", &fixture("zero_infinity.json"), 3);
+    let run = run.with(&[drive("param"), drive("optimizer")]);
+    let said = run.train();
+    assert_eq!(run.metrics().len(), 3);
+    assert_eq!(lab.store_files().len(), 1);
+    for part in [
+        "placement.param = \"nvme\"",
+        "batch.micro_batch = 2",
+        "offload.iodepth = 32",
+        "note: optimizer.params.lr is \"auto\": 5e-5, Hugging Face's learning_rate",
+        "note: scheduler.params.warmup_max_lr is \"auto\": optimizer.params.lr",
+        "note: zero_optimization.sub_group_size has no effect here: ",
+        "note: zero_optimization.aio.block_size, zero_optimization.aio.overlap_events, ",
+        "note: zero_optimization.reduce_bucket_size has no effect here: ",
+    ] {
+        assert!(said.contains(part), "{part:?} is not in {said}");
+    }
+}
+
+#[test]
+fn a_launcher_takes_a_deepspeed_file_and_counts_its_ranks() {
+    let lab = Lab::new();
+    let file = lab.path("ds.json");
+    std::fs::write(
+        &file,
+        r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2}}"#,
+    )
+    .unwrap();
+    let run = run(&lab, "ranks", file.to_str().unwrap(), 2);
+    let said = succeed(run.launch(2));
+    assert!(
+        said.contains("batch.micro_batches = 2") && said.contains("placement.stage = 2"),
+        "{said}"
+    );
+    std::fs::write(&file, r#"{"train_batch_size": 9}"#).unwrap();
+    let text = crate::lab::fail(run.launch(2));
+    assert!(
+        text.contains("ds.json: train_batch_size: 9 is not a multiple of train_micro_batch_size_per_gpu = 2 * 2 ranks"),
+        "{text}"
+    );
+}
+
+#[test]
+fn the_example_in_configs_can_be_planned() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command
+        .current_dir(root)
+        .args(["plan", "configs/deepspeed.toml"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let said = succeed(command);
+    assert!(said.contains("step"), "{said}");
+}
