@@ -14,8 +14,7 @@ How it is exact, and where not:
   which halves the rate. Files on ext4 were exact at 512 KiB, 1 MiB and 4 MiB, so each drive gets an ext4 without a journal.
 - The pace is kept in slices of 100 ms: rates over a second are right, latencies are not.
 - A copying thread a device does the moving. At 6 GB/s both directions at once can be less than the two paces: `measure` says
-  what this machine gives, and a bound is taken from that. A drive brings its own processor, so what runs at the drives' pace leaves a
-  core to each copying thread, up to a third of them all.
+  what this machine gives, and a bound is taken from that.
 - Memory is written before use: an untouched page costs seconds a GiB on machines that get their memory lazily.
 """
 
@@ -211,8 +210,6 @@ def enter_and_become(command):
     if state is None:
         raise PacedError("no drives: make some with `paced.py up`")
     (pathlib.Path(state["group"]) / "cgroup.procs").write_text(str(os.getpid()))
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[min(len(state["devices"]), len(cores) // 3):])
     os.execvp(command[0], command)
 
 

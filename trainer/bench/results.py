@@ -24,7 +24,7 @@ def table(found):
     lines += [f"| {' | '.join(cells(row, found))} |" for row in found]
     lines += ["", "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
               "the same run, and the row's own time of computing. share: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
-              "host: PSS of trainer and daemon. Devices and what a row trains:", ""]
+              "host: PSS of trainer and daemon. Blank: not measured, or not kept. Devices and what a row trains:", ""]
     shown = {row["row"]: row.get("says", "") for row in found}
     lines += [f"- {name}: {says}" for name, says in shown.items()]
     notes = [f"- {row['row']}: {row['note']}" for row in found if row.get("note")]
@@ -40,7 +40,7 @@ def cells(row, found):
     number = lambda key, digits, scale=1.0: f"{row[key] / scale:.{digits}f}" if row.get(key) else ""
     return [
         row["row"], row["hardware"], row["date"], number("step_s", 3), number("tokens_per_s", 0), number("tflops", 1),
-        f"{row.get('read_bytes', 0) / 1e9:.1f} + {row.get('written_bytes', 0) / 1e9:.1f}", number("bound_s", 3),
+        f"{row['read_bytes'] / 1e9:.1f} + {row['written_bytes'] / 1e9:.1f}" if "read_bytes" in row else "", number("bound_s", 3),
         f"{row['bound_s'] / row['step_s']:.0%}" if row.get("bound_s") else "", f"{peer['tflops']:.1f}" if peer else "",
         f"{row['tflops'] / peer['tflops']:.2f}" if peer else "", number("start_s", 1), number("host_bytes", 1, 2**30),
         number("gpu_bytes", 1, 2**30), row["commit"],
@@ -48,10 +48,10 @@ def cells(row, found):
 
 
 def peer_of(name, ranks, row, found):
-    """The newest row of the peer in the same run; of one process, multiplied, when the peer ran with one."""
-    wanted = rows.PEER_OF.get(name)
-    same = [one for one in found if one["row"] == wanted and one.get("run") == row.get("run") and "tflops" in one]
-    return {"tflops": same[-1]["tflops"] * ranks} if same else None
+    """The fastest of the row's peers in the same run; of one process, multiplied, when the peer ran with one."""
+    wanted = rows.PEERS_OF.get(name, ())
+    same = [one["tflops"] for one in found if one["row"] in wanted and one.get("run") == row.get("run") and "tflops" in one]
+    return {"tflops": max(same) * ranks} if same else None
 
 
 def hardware():

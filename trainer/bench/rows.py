@@ -8,7 +8,7 @@ import json
 # Llama shapes. "tiny" is for trying the script itself, on a processor.
 MODELS = {
     "1.3b": {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
-    "4b": {"hidden": 3072, "layers": 34, "heads": 24, "ff": 8192, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "2.5b": {"hidden": 2560, "layers": 30, "heads": 20, "ff": 6912, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
 }
 
@@ -27,6 +27,7 @@ ROWS = {
     "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory, blocks kept as GPU memory allows, update on both sides"},
     "host-checkpointed": {"param": CPU, "optimizer": CPU, "keep": "nothing", "says": "all in host memory, each block computed again"},
     "host-cpu": {"param": CPU, "optimizer": CPU, "keep": "nothing", "update": "cpu", "says": "the same, the update on the processor alone"},
+    "host-cpu-kept": {"param": CPU, "optimizer": CPU, "update": "cpu", "says": "blocks kept as GPU memory allows, the update on the processor alone"},
     "nvme1": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "all state on one drive, nothing resident"},
     "nvme1-params-home": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 0, "staging": "1400000000",
                           "says": "16-bit parameters in host memory, the rest on one drive"},
@@ -39,8 +40,8 @@ ROWS = {
                    "says": "half of the state resident, four drives, the plan's commit interval"},
     "accumulate16": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "accumulate": 16,
                      "says": "all state on one drive, 16 micro-batches a step"},
-    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "unpaced": True,
-                "says": "the largest model: --folder names the drives, unpaced"},
+    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_share": "auto",
+                "unpaced": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --folder names; what fits stays in host memory"},
 }
 
 # Peers are measured in the same run, so that a ratio compares two programs on one machine.
@@ -56,10 +57,13 @@ PEERS = {
     "deepspeed-nvme4-opt": "DeepSpeed, optimizer on four drives (RAID-0)",
 }
 
-# Whom a row is compared with.
-PEER_OF = {
-    "resident": "pytorch", "resident-checkpointed": "pytorch", "host": "deepspeed-cpu", "host-checkpointed": "deepspeed-cpu", "host-cpu": "deepspeed-cpu", "nvme1": "deepspeed-nvme1", "nvme1-params-home": "deepspeed-nvme1-opt",
-    "nvme1-params-home-commits": "deepspeed-nvme1-opt", "nvme4": "deepspeed-nvme4", "nvme4-params-home": "deepspeed-nvme4-opt",
+# Whom a row is compared with: the fastest of them.
+PYTORCH = ("pytorch", "pytorch-compiled")
+PEERS_OF = {
+    "resident": PYTORCH, "resident-checkpointed": PYTORCH,
+    **dict.fromkeys(("host", "host-checkpointed", "host-cpu", "host-cpu-kept"), ("deepspeed-cpu",)),
+    "nvme1": ("deepspeed-nvme1",), "nvme1-params-home": ("deepspeed-nvme1-opt",), "nvme1-params-home-commits": ("deepspeed-nvme1-opt",),
+    "nvme4": ("deepspeed-nvme4",), "nvme4-params-home": ("deepspeed-nvme4-opt",),
 }
 
 # Its losses beside plain PyTorch's, from the same weights and data.
