@@ -19,7 +19,7 @@ const SEQ_LEN_MAX: u64 = 1 << 20;
 const THREADS_MAX: u64 = 1024;
 const IODEPTH_MAX: u64 = 1024;
 /// What several drives need to be busy with tiles of megabytes; the daemon may grant less.
-const IODEPTH_DEFAULT: u64 = 32;
+const IODEPTH_DEFAULT: u64 = 64;
 
 pub(super) fn resolve(
     config: ConfigToml,
