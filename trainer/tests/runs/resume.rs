@@ -225,7 +225,7 @@ impl Kills {
                 .wrapping_add(1_442_695_040_888_963_407);
             (random >> 33) % below
         };
-        let (load, mut train) = self.times();
+        let (mut load, mut train) = self.times();
         let (mut hit, mut daemons_alone) = (0, 0);
         let (mut drawn, mut done) = (0, 0);
         let mut run = self.run(done);
@@ -278,7 +278,12 @@ impl Kills {
                     let trains = ["resumed at step ", "started with fresh weights"]
                         .iter()
                         .any(|says| out.contains(says));
-                    hit += usize::from(alive > 0 || !self.on_store && trains);
+                    if alive > 0 || !self.on_store && trains {
+                        hit += 1;
+                    } else {
+                        // It had not begun: the machine has more to do than when the time was taken.
+                        load = load.mul_f64(1.25);
+                    }
                 }
             }
         }
