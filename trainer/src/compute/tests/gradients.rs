@@ -12,7 +12,15 @@ fn all_gradients_are_slopes(tied: bool, change: impl FnOnce(Case) -> Case) {
         head_dim: None,
         ..config(tied)
     };
-    let mut case = change(Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN));
+    gradients_are_slopes(change(Case::of(
+        &config,
+        Kind::Double,
+        MICRO_BATCH,
+        SEQ_LEN,
+    )));
+}
+
+pub(super) fn gradients_are_slopes(mut case: Case) {
     let loss_scale = 0.75;
     let (loss, grads) = case.loss_and_grads(loss_scale);
     assert!(

@@ -2,7 +2,9 @@
 //! block order (compared bit for bit with one graph over the whole model); what is not counted, what is tied, how
 //! micro-batches add up, where the caller's bytes lie.
 
+mod dropout;
 mod explicit;
+mod forms;
 mod gradients;
 mod sink;
 mod whole_graph;
@@ -10,7 +12,7 @@ mod whole_graph;
 use tch::Kind;
 
 use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
-use crate::model::{ModelConfig, init};
+use crate::model::{Dropout, ModelConfig, init};
 
 /// A model with weights and one micro-batch, small enough to try every parameter.
 struct Case {
@@ -67,6 +69,13 @@ impl Case {
             kind,
             weights,
         }
+    }
+
+    /// Elements left out at random, as in training.
+    fn leaving_out(mut self, dropout: Dropout) -> Self {
+        self.engine = self.engine.leaving_out(dropout, 11);
+        self.inputs = self.inputs.numbered(5);
+        self
     }
 
     /// Computed as a GPU computes.
@@ -186,7 +195,7 @@ fn random_weights(engine: &Engine, unit: usize, kind: Kind) -> UnitWeights {
     );
     for param in layout.params.iter().filter(|param| !param.decay) {
         for (i, value) in values[param.range_elems()].iter_mut().enumerate() {
-            *value += 0.25 * ((i as f32) - 3.0) / 4.0;
+            *value += 0.25 * ((i % 16) as f32 - 3.0) / 4.0;
         }
     }
     let mut weights = UnitWeights::of_kind(layout, kind).unwrap();

@@ -100,28 +100,29 @@ pub(super) fn larger(tied: bool) -> ModelConfig {
     }
 }
 
+pub(super) fn gives_the_bits_of_one_graph(case: &Case) {
+    let kind = case.kind;
+    let (loss, grads) = case.loss_and_grads(1.0);
+    let (whole_loss, whole_grads) = whole_graph(case);
+    assert_eq!(loss.to_bits(), whole_loss.to_bits(), "{kind:?}: the loss");
+    for ((ours, whole), layout) in grads.iter().zip(&whole_grads).zip(case.engine.units()) {
+        assert!(ours == whole, "{kind:?}: the gradients of {}", layout.name);
+    }
+}
+
 #[test]
 fn block_by_block_gives_the_bits_of_one_graph() {
     for kind in [Kind::Float, Kind::BFloat16] {
         for config in [config(false), larger(false)] {
-            let case = Case::of(&config, kind, MICRO_BATCH, config.max_position_embeddings);
-            let (loss, grads) = case.loss_and_grads(1.0);
-            let (whole_loss, whole_grads) = whole_graph(&case);
-            assert_eq!(loss.to_bits(), whole_loss.to_bits(), "{kind:?}: the loss");
-            for ((ours, whole), layout) in grads.iter().zip(&whole_grads).zip(case.engine.units()) {
-                assert!(ours == whole, "{kind:?}: the gradients of {}", layout.name);
-            }
+            let seq_len = config.max_position_embeddings;
+            gives_the_bits_of_one_graph(&Case::of(&config, kind, MICRO_BATCH, seq_len));
         }
     }
 }
 
 #[test]
 fn a_tied_model_in_fp32_gives_the_bits_of_one_graph() {
-    let case = Case::of(&larger(true), Kind::Float, MICRO_BATCH, 64);
-    let (loss, grads) = case.loss_and_grads(1.0);
-    let (whole_loss, whole_grads) = whole_graph(&case);
-    assert_eq!(loss.to_bits(), whole_loss.to_bits());
-    assert!(grads == whole_grads);
+    gives_the_bits_of_one_graph(&Case::of(&larger(true), Kind::Float, MICRO_BATCH, 64));
 }
 
 #[test]
