@@ -1,0 +1,247 @@
+//! Could be wrong: anything in which a block here is not the block of Hugging Face's model of that name: a norm, a bias, an
+//! angle, which heads share a key, how far a window reaches, how a tensor lies in its file. Found by the library itself:
+//! `fixtures/hf/make.py` saved a small random model of each architecture and trained it for ten steps with torch's AdamW.
+//! From the same directory, each loss and gradient norm of these steps must come out here, in fp32.
+
+use std::path::{Path, PathBuf};
+
+use kernels::adamw::{Hyper, Master, state_tile_bytes, step_range};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use trainer::compute::{Activation, Dtype, Engine, GradSink, Tokens, UnitWeights, set_up};
+use trainer::data::order;
+use trainer::model::{HfModel, UnitLayout, names};
+
+/// The largest relative distance of a loss or a gradient norm.
+const TOLERANCE: f64 = 2e-5;
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf")
+}
+
+/// A model in training, with nothing around it.
+struct Training {
+    engine: Engine,
+    tied: bool,
+    weights: Vec<UnitWeights>,
+    /// Two moments a unit.
+    states: Vec<UnitWeights>,
+    sinks: Vec<GradSink>,
+    run: Value,
+    text: Vec<u8>,
+}
+
+impl Training {
+    fn new(name: &str, run: &Value) -> Self {
+        set_up(1).unwrap();
+        let folder = folder();
+        let json = std::fs::read_to_string(folder.join(name).join("config.json")).unwrap();
+        let model = HfModel::from_json(&json).unwrap();
+        assert_eq!(model.notes, [""; 0], "every key of {name} is known");
+        let config = model.config;
+        let seq_len = run["seq_len"].as_u64().unwrap() as usize;
+        let engine = Engine::new(&config, Dtype::Fp32, seq_len).unwrap();
+        let bytes = std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let places = names::places(&config);
+        let units = engine.units().iter().zip(&places);
+        let weights = units.map(|(unit, places)| read(unit, places, &file));
+        let states = engine.units().iter().enumerate().map(|(number, unit)| {
+            let elems = state_tile_bytes(Master::Fp32, unit.elems) / size_of::<f32>();
+            engine.new_padded_weights(number, elems).unwrap()
+        });
+        Training {
+            weights: weights.collect(),
+            states: states.collect(),
+            sinks: (0..engine.units().len())
+                .map(|unit| engine.new_grads(unit))
+                .collect(),
+            tied: config.tied,
+            run: run.clone(),
+            text: std::fs::read(folder.join("../text.txt")).unwrap(),
+            engine,
+        }
+    }
+
+    fn number(&self, key: &str) -> f64 {
+        self.run[key].as_f64().unwrap()
+    }
+
+    /// The rows of step number `step`, from 0, each one token longer than a sequence.
+    fn rows(&self, step: u64) -> Vec<Vec<i64>> {
+        let (seq_len, batch) = (self.number("seq_len") as u64, self.number("batch") as u64);
+        let count = (self.text.len() as u64 - 1) / seq_len;
+        let samples = step * batch..(step + 1) * batch;
+        let row = |sample: u64| {
+            let seed = self.number("seed") as u64;
+            let window = order::permuted(seed, sample / count, count, sample % count);
+            let tokens = self.text[(window * seq_len) as usize..].iter();
+            let tokens = tokens.take(seq_len as usize + 1);
+            tokens.map(|&byte| i64::from(byte)).collect()
+        };
+        samples.map(row).collect()
+    }
+
+    /// Loss and gradient norm of step number `step`, from 0, in `micro_batches`; and the update.
+    fn step(&mut self, step: u64, micro_batches: usize) -> (f64, f64) {
+        let rows = self.rows(step);
+        let share = 1.0 / micro_batches as f64;
+        let parts = rows.chunks(rows.len() / micro_batches);
+        let loss = parts
+            .map(|rows| share * self.micro_batch(rows, share))
+            .sum();
+        let mut grads: Vec<UnitWeights> = Vec::new();
+        for (unit, sink) in self.sinks.iter_mut().enumerate() {
+            let mut flat = self.engine.new_weights(unit).unwrap();
+            sink.finish(flat.bytes_mut()).unwrap();
+            grads.push(flat);
+        }
+        let squares = grads.iter_mut().map(|flat| -> f64 {
+            let numbers = flat.bytes_mut().chunks_exact(4);
+            let numbers = numbers.map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap())));
+            numbers.map(|g| g * g).sum()
+        });
+        let norm = squares.sum::<f64>().sqrt();
+        let clip = (self.number("gradient_clipping") / (norm + 1e-6)).min(1.0);
+        for (unit, flat) in grads.iter_mut().enumerate() {
+            self.update(unit, step, flat.bytes_mut(), clip);
+        }
+        (loss, norm)
+    }
+
+    /// The loss; gradients go to the sinks.
+    fn micro_batch(&mut self, rows: &[Vec<i64>], share: f64) -> f64 {
+        let (engine, weights) = (&self.engine, &self.weights);
+        let (seq_len, vocab_size) = (rows[0].len() - 1, engine.config().vocab_size);
+        let ids = |from: usize| -> Vec<i64> {
+            let parts = rows.iter().map(|row| &row[from..from + seq_len]);
+            parts.flatten().copied().collect()
+        };
+        let inputs = Tokens::inputs(&ids(0), rows.len(), seq_len, vocab_size).unwrap();
+        let targets = Tokens::targets(&ids(1), rows.len(), seq_len, vocab_size).unwrap();
+        let head = weights.len() - 1;
+        let mut kept: Vec<Activation> = vec![engine.embed_forward(&weights[0], &inputs).unwrap()];
+        for (unit, block) in weights.iter().enumerate().take(head).skip(1) {
+            let input = kept.last().unwrap();
+            kept.push(engine.block_forward(unit, block, input).unwrap());
+        }
+        let (embedding, rest) = self.sinks.split_at_mut(1);
+        let tied = self.tied.then(|| (&weights[0], &mut embedding[0]));
+        let last = kept.pop().unwrap();
+        let head_grads = &mut rest[head - 1];
+        let (loss, mut grad) = engine
+            .head_loss_backward(&weights[head], tied, &last, &targets, share, head_grads)
+            .unwrap();
+        for unit in (1..head).rev() {
+            let input = kept.pop().unwrap();
+            let block_grads = &mut rest[unit - 1];
+            grad = engine
+                .block_backward(unit, &weights[unit], &input, &grad, block_grads)
+                .unwrap();
+        }
+        engine
+            .embed_backward(&inputs, &grad, &mut embedding[0])
+            .unwrap();
+        loss.value().unwrap()
+    }
+
+    fn update(&mut self, unit: usize, step: u64, grad: &[u8], clip: f64) {
+        let hyper = Hyper {
+            lr: self.number("lr") as f32,
+            beta1: self.number("beta1") as f32,
+            beta2: self.number("beta2") as f32,
+            eps: self.number("eps") as f32,
+            weight_decay: self.number("weight_decay") as f32,
+            step: step + 1,
+            grad_scale: clip as f32,
+        };
+        let layout = &self.engine.units()[unit];
+        let (weights, state) = (self.weights[unit].bytes_mut(), &mut self.states[unit]);
+        for param in &layout.params {
+            let hyper = hyper.of_part(param.decay);
+            let (state, range) = (state.bytes_mut(), param.range_elems());
+            step_range(
+                Master::Fp32,
+                &hyper,
+                weights,
+                state,
+                grad,
+                layout.elems,
+                range,
+            );
+        }
+    }
+}
+
+/// A unit's weights from a file's tensors.
+fn read(unit: &UnitLayout, places: &[names::Place], file: &SafeTensors) -> UnitWeights {
+    let mut weights = UnitWeights::new(unit, Dtype::Fp32).unwrap();
+    for (param, place) in unit.params.iter().zip(places) {
+        let tensor = file.tensor(&place.name).unwrap();
+        assert_eq!(
+            tensor.shape(),
+            place.stored_shape(&param.shape),
+            "{}",
+            place.name
+        );
+        for elem in 0..param.elems() {
+            let from = place.stored_elem(&param.shape, elem) * 4;
+            let to = (param.offset_elems + elem) * 4;
+            weights.bytes_mut()[to..to + 4].copy_from_slice(&tensor.data()[from..from + 4]);
+        }
+    }
+    weights
+}
+
+/// Trains the model of `name` as the fixture's script did.
+fn ten_steps_are_the_librarys(name: &str) {
+    let text = std::fs::read_to_string(folder().join("losses.json")).unwrap();
+    let fixture: Value = serde_json::from_str(&text).unwrap();
+    for (how, micro_batches) in [("at_once", 1), ("accumulated", 2)] {
+        let expected = &fixture[name][how];
+        let mut training = Training::new(name, &fixture["run"]);
+        for step in 0..10 {
+            let (loss, norm) = training.step(step as u64, micro_batches);
+            for (what, ours, list) in [("loss", loss, "losses"), ("norm", norm, "grad_norms")] {
+                let theirs = expected[list][step].as_f64().unwrap();
+                let apart = (ours / theirs - 1.0).abs();
+                assert!(
+                    apart < TOLERANCE,
+                    "{name} {how}, {what} of step {}: {ours}, the library {theirs}: {apart:.1e} apart",
+                    step + 1
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn gpt2_is_the_librarys() {
+    ten_steps_are_the_librarys("gpt2");
+}
+
+#[test]
+fn llama_is_the_librarys() {
+    ten_steps_are_the_librarys("llama");
+}
+
+#[test]
+fn llama_with_stretched_positions_and_biases_is_the_librarys() {
+    ten_steps_are_the_librarys("llama3");
+    ten_steps_are_the_librarys("llama_linear");
+}
+
+#[test]
+fn mistral_with_a_window_shorter_than_the_sequence_is_the_librarys() {
+    ten_steps_are_the_librarys("mistral");
+}
+
+#[test]
+fn qwen2_with_a_window_in_its_last_layer_is_the_librarys() {
+    ten_steps_are_the_librarys("qwen2");
+}
+
+#[test]
+fn qwen3_is_the_librarys() {
+    ten_steps_are_the_librarys("qwen3");
+}
