@@ -43,12 +43,20 @@ pub(crate) struct InFlight {
     pub(crate) verb: Verb,
     pub(crate) tile: TileIndex,
     pub(crate) tile_bytes: u32,
+    /// Part of no generation.
+    pub(crate) scratch: bool,
     /// What a write belongs to.
     pub(crate) generation: Generation,
     /// `None` while its checksum is computed.
     pub(crate) slot: Option<Slot>,
     /// What the daemon said of a read whose checksum is computed.
     pub(crate) arrived: Option<Cqe>,
+}
+
+impl InFlight {
+    fn is_of_a_generation(&self) -> bool {
+        self.verb == Verb::SwapOut && !self.scratch
+    }
 }
 
 /// What a completion asks for.
@@ -83,6 +91,7 @@ impl Flights {
         self.places.len() - self.free.len()
     }
 
+    /// Of the job's tiles: what a commit waits for.
     pub(crate) fn swap_out_count(&self) -> usize {
         self.swap_out_count
     }
@@ -96,7 +105,7 @@ impl Flights {
         let place = self.free.pop().expect("asked before: not full");
         self.started = self.started.wrapping_add(1);
         let ticket = TicketId(u64::from(self.started) << 32 | u64::from(place));
-        self.swap_out_count += usize::from(flight.verb == Verb::SwapOut);
+        self.swap_out_count += usize::from(flight.is_of_a_generation());
         self.places[place as usize] = Some((ticket, flight));
         ticket
     }
@@ -118,7 +127,7 @@ impl Flights {
         }
         let (_, flight) = entry.take()?;
         self.free.push(place);
-        self.swap_out_count -= usize::from(flight.verb == Verb::SwapOut);
+        self.swap_out_count -= usize::from(flight.is_of_a_generation());
         Some(flight)
     }
 
@@ -268,6 +277,7 @@ mod tests {
                 verb,
                 tile: TileIndex(0),
                 tile_bytes: 4096,
+                scratch: false,
                 generation: Generation(1),
                 slot: arena.take_slot(0),
                 arrived: None,

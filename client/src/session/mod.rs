@@ -15,7 +15,7 @@ use std::sync::Arc;
 use offload_api::fault::FaultKind;
 use offload_api::geometry::Geometry;
 use offload_api::handoff::{self, HandoffError, Received};
-use offload_api::ids::{Epoch, Generation, SessionToken};
+use offload_api::ids::{Epoch, Generation, SessionToken, TileIndex};
 use offload_api::ring::{ProcessRings, RingError, RingMap};
 use offload_api::{PROTOCOL_VERSION, proto};
 
@@ -35,7 +35,10 @@ pub struct Session {
     token: Vec<u8>,
     info: SessionInfo,
     epoch: Epoch,
+    /// Of the job's tiles, and then of this session's own.
     tile_bytes: Vec<u32>,
+    /// How many of them are the job's.
+    job_tile_count: usize,
     working: Option<Generation>,
     pool: Arc<SlotPool>,
     memory: ArenaMemory,
@@ -104,6 +107,7 @@ impl Session {
             sums: Sums::start(&waker),
             token: reply.token,
             epoch: Epoch(reply.epoch),
+            job_tile_count: job.as_ref().map_or(0, |job| job.tiles.len()),
             tile_bytes: job.as_ref().map_or_else(Vec::new, |job| {
                 job.tiles.iter().map(|tile| tile.tile_bytes).collect()
             }),
@@ -158,8 +162,27 @@ impl Session {
         self.call("DefineTiles", LONG_WAIT, |mut client| async move {
             client.define_tiles(request).await
         })?;
+        let scratch = self.tile_bytes.split_off(self.job_tile_count);
         self.tile_bytes = definition.tiles.iter().map(|t| t.tile_bytes).collect();
+        self.job_tile_count = self.tile_bytes.len();
+        self.tile_bytes.extend(scratch);
         Ok(())
+    }
+
+    /// Reserves room for tiles of this session alone, which are written at any time, are part of no generation and end with the
+    /// session. Answers the index of the first; the others follow it. Once a session, after its job has tiles.
+    ///
+    /// Refusals: `NoSpace` (names what is needed and free a device), `Invalid`.
+    pub fn reserve_scratch(&mut self, tile_bytes: &[u32]) -> Result<TileIndex, ClientError> {
+        let request = proto::ReserveScratchRequest {
+            token: self.token.clone(),
+            tile_bytes: tile_bytes.to_vec(),
+        };
+        self.call("ReserveScratch", SHORT_WAIT, |mut client| async move {
+            client.reserve_scratch(request).await
+        })?;
+        self.tile_bytes.extend(tile_bytes);
+        Ok(TileIndex(self.job_tile_count as u32))
     }
 
     /// Goes on from `generation`, giving up any later one for good; 0 starts a job that has none. Answers the working

@@ -43,9 +43,9 @@ impl Session {
     /// were made, beside this thread; [`Session::poll`] passes the write on when it is there.
     ///
     /// Refused at once, with the slot, like [`Session::swap_in`]; and with `Busy` while a commit is pending, as the
-    /// write would belong to the generation that is being closed.
+    /// write would belong to the generation that is being closed. Tiles of this session alone belong to none.
     pub fn swap_out(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
-        if matches!(self.commit, Commit::Pending(_)) {
+        if matches!(self.commit, Commit::Pending(_)) && !self.is_scratch(tile) {
             let error = ClientError::refused(
                 FaultKind::Busy,
                 format!("tile {tile} cannot be swapped out while a commit is pending"),
@@ -70,6 +70,7 @@ impl Session {
             verb,
             tile,
             tile_bytes,
+            scratch: self.is_scratch(tile),
             generation: working,
             slot: None,
             arrived: None,
@@ -108,6 +109,10 @@ impl Session {
             Ok(false) => Err(self.gone()),
             Err(error) => Err(broken_ring(error)),
         }
+    }
+
+    fn is_scratch(&self, tile: TileIndex) -> bool {
+        tile.0 as usize >= self.job_tile_count
     }
 
     fn startable(&self, tile: TileIndex, slot: &Slot) -> Result<(u32, Generation), ClientError> {

@@ -257,6 +257,16 @@ impl Offload for Service {
         Ok(Response::new(DefineTilesReply::default()))
     }
 
+    async fn reserve_scratch(
+        &self,
+        request: Request<ReserveScratchRequest>,
+    ) -> Answer<ReserveScratchReply> {
+        let bytes = request.get_ref().tile_bytes.iter().map(|&b| u64::from(b));
+        Ok(Response::new(ReserveScratchReply {
+            reserved_bytes: bytes.sum(),
+        }))
+    }
+
     async fn resume(&self, request: Request<ResumeRequest>) -> Answer<ResumeReply> {
         Ok(Response::new(ResumeReply {
             working_generation: request.get_ref().generation + 1,

@@ -251,3 +251,47 @@ fn a_job_without_durability_says_so_after_a_crash_and_goes_on_after_an_end_in_or
     let error = session.resume(Generation(1)).unwrap_err();
     assert_eq!(error.fault(), Some(FaultKind::Unclean), "{error}");
 }
+
+#[test]
+fn tiles_of_a_session_alone_move_beside_a_commit_and_end_with_it() {
+    let place = Place::new();
+    let daemon = place.start();
+    let mut session = open_new(daemon.socket());
+    let first = session.reserve_scratch(&[TILE_BYTES; 4]).unwrap();
+    assert_eq!(first, TileIndex(TILE_COUNT));
+    let scratch = TILE_COUNT..TILE_COUNT + 4;
+    write(&mut session, 0..TILE_COUNT, 1);
+    session.begin_commit(b"one".to_vec()).unwrap();
+    write(&mut session, scratch.clone(), 7);
+    let until = Instant::now() + LONG;
+    let committed = loop {
+        assert!(Instant::now() < until);
+        session.wait(Duration::from_millis(10)).unwrap();
+        if let Some(committed) = session.poll_commit() {
+            break committed.unwrap();
+        }
+    };
+    assert_eq!(committed.generation, Generation(1));
+    assert_content(&mut session, scratch.clone(), 7);
+    // A write of them under way is nothing a commit must wait for.
+    let mut slot = session.take_slot(0).unwrap();
+    slot.as_mut_slice().fill(3);
+    session.swap_out(first, slot).unwrap();
+    session.begin_commit(b"two".to_vec()).unwrap();
+    wait_for(&mut session, 1).unwrap();
+    drop(session);
+
+    let mut session = loop {
+        match Session::open(settings(daemon.socket())) {
+            Err(error) if error.fault() == Some(FaultKind::Busy) => assert!(Instant::now() < until),
+            session => break session.unwrap(),
+        }
+    };
+    let newest = session.info().job.clone().unwrap().generations.pop();
+    let newest = newest.unwrap().generation;
+    session.resume(newest).unwrap();
+    assert_content(&mut session, 0..TILE_COUNT, 1);
+    let slot = session.take_slot(0).unwrap();
+    let (_, error) = session.swap_in(first, slot).unwrap_err();
+    assert_eq!(error.fault(), Some(FaultKind::UnknownTile), "{error}");
+}

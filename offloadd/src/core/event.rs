@@ -99,6 +99,13 @@ pub enum Call {
         /// All of the job's tiles on this node.
         definition: JobDefinition,
     },
+    /// Tiles of one session alone.
+    ReserveScratch {
+        /// Of the session.
+        token: SessionToken,
+        /// Of each tile.
+        tile_bytes: Vec<u32>,
+    },
     /// Where to go on from.
     Resume {
         /// Of the session.
@@ -163,6 +170,11 @@ pub enum Reply {
     /// The tiles exist.
     Define {
         /// Of the whole job, over all devices.
+        reserved_bytes: u64,
+    },
+    /// The session's own tiles exist.
+    ReserveScratch {
+        /// Over all devices.
         reserved_bytes: u64,
     },
     /// Tiles can be read and written.

@@ -31,13 +31,15 @@ pub(super) enum Operation {
 /// One tile on its way.
 #[derive(Clone, Debug)]
 pub(super) struct TileIo {
-    session: SessionId,
-    key: JobKey,
-    request: Request,
-    extent: Extent,
-    bytes: u32,
+    pub(super) session: SessionId,
+    pub(super) key: JobKey,
+    pub(super) request: Request,
+    pub(super) extent: Extent,
+    pub(super) bytes: u32,
     /// Swap in: what the bytes must be. Swap out: what they will be.
-    version: Version,
+    pub(super) version: Version,
+    /// Which of the session's own tiles; `None`: one of the job's.
+    pub(super) scratch: Option<usize>,
 }
 
 /// A write that waits until its job is marked as being written over.
@@ -84,7 +86,9 @@ impl Core {
         if session.inflight_count >= session.iodepth {
             return Err(FaultKind::TooMany);
         }
-        if request.tile.0 as usize >= self.tile_count(&key) {
+        let index = request.tile.0 as usize;
+        let tile_count = self.tile_count(&key);
+        if index >= tile_count + session.scratch.len() {
             return Err(FaultKind::UnknownTile);
         }
         if !session.resumed {
@@ -94,9 +98,14 @@ impl Core {
         if session.busy_slots.contains(&request.slot) {
             return Err(FaultKind::SlotBusy);
         }
+        if let Some(scratch) = index.checked_sub(tile_count) {
+            let (io, op) = self.start_scratch(id, scratch, request, place)?;
+            self.count_in(id, request.slot);
+            self.issue(io, op, place, actions);
+            return Ok(());
+        }
         let job = &self.jobs[&key];
         let stored = job.stored.as_ref().expect("it resumed");
-        let index = request.tile.0 as usize;
         let bytes = stored.table.definition.tiles()[index].tile_bytes;
         if place.bytes < u64::from(bytes) {
             return Err(FaultKind::SlotTooSmall);
@@ -141,11 +150,10 @@ impl Core {
             extent,
             bytes,
             version,
+            scratch: None,
         };
         self.tile_mut(&key, request.tile).expect("checked").activity = activity;
-        let session = self.sessions.get_mut(&id).expect("checked");
-        session.inflight_count += 1;
-        session.busy_slots.insert(request.slot);
+        self.count_in(id, request.slot);
         if request.verb == Verb::SwapOut {
             let job = self.jobs.get_mut(&key).expect("checked");
             job.writes_inflight_count += 1;
@@ -253,6 +261,12 @@ impl Core {
         self.free_slot(write.session, request.slot);
     }
 
+    fn count_in(&mut self, id: SessionId, slot: SlotIndex) {
+        let session = self.sessions.get_mut(&id).expect("its submission is taken");
+        session.inflight_count += 1;
+        session.busy_slots.insert(slot);
+    }
+
     fn free_slot(&mut self, session: SessionId, slot: SlotIndex) {
         if let Some(session) = self.sessions.get_mut(&session) {
             session.inflight_count -= 1;
@@ -319,6 +333,9 @@ impl Core {
     }
 
     fn end_activity(&mut self, io: &TileIo, moved: bool) {
+        if let Some(scratch) = io.scratch {
+            return self.end_scratch(io, scratch, moved);
+        }
         let job = self.jobs.get_mut(&io.key).expect("it moves tiles");
         let stored = job.stored.as_mut().expect("it moves tiles");
         let tile = &mut stored.tiles[io.request.tile.0 as usize];

@@ -3,6 +3,7 @@
 //! ```text
 //!   Call, ArenaMade, PeerGone ──▶ session ──▶ who is there, what memory they have
 //!   Define, DropJob, Resume   ──▶ job, resume ▶ what the store knows      ─┐
+//!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┘
 //! ```
@@ -21,6 +22,7 @@ mod io;
 mod job;
 mod members;
 mod resume;
+mod scratch;
 mod script;
 mod session;
 
@@ -113,6 +115,9 @@ impl Core {
             Call::Define { token, definition } => self
                 .live(peer, token)
                 .and_then(|session| self.define(call, session, definition, actions)),
+            Call::ReserveScratch { token, tile_bytes } => self
+                .live(peer, token)
+                .and_then(|session| self.reserve_scratch(session, &tile_bytes)),
             Call::Resume { token, generation } => self
                 .live(peer, token)
                 .and_then(|session| self.resume(call, session, generation, actions)),

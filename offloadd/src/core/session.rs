@@ -12,6 +12,7 @@ use offload_api::ids::{Rank, SessionToken, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
 
 use super::job::{Job, JobKey};
+use super::scratch::ScratchTile;
 use super::{Action, CallId, Core, OpenReply, OpenSession, Peer, Reply, SessionId, refuse};
 use crate::store::manifest::LOCAL_RANKS_MAX;
 
@@ -28,6 +29,8 @@ pub(super) struct Session {
     pub(super) inflight_count: u32,
     /// It has resumed: tiles can be read and written.
     pub(super) resumed: bool,
+    /// Tiles of its own, in the order of their indices.
+    pub(super) scratch: Vec<ScratchTile>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +103,7 @@ impl Core {
             busy_slots: HashSet::new(),
             inflight_count: 0,
             resumed: false,
+            scratch: Vec::new(),
         };
         self.sessions.insert(id, session);
         Ok(None)
@@ -231,6 +235,7 @@ impl Core {
         let session = self.sessions.remove(&id).expect("a session");
         self.tokens.remove(&session.token);
         self.arena_used_bytes -= session.geometry.arena_bytes();
+        self.release_scratch(&session.scratch);
         let job = self.jobs.get_mut(&session.key).expect("a session's job");
         job.members.remove(&session.rank);
         self.settle(&session.key);

@@ -111,6 +111,20 @@ impl proto::offload_server::Offload for Service {
             proto::DefineTilesReply { reserved_bytes })
     }
 
+    async fn reserve_scratch(
+        &self,
+        request: Request<proto::ReserveScratchRequest>,
+    ) -> Result<Response<proto::ReserveScratchReply>, Status> {
+        let check = |message: proto::ReserveScratchRequest| {
+            Ok::<_, Fault>(Call::ReserveScratch {
+                token: token(&message.token)?,
+                tile_bytes: message.tile_bytes,
+            })
+        };
+        call!(self, request, check, Reply::ReserveScratch { reserved_bytes } =>
+            proto::ReserveScratchReply { reserved_bytes })
+    }
+
     async fn resume(
         &self,
         request: Request<proto::ResumeRequest>,

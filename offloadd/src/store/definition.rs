@@ -106,6 +106,21 @@ pub struct TileSpec {
     pub tile_bytes: u32,
 }
 
+/// [`FaultKind::Invalid`] for a tile of a size outside the limits of `offload_api`.
+pub(crate) fn check_tile_bytes(tiles: impl Iterator<Item = u32>) -> Result<(), Fault> {
+    for (index, bytes) in tiles.enumerate() {
+        if bytes == 0 || bytes % BLOCK_BYTES != 0 || bytes > TILE_BYTES_MAX {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "tile {index} has {bytes} bytes; a tile is a multiple of {BLOCK_BYTES} up to {TILE_BYTES_MAX}"
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// All of a job's tiles on this node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobDefinition {
@@ -139,14 +154,7 @@ impl JobDefinition {
         if nodes == 0 || nodes > NODES_MAX {
             return invalid(format!("{nodes} nodes; a job has 1 to {NODES_MAX}"));
         }
-        for (index, tile) in tiles.iter().enumerate() {
-            let bytes = tile.tile_bytes;
-            if bytes == 0 || bytes % BLOCK_BYTES != 0 || bytes > TILE_BYTES_MAX {
-                return invalid(format!(
-                    "tile {index} has {bytes} bytes; a tile is a multiple of {BLOCK_BYTES} up to {TILE_BYTES_MAX}"
-                ));
-            }
-        }
+        check_tile_bytes(tiles.iter().map(|tile| tile.tile_bytes))?;
         Ok(Self {
             layout,
             tiles,

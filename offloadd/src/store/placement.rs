@@ -135,6 +135,21 @@ impl Space {
         })
     }
 
+    /// Takes one extent for each of `tile_bytes`, or nothing.
+    pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
+        let before = self.clone();
+        let mut dealt = vec![0_u64; self.devices.len()];
+        let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut dealt)?[0]);
+        let placed: Option<Vec<Extent>> = tile_bytes.iter().map(&mut place).collect();
+        placed.ok_or_else(|| {
+            *self = before;
+            NoRoom {
+                needed_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
+                free_bytes: self.devices.iter().map(|d| d.free_bytes).collect(),
+            }
+        })
+    }
+
     /// Gives back what [`Space::reserve`] took.
     pub fn release(&mut self, definition: &JobDefinition, area: &Area, extents: &[[Extent; 2]]) {
         for (tile, extents) in definition.tiles().iter().zip(extents) {
@@ -176,33 +191,37 @@ impl Space {
         let mut extents = Vec::with_capacity(definition.tiles().len());
         for tile in definition.tiles() {
             let tile_bytes = u64::from(tile.tile_bytes);
-            let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
-            by_load.sort_by_key(|&device| (self.load(dealt[device] + tile_bytes, device), device));
-            let placed = by_load.into_iter().find_map(|device| {
-                let first = self.first_fit(device, tile_bytes)?;
-                let at = |offset| Extent {
-                    device: DeviceIndex(device as u32),
-                    offset,
-                };
-                if copies == 1 {
-                    return Some((device, [at(first); 2]));
-                }
-                let Some(second) = self.first_fit(device, tile_bytes) else {
-                    self.give(at(first), tile_bytes);
-                    return None;
-                };
-                Some((device, [at(first), at(second)]))
-            });
-            let (device, places) = placed?;
-            dealt[device] += tile_bytes;
+            extents.push(self.place(tile_bytes, copies, &mut dealt)?);
             bytes += copies as u64 * tile_bytes;
-            extents.push(places);
         }
         Some(Reservation {
             area,
             extents,
             bytes,
         })
+    }
+
+    /// Takes one tile's extents on the device that is the emptiest for its rate after what was `dealt`.
+    fn place(&mut self, tile_bytes: u64, copies: usize, dealt: &mut [u64]) -> Option<[Extent; 2]> {
+        let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
+        by_load.sort_by_key(|&device| (self.load(dealt[device] + tile_bytes, device), device));
+        let (device, places) = by_load.into_iter().find_map(|device| {
+            let first = self.first_fit(device, tile_bytes)?;
+            let at = |offset| Extent {
+                device: DeviceIndex(device as u32),
+                offset,
+            };
+            if copies == 1 {
+                return Some((device, [at(first); 2]));
+            }
+            let Some(second) = self.first_fit(device, tile_bytes) else {
+                self.give(at(first), tile_bytes);
+                return None;
+            };
+            Some((device, [at(first), at(second)]))
+        })?;
+        dealt[device] += tile_bytes;
+        Some(places)
     }
 
     /// How full `device` is with `bytes`, in units of its rate: comparable between devices.
@@ -304,6 +323,22 @@ mod tests {
         assert!(apart);
         space.release(&definition, &one.area, &one.extents);
         space.release(&definition, &two.area, &two.extents);
+        assert_eq!(space, fresh);
+    }
+
+    #[test]
+    fn single_tiles_are_spread_too_and_take_all_or_nothing() {
+        let mut space = Space::new([(4 << 20, 300), (4 << 20, 100)]);
+        let fresh = space.clone();
+        let extents = space.reserve_tiles(&[1 << 20; 4]).unwrap();
+        let on_first = extents.iter().filter(|e| e.device.0 == 0).count();
+        assert_eq!(on_first, 3);
+        for extent in extents {
+            space.give(extent, 1 << 20);
+        }
+        assert_eq!(space, fresh);
+        let no_room = space.reserve_tiles(&[1 << 20; 9]).unwrap_err();
+        assert_eq!(no_room.needed_bytes, 9 << 20);
         assert_eq!(space, fresh);
     }
 

@@ -12,4 +12,5 @@ mod failures;
 mod format;
 mod removed;
 mod rules;
+mod scratch;
 mod world;
