@@ -2,9 +2,6 @@
 
 use offload_client::{MemoryArena, Session, Slot};
 
-/// Slot classes in the order of every arena: param, state, grad.
-pub(crate) const GRAD_CLASS: usize = 2;
-
 /// The two known cases.
 pub(crate) enum Arena {
     Memory(MemoryArena),
@@ -12,7 +9,7 @@ pub(crate) enum Arena {
 }
 
 impl Arena {
-    /// All slots of a class. There are `count`, and nobody else takes any.
+    /// All slots of a class: a kind's number. There are `count`, and nobody else takes any.
     pub(crate) fn take_all(&mut self, class: usize, count: u32) -> Vec<Option<Slot>> {
         (0..count)
             .map(|_| {

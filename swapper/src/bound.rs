@@ -10,7 +10,7 @@ use crate::{Schedule, SwapperError};
 /// Bytes one step moves to and from devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepBytes {
-    /// Read in forward: for gathers, and for updates when they are deferred.
+    /// Read in forward: for gathers, and for updates when they are deferred; gradients are read for updates too.
     pub forward_read_bytes: f64,
     /// Read in backward.
     pub backward_read_bytes: f64,
@@ -18,6 +18,8 @@ pub struct StepBytes {
     pub update_read_bytes: f64,
     /// Written. What a commit writes of resident tiles is spread over the steps between commits.
     pub written_bytes: f64,
+    /// Of what is written: gradients that do not stay in host memory, which come in backward and are read for the updates.
+    pub grad_written_bytes: f64,
 }
 
 impl StepBytes {
@@ -61,24 +63,25 @@ impl SwapperSettings {
                 .map(|range| layout.moved_bytes(kind, range) as f64)
                 .sum()
         };
-        let [param, state] = Kind::ALL.map(|kind| sum(kind, false));
+        let [param, state, grad] = Kind::ALL.map(|kind| sum(kind, false));
         let resident = sum(Kind::Param, true) + sum(Kind::State, true);
         let committed = match (&self.backing, self.commit_every) {
             (crate::Backing::Memory, _) | (_, 0) => 0.0,
             (_, every) => resident / every as f64,
         };
         let update = match self.schedule {
-            Schedule::AtOnce => param + state,
+            Schedule::AtOnce => param + state + grad,
             Schedule::Deferred => 0.0,
         };
         StepBytes {
             forward_read_bytes: match self.schedule {
                 Schedule::AtOnce => param,
-                Schedule::Deferred => param + state,
+                Schedule::Deferred => param + state + grad,
             },
             backward_read_bytes: param,
             update_read_bytes: update,
-            written_bytes: param + state + committed,
+            written_bytes: param + state + committed + grad,
+            grad_written_bytes: grad,
         }
     }
 }
@@ -141,7 +144,8 @@ pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 
 /// The shortest time a step of `schedule` can take, term by term.
 ///
 /// Deferred, with W and R bytes at rates w and r and S bytes of staging:
-/// `max(W/w, R/r, bus, t_bwd + max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`. At once, the three phases follow each other,
+/// `max(W/w, R/r, bus, t_bwd + max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where of W only what the updates make counts in
+/// the last two terms, and `t_fwd + (G-S)/w` with G bytes of gradients, which backward makes. At once, the three phases follow each other,
 /// each as long as the longest of its compute, its reads and its writes.
 pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound {
     let over = |bytes: f64, rate: f64| {
@@ -159,13 +163,15 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
     match schedule {
         Schedule::Deferred => {
             let after = |s: f64| rates.backward_s + s;
-            let written_s = writing(staged(bytes.written_bytes));
+            let written_s = writing(staged(bytes.written_bytes - bytes.grad_written_bytes));
+            let grads_s = rates.forward_s + writing(staged(bytes.grad_written_bytes));
             let read_s = reading(staged(bytes.forward_read_bytes));
             terms.extend([
                 term(Wall::Compute, "t_bwd + t_fwd", after(rates.forward_s)),
                 term(Wall::Update, "t_bwd + t_update", after(rates.update_s)),
                 term(Wall::Writes, "t_bwd + (W-S)/w", after(written_s)),
                 term(Wall::Reads, "t_bwd + (R_fwd-S)/r", after(read_s)),
+                term(Wall::Writes, "t_fwd + (G-S)/w", grads_s),
             ]);
         }
         Schedule::AtOnce => {
@@ -179,12 +185,15 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
                 [
                     (Wall::Compute, rates.backward_s),
                     (Wall::Reads, read_s(bytes.backward_read_bytes)),
-                    (Wall::Writes, 0.0),
+                    (Wall::Writes, writing(staged(bytes.grad_written_bytes))),
                 ],
                 [
                     (Wall::Update, rates.update_s),
                     (Wall::Reads, read_s(bytes.update_read_bytes)),
-                    (Wall::Writes, writing(bytes.written_bytes)),
+                    (
+                        Wall::Writes,
+                        writing(bytes.written_bytes - bytes.grad_written_bytes),
+                    ),
                 ],
             ];
             let longest = phases.map(|phase| longest(phase, |(_, s)| *s));
@@ -223,9 +232,11 @@ pub fn staging_needed_bytes(bytes: &StepBytes, rates: &StepRates) -> f64 {
         staging_bytes: f64::INFINITY,
         ..*rates
     };
-    // With endless staging the last two terms vanish; they may take as long as the rest beside backward.
+    // With endless staging the terms with S vanish; they may take as long as the rest beside backward. That of gradients is
+    // left out: they are fewer than what updates write.
     let beside_s = bound_s(Schedule::Deferred, bytes, &endless) - rates.backward_s;
-    let written = bytes.written_bytes - beside_s * rates.write_bytes_per_s;
+    let written =
+        bytes.written_bytes - bytes.grad_written_bytes - beside_s * rates.write_bytes_per_s;
     let read = bytes.forward_read_bytes - beside_s * rates.read_bytes_per_s;
     written.max(read).max(0.0)
 }
@@ -246,6 +257,7 @@ mod tests {
             tile_elems: 1 << 18,
             param_share: share,
             state_share: share,
+            grad_share: 1.0,
             staging: Staging::default(),
             schedule,
             commit_every,
@@ -278,6 +290,16 @@ mod tests {
         let bytes = params_at_home.step_bytes().unwrap();
         assert_eq!(bytes.read_bytes() / elems, 10.0);
         assert_eq!(bytes.written_bytes / elems, 10.0 + 2.0 / 2.0);
+        // Gradients that do not stay: 2 written and 2 read, whenever the updates are.
+        for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+            let kept = settings(schedule, 0.0, 1);
+            let mut spilled = kept.clone();
+            spilled.grad_share = 0.0;
+            let [kept, spilled] = [kept, spilled].map(|of| of.step_bytes().unwrap());
+            assert_eq!((spilled.read_bytes() - kept.read_bytes()) / elems, 2.0);
+            assert_eq!((spilled.written_bytes - kept.written_bytes) / elems, 2.0);
+            assert_eq!(spilled.grad_written_bytes / elems, 2.0);
+        }
         let mut memory = settings(Schedule::AtOnce, 0.0, 1);
         memory.backing = Backing::Memory;
         assert_eq!(memory.step_bytes().unwrap(), StepBytes::default());
@@ -290,6 +312,7 @@ mod tests {
             backward_read_bytes: 2.0,
             update_read_bytes: 0.0,
             written_bytes: 12.0,
+            grad_written_bytes: 0.0,
         };
         let fast = StepRates {
             read_bytes_per_s: 1e9,
@@ -349,6 +372,7 @@ mod tests {
             backward_read_bytes: 2.0 * params,
             update_read_bytes: 0.0,
             written_bytes: 12.0 * params,
+            grad_written_bytes: 0.0,
         };
         let compute_s = 6.0 * params * 16384.0 / (tflops * 1e12);
         let rates = StepRates {

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use offload_client::{Done, Slot, TileIndex, Verb};
 
 use crate::SwapperError;
-use crate::backing::{Arena, GRAD_CLASS};
+use crate::backing::Arena;
 use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lend::{Lent, Message, Reply, UpdateJob};
-use crate::settings::{MemoryPlan, Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
+use crate::settings::{Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 
 /// How often a waiting owner looks at the stall limit.
@@ -25,11 +25,11 @@ pub(crate) struct Driver<H> {
     layout: Arc<Layout>,
     arena: Arena,
     /// By kind and slot number; `None` while the slot is lent, with the worker or with the kernel.
-    slots: [Vec<Option<Slot>>; 2],
-    /// By range.
-    grads: Vec<Option<Slot>>,
+    slots: [Vec<Option<Slot>>; 3],
+    /// Of each range's gradients, where they do not stay in host memory.
+    grad_tiles: Vec<Option<TileIndex>>,
     /// Slot numbers of ranges that are away.
-    away: HashMap<u32, [Option<SlotNumber>; 2]>,
+    away: HashMap<u32, [Option<SlotNumber>; 3]>,
     /// Tile, slot and start of each operation in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, (TileId, SlotNumber, Instant)>,
     moved_last: Instant,
@@ -67,40 +67,29 @@ impl<H: Clone> Driver<H> {
         jobs: Sender<UpdateJob<H>>,
         workers_count: usize,
     ) -> Self {
-        let MemoryPlan {
-            param_resident_count,
-            state_resident_count,
-            param_staging_count,
-            state_staging_count,
-            range_count,
-            ..
-        } = opened.memory;
+        let memory = &opened.memory;
+        let resident = settings.residency(&layout);
+        let mut grad_indices = (layout.table().len() as u32..).map(TileIndex);
+        let grad_tiles = resident[Kind::Grad as usize]
+            .iter()
+            .map(|resident| if *resident { None } else { grad_indices.next() })
+            .collect();
         let core = Core::new(CoreSettings {
             units: layout.units().to_vec(),
-            resident: settings.residency(&layout),
-            staging: [param_staging_count, state_staging_count],
+            resident,
+            staging: memory.staging_counts(),
             iodepth: opened.iodepth,
             workers: workers_count,
             durable: matches!(arena, Arena::Session(_)),
         });
-        let slots = [
-            arena.take_all(
-                Kind::Param as usize,
-                param_resident_count + param_staging_count,
-            ),
-            arena.take_all(
-                Kind::State as usize,
-                state_resident_count + state_staging_count,
-            ),
-        ];
-        let grads = arena.take_all(GRAD_CLASS, range_count);
+        let slots = Kind::ALL.map(|kind| arena.take_all(kind as usize, memory.slot_count(kind)));
         Self {
             core,
             actions: Vec::new(),
             layout,
             arena,
             slots,
-            grads,
+            grad_tiles,
             away: HashMap::new(),
             inflight: HashMap::new(),
             moved_last: Instant::now(),
@@ -295,6 +284,13 @@ impl<H: Clone> Driver<H> {
                 };
                 *bytes += u64::from(moved.bytes);
                 *count += 1;
+                if tile.kind == Kind::Grad {
+                    let grads = match reading {
+                        true => &mut self.io.grad_read_bytes,
+                        false => &mut self.io.grad_written_bytes,
+                    };
+                    *grads += u64::from(moved.bytes);
+                }
                 let kind = if reading {
                     SpanKind::Read
                 } else {
@@ -338,7 +334,7 @@ impl<H: Clone> Driver<H> {
             Action::Read { tile, slot } => self.start(Verb::SwapIn, tile, slot),
             Action::Write { tile, slot } => self.start(Verb::SwapOut, tile, slot),
             Action::Update { range, slots, step } => {
-                let lent = self.lend(range, slots.map(Some), true);
+                let lent = self.lend(range, slots.map(Some));
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
                     self.hypers.pop_front();
                 }
@@ -353,8 +349,8 @@ impl<H: Clone> Driver<H> {
                 let _ = self.jobs.send(UpdateJob { lent, hyper });
                 Ok(())
             }
-            Action::Lend { range, slots, grad } => {
-                let lent = self.lend(range, slots, grad);
+            Action::Lend { range, slots } => {
+                let lent = self.lend(range, slots);
                 self.reply(Reply::Lend(lent));
                 Ok(())
             }
@@ -382,7 +378,12 @@ impl<H: Clone> Driver<H> {
     }
 
     fn start(&mut self, verb: Verb, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
-        let index = TileIndex(self.layout.table_index(tile.kind, tile.range));
+        let index = match tile.kind {
+            Kind::Grad => {
+                self.grad_tiles[tile.range as usize].expect("resident gradients do not move")
+            }
+            kind => TileIndex(self.layout.table_index(kind, tile.range)),
+        };
         let bytes = self.slots[tile.kind as usize][slot.0 as usize]
             .take()
             .expect("the core knows where each slot is");
@@ -401,27 +402,16 @@ impl<H: Clone> Driver<H> {
         Ok(())
     }
 
-    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 2], grad: bool) -> Lent {
-        let mut take = |kind: Kind| {
+    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) -> Lent {
+        self.away.insert(range, slots);
+        let slots = Kind::ALL.map(|kind| {
             slots[kind as usize].map(|slot| {
                 self.slots[kind as usize][slot.0 as usize]
                     .take()
                     .expect("the core knows where each slot is")
             })
-        };
-        let (param, state) = (take(Kind::Param), take(Kind::State));
-        let grad = grad.then(|| {
-            self.grads[range as usize]
-                .take()
-                .expect("gradients have one user at a time")
         });
-        self.away.insert(range, slots);
-        Lent {
-            range,
-            param,
-            state,
-            grad,
-        }
+        Lent { range, slots }
     }
 
     fn put_back(&mut self, lent: Lent) {
@@ -429,13 +419,10 @@ impl<H: Clone> Driver<H> {
             .away
             .remove(&lent.range)
             .expect("only what was lent comes back");
-        for (kind, bytes) in [(Kind::Param, lent.param), (Kind::State, lent.state)] {
-            if let Some(slot) = slots[kind as usize] {
-                self.slots[kind as usize][slot.0 as usize] = bytes;
+        for ((of_kind, slot), bytes) in self.slots.iter_mut().zip(slots).zip(lent.slots) {
+            if let Some(slot) = slot {
+                of_kind[slot.0 as usize] = bytes;
             }
-        }
-        if lent.grad.is_some() {
-            self.grads[lent.range as usize] = lent.grad;
         }
     }
 

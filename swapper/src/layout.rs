@@ -6,8 +6,9 @@
 //!   shards | rank 0                      | rank 1                     |        equal in whole ranges, the last ones shorter
 //! ```
 //!
-//! Each range is one `param` tile, one `state` tile and one `grad` slot. The job's table lists all param tiles and then all
-//! state tiles, so that neighbours of one kind go to different devices.
+//! Each range is one `param`, one `state` and one `grad` tile. The job's table lists all param tiles and then all state tiles,
+//! so that neighbours of one kind go to different devices. Gradients are in no table: those that do not stay in host memory
+//! go to tiles of the session alone, which end with it.
 //!
 //! Ranges are cut without looking at the number of ranks, and a shard is whole ranges: so the table is the same for every
 //! number of ranks, and who owns a tile is a rule, not something stored. What one number of ranks has written another reads
@@ -67,18 +68,23 @@ pub struct TileRange {
     pub elems: Range<u64>,
 }
 
-/// What is swapped: the two kinds that live on devices. Gradients stay in host memory.
+/// What is swapped: the two kinds of a job's tiles, and the gradients between backward and update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// Parameters as the model computes with them.
     Param = 0,
     /// Residual or master, momentum and variance.
     State = 1,
+    /// Gradients of the step at hand: part of no generation.
+    Grad = 2,
 }
 
 impl Kind {
-    /// Both, in the order of every table indexed by kind.
-    pub const ALL: [Self; 2] = [Self::Param, Self::State];
+    /// In the order of every table indexed by kind.
+    pub const ALL: [Self; 3] = [Self::Param, Self::State, Self::Grad];
+
+    /// Those of the job's table, which generations are made of.
+    pub const STORED: [Self; 2] = [Self::Param, Self::State];
 }
 
 /// One tile of the job's table.
@@ -100,7 +106,7 @@ pub struct Layout {
     units: Vec<Range<u32>>,
     ranges: Vec<TileRange>,
     table: Vec<TableEntry>,
-    /// Index in `table` of each range's tiles, by kind.
+    /// Index in `table` of each range's tiles, by stored kind.
     table_index: [Vec<u32>; 2],
     tile_bytes: TileBytes,
     tile_elems: u64,
@@ -149,7 +155,7 @@ impl Layout {
                 "tile_elems = {tile_elems} makes tiles of {largest} bytes: use fewer elements"
             ));
         }
-        for kind in Kind::ALL {
+        for kind in Kind::STORED {
             for (unit, shape) in units.iter().enumerate() {
                 let first = layout.ranges.len() as u32;
                 let owned = shard_of(shape.elems, tile_elems, rank, ranks);
@@ -195,7 +201,7 @@ impl Layout {
         &self.table
     }
 
-    /// Where a range's tile of `kind` stands in [`Layout::table`].
+    /// Where a range's tile of a stored `kind` stands in [`Layout::table`].
     pub fn table_index(&self, kind: Kind, range: u32) -> u32 {
         self.table_index[kind as usize][range as usize]
     }
@@ -228,20 +234,10 @@ impl Layout {
             .next_multiple_of(BLOCK_BYTES)
     }
 
-    /// Bytes of a range's gradients, without padding.
-    pub fn grad_bytes(&self, range: u32) -> usize {
-        self.elems(range) as usize * self.tile_bytes.grad_bytes_per_elem
-    }
-
     /// Bytes of a slot that takes any tile of `kind`.
     pub fn slot_bytes(&self, kind: Kind) -> u64 {
         self.bytes_of(kind, self.tile_elems)
             .next_multiple_of(BLOCK_BYTES)
-    }
-
-    /// Bytes of a slot that takes the gradients of any range.
-    pub fn grad_slot_bytes(&self) -> u64 {
-        (self.tile_elems * self.tile_bytes.grad_bytes_per_elem as u64).next_multiple_of(BLOCK_BYTES)
     }
 
     /// Bytes of all tiles of all ranks, once.
@@ -256,6 +252,7 @@ impl Layout {
         match kind {
             Kind::Param => elems * self.tile_bytes.param_bytes_per_elem as u64,
             Kind::State => (self.tile_bytes.state_tile_bytes)(elems as usize) as u64,
+            Kind::Grad => elems * self.tile_bytes.grad_bytes_per_elem as u64,
         }
     }
 }
@@ -355,7 +352,7 @@ mod tests {
                             true
                         ));
                     }
-                    for kind in Kind::ALL {
+                    for kind in Kind::STORED {
                         let index = layout.table_index(kind, range as u32);
                         let entry = &layout.table()[index as usize];
                         assert_eq!((entry.unit as usize, entry.kind), (tile.unit, kind));

@@ -5,17 +5,27 @@ use std::time::{Duration, Instant};
 use offload_client::Slot;
 
 use crate::core::Request;
+use crate::layout::Kind;
 use crate::schedule::Op;
 use crate::span::Spans;
 use crate::{StepIo, SwapperError};
 
 /// One range's slots, away from the owner. Which are there depends on the use.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Lent {
     pub(crate) range: u32,
-    pub(crate) param: Option<Slot>,
-    pub(crate) state: Option<Slot>,
-    pub(crate) grad: Option<Slot>,
+    /// By kind.
+    pub(crate) slots: [Option<Slot>; 3],
+}
+
+impl Lent {
+    /// The bytes of a kind that this use must have.
+    pub(crate) fn whole(&mut self, kind: Kind) -> &mut [u8] {
+        self.slots[kind as usize]
+            .as_mut()
+            .expect("the owner lends the slots its use needs")
+            .as_mut_slice()
+    }
 }
 
 /// To the owner.

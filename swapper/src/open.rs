@@ -93,6 +93,25 @@ fn open_store(
         format!("going to generation {generation} of job {:?}", store.job)
     }))?;
 
+    let residency = settings.residency(layout);
+    let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
+        .filter(|&range| !residency[Kind::Grad as usize][range as usize])
+        .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
+        .collect();
+    if !scratch.is_empty() {
+        let first = session.reserve_scratch(&scratch).map_err(client(|| {
+            format!(
+                "reserving room for gradients of job {:?} that do not stay in host memory",
+                store.job
+            )
+        }))?;
+        assert_eq!(
+            first.0 as usize,
+            layout.table().len(),
+            "they follow the job's tiles"
+        );
+    }
+
     let info = session.info();
     let opened = Opened {
         resumed: blob_of(info, generation, &store.job)?,
@@ -139,6 +158,7 @@ fn tiles(layout: &Layout) -> Vec<Tile> {
             kind: match entry.kind {
                 Kind::Param => TileKind::Param,
                 Kind::State => TileKind::State,
+                Kind::Grad => panic!("gradients are in no table"),
             },
             elem_offset: entry.elem_offset,
             tile_bytes: entry.tile_bytes,

@@ -27,6 +27,8 @@ pub struct SwapperSettings {
     pub param_share: f64,
     /// Share of the `state` tiles kept in host memory, 0 to 1.
     pub state_share: f64,
+    /// Share of the gradients that stay in host memory between backward and update, 0 to 1.
+    pub grad_share: f64,
     /// Slots the other tiles pass through.
     pub staging: Staging,
     /// When updates run.
@@ -56,6 +58,8 @@ pub enum Staging {
         param: u32,
         /// For `state` tiles.
         state: u32,
+        /// For `grad` tiles.
+        grad: u32,
     },
 }
 
@@ -97,7 +101,11 @@ pub struct MemoryPlan {
     pub param_staging_count: u32,
     /// Staging slots for `state` tiles; 0 when all are resident.
     pub state_staging_count: u32,
-    /// Ranges of this rank: each has one slot for gradients.
+    /// Slots of gradients that stay in host memory.
+    pub grad_resident_count: u32,
+    /// Staging slots for `grad` tiles; 0 when all gradients stay in host memory.
+    pub grad_staging_count: u32,
+    /// Ranges of this rank.
     pub range_count: u32,
     /// Of one slot.
     pub param_slot_bytes: u64,
@@ -109,6 +117,10 @@ pub struct MemoryPlan {
     pub table_bytes: u64,
     /// Tiles of all ranks.
     pub table_count: usize,
+    /// Bytes of this rank's gradients that go to devices.
+    pub scratch_bytes: u64,
+    /// Ranks that divide the tiles among themselves.
+    pub ranks: u32,
 }
 
 impl MemoryPlan {
@@ -122,11 +134,31 @@ impl MemoryPlan {
     pub fn staging_bytes(&self) -> u64 {
         u64::from(self.param_staging_count) * self.param_slot_bytes
             + u64::from(self.state_staging_count) * self.state_slot_bytes
+            + u64::from(self.grad_staging_count) * self.grad_slot_bytes
     }
 
-    /// Of gradients.
+    /// Of gradients that stay.
     pub fn grad_bytes(&self) -> u64 {
-        u64::from(self.range_count) * self.grad_slot_bytes
+        u64::from(self.grad_resident_count) * self.grad_slot_bytes
+    }
+
+    /// Staging slots by kind.
+    pub(crate) fn staging_counts(&self) -> [u32; 3] {
+        [
+            self.param_staging_count,
+            self.state_staging_count,
+            self.grad_staging_count,
+        ]
+    }
+
+    /// All slots of a kind.
+    pub(crate) fn slot_count(&self, kind: Kind) -> u32 {
+        let resident = match kind {
+            Kind::Param => self.param_resident_count,
+            Kind::State => self.state_resident_count,
+            Kind::Grad => self.grad_resident_count,
+        };
+        resident + self.staging_counts()[kind as usize]
     }
 
     /// All host memory.
@@ -147,31 +179,28 @@ impl MemoryPlan {
 
     /// Slots of param, state and grad, in this order.
     pub(crate) fn classes(&self) -> [SlotClass; 3] {
-        let class = |slot_bytes, slot_count| SlotClass {
+        let class = |kind, slot_bytes| SlotClass {
             slot_bytes,
-            slot_count,
+            slot_count: self.slot_count(kind),
         };
+        let mut grad = class(Kind::Grad, self.grad_slot_bytes);
+        // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
+        grad.slot_count = grad.slot_count.max(1);
         [
-            class(
-                self.param_slot_bytes,
-                self.param_resident_count + self.param_staging_count,
-            ),
-            class(
-                self.state_slot_bytes,
-                self.state_resident_count + self.state_staging_count,
-            ),
-            // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
-            class(self.grad_slot_bytes, self.range_count.max(1)),
+            class(Kind::Param, self.param_slot_bytes),
+            class(Kind::State, self.state_slot_bytes),
+            grad,
         ]
     }
 
-    /// Room the tiles need on devices: two extents a tile, or one.
+    /// Room the tiles of all ranks need on devices: two extents a tile, or one; and one for gradients that do not stay in host
+    /// memory.
     pub fn device_bytes(&self, durability: offload_client::Durability) -> u64 {
-        self.table_bytes
-            * match durability {
-                offload_client::Durability::Committed => 2,
-                offload_client::Durability::None => 1,
-            }
+        let extents = match durability {
+            offload_client::Durability::Committed => 2,
+            offload_client::Durability::None => 1,
+        };
+        extents * self.table_bytes + u64::from(self.ranks) * self.scratch_bytes
     }
 }
 
@@ -194,19 +223,20 @@ impl SwapperSettings {
     }
 
     /// Which ranges' tiles stay in host memory, by kind.
-    pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 2] {
+    pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 3] {
         let count = layout.ranges().len();
-        let (param, state) = match self.backing {
-            Backing::Memory => (1.0, 1.0),
-            Backing::Store(_) => (self.param_share, self.state_share),
+        let shares = match self.backing {
+            Backing::Memory => [1.0; 3],
+            Backing::Store(_) => [self.param_share, self.state_share, self.grad_share],
         };
-        [resident(count, param), resident(count, state)]
+        shares.map(|share| resident(count, share))
     }
 
     pub(crate) fn plan_of(&self, layout: &Layout) -> Result<MemoryPlan, SwapperError> {
         for (name, share) in [
             ("param_share", self.param_share),
             ("state_share", self.state_share),
+            ("grad_share", self.grad_share),
         ] {
             if !(0.0..=1.0).contains(&share) {
                 return Err(SwapperError::Settings {
@@ -220,26 +250,37 @@ impl SwapperSettings {
             });
         }
         let range_count = layout.ranges().len() as u32;
-        let [param_resident_count, state_resident_count] = self
-            .residency(layout)
-            .map(|kind| kind.iter().filter(|&&resident| resident).count() as u32);
+        let residency = self.residency(layout);
+        let spilled =
+            (0..range_count).filter(|&range| !residency[Kind::Grad as usize][range as usize]);
+        let scratch_bytes = spilled
+            .map(|range| layout.moved_bytes(Kind::Grad, range))
+            .sum();
+        let resident_counts =
+            residency.map(|kind| kind.iter().filter(|&&resident| resident).count() as u32);
+        let [
+            param_resident_count,
+            state_resident_count,
+            grad_resident_count,
+        ] = resident_counts;
         let mut plan = MemoryPlan {
             param_resident_count,
             state_resident_count,
             param_staging_count: 0,
             state_staging_count: 0,
+            grad_resident_count,
+            grad_staging_count: 0,
             range_count,
             param_slot_bytes: layout.slot_bytes(Kind::Param),
             state_slot_bytes: layout.slot_bytes(Kind::State),
-            grad_slot_bytes: layout.grad_slot_bytes(),
+            grad_slot_bytes: layout.slot_bytes(Kind::Grad),
             table_bytes: layout.table_bytes(),
             table_count: layout.table().len(),
+            scratch_bytes,
+            ranks: self.ranks,
         };
-        let staged = [
-            range_count - param_resident_count,
-            range_count - state_resident_count,
-        ];
-        let slot_bytes = [plan.param_slot_bytes, plan.state_slot_bytes];
+        let staged = resident_counts.map(|resident| range_count - resident);
+        let slot_bytes = Kind::ALL.map(|kind| layout.slot_bytes(kind));
         let unit_max = layout
             .units()
             .iter()
@@ -248,7 +289,11 @@ impl SwapperSettings {
         let counts = self
             .staging
             .counts(staged, slot_bytes, unit_max.unwrap_or(0))?;
-        [plan.param_staging_count, plan.state_staging_count] = counts;
+        [
+            plan.param_staging_count,
+            plan.state_staging_count,
+            plan.grad_staging_count,
+        ] = counts;
         Ok(plan)
     }
 }
@@ -258,24 +303,28 @@ impl Staging {
     /// A unit has at most `unit_max` ranges.
     fn counts(
         self,
-        staged: [u32; 2],
-        slot_bytes: [u64; 2],
+        staged: [u32; 3],
+        slot_bytes: [u64; 3],
         unit_max: u32,
-    ) -> Result<[u32; 2], SwapperError> {
+    ) -> Result<[u32; 3], SwapperError> {
         let least = staged.map(|staged| staged.min(STAGING_MIN));
-        let bytes = |counts: [u32; 2]| {
-            u64::from(counts[0]) * slot_bytes[0] + u64::from(counts[1]) * slot_bytes[1]
+        let bytes = |counts: [u32; 3]| -> u64 {
+            let of_kind = counts.iter().zip(slot_bytes);
+            of_kind
+                .map(|(&count, bytes)| u64::from(count) * bytes)
+                .sum()
         };
         match self {
-            Self::Slots { param, state } => {
-                if param.min(state) < STAGING_MIN {
+            Self::Slots { param, state, grad } => {
+                if param.min(state).min(grad) < STAGING_MIN {
                     return Err(SwapperError::Settings {
                         what: format!(
-                            "staging of {param} param and {state} state slots: at least {STAGING_MIN} each"
+                            "staging of {param} param, {state} state and {grad} grad slots: at least {STAGING_MIN} each"
                         ),
                     });
                 }
-                Ok([param.min(staged[0]), state.min(staged[1])])
+                let wanted = [param, state, grad];
+                Ok([0, 1, 2].map(|kind| wanted[kind].min(staged[kind])))
             }
             Self::Bytes(budget_bytes) => {
                 if bytes(least) > budget_bytes {
@@ -284,17 +333,16 @@ impl Staging {
                         needed_bytes: bytes(least),
                     });
                 }
-                // As many param slots as state slots, but parameters for more than two units only when all state has its
-                // slots: one unit is taken while the next is read, parameters are written first, and what is to carry
-                // unwritten bytes into backward is state. Binary search for the most that fits.
+                // As many param and grad slots as state slots, but for more than two units only when all state has its slots:
+                // one unit is taken or brought while the next is read or written, parameters are written first, and what is
+                // to carry unwritten bytes into backward is state. Binary search for the most that fits.
                 let of = |n: u32| {
-                    let param = n.min(unit_max.saturating_mul(2)) + n.saturating_sub(staged[1]);
-                    [
-                        staged[0].min(param).max(least[0]),
-                        staged[1].min(n).max(least[1]),
-                    ]
+                    let two_units = n.min(unit_max.saturating_mul(2));
+                    let param = two_units + n.saturating_sub(staged[1]);
+                    let wanted = [param, n, two_units];
+                    [0, 1, 2].map(|kind| staged[kind].min(wanted[kind]).max(least[kind]))
                 };
-                let (mut fits, mut too_many) = (0, staged[0] + staged[1] + 1);
+                let (mut fits, mut too_many) = (0, staged[0] + staged[1] + staged[2] + 1);
                 while fits + 1 < too_many {
                     let middle = fits + (too_many - fits) / 2;
                     if bytes(of(middle)) <= budget_bytes {
@@ -365,6 +413,10 @@ pub struct StepIo {
     pub written_count: u64,
     /// The newest committed generation.
     pub generation: u64,
+    /// Of what was read, gradients.
+    pub grad_read_bytes: u64,
+    /// Of what was written, gradients.
+    pub grad_written_bytes: u64,
     /// Time the trainer waited for tiles, updates and commits.
     pub waited_ns: u64,
     /// Time in which any update ran.
@@ -380,6 +432,8 @@ impl StepIo {
             read_count: self.read_count - before.read_count,
             written_count: self.written_count - before.written_count,
             generation: self.generation,
+            grad_read_bytes: self.grad_read_bytes - before.grad_read_bytes,
+            grad_written_bytes: self.grad_written_bytes - before.grad_written_bytes,
             waited_ns: self.waited_ns - before.waited_ns,
             update_ns: self.update_ns - before.update_ns,
         }
@@ -400,12 +454,16 @@ mod tests {
             state_resident_count: 2000,
             param_staging_count: 0,
             state_staging_count: 0,
+            grad_resident_count: 0,
+            grad_staging_count: 0,
             range_count: 0,
             param_slot_bytes: 4096,
             state_slot_bytes: 9_052_160,
             grad_slot_bytes: 4096,
             table_bytes: 0,
             table_count: 0,
+            scratch_bytes: 0,
+            ranks: 1,
         };
         // Each GiB holds 118 such slots, and ends where huge pages do.
         let gaps = memory.arena_bytes().unwrap() - memory.host_bytes();
@@ -414,8 +472,13 @@ mod tests {
 
     #[test]
     fn staging_keeps_to_its_budget_and_to_what_is_staged() {
-        let slot_bytes = [2 << 20, 10 << 20];
-        let counts = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20);
+        let slot_bytes = [2 << 20, 10 << 20, 2 << 20];
+        let with_grads = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20);
+        let counts = |budget, [param, state]: [u32; 2]| {
+            let [param, state, grad] = with_grads(budget, [param, state, 0])?;
+            assert_eq!(grad, 0, "nothing of them is staged");
+            Ok::<_, SwapperError>([param, state])
+        };
         for budget in [24 << 20, 25 << 20, 100 << 20, 1 << 30] {
             let [param, state] = counts(budget, [1000, 1000]).unwrap();
             let used = u64::from(param) * slot_bytes[0] + u64::from(state) * slot_bytes[1];
@@ -431,6 +494,10 @@ mod tests {
         assert_eq!(counts(1 << 40, [7, 3]).unwrap(), [7, 3]);
         assert_eq!(counts(1 << 30, [0, 0]).unwrap(), [0, 0]);
         assert_eq!(counts(2 << 20, [1, 0]).unwrap(), [1, 0]);
+        // Gradients are written as parameters are: two units of them at most.
+        assert_eq!(with_grads(1000 << 20, [1000; 3]).unwrap(), [40, 84, 40]);
+        assert_eq!(with_grads(28 << 20, [9; 3]).unwrap(), [2, 2, 2]);
+        assert!(with_grads(27 << 20, [9; 3]).is_err());
         assert!(matches!(
             counts(23 << 20, [9, 9]),
             Err(SwapperError::StagingTooSmall { needed_bytes, .. }) if needed_bytes == 24 << 20

@@ -174,12 +174,17 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             self.serve(Op::Fill { unit }, |lent| {
                 let mut blanks: Vec<Blank> = lent
                     .iter_mut()
-                    .map(|lent| Blank {
-                        range: &layout.ranges()[lent.range as usize],
-                        param: &mut whole(&mut lent.param)
-                            [..layout.content_bytes(Kind::Param, lent.range)],
-                        state: &mut whole(&mut lent.state)
-                            [..layout.content_bytes(Kind::State, lent.range)],
+                    .map(|lent| {
+                        let range = lent.range;
+                        let [Some(param), Some(state), _] = &mut lent.slots else {
+                            panic!("a fill needs param and state of its range");
+                        };
+                        let bytes = |kind| ..layout.content_bytes(kind, range);
+                        Blank {
+                            range: &layout.ranges()[range as usize],
+                            param: &mut param.as_mut_slice()[bytes(Kind::Param)],
+                            state: &mut state.as_mut_slice()[bytes(Kind::State)],
+                        }
                     })
                     .collect();
                 fill(&mut blanks)
@@ -233,19 +238,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 .iter_mut()
                 .map(|lent| {
                     let elems = layout.ranges()[lent.range as usize].elems.clone();
-                    let param = &*whole(&mut lent.param);
-                    (
-                        elems,
-                        &param[..layout.content_bytes(Kind::Param, lent.range)],
-                    )
+                    let bytes = layout.content_bytes(Kind::Param, lent.range);
+                    (elems, &lent.whole(Kind::Param)[..bytes])
                 })
                 .collect();
             take(&parts)
         })
     }
 
-    /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as may be written. What is there
-    /// before is of an earlier step.
+    /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as there is room for. What is there
+    /// before is anything.
     ///
     /// # Errors
     /// What `fill` returns, after which nothing more is served; the swapper's own.
@@ -261,8 +263,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 .iter_mut()
                 .map(|lent| {
                     let elems = layout.ranges()[lent.range as usize].elems.clone();
-                    let grad = whole(&mut lent.grad);
-                    (elems, &mut grad[..layout.grad_bytes(lent.range)])
+                    let bytes = layout.content_bytes(Kind::Grad, lent.range);
+                    (elems, &mut lent.whole(Kind::Grad)[..bytes])
                 })
                 .collect();
             fill(&mut parts)
@@ -309,10 +311,14 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         for unit in units {
             self.serve(Op::Visit { unit }, |lent| {
                 for lent in lent {
+                    let [Some(param), Some(state), _] = &lent.slots else {
+                        panic!("a visit needs param and state of its range");
+                    };
+                    let bytes = |kind| ..layout.content_bytes(kind, lent.range);
                     see(
                         &layout.ranges()[lent.range as usize],
-                        &whole(&mut lent.param)[..layout.content_bytes(Kind::Param, lent.range)],
-                        &whole(&mut lent.state)[..layout.content_bytes(Kind::State, lent.range)],
+                        &param.as_slice()[bytes(Kind::Param)],
+                        &state.as_slice()[bytes(Kind::State)],
                     );
                 }
                 Ok::<(), SwapperError>(())
@@ -501,11 +507,4 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
         Ok(())
     }
-}
-
-/// All bytes of a slot that this use must have.
-fn whole(slot: &mut Option<offload_client::Slot>) -> &mut [u8] {
-    slot.as_mut()
-        .expect("the owner lends the slots its use needs")
-        .as_mut_slice()
 }

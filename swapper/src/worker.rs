@@ -28,16 +28,14 @@ pub(crate) fn run<H>(
         let range = lent.range;
         let start = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let (Some(param), Some(state), Some(grad)) =
-                (&mut lent.param, &mut lent.state, &lent.grad)
-            else {
+            let [Some(param), Some(state), Some(grad)] = &mut lent.slots else {
                 panic!("an update needs all three slots of its range");
             };
             optimizer.update(
                 &layout.ranges()[range as usize],
                 &mut param.as_mut_slice()[..layout.content_bytes(Kind::Param, range)],
                 &mut state.as_mut_slice()[..layout.content_bytes(Kind::State, range)],
-                &grad.as_slice()[..layout.grad_bytes(range)],
+                &grad.as_slice()[..layout.content_bytes(Kind::Grad, range)],
                 &hyper,
             );
         }));

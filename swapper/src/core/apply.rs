@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::plan::UseKind;
-use super::tiles::Place;
+use super::tiles::{NO_GENERATION, Place};
 use super::{Action, COMMITS_MAX, Core, Kind, Op, Request, Serving, TileId, Waiting};
 
 impl Core {
@@ -62,7 +62,11 @@ impl Core {
     /// A tile is back in its slot; if its content is newer than its device's, it joins those to write.
     pub(super) fn put_back(&mut self, kind: Kind, range: u32) {
         self.tiles(kind).set_place(range, Place::Here);
-        if let Some(generation) = self.tiles(kind).dirty(range) {
+        if kind == Kind::Grad {
+            if self.tiles(kind).dirty(range).is_some() {
+                self.grads_to_write.push_back(range);
+            }
+        } else if let Some(generation) = self.tiles(kind).dirty(range) {
             let resident = self.tiles(kind).resident(range);
             let tile = self.tiles(kind).id(range);
             self.to_write[usize::from(resident)]
@@ -84,12 +88,17 @@ impl Core {
         );
         let working = self.working();
         match one.what {
-            UseKind::Scatter => self.scattered[range as usize] = true,
+            UseKind::Scatter => {
+                self.scattered[range as usize] = true;
+                let staged = !self.tiles(Kind::Grad).resident(range);
+                self.tiles(Kind::Grad)
+                    .set_dirty(range, staged.then_some(NO_GENERATION));
+            }
             UseKind::Fill => {
                 self.fills_left -= 1;
                 // The plan's own commit is counted already.
                 let generation = working - u64::from(self.plan.commits);
-                for kind in Kind::ALL {
+                for kind in Kind::STORED {
                     let dirty = self.durable.then_some(generation);
                     self.tiles(kind).set_dirty(range, dirty);
                 }
@@ -114,11 +123,12 @@ impl Core {
         if let Some(position) = position {
             self.complete(position);
         }
-        for kind in Kind::ALL {
+        for kind in Kind::STORED {
             let dirty = self.durable.then_some(self.pending_generation);
             self.tiles(kind).set_dirty(range, dirty);
             self.put_back(kind, range);
         }
+        self.tiles(Kind::Grad).clear(range);
     }
 
     pub(super) fn moved(&mut self, tile: TileId) {
@@ -126,12 +136,12 @@ impl Core {
         match tiles.place(tile.range) {
             Place::Reading => self.reads_inflight -= 1,
             Place::Writing => {
-                self.writes_inflight -= 1;
+                self.writes_inflight[tile.kind as usize] -= 1;
                 tiles.set_dirty(tile.range, None);
             }
             place => panic!("{tile:?} moved while {place:?}"),
         }
-        tiles.set_place(tile.range, Place::Here);
+        tiles.stop_moving(tile.range);
     }
 
     pub(super) fn committed(&mut self) {

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::{Kind, Op};
 
-/// One tile: a range's param or state.
+/// One tile: a range's param, state or gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TileId {
-    /// Which of the two.
+    /// Which of them.
     pub kind: Kind,
     /// Index of the range.
     pub range: u32,
@@ -23,9 +23,9 @@ pub struct CoreSettings {
     /// Each unit's ranges: consecutive, from 0.
     pub units: Vec<Range<u32>>,
     /// Whether each range's tile stays in host memory, by kind.
-    pub resident: [Vec<bool>; 2],
+    pub resident: [Vec<bool>; 3],
     /// Slots for the others, by kind. At least 2 where there are two or more others.
-    pub staging: [u32; 2],
+    pub staging: [u32; 3],
     /// Operations in flight, at least 2.
     pub iodepth: u32,
     /// Updates that run at a time, at least 1.
@@ -86,7 +86,7 @@ pub enum Event {
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Bring a tile into a slot. What the slot held before is given up.
+    /// Bring a tile into a slot. What the slot held before is given up. Gradients are read only where they were written before.
     Read {
         /// Which.
         tile: TileId,
@@ -104,8 +104,8 @@ pub enum Action {
     Update {
         /// The range.
         range: u32,
-        /// Its param and state.
-        slots: [SlotNumber; 2],
+        /// Of each kind.
+        slots: [SlotNumber; 3],
         /// Which step's update it is: the finishes with updates are counted from 1.
         step: u64,
     },
@@ -113,10 +113,8 @@ pub enum Action {
     Lend {
         /// The range.
         range: u32,
-        /// Its param and state, where the use needs them.
-        slots: [Option<SlotNumber>; 2],
-        /// Whether its gradients are what is lent.
-        grad: bool,
+        /// Of the kinds the use needs.
+        slots: [Option<SlotNumber>; 3],
     },
     /// Make a generation durable.
     Commit {

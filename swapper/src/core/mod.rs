@@ -19,6 +19,11 @@
 //! commit k is acknowledged, and a tile that still holds unwritten content of k is not updated for k+1. A commit starts when
 //! nothing of its generation is pending, dirty or being written.
 //!
+//! **Gradients** come with a scatter into an empty slot, are written as soon as they are there unless they are resident, and
+//! are used up by the update: after it the tile has no content, and the next scatter claims its slot again. They belong to no
+//! generation: their writes wait for no commit and no commit for them. What is scattered and not updated is abandoned with
+//! the next plan.
+//!
 //! **Bounds.** Operations in flight: half of iodepth each way, since drives read and write at the same time. Updates in flight:
 //! one more than workers, so that none waits for a message; they start in the order of the plan and end in any. Commits outstanding: two.
 
@@ -70,17 +75,18 @@ enum Waiting {
 #[derive(Debug)]
 pub struct Core {
     units: Vec<Range<u32>>,
-    tiles: [Tiles; 2],
+    tiles: [Tiles; 3],
     durable: bool,
     updates_max: usize,
     reads_max: usize,
     writes_max: usize,
     reads_inflight: usize,
-    writes_inflight: usize,
+    /// By kind.
+    writes_inflight: [usize; 3],
 
     plan: Plan,
     /// Position of the first use each kind's reading has not passed.
-    ahead: [usize; 2],
+    ahead: [usize; 3],
     /// Next of `plan.updates` to start, next of `plan.served` to serve.
     next_update: usize,
     next_served: usize,
@@ -104,6 +110,8 @@ pub struct Core {
     committing: bool,
     /// Dirty tiles by generation, staged and resident, then by kind, oldest first. Entries that became stale are skipped.
     to_write: [BTreeMap<u64, [VecDeque<TileId>; 2]>; 2],
+    /// Ranges whose gradients are in a staged slot and nowhere else, oldest first, and some that were.
+    grads_to_write: VecDeque<u32>,
 
     waiting: Waiting,
     failed: bool,
@@ -140,9 +148,9 @@ impl Core {
             reads_max: iodepth.div_ceil(2) as usize,
             writes_max: (iodepth / 2) as usize,
             reads_inflight: 0,
-            writes_inflight: 0,
+            writes_inflight: [0; 3],
             plan: Plan::default(),
-            ahead: [0; 2],
+            ahead: [0; 3],
             next_update: 0,
             next_served: 0,
             fills_left: 0,
@@ -156,6 +164,7 @@ impl Core {
             commits: 0,
             committing: false,
             to_write: [BTreeMap::new(), BTreeMap::new()],
+            grads_to_write: VecDeque::new(),
             waiting: Waiting::Nothing,
             failed: false,
             changed: false,
@@ -202,7 +211,7 @@ impl Core {
         format!(
             "{} reads, {} writes, {} updates in flight; {} updates pending; {} commits planned, under way: {}; {:?}",
             self.reads_inflight,
-            self.writes_inflight,
+            self.writes_inflight.iter().sum::<usize>(),
             self.updating.len(),
             self.pending_count,
             self.commits,
@@ -221,10 +230,12 @@ impl Core {
     }
 
     fn set_plan(&mut self, ops: &[Op]) {
-        let mut first = [
-            vec![NEVER; self.pending.len()],
-            vec![NEVER; self.pending.len()],
-        ];
+        for range in 0..self.pending.len() {
+            if !self.pending[range] && !self.scattered[range] {
+                self.tiles(Kind::Grad).abandon(range as u32);
+            }
+        }
+        let mut first = [(); 3].map(|()| vec![NEVER; self.pending.len()]);
         let (pending, updating) = (&self.pending, &self.updating);
         self.plan = Plan::new(
             ops,
@@ -243,7 +254,7 @@ impl Core {
         for kind in Kind::ALL {
             self.tiles(kind).replan(&first[kind as usize]);
         }
-        self.ahead = [0; 2];
+        self.ahead = [0; 3];
         self.next_update = 0;
         self.next_served = 0;
         let fills = |one: &&plan::Use| one.what == UseKind::Fill;

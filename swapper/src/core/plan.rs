@@ -26,9 +26,10 @@ impl UseKind {
     /// Whether a tile of `kind` must be in its slot.
     pub(super) fn needs(self, kind: Kind) -> bool {
         match self {
-            Self::Fill | Self::Update | Self::Visit | Self::ExpectUpdate => true,
+            Self::Update | Self::ExpectUpdate => true,
+            Self::Fill | Self::Visit => kind != Kind::Grad,
             Self::Gather | Self::ExpectGather => kind == Kind::Param,
-            Self::Scatter => false,
+            Self::Scatter => kind == Kind::Grad,
         }
     }
 }
@@ -39,7 +40,7 @@ pub(super) struct Use {
     pub(super) what: UseKind,
     pub(super) range: u32,
     /// Where the range's tile of each kind is used next, or [`NEVER`].
-    pub(super) next: [u32; 2],
+    pub(super) next: [u32; 3],
 }
 
 /// What is to come, in order.
@@ -62,7 +63,7 @@ impl Plan {
         ops: &[Op],
         units: &[Range<u32>],
         mut wanted: impl FnMut(u32) -> bool,
-        first: &mut [Vec<u32>; 2],
+        first: &mut [Vec<u32>; 3],
     ) -> Self {
         let mut plan = Self::default();
         for &op in ops {
@@ -145,7 +146,7 @@ impl Plan {
         self.uses.push(Use {
             what,
             range,
-            next: [NEVER; 2],
+            next: [NEVER; 3],
         });
         position
     }
@@ -167,7 +168,7 @@ mod tests {
                 update: true,
             },
         ];
-        let mut first = [vec![0; 3], vec![0; 3]];
+        let mut first = [(); 3].map(|()| vec![0; 3]);
         // Range 2's update has run already.
         let units = vec![0..1, 1..3];
         let plan = Plan::new(&ops, &units, |range| range == 1, &mut first);
@@ -191,7 +192,9 @@ mod tests {
             |kind: Kind| -> Vec<u32> { plan.uses.iter().map(|u| u.next[kind as usize]).collect() };
         assert_eq!(next(Kind::Param), [1, 3, 4, 7, 8, 7, 8, NEVER, NEVER]);
         assert_eq!(next(Kind::State), [7, 7, 8, 7, 8, 7, 8, NEVER, NEVER]);
-        assert_eq!(first, [vec![NEVER, 0, 2], vec![NEVER, 0, 8]]);
+        assert_eq!(next(Kind::Grad), [5, 5, 6, 5, 6, 7, 8, NEVER, NEVER]);
+        let first_of = [[NEVER, 0, 2], [NEVER, 0, 8], [NEVER, 0, 6]];
+        assert_eq!(first, first_of.map(Vec::from));
         assert_eq!((plan.updates, plan.commits), (vec![0], true));
         assert_eq!(plan.served[0], (Op::Gather { unit: 1 }, vec![1, 2]));
     }

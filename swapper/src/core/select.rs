@@ -1,8 +1,8 @@
 //! What can be started now. Each function starts all it can and leaves the rest for later.
 
 use super::plan::UseKind;
-use super::tiles::{Place, Tiles};
-use super::{Action, Core, Kind, Waiting};
+use super::tiles::{NO_GENERATION, Place, Tiles};
+use super::{Action, Core, Kind, TileId, Waiting};
 
 impl Core {
     /// Lends the trainer, in order, what its operation needs and is ready.
@@ -14,21 +14,20 @@ impl Core {
             let one = self.plan.uses[position as usize];
             let range = one.range;
             let from = match one.what {
-                UseKind::Fill => Place::Claimed,
+                UseKind::Fill | UseKind::Scatter => Place::Claimed,
                 _ => Place::Here,
             };
             let ready =
                 |tiles: &Tiles| tiles.place(range) == from && tiles.next_use(range) == position;
             let needed = Kind::ALL.map(|kind| one.what.needs(kind));
-            // Gradients that an update has yet to read must not be overwritten.
-            let grad = one.what == UseKind::Scatter;
-            if grad && self.pending[range as usize]
-                || Kind::ALL
-                    .iter()
-                    .any(|&kind| needed[kind as usize] && !ready(&self.tiles[kind as usize]))
+            if Kind::ALL
+                .iter()
+                .any(|&kind| needed[kind as usize] && !ready(&self.tiles[kind as usize]))
             {
                 return;
             }
+            let overwrites = one.what == UseKind::Scatter && self.pending[range as usize];
+            assert!(!overwrites, "an update has yet to read these gradients");
             serving.left.pop_front();
             serving.lent.push_back(position);
             let slots = Kind::ALL.map(|kind| {
@@ -38,7 +37,7 @@ impl Core {
                     tiles.slot(range)
                 })
             });
-            actions.push(Action::Lend { range, slots, grad });
+            actions.push(Action::Lend { range, slots });
             self.changed = true;
         }
     }
@@ -50,10 +49,12 @@ impl Core {
         {
             let range = self.plan.uses[position as usize].range;
             let generation = self.pending_generation;
+            let of_its_time =
+                |dirty: Option<u64>| dirty.is_none_or(|of| of == generation || of == NO_GENERATION);
             let ready = self.tiles.iter().all(|tiles| {
                 tiles.place(range) == Place::Here
                     && tiles.next_use(range) == position
-                    && tiles.dirty(range).is_none_or(|dirty| dirty == generation)
+                    && of_its_time(tiles.dirty(range))
             });
             if !ready {
                 return;
@@ -70,24 +71,52 @@ impl Core {
         }
     }
 
+    /// Gradients first: backward waits for the slots of those before, and they wait for no commit. Then what belongs to the
+    /// generation.
+    pub(super) fn start_writes(&mut self, actions: &mut Vec<Action>) {
+        while self.may_write()
+            && let Some(range) = self.grads_to_write.pop_front()
+        {
+            // Used up or written since, or with a worker already.
+            let grads = &self.tiles[Kind::Grad as usize];
+            if grads.place(range) == Place::Here && grads.dirty(range).is_some() {
+                let tile = grads.id(range);
+                self.write(tile, actions);
+            }
+        }
+        self.write_generation(actions);
+    }
+
+    fn may_write(&self) -> bool {
+        self.writes_inflight.iter().sum::<usize>() < self.writes_max
+    }
+
+    fn write(&mut self, tile: TileId, actions: &mut Vec<Action>) {
+        self.tiles(tile.kind).set_place(tile.range, Place::Writing);
+        self.writes_inflight[tile.kind as usize] += 1;
+        let slot = self.tiles(tile.kind).slot(tile.range);
+        actions.push(Action::Write { tile, slot });
+        self.changed = true;
+    }
+
     /// Writes what belongs to the generation after the acknowledged one: staged tiles soon, since their slots are wanted,
     /// resident ones only for a commit, and only once no update will change them before it.
     ///
     /// Parameters first: backward gathers them again and wants their slots, while unwritten state may wait in its own until
     /// the next forward. In the order of their updates, backward's reads were as slow as the writes of the state before them.
-    pub(super) fn start_writes(&mut self, actions: &mut Vec<Action>) {
+    fn write_generation(&mut self, actions: &mut Vec<Action>) {
         let generation = self.acknowledged + 1;
         let updates_left = self.pending_generation == generation;
         for resident in [false, true] {
             if resident && self.commits == 0 {
                 return;
             }
-            let queues = &mut self.to_write[usize::from(resident)];
-            while self.writes_inflight < self.writes_max
-                && let Some([params, states]) = queues.get_mut(&generation)
+            while self.may_write()
+                && let Some([params, states]) =
+                    self.to_write[usize::from(resident)].get_mut(&generation)
                 && let Some(tile) = params.pop_front().or_else(|| states.pop_front())
             {
-                let tiles = &mut self.tiles[tile.kind as usize];
+                let tiles = &self.tiles[tile.kind as usize];
                 // Lent, updated again or written since it was put here: it comes back to the queue when it must.
                 let stale = tiles.dirty(tile.range) != Some(generation)
                     || tiles.place(tile.range) != Place::Here
@@ -95,22 +124,18 @@ impl Core {
                 if stale {
                     continue;
                 }
-                tiles.set_place(tile.range, Place::Writing);
-                self.writes_inflight += 1;
-                let slot = tiles.slot(tile.range);
-                actions.push(Action::Write { tile, slot });
-                self.changed = true;
+                self.write(tile, actions);
             }
         }
     }
 
-    /// Reads along the plan, the earlier of both kinds' next misses first.
+    /// Reads along the plan, the earliest of all kinds' next misses first. What the trainer fills is given a slot here too.
     pub(super) fn start_reads(&mut self, actions: &mut Vec<Action>) {
-        let mut out_of_slots = [false; 2];
+        let mut out_of_slots = [false; 3];
         loop {
             let mut next = None;
             for kind in Kind::ALL {
-                self.skip_present(kind);
+                out_of_slots[kind as usize] |= !self.skip_present(kind);
                 let at = self.ahead[kind as usize];
                 let earlier = next.is_none_or(|(position, _)| at < position);
                 if at < self.plan.uses.len() && !out_of_slots[kind as usize] && earlier {
@@ -121,7 +146,7 @@ impl Core {
                 return;
             };
             let one = self.plan.uses[position];
-            let fill = one.what == UseKind::Fill;
+            let fill = matches!(one.what, UseKind::Fill | UseKind::Scatter);
             if !fill && self.reads_inflight == self.reads_max {
                 return;
             }
@@ -142,8 +167,9 @@ impl Core {
         }
     }
 
-    /// Moves a kind's cursor to the next use whose tile is on its device.
-    pub(super) fn skip_present(&mut self, kind: Kind) {
+    /// Moves a kind's cursor to the next use whose tile is on its device. `false`: it stands where gradients will come when those
+    /// of the step before are used up, and passes nothing until then.
+    pub(super) fn skip_present(&mut self, kind: Kind) -> bool {
         let tiles = &self.tiles[kind as usize];
         let ahead = &mut self.ahead[kind as usize];
         while let Some(one) = self.plan.uses.get(*ahead) {
@@ -152,17 +178,24 @@ impl Core {
                 assert!(next_use as usize >= *ahead, "a tile was given up too early");
                 // Otherwise the use is over: it found the tile before the cursor came by.
                 if next_use as usize == *ahead {
-                    return;
+                    return true;
+                }
+            } else if one.what == UseKind::Scatter && kind == Kind::Grad {
+                let claimed = matches!(tiles.place(one.range), Place::Claimed | Place::Lent);
+                if !claimed && tiles.next_use(one.range) as usize <= *ahead {
+                    return false;
                 }
             }
             *ahead += 1;
         }
+        true
     }
 
     pub(super) fn start_commit(&mut self, actions: &mut Vec<Action>) {
         let generation = self.acknowledged + 1;
         let updated = self.pending_count == 0 || self.pending_generation != generation;
         let clean = |tiles: &Tiles| tiles.dirty_count(generation) == 0;
+        let writing = Kind::STORED.map(|kind| self.writes_inflight[kind as usize]);
         if self.commits == 0
             || self.committing
             || !updated
@@ -172,7 +205,7 @@ impl Core {
             return;
         }
         // Only this generation was allowed to be written, and what is being written is still dirty.
-        assert_eq!(self.writes_inflight, 0);
+        assert_eq!(writing, [0; 2]);
         self.committing = true;
         self.changed = true;
         if self.durable {

@@ -5,12 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::plan::NEVER;
 use super::{Kind, SlotNumber, TileId};
 
+/// What unwritten gradients belong to: no commit waits for them.
+pub(super) const NO_GENERATION: u64 = u64::MAX;
+
 /// Where a tile is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// On its device only (or nowhere yet). A resident tile's slot waits for it.
     Device,
-    /// Its slot is taken and empty: the trainer will fill it.
+    /// Its slot is taken and empty: the trainer will fill it, with first contents or with gradients.
     Claimed,
     /// On the way in.
     Reading,
@@ -34,6 +37,8 @@ struct Tile {
     dirty: Option<u64>,
     /// Position of its next use in the plan, or `NEVER`.
     next_use: u32,
+    /// Nobody wants its content any more; it is cleared when it has stopped moving.
+    dead: bool,
 }
 
 /// All tiles of one kind, and the staging slots they share.
@@ -63,6 +68,7 @@ impl Tiles {
                 resident,
                 dirty: None,
                 next_use: NEVER,
+                dead: false,
             })
             .collect();
         Self {
@@ -144,6 +150,36 @@ impl Tiles {
                 "a plan is replaced while it fills"
             );
             self.set_next_use(range, first);
+        }
+    }
+
+    /// A tile has arrived in its slot or on its device.
+    pub(super) fn stop_moving(&mut self, range: u32) {
+        match self.tiles[range as usize].dead {
+            true => self.clear(range),
+            false => self.set_place(range, Place::Here),
+        }
+    }
+
+    /// Gives up a tile's content, which nobody uses: at once, or when it has stopped moving.
+    pub(super) fn abandon(&mut self, range: u32) {
+        match self.place(range) {
+            Place::Device => {}
+            Place::Claimed | Place::Here => self.clear(range),
+            Place::Reading | Place::Writing => self.tiles[range as usize].dead = true,
+            place @ (Place::Lent | Place::Updating) => panic!("{place:?} content is abandoned"),
+        }
+    }
+
+    /// The tile has no content any more, in its slot or elsewhere. Its slot is free.
+    pub(super) fn clear(&mut self, range: u32) {
+        self.set_dirty(range, None);
+        self.unlist(range);
+        let tile = &mut self.tiles[range as usize];
+        tile.place = Place::Device;
+        tile.dead = false;
+        if !tile.resident {
+            self.free.extend(tile.slot.take());
         }
     }
 

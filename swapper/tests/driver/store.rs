@@ -53,6 +53,7 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
                 schedule,
                 param_share: share,
                 state_share: share,
+                grad_share: share,
                 commit_every,
                 ..settings(&daemon, &job)
             };
@@ -72,7 +73,11 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
             let settings = SwapperSettings {
                 schedule: Schedule::Deferred,
                 param_share: 1.0 - share,
-                staging: Staging::Slots { param: 2, state: 5 },
+                staging: Staging::Slots {
+                    param: 2,
+                    state: 5,
+                    grad: 3,
+                },
                 ..settings
             };
             let (mut swapper, _, step) = toy::open(&settings).unwrap();
@@ -84,11 +89,54 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
 }
 
 #[test]
+fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path());
+    let expected = toy::reference(3);
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        for grad_share in [0.0, 0.5] {
+            let job = format!("grads-{schedule:?}-{}", grad_share > 0.0);
+            let settings = SwapperSettings {
+                schedule,
+                grad_share,
+                ..settings(&daemon, &job)
+            };
+            let plan = settings.plan().unwrap();
+            let planned = settings.step_bytes().unwrap().grad_written_bytes;
+            assert!(planned > 0.0 && plan.scratch_bytes == planned as u64);
+            // Those that stay in staging from the end of backward to their update are not read, perhaps not even written.
+            let kept = f64::from(plan.grad_staging_count) * plan.grad_slot_bytes as f64;
+            let (mut swapper, ..) = toy::open(&settings).unwrap();
+            let free = swapper::Daemon::connect(daemon.socket()).unwrap();
+            let reserved: u64 = free.info().devices.iter().map(|d| d.free_bytes).sum();
+            for step in 1..=3 {
+                let io = toy::train_step(&mut swapper, step).unwrap();
+                let written = io.grad_written_bytes as f64;
+                // A step ends when its gradients are there; writes of the last ones are counted in the next step.
+                let late = if step == 1 { 0.0 } else { kept };
+                assert!(
+                    (planned - kept..=planned + late).contains(&written),
+                    "{job}: {written} of {planned} bytes written in step {step}"
+                );
+                assert!(io.grad_read_bytes as f64 <= planned + kept);
+            }
+            let found = toy::contents(&mut swapper).unwrap();
+            toy::assert_same(&found, &expected, &job);
+            swapper.close().unwrap();
+            let free = swapper::Daemon::connect(daemon.socket()).unwrap();
+            let after: u64 = free.info().devices.iter().map(|d| d.free_bytes).sum();
+            assert_eq!(after, reserved + plan.scratch_bytes);
+        }
+    }
+}
+
+#[test]
 fn a_step_at_once_moves_what_the_formula_says() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = start(folder.path());
     let settings = SwapperSettings {
         schedule: Schedule::AtOnce,
+        grad_share: 1.0,
         ..settings(&daemon, "bytes")
     };
     let bytes = settings.step_bytes().unwrap();

@@ -25,7 +25,12 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
         tile_elems: TILE_ELEMS,
         param_share: 0.0,
         state_share: 0.0,
-        staging: Staging::Slots { param: 3, state: 2 },
+        grad_share: 0.0,
+        staging: Staging::Slots {
+            param: 3,
+            state: 2,
+            grad: 2,
+        },
         schedule: Schedule::Deferred,
         commit_every: 1,
         iodepth: 8,

@@ -26,8 +26,8 @@ impl Bench {
     fn with_staging(ranges: u32, staging: u32) -> Self {
         let core = Core::new(CoreSettings {
             units: std::iter::once(0..ranges).collect(),
-            resident: [vec![false; ranges as usize], vec![false; ranges as usize]],
-            staging: [staging; 2],
+            resident: [(); 3].map(|()| vec![false; ranges as usize]),
+            staging: [staging; 3],
             iodepth: 2,
             workers: 1,
             durable: true,

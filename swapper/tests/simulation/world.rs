@@ -31,8 +31,8 @@ impl Job {
 /// How one life of the swapper is set up. A later life may choose otherwise.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    pub(crate) shares: [f64; 2],
-    pub(crate) staging: [u32; 2],
+    pub(crate) shares: [f64; 3],
+    pub(crate) staging: [u32; 3],
     pub(crate) iodepth: u32,
     pub(crate) workers: usize,
     pub(crate) schedule: Schedule,
@@ -62,8 +62,8 @@ pub(crate) struct Generation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Moves {
     /// Tiles read and written, by kind.
-    pub(crate) reads: [u64; 2],
-    pub(crate) writes: [u64; 2],
+    pub(crate) reads: [u64; 3],
+    pub(crate) writes: [u64; 3],
     /// Passes begun and ended: each may have made reads ahead useless.
     pub(crate) passes: u64,
 }
@@ -96,12 +96,15 @@ pub(crate) struct Life<'a> {
     rng: &'a mut Rng,
     core: Core,
     actions: Vec<Action>,
-    slots: [Vec<Slot>; 2],
-    grads: Vec<Option<(u64, u64)>>,
+    slots: [Vec<Slot>; 3],
+    /// Gradients that an update of their step has not used up yet, by range.
+    grads: Vec<Option<Content>>,
+    /// What this life's own tiles on devices hold of them.
+    scratch: Vec<Option<Content>>,
     ios: Vec<Io>,
     io_number: u64,
-    updates: VecDeque<(u32, [SlotNumber; 2], u64)>,
-    lent: VecDeque<(u32, [Option<SlotNumber>; 2], bool)>,
+    updates: VecDeque<(u32, [SlotNumber; 3], u64)>,
+    lent: VecDeque<(u32, [Option<SlotNumber>; 3])>,
     committing: Option<u64>,
     /// Blobs of commits planned and not begun.
     blobs: VecDeque<u64>,
@@ -149,7 +152,7 @@ impl<'a> Life<'a> {
             workers: setup.workers,
             durable: job.durable,
         });
-        let slots = [0, 1].map(|kind| {
+        let slots = [0, 1, 2].map(|kind| {
             let count =
                 residents[kind].iter().filter(|&&r| r).count() + setup.staging[kind] as usize;
             vec![
@@ -176,6 +179,7 @@ impl<'a> Life<'a> {
             actions: Vec::new(),
             slots,
             grads: vec![None; ranges],
+            scratch: vec![None; ranges],
             ios: Vec::new(),
             io_number: 0,
             updates: VecDeque::new(),
@@ -243,6 +247,16 @@ impl<'a> Life<'a> {
             let failed = match who {
                 0 if self.lent.is_empty() => {
                     if !self.next_call() {
+                        // Gradients of a skipped step may still be on their way.
+                        while let Some(io) = self.ios.first() {
+                            let (Io::Read(tile, _) | Io::Write(tile, _)) = io;
+                            assert_eq!(tile.kind, Kind::Grad, "{tile:?} moves for nobody");
+                            let reading = matches!(io, Io::Read(..));
+                            if self.complete_io(reading) {
+                                self.fail();
+                                return (End::Failed, self.moves);
+                            }
+                        }
                         self.check_end();
                         return (End::Finished, self.moves);
                     }
@@ -283,19 +297,11 @@ impl<'a> Life<'a> {
                     let (Io::Read(other, _) | Io::Write(other, _)) = io;
                     assert_ne!(*other, tile, "two operations on one tile");
                 }
-                let holder = self.slots[kind][slot.0 as usize];
-                assert!(!holder.away, "{slot:?} is in use");
-                if let Some((range, Some(content))) = holder.holds {
-                    assert!(
-                        range == tile.range
-                            || self.store.working[range as usize][kind] == Some(content),
-                        "the newest content of range {range} is lost"
-                    );
-                }
-                self.slots[kind][slot.0 as usize] = Slot {
-                    holds: Some((tile.range, None)),
-                    away: true,
-                };
+                assert!(
+                    tile.kind != Kind::Grad || self.grads[tile.range as usize].is_some(),
+                    "gradients are read that nobody wants"
+                );
+                self.claim(tile.kind, tile.range, slot);
                 self.moves.reads[kind] += 1;
                 self.ios.push(Io::Read(tile, slot));
                 self.check_iodepth();
@@ -303,6 +309,12 @@ impl<'a> Life<'a> {
             Action::Write { tile, slot } => {
                 assert!(self.job.durable);
                 let content = self.take(tile.kind, tile.range, slot);
+                self.moves.writes[tile.kind as usize] += 1;
+                self.ios.push(Io::Write(tile, slot));
+                self.check_iodepth();
+                if tile.kind == Kind::Grad {
+                    return;
+                }
                 let generation = self.generation_of[content.step as usize];
                 assert_eq!(
                     generation,
@@ -311,9 +323,6 @@ impl<'a> Life<'a> {
                     content.step
                 );
                 assert!(self.committing.is_none(), "a write during a commit");
-                self.moves.writes[tile.kind as usize] += 1;
-                self.ios.push(Io::Write(tile, slot));
-                self.check_iodepth();
             }
             Action::Update { range, slots, step } => {
                 for kind in Kind::ALL {
@@ -326,38 +335,30 @@ impl<'a> Life<'a> {
                     "the workers have a short queue"
                 );
             }
-            Action::Lend { range, slots, grad } => {
-                let fill = matches!(self.asked, Some(Op::Fill { .. }));
+            Action::Lend { range, slots } => {
+                let empty = matches!(self.asked, Some(Op::Fill { .. } | Op::Scatter { .. }));
                 for kind in Kind::ALL {
                     let Some(slot) = slots[kind as usize] else {
                         continue;
                     };
-                    if fill {
-                        let holder = &mut self.slots[kind as usize][slot.0 as usize];
-                        assert!(!holder.away);
-                        if let Some((held, Some(content))) = holder.holds {
-                            let on_device = self.store.working[held as usize][kind as usize];
-                            assert!(held == range || on_device == Some(content));
-                        }
-                        *holder = Slot {
-                            holds: Some((range, None)),
-                            away: true,
-                        };
+                    if empty {
+                        self.claim(kind, range, slot);
                     } else {
                         self.take(kind, range, slot);
                     }
                 }
+                let grad = slots[Kind::Grad as usize].is_some();
                 assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
                 assert!(
                     !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
                     "gradients are overwritten while an update reads them"
                 );
-                self.lent.push_back((range, slots, grad));
+                self.lent.push_back((range, slots));
             }
             Action::Commit { generation } => {
                 assert!(self.committing.is_none(), "two commits at once");
                 assert_eq!(generation, self.acknowledged + 1);
-                let writing = |io: &Io| matches!(io, Io::Write(..));
+                let writing = |io: &Io| matches!(io, Io::Write(tile, _) if tile.kind != Kind::Grad);
                 assert!(
                     !self.ios.iter().any(writing),
                     "a commit while tiles are written"
@@ -367,11 +368,39 @@ impl<'a> Life<'a> {
             }
             Action::Done => {
                 assert!(self.waiting && self.lent.is_empty());
+                // Nobody wants what a skipped step brought.
+                let skipped = |step: u64| self.job.skipped[step as usize - 1];
+                for grad in &mut self.grads {
+                    *grad = grad.filter(|grad| grad.step > self.step || !skipped(grad.step));
+                }
                 self.waiting = false;
                 self.asked = None;
             }
             Action::Refused { asked, announced } => panic!("{asked:?} refused for {announced:?}"),
         }
+    }
+
+    /// Takes a slot into use for new content of `range`. What it held is on its device, or nobody wants it.
+    fn claim(&mut self, kind: Kind, range: u32, slot: SlotNumber) {
+        let holder = self.slots[kind as usize][slot.0 as usize];
+        assert!(!holder.away, "{slot:?} is in use");
+        if let Some((held, Some(content))) = holder.holds {
+            let safe = match kind {
+                Kind::Grad => {
+                    self.grads[held as usize] != Some(content)
+                        || self.scratch[held as usize] == Some(content)
+                }
+                _ => {
+                    held == range
+                        || self.store.working[held as usize][kind as usize] == Some(content)
+                }
+            };
+            assert!(safe, "the newest content of range {held} is lost");
+        }
+        self.slots[kind as usize][slot.0 as usize] = Slot {
+            holds: Some((range, None)),
+            away: true,
+        };
     }
 
     /// Takes a slot into use, which must hold `range`'s content.
@@ -394,7 +423,7 @@ impl<'a> Life<'a> {
     }
 
     fn give_back(&mut self) {
-        let (range, slots, grad) = self.lent.pop_front().unwrap();
+        let (range, slots) = self.lent.pop_front().unwrap();
         let index = range as usize;
         let op = self.asked.expect("lent for something");
         // Every use sees all finished steps applied, and nothing of the one being made.
@@ -413,10 +442,18 @@ impl<'a> Life<'a> {
                 "{op:?} sees range {range} otherwise than after step {finished}"
             );
         }
-        if grad {
+        if let Some(slot) = slots[Kind::Grad as usize] {
             let param = self.reference.0[self.step as usize][index][0];
             let step = self.step + 1;
-            self.grads[index] = Some((step, gradient(step, index, param)));
+            let grad = Content {
+                value: gradient(step, index, param),
+                step,
+            };
+            self.grads[index] = Some(grad);
+            self.slots[Kind::Grad as usize][slot.0 as usize] = Slot {
+                holds: Some((range, Some(grad))),
+                away: false,
+            };
         }
         self.event(Event::Returned { range });
     }
@@ -426,13 +463,18 @@ impl<'a> Life<'a> {
         let at = self.rng.below(self.updates.len().min(self.setup.workers));
         let (range, slots, step) = self.updates.remove(at).unwrap();
         let index = range as usize;
-        let (of, grad) = self.grads[index].take().expect("gradients for an update");
-        assert_eq!(of, step, "gradients and hyper are of one step");
-        let before = [0, 1].map(|kind: usize| {
+        let [param, state, grad] = [0, 1, 2].map(|kind: usize| {
             let (_, content) = self.slots[kind][slots[kind].0 as usize].holds.unwrap();
             content.unwrap()
         });
-        let after = update(step, before, grad);
+        assert_eq!(
+            self.grads[index].take(),
+            Some(grad),
+            "the newest gradients of range {range} are used, once"
+        );
+        assert_eq!(grad.step, step, "gradients and hyper are of one step");
+        self.slots[2][slots[2].0 as usize].away = false;
+        let after = update(step, [param, state], grad.value);
         for kind in [0, 1] {
             let slot = &mut self.slots[kind][slots[kind].0 as usize];
             assert!(std::mem::take(&mut slot.away));
@@ -454,7 +496,10 @@ impl<'a> Life<'a> {
         }
         let (Io::Read(tile, slot) | Io::Write(tile, slot)) = io;
         let kind = tile.kind as usize;
-        let on_device = &mut self.store.working[tile.range as usize][kind];
+        let on_device = match tile.kind {
+            Kind::Grad => &mut self.scratch[tile.range as usize],
+            _ => &mut self.store.working[tile.range as usize][kind],
+        };
         let slot = &mut self.slots[kind][slot.0 as usize];
         assert!(std::mem::take(&mut slot.away));
         match io {

@@ -91,7 +91,7 @@ impl GpuHome {
             let mut contents: Vec<[Lines; 2]> = ranges
                 .clone()
                 .map(|range| {
-                    Kind::ALL.map(|kind| Lines::new(self.layout.content_bytes(kind, range)))
+                    Kind::STORED.map(|kind| Lines::new(self.layout.content_bytes(kind, range)))
                 })
                 .collect();
             let mut blanks: Vec<Blank> = contents
@@ -146,7 +146,7 @@ impl GpuHome {
         for range in self.batches().into_iter().flatten() {
             let tiles = &self.units[self.layout.ranges()[range as usize].unit];
             let [mut param, mut state] =
-                Kind::ALL.map(|kind| Lines::new(self.layout.content_bytes(kind, range)));
+                Kind::STORED.map(|kind| Lines::new(self.layout.content_bytes(kind, range)));
             let (param, state) = (param.bytes_mut(), state.bytes_mut());
             let down = |from: &DeviceBuffer, at: usize, to: &mut [u8]| {
                 self.gpu.download(&self.stream, from, &mut [(at, to)])

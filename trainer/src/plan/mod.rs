@@ -52,6 +52,7 @@ const DEVICE_SLACK_BYTES: u64 = 32 << 20;
 const STAGING_LEAST: Staging = Staging::Slots {
     param: swapper::STAGING_MIN,
     state: swapper::STAGING_MIN,
+    grad: swapper::STAGING_MIN,
 };
 
 /// What a run takes and moves. Bytes are those of one process where nothing else is said.

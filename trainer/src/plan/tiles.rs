@@ -49,6 +49,7 @@ pub(super) fn swapper_settings(
         tile_bytes: tile_bytes(master),
         param_share: of(settings.placement.param),
         state_share: of(settings.placement.optimizer),
+        grad_share: Share::ALL.get(),
         staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
         schedule: match offload.schedule {
             Schedule::AtOnce => swapper::Schedule::AtOnce,

@@ -302,6 +302,7 @@ fn event_of(span: Span) -> Event {
     let kind = match span.tile {
         Some(Kind::Param) => "param ",
         Some(Kind::State) => "state ",
+        Some(Kind::Grad) => "grad ",
         None => "",
     };
     let (track, verb) = match span.kind {
