@@ -9,6 +9,7 @@ mod auto;
 mod json;
 mod keys;
 mod resolve;
+mod schedule;
 mod settings;
 mod source;
 mod stage;
@@ -19,10 +20,11 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 pub use keys::markdown;
+pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
-    Batch, DataSettings, Decaying, DeviceChoice, Durability, KeepChoice, LrSchedule,
-    OffloadSettings, OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share,
-    Tier, TrainSettings, UpdatePlace, Warmup,
+    Batch, DataSettings, Decaying, DeviceChoice, Durability, KeepChoice, OffloadSettings,
+    OptimizerSettings, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
+    UpdatePlace,
 };
 pub use source::Source;
 pub use stage::Stage;

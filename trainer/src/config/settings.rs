@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Serialize, Serializer};
 
-use super::Stage;
+use super::{LrSchedule, Stage};
 use crate::compute::Dtype;
 use crate::model::{Dropout, ModelConfig};
 
@@ -114,33 +114,6 @@ pub enum Decaying {
     All,
     /// All whose name in a checkpoint has none of these texts in it.
     AllBut(Vec<String>),
-}
-
-/// How the learning rate goes over the steps; `learning_rate.rs` has the formulas.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LrSchedule {
-    /// The optimizer's, always.
-    Constant { lr: f64 },
-    /// Up, then level.
-    Warmup(Warmup),
-    /// Up, then straight down to `min_lr` at `total_steps`.
-    WarmupDecay { warmup: Warmup, total_steps: u64 },
-    /// Up, then half a cosine down to `min_ratio` of the maximum at `total_steps`.
-    WarmupCosine {
-        warmup: Warmup,
-        total_steps: u64,
-        min_ratio: f64,
-    },
-}
-
-/// The rise from `min_lr` to `max_lr` in `steps` steps, straight or with the logarithm of the step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Warmup {
-    pub min_lr: f64,
-    pub max_lr: f64,
-    pub steps: u64,
-    pub logarithmic: bool,
 }
 
 /// The text and how much of its end is kept for evaluation.

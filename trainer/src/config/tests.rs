@@ -252,8 +252,8 @@ fn values_out_of_range_name_their_key() {
         ),
         (
             "scheduler.type",
-            json!("OneCycle"),
-            "scheduler.type: \"OneCycle\" is not supported",
+            json!("StepLR"),
+            "scheduler.type: \"StepLR\" is not supported: use one of LRRangeTest, OneCycle,",
         ),
         (
             "offload.tile_elems",
@@ -350,16 +350,68 @@ fn schedulers_are_deepspeeds() {
             ..
         }
     ));
+    let text = with("LRRangeTest", 20).unwrap_err().to_string();
     assert!(
-        with("WarmupDecayLR", 100)
-            .unwrap_err()
-            .to_string()
-            .contains("leaves no step of 100")
+        text.contains("LRRangeTest has no warmup_num_steps: it has lr_range_test_min_lr, "),
+        "{text}"
+    );
+    // DeepSpeed takes these, too, and says so.
+    for steps in [0, 1, 100] {
+        let notes = with("WarmupDecayLR", steps).unwrap().notes;
+        assert!(
+            notes
+                .iter()
+                .any(|note| note.contains("warmup_num_steps is ")),
+            "{notes:?}"
+        );
+    }
+    assert_eq!(
+        with("WarmupLR", 1).unwrap().lr,
+        with("WarmupLR", 2).unwrap().lr
     );
     assert_eq!(
         run_with(&[]).unwrap().lr,
         LrSchedule::Constant { lr: 0.001 }
     );
+}
+
+#[test]
+fn a_cycle_that_is_none_is_refused() {
+    let with = |changes: &[(&str, Value)]| {
+        let base = [
+            ("scheduler.type", json!("OneCycle")),
+            ("scheduler.params.cycle_min_lr", json!(0.1)),
+            ("scheduler.params.cycle_max_lr", json!(0.2)),
+        ];
+        let changes: Vec<(String, Value)> = (changes.iter())
+            .map(|(key, value)| (format!("scheduler.params.{key}"), value.clone()))
+            .collect();
+        let changes = changes.iter().map(|(key, value)| (&**key, value.clone()));
+        let all: Vec<(&str, Value)> = base.into_iter().chain(changes).collect();
+        run_with(&all).map_err(|error| error.to_string())
+    };
+    assert!(with(&[]).is_ok());
+    for (key, number, part) in [
+        ("cycle_max_lr", json!(null), "cycle_max_lr is missing"),
+        ("cycle_first_step_size", json!(0), "must be at least 1"),
+        ("cycle_min_mom", json!(1), "less than 1"),
+        ("decay_lr_rate", json!(-1), "must not be negative"),
+        (
+            "total_num_steps",
+            json!(5),
+            "OneCycle has no total_num_steps",
+        ),
+    ] {
+        let text = with(&[(key, number)]).unwrap_err();
+        assert!(text.contains(part), "{key}: {text}");
+    }
+    let grows = [
+        ("cycle_first_step_size", json!(2)),
+        ("decay_step_size", json!(1)),
+        ("decay_mom_rate", json!(0.1)),
+    ];
+    let text = with(&grows).unwrap_err();
+    assert!(text.contains("at step 100, it must stay below 1"), "{text}");
 }
 
 #[test]

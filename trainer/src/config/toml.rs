@@ -67,7 +67,7 @@ pub struct SchedulerToml {
     pub params: SchedulerParamsToml,
 }
 
-/// `scheduler.params`: those of WarmupLR, WarmupDecayLR and WarmupCosineLR together.
+/// `scheduler.params`: those of all schedulers together.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SchedulerParamsToml {
@@ -78,6 +78,22 @@ pub struct SchedulerParamsToml {
     pub total_num_steps: Option<u64>,
     pub warmup_min_ratio: Option<f64>,
     pub cos_min_ratio: Option<f64>,
+    pub lr_range_test_min_lr: Option<f64>,
+    pub lr_range_test_step_size: Option<u64>,
+    pub lr_range_test_step_rate: Option<f64>,
+    pub lr_range_test_staircase: Option<bool>,
+    pub cycle_min_lr: Option<f64>,
+    pub cycle_max_lr: Option<f64>,
+    pub decay_lr_rate: Option<f64>,
+    pub cycle_first_step_size: Option<u64>,
+    pub cycle_second_step_size: Option<u64>,
+    pub cycle_first_stair_count: Option<u64>,
+    pub cycle_second_stair_count: Option<u64>,
+    pub decay_step_size: Option<u64>,
+    pub cycle_momentum: Option<bool>,
+    pub cycle_min_mom: Option<f64>,
+    pub cycle_max_mom: Option<f64>,
+    pub decay_mom_rate: Option<f64>,
 }
 
 /// `zero_optimization`: the stage and where state goes.

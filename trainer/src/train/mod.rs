@@ -392,15 +392,8 @@ impl Training {
         if self.trace.begins_after() {
             self.run.home.record_spans(true)?;
         }
-        let io = step::finish(
-            &mut self.run.home,
-            &settings.optimizer,
-            settings.gradient_clipping,
-            step,
-            lr,
-            norm,
-            blob,
-        )?;
+        let hyper = step::hyper(settings, step, norm);
+        let io = self.run.home.finish_step(hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.home.take_spans());
         if self.trace.has_ended() {
             self.run.home.record_spans(false)?;

@@ -5,7 +5,6 @@
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
-use swapper::StepIo;
 
 use super::TrainError;
 use super::clock::Clock;
@@ -13,9 +12,10 @@ use super::mover::{Exchanged, Mover, Shards};
 use super::turns::{self, EMBEDDING, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
-use crate::config::{Batch, OptimizerSettings, Stage};
+use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
 use crate::home::Home;
+use crate::learning_rate::{betas, learning_rate};
 use crate::trace::Trace;
 
 /// Everything a step needs but the weights, which the swapper has.
@@ -326,26 +326,19 @@ impl Stepper {
     }
 }
 
-/// Ends a step: the update, clipped, with everything that follows from the step's number.
-pub(super) fn finish(
-    home: &mut Home,
-    optimizer: &OptimizerSettings,
-    clipping: f64,
-    step: u64,
-    lr: f64,
-    norm: f64,
-    blob: Vec<u8>,
-) -> Result<StepIo, TrainError> {
-    let hyper = Hyper {
-        lr: lr as f32,
-        beta1: optimizer.betas[0] as f32,
-        beta2: optimizer.betas[1] as f32,
+/// What the update of step `step` follows from: the settings, and the norm of its gradients.
+pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64) -> Hyper {
+    let optimizer = &settings.optimizer;
+    let [beta1, beta2] = betas(&settings.lr, step).unwrap_or(optimizer.betas);
+    Hyper {
+        lr: learning_rate(&settings.lr, step) as f32,
+        beta1: beta1 as f32,
+        beta2: beta2 as f32,
         eps: optimizer.eps as f32,
         weight_decay: optimizer.weight_decay as f32,
         step,
-        grad_scale: clip_factor(clipping, norm) as f32,
-    };
-    Ok(home.finish_step(hyper, blob)?)
+        grad_scale: clip_factor(settings.gradient_clipping, norm) as f32,
+    }
 }
 
 /// What gradients of global norm `norm` are multiplied with, so that it is at most `clipping` (0: any).

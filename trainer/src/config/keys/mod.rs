@@ -300,10 +300,11 @@ mod tests {
 
     #[test]
     fn the_table_has_every_key_once_and_those_that_are_read_as_used() {
-        let ours = ["model", "data", "train", "offload", "deepspeed"];
+        let tables = ["model", "data", "train", "offload", "deepspeed"];
+        let ours = ["optimizer.params.decay", "optimizer.params.no_decay"];
         let used = used_keys().into_iter().filter(|path| {
             let top = path.split('.').next().unwrap_or("");
-            !ours.contains(&top)
+            !tables.contains(&top) && !ours.contains(&path.as_str())
         });
         // Tables are not listed beside what is in them.
         let all: Vec<String> = used.collect();

@@ -91,14 +91,19 @@ const TRAINING: &[Key] = &[
 
 #[rustfmt::skip]
 const SCHEDULER: &[Key] = &[
-    key("scheduler.type", Used, "WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+    key("scheduler.type", Used, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, each with DeepSpeed's rate at every step; without one the rate is constant"),
     key("scheduler.params.warmup_min_lr", Used, "WarmupLR, WarmupDecayLR: where the rise begins; 0 when left out"),
-    key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: where it ends; optimizer.params.lr when left out"),
+    key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: where it ends; optimizer.params.lr when left out, where DeepSpeed's WarmupDecayLR has 1e-3"),
     key("scheduler.params.warmup_num_steps", Used, "steps of the rise; 1000 when left out"),
     key("scheduler.params.warmup_type", Used, "\"log\", as DeepSpeed has it by default, or \"linear\""),
     key("scheduler.params.total_num_steps", Used, "where the fall ends; train.steps when left out"),
     key("scheduler.params.warmup_min_ratio", Used, "WarmupCosineLR: where the rise begins, as a share of optimizer.params.lr; 0 when left out"),
     key("scheduler.params.cos_min_ratio", Used, "WarmupCosineLR: where the fall ends, as a share of optimizer.params.lr; 1e-4 when left out"),
+    table("scheduler.params", "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase", Used, "LRRangeTest; 1e-3, 2000, 1.0 and false when left out"),
+    table("scheduler.params", "cycle_min_lr cycle_max_lr", Used, "OneCycle: the ends of the rate"),
+    table("scheduler.params", "cycle_first_step_size cycle_second_step_size cycle_first_stair_count cycle_second_stair_count", Used, "OneCycle: the halves of the cycle; 2000 steps, as the first half, no stairs, as the first half when left out"),
+    table("scheduler.params", "cycle_momentum cycle_min_mom cycle_max_mom", Used, "OneCycle: the momentum goes the other way (true, 0.8, 0.9 when left out), and the second beta is 0.99"),
+    table("scheduler.params", "decay_step_size decay_lr_rate decay_mom_rate", Used, "OneCycle: what comes after the cycle; 0 when left out"),
     key("scheduler.params.last_batch_iteration", Unused, "the position is resumed with the run"),
 ];
 

@@ -4,6 +4,7 @@ mod batch;
 mod model;
 mod optimizer;
 mod placement;
+mod schedule;
 
 use std::path::PathBuf;
 
@@ -52,7 +53,7 @@ pub(super) fn resolve(
     within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
     let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
     let optimizer = optimizer::optimizer(optimizer)?;
-    let lr = optimizer::scheduler(scheduler, optimizer.lr, steps, &mut notes)?;
+    let lr = schedule::schedule(scheduler, optimizer.lr, steps, &mut notes)?;
     let placement = placement::placement(zero_optimization, offload, &mut notes)?;
     let model::Resolved {
         config: model,

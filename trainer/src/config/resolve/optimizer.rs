@@ -1,8 +1,8 @@
-//! DeepSpeed's optimizer and scheduler tables.
+//! DeepSpeed's optimizer table.
 
-use super::{not_negative, share, value, word};
-use crate::config::toml::{OptimizerParamsToml, OptimizerToml, SchedulerToml};
-use crate::config::{Decaying, LrSchedule, OptimizerSettings, SettingsError, Warmup};
+use super::{not_negative, value, word};
+use crate::config::toml::{OptimizerParamsToml, OptimizerToml};
+use crate::config::{Decaying, OptimizerSettings, SettingsError};
 use crate::model::{ModelConfig, unit_layouts};
 
 pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, SettingsError> {
@@ -86,101 +86,4 @@ pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut 
             ));
         }
     }
-}
-
-pub(super) fn scheduler(
-    scheduler: &SchedulerToml,
-    lr: f64,
-    steps: u64,
-    notes: &mut Vec<String>,
-) -> Result<LrSchedule, SettingsError> {
-    let params = &scheduler.params;
-    let Some(kind) = scheduler.kind.as_deref() else {
-        return Ok(LrSchedule::Constant { lr });
-    };
-    let logarithmic = match params.warmup_type.as_deref() {
-        None | Some("log") => true,
-        Some("linear") => false,
-        Some(other) => {
-            return Err(value(
-                "scheduler.params.warmup_type",
-                format!("\"{other}\": use \"log\" or \"linear\""),
-            ));
-        }
-    };
-    let warmup_steps = params.warmup_num_steps.unwrap_or(1000);
-    let total_steps = params.total_num_steps.unwrap_or(steps);
-    if total_steps != steps {
-        notes.push(format!(
-            "scheduler.params.total_num_steps is {total_steps}, the run has {steps} steps"
-        ));
-    }
-    let decays = kind != "WarmupLR";
-    if decays && warmup_steps >= total_steps {
-        return Err(value(
-            "scheduler.params.warmup_num_steps",
-            format!(
-                "{warmup_steps} leaves no step of {total_steps} (total_num_steps) to go down: make it smaller"
-            ),
-        ));
-    }
-    for (key, number) in [
-        ("scheduler.params.warmup_min_lr", params.warmup_min_lr),
-        ("scheduler.params.warmup_max_lr", params.warmup_max_lr),
-    ] {
-        not_negative(key, number.unwrap_or(0.0))?;
-    }
-    let warmup = match kind {
-        "WarmupLR" | "WarmupDecayLR" => Warmup {
-            min_lr: params.warmup_min_lr.unwrap_or(0.0),
-            max_lr: params.warmup_max_lr.unwrap_or(lr),
-            steps: warmup_steps,
-            logarithmic,
-        },
-        "WarmupCosineLR" => {
-            if params.warmup_min_lr.is_some() || params.warmup_max_lr.is_some() {
-                return Err(value(
-                    "scheduler.params",
-                    "WarmupCosineLR scales optimizer.params.lr: it has warmup_min_ratio and cos_min_ratio, no warmup_min_lr or warmup_max_lr",
-                ));
-            }
-            let ratio = share(
-                "scheduler.params.warmup_min_ratio",
-                params.warmup_min_ratio.unwrap_or(0.0),
-            )?;
-            Warmup {
-                min_lr: lr * ratio.get(),
-                max_lr: lr,
-                steps: warmup_steps,
-                logarithmic,
-            }
-        }
-        _ => {
-            return Err(value(
-                "scheduler.type",
-                format!(
-                    "\"{kind}\" is not supported: use WarmupLR, WarmupDecayLR or WarmupCosineLR"
-                ),
-            ));
-        }
-    };
-    Ok(match kind {
-        "WarmupLR" => LrSchedule::Warmup(warmup),
-        "WarmupDecayLR" => LrSchedule::WarmupDecay {
-            warmup,
-            total_steps,
-        },
-        _ => {
-            let min_ratio = share(
-                "scheduler.params.cos_min_ratio",
-                params.cos_min_ratio.unwrap_or(1e-4),
-            )?
-            .get();
-            LrSchedule::WarmupCosine {
-                warmup,
-                total_steps,
-                min_ratio,
-            }
-        }
-    })
 }

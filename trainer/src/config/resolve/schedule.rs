@@ -1,0 +1,271 @@
+//! DeepSpeed's scheduler table: each scheduler reads its own parameters, and another's is refused as DeepSpeed refuses it.
+
+use serde_json::Value;
+
+use super::{at_least, not_negative, share, value};
+use crate::config::toml::{SchedulerParamsToml, SchedulerToml};
+use crate::config::{LrSchedule, MomentumCycle, OneCycle, RangeTest, SettingsError, Warmup};
+
+/// Each scheduler with the parameters it has.
+const SCHEDULERS: &[(&str, &[&str])] = &[
+    (
+        "LRRangeTest",
+        &[
+            "lr_range_test_min_lr",
+            "lr_range_test_step_size",
+            "lr_range_test_step_rate",
+            "lr_range_test_staircase",
+        ],
+    ),
+    (
+        "OneCycle",
+        &[
+            "cycle_min_lr",
+            "cycle_max_lr",
+            "decay_lr_rate",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "cycle_momentum",
+            "cycle_min_mom",
+            "cycle_max_mom",
+            "decay_mom_rate",
+        ],
+    ),
+    (
+        "WarmupLR",
+        &[
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+        ],
+    ),
+    (
+        "WarmupDecayLR",
+        &[
+            "total_num_steps",
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+        ],
+    ),
+    (
+        "WarmupCosineLR",
+        &[
+            "total_num_steps",
+            "warmup_min_ratio",
+            "warmup_num_steps",
+            "cos_min_ratio",
+            "warmup_type",
+        ],
+    ),
+];
+
+/// The schedule of a run of `steps` steps whose optimizer has the rate `lr`.
+pub(super) fn schedule(
+    scheduler: &SchedulerToml,
+    lr: f64,
+    steps: u64,
+    notes: &mut Vec<String>,
+) -> Result<LrSchedule, SettingsError> {
+    let params = &scheduler.params;
+    let Some(kind) = scheduler.kind.as_deref() else {
+        return Ok(LrSchedule::Constant { lr });
+    };
+    let Some((_, known)) = SCHEDULERS.iter().find(|(name, _)| *name == kind) else {
+        let names: Vec<&str> = SCHEDULERS.iter().map(|(name, _)| *name).collect();
+        return Err(value(
+            "scheduler.type",
+            format!(
+                "\"{kind}\" is not supported: use one of {}",
+                names.join(", ")
+            ),
+        ));
+    };
+    check_params(kind, known, params)?;
+    match kind {
+        "LRRangeTest" => range_test(params),
+        "OneCycle" => one_cycle(params, steps),
+        _ => warmup(kind, params, lr, steps, notes),
+    }
+}
+
+/// What is given must be the scheduler's.
+fn check_params(
+    kind: &str,
+    known: &[&str],
+    params: &SchedulerParamsToml,
+) -> Result<(), SettingsError> {
+    let Ok(Value::Object(table)) = serde_json::to_value(params) else {
+        unreachable!("the settings are plain data")
+    };
+    let mut given = table.iter().filter(|(_, value)| !value.is_null());
+    match given.find(|(name, _)| !known.contains(&name.as_str())) {
+        None => Ok(()),
+        Some((name, _)) => Err(value(
+            "scheduler.params",
+            format!("{kind} has no {name}: it has {}", known.join(", ")),
+        )),
+    }
+}
+
+fn range_test(params: &SchedulerParamsToml) -> Result<LrSchedule, SettingsError> {
+    let test = RangeTest {
+        min_lr: params.lr_range_test_min_lr.unwrap_or(1e-3),
+        step_size: params.lr_range_test_step_size.unwrap_or(2000),
+        step_rate: params.lr_range_test_step_rate.unwrap_or(1.0),
+        staircase: params.lr_range_test_staircase.unwrap_or(false),
+    };
+    not_negative("scheduler.params.lr_range_test_min_lr", test.min_lr)?;
+    at_least(
+        "scheduler.params.lr_range_test_step_size",
+        test.step_size,
+        1,
+    )?;
+    not_negative("scheduler.params.lr_range_test_step_rate", test.step_rate)?;
+    Ok(LrSchedule::RangeTest(test))
+}
+
+fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, SettingsError> {
+    let bound = |key: &'static str, given: Option<f64>| {
+        let missing = SettingsError::Missing {
+            key,
+            message: "a OneCycle needs both ends of its learning rate",
+        };
+        let lr = given.ok_or(missing)?;
+        not_negative(key, lr).map(|()| lr)
+    };
+    let first_steps = params.cycle_first_step_size.unwrap_or(2000);
+    at_least("scheduler.params.cycle_first_step_size", first_steps, 1)?;
+    let first_stairs = params.cycle_first_stair_count.unwrap_or(0);
+    let decay_lr_rate = params.decay_lr_rate.unwrap_or(0.0);
+    not_negative("scheduler.params.decay_lr_rate", decay_lr_rate)?;
+    let cycle = OneCycle {
+        min_lr: bound("scheduler.params.cycle_min_lr", params.cycle_min_lr)?,
+        max_lr: bound("scheduler.params.cycle_max_lr", params.cycle_max_lr)?,
+        first_steps,
+        second_steps: params.cycle_second_step_size.unwrap_or(first_steps),
+        first_stairs,
+        second_stairs: params.cycle_second_stair_count.unwrap_or(first_stairs),
+        decay_steps: params.decay_step_size.unwrap_or(0),
+        decay_lr_rate,
+        momentum: momentum(params)?,
+    };
+    // What grows with every step must stay a decay until the end.
+    let schedule = LrSchedule::OneCycle(cycle);
+    if let Some([last, _]) = crate::learning_rate::betas(&schedule, steps)
+        && last >= 1.0
+    {
+        return Err(value(
+            "scheduler.params.decay_mom_rate",
+            format!(
+                "the momentum comes to {last:.3} at step {steps}, it must stay below 1: make the rate smaller, or decay_step_size larger"
+            ),
+        ));
+    }
+    Ok(schedule)
+}
+
+fn momentum(params: &SchedulerParamsToml) -> Result<Option<MomentumCycle>, SettingsError> {
+    let momentum = MomentumCycle {
+        min: params.cycle_min_mom.unwrap_or(0.8),
+        max: params.cycle_max_mom.unwrap_or(0.9),
+        decay_rate: params.decay_mom_rate.unwrap_or(0.0),
+    };
+    for (key, number) in [
+        ("scheduler.params.cycle_min_mom", momentum.min),
+        ("scheduler.params.cycle_max_mom", momentum.max),
+    ] {
+        if !(0.0..1.0).contains(&number) {
+            return Err(value(
+                key,
+                format!("{number}: must be at least 0 and less than 1"),
+            ));
+        }
+    }
+    not_negative("scheduler.params.decay_mom_rate", momentum.decay_rate)?;
+    Ok(params.cycle_momentum.unwrap_or(true).then_some(momentum))
+}
+
+fn warmup(
+    kind: &str,
+    params: &SchedulerParamsToml,
+    lr: f64,
+    steps: u64,
+    notes: &mut Vec<String>,
+) -> Result<LrSchedule, SettingsError> {
+    let logarithmic = match params.warmup_type.as_deref() {
+        None | Some("log") => true,
+        Some("linear") => false,
+        Some(other) => {
+            return Err(value(
+                "scheduler.params.warmup_type",
+                format!("\"{other}\": use \"log\" or \"linear\""),
+            ));
+        }
+    };
+    for (key, number) in [
+        ("scheduler.params.warmup_min_lr", params.warmup_min_lr),
+        ("scheduler.params.warmup_max_lr", params.warmup_max_lr),
+    ] {
+        not_negative(key, number.unwrap_or(0.0))?;
+    }
+    let ratio = |key: &'static str, given: Option<f64>, default: f64| {
+        share(key, given.unwrap_or(default)).map(|share| share.get())
+    };
+    let given_steps = params.warmup_num_steps.unwrap_or(1000);
+    let total_steps = params.total_num_steps.unwrap_or(steps);
+    let mut note = |text: String| notes.push(text);
+    if given_steps < 2 {
+        note(format!(
+            "scheduler.params.warmup_num_steps is {given_steps}: 2 is taken, as DeepSpeed does"
+        ));
+    }
+    if kind != "WarmupLR" && total_steps != steps {
+        note(format!(
+            "scheduler.params.total_num_steps is {total_steps}, the run has {steps} steps"
+        ));
+    }
+    if given_steps >= steps {
+        note(format!(
+            "scheduler.params.warmup_num_steps is {given_steps}, the run has {steps} steps: the learning rate does not come to its maximum"
+        ));
+    }
+    let mut warmup = Warmup {
+        min_lr: params.warmup_min_lr.unwrap_or(0.0),
+        max_lr: params.warmup_max_lr.unwrap_or(lr),
+        steps: given_steps.max(2),
+        logarithmic,
+    };
+    Ok(match kind {
+        "WarmupLR" => LrSchedule::Warmup(warmup),
+        "WarmupDecayLR" => {
+            if params.warmup_max_lr.is_none() && lr != DECAY_MAX_LR {
+                note(format!(
+                    "scheduler.params.warmup_max_lr is left out: {lr}, the optimizer's (DeepSpeed's WarmupDecayLR has {DECAY_MAX_LR} then)"
+                ));
+            }
+            LrSchedule::WarmupDecay {
+                warmup,
+                total_steps,
+            }
+        }
+        _ => {
+            const MIN: &str = "scheduler.params.warmup_min_ratio";
+            const END: &str = "scheduler.params.cos_min_ratio";
+            warmup.min_lr = lr * ratio(MIN, params.warmup_min_ratio, 0.0)?;
+            LrSchedule::WarmupCosine {
+                warmup,
+                total_steps,
+                min_ratio: ratio(END, params.cos_min_ratio, 1e-4)?,
+            }
+        }
+    })
+}
+
+/// What DeepSpeed's WarmupDecayLR rises to when nothing is said, whatever the optimizer's rate is.
+const DECAY_MAX_LR: f64 = 1e-3;
