@@ -11,6 +11,7 @@ mod figures;
 mod lab;
 mod leftovers;
 mod memory;
+mod models;
 mod paced;
 mod parity;
 mod plan;
