@@ -11,7 +11,7 @@ use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, device_working_bytes,
     kept_bytes_a_token, set_up,
 };
-use trainer::model::{ModelConfig, init};
+use trainer::model::{Dropout, ModelConfig, init};
 
 const MICRO_BATCH: usize = 8;
 const SEQ_LEN: usize = 2048;
@@ -164,7 +164,8 @@ fn measure(plain: bool) -> anyhow::Result<()> {
             6.0 * params * tokens_count / 1e9 / both_ms
         );
         let memory = gpu_memory(&gpu, false)?;
-        let kept_each = kept_bytes_a_token(&config, 2, keep) * MICRO_BATCH * SEQ_LEN;
+        let kept_each =
+            kept_bytes_a_token(&config, &Dropout::NONE, 2, keep) * MICRO_BATCH * SEQ_LEN;
         let promised = (input.size_bytes() + kept_each) * (config.layers + 1);
         println!(
             "  torch's memory: {:.2} GiB at most, {:.2} reserved; promised {:.2} for activations, {:.2} for work",
@@ -173,6 +174,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
             gib(promised as u64),
             gib(device_working_bytes(
                 &config,
+                &Dropout::NONE,
                 Dtype::Bf16,
                 MICRO_BATCH,
                 SEQ_LEN,

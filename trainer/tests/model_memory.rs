@@ -4,13 +4,14 @@
 use std::process::{Child, Command, Stdio};
 
 use trainer::compute::{Activation, Dtype, Engine, Tokens, UnitWeights, set_up, working_bytes};
-use trainer::model::ModelConfig;
+use trainer::model::{Architecture, Dropout, ModelConfig, Window};
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
 
 struct Case {
     name: &'static str,
     config: ModelConfig,
+    dropout: Dropout,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -36,12 +37,38 @@ fn cases() -> Vec<Case> {
     let case = |name, config, dtype, micro_batch, micro_batches| Case {
         name,
         config,
+        dropout: Dropout::NONE,
         dtype,
         micro_batch,
         seq_len: 256,
         micro_batches,
     };
+    let of = |architecture: Architecture, config: ModelConfig| ModelConfig {
+        architecture,
+        biases: architecture.form().biases,
+        ..config
+    };
+    let gpt2 = of(Architecture::Gpt2, config(256, 1024, 256, 4, true));
+    let mistral = ModelConfig {
+        sliding_window: Some(Window {
+            tokens: 50,
+            first_layer: 0,
+        }),
+        ..of(Architecture::Mistral, config(256, 704, 256, 2, false))
+    };
+    let qwen3 = of(Architecture::Qwen3, config(256, 704, 256, 2, false));
     vec![
+        case("gpt2, fp32", gpt2.clone(), Dtype::Fp32, 12, 1),
+        Case {
+            dropout: Dropout {
+                embedding: 0.1,
+                residual: 0.1,
+                attention: 0.1,
+            },
+            ..case("gpt2 in training, bf16", gpt2, Dtype::Bf16, 12, 1)
+        },
+        case("mistral, fp32", mistral, Dtype::Fp32, 12, 1),
+        case("qwen3, bf16", qwen3, Dtype::Bf16, 12, 1),
         case(
             "many tokens, fp32",
             config(256, 704, 256, 4, false),
@@ -126,6 +153,7 @@ fn the_arithmetic_takes_no_more_memory_than_is_promised() {
             .unwrap();
         let promised = working_bytes(
             &case.config,
+            &case.dropout,
             case.dtype,
             case.micro_batch,
             case.seq_len,
@@ -161,33 +189,36 @@ fn peak_bytes(case: &Case) -> u64 {
         layers: 1,
         ..case.config.clone()
     };
-    step(&small, case.dtype, 1, 64, 1, &mut || ());
+    let small = Case {
+        config: small,
+        micro_batch: 1,
+        seq_len: 64,
+        micro_batches: 1,
+        ..*case
+    };
+    step(&small, &mut || ());
     let mut before = 0;
-    let kept = step(
-        &case.config,
-        case.dtype,
-        case.micro_batch,
-        case.seq_len,
-        case.micro_batches,
-        &mut || {
-            // From here on the kernel's high-water mark counts.
-            std::fs::write("/proc/self/clear_refs", "5").unwrap();
-            before = status_bytes("VmRSS:");
-        },
-    );
+    let kept = step(case, &mut || {
+        // From here on the kernel's high-water mark counts.
+        std::fs::write("/proc/self/clear_refs", "5").unwrap();
+        before = status_bytes("VmRSS:");
+    });
     status_bytes("VmHWM:").saturating_sub(before + kept)
 }
 
 /// Runs `micro_batches` micro-batches, vertically, as the training step does. Returns the bytes of kept activations.
-fn step(
-    config: &ModelConfig,
-    dtype: Dtype,
-    micro_batch: usize,
-    seq_len: usize,
-    micro_batches: usize,
-    weights_are_there: &mut dyn FnMut(),
-) -> u64 {
+fn step(case: &Case, weights_are_there: &mut dyn FnMut()) -> u64 {
+    let Case {
+        ref config,
+        dropout,
+        dtype,
+        micro_batch,
+        seq_len,
+        micro_batches,
+        ..
+    } = *case;
     let engine = Engine::new(config, dtype, seq_len).unwrap();
+    let engine = engine.leaving_out(dropout, 1);
     let weights: Vec<UnitWeights> = (0..engine.units().len())
         .map(|unit| {
             let mut weights = engine.new_weights(unit).unwrap();
@@ -199,6 +230,7 @@ fn step(
         .map(|i| (i % config.vocab_size) as i64)
         .collect();
     let tokens = Tokens::inputs(&ids, micro_batch, seq_len, config.vocab_size).unwrap();
+    let tokens = tokens.numbered(0);
     let mut outs: Vec<Vec<u8>> = (0..weights.len())
         .map(|unit| vec![1; engine.new_grads(unit).size_bytes()])
         .collect();

@@ -3,14 +3,14 @@
 //!
 //! The caller holds the units' weights and the activations kept between units. What torch takes on top is largest in one
 //! of three places: a block's graph with its gradients, a slice of logits with the projection's gradient, the
-//! embedding's gradient. The counts below follow the operators in block.rs and head.rs; `tests/model_memory.rs` holds
+//! embedding's gradient. The counts below follow the operators in block.rs, attention.rs and head.rs; `tests/model_memory.rs` holds
 //! them against what a process really takes.
 
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
 use super::{Dtype, Keep};
-use crate::model::{ModelConfig, UnitLayout, unit_layouts};
+use crate::model::{Dropout, Member, Mlp, ModelConfig, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
 /// to 2.3 times what is alive with glibc; giving every freed piece back instead (`M_MMAP_THRESHOLD`) takes 2.5 times as
@@ -24,6 +24,7 @@ const WIDE_BYTES: u64 = 4;
 /// kept activations. `micro_batches` of them are summed in a step: from two on, sums are fp32.
 pub fn working_bytes(
     config: &ModelConfig,
+    dropout: &Dropout,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -47,13 +48,7 @@ pub fn working_bytes(
     let widened_bytes = if dtype == Dtype::Bf16 { WIDE_BYTES } else { 0 };
 
     let hidden = config.hidden_size as u64;
-    let attention = (config.heads * config.head_dim()) as u64;
-    let feed_forward = config.intermediate_size as u64;
-    // Kept for backward: two norms (input, quotient, result) and two sums; query, key, value, output twice; gate, its silu,
-    // up, their product. Then gradients in flight: of the widest, some at once.
-    let kept_elems = 8 * hidden + 6 * attention + 4 * feed_forward;
-    let flying_elems = 4 * hidden.max(attention).max(feed_forward);
-    let graph = tokens * (kept_elems + flying_elems) * WIDE_BYTES;
+    let graph = graph_bytes(config, dropout, micro_batch, seq_len);
     let largest = units[1]
         .params
         .iter()
@@ -82,6 +77,58 @@ pub fn working_bytes(
     (alive as f64 * FRAGMENTATION) as u64
 }
 
+/// A block's graph in torch's operators, with gradients in flight, as if all were fp32.
+fn graph_bytes(config: &ModelConfig, dropout: &Dropout, micro_batch: usize, seq_len: usize) -> u64 {
+    let hidden = config.hidden_size as u64;
+    let attention = (config.heads * config.head_dim()) as u64;
+    let feed_forward = config.intermediate_size as u64;
+    let form = config.architecture.form();
+    // Kept for backward: two norms (input, quotient, result) and two sums; query, key, value, output twice; gate, its silu,
+    // up, their product.
+    let mut kept_elems = 8 * hidden + 6 * attention;
+    kept_elems += match form.mlp {
+        Mlp::GatedSilu => 4 * feed_forward,
+        Mlp::Gelu => 2 * feed_forward,
+    };
+    if form.qk_norm {
+        kept_elems += 6 * attention;
+    }
+    if dropout.residual > 0.0 {
+        // Twice: what stays, and the scaled result; before, the numbers that choose.
+        kept_elems += 4 * hidden;
+    }
+    // Then gradients in flight: of the widest, some at once.
+    let flying_elems = 4 * hidden.max(attention).max(feed_forward);
+    let tokens = (micro_batch * seq_len) as u64;
+    tokens * (kept_elems + flying_elems) * WIDE_BYTES
+        + weights_bytes(config, dropout, micro_batch, seq_len, WIDE_BYTES)
+}
+
+/// Copies of attention's weights that are there at a time where some are left out: scores, hidden, softmax, chosen; the
+/// numbers that choose, or gradients.
+const WEIGHTS_COPIES: u64 = 8;
+
+/// What attention of one layer takes for all its weights at once, numbers of `elem_bytes`, where it needs them; for who sees
+/// whom, where a window hides something.
+fn weights_bytes(
+    config: &ModelConfig,
+    dropout: &Dropout,
+    micro_batch: usize,
+    seq_len: usize,
+    elem_bytes: u64,
+) -> u64 {
+    let square = (seq_len * seq_len) as u64;
+    let hides = config.sliding_window.is_some_and(|w| w.tokens < seq_len);
+    if dropout.attention > 0.0 {
+        let all = (micro_batch * config.heads) as u64 * square;
+        all * WEIGHTS_COPIES * elem_bytes
+    } else if hides {
+        square * (1 + elem_bytes)
+    } else {
+        0
+    }
+}
+
 /// What torch keeps from the device beyond what is alive: pieces of one size that do not serve another.
 const DEVICE_FRAGMENTATION: f64 = 1.3;
 
@@ -99,6 +146,7 @@ pub const DEVICE_CONTEXT_BYTES: u64 = 1 << 30;
 /// As [`working_bytes`], of a GPU's memory. The caller holds weights, gradients' buffers and kept activations.
 pub fn device_working_bytes(
     config: &ModelConfig,
+    dropout: &Dropout,
     dtype: Dtype,
     micro_batch: usize,
     seq_len: usize,
@@ -135,8 +183,12 @@ pub fn device_working_bytes(
     let head_dim = config.head_dim() as u64;
     let attention_parts =
         (ATTENTION_PARTS * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES;
-    let graph =
-        (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts);
+    let graph = if explicit::block_is_written_out(config, dropout) {
+        (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts)
+            + weights_bytes(config, dropout, micro_batch, seq_len, elem_bytes)
+    } else {
+        graph_bytes(config, dropout, micro_batch, seq_len) + attention_parts + block * elem_bytes
+    };
     // From the second micro-batch on: the sums, and the largest product before it is added; twice, since a sum is new.
     let largest = (projected.max(2 * feed_forward) * hidden) * (elem_bytes + WIDE_BYTES);
     let sums = if several {
@@ -149,11 +201,16 @@ pub fn device_working_bytes(
     let block_bytes = graph + sums + block * elem_bytes * copies;
 
     let vocab = config.vocab_size as u64;
-    let logits_max = (explicit::LOGITS_ELEMS_MAX as u64).max(vocab);
+    // A head that is not written out has some fp32 copies of its smaller slices.
+    let (logits_max, logits_bytes) = if explicit::head_is_written_out(config) {
+        (explicit::LOGITS_ELEMS_MAX as u64, elem_bytes)
+    } else {
+        (LOGITS_ELEMS_MAX as u64, 5 * WIDE_BYTES)
+    };
     let projection = if config.tied { embedding } else { head };
     // Its fp32 sum over slices; where another is there already, that one and the new sum of both.
     let added = |again: bool| if again { 3 } else { 1 };
-    let head_bytes = (tokens * vocab).min(logits_max) * elem_bytes
+    let head_bytes = (tokens * vocab).min(logits_max.max(vocab)) * logits_bytes
         + 3 * tokens * hidden * elem_bytes
         + projection * WIDE_BYTES * added(several || config.tied);
     let embedding_bytes = tokens * hidden * WIDE_BYTES
@@ -171,7 +228,17 @@ pub fn device_working_bytes(
 
 /// Bytes that a block keeps for each token beside its input, elements of `elem_bytes`. All blocks keep so from forward to
 /// backward, for every micro-batch.
-pub fn kept_bytes_a_token(config: &ModelConfig, elem_bytes: usize, keep: Keep) -> usize {
+///
+/// None where blocks are not written out: those are always computed again.
+pub fn kept_bytes_a_token(
+    config: &ModelConfig,
+    dropout: &Dropout,
+    elem_bytes: usize,
+    keep: Keep,
+) -> usize {
+    if !explicit::block_is_written_out(config, dropout) {
+        return 0;
+    }
     let query = config.heads * config.head_dim();
     let key = config.kv_heads * config.head_dim();
     let repeated = if config.heads == config.kv_heads {
@@ -191,5 +258,9 @@ pub fn kept_bytes_a_token(config: &ModelConfig, elem_bytes: usize, keep: Keep) -
 
 /// Whether query, key and value are one matrix as they lie, and gate and up too.
 fn side_by_side(block: &UnitLayout) -> bool {
-    adjacent(&block.params[1..4]) && adjacent(&block.params[6..8])
+    let side_by_side = |first, last| match (block.find(first), block.find(last)) {
+        (Some(first), Some(last)) => adjacent(&block.params[first..=last]),
+        _ => true,
+    };
+    side_by_side(Member::Query, Member::Value) && side_by_side(Member::Gate, Member::Up)
 }

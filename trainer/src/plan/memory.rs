@@ -85,9 +85,10 @@ impl ComputeMemory {
         let kept_units = units.len() as u64;
         let activation_bytes =
             kept_units * batch.tokens() * (model.hidden_size * elem_bytes) as u64;
-        let working = |of: fn(&_, _, _, _, _) -> u64| {
+        let working = |of: fn(&_, &_, _, _, _, _) -> u64| {
             of(
                 model,
+                &settings.dropout,
                 settings.dtype,
                 batch.micro_batch,
                 batch.seq_len,
@@ -137,7 +138,7 @@ impl ComputeMemory {
             (false, 1) => (blocks, 0),
             (false, _) => (blocks, waiting_bytes),
         };
-        let kept = kept_bytes_a_token(model, elem_bytes, gpu.keep) as u64;
+        let kept = kept_bytes_a_token(model, &settings.dropout, elem_bytes, gpu.keep) as u64;
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
             grad_buffer_bytes: buffers(grad_blocks) + sums,

@@ -123,7 +123,8 @@ fn what_is_kept_changes_no_bit_and_is_counted() {
                 assert!(grads == kept_grads, "{kind:?}, {keep:?}");
                 let input = &case.forward()[0];
                 let tokens = MICRO_BATCH * 16;
-                let promised = kept_bytes_a_token(&config, kind.elt_size_in_bytes(), keep);
+                let promised =
+                    kept_bytes_a_token(&config, &Dropout::NONE, kind.elt_size_in_bytes(), keep);
                 assert_eq!(
                     input.size_bytes(),
                     tokens * (config.hidden_size * kind.elt_size_in_bytes() + promised),
