@@ -165,7 +165,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
         );
         let memory = gpu_memory(&gpu, false)?;
         let kept_each =
-            kept_bytes_a_token(&config, &Dropout::NONE, 2, keep) * MICRO_BATCH * SEQ_LEN;
+            kept_bytes_a_token(&config, &Dropout::NONE, SEQ_LEN, 2, keep) * MICRO_BATCH * SEQ_LEN;
         let promised = (input.size_bytes() + kept_each) * (config.layers + 1);
         println!(
             "  torch's memory: {:.2} GiB at most, {:.2} reserved; promised {:.2} for activations, {:.2} for work",

@@ -435,7 +435,7 @@ impl Engine {
     fn block_ops(&self) -> Option<&Ops> {
         match &self.arithmetic {
             Arithmetic::Explicit(ops)
-                if explicit::block_is_written_out(&self.config, &self.dropout) =>
+                if explicit::block_is_written_out(&self.config, &self.dropout, self.seq_len) =>
             {
                 Some(ops)
             }

@@ -124,6 +124,21 @@ impl GradSink {
         Ok(())
     }
 
+    /// Adds a gradient of vectors that follow one another, given as one: biases of what is one product.
+    pub(super) fn add_parts(
+        &mut self,
+        params: Range<usize>,
+        grad: &Tensor,
+    ) -> Result<(), ComputeError> {
+        let mut start = 0;
+        for param in params {
+            let elems = self.layout.params[param].elems() as i64;
+            self.add(param, grad.f_narrow(0, start, elems)?)?;
+            start += elems;
+        }
+        Ok(())
+    }
+
     /// Bytes of the unit's flat gradient.
     pub fn size_bytes(&self) -> usize {
         self.layout.elems * self.kind.elt_size_in_bytes()

@@ -101,29 +101,28 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, micro_batch: usize, seq_
     let flying_elems = 4 * hidden.max(attention).max(feed_forward);
     let tokens = (micro_batch * seq_len) as u64;
     tokens * (kept_elems + flying_elems) * WIDE_BYTES
-        + weights_bytes(config, dropout, micro_batch, seq_len, WIDE_BYTES)
+        + weights_bytes(config, dropout, micro_batch, seq_len)
 }
 
 /// Copies of attention's weights that are there at a time where some are left out: scores, hidden, softmax, chosen; the
 /// numbers that choose, or gradients.
 const WEIGHTS_COPIES: u64 = 8;
 
-/// What attention of one layer takes for all its weights at once, numbers of `elem_bytes`, where it needs them; for who sees
-/// whom, where a window hides something.
+/// What attention of one layer takes for all its weights at once where it needs them; for who sees whom, where a window hides
+/// something.
 fn weights_bytes(
     config: &ModelConfig,
     dropout: &Dropout,
     micro_batch: usize,
     seq_len: usize,
-    elem_bytes: u64,
 ) -> u64 {
     let square = (seq_len * seq_len) as u64;
     let hides = config.sliding_window.is_some_and(|w| w.tokens < seq_len);
     if dropout.attention > 0.0 {
         let all = (micro_batch * config.heads) as u64 * square;
-        all * WEIGHTS_COPIES * elem_bytes
+        all * WEIGHTS_COPIES * WIDE_BYTES
     } else if hides {
-        square * (1 + elem_bytes)
+        square * (1 + WIDE_BYTES)
     } else {
         0
     }
@@ -183,9 +182,9 @@ pub fn device_working_bytes(
     let head_dim = config.head_dim() as u64;
     let attention_parts =
         (ATTENTION_PARTS * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES;
-    let graph = if explicit::block_is_written_out(config, dropout) {
+    let graph = if explicit::block_is_written_out(config, dropout, seq_len) {
         (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts)
-            + weights_bytes(config, dropout, micro_batch, seq_len, elem_bytes)
+            + tokens * normed_bytes(config, elem_bytes)
     } else {
         graph_bytes(config, dropout, micro_batch, seq_len) + attention_parts + block * elem_bytes
     };
@@ -233,10 +232,11 @@ pub fn device_working_bytes(
 pub fn kept_bytes_a_token(
     config: &ModelConfig,
     dropout: &Dropout,
+    seq_len: usize,
     elem_bytes: usize,
     keep: Keep,
 ) -> usize {
-    if !explicit::block_is_written_out(config, dropout) {
+    if !explicit::block_is_written_out(config, dropout, seq_len) {
         return 0;
     }
     let query = config.heads * config.head_dim();
@@ -248,12 +248,22 @@ pub fn kept_bytes_a_token(
     };
     let attention =
         (query + 2 * key + query + repeated) * elem_bytes + config.heads * size_of::<f32>();
+    let attention = attention + normed_bytes(config, elem_bytes as u64) as usize;
     let products = (config.hidden_size + 2 * config.intermediate_size) * elem_bytes;
     match keep {
         Keep::Nothing => 0,
         Keep::Attention => attention,
         Keep::Products => attention + products,
     }
+}
+
+/// What norms of query and key heads keep for each token.
+fn normed_bytes(config: &ModelConfig, elem_bytes: u64) -> u64 {
+    if !config.architecture.form().qk_norm {
+        return 0;
+    }
+    let elems = (config.heads + config.kv_heads) * config.head_dim();
+    (elems * explicit::normed_elem_bytes(elem_bytes as usize)) as u64
 }
 
 /// Whether query, key and value are one matrix as they lie, and gate and up too.

@@ -152,13 +152,15 @@ impl UnitWeights {
         })
     }
 
-    /// Parameters that follow one another and have rows of one length, as one matrix of all their rows: a view where nothing
-    /// lies between them, which is so when their sizes are multiples of [`crate::model::ALIGN_ELEMS`], a copy otherwise.
-    pub(super) fn matrix(&self, params: &[ParamLayout]) -> Result<Tensor, ComputeError> {
-        let columns = params[0].shape[1];
+    /// Parameters that follow one another and have rows of one length (or are vectors), as one tensor of all their rows: a view
+    /// where nothing lies between them, which is so when their sizes are multiples of [`crate::model::ALIGN_ELEMS`], a copy
+    /// otherwise.
+    pub(super) fn joined(&self, params: &[ParamLayout]) -> Result<Tensor, ComputeError> {
         if adjacent(params) {
             let rows: usize = params.iter().map(|param| param.shape[0]).sum();
-            return self.view(params[0].offset_elems, &[rows as i64, columns as i64]);
+            let row = &params[0].shape[1..];
+            let shape: Vec<i64> = [&[rows], row].concat().iter().map(|&n| n as i64).collect();
+            return self.view(params[0].offset_elems, &shape);
         }
         let parts: Vec<Tensor> = params
             .iter()

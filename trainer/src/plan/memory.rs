@@ -138,7 +138,13 @@ impl ComputeMemory {
             (false, 1) => (blocks, 0),
             (false, _) => (blocks, waiting_bytes),
         };
-        let kept = kept_bytes_a_token(model, &settings.dropout, elem_bytes, gpu.keep) as u64;
+        let kept = kept_bytes_a_token(
+            model,
+            &settings.dropout,
+            batch.seq_len,
+            elem_bytes,
+            gpu.keep,
+        ) as u64;
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
             grad_buffer_bytes: buffers(grad_blocks) + sums,

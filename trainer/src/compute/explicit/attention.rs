@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::ops::Ops;
 use crate::compute::ComputeError;
-use crate::compute::attention::causal_attention;
+use crate::compute::attention::{self, causal_attention};
 use crate::compute::dropout::Masks;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
@@ -52,12 +52,20 @@ impl Shape {
 /// What attention's backward pass needs.
 pub(super) struct Attention {
     shape: Shape,
-    /// Leaves, [micro_batch, heads, seq_len, head_dim] over the turned query, key and value.
-    leaves: [Tensor; 3],
+    leaves: Leaves,
     /// The graph's end.
     output: Tensor,
     /// [rows, heads * head_dim]
     pub(super) mixed: Tensor,
+}
+
+/// Where attention's graph begins.
+enum Leaves {
+    /// [micro_batch, heads, seq_len, head_dim] over the turned query, key and value.
+    Turned([Tensor; 3]),
+    /// [micro_batch, seq_len, columns] over query, key and value as they were projected, and the weights of the norms of query
+    /// and key heads.
+    Projected([Tensor; 3], [Tensor; 2]),
 }
 
 /// Causal attention of `qkv` [rows, columns], whose query and key are turned in place first. With `keep` a graph is kept.
@@ -86,9 +94,48 @@ pub(super) fn attention(
         .f_reshape([shape.rows(), -1])?;
     Ok(Attention {
         shape,
-        leaves,
+        leaves: Leaves::Turned(leaves),
         output,
         mixed,
+    })
+}
+
+/// The same where query and key heads are normed, by weights `norms`, before they are turned: all of it in one graph. `qkv`
+/// stays as it is.
+pub(super) fn normed_attention(
+    config: &ModelConfig,
+    rotary: &Rotary,
+    norms: [&Tensor; 2],
+    shape: Shape,
+    qkv: &Tensor,
+    keep: bool,
+) -> Result<Attention, ComputeError> {
+    let all = qkv.f_view([shape.micro_batch, shape.seq_len, -1])?;
+    let leaf = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach()?.set_requires_grad(keep));
+    let part = |start: i64, heads: i64| {
+        leaf(&all.f_narrow(2, start * shape.head_dim, heads * shape.head_dim)?)
+    };
+    let leaves = [
+        part(0, shape.heads)?,
+        part(shape.heads, shape.kv_heads)?,
+        part(shape.heads + shape.kv_heads, shape.kv_heads)?,
+    ];
+    let norms = [leaf(norms[0])?, leaf(norms[1])?];
+    let form = attention::Attention {
+        config,
+        rotary: Some(rotary),
+        head_norms: Some([&norms[0], &norms[1]]),
+        window: None,
+        masks: Masks::NONE,
+    };
+    let [query, key, value] = &leaves;
+    let output = form.of([query, key, value])?;
+    let mixed = output.f_detach()?.f_to_kind(qkv.kind())?;
+    Ok(Attention {
+        shape,
+        mixed: mixed.f_view([shape.rows(), -1])?,
+        leaves: Leaves::Projected(leaves, norms),
+        output,
     })
 }
 
@@ -100,26 +147,54 @@ fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, Comput
 }
 
 impl Attention {
-    /// Bytes it takes: query, key and value, the result, and a number for each row and head. Repeated heads too.
+    /// Bytes it takes: query, key and value, the result, and a number for each row and head. Repeated heads too, and what the
+    /// norms of heads keep.
     pub(super) fn size_bytes(&self) -> usize {
-        let leaves: usize = self.leaves.iter().map(size_bytes).sum();
+        let (leaves, normed) = match &self.leaves {
+            Leaves::Turned(leaves) => (leaves, 0),
+            Leaves::Projected(leaves, _) => {
+                let elem_bytes = self.mixed.kind().elt_size_in_bytes();
+                let elems = leaves[0].numel() + leaves[1].numel();
+                (leaves, elems * normed_elem_bytes(elem_bytes))
+            }
+        };
+        let leaves: usize = leaves.iter().map(size_bytes).sum();
         let repeated = if self.shape.heads == self.shape.kv_heads {
             0
         } else {
             2 * size_bytes(&self.mixed)
         };
         let sums = (self.shape.rows() * self.shape.heads) as usize * size_of::<f32>();
-        leaves + repeated + size_bytes(&self.mixed) + sums
+        leaves + normed + repeated + size_bytes(&self.mixed) + sums
     }
 
-    /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `mixed`.
+    /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `mixed`; and of the norms of heads.
     pub(super) fn backward(
         self,
         ops: &Ops,
         rotary: &Rotary,
         grad_mixed: &Tensor,
-    ) -> Result<Tensor, ComputeError> {
+    ) -> Result<(Tensor, Vec<Tensor>), ComputeError> {
         let shape = self.shape;
+        let kind = (grad_mixed.kind(), grad_mixed.device());
+        let packed = Tensor::f_empty([shape.rows(), shape.columns()], kind)?;
+        let leaves = match &self.leaves {
+            Leaves::Turned(leaves) => leaves,
+            Leaves::Projected(leaves, norms) => {
+                let grad = grad_mixed.f_to_kind(self.output.kind())?;
+                let inputs: Vec<&Tensor> = leaves.iter().chain(norms).collect();
+                let mut grads = vjp(&[&self.output], &[&grad.f_view_as(&self.output)?], &inputs)?;
+                let of_norms = grads.split_off(leaves.len());
+                let mut start = 0;
+                for grad in grads {
+                    let columns = grad.size()[2];
+                    let grad = grad.f_reshape([shape.rows(), columns])?;
+                    packed.f_narrow(1, start, columns)?.f_copy_(&grad)?;
+                    start += columns;
+                }
+                return Ok((packed, of_norms));
+            }
+        };
         let grad = grad_mixed
             .f_view([
                 shape.micro_batch,
@@ -128,10 +203,8 @@ impl Attention {
                 shape.head_dim,
             ])?
             .f_transpose(1, 2)?;
-        let leaves: Vec<&Tensor> = self.leaves.iter().collect();
+        let leaves: Vec<&Tensor> = leaves.iter().collect();
         let grads = vjp(&[&self.output], &[&grad], &leaves)?;
-        let kind = (grad_mixed.kind(), grad_mixed.device());
-        let packed = Tensor::f_empty([shape.rows(), shape.columns()], kind)?;
         let turns = [Turn::Backward, Turn::Backward, Turn::Not];
         let mut start = 0;
         for (grad, turn) in grads.iter().zip(turns) {
@@ -140,6 +213,17 @@ impl Attention {
             ops.rotary(&from, &shape.of(&packed, start, count)?, rotary, turn)?;
             start += count;
         }
-        Ok(packed)
+        Ok((packed, Vec::new()))
     }
+}
+
+/// What the norm of a query or key head keeps for each element of `elem_bytes`: it widened, where it is narrower than fp32, the
+/// quotient, the turned result.
+pub(crate) fn normed_elem_bytes(elem_bytes: usize) -> usize {
+    let widened = if elem_bytes < size_of::<f32>() {
+        size_of::<f32>()
+    } else {
+        0
+    };
+    widened + 2 * elem_bytes
 }

@@ -1,36 +1,64 @@
-//! A block from its input: forward, and computed again, as far as nothing was kept, to go back. Parameters in the order of the layout.
+//! A block from its input: forward, and computed again, as far as nothing was kept, to go back.
 
 use tch::Tensor;
 
-use super::attention::{Attention, Shape, attention};
+use super::attention::{Attention, Shape, attention, normed_attention};
 use super::ops::{Normed, Ops};
-use super::product::{times, times_transposed, weight_grad};
+use super::projection::Projection;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
 use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
-use crate::model::{ModelConfig, UnitLayout};
+use crate::model::{Member, ModelConfig, UnitLayout};
 
 /// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
 pub(crate) struct BlockWeights {
-    input_norm: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    post_norm: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    input_norm: Norm,
+    qkv: Projection,
+    /// Of query and key heads.
+    head_norms: Option<[Norm; 2]>,
+    out: Projection,
+    post_norm: Norm,
+    gate_up: Projection,
+    down: Projection,
+}
+
+/// A norm's weight, and its number in the layout.
+struct Norm {
+    weight: Tensor,
+    at: usize,
 }
 
 impl BlockWeights {
     pub(crate) fn new(layout: &UnitLayout, weights: &UnitWeights) -> Result<Self, ComputeError> {
-        let one = |param: usize| weights.param(&layout.params[param], false);
+        use Member::{
+            Down, DownBias, Gate, GateBias, InputNorm, Key, KeyBias, KeyNorm, Out, OutBias,
+            PostNorm, Query, QueryBias, QueryNorm, Up, UpBias, Value, ValueBias,
+        };
+        let norm = |member: Member| {
+            let at = layout.find(member)?;
+            let weight = weights.param(&layout.params[at], false);
+            Some(weight.map(|weight| Norm { weight, at }))
+        };
+        let always = |member| norm(member).expect("every block has two norms");
+        let head_norms = match (norm(QueryNorm), norm(KeyNorm)) {
+            (Some(query), Some(key)) => Some([query?, key?]),
+            _ => None,
+        };
+        let projection = |members: &[_]| Projection::new(layout, weights, members);
         Ok(BlockWeights {
-            input_norm: one(0)?,
-            qkv: weights.matrix(&layout.params[1..4])?,
-            out: one(4)?,
-            post_norm: one(5)?,
-            gate_up: weights.matrix(&layout.params[6..8])?,
-            down: one(8)?,
+            input_norm: always(InputNorm)?,
+            qkv: projection(&[(Query, QueryBias), (Key, KeyBias), (Value, ValueBias)])?,
+            head_norms,
+            out: projection(&[(Out, OutBias)])?,
+            post_norm: always(PostNorm)?,
+            gate_up: projection(&[(Gate, GateBias), (Up, UpBias)])?,
+            down: projection(&[(Down, DownBias)])?,
         })
+    }
+
+    fn head_norms(&self) -> Option<[&Tensor; 2]> {
+        let norms = self.head_norms.as_ref();
+        norms.map(|[query, key]| [&query.weight, &key.weight])
     }
 }
 
@@ -79,7 +107,7 @@ impl Block<'_> {
         let (shape, x) = rows(self.config, input)?;
         let passed = self.pass(shape, &x, keep != Keep::Nothing, Kept::default())?;
         let gated = self.ops.gated(&passed.gate_up)?;
-        let mut output = times_transposed(&gated, &self.weights.down)?;
+        let mut output = self.weights.down.of(&gated)?;
         let _ = output.f_add_(&passed.sum)?;
         let products = keep == Keep::Products;
         let kept = Kept {
@@ -111,43 +139,46 @@ impl Block<'_> {
         } = self.pass(shape, &x, true, kept)?;
 
         // Down, and the product of silu(gate) and up.
-        let mut gated = times(&grad_output, &weights.down)?;
+        let mut gated = weights.down.back(&grad_output)?;
         ops.gated_backward(&mut gated, &mut gate_up)?;
-        grads.add_product(8..9, |out| weight_grad(out, &grad_output, &gated))?;
+        weights.down.add_grads(grads, &grad_output, &gated)?;
         drop(gated);
 
         // Gate and up, and the second norm.
-        grads.add_product(6..8, |out| weight_grad(out, &gate_up, &second.output))?;
-        let grad_normed = times(&gate_up, &weights.gate_up)?;
+        weights.gate_up.add_grads(grads, &gate_up, &second.output)?;
+        let grad_normed = weights.gate_up.back(&gate_up)?;
         drop(gate_up);
         let (grad_sum, grad_norm) = ops.rms_norm_backward(
             &grad_normed,
             &sum,
-            &weights.post_norm,
+            &weights.post_norm.weight,
             &second.scale,
             Some(&grad_output),
         )?;
-        grads.add(5, grad_norm)?;
+        grads.add(weights.post_norm.at, grad_norm)?;
         drop((grad_normed, sum, second));
 
         // The output projection and attention.
-        grads.add_product(4..5, |out| weight_grad(out, &grad_sum, &attended.mixed))?;
-        let grad_mixed = times(&grad_sum, &weights.out)?;
-        let grad_qkv = attended.backward(ops, self.rotary, &grad_mixed)?;
+        weights.out.add_grads(grads, &grad_sum, &attended.mixed)?;
+        let grad_mixed = weights.out.back(&grad_sum)?;
+        let (grad_qkv, grad_head_norms) = attended.backward(ops, self.rotary, &grad_mixed)?;
         drop(grad_mixed);
+        for (norm, grad) in weights.head_norms.iter().flatten().zip(grad_head_norms) {
+            grads.add(norm.at, grad)?;
+        }
 
         // Query, key and value, and the first norm.
-        grads.add_product(1..4, |out| weight_grad(out, &grad_qkv, &first.output))?;
-        let grad_normed = times(&grad_qkv, &weights.qkv)?;
+        weights.qkv.add_grads(grads, &grad_qkv, &first.output)?;
+        let grad_normed = weights.qkv.back(&grad_qkv)?;
         drop(grad_qkv);
         let (grad_input, grad_norm) = ops.rms_norm_backward(
             &grad_normed,
             &x,
-            &weights.input_norm,
+            &weights.input_norm.weight,
             &first.scale,
             Some(&grad_sum),
         )?;
-        grads.add(0, grad_norm)?;
+        grads.add(weights.input_norm.at, grad_norm)?;
         Ok(grad_input.f_view_as(input)?)
     }
 
@@ -161,27 +192,33 @@ impl Block<'_> {
         kept: Kept,
     ) -> Result<Passed, ComputeError> {
         let (ops, weights, eps) = (self.ops, &self.weights, self.config.norm_eps);
-        let first = ops.rms_norm(x, &weights.input_norm, eps)?;
+        let first = ops.rms_norm(x, &weights.input_norm.weight, eps)?;
         let attended = match kept.attended {
             Some(attended) => attended,
             None => {
-                let qkv = times_transposed(&first.output, &weights.qkv)?;
-                attention(ops, self.rotary, shape, &qkv, graph)?
+                let qkv = weights.qkv.of(&first.output)?;
+                match weights.head_norms() {
+                    None => attention(ops, self.rotary, shape, &qkv, graph)?,
+                    Some(norms) => {
+                        let (config, rotary) = (self.config, self.rotary);
+                        normed_attention(config, rotary, norms, shape, &qkv, graph)?
+                    }
+                }
             }
         };
         let (sum, second) = match kept.sum {
             Some(sum) => {
-                let second = ops.rms_norm(&sum, &weights.post_norm, eps)?;
+                let second = ops.rms_norm(&sum, &weights.post_norm.weight, eps)?;
                 (sum, second)
             }
             None => {
-                let added = times_transposed(&attended.mixed, &weights.out)?;
-                ops.add_rms_norm(x, &added, &weights.post_norm, eps)?
+                let added = weights.out.of(&attended.mixed)?;
+                ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
         };
         let gate_up = match kept.gate_up {
             Some(gate_up) => gate_up,
-            None => times_transposed(&second.output, &weights.gate_up)?,
+            None => weights.gate_up.of(&second.output)?,
         };
         Ok(Passed {
             first,

@@ -10,6 +10,20 @@ pub(super) fn times_transposed(x: &Tensor, weight: &Tensor) -> Result<Tensor, Co
     times(x, &transposed(weight)?)
 }
 
+/// The same, with `bias` [m] added to each row before it is rounded.
+pub(super) fn times_transposed_plus(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> Result<Tensor, ComputeError> {
+    let Some(bias) = bias else {
+        return times_transposed(x, weight);
+    };
+    let weight = transposed(&product_input(weight)?)?;
+    let product = product_input(bias)?.f_addmm(&product_input(x)?, &weight)?;
+    Ok(product.f_to_kind(x.kind())?)
+}
+
 /// `a` [n, k] times `b` [k, m].
 pub(super) fn times(a: &Tensor, b: &Tensor) -> Result<Tensor, ComputeError> {
     let product = product_input(a)?.f_mm(&product_input(b)?)?;

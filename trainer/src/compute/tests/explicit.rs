@@ -1,10 +1,12 @@
 //! The GPU's way of computing, on the CPU: as autograd has it, within the noise of the kind. What it does in fp64 is held
 //! against differences in gradients.rs; here are the larger shapes, where weights lie side by side, and the rounding.
 
+use super::forms::forms;
+use super::gradients::gradients_are_slopes;
 use super::whole_graph::larger;
 use super::*;
-use crate::compute::Keep;
 use crate::compute::memory::kept_bytes_a_token;
+use crate::compute::{Keep, explicit};
 use crate::model::ParamLayout;
 
 /// The largest distance of two gradients of a parameter, over the parameter's largest gradient.
@@ -32,6 +34,42 @@ fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
     apart / largest
 }
 
+/// Those forms, other than the plain one, that are written out.
+fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
+    let unwindowed = |config| ModelConfig {
+        sliding_window: None,
+        ..config
+    };
+    let configs = forms(base)
+        .into_iter()
+        .map(|(_, config)| unwindowed(config));
+    let written_out: Vec<ModelConfig> = configs
+        .filter(|config| explicit::block_is_written_out(config, &Dropout::NONE, 64))
+        .collect();
+    assert_eq!(written_out.len(), 4, "all but GPT-2");
+    written_out
+}
+
+#[test]
+fn gradients_written_out_of_biases_and_head_norms_are_the_slope_of_the_loss() {
+    let base = ModelConfig {
+        layers: 1,
+        ..config(false)
+    };
+    for config in written_out_forms(&base) {
+        let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+        gradients_are_slopes(case.written_out());
+    }
+}
+
+#[test]
+fn a_window_is_written_out_where_it_hides_nothing() {
+    let mistral = forms(&config(false)).swap_remove(2).1;
+    let window = mistral.sliding_window.unwrap().tokens;
+    let written_out = |seq_len| explicit::block_is_written_out(&mistral, &Dropout::NONE, seq_len);
+    assert!(written_out(window) && !written_out(window + 1));
+}
+
 #[test]
 fn written_out_agrees_with_autograd() {
     // Roundings differ in order only, so errors stay at some units in the last place of the largest.
@@ -45,7 +83,8 @@ fn written_out_agrees_with_autograd() {
                 intermediate_size: 192,
                 ..larger(tied)
             };
-            for config in [config(tied), larger(tied), side_by_side] {
+            let plain = [config(tied), larger(tied), side_by_side];
+            for config in plain.into_iter().chain(written_out_forms(&larger(tied))) {
                 let seq_len = config.max_position_embeddings;
                 let (loss, grads) =
                     Case::of(&config, kind, MICRO_BATCH, seq_len).loss_and_grads(0.5);
@@ -108,7 +147,8 @@ fn written_out_a_batch_without_targets_has_no_loss_and_no_gradient() {
 #[test]
 fn what_is_kept_changes_no_bit_and_is_counted() {
     for kind in [Kind::Float, Kind::BFloat16] {
-        for config in [config(false), larger(true)] {
+        let forms = written_out_forms(&larger(true));
+        for config in [config(false), larger(true)].into_iter().chain(forms) {
             let case = |keep| {
                 let mut case = Case::of(&config, kind, MICRO_BATCH, 16).written_out();
                 case.engine = case.engine.keeping(keep);
@@ -124,7 +164,7 @@ fn what_is_kept_changes_no_bit_and_is_counted() {
                 let input = &case.forward()[0];
                 let tokens = MICRO_BATCH * 16;
                 let promised =
-                    kept_bytes_a_token(&config, &Dropout::NONE, kind.elt_size_in_bytes(), keep);
+                    kept_bytes_a_token(&config, &Dropout::NONE, 16, kind.elt_size_in_bytes(), keep);
                 assert_eq!(
                     input.size_bytes(),
                     tokens * (config.hidden_size * kind.elt_size_in_bytes() + promised),
