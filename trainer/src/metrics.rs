@@ -40,6 +40,11 @@ pub struct StepMetrics {
     /// Bytes this step read from and wrote to devices, over all ranks.
     pub device_read_bytes: u64,
     pub device_written_bytes: u64,
+    /// Of them gradients that do not stay in host memory.
+    #[serde(default)]
+    pub device_grad_read_bytes: u64,
+    #[serde(default)]
+    pub device_grad_written_bytes: u64,
     /// Bytes of weights that this rank had gathered from all, and of gradients that it summed with all.
     #[serde(default)]
     pub gathered_bytes: u64,
@@ -181,6 +186,8 @@ mod tests {
             update_s: 0.3,
             device_read_bytes: 1,
             device_written_bytes: 2,
+            device_grad_read_bytes: 0,
+            device_grad_written_bytes: 0,
             gathered_bytes: 0,
             reduced_bytes: 0,
             grads_held_bytes: 0,

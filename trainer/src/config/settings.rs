@@ -268,6 +268,18 @@ pub enum Schedule {
     Deferred,
 }
 
+/// Where gradients are between backward and update. All give the same bits, so a run may go on with another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GradientsChoice {
+    /// In host memory while they fit; what does not goes to devices.
+    Auto,
+    /// In host memory.
+    Cpu,
+    /// On devices of the store: two bytes more read and two more written a parameter.
+    Nvme,
+}
+
 /// What a crash may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -290,6 +302,8 @@ pub struct OffloadSettings {
     pub host_memory_bytes: Option<u64>,
     /// Where the optimizer runs.
     pub update: UpdatePlace,
+    /// Where gradients wait for their update.
+    pub gradients: GradientsChoice,
     /// Elements of a tile; chosen from the model's size when left out.
     pub tile_elems: Option<u64>,
     /// Bytes of slots through which tiles pass. `None`: the plan chooses.

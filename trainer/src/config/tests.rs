@@ -451,6 +451,13 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         assert_eq!(run.notes, [""; 0]);
     }
     let share = |changes: &[(&str, Value)]| with(changes).placement.resident_share;
+    let elsewhere = run_with(&[("offload.gradients", json!("nvme"))]).unwrap_err();
+    assert!(
+        elsewhere
+            .to_string()
+            .contains("nothing else of this run lives on nvme"),
+        "{elsewhere}"
+    );
     assert_eq!(
         share(&[("offload.resident_share", json!("auto"))]),
         ResidentShare::Auto

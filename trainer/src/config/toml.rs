@@ -228,6 +228,7 @@ pub struct OffloadToml {
     pub durability: Option<String>,
     pub engine: Option<String>,
     pub update: Option<String>,
+    pub gradients: Option<String>,
 }
 
 /// A share from 0 to 1, or "auto": as much as fits.

@@ -5,7 +5,9 @@ use swapper::Staging;
 use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 use super::{Plan, PlanError, Source};
 use crate::compute::Keep;
-use crate::config::{KeepChoice, ResidentShare, RunSettings, Share, Tier, UpdatePlace};
+use crate::config::{
+    GradientsChoice, KeepChoice, ResidentShare, RunSettings, Share, Tier, UpdatePlace,
+};
 
 /// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
 const HOST_MARGIN_SHARE: f64 = 0.1;
@@ -35,6 +37,7 @@ impl Plan {
     ) -> Result<(), PlanError> {
         self.refresh(settings)?;
         self.choose_update(settings);
+        self.choose_gradients(settings)?;
         self.choose_residents(settings)?;
         self.choose_commits(settings)?;
         match settings.offload.staging_bytes {
@@ -121,6 +124,45 @@ impl Plan {
             keep_word(self.keep).to_owned(),
             "what GPU memory holds beside the rest; what is kept is not computed again",
         );
+    }
+
+    /// Gradients stay in host memory while they fit beside all else. Of those that do not fit as many stay as leave room for
+    /// staging, or half of what is left.
+    fn choose_gradients(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if !settings.placement.has_store() || settings.offload.gradients != GradientsChoice::Auto {
+            return Ok(());
+        }
+        let all_bytes = self.memory.grad_bytes();
+        let least = self.memory.staging_bytes();
+        self.swapper.grad_share = Share::NONE.get();
+        self.refresh(settings)?;
+        let left_bytes = self.left_bytes(settings);
+        if all_bytes + least <= left_bytes {
+            self.swapper.grad_share = Share::ALL.get();
+            return Ok(self.refresh(settings)?);
+        }
+        let staging_bytes = match settings.offload.staging_bytes {
+            Some(bytes) => bytes,
+            None => self.staging_wanted(settings).min(left_bytes / 2),
+        };
+        let grads = Tiles {
+            count: u64::from(self.memory.range_count),
+            slot_bytes: self.memory.grad_slot_bytes,
+        };
+        let [stay, _] =
+            choose::resident_counts([grads, Tiles::default()], left_bytes, staging_bytes);
+        self.swapper.grad_share = stay as f64 / grads.count.max(1) as f64;
+        self.refresh(settings)?;
+        let value = match stay {
+            0 => "nvme".to_owned(),
+            _ => format!("nvme for {:.2} of them", 1.0 - self.swapper.grad_share),
+        };
+        self.chose(
+            "offload.gradients",
+            value,
+            "host memory does not hold them beside the rest; each costs two bytes more read and two more written a step",
+        );
+        Ok(())
     }
 
     fn choose_residents(&mut self, settings: &RunSettings) -> Result<(), PlanError> {

@@ -98,6 +98,8 @@ pub struct StepReport {
     pub update_read_bytes: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
+    /// Of it, gradients that do not stay in host memory; they are read once too.
+    pub grad_written_bytes: u64,
     /// Of one process.
     pub bus_process: BusBytes,
 }
@@ -137,6 +139,8 @@ pub struct ChosenReport {
     pub commit_every: u64,
     pub param_share: f64,
     pub state_share: f64,
+    /// Of the gradients, what waits for its update in host memory.
+    pub grad_share: f64,
     pub iodepth: u32,
     pub schedule: &'static str,
     pub update: &'static str,
@@ -185,6 +189,7 @@ impl Plan {
                 update_read_bytes: bytes.update_read_bytes as u64,
                 read_bytes: bytes.read_bytes() as u64,
                 written_bytes: bytes.written_bytes as u64,
+                grad_written_bytes: bytes.grad_written_bytes as u64,
                 bus_process: self.bus,
             },
             bound: self.bound_report(),
@@ -197,6 +202,7 @@ impl Plan {
                 commit_every: self.swapper.commit_every,
                 param_share: self.swapper.param_share,
                 state_share: self.swapper.state_share,
+                grad_share: self.swapper.grad_share,
                 iodepth: self.swapper.iodepth,
                 schedule: match self.swapper.schedule {
                     swapper::Schedule::AtOnce => "at_once",

@@ -236,6 +236,44 @@ fn staging_takes_no_more_than_host_memory_has_left() {
 }
 
 #[test]
+fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
+    let params = 1.345e9;
+    let mut before = 0.0;
+    for gib in [1, 2, 3, 8] {
+        let budget = [("offload.host_memory", json!(format!("{gib}GiB")))];
+        let settings = large("nvme", "nvme", &budget);
+        let plan = plan(&settings, &h200(4.0));
+        plan.check().unwrap();
+        assert!(plan.host_bytes() <= gib * GIB);
+        let share = plan.swapper.grad_share;
+        assert!(share > before || share == 1.0, "{share} of {gib} GiB");
+        assert_eq!(share == 1.0, gib >= 3, "{gib} GiB");
+        before = share;
+        // Each that goes costs two bytes read and two written, and room on devices once.
+        let gone = (1.0 - share) * params;
+        let bytes = &plan.step_bytes;
+        assert!((bytes.grad_written_bytes - 2.0 * gone).abs() < 0.01 * params);
+        assert_eq!(plan.memory.scratch_bytes as f64, bytes.grad_written_bytes);
+        if share < 1.0 {
+            let written = bytes.written_bytes - bytes.grad_written_bytes;
+            assert!((written / params - 12.0).abs() < 0.1, "nothing else stays");
+        }
+        let chosen = plan.choices().iter().find(|c| c.key == "offload.gradients");
+        assert_eq!(chosen.is_some(), share < 1.0);
+    }
+    let given = |place: &str| {
+        let settings = large("nvme", "nvme", &[("offload.gradients", json!(place))]);
+        plan(&settings, &h200(1.0))
+    };
+    let (kept, spilled) = (given("cpu"), given("nvme"));
+    assert_eq!(spilled.host_grad_bytes(), 0);
+    let more = |of: fn(&Plan) -> f64| of(&spilled) - of(&kept);
+    assert!((more(|p| p.step_bytes.read_bytes()) / params - 2.0).abs() < 0.01);
+    assert!((more(|p| p.step_bytes.written_bytes) / params - 2.0).abs() < 0.01);
+    assert!((more(|p| p.device_bytes() as f64) / params - 2.0).abs() < 0.01);
+}
+
+#[test]
 fn what_nobody_measured_is_called_assumed() {
     let settings = large("nvme", "nvme", &[]);
     let unknown = Overrides {
@@ -284,7 +322,10 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
         text.contains("of host memory, 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
         "{text}"
     );
-    let budget = [("offload.host_memory", json!("2GiB"))];
+    let budget = [
+        ("offload.host_memory", json!("2GiB")),
+        ("offload.gradients", json!("cpu")),
+    ];
     let text = refused(&large("nvme", "nvme", &budget), &h200(1.0));
     assert!(
         text.contains("2.0 GiB is what offload.host_memory allows"),

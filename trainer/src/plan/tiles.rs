@@ -4,7 +4,9 @@ use kernels::adamw::{Master, state_tile_bytes};
 use swapper::{Backing, Staging, StoreSettings, SwapperSettings, TileBytes, UnitShape};
 
 use super::choose::STAGING_BYTES_ASSUMED;
-use crate::config::{Durability, ResidentShare, RunSettings, Schedule, Share, Tier};
+use crate::config::{
+    Durability, GradientsChoice, ResidentShare, RunSettings, Schedule, Share, Tier,
+};
 use crate::model::UnitLayout;
 
 /// All that a plan starts from; what the run file leaves open has its least value.
@@ -49,7 +51,11 @@ pub(super) fn swapper_settings(
         tile_bytes: tile_bytes(master),
         param_share: of(settings.placement.param),
         state_share: of(settings.placement.optimizer),
-        grad_share: Share::ALL.get(),
+        grad_share: match offload.gradients {
+            GradientsChoice::Nvme => Share::NONE.get(),
+            // Less when the rest is known, and they are too many.
+            GradientsChoice::Auto | GradientsChoice::Cpu => Share::ALL.get(),
+        },
         staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
         schedule: match offload.schedule {
             Schedule::AtOnce => swapper::Schedule::AtOnce,

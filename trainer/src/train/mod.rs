@@ -378,6 +378,8 @@ impl Training {
             update_s: 0.0,
             device_read_bytes: plan.node_bytes.read_bytes() as u64,
             device_written_bytes: plan.node_bytes.written_bytes as u64,
+            device_grad_read_bytes: plan.node_bytes.grad_written_bytes as u64,
+            device_grad_written_bytes: plan.node_bytes.grad_written_bytes as u64,
             gathered_bytes: gradients.exchanged.gathered_bytes,
             reduced_bytes: gradients.exchanged.reduced_bytes,
             grads_held_bytes: gradients.held_bytes,
@@ -402,9 +404,19 @@ impl Training {
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
         // The drives are all ranks'; times are this one's.
-        let mut moved = [io.read_bytes as f64, io.written_bytes as f64];
+        let mut moved = [
+            io.read_bytes as f64,
+            io.written_bytes as f64,
+            io.grad_read_bytes as f64,
+            io.grad_written_bytes as f64,
+        ];
         self.ranks.sum(&mut moved)?;
-        [metrics.device_read_bytes, metrics.device_written_bytes] = moved.map(|bytes| bytes as u64);
+        [
+            metrics.device_read_bytes,
+            metrics.device_written_bytes,
+            metrics.device_grad_read_bytes,
+            metrics.device_grad_written_bytes,
+        ] = moved.map(|bytes| bytes as u64);
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;

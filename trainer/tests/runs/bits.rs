@@ -123,6 +123,45 @@ fn parameters_at_home_and_rare_commits_change_no_bit() {
     ways.same_on_store("rarely", &[NVME[0], NVME[1], rarely[0], rarely[1]]);
 }
 
+/// What went to devices of gradients, over all steps, in bytes read and written.
+fn spilled(run: &Run) -> [u64; 2] {
+    ["device_grad_read_bytes", "device_grad_written_bytes"].map(|key| {
+        let metrics = run.metrics();
+        metrics.iter().map(|line| line[key].as_u64().unwrap()).sum()
+    })
+}
+
+#[test]
+fn gradients_on_devices_change_no_bit_and_move_what_the_plan_says() {
+    let ways = Ways::new(&["bf16.enabled=true", "gradient_accumulation_steps=2"]);
+    with_both(|schedule| {
+        let trained = |gradients: &str| {
+            let sets = [
+                NVME[0],
+                NVME[1],
+                &format!("offload.schedule={schedule}"),
+                &format!("offload.gradients={gradients}"),
+                // Two slots more of each kind, and little else.
+                "offload.staging_bytes=130000",
+                &ways.daemon.socket()[0],
+            ];
+            ways.same(&format!("{gradients}-{schedule}"), &sets)
+        };
+        let run = trained("nvme");
+        let (report, _) = crate::plan::plan(&run, &[]);
+        let planned = report["step"]["grad_written_bytes"].as_u64().unwrap();
+        assert!(planned > 0);
+        // Six steps. What came last in one may stay in its slots until its update.
+        for moved in spilled(&run) {
+            assert!(
+                (3 * planned..=6 * planned).contains(&moved),
+                "{schedule}: {moved} bytes in 6 steps of {planned}"
+            );
+        }
+        assert_eq!(spilled(&trained("cpu")), [0, 0]);
+    });
+}
+
 #[test]
 fn a_tied_head_and_several_micro_batches_change_no_bit_in_bf16() {
     tied_and_accumulated(&[

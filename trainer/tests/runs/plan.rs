@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::lab::{Lab, Run, fail, finish, spawn, succeed};
 
 /// What `trainer plan --json` with `args` prints, and whether it ended well.
-fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
+pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
     let mut command = run.command("plan");
     command.arg("--json").args(args);
     let output = finish(spawn(command));

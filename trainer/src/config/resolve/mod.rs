@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 use super::toml::{ByteCount, ConfigToml};
 use super::{
-    DataSettings, DeviceChoice, Durability, KeepChoice, OffloadSettings, Placement, RunSettings,
-    Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
+    DataSettings, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
+    Placement, RunSettings, Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
 
@@ -187,6 +187,21 @@ fn resolve_offload(
             ("at_once", Schedule::AtOnce),
         ],
     )?;
+    let gradients = word(
+        "offload.gradients",
+        offload.gradients.as_deref(),
+        &[
+            ("auto", GradientsChoice::Auto),
+            ("cpu", GradientsChoice::Cpu),
+            ("nvme", GradientsChoice::Nvme),
+        ],
+    )?;
+    if gradients == GradientsChoice::Nvme && !placement.has_store() {
+        return Err(value(
+            "offload.gradients",
+            "\"nvme\", and nothing else of this run lives on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
+        ));
+    }
     let durability = word(
         "offload.durability",
         offload.durability.as_deref(),
@@ -240,6 +255,7 @@ fn resolve_offload(
         commit_every: offload.commit_every,
         host_memory_bytes,
         update,
+        gradients,
         tile_elems,
         staging_bytes,
         iodepth: iodepth as u32,
