@@ -40,7 +40,7 @@ fn read(mut settings: RunSettings) -> Result<Digest, TrainError> {
     settings.train.device = DeviceChoice::Cpu;
     // One process reads what any number of them wrote.
     settings.ranks = 1;
-    let prepared = Prepared::new(settings, None, false, Arc::new(Ranks::alone()))?;
+    let prepared = Prepared::new(settings, false, Arc::new(Ranks::alone()))?;
     let names: Vec<String> = prepared
         .plan
         .units

@@ -116,11 +116,41 @@ pub enum Decaying {
     AllBut(Vec<String>),
 }
 
-/// The text and how much of its end is kept for evaluation.
+/// What is learned from, how it becomes tokens, and what of it is kept for evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DataSettings {
     pub files: Vec<PathBuf>,
+    /// Text of its own for evaluation; empty when a share of `files` is held out, or nothing.
+    pub eval_files: Vec<PathBuf>,
     pub holdout_share: Share,
+    /// A folder with `tokenizer.json`, or such a file; "bytes"; `None` for that of the model's folder, or bytes.
+    pub tokenizer: Option<PathBuf>,
+    /// Takes the place of the tokenizer's own.
+    pub chat_template: Option<PathBuf>,
+    pub packing: Packing,
+    pub loss_on: LossOn,
+    /// Where tokens are kept for other runs too; `None` for the run folder.
+    pub cache: Option<PathBuf>,
+}
+
+/// How documents fill windows. In both, attention reaches back over documents that stand before in the same window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Packing {
+    /// One after another, cut where a window ends.
+    Concatenate,
+    /// Whole, with padding that does not count.
+    Documents,
+}
+
+/// Which tokens the loss is the mean of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossOn {
+    /// All.
+    All,
+    /// Completions, and what the assistant says in conversations.
+    Completions,
 }
 
 /// The run itself.

@@ -276,9 +276,14 @@ fn values_out_of_range_name_their_key() {
             "hidden_size = 64 is not a multiple of num_attention_heads = 5",
         ),
         (
-            "model.vocab_size",
-            json!(100),
-            "model.vocab_size: 100: bytes are tokens",
+            "data.loss_on",
+            json!("answers"),
+            "data.loss_on: \"answers\": use \"all\" or \"completions\"",
+        ),
+        (
+            "data.packing",
+            json!("tight"),
+            "data.packing: \"tight\": use \"concatenate\" or \"documents\"",
         ),
         ("train.seed", json!("x"), "train.seed: invalid type"),
         (

@@ -187,12 +187,18 @@ pub struct RopeScalingToml {
     pub original_max_position_embeddings: Option<u64>,
 }
 
-/// `data`: files or folders of text, and the share of its end that is held out.
+/// `data`: files or folders of text, how it becomes tokens, what of it is held out.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DataToml {
     pub files: Option<Vec<PathBuf>>,
+    pub eval_files: Option<Vec<PathBuf>>,
     pub holdout_share: Option<f64>,
+    pub tokenizer: Option<PathBuf>,
+    pub chat_template: Option<PathBuf>,
+    pub packing: Option<String>,
+    pub loss_on: Option<String>,
+    pub cache: Option<PathBuf>,
 }
 
 /// `train`: length, order, reports and place of the run.

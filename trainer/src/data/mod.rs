@@ -1,79 +1,136 @@
-//! Text into windows of tokens, in an order that any language can repeat.
+//! Files into windows of tokens, in an order that any language can repeat.
 //!
 //! ```text
-//!   files ──▶ bytes, one after another ──▶ [ training part                         | held-out tail ]
-//!                                            W = (bytes - 1) / seq_len windows, window w = bytes w*seq_len ..= w*seq_len + seq_len
-//!                                            (seq_len inputs, and as targets the same shifted by one)
+//!   files ─▶ read: documents ─▶ tokenize: tokens, and which count ─▶ packing: windows ─▶ cache: a file of tokens, made once
+//!                                                                                           │ ranges
+//!                                                       order: sample i is window ... ──────┴─▶ Windows: inputs, targets
 //! ```
 //!
-//! A byte is a token. Sample i (from 0, over the whole run) is window `order::permuted(seed, i / W, W, i % W)`.
-//! Nothing here has state: the next sample's number is all that a resumed run needs.
+//! [`Corpus`] is what is to be read, found and checked; [`Data`] what was read. Sample i (from 0, over the whole run) is window
+//! `order::permuted(seed, i / W, W, i % W)` of the W for training. Nothing here has state: the next sample's number is all that
+//! a resumed run needs.
 
+mod cache;
+mod corpus;
+mod error;
+mod make;
 pub mod order;
-mod text;
+mod packing;
+mod read;
+mod tokenize;
 
-use crate::config::DataSettings;
+use std::path::Path;
+
+use crate::compute::IGNORED;
+use crate::config::Packing;
 use crate::fingerprint::Fingerprint;
+use cache::Stored;
 
-pub use text::DataError;
+pub use corpus::{Corpus, Frame};
+pub use error::DataError;
+pub use read::Place;
+pub use tokenize::VOCAB_SIZE;
 
-/// Token ids a byte can have.
-pub const VOCAB_SIZE: u64 = 256;
-
-/// The text of a run in memory.
+/// The tokens of a run.
 pub struct Data {
-    bytes: Vec<u8>,
-    /// Bytes before the held-out tail.
-    train_bytes: usize,
+    train: Section,
+    held_out: Section,
+    /// Of all tokens, those that came with the training files first.
+    fingerprint: u64,
+    tokens: u64,
+    documents: u64,
+    counted: u64,
+    masked: bool,
+    packing: Packing,
     seq_len: usize,
     seed: u64,
     files: usize,
+    passed_over: usize,
 }
 
-/// Windows of one micro-batch, row by row: `rows * seq_len` inputs and as many targets.
+/// A range of a file of tokens.
+struct Section {
+    stored: std::sync::Arc<Stored>,
+    first_elem: u64,
+    windows: u64,
+}
+
+/// Windows of one micro-batch, row by row: `rows * seq_len` inputs and as many targets, [`IGNORED`] where one does not count.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Windows {
     pub inputs: Vec<i64>,
     pub targets: Vec<i64>,
 }
 
 impl Data {
-    /// Reads the text.
-    ///
-    /// # Errors
-    /// A file that is missing or empty; a text too short for one window, or a held-out tail too short for one.
-    pub fn open(
-        settings: &DataSettings,
-        seq_len: usize,
-        seed: u64,
-        evaluates: bool,
-    ) -> Result<Self, DataError> {
-        let text::Text { bytes, files } = text::read(&settings.files)?;
-        let holdout_bytes = (bytes.len() as f64 * settings.holdout_share.get()) as usize;
-        let train_bytes = bytes.len() - holdout_bytes;
-        let too_short = |part, bytes: usize| DataError::TooShort {
-            part,
-            bytes,
-            needed: seq_len + 1,
-            seq_len,
+    fn open(corpus: &Corpus, folder: &Path, seed: u64) -> Result<Self, DataError> {
+        let stored = |part: &corpus::Part| {
+            let path = part.path(folder);
+            let found = Stored::open(&path, part.key)?;
+            found
+                .map(std::sync::Arc::new)
+                .ok_or_else(|| DataError::Cache {
+                    verb: "read",
+                    source: std::io::ErrorKind::NotFound.into(),
+                    path,
+                })
         };
-        if train_bytes <= seq_len {
-            return Err(too_short("text for training", train_bytes));
+        let train = stored(&corpus.train)?;
+        let eval = corpus.eval.as_ref().map(stored).transpose()?;
+        let windows = |elems| packing::windows(corpus.packing, corpus.seq_len, elems);
+        let header = train.header().clone();
+        let section = |stored: &std::sync::Arc<Stored>, first_elem, elems| Section {
+            stored: stored.clone(),
+            first_elem,
+            windows: windows(elems),
+        };
+        let held_out = match &eval {
+            Some(eval) => section(eval, 0, eval.header().train_elems),
+            None => section(&train, header.train_elems, header.held_elems),
+        };
+        let train_section = section(&train, 0, header.train_elems);
+        // A file that was made for other windows.
+        if train_section.windows == 0 {
+            return Err(too_short(corpus, corpus.train.name, header.train_elems));
         }
-        if evaluates && holdout_bytes <= seq_len {
-            return Err(too_short("held-out text", holdout_bytes));
+        if corpus.evaluates && held_out.windows == 0 {
+            let (name, elems) = match &eval {
+                Some(eval) => ("text for evaluation", eval.header().train_elems),
+                None => ("held-out text", header.held_elems),
+            };
+            return Err(too_short(corpus, name, elems));
         }
+        let headers = || {
+            [Some(&train), eval.as_ref()]
+                .into_iter()
+                .flatten()
+                .map(|stored| stored.header())
+        };
         Ok(Self {
-            bytes,
-            train_bytes,
-            seq_len,
+            train: train_section,
+            held_out,
+            fingerprint: match &eval {
+                None => header.fingerprint,
+                Some(eval) => {
+                    let prints = [header.fingerprint, eval.header().fingerprint];
+                    Fingerprint::of(&prints.map(u64::to_le_bytes).concat())
+                }
+            },
+            tokens: headers().map(cache::Header::elems).sum(),
+            documents: headers().map(|header| header.documents).sum(),
+            counted: headers().map(|header| header.counted).sum(),
+            masked: header.masked,
+            packing: corpus.packing,
+            seq_len: corpus.seq_len,
             seed,
-            files,
+            files: corpus.parts().map(|part| part.found.sources.len()).sum(),
+            passed_over: corpus.parts().map(|part| part.found.passed_over).sum(),
         })
     }
 
-    /// Bytes of all files together.
-    pub fn bytes(&self) -> usize {
-        self.bytes.len()
+    /// Tokens of all files together, with those that end documents, and padding.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
     }
 
     /// Files that were read.
@@ -81,145 +138,111 @@ impl Data {
         self.files
     }
 
-    /// A fingerprint of the text, to tell that it changed between two starts.
+    /// In a line, for people.
+    pub fn describe(&self) -> String {
+        let Self {
+            files,
+            documents,
+            tokens,
+            ..
+        } = self;
+        let mut text = format!("{files} files, {documents} documents, {tokens} tokens");
+        if self.masked {
+            text += &format!(", {} of them count", self.counted);
+        }
+        text += &format!(
+            ", {} windows of {} tokens, {} held out",
+            self.windows(),
+            self.seq_len,
+            self.holdout_windows()
+        );
+        if self.passed_over > 0 {
+            text += &format!("; {} other files passed over", self.passed_over);
+        }
+        text
+    }
+
+    /// A fingerprint of the tokens, to tell that they changed between two starts.
     pub fn fingerprint(&self) -> u64 {
-        Fingerprint::of(&self.bytes)
+        self.fingerprint
+    }
+
+    /// Whether there are tokens that do not count in the loss.
+    pub fn masked(&self) -> bool {
+        self.masked
     }
 
     /// Windows of the training part.
     pub fn windows(&self) -> u64 {
-        ((self.train_bytes - 1) / self.seq_len) as u64
+        self.train.windows
     }
 
-    /// Windows of the held-out tail.
+    /// Windows that are held out.
     pub fn holdout_windows(&self) -> u64 {
-        ((self.bytes.len() - self.train_bytes).saturating_sub(1) / self.seq_len) as u64
+        self.held_out.windows
     }
 
     /// `rows` samples from sample number `first` on.
-    pub fn samples(&self, first: u64, rows: usize) -> Windows {
+    ///
+    /// # Errors
+    /// The file of tokens cannot be read, or was damaged since the start.
+    pub fn samples(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.windows();
-        self.collect((first..first + rows as u64).map(|sample| {
-            let window = order::permuted(self.seed, sample / windows, windows, sample % windows);
-            window as usize * self.seq_len
-        }))
+        let order = (first..first + rows as u64)
+            .map(|sample| order::permuted(self.seed, sample / windows, windows, sample % windows));
+        self.collect(&self.train, order)
     }
 
-    /// `rows` windows of the held-out tail from window `first` on, starting over at its end.
-    pub fn holdout(&self, first: u64, rows: usize) -> Windows {
+    /// `rows` held-out windows from window `first` on, starting over at their end.
+    ///
+    /// # Errors
+    /// As of [`Data::samples`].
+    pub fn holdout(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.holdout_windows();
-        assert!(windows > 0, "checked when the text was read");
-        self.collect(
-            (first..first + rows as u64)
-                .map(|w| self.train_bytes + (w % windows) as usize * self.seq_len),
-        )
+        assert!(windows > 0, "checked when the data was opened");
+        let order = (first..first + rows as u64).map(|window| window % windows);
+        self.collect(&self.held_out, order)
     }
 
-    fn collect(&self, starts: impl Iterator<Item = usize>) -> Windows {
-        let mut windows = Windows {
+    fn collect(
+        &self,
+        section: &Section,
+        order: impl Iterator<Item = u64>,
+    ) -> Result<Windows, DataError> {
+        let mut found = Windows {
             inputs: Vec::new(),
             targets: Vec::new(),
         };
-        for start in starts {
-            let bytes = &self.bytes[start..=start + self.seq_len];
-            windows
-                .inputs
-                .extend(bytes[..self.seq_len].iter().map(|byte| i64::from(*byte)));
-            windows
-                .targets
-                .extend(bytes[1..].iter().map(|byte| i64::from(*byte)));
+        let stride = packing::stride(self.packing, self.seq_len);
+        let mut elements = Vec::with_capacity(self.seq_len + 1);
+        for window in order {
+            elements.clear();
+            let first = section.first_elem + window * stride;
+            (section.stored).read(first, self.seq_len + 1, &mut elements)?;
+            let id = |element: u32| i64::from(element & !tokenize::NOT_COUNTED);
+            let inputs = elements[..self.seq_len].iter();
+            found.inputs.extend(inputs.map(|element| id(*element)));
+            let targets = elements[1..].iter();
+            found.targets.extend(targets.map(|&element| {
+                let counts = element & tokenize::NOT_COUNTED == 0;
+                if counts { id(element) } else { IGNORED }
+            }));
         }
-        windows
+        Ok(found)
+    }
+}
+
+fn too_short(corpus: &Corpus, part: &'static str, tokens: u64) -> DataError {
+    DataError::TooShort {
+        part,
+        tokens,
+        needed: match corpus.packing {
+            Packing::Concatenate => corpus.seq_len as u64 + 1,
+            Packing::Documents => 2,
+        },
+        seq_len: corpus.seq_len,
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::Share;
-
-    fn data(bytes: usize, seq_len: usize, share: f64) -> Result<Data, DataError> {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("text");
-        std::fs::write(
-            &path,
-            (0..bytes).map(|i| (i % 251) as u8).collect::<Vec<_>>(),
-        )
-        .expect("written");
-        let settings = DataSettings {
-            files: vec![path],
-            holdout_share: Share::new(share).expect("a share"),
-        };
-        Data::open(&settings, seq_len, 7, share > 0.0)
-    }
-
-    #[test]
-    fn targets_are_inputs_shifted_by_one() {
-        let windows = data(100, 9, 0.0).unwrap().samples(3, 4);
-        assert_eq!(windows.inputs.len(), 4 * 9);
-        for row in 0..4 {
-            assert_eq!(
-                windows.inputs[row * 9 + 1..row * 9 + 9],
-                windows.targets[row * 9..row * 9 + 8]
-            );
-        }
-    }
-
-    #[test]
-    fn an_epoch_has_every_window_once_and_the_next_one_another_order() {
-        let data = data(1000, 9, 0.0).unwrap();
-        let windows = data.windows();
-        assert_eq!(windows, 111);
-        let starts = |first: u64| -> Vec<i64> {
-            (0..windows)
-                .map(|i| data.samples(first + i, 1).inputs[0])
-                .collect()
-        };
-        let (mut one, mut two) = (starts(0), starts(windows));
-        assert_ne!(one, two);
-        one.sort_unstable();
-        two.sort_unstable();
-        assert_eq!(one, two);
-        one.dedup();
-        assert_eq!(
-            one.len() as u64,
-            windows,
-            "each window starts with a byte of its own here"
-        );
-    }
-
-    #[test]
-    fn held_out_text_is_never_trained_on() {
-        let data = data(240, 9, 0.25).unwrap();
-        assert_eq!((data.windows(), data.holdout_windows()), (19, 6));
-        let trained = (0..data.windows())
-            .flat_map(|i| data.samples(i, 1).targets)
-            .max();
-        let held = (0..data.holdout_windows())
-            .flat_map(|w| data.holdout(w, 1).inputs)
-            .min();
-        assert!(trained < held);
-        assert_eq!(data.holdout(6, 1).inputs, data.holdout(0, 1).inputs);
-    }
-
-    #[test]
-    fn a_text_shorter_than_a_window_is_refused() {
-        assert!(matches!(
-            data(9, 9, 0.0),
-            Err(DataError::TooShort {
-                bytes: 9,
-                needed: 10,
-                ..
-            })
-        ));
-        assert!(data(10, 9, 0.0).is_ok());
-        assert!(matches!(
-            data(40, 9, 0.2),
-            Err(DataError::TooShort {
-                part: "held-out text",
-                bytes: 8,
-                ..
-            })
-        ));
-    }
-}
+mod tests;

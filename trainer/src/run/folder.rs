@@ -188,6 +188,11 @@ pub(crate) fn daemon_folder(run_folder: &Path) -> PathBuf {
     run_folder.join("offloadd")
 }
 
+/// Where a run without `data.cache` keeps its tokens. They follow from its data and settings, so they outlive `--fresh`.
+pub(crate) fn tokens_folder(run_folder: &Path) -> PathBuf {
+    run_folder.join("tokens")
+}
+
 fn description_path(run_folder: &Path) -> PathBuf {
     run_folder.join("run.json")
 }

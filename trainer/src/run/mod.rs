@@ -6,5 +6,7 @@ mod state;
 
 pub use checkpoint::{Begun, Checkpoint, CheckpointError, Checkpoints};
 pub use folder::{FolderError, RunDescription, RunFolder};
-pub(crate) use folder::{daemon_folder, differences, job_name, resolved};
+pub(crate) use folder::{
+    daemon_folder, differences, job_name, make_folder, resolved, tokens_folder,
+};
 pub use state::{RunState, StateError};

@@ -23,13 +23,15 @@ pub(crate) use open::{OpenRun, Prepared};
 use crate::accelerator::AcceleratorError;
 use crate::compute::{self, ComputeError, Engine};
 use crate::config::{RunSettings, Tier};
-use crate::data::{Data, DataError};
+use crate::data::{Corpus, Data, DataError, Frame};
 use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::ranks::Ranks;
-use crate::run::{CheckpointError, FolderError, StateError, daemon_folder, resolved};
+use crate::run::{
+    CheckpointError, FolderError, StateError, daemon_folder, resolved, tokens_folder,
+};
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
 use lookout::Lookout;
@@ -169,21 +171,18 @@ fn run_to_its_end(
     stop: &Stop,
     ranks: &Arc<Ranks>,
 ) -> Result<(), TrainError> {
-    let (data, prepared) = ranks.together("checking the run", || {
-        let data = Data::open(
-            &settings.data,
-            settings.batch.seq_len,
-            settings.train.seed,
-            settings.train.eval_every > 0,
-        )?;
-        let prepared = Prepared::new(settings.clone(), Some(&data), fresh, ranks.clone())?;
+    let (corpus, mut prepared) = ranks.together("checking the run", || {
+        let corpus = Corpus::find(&settings.data, &Frame::of(&settings))?;
+        let prepared = Prepared::new(settings.clone(), fresh, ranks.clone())?;
         prepared.check_room()?;
-        Ok((data, prepared))
+        Ok((corpus, prepared))
     })?;
-    ranks.check_same_run(&settings, data.fingerprint())?;
+    ranks.check_same_run(&settings, corpus.fingerprint())?;
     if ranks.is_first() {
-        show(&prepared.settings, &prepared.plan, &data);
+        show(&prepared.settings, &prepared.plan, &corpus);
     }
+    let data = read_data(&settings, &corpus, ranks)?;
+    prepared.train_on(&data);
     start_threads(settings.train.threads)?;
     // All ranks at once, so not within what each does by itself. A machine may have fewer GPUs than ranks.
     let computes = prepared.gpu.as_ref().map_or("the processor", |_| "a GPU");
@@ -241,6 +240,28 @@ fn run_to_its_end(
         }
         Err(error) => Err(error),
     }
+}
+
+/// The tokens of the run: the first rank makes them if they are not there, all read them.
+fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
+    let own = tokens_folder(&resolved(&settings.train.run_folder));
+    let (folder, owned) = match &settings.data.cache {
+        Some(folder) => (folder.clone(), false),
+        None => (own, true),
+    };
+    // The others wait: all the node's share of threads is the first one's.
+    let threads = settings.train.threads * settings.ranks as usize;
+    ranks.by_first("making the tokens", || {
+        let mut say = |note| println!("{note}");
+        Ok(corpus.prepare(&folder, owned, threads, &mut say)?)
+    })?;
+    let data = ranks.together("opening the tokens", || {
+        Ok(corpus.open(&folder, settings.train.seed)?)
+    })?;
+    if ranks.is_first() {
+        println!("  data      {}", data.describe());
+    }
+    Ok(data)
 }
 
 /// Sets up torch's and the optimizer's threads, once for the process.
@@ -524,7 +545,7 @@ impl Training {
 }
 
 /// What is going to happen, before it does.
-fn show(settings: &RunSettings, plan: &Plan, data: &Data) {
+fn show(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
     println!("settings");
     for line in settings.lines() {
         println!("  {line}");
@@ -547,13 +568,7 @@ fn show(settings: &RunSettings, plan: &Plan, data: &Data) {
     for line in plan.to_string().lines() {
         println!("  {line}");
     }
-    println!(
-        "  text      {} files, {} windows of {} tokens, {} held out",
-        data.files(),
-        data.windows(),
-        settings.batch.seq_len,
-        data.holdout_windows()
-    );
+    println!("  tokenizer {}", corpus.describe());
 }
 
 /// What was found.

@@ -37,7 +37,7 @@ struct MicroBatch {
 
 /// What forward and backward of a step gave. Its gradients are with the swapper and wait for [`Stepper::finish`].
 pub(super) struct Gradients {
-    /// Mean over the step's tokens.
+    /// Mean over the step's tokens that count.
     pub(super) loss: f64,
     /// Global, before clipping.
     pub(super) norm: f64,
@@ -50,9 +50,25 @@ pub(super) struct Gradients {
     pub(super) held_bytes: u64,
 }
 
+/// Tokens that count: of this rank, and of all.
+#[derive(Clone, Copy)]
+struct Counted {
+    own: f64,
+    all: f64,
+}
+
+impl Counted {
+    /// The share of a micro-batch in the step: all tokens that count weigh the same, however they lie in micro-batches and on
+    /// ranks. Where all count it is one in as many micro-batches, in these very bits.
+    fn share(self, batch: &MicroBatch) -> f64 {
+        batch.targets.counted() as f64 / self.all.max(1.0)
+    }
+}
+
 /// What a pass has computed so far.
 struct Pass {
     batches: Vec<MicroBatch>,
+    counted: Counted,
     /// The newest unit's output for each micro-batch; going back, the gradient of the newest unit's input.
     flow: Vec<Activation>,
     /// Inputs of the blocks that have not been gone back through.
@@ -66,9 +82,10 @@ struct Pass {
 }
 
 impl Pass {
-    fn new(batches: Vec<MicroBatch>, units: usize, gpu: Option<&Gpu>) -> Self {
+    fn new(batches: Vec<MicroBatch>, counted: Counted, units: usize, gpu: Option<&Gpu>) -> Self {
         Self {
             batches,
+            counted,
             flow: Vec::new(),
             block_inputs: Vec::with_capacity(units),
             grads: (0..units).map(|_| None).collect(),
@@ -127,7 +144,16 @@ impl Stepper {
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
         let batches = self.micro_batches(data, own_sample)?;
         let head = self.engine.units().len() - 1;
-        let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
+        let own = counted(&batches);
+        let all = if data.masked() {
+            let mut all = [own];
+            self.shards.sum(&mut all)?;
+            all[0]
+        } else {
+            own * self.shards.count() as f64
+        };
+        let counted = Counted { own, all };
+        let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
         home.begin_step(turns::program(&self.training))?;
@@ -144,7 +170,11 @@ impl Stepper {
         }
         // Asked last: a GPU is waited for here, and nowhere before.
         let norm = self.mover.norm(&self.shards)?;
-        let mut loss = [mean(&pass.losses)? / self.shards.count() as f64];
+        // This rank's mean, as much of the step's as its tokens are.
+        let mut loss = [match own {
+            0.0 => 0.0,
+            own => mean(&pass)? / (all / own),
+        }];
         self.shards.sum(&mut loss)?;
         watch.end()?;
         Ok(Gradients {
@@ -167,9 +197,12 @@ impl Stepper {
         let head = self.engine.units().len() - 1;
         let rows = self.batch.micro_batch;
         let batches: Vec<MicroBatch> = (0..batches)
-            .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows), None))
+            .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)?, None))
             .collect::<Result<_, _>>()?;
-        let mut pass = Pass::new(batches, head + 1, self.gpu.as_ref());
+        // All ranks evaluate the same.
+        let own = counted(&batches);
+        let counted = Counted { own, all: own };
+        let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         home.begin_step(turns::program(&self.forward))?;
         // Nothing goes back.
         let keep = self.engine.keep(Keep::Nothing);
@@ -194,7 +227,7 @@ impl Stepper {
                 .head_loss(weights, tied, input, &batch.targets)?;
             pass.losses.push(loss);
         }
-        let loss = mean(&pass.losses)?;
+        let loss = mean(&pass)?;
         self.shards.check()?;
         Ok(loss)
     }
@@ -207,17 +240,13 @@ impl Stepper {
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Self {
-            engine,
-            mover,
-            shards,
-            ..
-        } = self;
+        let Self { engine, mover, .. } = self;
         let Pass {
             batches,
             flow,
             block_inputs,
             grads,
+            counted,
             ..
         } = pass;
         match turn {
@@ -249,7 +278,7 @@ impl Stepper {
                         engine,
                         mover,
                         batches,
-                        1.0 / (batches.len() * shards.count()) as f64,
+                        *counted,
                         inputs,
                         &mut head_grads,
                         &mut embedding_grads,
@@ -292,16 +321,12 @@ impl Stepper {
         Ok(())
     }
 
-    fn micro_batches(
-        &self,
-        data: &Data,
-        first_sample: u64,
-    ) -> Result<Vec<MicroBatch>, ComputeError> {
+    fn micro_batches(&self, data: &Data, first_sample: u64) -> Result<Vec<MicroBatch>, TrainError> {
         let rows = self.batch.micro_batch;
         let firsts =
             (0..self.batch.micro_batches).map(|batch| first_sample + (batch * rows) as u64);
         firsts
-            .map(|first| self.tokens(&data.samples(first, rows), Some(first)))
+            .map(|first| self.tokens(&data.samples(first, rows)?, Some(first)))
             .collect()
     }
 
@@ -310,7 +335,7 @@ impl Stepper {
         &self,
         windows: &Windows,
         first_sample: Option<u64>,
-    ) -> Result<MicroBatch, ComputeError> {
+    ) -> Result<MicroBatch, TrainError> {
         let (rows, seq_len) = (self.batch.micro_batch, self.batch.seq_len);
         let vocab_size = self.engine.config().vocab_size;
         let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?;
@@ -350,12 +375,12 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
     }
 }
 
-/// Loss and the gradients that flow into the last block, each micro-batch weighted with `share`, its part of the step.
+/// Loss and the gradients that flow into the last block, each micro-batch weighted with its part of the step.
 fn head_turn(
     engine: &Engine,
     mover: &Mover,
     batches: &[MicroBatch],
-    share: f64,
+    counted: Counted,
     inputs: Vec<Activation>,
     head_grads: &mut GradSink,
     embedding_grads: &mut GradSink,
@@ -366,6 +391,7 @@ fn head_turn(
     for (batch, input) in batches.iter().zip(inputs) {
         let tied = engine.config().tied;
         let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
+        let share = counted.share(batch);
         let (loss, grad) =
             engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
         losses.push(loss);
@@ -382,12 +408,19 @@ fn each<T, R>(
     items.iter().map(f).collect()
 }
 
-/// Of micro-batches that weigh the same.
-fn mean(losses: &[LossHandle]) -> Result<f64, ComputeError> {
-    let share = 1.0 / losses.len() as f64;
-    losses
-        .iter()
-        .try_fold(0.0, |sum, loss| Ok(sum + loss.value()? * share))
+fn counted(batches: &[MicroBatch]) -> f64 {
+    let counted = batches.iter().map(|batch| batch.targets.counted());
+    counted.sum::<usize>() as f64
+}
+
+/// Over this rank's tokens that count; 0 where none does.
+fn mean(pass: &Pass) -> Result<f64, ComputeError> {
+    let Counted { own, .. } = pass.counted;
+    let own = Counted { own, all: own };
+    let mut losses = pass.losses.iter().zip(&pass.batches);
+    losses.try_fold(0.0, |sum, (loss, batch)| {
+        Ok(sum + loss.value()? * own.share(batch))
+    })
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ fn texts_that_are_too_short_are_refused() {
         (
             "short",
             [
-                "the text for training has 16 bytes",
+                "the text for training has 16 tokens",
                 "train.seq_len = 16 tokens needs 17",
             ],
         ),

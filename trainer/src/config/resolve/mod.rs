@@ -1,6 +1,7 @@
 //! Checks values against their ranges and against each other, and fills in what the run file leaves open.
 
 mod batch;
+mod data;
 mod model;
 mod optimizer;
 mod placement;
@@ -10,8 +11,8 @@ use std::path::PathBuf;
 
 use super::toml::{ByteCount, ConfigToml};
 use super::{
-    DataSettings, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
-    Placement, RunSettings, Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
+    DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings, Placement, RunSettings,
+    Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
 
@@ -64,22 +65,15 @@ pub(super) fn resolve(
 
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     not_negative("gradient_clipping", gradient_clipping)?;
-    let holdout_share = share("data.holdout_share", data.holdout_share.unwrap_or(0.0))?;
-    let files = data.files.clone().unwrap_or_default();
-    if files.is_empty() {
-        return Err(SettingsError::Missing {
-            key: "data.files",
-            message: "name text files or folders of them",
-        });
-    }
+    let data = data::data(data)?;
 
     let stop_after = train.stop_after.unwrap_or(steps);
     within("train.stop_after", stop_after, 1, steps)?;
     let eval_every = train.eval_every.unwrap_or(0);
-    if eval_every > 0 && holdout_share.get() == 0.0 {
+    if eval_every > 0 && data.holdout_share.get() == 0.0 && data.eval_files.is_empty() {
         return Err(value(
             "train.eval_every",
-            "evaluation needs a text of its own: set data.holdout_share, for example 0.05",
+            "evaluation needs a text of its own: set data.holdout_share, for example 0.05, or data.eval_files",
         ));
     }
     let eval_batches = train.eval_batches.unwrap_or(4);
@@ -131,10 +125,7 @@ pub(super) fn resolve(
         gradient_clipping,
         optimizer,
         lr,
-        data: DataSettings {
-            files,
-            holdout_share,
-        },
+        data,
         train: TrainSettings {
             steps,
             stop_after,

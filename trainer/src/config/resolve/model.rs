@@ -61,15 +61,6 @@ pub(super) fn model(
         notes: more,
     } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
     notes.extend(more);
-    if (config.vocab_size as u64) < VOCAB_SIZE {
-        return Err(value(
-            "model.vocab_size",
-            format!(
-                "{}: bytes are tokens, at least {VOCAB_SIZE}",
-                config.vocab_size
-            ),
-        ));
-    }
     if seq_len > config.max_position_embeddings as u64 {
         let most = config.max_position_embeddings;
         return Err(value(

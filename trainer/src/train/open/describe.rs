@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use super::super::TrainError;
 use crate::config::{Durability, RunSettings};
-use crate::data::Data;
 use crate::plan::Plan;
 use crate::run::{RunDescription, RunFolder, resolved};
 
@@ -51,8 +50,8 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     }
 }
 
-/// What may change between two starts of a run. Without `text` it is only read, not trained.
-pub(super) fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value {
+/// What may change between two starts of a run. The text is added when it was read.
+pub(super) fn trained_with(settings: &RunSettings) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
     json!({
         "batch": lines["batch"],
@@ -61,7 +60,7 @@ pub(super) fn trained_with(settings: &RunSettings, text: Option<&Data>) -> Value
         "gradient_clipping": lines["gradient_clipping"],
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],
-        "text": text.map(|text| format!("{} bytes, fingerprint {:016x}", text.bytes(), text.fingerprint())),
+        "text": Value::Null,
         "holdout_share": lines["data"]["holdout_share"],
         "seed": settings.train.seed,
     })

@@ -64,7 +64,6 @@ impl Prepared {
     /// Settings that contradict each other or the run that the folder holds.
     pub(crate) fn new(
         mut settings: RunSettings,
-        text: Option<&Data>,
         fresh: bool,
         ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
@@ -77,15 +76,12 @@ impl Prepared {
         // First: the plan's look at the GPU then finds its context made, which takes a while.
         let gpu = accelerator::open(settings.train.device, ranks.rank())?;
         let hardware = Hardware::new(&settings, &Overrides::default());
-        let mut plan = Plan::new(
-            &settings,
-            hardware,
-            text.map_or(0, |text| text.bytes() as u64),
-        )?;
+        // Tokens are read as they are wanted: none of the data is held.
+        let mut plan = Plan::new(&settings, hardware, 0)?;
         if settings.placement.stage.divides_state() {
             plan.swapper.rank = ranks.rank();
         }
-        let trained_with = trained_with(&settings, text);
+        let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
         let begun = !fresh && RunFolder::check(&run_folder, &description)?;
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
@@ -110,6 +106,13 @@ impl Prepared {
             gpu,
             ranks,
         })
+    }
+
+    /// Notes what the run is trained on, to tell a difference at the next start.
+    pub(crate) fn train_on(&mut self, data: &Data) {
+        let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
+        let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");
+        self.trained_with["text"] = text.into();
     }
 
     /// Checks that there is room for the run: folders of a private store, or the daemon of a shared one, then memory.

@@ -1,0 +1,44 @@
+//! The data: which files, how they become tokens, what is held out.
+
+use super::{share, value, word};
+use crate::config::toml::DataToml;
+use crate::config::{DataSettings, LossOn, Packing, SettingsError};
+
+pub(super) fn data(given: &DataToml) -> Result<DataSettings, SettingsError> {
+    let files = given.files.clone().unwrap_or_default();
+    if files.is_empty() {
+        return Err(SettingsError::Missing {
+            key: "data.files",
+            message: "name text files or folders of them",
+        });
+    }
+    let eval_files = given.eval_files.clone().unwrap_or_default();
+    let holdout_share = share("data.holdout_share", given.holdout_share.unwrap_or(0.0))?;
+    if !eval_files.is_empty() && holdout_share.get() > 0.0 {
+        return Err(value(
+            "data.holdout_share",
+            "data.eval_files is what is evaluated on: leave one of them out",
+        ));
+    }
+    Ok(DataSettings {
+        files,
+        eval_files,
+        holdout_share,
+        tokenizer: given.tokenizer.clone(),
+        chat_template: given.chat_template.clone(),
+        packing: word(
+            "data.packing",
+            given.packing.as_deref(),
+            &[
+                ("concatenate", Packing::Concatenate),
+                ("documents", Packing::Documents),
+            ],
+        )?,
+        loss_on: word(
+            "data.loss_on",
+            given.loss_on.as_deref(),
+            &[("all", LossOn::All), ("completions", LossOn::Completions)],
+        )?,
+        cache: given.cache.clone(),
+    })
+}

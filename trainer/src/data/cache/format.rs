@@ -1,0 +1,131 @@
+//! The header, and elements as bytes.
+
+use super::super::tokenize::NOT_COUNTED;
+use super::{BLOCK_BYTES, ELEMENTS_AT};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"TOKENS\r\n");
+const VERSION: u64 = 1;
+const WORDS: usize = 16;
+pub(super) const HEADER_BYTES: usize = WORDS * 8;
+
+/// What a file of tokens says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in crate::data) struct Header {
+    pub(in crate::data) key: u64,
+    pub(in crate::data) elem_bytes: usize,
+    pub(in crate::data) masked: bool,
+    pub(in crate::data) train_elems: u64,
+    pub(in crate::data) held_elems: u64,
+    pub(in crate::data) documents: u64,
+    pub(in crate::data) fingerprint: u64,
+    pub(in crate::data) counted: u64,
+    pub(in crate::data) table_crc: u32,
+}
+
+impl Header {
+    pub(in crate::data) fn elems(&self) -> u64 {
+        self.train_elems + self.held_elems
+    }
+
+    pub(in crate::data) fn elements_bytes(&self) -> u64 {
+        self.elems() * self.elem_bytes as u64
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        self.elements_bytes().div_ceil(BLOCK_BYTES as u64)
+    }
+
+    pub(super) fn file_bytes(&self) -> u64 {
+        ELEMENTS_AT + self.elements_bytes() + 4 * self.blocks()
+    }
+
+    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let words: [u64; WORDS - 1] = [
+            MAGIC,
+            VERSION,
+            self.key,
+            self.elem_bytes as u64,
+            u64::from(self.masked),
+            self.train_elems,
+            self.held_elems,
+            self.documents,
+            self.fingerprint,
+            self.counted,
+            u64::from(self.table_crc),
+            0,
+            0,
+            0,
+            0,
+        ];
+        let mut bytes = [0; HEADER_BYTES];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        let crc = u64::from(crc32c::crc32c(&bytes[..HEADER_BYTES - 8]));
+        bytes[HEADER_BYTES - 8..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// From the start of a file.
+    pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
+        let mut words = [0; WORDS];
+        for (word, place) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_le_bytes(place.try_into().expect("eight bytes"));
+        }
+        if words[0] != MAGIC {
+            return Err("it is no file of tokens".into());
+        }
+        if words[WORDS - 1] != u64::from(crc32c::crc32c(&bytes[..HEADER_BYTES - 8])) {
+            return Err("its header fails its checksum".into());
+        }
+        if words[1] != VERSION {
+            return Err(format!("it has version {}, not {VERSION}", words[1]));
+        }
+        let header = Self {
+            key: words[2],
+            elem_bytes: words[3] as usize,
+            masked: words[4] == 1,
+            train_elems: words[5],
+            held_elems: words[6],
+            documents: words[7],
+            fingerprint: words[8],
+            counted: words[9],
+            table_crc: words[10] as u32,
+        };
+        // No file is longer, and nothing above overflows.
+        let elems = words[5]
+            .checked_add(words[6])
+            .filter(|elems| *elems < 1 << 56);
+        if ![1, 2, 4].contains(&words[3]) || elems.is_none() || header.encode() != *bytes {
+            return Err("its header contradicts itself".into());
+        }
+        Ok(header)
+    }
+
+    /// Elements as they are stored.
+    pub(super) fn pack(&self, elements: &[u32], out: &mut Vec<u8>) {
+        let top = 1u32 << (8 * self.elem_bytes - 1);
+        for &element in elements {
+            let id = element & !NOT_COUNTED;
+            let counts = element & NOT_COUNTED == 0;
+            assert!(counts || self.masked, "a mask was not planned for");
+            let stored = if counts { id } else { id | top };
+            out.extend_from_slice(&stored.to_le_bytes()[..self.elem_bytes]);
+        }
+    }
+
+    /// Elements from bytes that were stored.
+    pub(super) fn unpack(&self, bytes: &[u8], out: &mut Vec<u32>) {
+        let top = 1u32 << (8 * self.elem_bytes - 1);
+        out.extend(bytes.chunks_exact(self.elem_bytes).map(|bytes| {
+            let mut word = [0; 4];
+            word[..self.elem_bytes].copy_from_slice(bytes);
+            let stored = u32::from_le_bytes(word);
+            if self.masked && stored & top != 0 {
+                (stored & !top) | NOT_COUNTED
+            } else {
+                stored
+            }
+        }));
+    }
+}

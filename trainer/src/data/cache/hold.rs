@@ -1,0 +1,134 @@
+//! Who makes a file of tokens: one process at a time, in a file that takes the name at the end.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::super::DataError;
+use crate::run::make_folder;
+
+/// Between two looks at what another process makes.
+const ROUND: Duration = Duration::from_millis(100);
+/// Another process that has written nothing for so long hangs.
+const SILENT_MAX: Duration = Duration::from_secs(600);
+
+/// The right to make a file of tokens, for as long as it is held. The lock ends with the process.
+pub(in crate::data) struct Claim {
+    path: PathBuf,
+    temporary: PathBuf,
+    file: File,
+    /// Folders that were made for it, innermost first: removed again if nothing comes of it.
+    made: Vec<PathBuf>,
+    kept: bool,
+}
+
+/// Claims the making of `path`. `None` when another process has made it meanwhile.
+///
+/// # Errors
+/// The folder cannot be written; another process has the claim and does nothing.
+pub(in crate::data) fn claim(
+    path: &Path,
+    say: &mut dyn FnMut(String),
+) -> Result<Option<Claim>, DataError> {
+    let failed = |source| DataError::Cache {
+        verb: "write",
+        path: path.into(),
+        source,
+    };
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let missing = folder
+        .ancestors()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let made = missing
+        .take_while(|folder| !folder.exists())
+        .map(PathBuf::from)
+        .collect();
+    // It may be the run folder that is made here: it must be as durable as if the run had made it.
+    make_folder(folder).map_err(failed)?;
+    let temporary = path.with_extension("new");
+    let mut said = false;
+    let (mut seen_bytes, mut since) = (0, Instant::now());
+    loop {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&temporary)
+            .map_err(failed)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) if is_at(&file, &temporary) => {
+                return Ok(Some(Claim {
+                    path: path.into(),
+                    temporary,
+                    file,
+                    made,
+                    kept: false,
+                }));
+            }
+            // It took its name between our opening and locking it.
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                if !said {
+                    say(format!("another trainer makes {}: waiting", path.display()));
+                    said = true;
+                }
+                let bytes = file.metadata().map_err(failed)?.len();
+                if bytes != seen_bytes {
+                    (seen_bytes, since) = (bytes, Instant::now());
+                }
+                if since.elapsed() > SILENT_MAX {
+                    return Err(DataError::Busy {
+                        path: temporary,
+                        waited_s: SILENT_MAX.as_secs(),
+                    });
+                }
+                std::thread::sleep(ROUND);
+            }
+            Err(error) => return Err(failed(error.into())),
+        }
+        if path.exists() && !temporary.exists() {
+            return Ok(None);
+        }
+    }
+}
+
+impl Claim {
+    /// What is written to.
+    pub(in crate::data) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Gives the file its name.
+    pub(in crate::data) fn keep(mut self) -> Result<(), DataError> {
+        fs::rename(&self.temporary, &self.path).map_err(|source| DataError::Cache {
+            verb: "write",
+            path: self.path.clone(),
+            source,
+        })?;
+        self.kept = true;
+        Ok(())
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.kept {
+            let _ = fs::remove_file(&self.temporary);
+            // Only empty ones go.
+            for folder in &self.made {
+                let _ = fs::remove_dir(folder);
+            }
+        }
+    }
+}
+
+/// Whether the file that is called `path` is this one.
+fn is_at(file: &File, path: &Path) -> bool {
+    let number = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let ours = file.metadata().map(number).ok();
+    ours.is_some() && ours == fs::metadata(path).map(number).ok()
+}

@@ -1,0 +1,148 @@
+//! A file of tokens that is complete.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use super::super::DataError;
+use super::format::{HEADER_BYTES, Header};
+use super::{BLOCK_BYTES, ELEMENTS_AT};
+
+/// Read in ranges; whatever is handed out has passed its checksum.
+pub(in crate::data) struct Stored {
+    file: File,
+    path: PathBuf,
+    header: Header,
+    /// Of each block. A 16,384th of the elements.
+    table: Vec<u32>,
+}
+
+impl Stored {
+    /// Opens the file at `path`; `None` where there is none.
+    ///
+    /// # Errors
+    /// It is not what `key` says, or damaged as far as header and table tell; it cannot be read.
+    pub(in crate::data) fn open(path: &Path, key: u64) -> Result<Option<Self>, DataError> {
+        let failed = |source| DataError::Cache {
+            verb: "read",
+            path: path.into(),
+            source,
+        };
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let damaged = |message: &str| DataError::DamagedCache {
+            path: path.into(),
+            offset: 0,
+            message: message.into(),
+        };
+        let bytes = file.metadata().map_err(failed)?.len();
+        if bytes < ELEMENTS_AT {
+            return Err(damaged("it ends before its elements"));
+        }
+        let mut start = [0; HEADER_BYTES];
+        file.read_exact_at(&mut start, 0).map_err(failed)?;
+        let header = Header::decode(&start).map_err(|message| damaged(&message))?;
+        if header.key != key {
+            return Err(damaged("it holds other tokens than its name says"));
+        }
+        if bytes != header.file_bytes() {
+            return Err(damaged("it has not the length that its header says"));
+        }
+        let mut table = vec![0; 4 * header.blocks() as usize];
+        file.read_exact_at(&mut table, ELEMENTS_AT + header.elements_bytes())
+            .map_err(failed)?;
+        if crc32c::crc32c(&table) != header.table_crc {
+            return Err(damaged("its table of checksums fails its own"));
+        }
+        let table = table.chunks_exact(4);
+        Ok(Some(Self {
+            table: table
+                .map(|crc| u32::from_le_bytes(crc.try_into().expect("four bytes")))
+                .collect(),
+            file,
+            path: path.into(),
+            header,
+        }))
+    }
+
+    pub(in crate::data) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Reads all of it, telling how many bytes more were gone through.
+    ///
+    /// # Errors
+    /// The first damage.
+    pub(in crate::data) fn verify(&self, tell: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+        let mut bytes = Vec::new();
+        for block in 0..self.header.blocks() {
+            self.block(block, &mut bytes)?;
+            tell(bytes.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Adds `count` elements from element `first` on to `out`.
+    ///
+    /// # Errors
+    /// Damage; it cannot be read.
+    pub(in crate::data) fn read(
+        &self,
+        first: u64,
+        count: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), DataError> {
+        let width = self.header.elem_bytes as u64;
+        let mut at = first * width;
+        let end = at + count as u64 * width;
+        assert!(
+            end <= self.header.elements_bytes(),
+            "elements {first} and {count} more"
+        );
+        let mut bytes = Vec::new();
+        while at < end {
+            let block = at / BLOCK_BYTES as u64;
+            self.block(block, &mut bytes)?;
+            let start = block * BLOCK_BYTES as u64;
+            let upto = end.min(start + bytes.len() as u64);
+            let part = &bytes[(at - start) as usize..(upto - start) as usize];
+            self.header.unpack(part, out);
+            at = upto;
+        }
+        Ok(())
+    }
+
+    /// The bytes of a block, checked.
+    fn block(&self, block: u64, bytes: &mut Vec<u8>) -> Result<(), DataError> {
+        let start = block * BLOCK_BYTES as u64;
+        let left = self.header.elements_bytes() - start;
+        bytes.resize(left.min(BLOCK_BYTES as u64) as usize, 0);
+        let offset = ELEMENTS_AT + start;
+        let damaged = |message: String| DataError::DamagedCache {
+            path: self.path.clone(),
+            offset,
+            message,
+        };
+        self.file
+            .read_exact_at(bytes, offset)
+            .map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => damaged("it ends here".into()),
+                _ => DataError::Cache {
+                    verb: "read",
+                    path: self.path.clone(),
+                    source: error,
+                },
+            })?;
+        let (expected, found) = (self.table[block as usize], crc32c::crc32c(bytes));
+        if found == expected {
+            Ok(())
+        } else {
+            Err(damaged(format!(
+                "checksum {found:08x} where {expected:08x} was written"
+            )))
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A file of tokens in the making.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::super::DataError;
+use super::super::tokenize::NOT_COUNTED;
+use super::format::Header;
+use super::{BLOCK_BYTES, ELEMENTS_AT};
+use crate::fingerprint::Fingerprint;
+
+/// Takes elements for training and elements that are held out in any order; those held out wait in a file of their own.
+pub(in crate::data) struct Writer<'a> {
+    file: &'a File,
+    path: &'a Path,
+    header: Header,
+    /// Less than a block.
+    pending: Vec<u8>,
+    table: Vec<u8>,
+    print: Fingerprint,
+    held: Option<File>,
+    held_counted: u64,
+}
+
+impl<'a> Writer<'a> {
+    /// Into `file`, which is called `path`.
+    pub(in crate::data) fn new(
+        file: &'a File,
+        path: &'a Path,
+        header: Header,
+    ) -> Result<Self, DataError> {
+        let writer = Self {
+            file,
+            path,
+            header,
+            pending: Vec::with_capacity(2 * BLOCK_BYTES),
+            table: Vec::new(),
+            print: Fingerprint::default(),
+            held: None,
+            held_counted: 0,
+        };
+        // What an earlier try left.
+        writer.done(file.set_len(0))?;
+        let mut file = file;
+        writer.done(file.seek(SeekFrom::Start(ELEMENTS_AT)))?;
+        Ok(writer)
+    }
+
+    /// Elements for training.
+    pub(in crate::data) fn train(&mut self, elements: &[u32]) -> Result<(), DataError> {
+        self.header.train_elems += elements.len() as u64;
+        self.header.counted += counted(elements);
+        let header = self.header.clone();
+        header.pack(elements, &mut self.pending);
+        self.write_blocks(false)
+    }
+
+    /// Elements that are held out.
+    pub(in crate::data) fn hold(&mut self, elements: &[u32]) -> Result<(), DataError> {
+        self.header.held_elems += elements.len() as u64;
+        self.header.counted += counted(elements);
+        self.held_counted += counted(elements);
+        let mut bytes = Vec::new();
+        self.header.pack(elements, &mut bytes);
+        if self.held.is_none() {
+            let folder = self.path.parent().unwrap_or(Path::new("."));
+            self.held = Some(self.done(tempfile::tempfile_in(folder))?);
+        }
+        let mut held = self.held.as_ref().expect("made above");
+        self.done(held.write_all(&bytes))
+    }
+
+    /// What was written so far.
+    pub(in crate::data) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Elements written to be held out that count.
+    pub(in crate::data) fn held_counted(&self) -> u64 {
+        self.held_counted
+    }
+
+    /// One more document.
+    pub(in crate::data) fn document(&mut self) {
+        self.header.documents += 1;
+    }
+
+    /// Completes the file. `last_held` of the elements for training, its last, are held out.
+    pub(in crate::data) fn finish(mut self, last_held: u64) -> Result<Header, DataError> {
+        if let Some(mut held) = self.held.take() {
+            self.done(held.rewind())?;
+            let mut bytes = vec![0; BLOCK_BYTES];
+            loop {
+                let read = self.done(held.read(&mut bytes))?;
+                if read == 0 {
+                    break;
+                }
+                self.pending.extend_from_slice(&bytes[..read]);
+                self.write_blocks(false)?;
+            }
+        }
+        self.write_blocks(true)?;
+        self.header.train_elems -= last_held;
+        self.header.held_elems += last_held;
+        self.header.fingerprint = self.print.clone().finish();
+        self.header.table_crc = crc32c::crc32c(&self.table);
+        let mut file = self.file;
+        self.done(file.write_all(&self.table))?;
+        // The header is last: without it this is no file of tokens.
+        self.done(self.file.write_all_at(&self.header.encode(), 0))?;
+        Ok(self.header)
+    }
+
+    fn write_blocks(&mut self, all: bool) -> Result<(), DataError> {
+        let mut from = 0;
+        while self.pending.len() - from >= BLOCK_BYTES || all && self.pending.len() > from {
+            let end = self.pending.len().min(from + BLOCK_BYTES);
+            let block = &self.pending[from..end];
+            self.print.add(block);
+            self.table
+                .extend_from_slice(&crc32c::crc32c(block).to_le_bytes());
+            let mut file = self.file;
+            self.done(file.write_all(block))?;
+            from = end;
+        }
+        self.pending.drain(..from);
+        Ok(())
+    }
+
+    fn done<T>(&self, result: std::io::Result<T>) -> Result<T, DataError> {
+        result.map_err(|source| DataError::Cache {
+            verb: "write",
+            path: self.path.into(),
+            source,
+        })
+    }
+}
+
+fn counted(elements: &[u32]) -> u64 {
+    let counting = elements
+        .iter()
+        .filter(|element| *element & NOT_COUNTED == 0);
+    counting.count() as u64
+}

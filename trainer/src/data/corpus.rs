@@ -1,0 +1,210 @@
+//! What a run is to learn from: files found, tokenizer read, nothing made yet.
+
+use std::path::{Path, PathBuf};
+
+use super::make::{are_plain, ensure};
+use super::read::{Found, find, first_kind};
+use super::tokenize::{Encoding, Tokenizer, Wanted};
+use super::{Data, DataError};
+use crate::config::{DataSettings, Packing, RunSettings};
+use crate::fingerprint::Fingerprint;
+
+/// Raised when tokens of the same files would be others.
+const TOKENS_VERSION: u64 = 1;
+
+/// The data of a run before it is read.
+pub struct Corpus {
+    pub(super) tokenizer: Tokenizer,
+    pub(super) encoding: Encoding,
+    pub(super) packing: Packing,
+    pub(super) seq_len: usize,
+    pub(super) evaluates: bool,
+    pub(super) train: Part,
+    /// Of `data.eval_files`.
+    pub(super) eval: Option<Part>,
+}
+
+/// Files that become one file of tokens.
+pub(super) struct Part {
+    /// What it is called in messages.
+    pub(super) name: &'static str,
+    /// The setting that names the files.
+    pub(super) setting: &'static str,
+    pub(super) found: Found,
+    pub(super) holdout_share: f64,
+    pub(super) key: u64,
+}
+
+impl Part {
+    pub(super) fn path(&self, folder: &Path) -> PathBuf {
+        folder.join(format!("{:016x}.tokens", self.key))
+    }
+
+    /// Whether the last tokens are held out, not documents.
+    pub(super) fn by_tail(&self) -> bool {
+        are_plain(&self.found)
+    }
+}
+
+/// What data depends on beside its own settings.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame<'a> {
+    pub model_folder: Option<&'a Path>,
+    pub vocab_size: u64,
+    pub seq_len: usize,
+    pub evaluates: bool,
+}
+
+impl<'a> Frame<'a> {
+    /// That of a run.
+    pub fn of(settings: &'a RunSettings) -> Self {
+        Self {
+            model_folder: settings.model_folder.as_deref(),
+            vocab_size: settings.model.vocab_size as u64,
+            seq_len: settings.batch.seq_len,
+            evaluates: settings.train.eval_every > 0,
+        }
+    }
+}
+
+impl Corpus {
+    /// Finds the files, reads the tokenizer, looks at the first document.
+    ///
+    /// # Errors
+    /// Files that are missing, empty or of no kind that is read; a tokenizer of another model; data that the settings do not fit.
+    pub fn find(settings: &DataSettings, frame: &Frame<'_>) -> Result<Self, DataError> {
+        let found = find(&settings.files, "data.files")?;
+        let eval_files = match settings.eval_files.as_slice() {
+            [] => None,
+            files => Some(find(files, "data.eval_files")?),
+        };
+        let tokenizer = Tokenizer::open(&Wanted {
+            tokenizer: settings.tokenizer.as_deref(),
+            template: settings.chat_template.as_deref(),
+            model_folder: frame.model_folder,
+            vocab_size: frame.vocab_size,
+        })?;
+        let mut corpus = Self {
+            tokenizer,
+            encoding: Encoding {
+                loss_on: settings.loss_on,
+            },
+            packing: settings.packing,
+            seq_len: frame.seq_len,
+            evaluates: frame.evaluates,
+            train: Part {
+                name: "text for training",
+                setting: "data.files",
+                found,
+                holdout_share: settings.holdout_share.get(),
+                key: 0,
+            },
+            eval: eval_files.map(|found| Part {
+                name: "text for evaluation",
+                setting: "data.eval_files",
+                found,
+                holdout_share: 0.0,
+                key: 0,
+            }),
+        };
+        corpus.train.key = corpus.key(&corpus.train);
+        let eval_key = corpus.eval.as_ref().map(|part| corpus.key(part));
+        if let (Some(part), Some(key)) = (&mut corpus.eval, eval_key) {
+            part.key = key;
+        }
+        for part in corpus.parts() {
+            let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
+            if let Some(kind) = first_kind(&part.found.sources, part.setting, any_bytes)? {
+                corpus.tokenizer.check(kind, corpus.encoding)?;
+            }
+        }
+        Ok(corpus)
+    }
+
+    /// Makes the files of tokens in `folder` that are not there. One process does, others wait. `owned` folders hold nothing
+    /// else: what earlier settings left in them goes.
+    ///
+    /// # Errors
+    /// Data that cannot be read or is too little; the folder cannot be written.
+    pub fn prepare(
+        &self,
+        folder: &Path,
+        owned: bool,
+        threads: usize,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(), DataError> {
+        for part in self.parts() {
+            ensure(self, part, folder, threads, say)?;
+        }
+        if owned {
+            self.remove_others(folder);
+        }
+        Ok(())
+    }
+
+    /// The data, as [`Corpus::prepare`] left it in `folder`.
+    ///
+    /// # Errors
+    /// It is not there any more, or damaged.
+    pub fn open(&self, folder: &Path, seed: u64) -> Result<Data, DataError> {
+        Data::open(self, folder, seed)
+    }
+
+    /// Changes when the tokens would.
+    pub fn fingerprint(&self) -> u64 {
+        let mut print = Fingerprint::default();
+        for part in self.parts() {
+            print.add(&part.key.to_le_bytes());
+        }
+        print.finish()
+    }
+
+    /// What a person should know before it is read.
+    pub fn describe(&self) -> String {
+        self.tokenizer.describe()
+    }
+
+    pub(super) fn parts(&self) -> impl Iterator<Item = &Part> {
+        [&self.train].into_iter().chain(&self.eval)
+    }
+
+    /// Of everything that tokens depend on: files by name, length and times, since reading all of them takes as long as
+    /// tokenizing some.
+    fn key(&self, part: &Part) -> u64 {
+        let mut print = Fingerprint::default();
+        let mut number = |number: u64| print.add(&number.to_le_bytes());
+        number(TOKENS_VERSION);
+        number(self.tokenizer.fingerprint());
+        number(self.encoding.loss_on as u64);
+        number(self.packing as u64);
+        // Windows of whole documents are packed for one length.
+        number(match self.packing {
+            Packing::Concatenate => 0,
+            Packing::Documents => self.seq_len as u64,
+        });
+        number(part.holdout_share.to_bits());
+        for source in &part.found.sources {
+            let path = std::path::absolute(&source.path).unwrap_or_else(|_| source.path.clone());
+            let path = path.as_os_str().as_encoded_bytes();
+            print.add(&(path.len() as u64).to_le_bytes());
+            print.add(path);
+            print.add(&source.bytes.to_le_bytes());
+            for number in source.version {
+                print.add(&number.to_le_bytes());
+            }
+        }
+        print.finish()
+    }
+
+    fn remove_others(&self, folder: &Path) {
+        let ours: Vec<PathBuf> = self.parts().map(|part| part.path(folder)).collect();
+        // What stays costs room, nothing else.
+        for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let tokens = path.extension().is_some_and(|ending| ending == "tokens");
+            if tokens && !ours.contains(&path) {
+                let _ = std::fs::remove_file(path);
+            }
+        }
+    }
+}

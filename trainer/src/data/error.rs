@@ -1,0 +1,89 @@
+//! Why a run has no data.
+
+use std::path::PathBuf;
+
+use super::read::Place;
+
+/// Why a run has no data.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    #[error("{key}: cannot read {}: {source}", path.display())]
+    Read {
+        key: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("{key}: {} is empty: write some text into it, or name another file", path.display())]
+    Empty { key: &'static str, path: PathBuf },
+    #[error("{key}: {} is neither a file nor a folder: name one, with text in it", path.display())]
+    NoFile { key: &'static str, path: PathBuf },
+    #[error("{key}: {} has no .jsonl, .parquet or text file in it", path.display())]
+    NoText { key: &'static str, path: PathBuf },
+    #[error("{key}: {} has more than {files_max} files or folders {depth_max} deep: name a smaller folder", path.display())]
+    TooMany {
+        key: &'static str,
+        path: PathBuf,
+        files_max: usize,
+        depth_max: usize,
+    },
+    #[error("{key}: {} is not read as it is: {instead}", path.display())]
+    Format {
+        key: &'static str,
+        path: PathBuf,
+        instead: &'static str,
+    },
+    /// A line or a row that is no record.
+    #[error("{place}: {message}")]
+    Record { place: Place, message: String },
+    /// A file whose records cannot be found.
+    #[error("{} is damaged: {message}", path.display())]
+    Damaged { path: PathBuf, message: String },
+    #[error("{key}: {message}")]
+    Setting { key: &'static str, message: String },
+    #[error(
+        "{key}: {} has {tokenizer} tokens, the model's vocab_size is {model}: this is the tokenizer of another model. Name the model's own, or set model.vocab_size = {tokenizer} for a model that is trained from its beginning",
+        path.display()
+    )]
+    OtherTokenizer {
+        key: &'static str,
+        path: PathBuf,
+        tokenizer: u64,
+        model: u64,
+    },
+    #[error(
+        "data.files: the {part} has {tokens} tokens, one window of train.seq_len = {seq_len} tokens needs {needed}: give more text or shorter windows"
+    )]
+    TooShort {
+        part: &'static str,
+        tokens: u64,
+        needed: u64,
+        seq_len: usize,
+    },
+    #[error(
+        "data.loss_on: the {part} has {tokens} tokens and none of them counts: with \"completions\" there must be completions"
+    )]
+    NothingCounts { part: &'static str, tokens: u64 },
+    #[error("{cache}: cannot {verb} {}: {source}", path.display(), cache = "data.cache")]
+    Cache {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    /// Noticed while training; a start notices it before and makes the tokens again.
+    #[error(
+        "data.cache: {} is damaged at byte {offset}: {message}. Start again: the tokens are then made anew",
+        path.display()
+    )]
+    DamagedCache {
+        path: PathBuf,
+        offset: u64,
+        message: String,
+    },
+    #[error(
+        "data.cache: another trainer has {} and has written nothing for {waited_s} s: end it, or name another data.cache",
+        path.display()
+    )]
+    Busy { path: PathBuf, waited_s: u64 },
+    #[error("cannot start {count} threads for tokenizing: {message}")]
+    Threads { count: usize, message: String },
+}

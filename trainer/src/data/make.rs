@@ -1,0 +1,272 @@
+//! Makes a file of tokens: reads documents, tokenizes them on all threads, packs them.
+
+use rayon::prelude::*;
+
+use super::cache::{Claim, Header, Stored, Writer, claim, elem_bytes};
+use super::corpus::{Corpus, Part};
+use super::packing::{Packer, stride, windows};
+use super::read::{self, Format, PIECE_BYTES, Piece};
+use super::tokenize::Tokenizer;
+use super::{DataError, too_short};
+use crate::config::{LossOn, Packing};
+use crate::long_work::LongWork;
+
+/// Text that is tokenized at a time, on all threads.
+const BATCH_BYTES: u64 = 64 * PIECE_BYTES as u64;
+const BATCH_DOCUMENTS: usize = 16_384;
+
+/// A piece, and whether its document ends with it.
+struct Whole {
+    piece: Piece,
+    ends: bool,
+}
+
+/// The file of tokens of `part` in `folder`: checked if it is there, made if not or if it is damaged.
+pub(super) fn ensure(
+    corpus: &Corpus,
+    part: &Part,
+    folder: &std::path::Path,
+    threads: usize,
+    say: &mut dyn FnMut(String),
+) -> Result<(), DataError> {
+    let path = part.path(folder);
+    if good(part, &path, say)? {
+        return Ok(());
+    }
+    let Some(claim) = claim(&path, say)? else {
+        return ensure(corpus, part, folder, threads, say);
+    };
+    // Another trainer may have been faster.
+    if Stored::open(&path, part.key).is_ok_and(|found| found.is_some())
+        && good(part, &path, &mut |_| {})?
+    {
+        return Ok(());
+    }
+    make(corpus, part, &claim, &path, threads)?;
+    claim.keep()
+}
+
+/// Whether the file of tokens is there and undamaged.
+fn good(
+    part: &Part,
+    path: &std::path::Path,
+    say: &mut dyn FnMut(String),
+) -> Result<bool, DataError> {
+    let check = || {
+        let Some(stored) = Stored::open(path, part.key)? else {
+            return Ok(false);
+        };
+        let mut work = LongWork::new(
+            "checking the tokens",
+            stored.header().elements_bytes(),
+            true,
+        );
+        stored.verify(&mut |bytes| work.add(bytes))?;
+        Ok(true)
+    };
+    match check() {
+        Err(DataError::DamagedCache {
+            path,
+            offset,
+            message,
+        }) => {
+            say(format!(
+                "note: the tokens in {} are damaged at byte {offset} ({message}): they are made again",
+                path.display()
+            ));
+            Ok(false)
+        }
+        other => other,
+    }
+}
+
+fn make(
+    corpus: &Corpus,
+    part: &Part,
+    claim: &Claim,
+    path: &std::path::Path,
+    threads: usize,
+) -> Result<(), DataError> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .map_err(|error| DataError::Threads {
+            count: threads,
+            message: error.to_string(),
+        })?;
+    let masked =
+        corpus.encoding.loss_on == LossOn::Completions || corpus.packing == Packing::Documents;
+    let header = Header {
+        key: part.key,
+        elem_bytes: elem_bytes(corpus.tokenizer.ids_end(), masked),
+        masked,
+        ..Header::default()
+    };
+    let mut writer = Writer::new(claim.file(), path, header)?;
+    let mut making = Making {
+        corpus,
+        pool,
+        batch: Vec::new(),
+        batch_bytes: 0,
+        by_tail: part.by_tail(),
+        share: part.holdout_share,
+        documents: 0,
+        packer: Packer::new(
+            &mut writer,
+            corpus.packing,
+            corpus.seq_len,
+            corpus.tokenizer.padding(),
+        ),
+    };
+    let mut work = LongWork::new("tokenizing", part.found.bytes(), true);
+    let mut kind = None;
+    let mut before: Option<Piece> = None;
+    for source in &part.found.sources {
+        let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
+        read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
+            work.add(piece.bytes);
+            // Whether a piece is its document's last, the next one says.
+            let ends = !piece.continues;
+            match before.replace(piece) {
+                Some(piece) => making.take(Whole { piece, ends }),
+                None => Ok(()),
+            }
+        })?;
+    }
+    if let Some(piece) = before {
+        making.take(Whole { piece, ends: true })?;
+    }
+    making.tokenize()?;
+    making.packer.finish()?;
+    finish(corpus, part, writer)
+}
+
+fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataError> {
+    let header = writer.header();
+    let last_held = match part.by_tail() {
+        false => 0,
+        true => {
+            let held = |elems: u64| (elems as f64 * part.holdout_share) as u64;
+            match corpus.packing {
+                Packing::Concatenate => held(header.elems()),
+                Packing::Documents => {
+                    let stride = stride(corpus.packing, corpus.seq_len);
+                    held(header.elems() / stride) * stride
+                }
+            }
+        }
+    };
+    let held = [
+        (
+            part.name,
+            header.train_elems - last_held,
+            header.counted - writer.held_counted(),
+            true,
+        ),
+        (
+            "held-out text",
+            header.held_elems + last_held,
+            writer.held_counted(),
+            corpus.evaluates && part.holdout_share > 0.0,
+        ),
+    ];
+    for (name, elems, counted, needed) in held {
+        if needed && windows(corpus.packing, corpus.seq_len, elems) == 0 {
+            return Err(too_short(corpus, name, elems));
+        }
+        if needed && corpus.encoding.loss_on == LossOn::Completions && counted == 0 {
+            return Err(DataError::NothingCounts {
+                part: name,
+                tokens: elems,
+            });
+        }
+    }
+    writer.finish(last_held)?;
+    Ok(())
+}
+
+/// Documents on their way.
+struct Making<'c, 'w, 'f> {
+    corpus: &'c Corpus,
+    pool: rayon::ThreadPool,
+    batch: Vec<Whole>,
+    batch_bytes: u64,
+    /// Whether the last tokens are held out, not documents.
+    by_tail: bool,
+    share: f64,
+    documents: u64,
+    packer: Packer<'w, 'f>,
+}
+
+impl Making<'_, '_, '_> {
+    fn take(&mut self, whole: Whole) -> Result<(), DataError> {
+        self.batch_bytes += whole.piece.bytes;
+        self.batch.push(whole);
+        if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_DOCUMENTS {
+            self.tokenize()?;
+        }
+        Ok(())
+    }
+
+    /// Tokenizes what has gathered, and packs it in its order.
+    fn tokenize(&mut self) -> Result<(), DataError> {
+        let batch = std::mem::take(&mut self.batch);
+        self.batch_bytes = 0;
+        let corpus = self.corpus;
+        let encoded: Vec<Result<Vec<u32>, String>> = self.pool.install(|| {
+            let pieces = batch.par_iter().map(|Whole { piece, ends }| {
+                let Piece {
+                    document,
+                    continues,
+                    ..
+                } = piece;
+                (corpus.tokenizer).encode(document, *continues, *ends, corpus.encoding)
+            });
+            pieces.collect()
+        });
+        for (Whole { piece, ends }, ids) in batch.into_iter().zip(encoded) {
+            let ids = ids.map_err(|message| DataError::Record {
+                place: piece.place,
+                message,
+            })?;
+            if !piece.continues {
+                let held = !self.by_tail && is_held_out(self.documents, self.share);
+                self.packer.begin(held);
+                self.documents += 1;
+            }
+            self.packer.add(&ids)?;
+            if ends {
+                self.packer.end()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether document number `index` is held out: evenly spread over all of them, since data is often sorted.
+fn is_held_out(index: u64, share: f64) -> bool {
+    let upto = |count: u64| (count as f64 * share).floor();
+    upto(index + 1) > upto(index)
+}
+
+/// Whether all files are texts themselves. Their last tokens are held out then: there may be one file alone.
+pub(super) fn are_plain(found: &read::Found) -> bool {
+    let mut sources = found.sources.iter();
+    sources.all(|source| source.format == Format::Plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_share_of_documents_is_held_out_and_spread() {
+        let held: Vec<u64> = (0..100).filter(|index| is_held_out(*index, 0.05)).collect();
+        assert_eq!(held, [19, 39, 59, 79, 99]);
+        assert_eq!(
+            (0..1000).filter(|index| is_held_out(*index, 0.3)).count(),
+            300
+        );
+        assert!(!(0..100).any(|index| is_held_out(index, 0.0)));
+    }
+}

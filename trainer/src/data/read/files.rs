@@ -1,0 +1,254 @@
+//! Finds the files of a run: what is named, and what lies in named folders, in one fixed order.
+
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::{Format, Source};
+use crate::data::DataError;
+
+/// Files in folders, and how deep: a loop of mounts must not go on for ever.
+const FILES_MAX: usize = 1_000_000;
+const DEPTH_MAX: usize = 64;
+/// A file of a folder counts as text when this much of its start is UTF-8 without zero bytes.
+const PROBE_BYTES: u64 = 8192;
+
+/// What was found.
+#[derive(Debug, Default)]
+pub(in crate::data) struct Found {
+    pub(in crate::data) sources: Vec<Source>,
+    /// Files of folders that are not read.
+    pub(in crate::data) passed_over: usize,
+}
+
+impl Found {
+    pub(in crate::data) fn bytes(&self) -> u64 {
+        self.sources.iter().map(|source| source.bytes).sum()
+    }
+}
+
+/// Looks at `paths` in the order given. A file is taken as it is, by its ending. A folder stands for the .jsonl and .parquet
+/// files below it; without any, for its text files. They are sorted by path; hidden files and folders, links, empty and binary
+/// files are passed over.
+pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Found, DataError> {
+    let mut found = Found::default();
+    for path in paths {
+        if path.is_dir() {
+            folder(path, key, &mut found)?;
+        } else {
+            found.sources.push(file(path, key)?);
+        }
+    }
+    Ok(found)
+}
+
+/// A file that was named.
+fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
+    let metadata = metadata(path, key)?;
+    // Devices and pipes never end, or never begin.
+    if !metadata.is_file() {
+        return Err(DataError::NoFile {
+            key,
+            path: path.into(),
+        });
+    }
+    let instead = match ending(path).as_str() {
+        "json" => "make it .jsonl, an object on each line (`jq -c '.[]' FILE.json > FILE.jsonl`)",
+        "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
+        "csv" | "tsv" | "arrow" => {
+            "write it as .jsonl or .parquet, which `datasets` does with to_json and to_parquet"
+        }
+        _ if metadata.len() == 0 => {
+            return Err(DataError::Empty {
+                key,
+                path: path.into(),
+            });
+        }
+        _ => return Ok(source(path, &metadata)),
+    };
+    Err(DataError::Format {
+        key,
+        path: path.into(),
+        instead,
+    })
+}
+
+fn folder(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataError> {
+    let mut sources = Vec::new();
+    let mut passed_over = 0;
+    for file in files_below(path, key)? {
+        let source = source(&file, &metadata(&file, key)?);
+        if source.bytes == 0 {
+            passed_over += 1;
+        } else {
+            sources.push(source);
+        }
+    }
+    // What lies beside records describes them.
+    let records = sources.iter().any(|source| source.format != Format::Plain);
+    let before = found.sources.len();
+    for source in sources {
+        let wanted = if records {
+            source.format != Format::Plain
+        } else {
+            is_text(&source.path, key)?
+        };
+        if wanted {
+            found.sources.push(source);
+        } else {
+            passed_over += 1;
+        }
+    }
+    found.passed_over += passed_over;
+    if found.sources.len() == before {
+        return Err(DataError::NoText {
+            key,
+            path: path.into(),
+        });
+    }
+    Ok(())
+}
+
+fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
+    Source {
+        path: path.into(),
+        format: match ending(path).as_str() {
+            "jsonl" => Format::Lines,
+            "parquet" => Format::Parquet,
+            _ => Format::Plain,
+        },
+        bytes: metadata.len(),
+        version: [
+            metadata.mtime(),
+            metadata.mtime_nsec(),
+            metadata.ctime(),
+            metadata.ctime_nsec(),
+            metadata.ino() as i64,
+        ],
+    }
+}
+
+fn ending(path: &Path) -> String {
+    let ending = path.extension().unwrap_or_default();
+    ending.to_string_lossy().to_ascii_lowercase()
+}
+
+fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataError> {
+    std::fs::metadata(path).map_err(|source| DataError::Read {
+        key,
+        path: path.into(),
+        source,
+    })
+}
+
+/// Not empty, no zero byte, and UTF-8 as far as the probe goes (a character cut by its end is fine).
+fn is_text(path: &Path, key: &'static str) -> Result<bool, DataError> {
+    let mut probe = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(PROBE_BYTES).read_to_end(&mut probe))
+        .map_err(|source| DataError::Read {
+            key,
+            path: path.into(),
+            source,
+        })?;
+    let utf8 = match std::str::from_utf8(&probe) {
+        Ok(_) => true,
+        Err(error) => error.error_len().is_none() && probe.len() as u64 == PROBE_BYTES,
+    };
+    Ok(!probe.is_empty() && utf8 && !probe.contains(&0))
+}
+
+fn files_below(folder: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataError> {
+    let mut files = Vec::new();
+    let mut folders = vec![(folder.to_path_buf(), 0)];
+    while let Some((current, depth)) = folders.pop() {
+        if depth > DEPTH_MAX || files.len() + folders.len() > FILES_MAX {
+            return Err(DataError::TooMany {
+                key,
+                path: folder.into(),
+                files_max: FILES_MAX,
+                depth_max: DEPTH_MAX,
+            });
+        }
+        let failed = |source| DataError::Read {
+            key,
+            path: current.clone(),
+            source,
+        };
+        for entry in std::fs::read_dir(&current).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
+            let kind = entry.file_type().map_err(failed)?;
+            if kind.is_dir() {
+                folders.push((entry.path(), depth + 1));
+            } else if kind.is_file() {
+                files.push(entry.path());
+            }
+        }
+    }
+    files.sort_unstable();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(found: &Found, folder: &Path) -> Vec<String> {
+        let paths = found.sources.iter().map(|source| &source.path);
+        paths
+            .map(|path| path.strip_prefix(folder).unwrap().display().to_string())
+            .collect()
+    }
+
+    #[test]
+    fn a_folder_stands_for_its_text_files_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir_all(at("b/.hidden")).unwrap();
+        for (name, content) in [
+            ("c.txt", "3"),
+            ("b/two", "2"),
+            ("a.rs", "1"),
+            ("b/.hidden/x", "h"),
+            (".x", "h"),
+            ("bin", "\0"),
+            ("empty", ""),
+        ] {
+            std::fs::write(at(name), content).unwrap();
+        }
+        let find = || find(&[folder.path().into()], "data.files").unwrap();
+        let found = find();
+        assert_eq!(names(&found, folder.path()), ["a.rs", "b/two", "c.txt"]);
+        assert_eq!((found.passed_over, found.bytes()), (2, 3));
+        // The README beside a dataset is no part of it.
+        std::fs::write(at("b/rows.jsonl"), "{}").unwrap();
+        let found = find();
+        assert_eq!(names(&found, folder.path()), ["b/rows.jsonl"]);
+        assert_eq!(found.passed_over, 5);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = |path: &Path| {
+            let error = find(&[path.into()], "data.files").unwrap_err();
+            error.to_string()
+        };
+        assert!(refused(folder.path()).contains("no .jsonl, .parquet or text file"));
+        for (name, content, part) in [
+            ("empty", "", "empty is empty: write some text into it"),
+            ("empty.jsonl", "", "empty.jsonl is empty"),
+            ("a.json", "[]", "make it .jsonl"),
+            ("a.JSONL.gz", "x", "unpack it"),
+            ("a.csv", "x", "to_parquet"),
+        ] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, content).unwrap();
+            assert!(refused(&path).contains(part), "{}", refused(&path));
+        }
+        assert!(refused(&folder.path().join("missing")).contains("missing: No such file"));
+    }
+}

@@ -1,0 +1,78 @@
+//! A file with a JSON object on each line. Blank lines are passed over.
+
+use std::io::{BufRead, BufReader, Read};
+
+use minijinja::Value;
+
+use super::record::Document;
+use super::{Piece, Place, Source};
+use crate::data::DataError;
+
+/// A longer line is no record of text, but a file without lines.
+const LINE_BYTES_MAX: u64 = 256 << 20;
+const BUFFER_BYTES: usize = 1 << 20;
+
+pub(super) fn documents(
+    source: &Source,
+    key: &'static str,
+    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let failed = |error| DataError::Read {
+        key,
+        path: source.path.clone(),
+        source: error,
+    };
+    let file = std::fs::File::open(&source.path).map_err(failed)?;
+    let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        let mut bounded = (&mut reader).take(LINE_BYTES_MAX + 1);
+        let bytes = bounded.read_until(b'\n', &mut line).map_err(failed)? as u64;
+        let place = Place {
+            path: source.path.clone(),
+            number: Some(number),
+            what: "line",
+        };
+        if bytes > LINE_BYTES_MAX {
+            return Err(DataError::Record {
+                place,
+                message: format!("is longer than {} MiB", LINE_BYTES_MAX >> 20),
+            });
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        // Some editors begin a file so.
+        let text = line.strip_prefix(b"\xEF\xBB\xBF").filter(|_| number == 1);
+        let text = text.unwrap_or(&line);
+        if text.trim_ascii().is_empty() {
+            continue;
+        }
+        let document = match document(text.trim_ascii_end()) {
+            Ok(document) => document,
+            Err(message) => return Err(DataError::Record { place, message }),
+        };
+        take(Piece {
+            document,
+            continues: false,
+            place,
+            bytes,
+        })?;
+    }
+    unreachable!("lines end before their numbers")
+}
+
+fn document(line: &[u8]) -> Result<Document, String> {
+    let text = std::str::from_utf8(line).map_err(|error| {
+        let at = error.valid_up_to() + 1;
+        format!("is no UTF-8 from byte {at} of the line on: write the file as UTF-8")
+    })?;
+    let value: Value = serde_json::from_str(text).map_err(|error| {
+        // The line within the text is always the first.
+        let (message, column) = (error.to_string(), error.column());
+        let message = message.split(" at line ").next().unwrap_or_default();
+        format!("is no JSON: {message} at column {column}")
+    })?;
+    Document::of(&value)
+}

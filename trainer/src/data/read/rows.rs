@@ -1,0 +1,140 @@
+//! A parquet file: each row a record, of the columns that we read alone, a page at a time.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use minijinja::Value;
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use parquet::schema::types::Type;
+
+use super::record::{COLUMNS, Document, no_columns};
+use super::{Piece, Place, Source};
+use crate::data::DataError;
+
+pub(super) fn documents(
+    source: &Source,
+    key: &'static str,
+    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let damaged = |message: String| DataError::Damaged {
+        path: source.path.clone(),
+        message: format!("{message}: write or fetch the parquet file again"),
+    };
+    let file = std::fs::File::open(&source.path).map_err(|error| DataError::Read {
+        key,
+        path: source.path.clone(),
+        source: error,
+    })?;
+    let reader = held(|| SerializedFileReader::new(file)).map_err(damaged)?;
+    let schema = reader.metadata().file_metadata().schema();
+    let columns = columns(schema);
+    if columns.is_empty() {
+        let found = schema.get_fields().iter().map(|field| field.name());
+        return Err(DataError::Record {
+            place: Place {
+                path: source.path.clone(),
+                number: None,
+                what: "",
+            },
+            message: no_columns(found),
+        });
+    }
+    let count = reader.metadata().file_metadata().num_rows().max(1) as u64;
+    let projection = Type::group_type_builder(schema.name())
+        .with_fields(columns)
+        .build()
+        .map_err(|error| damaged(error.to_string()))?;
+    let rows = RowIter::from_file_into(Box::new(reader));
+    let mut rows = held(|| rows.project(Some(projection))).map_err(damaged)?;
+    let mut gone_bytes = 0;
+    for number in 1.. {
+        let place = Place {
+            path: source.path.clone(),
+            number: Some(number),
+            what: "row",
+        };
+        let Some(row) = held(|| rows.next().transpose())
+            .map_err(|message| damaged(format!("row {number}: {message}")))?
+        else {
+            return Ok(());
+        };
+        let document = match record(row).and_then(|record| Document::of(&record)) {
+            Ok(document) => document,
+            Err(message) => return Err(DataError::Record { place, message }),
+        };
+        // The file is compressed: rows are taken for equally long.
+        let upto = (u128::from(source.bytes) * u128::from(number) / u128::from(count)) as u64;
+        let upto = upto.min(source.bytes);
+        take(Piece {
+            document,
+            continues: false,
+            place,
+            bytes: upto - gone_bytes,
+        })?;
+        gone_bytes = upto;
+    }
+    unreachable!("rows end before their numbers")
+}
+
+/// Of the file's columns, those that we read.
+fn columns(schema: &Type) -> Vec<Arc<Type>> {
+    let fields = schema.get_fields().iter();
+    let ours = fields.filter(|field| COLUMNS.contains(&field.name()));
+    ours.cloned().collect()
+}
+
+/// What `read` gives. The library panics at some damaged files, which are input like others.
+fn held<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(read)) {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(_) => Err("its pages contradict its schema".into()),
+    }
+}
+
+/// The row as the object it would be on a line of JSON.
+fn record(row: Row) -> Result<Value, String> {
+    let fields = row.into_columns().into_iter();
+    let fields = fields.map(|(name, field)| Ok((name, value(field)?)));
+    Ok(Value::from_pairs(
+        fields.collect::<Result<Vec<_>, String>>()?,
+    ))
+}
+
+fn value(field: Field) -> Result<Value, String> {
+    Ok(match field {
+        Field::Null => Value::from(()),
+        Field::Bool(value) => value.into(),
+        Field::Byte(value) => value.into(),
+        Field::Short(value) => value.into(),
+        Field::Int(value) => value.into(),
+        Field::Long(value) => value.into(),
+        Field::UByte(value) => value.into(),
+        Field::UShort(value) => value.into(),
+        Field::UInt(value) => value.into(),
+        Field::ULong(value) => value.into(),
+        Field::Float(value) => value.into(),
+        Field::Double(value) => value.into(),
+        Field::Str(text) => text.into(),
+        // Text of writers that do not mark it as such.
+        Field::Bytes(bytes) => std::str::from_utf8(bytes.data())
+            .map_err(|_| "holds bytes that are no UTF-8")?
+            .into(),
+        Field::Group(row) => record(row)?,
+        Field::ListInternal(list) => {
+            let elements = list.elements().iter().cloned();
+            Value::from(elements.map(value).collect::<Result<Vec<_>, _>>()?)
+        }
+        Field::MapInternal(map) => {
+            let entries = map.entries().iter().cloned();
+            let entries = entries.map(|(key, field)| match key {
+                Field::Str(key) => Ok((key, value(field)?)),
+                _ => Err("has a map whose keys are no text".to_owned()),
+            });
+            Value::from_pairs(entries.collect::<Result<Vec<_>, _>>()?)
+        }
+        other => return Err(format!("has {other}, which is neither text nor a number")),
+    })
+}

@@ -1,0 +1,106 @@
+//! Rows of tables that pyarrow wrote (`tests/fixtures/data/make.py`), and tables that are damaged.
+
+use std::path::Path;
+
+use super::*;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/data")
+        .join(name)
+}
+
+fn read(path: &Path) -> Result<Vec<Document>, DataError> {
+    let found = find(&[path.into()], "data.files")?;
+    let (mut kind, mut documents, mut bytes) = (None, Vec::new(), 0);
+    super::documents(
+        &found.sources[0],
+        "data.files",
+        false,
+        &mut kind,
+        &mut |piece| {
+            documents.push(piece.document);
+            bytes += piece.bytes;
+            Ok(())
+        },
+    )?;
+    assert!(bytes <= found.bytes());
+    Ok(documents)
+}
+
+#[test]
+fn tables_give_their_rows_in_order() {
+    let texts = read(&fixture("texts.parquet")).unwrap();
+    assert_eq!(texts.len(), 20);
+    for (index, text) in texts.iter().enumerate() {
+        assert!(
+            matches!(text, Document::Text(text) if text.starts_with(&format!("row {index}: "))),
+            "{text:?}"
+        );
+    }
+    for name in ["pairs.parquet", "lz4.parquet"] {
+        let pairs = read(&fixture(name)).unwrap();
+        assert_eq!(pairs.len(), 30);
+        let expected = Document::Completion {
+            prompt: "17 + 17 = ".into(),
+            completion: "34".into(),
+        };
+        assert_eq!(pairs[17], expected);
+    }
+}
+
+#[test]
+fn conversations_of_a_table_are_those_of_lines() {
+    let chats = read(&fixture("chats.parquet")).unwrap();
+    assert_eq!(chats.len(), 6);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.jsonl");
+    let line = r#"{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the river"}]}"#;
+    std::fs::write(&path, line).unwrap();
+    let (
+        Document::Chat { messages, .. },
+        Document::Chat {
+            messages: lines, ..
+        },
+    ) = (&chats[2], &read(&path).unwrap()[0])
+    else {
+        panic!("conversations")
+    };
+    let content = |message: &minijinja::Value| message.get_attr("content").unwrap();
+    assert_eq!(messages.len(), 2);
+    for (row, line) in messages.iter().zip(lines) {
+        assert_eq!(content(row), content(line));
+    }
+}
+
+#[test]
+fn a_table_without_our_columns_says_what_it_has() {
+    let text = read(&fixture("columns.parquet")).unwrap_err().to_string();
+    assert!(
+        text.contains("columns.parquet: has \"body\", \"label\", but neither"),
+        "{text}"
+    );
+}
+
+/// Whatever a damaged table is, it is an error or other text, never the end of the process.
+#[test]
+fn a_damaged_table_is_an_error_and_not_a_panic() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.parquet");
+    let whole = std::fs::read(fixture("chats.parquet")).unwrap();
+    for length in [1, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
+        std::fs::write(&path, &whole[..length]).unwrap();
+        let text = read(&path).unwrap_err().to_string();
+        assert!(text.contains("a.parquet is damaged"), "{text}");
+    }
+    std::fs::write(&path, b"this is no table at all").unwrap();
+    assert!(read(&path).is_err());
+    let mut refused = 0;
+    for at in 0..whole.len() {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x55;
+        std::fs::write(&path, &damaged).unwrap();
+        refused += usize::from(read(&path).is_err());
+    }
+    assert!(refused > whole.len() / 3, "{refused} of {}", whole.len());
+}

@@ -1,0 +1,485 @@
+//! Could be wrong: what a window holds, whose tokens are held out, what counts, what a cache gives back when its source or its
+//! bytes changed, what two makers at once do. Found with texts whose every token is known.
+
+use std::path::{Path, PathBuf};
+
+use super::*;
+use crate::config::{DataSettings, LossOn, Share};
+
+/// Data in a folder of its own.
+struct Lab {
+    folder: tempfile::TempDir,
+    settings: DataSettings,
+    seq_len: usize,
+    evaluates: bool,
+    vocab_size: u64,
+    said: std::cell::RefCell<Vec<String>>,
+}
+
+impl Lab {
+    /// Of one file.
+    fn new(name: &str, content: impl AsRef<[u8]>, seq_len: usize) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(name);
+        std::fs::write(&path, content).expect("written");
+        Self {
+            folder,
+            settings: DataSettings {
+                files: vec![path],
+                eval_files: Vec::new(),
+                holdout_share: Share::new(0.0).expect("a share"),
+                tokenizer: None,
+                chat_template: None,
+                packing: Packing::Concatenate,
+                loss_on: LossOn::All,
+                cache: None,
+            },
+            seq_len,
+            evaluates: false,
+            vocab_size: 256,
+            said: Default::default(),
+        }
+    }
+
+    fn holding_out(mut self, share: f64) -> Self {
+        self.settings.holdout_share = Share::new(share).expect("a share");
+        self.evaluates = share > 0.0;
+        self
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut DataSettings)) -> Self {
+        change(&mut self.settings);
+        self
+    }
+
+    fn cache(&self) -> PathBuf {
+        self.folder.path().join("run/tokens")
+    }
+
+    fn corpus(&self) -> Result<Corpus, DataError> {
+        let frame = Frame {
+            model_folder: None,
+            vocab_size: self.vocab_size,
+            seq_len: self.seq_len,
+            evaluates: self.evaluates,
+        };
+        Corpus::find(&self.settings, &frame)
+    }
+
+    fn open(&self) -> Result<Data, DataError> {
+        let corpus = self.corpus()?;
+        let mut say = |line| self.said.borrow_mut().push(line);
+        corpus.prepare(&self.cache(), true, 2, &mut say)?;
+        corpus.open(&self.cache(), 7)
+    }
+
+    fn refused(&self) -> String {
+        match self.open() {
+            Err(error) => error.to_string(),
+            Ok(data) => panic!("it was taken: {}", data.describe()),
+        }
+    }
+
+    fn token_files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.cache()).expect("the cache's folder");
+        entries
+            .map(|entry| entry.expect("an entry").path())
+            .collect()
+    }
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/data")
+        .join(name)
+}
+
+fn bytes(count: usize) -> Vec<u8> {
+    (0..count).map(|i| (i % 251) as u8).collect()
+}
+
+/// Inputs as text, and targets with a dot for what does not count.
+fn texts(windows: &Windows, seq_len: usize) -> Vec<(String, String)> {
+    let text = |ids: &[i64]| -> String {
+        let letter = |id: &i64| match *id {
+            IGNORED => '.',
+            0 => '_',
+            id => char::from(id as u8),
+        };
+        ids.iter().map(letter).collect()
+    };
+    let rows = windows.inputs.chunks(seq_len);
+    rows.zip(windows.targets.chunks(seq_len))
+        .map(|(inputs, targets)| (text(inputs), text(targets)))
+        .collect()
+}
+
+fn all_windows(data: &Data, seq_len: usize) -> Vec<(String, String)> {
+    let windows = data.samples(0, data.windows() as usize).unwrap();
+    let mut found = texts(&windows, seq_len);
+    found.sort();
+    found
+}
+
+#[test]
+fn targets_are_inputs_shifted_by_one() {
+    let data = Lab::new("text", bytes(100), 9).open().unwrap();
+    let windows = data.samples(3, 4).unwrap();
+    assert_eq!(windows.inputs.len(), 4 * 9);
+    for row in 0..4 {
+        assert_eq!(
+            windows.inputs[row * 9 + 1..row * 9 + 9],
+            windows.targets[row * 9..row * 9 + 8]
+        );
+    }
+}
+
+#[test]
+fn an_epoch_has_every_window_once_and_the_next_one_another_order() {
+    let data = Lab::new("text", bytes(1000), 9).open().unwrap();
+    let windows = data.windows();
+    assert_eq!(windows, 111);
+    let starts = |first: u64| -> Vec<i64> {
+        (0..windows)
+            .map(|i| data.samples(first + i, 1).unwrap().inputs[0])
+            .collect()
+    };
+    let (mut one, mut two) = (starts(0), starts(windows));
+    assert_ne!(one, two);
+    one.sort_unstable();
+    two.sort_unstable();
+    assert_eq!(one, two);
+    one.dedup();
+    assert_eq!(
+        one.len() as u64,
+        windows,
+        "each window starts with a byte of its own here"
+    );
+}
+
+#[test]
+fn held_out_text_is_never_trained_on() {
+    let lab = Lab::new("text", bytes(240), 9).holding_out(0.25);
+    let data = lab.open().unwrap();
+    assert_eq!((data.windows(), data.holdout_windows()), (19, 6));
+    let trained = (0..data.windows())
+        .flat_map(|i| data.samples(i, 1).unwrap().targets)
+        .max();
+    let held = (0..data.holdout_windows())
+        .flat_map(|w| data.holdout(w, 1).unwrap().inputs)
+        .min();
+    assert!(trained < held);
+    assert_eq!(data.holdout(6, 1).unwrap(), data.holdout(0, 1).unwrap());
+}
+
+#[test]
+fn whole_documents_are_held_out_where_there_are_some() {
+    let lines: Vec<String> = ('a'..='j')
+        .map(|c| format!("{{\"text\": \"{}\"}}", c.to_string().repeat(8)))
+        .collect();
+    let data = Lab::new("a.jsonl", lines.join("\n"), 8)
+        .holding_out(0.2)
+        .open()
+        .unwrap();
+    let held = texts(&data.holdout(0, 2).unwrap(), 8).concat_inputs();
+    assert_eq!(held.trim_end(), "eeeeeeee\njjjjjjj");
+    let trained = all_windows(&data, 8).concat_inputs();
+    assert!(!trained.contains(['e', 'j']), "{trained}");
+    assert!(trained.contains("aaaa") && trained.contains('i'));
+}
+
+trait ConcatInputs {
+    fn concat_inputs(&self) -> String;
+}
+
+impl ConcatInputs for Vec<(String, String)> {
+    fn concat_inputs(&self) -> String {
+        self.iter().map(|(inputs, _)| inputs.as_str()).collect()
+    }
+}
+
+#[test]
+fn evaluation_may_have_files_of_its_own() {
+    let lab = Lab::new("text", "x".repeat(40), 8);
+    let eval = lab.folder.path().join("eval.txt");
+    std::fs::write(&eval, "y".repeat(20)).unwrap();
+    let mut lab = lab.with(|settings| settings.eval_files = vec![eval.clone()]);
+    lab.evaluates = true;
+    let data = lab.open().unwrap();
+    assert_eq!((data.windows(), data.holdout_windows()), (4, 2));
+    assert_eq!(texts(&data.holdout(0, 1).unwrap(), 8)[0].0, "yyyyyyyy");
+    assert_eq!(lab.token_files().len(), 2);
+    let before = data.fingerprint();
+    std::fs::write(&eval, "z".repeat(20)).unwrap();
+    assert_ne!(lab.open().unwrap().fingerprint(), before);
+    std::fs::write(&eval, "short").unwrap();
+    let text = lab.refused();
+    assert!(text.contains("text for evaluation has 5 tokens"), "{text}");
+}
+
+#[test]
+fn a_text_shorter_than_a_window_is_refused_and_leaves_nothing() {
+    let lab = Lab::new("text", bytes(9), 9);
+    let text = lab.refused();
+    assert!(
+        text.contains("the text for training has 9 tokens")
+            && text.contains("train.seq_len = 9 tokens needs 10"),
+        "{text}"
+    );
+    assert!(!lab.folder.path().join("run").exists());
+    assert!(Lab::new("text", bytes(10), 9).open().is_ok());
+    let text = Lab::new("text", bytes(40), 9).holding_out(0.2).refused();
+    assert!(text.contains("the held-out text has 8 tokens"), "{text}");
+}
+
+const PAIRS: &str = r#"{"prompt": "ask1 ", "completion": "ans1"}
+{"prompt": "ask2 ", "completion": "ans2"}
+{"prompt": "longer ask3 ", "completion": "answer3"}
+"#;
+
+#[test]
+fn only_completions_count_where_asked() {
+    let lab = Lab::new("a.jsonl", PAIRS, 10);
+    let all = all_windows(&lab.open().unwrap(), 10);
+    assert!(all.contains(&("ask1 ans1\n".into(), "sk1 ans1\na".into())));
+    let lab = lab.with(|settings| settings.loss_on = LossOn::Completions);
+    let data = lab.open().unwrap();
+    assert!(data.masked());
+    let some = all_windows(&data, 10);
+    assert!(
+        some.contains(&("ask1 ans1\n".into(), "....ans1\n.".into())),
+        "{some:?}"
+    );
+    assert_eq!(some.len(), all.len());
+    let texts = Lab::new("text", "no completions", 4)
+        .with(|settings| settings.loss_on = LossOn::Completions);
+    let text = texts.refused();
+    assert!(
+        text.contains("data.loss_on: \"completions\" needs data with completions"),
+        "{text}"
+    );
+    // Nobody answers.
+    let asked = r#"{"messages": [{"role": "user", "content": "the old clock waits"}]}"#;
+    let mut lab = Lab::new("a.jsonl", asked, 4).with(|settings| {
+        settings.loss_on = LossOn::Completions;
+        settings.tokenizer = Some(fixture("qwen"));
+    });
+    lab.vocab_size = 360;
+    let text = lab.refused();
+    assert!(text.contains("none of them counts"), "{text}");
+}
+
+#[test]
+fn whole_documents_fill_windows_and_the_rest_does_not_count() {
+    let words = ["aaaa", "bbbbbb", "cc", "ddddddddddddddd"];
+    let lines = words.map(|word| format!("{{\"text\": \"{word}\"}}"));
+    let lab = Lab::new("a.jsonl", lines.join("\n"), 9)
+        .with(|settings| settings.packing = Packing::Documents);
+    let data = lab.open().unwrap();
+    let mut expected = [
+        // Each with its line's end: 5 + 3, 7, and 16 in 10 and the rest, which begins with the last of the ten.
+        ("aaaa\ncc\n_", "aaa\n.c\n.."),
+        ("bbbbbb\n__", "bbbbb\n..."),
+        ("ddddddddd", "ddddddddd"),
+        ("dddddd\n__", "ddddd\n..."),
+    ]
+    .map(|(inputs, targets)| (inputs.to_owned(), targets.to_owned()));
+    expected.sort();
+    assert_eq!(all_windows(&data, 9), expected);
+    // Every transition within a document counts exactly once.
+    let counted: usize = expected
+        .iter()
+        .map(|(_, targets)| targets.chars().filter(|c| *c != '.').count())
+        .sum();
+    assert_eq!(counted, 4 + 2 + 6 + 15);
+}
+
+#[test]
+fn packing_loses_no_document_however_many_windows_wait() {
+    let mut lines = String::new();
+    let mut total = 0;
+    for index in 0..2000usize {
+        let length = 1 + index * 7919 % 60;
+        total += length;
+        lines += &format!("{{\"text\": \"{}\"}}\n", "x".repeat(length));
+    }
+    let lab = Lab::new("a.jsonl", lines, 63)
+        .with(|settings| settings.packing = Packing::Documents)
+        .holding_out(0.1);
+    let data = lab.open().unwrap();
+    let count = |windows: &Windows| {
+        let targets = windows.targets.iter();
+        targets.filter(|target| **target != IGNORED).count()
+    };
+    let trained = count(&data.samples(0, data.windows() as usize).unwrap());
+    let held = count(&data.holdout(0, data.holdout_windows() as usize).unwrap());
+    assert_eq!(trained + held, total, "a transition for each letter");
+    assert!(held * 8 < total && total < held * 12, "{held} of {total}");
+    let positions = (data.windows() + data.holdout_windows()) as usize * 63;
+    assert!(positions < total * 115 / 100, "{positions} for {total}");
+}
+
+#[test]
+fn tokens_are_made_once_and_again_when_a_file_changes() {
+    let lab = Lab::new("text", bytes(1000), 9);
+    let first = lab.open().unwrap();
+    let files = lab.token_files();
+    assert_eq!(files.len(), 1);
+    let made = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
+    let second = lab.open().unwrap();
+    assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
+    let now = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
+    assert_eq!(now, made);
+    std::fs::write(&lab.settings.files[0], bytes(2000)).unwrap();
+    let third = lab.open().unwrap();
+    assert_eq!(third.tokens(), 2000);
+    assert_ne!(third.fingerprint(), first.fingerprint());
+    assert_eq!(lab.token_files().len(), 1, "the old one went");
+    // What was opened before goes on reading what it opened.
+    assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
+    assert!(lab.said.borrow().is_empty());
+}
+
+#[test]
+fn a_damaged_cache_is_noticed_said_and_made_again() {
+    let lab = Lab::new("text", bytes(200_000), 9);
+    let good = lab.open().unwrap();
+    let path = lab.token_files().remove(0);
+    let whole = std::fs::read(&path).unwrap();
+    let last = whole.len() - 1;
+    for at in [0, 9, 40, 127, 4096, 4096 + 70_000, 4096 + 199_999, last] {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 4;
+        std::fs::write(&path, &damaged).unwrap();
+        let again = lab
+            .open()
+            .unwrap_or_else(|error| panic!("byte {at}: {error}"));
+        assert_eq!(again.samples(0, 99).unwrap(), good.samples(0, 99).unwrap());
+        let said = lab.said.borrow_mut().pop();
+        let said = said.unwrap_or_else(|| panic!("nothing said of byte {at}"));
+        assert!(
+            said.contains("are damaged at byte") && said.contains("made again"),
+            "{said}"
+        );
+        assert_eq!(std::fs::read(&path).unwrap(), whole, "byte {at}");
+    }
+    for length in [0, 100, 4096, 100_000, last] {
+        std::fs::write(&path, &whole[..length]).unwrap();
+        lab.open()
+            .unwrap_or_else(|error| panic!("{length} bytes: {error}"));
+        assert!(lab.said.borrow_mut().pop().is_some(), "{length} bytes");
+        assert_eq!(std::fs::read(&path).unwrap(), whole);
+    }
+}
+
+#[test]
+fn damage_after_the_start_is_an_error_and_no_window() {
+    use std::os::unix::fs::FileExt;
+    let lab = Lab::new("text", bytes(200_000), 9);
+    let data = lab.open().unwrap();
+    let path = lab.token_files().remove(0);
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&[255], 4096 + 150_000).unwrap();
+    let failed = (0..data.windows()).find_map(|sample| data.samples(sample, 1).err());
+    let text = failed.expect("one of the windows lies there").to_string();
+    assert!(text.contains("damaged at byte 135168"), "{text}");
+    assert!(text.contains("Start again"), "{text}");
+}
+
+#[test]
+fn one_makes_the_tokens_and_the_others_wait() {
+    let lab = Lab::new("text", bytes(300_000), 9);
+    let (settings, cache) = (lab.settings.clone(), lab.cache());
+    let all: Vec<u64> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|_| {
+                scope.spawn(|| {
+                    let frame = Frame {
+                        model_folder: None,
+                        vocab_size: 256,
+                        seq_len: 9,
+                        evaluates: false,
+                    };
+                    let corpus = Corpus::find(&settings, &frame).unwrap();
+                    corpus.prepare(&cache, false, 1, &mut |_| {}).unwrap();
+                    corpus.open(&cache, 7).unwrap().fingerprint()
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    assert!(all.iter().all(|print| *print == all[0]));
+    assert_eq!(lab.token_files().len(), 1, "nothing half made stays");
+}
+
+fn refused_lines(content: &[u8], parts: &[&str]) {
+    let text = Lab::new("data.jsonl", content, 4).refused();
+    for part in parts {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+}
+
+#[test]
+fn a_broken_line_is_named_with_its_number() {
+    let good = "{\"text\": \"words enough\"}\n";
+    let after = |broken: &str| format!("{good}\n{good}{broken}\n{good}");
+    let named = "data.jsonl, line 4: ";
+    for (broken, part) in [
+        (
+            "{\"text\": \"open",
+            "is no JSON: EOF while parsing a string",
+        ),
+        ("{\"text\": 1}", "\"text\" is a number"),
+        (
+            "{'text': 'x'}",
+            "is no JSON: key must be a string at column 2",
+        ),
+        ("[1, 2]", "is no object"),
+        ("{\"body\": \"x\"}", "has \"body\", but neither \"text\""),
+        (
+            "{\"prompt\": \"a\", \"completion\": \"b\"}",
+            "a prompt with its completion, after a text before it",
+        ),
+        (
+            "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}",
+            "a conversation, after a text before it",
+        ),
+    ] {
+        refused_lines(after(broken).as_bytes(), &[named, part]);
+    }
+    let mut bytes = after("X").into_bytes();
+    let at = bytes.iter().position(|byte| *byte == b'X').unwrap();
+    bytes[at] = 0xFF;
+    refused_lines(&bytes, &[named, "no UTF-8 from byte 1 of the line"]);
+    refused_lines(b"\n \n", &["the text for training has 0 tokens"]);
+    let conversation = b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}";
+    refused_lines(
+        conversation,
+        &["data.tokenizer: conversations need a tokenizer"],
+    );
+    let deep = format!("{{\"text\": {}", "[".repeat(100_000));
+    refused_lines(deep.as_bytes(), &["line 1: is no JSON: recursion limit"]);
+}
+
+#[test]
+fn a_file_may_begin_with_a_byte_order_mark_and_end_without_a_line() {
+    let content = "\u{FEFF}{\"text\": \"12345678\"}\r\n{\"text\": \"abcdefgh\"}";
+    let data = Lab::new("a.jsonl", content, 17).open().unwrap();
+    assert_eq!(all_windows(&data, 17).concat_inputs(), "12345678\nabcdefgh");
+}
+
+#[test]
+fn a_tokenizer_must_be_there() {
+    let lab = Lab::new("text", bytes(100), 9);
+    let missing = Path::new("no/such/tokenizer");
+    let text = lab
+        .with(|settings| settings.tokenizer = Some(missing.into()))
+        .refused();
+    assert!(
+        text.contains("data.tokenizer: cannot read no/such/tokenizer"),
+        "{text}"
+    );
+}

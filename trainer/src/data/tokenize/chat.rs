@@ -1,0 +1,257 @@
+//! Conversations as the tokenizer's template writes them, and what of them the assistant says.
+//!
+//! A template that marks it (`{% generation %}`) is believed. For another, what the assistant says in a turn is what the turn adds:
+//! the conversation up to it, ready for an answer, must be the beginning of the conversation with it, and that the beginning of
+//! the whole. Templates that write a turn differently once others follow (they drop its reasoning, say) allow no such answer, and
+//! are refused with the line.
+
+use std::ops::Range;
+
+use minijinja::value::Value;
+use minijinja::{Environment, context};
+
+use super::dialect::{self, BEGINS, ENDS};
+use super::special::Special;
+
+/// A chat template.
+pub(super) struct Template {
+    environment: Environment<'static>,
+    marks: bool,
+    source: String,
+    /// `bos_token` and the like, as the template knows them.
+    tokens: Value,
+}
+
+/// A conversation as text.
+#[derive(Debug, PartialEq)]
+pub(super) struct Chat {
+    pub(super) text: String,
+    /// Bytes that count; `None`: all.
+    pub(super) counted: Option<Vec<Range<usize>>>,
+}
+
+impl Template {
+    pub(super) fn new(source: &str, special: &Special) -> Result<Self, String> {
+        let (environment, marks) =
+            dialect::environment(source).map_err(|error| error.to_string())?;
+        Ok(Self {
+            environment,
+            marks,
+            source: source.to_owned(),
+            tokens: Value::from_pairs(
+                (special.tokens.iter()).map(|(name, token)| (name.as_str(), token.as_str())),
+            ),
+        })
+    }
+
+    pub(super) fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The whole conversation; all of it counts.
+    pub(super) fn text(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
+        let text = self.render(messages, tools, false)?;
+        let text = if self.marks {
+            text.replace([BEGINS, ENDS], "")
+        } else {
+            text
+        };
+        Ok(Chat {
+            text,
+            counted: None,
+        })
+    }
+
+    /// The whole conversation, of which counts what the assistant says.
+    pub(super) fn text_counted(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+    ) -> Result<Chat, String> {
+        if !self.marks {
+            return self.by_turns(messages, tools);
+        }
+        let marked = self.render(messages, tools, false)?;
+        let mut text = String::with_capacity(marked.len());
+        let mut counted: Vec<Range<usize>> = Vec::new();
+        let mut begun = None;
+        for part in marked.split_inclusive([BEGINS, ENDS]) {
+            let said = part.trim_end_matches([BEGINS, ENDS]);
+            text += said;
+            match (part[said.len()..].chars().next(), begun) {
+                (Some(BEGINS), None) => begun = Some(text.len()),
+                (Some(ENDS), Some(start)) => {
+                    counted.push(start..text.len());
+                    begun = None;
+                }
+                (None, None) => {}
+                _ => return Err("the template's marks of what the assistant says are not in pairs, or the conversation has U+FDD0 or U+FDD1 in it".into()),
+            }
+        }
+        Ok(Chat {
+            text,
+            counted: Some(counted),
+        })
+    }
+
+    fn by_turns(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
+        let text = self.render(messages, tools, false)?;
+        let mut counted = Vec::new();
+        for (turn, message) in messages.iter().enumerate() {
+            if message.get_attr("role").unwrap_or_default().as_str() != Some("assistant") {
+                continue;
+            }
+            let before = match turn {
+                // Nobody speaks before it; a template need not write an empty conversation.
+                0 => String::new(),
+                _ => self.render(&messages[..turn], tools, true)?,
+            };
+            let with = match turn + 1 == messages.len() {
+                true => text.clone(),
+                false => self.render(&messages[..=turn], tools, false)?,
+            };
+            if !(with.starts_with(&before) && text.starts_with(&with)) {
+                return Err(format!(
+                    "the template writes message {} differently once others follow, so what the assistant says there cannot be found: use a template with {{% generation %}} (data.chat_template), conversations that end with their first answer, or data.loss_on = \"all\"",
+                    turn + 1
+                ));
+            }
+            counted.push(before.len()..with.len());
+        }
+        Ok(Chat {
+            text,
+            counted: Some(counted),
+        })
+    }
+
+    fn render(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, String> {
+        let conversation = context! {
+            messages => messages,
+            tools => tools,
+            documents => (),
+            add_generation_prompt => add_generation_prompt,
+        };
+        let values = context! { ..conversation, ..self.tokens.clone() };
+        dialect::render(&self.environment, values)
+            .map_err(|message| format!("the chat template says: {message}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHATML: &str = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
+    const MARKED: &str = "{%- for m in messages -%}\n<|{{ m.role }}|>\n  {%- if m.role == 'assistant' %}\n    {%- generation -%}\n    {{ m.content + '<|end|>' }}\n    {%- endgeneration -%}\n  {%- else -%}\n    {{ m.content }}\n  {%- endif %}\n{% endfor %}";
+
+    fn template(source: &str) -> Template {
+        let mut special = Special::default();
+        special.tokens.insert("bos_token".into(), "<s>".into());
+        Template::new(source, &special).unwrap()
+    }
+
+    fn conversation() -> Vec<Value> {
+        let turns = [
+            ("user", "hi"),
+            ("assistant", "hello"),
+            ("user", "and?"),
+            ("assistant", "bye"),
+        ];
+        let message = |&(role, content): &(&str, &str)| context! { role, content };
+        turns.iter().map(message).collect()
+    }
+
+    fn said(chat: &Chat) -> Vec<&str> {
+        let ranges = chat.counted.as_ref().unwrap().iter();
+        ranges.map(|range| &chat.text[range.clone()]).collect()
+    }
+
+    #[test]
+    fn turns_are_what_they_add() {
+        let chat = template(CHATML)
+            .text_counted(&conversation(), None)
+            .unwrap();
+        assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
+        let all = template(CHATML).text(&conversation(), None).unwrap();
+        assert_eq!((all.text, all.counted), (chat.text, None));
+    }
+
+    #[test]
+    fn a_template_that_marks_is_believed() {
+        let chat = template(MARKED)
+            .text_counted(&conversation(), None)
+            .unwrap();
+        assert_eq!(said(&chat), ["hello<|end|>", "bye<|end|>"]);
+        let all = template(MARKED).text(&conversation(), None).unwrap();
+        assert_eq!(all.text, chat.text);
+        assert!(!all.text.contains([BEGINS, ENDS]));
+    }
+
+    #[test]
+    fn a_template_that_rewrites_turns_is_refused() {
+        let source = "{% for m in messages %}{% if loop.last %}<think>{% endif %}{{ m.content }};{% endfor %}";
+        let error = template(source)
+            .text_counted(&conversation(), None)
+            .unwrap_err();
+        assert!(error.contains("writes message 2 differently"), "{error}");
+        let first: Vec<Value> = conversation().into_iter().take(2).collect();
+        let error = template(source).text_counted(&first, None).unwrap_err();
+        assert!(error.contains("message 2"), "{error}");
+    }
+
+    #[test]
+    fn marks_in_a_conversation_are_refused() {
+        let message = context! { role => "user", content => "a\u{FDD0}b" };
+        let error = template(MARKED).text_counted(&[message], None).unwrap_err();
+        assert!(error.contains("U+FDD0"), "{error}");
+    }
+
+    #[test]
+    fn templates_say_what_they_refuse_and_end() {
+        let refused = |source: &str| template(source).text(&conversation(), None).unwrap_err();
+        assert_eq!(
+            refused("{{ raise_exception('roles must alternate') }}"),
+            "the chat template says: roles must alternate"
+        );
+        let endless =
+            "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
+        assert!(refused(endless).contains("fuel"), "{}", refused(endless));
+        assert!(Template::new("{% for %}", &Special::default()).is_err());
+        assert!(Template::new("{% if x", &Special::default()).is_err());
+    }
+
+    #[test]
+    fn templates_find_what_transformers_gives_them() {
+        let text = |source: &str| template(source).text(&conversation(), None).unwrap().text;
+        assert_eq!(text("{{ bos_token }}{{ messages | length }}"), "<s>4");
+        assert_eq!(text("{{ messages[0]['content'].upper() }}"), "HI");
+        assert_eq!(
+            text("{{ messages[0] | tojson }}"),
+            r#"{"role": "user", "content": "hi"}"#
+        );
+        assert_eq!(
+            text("{{ {'a': [1, 2.0, true, none, 'ü<']} | tojson(indent=1) }}"),
+            "{\n \"a\": [\n  1,\n  2.0,\n  true,\n  null,\n  \"ü<\"\n ]\n}"
+        );
+        assert_eq!(
+            text("{{ true }} {{ none }} {{ tools is none }}"),
+            "True None True"
+        );
+        assert_eq!(text("{{ strftime_now('%Y') | length }}"), "4");
+        assert_eq!(
+            text(
+                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}ok"
+            ),
+            "ok"
+        );
+        assert_eq!(
+            text("{{ 'a' if undefined_thing is defined else 'b' }}"),
+            "b"
+        );
+    }
+}

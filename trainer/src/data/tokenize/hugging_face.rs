@@ -1,0 +1,241 @@
+//! A `tokenizer.json`, read by the library that made it.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer;
+
+use super::chat::Template;
+use super::special::{Special, read_bounded};
+use super::{Encoding, NOT_COUNTED};
+use crate::config::LossOn;
+use crate::data::DataError;
+use crate::data::read::Document;
+use crate::fingerprint::Fingerprint;
+
+/// The largest published ones have some 40 MB.
+const FILE_BYTES_MAX: u64 = 1 << 30;
+
+/// A tokenizer with what lies beside it.
+pub(in crate::data) struct HuggingFace {
+    path: PathBuf,
+    pub(super) inner: Tokenizer,
+    /// What it puts before and behind each text by itself.
+    before: Vec<u32>,
+    behind: Vec<u32>,
+    /// Ends a document.
+    eos: Option<u32>,
+    special: Special,
+    template: Option<Template>,
+    ids_end: u64,
+    fingerprint: u64,
+}
+
+impl HuggingFace {
+    pub(super) fn open(
+        path: &Path,
+        key: &'static str,
+        template: Option<&Path>,
+    ) -> Result<Self, DataError> {
+        let wrong = |message: String| DataError::Setting {
+            key,
+            message: format!("{}: {message}", path.display()),
+        };
+        let json = read_bounded(path, key, FILE_BYTES_MAX)?;
+        let mut inner = Tokenizer::from_bytes(&json)
+            .map_err(|error| wrong(format!("is no tokenizer: {error}")))?;
+        // Documents are cut and filled by packing alone.
+        inner
+            .with_truncation(None)
+            .map_err(|error| wrong(error.to_string()))?
+            .with_padding(None);
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let special = Special::read(folder, key)?;
+        let source = match template {
+            None => special.template.clone(),
+            Some(file) => Some(text(file, "data.chat_template")?),
+        };
+        let template_key = template.map_or(key, |_| "data.chat_template");
+        let template = source
+            .map(|source| Template::new(&source, &special))
+            .transpose()
+            .map_err(|message| DataError::Setting {
+                key: template_key,
+                message: format!("the chat template of {}: {message}", folder.display()),
+            })?;
+        let ids_end = inner
+            .get_vocab(true)
+            .into_values()
+            .max()
+            .map_or(0, |id| u64::from(id) + 1);
+        if ids_end == 0 || ids_end > u64::from(NOT_COUNTED) {
+            return Err(wrong(format!("has {ids_end} tokens")));
+        }
+        let eos = match &special.eos {
+            None => special.eos_id.filter(|id| u64::from(*id) < ids_end),
+            Some(token) => Some(inner.token_to_id(token).ok_or_else(|| {
+                wrong(format!(
+                    "eos_token \"{token}\" of tokenizer_config.json is none of its tokens"
+                ))
+            })?),
+        };
+        let (before, behind) = frame(&inner).map_err(wrong)?;
+        let mut print = Fingerprint::default();
+        print.add(&json);
+        print.add(&special.fingerprint().to_le_bytes());
+        print.add(&eos.map_or(u64::MAX, u64::from).to_le_bytes());
+        if let Some(template) = &template {
+            print.add(template.source().as_bytes());
+        }
+        Ok(Self {
+            path: path.into(),
+            inner,
+            before,
+            behind,
+            eos,
+            special,
+            template,
+            ids_end,
+            fingerprint: print.finish(),
+        })
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let eos = match (&self.special.eos, self.eos) {
+            (Some(token), _) => format!("documents end with {token}"),
+            (None, Some(id)) => format!("documents end with token {id}"),
+            (None, None) => "no token ends a document: none is named beside it".into(),
+        };
+        format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end)
+    }
+
+    pub(super) fn ids_end(&self) -> u64 {
+        self.ids_end
+    }
+
+    pub(super) fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
+    pub(super) fn padding(&self) -> u32 {
+        self.eos.unwrap_or(0)
+    }
+
+    pub(super) fn check_chat(&self) -> Result<(), DataError> {
+        if self.template.is_some() {
+            return Ok(());
+        }
+        Err(DataError::Setting {
+            key: "data.tokenizer",
+            message: format!(
+                "conversations need a chat template, and {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to a file with one",
+                self.path.parent().unwrap_or(Path::new(".")).display()
+            ),
+        })
+    }
+
+    pub(super) fn encode(
+        &self,
+        document: &Document,
+        continues: bool,
+        ends: bool,
+        encoding: Encoding,
+    ) -> Result<Vec<u32>, String> {
+        match document {
+            Document::Bytes(_) => unreachable!("text is read as text for a tokenizer"),
+            Document::Text(text) => {
+                let mut ids = self.ids(text)?;
+                if !continues {
+                    ids.splice(0..0, self.before.iter().copied());
+                }
+                if ends {
+                    self.end(&mut ids);
+                }
+                Ok(ids)
+            }
+            Document::Completion { prompt, completion } => {
+                let text = format!("{prompt}{completion}");
+                let completion = prompt.len()..text.len();
+                let counted = match encoding.loss_on {
+                    LossOn::All => None,
+                    LossOn::Completions => Some(std::slice::from_ref(&completion)),
+                };
+                let mut ids = self.ids_counted(&text, counted)?;
+                let not_counted = counted.map_or(0, |_| NOT_COUNTED);
+                ids.splice(0..0, self.before.iter().map(|id| id | not_counted));
+                self.end(&mut ids);
+                Ok(ids)
+            }
+            Document::Chat { messages, tools } => {
+                let template = self.template.as_ref().expect("check_chat was asked");
+                let chat = match encoding.loss_on {
+                    LossOn::All => template.text(messages, tools.as_ref())?,
+                    LossOn::Completions => template.text_counted(messages, tools.as_ref())?,
+                };
+                self.ids_counted(&chat.text, chat.counted.as_deref())
+            }
+        }
+    }
+
+    /// What the tokenizer puts behind a text, and the token that ends a document if that is not it.
+    fn end(&self, ids: &mut Vec<u32>) {
+        ids.extend(&self.behind);
+        if let Some(eos) = self.eos
+            && ids.last() != Some(&eos)
+        {
+            ids.push(eos);
+        }
+    }
+
+    fn ids(&self, text: &str) -> Result<Vec<u32>, String> {
+        let found = self.inner.encode_fast(text, false);
+        let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
+        Ok(found.get_ids().to_vec())
+    }
+
+    /// Tokens that have a byte in one of `counted` count; all where it is `None`.
+    fn ids_counted(
+        &self,
+        text: &str,
+        counted: Option<&[Range<usize>]>,
+    ) -> Result<Vec<u32>, String> {
+        let Some(counted) = counted else {
+            return self.ids(text);
+        };
+        let found = self.inner.encode(text, false);
+        let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
+        let mut ranges = counted.iter().peekable();
+        let ids = found.get_ids().iter().zip(found.get_offsets());
+        let ids = ids.map(|(id, &(start, end))| {
+            while ranges.next_if(|range| range.end <= start).is_some() {}
+            let counts = ranges
+                .peek()
+                .is_some_and(|range| range.start < end.max(start + 1));
+            if counts { *id } else { *id | NOT_COUNTED }
+        });
+        Ok(ids.collect())
+    }
+}
+
+/// What the tokenizer's own post-processing puts before and behind a text.
+fn frame(inner: &Tokenizer) -> Result<(Vec<u32>, Vec<u32>), String> {
+    let ids = |special| {
+        let found = inner
+            .encode("a", special)
+            .map_err(|error| error.to_string());
+        found.map(|found| found.get_ids().to_vec())
+    };
+    let (bare, framed) = (ids(false)?, ids(true)?);
+    let added = framed.len().saturating_sub(bare.len());
+    let place = (0..=added).find(|&at| framed[at..].starts_with(&bare));
+    let at = place.ok_or("its post-processor changes the text itself, which is not supported")?;
+    Ok((framed[..at].to_vec(), framed[at + bare.len()..].to_vec()))
+}
+
+fn text(path: &Path, key: &'static str) -> Result<String, DataError> {
+    let bytes = read_bounded(path, key, FILE_BYTES_MAX)?;
+    String::from_utf8(bytes).map_err(|_| DataError::Setting {
+        key,
+        message: format!("{} is no text in UTF-8", path.display()),
+    })
+}

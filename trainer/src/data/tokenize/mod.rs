@@ -1,0 +1,218 @@
+//! Documents into tokens: bytes as they are, or Hugging Face's `tokenizer.json` with the special tokens and the chat template
+//! that lie beside it.
+//!
+//! ```text
+//!   text                  bos of the tokenizer, text, eos
+//!   prompt, completion    bos of the tokenizer, prompt and completion as one text, eos       counts: the completion, and eos
+//!   messages              what the template makes of them, nothing else                      counts: what the assistant says
+//! ```
+//!
+//! Bytes have no special tokens: a record ends with a line's end, files follow one another as they are.
+
+mod chat;
+mod dialect;
+mod hugging_face;
+mod special;
+
+use std::path::{Path, PathBuf};
+
+use super::DataError;
+use super::read::{Document, Kind};
+use crate::config::LossOn;
+use crate::fingerprint::Fingerprint;
+use hugging_face::HuggingFace;
+
+/// Token ids a byte can have.
+pub const VOCAB_SIZE: u64 = 256;
+
+/// Marks a token that is no target of the loss. Token ids are below it.
+pub(super) const NOT_COUNTED: u32 = 1 << 31;
+
+/// What makes tokens.
+pub(super) enum Tokenizer {
+    Bytes,
+    HuggingFace(Box<HuggingFace>),
+}
+
+/// Where the tokenizer of a run is.
+pub(super) struct Wanted<'a> {
+    /// `data.tokenizer`: a folder or a file; the word "bytes"; nothing for what lies in the model's folder.
+    pub(super) tokenizer: Option<&'a Path>,
+    /// `data.chat_template`.
+    pub(super) template: Option<&'a Path>,
+    /// `model.path`.
+    pub(super) model_folder: Option<&'a Path>,
+    /// The model's.
+    pub(super) vocab_size: u64,
+}
+
+impl Wanted<'_> {
+    /// Where it is; nothing for bytes.
+    fn file(&self) -> Result<Option<(PathBuf, &'static str)>, DataError> {
+        if let Some(path) = self.tokenizer {
+            if path == Path::new("bytes") {
+                return Ok(None);
+            }
+            let file = if path.is_dir() {
+                path.join("tokenizer.json")
+            } else {
+                path.to_path_buf()
+            };
+            return Ok(Some((file, "data.tokenizer")));
+        }
+        let Some(folder) = self.model_folder else {
+            return Ok(None);
+        };
+        let file = folder.join("tokenizer.json");
+        if file.exists() {
+            return Ok(Some((file, "model.path")));
+        }
+        let others = ["tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"];
+        match others.iter().find(|name| folder.join(name).exists()) {
+            None => Ok(None),
+            Some(name) => Err(DataError::Setting {
+                key: "model.path",
+                message: format!(
+                    "{} has {name} but no tokenizer.json: transformers makes it (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)); data.tokenizer = \"bytes\" trains on bytes",
+                    folder.display()
+                ),
+            }),
+        }
+    }
+}
+
+/// How documents of one run become tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Encoding {
+    pub(super) loss_on: LossOn,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of a run.
+    ///
+    /// # Errors
+    /// None where one was named, a damaged one, that of another model.
+    pub(super) fn open(wanted: &Wanted<'_>) -> Result<Self, DataError> {
+        let Some((file, key)) = wanted.file()? else {
+            if wanted.vocab_size < VOCAB_SIZE {
+                return Err(DataError::Setting {
+                    key: "model.vocab_size",
+                    message: format!(
+                        "{}: bytes are tokens, at least {VOCAB_SIZE}",
+                        wanted.vocab_size
+                    ),
+                });
+            }
+            if wanted.template.is_some() {
+                return Err(DataError::Setting {
+                    key: "data.chat_template",
+                    message: "needs a tokenizer: set data.tokenizer".into(),
+                });
+            }
+            return Ok(Self::Bytes);
+        };
+        let found = HuggingFace::open(&file, key, wanted.template)?;
+        let tokenizer = found.ids_end();
+        if tokenizer > wanted.vocab_size {
+            return Err(DataError::OtherTokenizer {
+                key,
+                path: file,
+                tokenizer,
+                model: wanted.vocab_size,
+            });
+        }
+        Ok(Self::HuggingFace(Box::new(found)))
+    }
+
+    /// What a person should know of it.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Self::Bytes => "bytes as tokens".into(),
+            Self::HuggingFace(found) => found.describe(),
+        }
+    }
+
+    /// Ids are below this.
+    pub(super) fn ids_end(&self) -> u64 {
+        match self {
+            Self::Bytes => VOCAB_SIZE,
+            Self::HuggingFace(found) => found.ids_end(),
+        }
+    }
+
+    /// Changes when tokens would.
+    pub(super) fn fingerprint(&self) -> u64 {
+        match self {
+            Self::Bytes => Fingerprint::of(b"bytes"),
+            Self::HuggingFace(found) => found.fingerprint(),
+        }
+    }
+
+    /// What fills a window that no document fills. It is not counted.
+    pub(super) fn padding(&self) -> u32 {
+        match self {
+            Self::Bytes => 0,
+            Self::HuggingFace(found) => found.padding(),
+        }
+    }
+
+    /// Refuses documents of `kind` that cannot be had with this tokenizer.
+    pub(super) fn check(&self, kind: Kind, encoding: Encoding) -> Result<(), DataError> {
+        if kind == Kind::Text && encoding.loss_on == LossOn::Completions {
+            return Err(DataError::Setting {
+                key: "data.loss_on",
+                message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, and this is text".into(),
+            });
+        }
+        match self {
+            Self::Bytes if kind == Kind::Chat => Err(DataError::Setting {
+                key: "data.tokenizer",
+                message: "conversations need a tokenizer with a chat template: name a folder with tokenizer.json".into(),
+            }),
+            Self::HuggingFace(found) if kind == Kind::Chat => found.check_chat(),
+            _ => Ok(()),
+        }
+    }
+
+    /// The tokens of a document, or of a piece of one: whether it `continues` one, whether it `ends` it.
+    ///
+    /// # Errors
+    /// What is wrong with the document, in words that go on after its place.
+    pub(super) fn encode(
+        &self,
+        document: &Document,
+        continues: bool,
+        ends: bool,
+        encoding: Encoding,
+    ) -> Result<Vec<u32>, String> {
+        match self {
+            Self::Bytes => Ok(bytes(document, encoding)),
+            Self::HuggingFace(found) => found.encode(document, continues, ends, encoding),
+        }
+    }
+}
+
+/// A record's bytes, ended by a line's end.
+fn bytes(document: &Document, encoding: Encoding) -> Vec<u32> {
+    let of = |text: &[u8]| text.iter().map(|byte| u32::from(*byte)).collect();
+    let (mut ids, record): (Vec<u32>, bool) = match document {
+        Document::Bytes(bytes) => (of(bytes), false),
+        Document::Text(text) => (of(text.as_bytes()), true),
+        Document::Completion { prompt, completion } => {
+            let mut ids: Vec<u32> = of(prompt.as_bytes());
+            if encoding.loss_on == LossOn::Completions {
+                ids.iter_mut().for_each(|id| *id |= NOT_COUNTED);
+            }
+            ids.extend::<Vec<u32>>(of(completion.as_bytes()));
+            (ids, true)
+        }
+        Document::Chat { .. } => unreachable!("refused by check"),
+    };
+    if record && ids.last() != Some(&u32::from(b'\n')) {
+        ids.push(u32::from(b'\n'));
+    }
+    ids
+}
+
+#[cfg(test)]
+mod tests;

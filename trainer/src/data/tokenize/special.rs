@@ -1,0 +1,133 @@
+//! What lies beside a `tokenizer.json`: special tokens, and the chat template.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::data::DataError;
+use crate::fingerprint::Fingerprint;
+
+/// These are some kilobytes; chat templates may be a hundred.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// The special tokens as text, by the names that templates know them by, and the template.
+#[derive(Debug, Default)]
+pub(super) struct Special {
+    /// `bos_token`, `eos_token` and the like.
+    pub(super) tokens: BTreeMap<String, String>,
+    pub(super) eos: Option<String>,
+    /// Where no file names the token itself.
+    pub(super) eos_id: Option<u32>,
+    pub(super) template: Option<String>,
+}
+
+impl Special {
+    /// Reads what there is in `folder`, as transformers does: `tokenizer_config.json`, before it in age `special_tokens_map.json`,
+    /// for the end of a document at last the model's own files; `chat_template.jinja` before the template in a file.
+    pub(super) fn read(folder: &Path, key: &'static str) -> Result<Self, DataError> {
+        let config = object(folder, "tokenizer_config.json", key)?;
+        let map = object(folder, "special_tokens_map.json", key)?;
+        let mut found = Self::default();
+        for (name, value) in map.into_iter().chain(config.clone()) {
+            if let (true, Some(token)) = (name.ends_with("_token"), token(&value)) {
+                found.tokens.insert(name, token);
+            }
+        }
+        found.eos = found.tokens.get("eos_token").cloned();
+        for file in ["generation_config.json", "config.json"] {
+            if found.eos.is_none() && found.eos_id.is_none() {
+                let ids = object(folder, file, key)?;
+                found.eos_id = ids.get("eos_token_id").and_then(id);
+            }
+        }
+        let jinja = folder.join("chat_template.jinja");
+        found.template = if jinja.exists() {
+            let bytes = read_bounded(&jinja, key, FILE_BYTES_MAX)?;
+            Some(String::from_utf8(bytes).map_err(|_| DataError::Setting {
+                key,
+                message: format!("{} is no text in UTF-8", jinja.display()),
+            })?)
+        } else {
+            config.get("chat_template").and_then(template)
+        };
+        Ok(found)
+    }
+
+    pub(super) fn fingerprint(&self) -> u64 {
+        Fingerprint::of(&serde_json::to_vec(&self.tokens).expect("plain data"))
+    }
+}
+
+/// A token is its text, or an object with it.
+fn token(value: &Value) -> Option<String> {
+    let text = value.as_str().or_else(|| value.get("content")?.as_str());
+    text.map(str::to_owned)
+}
+
+/// A number, or the first of a list.
+fn id(value: &Value) -> Option<u32> {
+    let first = value.as_array().and_then(|ids| ids.first());
+    u32::try_from(first.unwrap_or(value).as_u64()?).ok()
+}
+
+/// One template, or several with names, of which "default" is for conversations.
+fn template(value: &Value) -> Option<String> {
+    if let Some(text) = value.as_str() {
+        return Some(text.to_owned());
+    }
+    let named = value
+        .as_array()?
+        .iter()
+        .find(|named| named["name"] == "default")?;
+    named["template"].as_str().map(str::to_owned)
+}
+
+/// The object in a file; an empty one where there is no such file.
+fn object(folder: &Path, name: &str, key: &'static str) -> Result<Map<String, Value>, DataError> {
+    let path = folder.join(name);
+    if !path.exists() {
+        return Ok(Map::new());
+    }
+    let bytes = read_bounded(&path, key, FILE_BYTES_MAX)?;
+    let wrong = |message: String| DataError::Setting {
+        key,
+        message: format!("{}: {message}", path.display()),
+    };
+    match serde_json::from_slice(&bytes) {
+        Ok(Value::Object(table)) => Ok(table),
+        Ok(_) => Err(wrong("is no object".into())),
+        Err(error) => Err(wrong(format!("is no JSON: {error}"))),
+    }
+}
+
+/// The bytes of a file that has at most `bytes_max`.
+pub(super) fn read_bounded(
+    path: &Path,
+    key: &'static str,
+    bytes_max: u64,
+) -> Result<Vec<u8>, DataError> {
+    let failed = |source| DataError::Read {
+        key,
+        path: path.into(),
+        source,
+    };
+    let wrong = |message: String| DataError::Setting {
+        key,
+        message: format!("{}: {message}", path.display()),
+    };
+    // A pipe would never begin.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(wrong("is no file".into()));
+    }
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(failed)?;
+    file.take(bytes_max + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > bytes_max {
+        return Err(wrong(format!("has more than {bytes_max} bytes")));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,274 @@
+//! Tokens are those that transformers finds (`tests/fixtures/data/make.py`): of texts, of chats, and what of them the assistant
+//! says. And what is no tokenizer, or one of another model, is refused.
+
+use std::path::PathBuf;
+
+use minijinja::Value as Chat;
+use serde_json::Value;
+
+use super::*;
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data")
+}
+
+fn expected() -> Value {
+    let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+fn open(folder: &Path, template: Option<&Path>, vocab_size: u64) -> Result<Tokenizer, DataError> {
+    Tokenizer::open(&Wanted {
+        tokenizer: None,
+        template,
+        model_folder: Some(folder),
+        vocab_size,
+    })
+}
+
+fn numbers(value: &Value) -> Vec<u32> {
+    let numbers = value.as_array().unwrap().iter();
+    numbers
+        .map(|number| number.as_u64().unwrap() as u32)
+        .collect()
+}
+
+const ALL: Encoding = Encoding {
+    loss_on: LossOn::All,
+};
+const COMPLETIONS: Encoding = Encoding {
+    loss_on: LossOn::Completions,
+};
+
+/// Ids, and 1 where one counts.
+fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    let ids = elements.iter().map(|element| element & !NOT_COUNTED);
+    let counts = elements.iter().map(|e| u32::from(e & NOT_COUNTED == 0));
+    (ids.collect(), counts.collect())
+}
+
+fn conversation(chat: &Value) -> Document {
+    let text = chat["messages"].to_string();
+    Document::Chat {
+        messages: serde_json::from_str(&text).unwrap(),
+        tools: None,
+    }
+}
+
+#[test]
+fn texts_become_the_tokens_that_transformers_finds() {
+    let expected = expected();
+    for (name, eos) in [("qwen", 2), ("llama", 2), ("gpt2", 0)] {
+        let tokenizer = open(&fixtures().join(name), None, 512).unwrap();
+        for case in expected[name]["texts"].as_array().unwrap() {
+            let text = case["text"].as_str().unwrap();
+            let document = Document::Text(text.into());
+            let found = tokenizer.encode(&document, false, true, ALL).unwrap();
+            let mut ids = numbers(&case["ids"]);
+            if ids.last() != Some(&eos) {
+                ids.push(eos);
+            }
+            assert_eq!(found, ids, "{name}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn chats_are_what_the_template_makes_of_them() {
+    let expected = expected();
+    for name in ["qwen", "llama"] {
+        let tokenizer = open(&fixtures().join(name), None, 512).unwrap();
+        tokenizer.check(Kind::Chat, COMPLETIONS).unwrap();
+        for chat in expected[name]["chats"].as_array().unwrap() {
+            let document = conversation(chat);
+            let all = tokenizer.encode(&document, false, true, ALL).unwrap();
+            assert_eq!(all, numbers(&chat["ids"]), "{name}");
+            let some = tokenizer
+                .encode(&document, false, true, COMPLETIONS)
+                .unwrap();
+            let (ids, said) = split(&some);
+            assert_eq!((ids, said), (all, numbers(&chat["said"])), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_template_of_ones_own_that_marks_what_counts() {
+    let marked = fixtures().join("marked.jinja");
+    let tokenizer = open(&fixtures().join("qwen"), Some(&marked), 512).unwrap();
+    let plain = open(&fixtures().join("qwen"), None, 512).unwrap();
+    assert_ne!(tokenizer.fingerprint(), plain.fingerprint());
+    for chat in expected()["qwen"]["chats"].as_array().unwrap() {
+        let some = tokenizer.encode(&conversation(chat), false, true, COMPLETIONS);
+        let (ids, said) = split(&some.unwrap());
+        assert_eq!(ids, numbers(&chat["marked_ids"]));
+        assert_eq!(said, numbers(&chat["marked_said"]));
+    }
+}
+
+#[test]
+fn tools_are_written_as_python_writes_them() {
+    let expected = expected();
+    let special = special::Special::read(&fixtures().join("qwen"), "data.tokenizer").unwrap();
+    let source = special.template.clone().unwrap();
+    let template = chat::Template::new(&source, &special).unwrap();
+    // From the text, as a line of a file is read: keys stay in their order.
+    let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
+    let whole: Chat = serde_json::from_str(&text).unwrap();
+    let tools = whole.get_attr("tools").unwrap();
+    for case in expected["qwen"]["chats"].as_array().unwrap() {
+        let Document::Chat { messages, .. } = conversation(case) else {
+            unreachable!()
+        };
+        let found = template.text(&messages, Some(&tools)).unwrap();
+        assert_eq!(found.text, case["with_tools"].as_str().unwrap());
+    }
+}
+
+#[test]
+fn what_a_template_refuses_is_said_in_its_words() {
+    let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
+    let twice = r#"[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]"#;
+    let document = Document::Chat {
+        messages: serde_json::from_str(twice).unwrap(),
+        tools: None,
+    };
+    let message = tokenizer.encode(&document, false, true, ALL).unwrap_err();
+    assert!(
+        message.contains("the chat template says: Conversation roles must alternate"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_completion_counts_from_the_token_that_holds_its_first_byte() {
+    let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
+    for (prompt, completion) in [
+        ("count the", " river"),
+        ("the ri", "ver waits"),
+        ("", "all"),
+    ] {
+        let document = Document::Completion {
+            prompt: prompt.into(),
+            completion: completion.into(),
+        };
+        let whole = Document::Text(format!("{prompt}{completion}"));
+        let found = tokenizer
+            .encode(&document, false, true, COMPLETIONS)
+            .unwrap();
+        let (ids, counts) = split(&found);
+        assert_eq!(ids, tokenizer.encode(&whole, false, true, ALL).unwrap());
+        assert_eq!(tokenizer.encode(&document, false, true, ALL).unwrap(), ids);
+        assert_eq!((counts[0], counts[ids.len() - 1]), (0, 1), "bos and eos");
+        // What counts is at the end, and spells no less than the completion.
+        let first = counts.iter().position(|count| *count == 1).unwrap();
+        assert!(counts[first..].iter().all(|count| *count == 1));
+        let Tokenizer::HuggingFace(inner) = &tokenizer else {
+            panic!("a tokenizer")
+        };
+        let said = inner.inner.decode(&ids[first..], true).unwrap();
+        assert!(
+            said.trim().ends_with(completion.trim()),
+            "{said} of {completion}"
+        );
+        let rest = inner.inner.decode(&ids[first + 1..], true).unwrap();
+        assert!(rest.len() < completion.len(), "{rest} of {completion}");
+    }
+}
+
+#[test]
+fn pieces_of_a_text_have_one_beginning_and_one_end() {
+    let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
+    let piece = |text: &str, continues, ends| {
+        let document = Document::Text(text.into());
+        tokenizer.encode(&document, continues, ends, ALL).unwrap()
+    };
+    let (first, last) = (piece("one\n", false, false), piece("two", true, true));
+    assert_eq!((first[0], last[0] == 1), (1, false));
+    assert_eq!((first.contains(&2), last.last()), (false, Some(&2)));
+}
+
+#[test]
+fn a_tokenizer_of_another_model_is_refused() {
+    let folder = fixtures().join("qwen");
+    let error = open(&folder, None, 300).err().unwrap().to_string();
+    for part in [
+        "model.path: ",
+        "qwen/tokenizer.json has 360 tokens",
+        "vocab_size is 300",
+        "tokenizer of another model",
+    ] {
+        assert!(error.contains(part), "{part} is not in: {error}");
+    }
+    assert!(open(&folder, None, 360).is_ok());
+}
+
+#[test]
+fn what_is_no_tokenizer_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let refused = || {
+        let error = open(folder.path(), None, 512).err();
+        error.expect("it was taken").to_string()
+    };
+    // Without any, bytes are tokens; they need room.
+    assert!(matches!(
+        open(folder.path(), None, 256),
+        Ok(Tokenizer::Bytes)
+    ));
+    let error = open(folder.path(), None, 255).err().unwrap().to_string();
+    assert!(error.contains("bytes are tokens, at least 256"), "{error}");
+    std::fs::write(at("tokenizer.model"), "sentences").unwrap();
+    assert!(refused().contains("tokenizer.model but no tokenizer.json"));
+    for content in ["", "{", "{}", "[1]", "\u{1}"] {
+        std::fs::write(at("tokenizer.json"), content).unwrap();
+        assert!(refused().contains("is no tokenizer"), "{}", refused());
+    }
+    let good = std::fs::read(fixtures().join("gpt2/tokenizer.json")).unwrap();
+    std::fs::write(at("tokenizer.json"), &good).unwrap();
+    open(folder.path(), None, 512).unwrap();
+    for (config, part) in [
+        ("{", "tokenizer_config.json: is no JSON"),
+        ("3", "tokenizer_config.json: is no object"),
+        (r#"{"eos_token": "<none>"}"#, "eos_token \"<none>\""),
+        (r#"{"chat_template": "{% if %}"}"#, "the chat template of"),
+    ] {
+        std::fs::write(at("tokenizer_config.json"), config).unwrap();
+        assert!(refused().contains(part), "{}", refused());
+    }
+}
+
+#[test]
+fn the_end_of_a_document_is_found_where_models_name_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::copy(fixtures().join("gpt2/tokenizer.json"), at("tokenizer.json")).unwrap();
+    let ends = || {
+        let tokenizer = open(folder.path(), None, 512).unwrap();
+        let document = Document::Text("a".into());
+        let ids = tokenizer.encode(&document, false, true, ALL).unwrap();
+        (ids.len() > 1).then(|| ids[ids.len() - 1])
+    };
+    assert_eq!(ends(), None);
+    assert!(
+        open(folder.path(), None, 512)
+            .unwrap()
+            .describe()
+            .contains("no token ends")
+    );
+    std::fs::write(at("config.json"), r#"{"eos_token_id": 5}"#).unwrap();
+    assert_eq!(ends(), Some(5));
+    std::fs::write(at("generation_config.json"), r#"{"eos_token_id": [7, 8]}"#).unwrap();
+    assert_eq!(ends(), Some(7));
+    let token = r#"{"eos_token": {"content": "<|endoftext|>", "special": true}}"#;
+    std::fs::write(at("tokenizer_config.json"), token).unwrap();
+    assert_eq!(ends(), Some(0));
+}
+
+#[test]
+fn conversations_need_a_template() {
+    let tokenizer = open(&fixtures().join("gpt2"), None, 512).unwrap();
+    let error = tokenizer.check(Kind::Chat, ALL).unwrap_err().to_string();
+    assert!(error.contains("need a chat template"), "{error}");
+    assert!(tokenizer.check(Kind::Completion, COMPLETIONS).is_ok());
+}
