@@ -2,14 +2,14 @@
 //! the same bits, wherever they keep them.
 
 use std::fmt;
-use std::sync::Arc;
 
 use swapper::TileRange;
 
-use crate::config::{DeviceChoice, RunSettings};
+use crate::at_rest::AtRest;
+use crate::config::RunSettings;
 use crate::fingerprint::Fingerprint;
-use crate::ranks::Ranks;
-use crate::train::{Prepared, TrainError};
+use crate::run::SaveName;
+use crate::train::TrainError;
 
 /// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,29 +27,19 @@ pub struct UnitDigest {
     pub state: u64,
 }
 
-/// Reads the run's tiles where they are; changes none of them.
+/// Reads the run's tiles where they are, or those of `save`; changes none of them.
 ///
 /// # Errors
 /// Nothing was committed yet, or what opening and reading the run says.
-pub fn digest(settings: RunSettings) -> Result<Digest, TrainError> {
-    read(settings.clone()).map_err(|error| error.of_run(&settings))
+pub fn digest(settings: RunSettings, save: Option<SaveName>) -> Result<Digest, TrainError> {
+    read(settings.clone(), save).map_err(|error| error.of_run(&settings))
 }
 
-fn read(mut settings: RunSettings) -> Result<Digest, TrainError> {
-    // Tiles are the same bytes wherever they lived; to read them no GPU is needed.
-    settings.train.device = DeviceChoice::Cpu;
-    // One process reads what any number of them wrote.
-    settings.ranks = 1;
-    let prepared = Prepared::new(settings, false, Arc::new(Ranks::alone()))?;
-    let names: Vec<String> = prepared
-        .plan
-        .units
-        .iter()
-        .map(|unit| unit.name.clone())
-        .collect();
-    let mut run = prepared.open_existing()?;
+fn read(settings: RunSettings, save: Option<SaveName>) -> Result<Digest, TrainError> {
+    let mut run = AtRest::open(settings, save)?;
+    let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
-    run.home.visit(&mut |range: &TileRange, param, state| {
+    run.visit(&mut |range: &TileRange, param, state| {
         let (weights, states) = &mut prints[range.unit];
         weights.add(param);
         states.add(state);

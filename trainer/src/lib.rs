@@ -12,8 +12,10 @@
 #![forbid(unsafe_code)]
 
 mod accelerator;
+mod at_rest;
 pub mod compute;
 pub mod config;
+mod copies;
 pub mod data;
 pub mod digest;
 pub mod fingerprint;

@@ -14,7 +14,9 @@ use cli::source::SourceArgs;
 use kernels::collective::World;
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::launch::{self, LaunchError};
+use trainer::run::SaveName;
 use trainer::trace::{STEPS_DEFAULT, Trace};
+use trainer::train::Start;
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
@@ -33,6 +35,7 @@ enum Command {
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
   trainer train RUN.toml --deepspeed ds_config.json                                  # DeepSpeed's file as it is, below the run file
   trainer train configs/demo.toml --fresh                                            # forget the run and start again
+  trainer train configs/demo.toml --resume-from 120                                  # go back to the save of step 120
   trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
     Train {
         #[command(flatten)]
@@ -40,6 +43,9 @@ enum Command {
         /// Forget what an earlier run of the same folder left, in the folder and in the store.
         #[arg(long)]
         fresh: bool,
+        /// Go back to a save of the run, by its step, or begin from any save, by its folder.
+        #[arg(long, value_name = "STEP|FOLDER", conflicts_with = "fresh")]
+        resume_from: Option<SaveName>,
         #[command(flatten)]
         trace: TraceArgs,
     },
@@ -80,6 +86,9 @@ enum Command {
     Digest {
         #[command(flatten)]
         run: SourceArgs,
+        /// Of a save instead: the step of one of the run's, or a folder.
+        #[arg(long, value_name = "STEP|FOLDER")]
+        save: Option<SaveName>,
     },
 }
 
@@ -165,10 +174,20 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
-        Command::Train { run, fresh, trace } => {
+        Command::Train {
+            run,
+            fresh,
+            resume_from,
+            trace,
+        } => {
             let world = World::from_env()?;
             let settings = run.settings(Some(world.ranks))?;
-            trainer::train::train(settings, fresh, &trace.trace(world.rank))?;
+            let start = match resume_from {
+                Some(save) => Start::Save(save),
+                None if fresh => Start::Fresh,
+                None => Start::GoOn,
+            };
+            trainer::train::train(settings, &start, &trace.trace(world.rank))?;
         }
         Command::Launch { nproc, train } => {
             check_train(&train, nproc)?;
@@ -176,7 +195,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Keys { .. } => print!("{}", trainer::config::markdown()),
-        Command::Digest { run } => println!("{}", trainer::digest::digest(run.settings(None)?)?),
+        Command::Digest { run, save } => {
+            println!("{}", trainer::digest::digest(run.settings(None)?, save)?);
+        }
     }
     Ok(())
 }

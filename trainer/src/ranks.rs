@@ -88,14 +88,19 @@ impl Ranks {
         Ok(self.comm.all_reduce_sum_f64(values)?)
     }
 
-    /// Every rank's number, in the order of ranks.
+    /// Every rank's numbers, in the order of ranks.
     ///
     /// # Errors
     /// A rank is gone.
-    pub(crate) fn numbers(&self, own: u64) -> Result<Vec<u64>, TrainError> {
-        let all = self.comm.all_gather_bytes(&own.to_le_bytes())?;
-        let number = |bytes: &Vec<u8>| u64::from_le_bytes(bytes[..].try_into().expect("as sent"));
-        Ok(all.iter().map(number).collect())
+    pub(crate) fn numbers<const N: usize>(
+        &self,
+        own: [u64; N],
+    ) -> Result<Vec<[u64; N]>, TrainError> {
+        let own: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let all = self.comm.all_gather_bytes(&own)?;
+        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("as sent"));
+        let numbers = |bytes: &Vec<u8>| std::array::from_fn(|n| number(&bytes[n * 8..n * 8 + 8]));
+        Ok(all.iter().map(numbers).collect())
     }
 
     /// Refuses ranks that were given another run than the first: other settings, or another text.

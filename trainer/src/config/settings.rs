@@ -165,8 +165,10 @@ pub struct TrainSettings {
     pub eval_every: u64,
     pub eval_batches: u64,
     pub log_every: u64,
-    /// Steps between saves into the run folder, for runs without a store; 0: only at the end and on SIGTERM.
+    /// Steps between saves into the run folder; 0: none, but for runs without a store one at the end and on SIGTERM.
     pub save_every: u64,
+    /// Saves that are kept, the newest ones; 0: all.
+    pub saves_kept: u64,
     pub run_folder: PathBuf,
     /// Threads that compute.
     pub threads: usize,

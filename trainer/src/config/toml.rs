@@ -212,6 +212,7 @@ pub struct TrainToml {
     pub eval_batches: Option<u64>,
     pub log_every: Option<u64>,
     pub save_every: Option<u64>,
+    pub saves_kept: Option<u64>,
     pub run_folder: Option<PathBuf>,
     pub stop_after: Option<u64>,
     pub threads: Option<u64>,

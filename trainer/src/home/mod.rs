@@ -64,6 +64,11 @@ impl Home {
         }
     }
 
+    /// Whether the host sees each tile as it is updated.
+    pub(crate) fn updates_on_host(&self) -> bool {
+        matches!(self, Self::Swapper(_))
+    }
+
     /// Applies what is pending; with a store, commits it.
     ///
     /// # Errors

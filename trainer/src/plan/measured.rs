@@ -22,6 +22,8 @@ pub struct Measured {
     pub tflops: Option<f64>,
     /// Whether a GPU computed at `tflops`.
     pub on_gpu: bool,
+    /// Saves of all processes together, from the step to the last flush.
+    pub save_bytes_per_s: Option<f64>,
 }
 
 impl Measured {
@@ -40,6 +42,7 @@ impl Measured {
             write_bytes_per_s: positive(measured.write_bytes_per_s),
             tflops: positive(measured.tflops),
             on_gpu: measured.on_gpu,
+            save_bytes_per_s: positive(measured.save_bytes_per_s),
         })
     }
 
@@ -79,6 +82,7 @@ mod tests {
             write_bytes_per_s: None,
             tflops: Some(0.25),
             on_gpu: false,
+            save_bytes_per_s: Some(1e9),
         };
         measured.write(folder.path()).unwrap();
         assert_eq!(Measured::read(folder.path()), Some(measured));

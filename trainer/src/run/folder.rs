@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::Saves;
 use crate::fingerprint::Fingerprint;
 use crate::metrics::MetricsFile;
 
@@ -128,13 +129,13 @@ impl RunFolder {
         ] {
             remove(&path, fs::remove_file(&path))?;
         }
-        let checkpoints = self.checkpoint_folder();
-        remove(&checkpoints, fs::remove_dir_all(&checkpoints))
+        let saves = self.saves();
+        remove(saves.path(), fs::remove_dir_all(saves.path()))
     }
 
-    /// Where runs without a store save.
-    pub fn checkpoint_folder(&self) -> PathBuf {
-        self.path.join("checkpoint")
+    /// Copies of its state.
+    pub fn saves(&self) -> Saves {
+        Saves::of(&self.path)
     }
 
     /// Refuses `new` when the folder at `path` holds a run that is something else, naming the first thing that differs.
@@ -143,12 +144,30 @@ impl RunFolder {
     /// # Errors
     /// The difference, or an unreadable `run.json`.
     pub fn check(path: &Path, new: &RunDescription) -> Result<bool, FolderError> {
+        // Where the files lie follows from `store`, which is told in a person's words.
+        Self::check_values(
+            path,
+            new,
+            |of| serde_json::json!({"layout": of.layout, "store": of.store}),
+        )
+    }
+
+    /// As [`Self::check`], but the state may have been kept elsewhere.
+    ///
+    /// # Errors
+    /// The difference, or an unreadable `run.json`.
+    pub fn check_layout(path: &Path, new: &RunDescription) -> Result<bool, FolderError> {
+        Self::check_values(path, new, |of| serde_json::json!({"layout": of.layout}))
+    }
+
+    fn check_values(
+        path: &Path,
+        new: &RunDescription,
+        value: impl Fn(&RunDescription) -> Value,
+    ) -> Result<bool, FolderError> {
         let Some(old) = read_description(path)? else {
             return Ok(false);
         };
-        // Where the files lie follows from `store`, which is told in a person's words.
-        let value =
-            |of: &RunDescription| serde_json::json!({"layout": of.layout, "store": of.store});
         match differences(&value(&old), &value(new)).into_iter().next() {
             None => Ok(true),
             Some(Difference { what, was, now }) => Err(FolderError::Changed {

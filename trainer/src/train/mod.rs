@@ -5,6 +5,7 @@ mod lookout;
 mod mover;
 mod open;
 mod progress;
+mod saver;
 mod step;
 mod stop;
 mod turns;
@@ -30,13 +31,14 @@ use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::ranks::Ranks;
 use crate::run::{
-    CheckpointError, FolderError, StateError, daemon_folder, resolved, tokens_folder,
+    FolderError, SaveError, SaveName, StateError, daemon_folder, resolved, tokens_folder,
 };
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
 use lookout::Lookout;
 use mover::Shards;
 use progress::Progress;
+use saver::{Saver, SaverParts};
 use step::{Gradients, Stepper};
 use stop::Stop;
 
@@ -66,7 +68,9 @@ pub enum TrainError {
     #[error(transparent)]
     Trace(#[from] TraceError),
     #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
+    Save(#[from] SaveError),
+    #[error("{count} saves could not be made, all else is done; the first: {first}")]
+    Saves { count: u64, first: String },
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     #[error(
@@ -84,7 +88,7 @@ pub enum TrainError {
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
     #[error(
-        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, or start again with --fresh",
+        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
         run_folder.display()
     )]
     StoreLost {
@@ -98,7 +102,7 @@ pub enum TrainError {
     )]
     InPlace(SwapperError),
     #[error(
-        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, bring back an older copy of the run folder and of its store together, or start again with --fresh",
+        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a save with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run folder and of its store together, or start again with --fresh",
         config.display()
     )]
     DamagedTile {
@@ -141,15 +145,26 @@ impl TrainError {
     }
 }
 
-/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. `fresh` forgets an earlier run of the same folder.
+/// Where a start begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// Where the run was left; with fresh weights if there is none.
+    GoOn,
+    /// With fresh weights: an earlier run of the same folder is forgotten.
+    Fresh,
+    /// At a save, of this run or another.
+    Save(SaveName),
+}
+
+/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// Whatever refused the run or ended it. What was committed or saved before stays.
-pub fn train(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), TrainError> {
+pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<(), TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
     let ranks = Arc::new(Ranks::from_env()?);
-    let result = run_to_its_end(settings.clone(), fresh, trace, &stop, &ranks)
+    let result = run_to_its_end(settings.clone(), start, trace, &stop, &ranks)
         .map_err(|error| error.of_run(&settings));
     let result = ranks.end(result);
     match trace.write() {
@@ -166,14 +181,14 @@ pub fn train(settings: RunSettings, fresh: bool, trace: &Trace) -> Result<(), Tr
 
 fn run_to_its_end(
     settings: RunSettings,
-    fresh: bool,
+    start: &Start,
     trace: &Trace,
     stop: &Stop,
     ranks: &Arc<Ranks>,
 ) -> Result<(), TrainError> {
     let (corpus, mut prepared) = ranks.together("checking the run", || {
         let corpus = Corpus::find(&settings.data, &Frame::of(&settings))?;
-        let prepared = Prepared::new(settings.clone(), fresh, ranks.clone())?;
+        let prepared = Prepared::new(settings.clone(), start, ranks.clone())?;
         prepared.check_room()?;
         Ok((corpus, prepared))
     })?;
@@ -208,7 +223,7 @@ fn run_to_its_end(
     })?;
 
     let first = ranks.is_first();
-    let (run, resumed) = prepared.open(fresh, &mut |note| {
+    let (run, resumed) = prepared.open(start, &mut |note| {
         if first {
             println!("{note}");
         }
@@ -285,8 +300,7 @@ struct Training {
     shown: Option<Shown>,
     run: OpenRun,
     ranks: Arc<Ranks>,
-    /// The step whose tiles the run folder has, for runs without a store.
-    saved_step: Option<u64>,
+    saver: Saver,
     /// Seconds of computing in the last step.
     compute_s: Option<f64>,
     trace: Trace,
@@ -321,7 +335,19 @@ impl Training {
         // The first rank knows; all evaluate.
         let is_lost = ranks.any(last_step < state.step)?;
         let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
-        let saved_step = (state.step > 0).then_some(state.step);
+        let saves = run.folder.saves();
+        let newest = ranks.by_first("looking for a save", || Ok(saves.has(state.step)))?;
+        let parts = SaverParts {
+            saves,
+            copies: run.copies.clone(),
+            every: train.save_every,
+            kept: train.saves_kept,
+            layout: run.layout.clone(),
+            ranges: run.saved_ranges()?,
+            tile_bytes: run.plan.memory.table_bytes,
+            newest: newest.then_some(state.step),
+        };
+        let saver = Saver::new(parts, ranks.clone());
         let mut training = Self {
             settings,
             data,
@@ -329,7 +355,7 @@ impl Training {
             shown,
             run,
             ranks,
-            saved_step,
+            saver,
             compute_s: None,
             trace: Trace::off(),
         };
@@ -356,6 +382,12 @@ impl Training {
 
     /// Steps to where this start ends, or until a rank was asked to stop: whether one was.
     fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
+        // The end before may have come between a commit and its save; a run without a store that began elsewhere has none of its own.
+        let step = self.run.state.step;
+        let wanted = self.saver.is_due(step) || !self.settings.placement.has_store();
+        if step > 0 && wanted && !self.saver.has(step) {
+            self.save_now()?;
+        }
         loop {
             let asked = self.ranks.any(stop.asked())?;
             if asked || self.run.state.step >= self.settings.train.stop_after {
@@ -415,7 +447,12 @@ impl Training {
         if self.trace.begins_after() {
             self.run.home.record_spans(true)?;
         }
-        let hyper = step::hyper(settings, step, norm);
+        self.saver.all_came();
+        let saving = self.saver.is_due(step) && {
+            let shown = &self.shown;
+            self.saver.begin(step, &|line| say(shown, line))?
+        };
+        let hyper = step::hyper(&self.settings, step, norm);
         let io = self.run.home.finish_step(hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.home.take_spans());
         if self.trace.has_ended() {
@@ -446,7 +483,12 @@ impl Training {
             shown.progress.step(&metrics, self.settings.step_tokens());
         }
         self.run.state.last = Some(metrics);
-        self.save_if_due()
+        if saving && !self.run.home.updates_on_host() {
+            self.saver.visit(&mut self.run.home)?;
+        }
+        self.saver.is_of(&self.run.state);
+        let shown = &self.shown;
+        self.saver.look(&|line| say(shown, line))
     }
 
     /// Seconds this step could not have been faster than, from this rank's computing, all ranks' bytes and the devices' measured
@@ -486,13 +528,22 @@ impl Training {
         Ok(())
     }
 
-    fn save_if_due(&mut self) -> Result<(), TrainError> {
-        let (every, step) = (self.settings.train.save_every, self.run.state.step);
-        if !self.settings.placement.has_store() && every > 0 && step.is_multiple_of(every) {
-            self.run.save()?;
-            self.saved_step = Some(step);
+    /// Begins a save of the tiles as they are; it is finished beside what comes next.
+    fn save_now(&mut self) -> Result<(), TrainError> {
+        let shown = &self.shown;
+        if self
+            .saver
+            .begin(self.run.state.step, &|line| say(shown, line))?
+        {
+            self.saver.visit(&mut self.run.home)?;
+            self.saver.is_of(&self.run.state);
         }
         Ok(())
+    }
+
+    fn settle_saves(&mut self) -> Result<(), TrainError> {
+        let shown = &self.shown;
+        self.saver.settle(&|line| say(shown, line))
     }
 
     /// What the next plan should know of this machine.
@@ -505,10 +556,11 @@ impl Training {
             write_bytes_per_s: rates.map(|(_, write)| write),
             tflops: self.compute_s.map(|s| operations / s / 1e12),
             on_gpu: plan.hardware.gpu.is_some(),
+            save_bytes_per_s: self.saver.rate(),
         }
     }
 
-    /// Ends where the run was to end, or was asked to; all is kept.
+    /// Ends where the run was to end, or was asked to; all is kept, or an error says what is not.
     fn end(self, asked: bool) -> Result<(), TrainError> {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
@@ -517,30 +569,39 @@ impl Training {
                 say(&format!("note: cannot keep what was measured: {error}"));
             }
             let why = if asked { "stopped as asked" } else { "done" };
+            let step = self.run.state.step;
+            let kept = match (self.settings.placement.has_store(), self.saver.has(step)) {
+                (true, _) => "all of it committed",
+                (false, true) => "all of it saved",
+                (false, false) => "not all of it saved",
+            };
             say(&format!(
-                "{why}: at step {} of {}, all of it {}; {}",
-                self.run.state.step,
+                "{why}: at step {step} of {}, {kept}; {}",
                 self.settings.train.steps,
-                if self.settings.placement.has_store() {
-                    "committed"
-                } else {
-                    "saved"
-                },
                 MetricsFile::path(self.run.folder.path()).display()
             ));
         }
-        self.run.close()
+        self.run.close()?;
+        self.saver.result()
     }
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
         (self.ranks).together("committing the last step", || Ok(self.run.home.drain()?))?;
+        self.settle_saves()?;
         let step = self.run.state.step;
-        if !self.settings.placement.has_store() && self.saved_step != Some(step) {
-            self.run.save()?;
-            self.saved_step = Some(step);
+        if step > 0 && !self.settings.placement.has_store() && !self.saver.has(step) {
+            self.save_now()?;
+            self.settle_saves()?;
         }
         Ok(())
+    }
+}
+
+/// To those who look, if this is the rank that speaks.
+fn say(shown: &Option<Shown>, line: &str) {
+    if let Some(shown) = shown {
+        shown.progress.say(line);
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use trainer::run::FolderError;
+use trainer::run::{FolderError, SaveName};
 use trainer::train::TrainError;
 
 /// No run of a test takes longer than this; one that hangs must not hang the tests.
@@ -137,6 +137,11 @@ impl Run {
 
     /// Fingerprints of what the run holds: what `trainer digest` prints, without half a second to load libtorch once more.
     pub(crate) fn digest(&self) -> String {
+        self.digest_of(None)
+    }
+
+    /// The same of a save.
+    pub(crate) fn digest_of(&self, save: Option<SaveName>) -> String {
         let source = trainer::config::Source {
             run: Some(self.file.clone()),
             sets: self.sets.clone(),
@@ -146,7 +151,7 @@ impl Run {
         // A process that another test starts just now holds a copy of the run folder's lock until it is its own program.
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            match trainer::digest::digest(settings.clone()) {
+            match trainer::digest::digest(settings.clone(), save.clone()) {
                 Ok(digest) => return format!("{digest}\n"),
                 Err(TrainError::Folder(FolderError::Busy { .. })) if Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));

@@ -75,16 +75,17 @@ fn a_killed_run_that_saves_as_it_goes_resumes_at_its_last_save() {
 }
 
 #[test]
-fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
+fn the_only_save_removed_is_a_new_start_with_a_word() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.save_every=0"]);
     run.train();
-    let checkpoint = run.folder.join("checkpoint/000000000006.ckpt");
-    let mut bytes = std::fs::read(&checkpoint).unwrap();
+    let save = run.folder.join("saves/step-00000006");
+    let tiles = save.join("tiles.0");
+    let mut bytes = std::fs::read(&tiles).unwrap();
     bytes[100] ^= 1;
-    std::fs::write(&checkpoint, bytes).unwrap();
-    assert!(run.refused().contains("000000000006.ckpt is damaged"));
-    std::fs::remove_file(&checkpoint).unwrap();
+    std::fs::write(&tiles, bytes).unwrap();
+    assert!(run.refused().contains("step-00000006/tiles.0 is damaged"));
+    std::fs::remove_dir_all(&save).unwrap();
     let said = run.train();
     assert!(
         said.contains("nothing was saved of the 6 steps in metrics.jsonl"),

@@ -18,6 +18,7 @@ mod plan;
 mod ranks;
 mod ranks_gpu;
 mod resume;
+mod saves;
 mod settings;
 mod stages;
 mod timeline;

@@ -133,19 +133,20 @@ fn a_tied_head_trains_too() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
+fn a_damaged_save_is_named_and_the_one_before_still_there() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.save_every=3"]);
     run.train();
-    let newest = run.folder.join("checkpoint/000000000006.ckpt");
+    let newest = run.folder.join("saves/step-00000006/tiles.0");
     let mut bytes = std::fs::read(&newest).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&newest, bytes).unwrap();
     let digest_before = {
         let text = run.refused();
-        assert!(text.contains("000000000006.ckpt is damaged"), "{text}");
-        std::fs::remove_file(&newest).unwrap();
+        let says = "step-00000006/tiles.0 is damaged";
+        assert!(text.contains(says), "{text}");
+        std::fs::remove_dir_all(newest.parent().unwrap()).unwrap();
         run.digest()
     };
     assert!(digest_before.starts_with("step 3\n"));
@@ -154,7 +155,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
 }
 
 #[test]
-fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
+fn new_folders_are_flushed_before_the_first_save_counts() {
     let lab = Lab::new();
     let run = lab.run("new", &["train.stop_after=1"]);
     let trace = lab.path("trace");
@@ -178,7 +179,7 @@ fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
         succeed(traced);
     } else {
         println!(
-            "skipped: new_folders_are_flushed_before_the_first_checkpoint_counts: strace is missing or may trace nothing"
+            "skipped: new_folders_are_flushed_before_the_first_save_counts: strace is missing or may trace nothing"
         );
         return;
     }
@@ -186,10 +187,10 @@ fn new_folders_are_flushed_before_the_first_checkpoint_counts() {
     let lines: Vec<&str> = trace.lines().collect();
     let named = lines
         .iter()
-        .position(|line| line.contains("rename") && line.contains(".ckpt"))
-        .expect("the checkpoint got its name");
+        .position(|line| line.contains("rename") && line.contains("step-00000001.partial"))
+        .expect("the save got its name");
     for (folder, above) in [
-        (run.folder.join("checkpoint"), run.folder.clone()),
+        (run.folder.join("saves"), run.folder.clone()),
         (run.folder.clone(), lab.path("runs")),
         (lab.path("runs"), lab.path("")),
     ] {

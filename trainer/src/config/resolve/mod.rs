@@ -18,6 +18,9 @@ use crate::compute::Dtype;
 
 /// Tokens of a window beyond this are a typing error, not a model.
 const SEQ_LEN_MAX: u64 = 1 << 20;
+/// The newest, and the one before should it be damaged.
+const SAVES_KEPT: u64 = 2;
+
 const THREADS_MAX: u64 = 1024;
 const IODEPTH_MAX: u64 = 1024;
 /// What several drives need to be busy with tiles of megabytes; the daemon may grant less.
@@ -104,13 +107,6 @@ pub(super) fn resolve(
             ("products", KeepChoice::Products),
         ],
     )?;
-    if placement.has_store() && train.save_every.is_some() {
-        return Err(value(
-            "train.save_every",
-            "runs with a store commit instead: use offload.commit_every",
-        ));
-    }
-
     Ok(RunSettings {
         model,
         model_folder,
@@ -134,6 +130,7 @@ pub(super) fn resolve(
             eval_batches,
             log_every,
             save_every: train.save_every.unwrap_or(0),
+            saves_kept: train.saves_kept.unwrap_or(SAVES_KEPT),
             run_folder: train
                 .run_folder
                 .clone()

@@ -7,6 +7,7 @@ use swapper::{Opened, Optimizer, Swapper};
 use super::super::TrainError;
 use super::Prepared;
 use crate::config::{Durability, UpdatePlace};
+use crate::copies::{Copied, Copies};
 use crate::home::{GpuHome, Home};
 use crate::plan::Plan;
 use crate::update::{CpuUpdate, Decay, GpuUpdate};
@@ -19,8 +20,12 @@ const GPU_UPDATERS: usize = 3;
 const CPU_UPDATERS: usize = 2;
 
 impl Prepared {
-    /// Takes the tiles' memory, opens their store.
-    pub(super) fn open_home(&self, plan: &Plan) -> Result<(Home, Opened), TrainError> {
+    /// Takes the tiles' memory, opens their store. Updated tiles are offered to `copies`, where the host sees them.
+    pub(super) fn open_home(
+        &self,
+        plan: &Plan,
+        copies: &Copies,
+    ) -> Result<(Home, Opened), TrainError> {
         let decay = Decay::new(&plan.units, &self.settings.optimizer.decay);
         if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
@@ -37,7 +42,7 @@ impl Prepared {
             };
             return Ok((Home::Gpu(Box::new(home)), opened));
         }
-        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay)?);
+        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay, copies)?);
         let (swapper, opened) = match self.settings.offload.durability {
             Durability::Full => opened?,
             Durability::None => opened.map_err(TrainError::InPlace)?,
@@ -50,6 +55,7 @@ impl Prepared {
         &self,
         plan: &Plan,
         decay: &Decay,
+        copies: &Copies,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
         let gpu = self
@@ -58,19 +64,23 @@ impl Prepared {
             .filter(|_| plan.update != UpdatePlace::Cpu);
         if let Some(gpu) = gpu {
             for _ in 0..GPU_UPDATERS {
-                optimizers.push(Box::new(GpuUpdate {
+                let optimizer = GpuUpdate {
                     master: plan.master,
                     decay: decay.clone(),
                     updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
-                }));
+                };
+                let copies = copies.clone();
+                optimizers.push(Box::new(Copied { optimizer, copies }));
             }
         }
         if gpu.is_none() || plan.update == UpdatePlace::Shared {
             for _ in 0..CPU_UPDATERS {
-                optimizers.push(Box::new(CpuUpdate {
+                let optimizer = CpuUpdate {
                     master: plan.master,
                     decay: decay.clone(),
-                }));
+                };
+                let copies = copies.clone();
+                optimizers.push(Box::new(Copied { optimizer, copies }));
             }
         }
         Ok(optimizers)

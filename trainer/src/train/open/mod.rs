@@ -16,15 +16,16 @@ use swapper::{Backing, Daemon};
 
 pub(crate) use run::OpenRun;
 
-use super::TrainError;
+use super::{Start, TrainError};
 use crate::accelerator;
 use crate::config::RunSettings;
+use crate::copies::Copies;
 use crate::data::Data;
 use crate::metrics::MetricsFile;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
-    Checkpoints, RunDescription, RunFolder, RunState, daemon_folder, job_name, resolved,
+    RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 use describe::{SHARED_STORE, describe, tile_elems_of, trained_with};
@@ -43,6 +44,8 @@ pub(crate) struct Prepared {
     trained_with: Value,
     /// Whether the folder holds the run already.
     begun: bool,
+    /// The save that is asked for.
+    from: Option<PathBuf>,
     /// What computes, if it is not the processor.
     pub(crate) gpu: Option<Gpu>,
     ranks: Arc<Ranks>,
@@ -55,23 +58,36 @@ struct Started {
     steps: u64,
     /// Of the private daemon, if the run has one.
     socket: Option<PathBuf>,
+    /// What the run begins from, if not from its store's newest generation.
+    save: Option<PathBuf>,
 }
 
 impl Prepared {
-    /// Plans the run. With `fresh`, what an earlier run left in its folder does not count.
+    /// Plans the run. With [`Start::Fresh`], what an earlier run left in its folder does not count.
     ///
     /// # Errors
-    /// Settings that contradict each other or the run that the folder holds.
+    /// Settings that contradict each other, the run that the folder holds, or the save that is asked for.
     pub(crate) fn new(
         mut settings: RunSettings,
-        fresh: bool,
+        start: &Start,
         ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
         assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
         let run_folder = resolved(&settings.train.run_folder);
+        let fresh = matches!(start, Start::Fresh);
+        let from = match start {
+            Start::Save(name) => Some(name.find(&run_folder)?),
+            _ => None,
+        };
+        let from = from
+            .map(|folder| Save::open(&folder, ranks.rank()))
+            .transpose()?;
         if !fresh && settings.offload.tile_elems.is_none() {
             // What was chosen for a run stays with it, whatever would be chosen now.
-            settings.offload.tile_elems = tile_elems_of(&run_folder)?;
+            settings.offload.tile_elems = match &from {
+                Some(save) => save.description.layout["tile_elems"].as_u64(),
+                None => tile_elems_of(&run_folder)?,
+            };
         }
         // First: the plan's look at the GPU then finds its context made, which takes a while.
         let gpu = accelerator::open(settings.train.device, ranks.rank())?;
@@ -83,7 +99,14 @@ impl Prepared {
         }
         let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
-        let begun = !fresh && RunFolder::check(&run_folder, &description)?;
+        let begun = match &from {
+            None => !fresh && RunFolder::check(&run_folder, &description)?,
+            // Its place may be another one than the folder's run had: there is nothing to bring from there.
+            Some(save) => {
+                save.check_layout(&description.layout)?;
+                RunFolder::check_layout(&run_folder, &description)?
+            }
+        };
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
         let files = private.then(|| {
             let folders = &settings.placement.nvme_paths;
@@ -95,6 +118,15 @@ impl Prepared {
         });
         let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
         description.files = paths.iter().map(|path| resolved(path)).collect();
+        if from.is_some()
+            && let Some(earlier) = RunFolder::described(&run_folder)?
+        {
+            // A store that the run leaves stays until --fresh.
+            let files = &mut description.files;
+            let left = earlier.files.into_iter();
+            let left: Vec<PathBuf> = left.filter(|file| !files.contains(file)).collect();
+            files.extend(left);
+        }
         Ok(Self {
             settings,
             plan,
@@ -103,6 +135,7 @@ impl Prepared {
             description,
             trained_with,
             begun,
+            from: from.map(|save| save.path().to_owned()),
             gpu,
             ranks,
         })
@@ -135,28 +168,39 @@ impl Prepared {
     /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed.
     ///
     /// # Errors
-    /// Folder, store, daemon or checkpoint; another rank failed or is gone.
+    /// Folder, store, daemon or save; another rank failed or is gone.
     pub(crate) fn open(
         self,
-        fresh: bool,
+        start: &Start,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), TrainError> {
         let ranks = self.ranks.clone();
         let mut kept = None;
         let started = ranks.by_first("opening the run's folder and store", || {
-            let (folder, daemon, started) = self.start(fresh, say)?;
+            let (folder, daemon, started) = self.start(start, say)?;
             kept = Some((folder, daemon));
             Ok(started)
         })?;
-        let (mut run, resumed) = ranks.together("opening the run", || {
+        let (mut run, committed) = ranks.together("opening the run", || {
             let (folder, daemon) =
                 kept.unwrap_or_else(|| (RunFolder::joined(&self.run_folder), None));
-            self.open_at(folder, daemon, started.socket, say)
+            self.open_at(folder, daemon, started.socket)
         })?;
-        let steps = started.steps;
+        let (steps, resumed) = (started.steps, committed.is_some() || started.save.is_some());
         if !resumed && steps > 0 && self.settings.placement.has_store() {
             let devices = run.opened.devices.iter();
             return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
+        }
+        match (started.save, committed) {
+            (Some(save), _) => {
+                let folder = run.folder.path().to_owned();
+                let mut notes = Vec::new();
+                let mut on_checked = || self.go_back(start, &save, &folder, &mut notes);
+                run.restore(&save, &mut on_checked, say)?;
+                notes.into_iter().for_each(&mut *say);
+            }
+            (None, Some(blob)) => run.state = resume(&run.state, &blob, say)?,
+            (None, None) => {}
         }
         ranks.together("describing the run", || {
             if !ranks.is_first() {
@@ -177,19 +221,48 @@ impl Prepared {
         Ok((run, resumed))
     }
 
+    /// A whole save was asked for: saves newer than it are put aside.
+    fn go_back(
+        &self,
+        start: &Start,
+        save: &Path,
+        run_folder: &Path,
+        notes: &mut Vec<String>,
+    ) -> Result<(), TrainError> {
+        if !matches!(start, Start::Save(_)) {
+            return Ok(());
+        }
+        let step = Save::open(save, 0)?.description.step;
+        let metrics = MetricsFile::path(run_folder);
+        if let Some(aside) = Saves::of(run_folder).set_aside_after(step, &metrics)? {
+            notes.push(format!(
+                "note: saves newer than step {step} and a copy of the metrics are in {} now",
+                aside.display()
+            ));
+        }
+        Ok(())
+    }
+
     /// The first rank's part: locks the folder, forgets what is to be forgotten, starts a private daemon.
     fn start(
         &self,
-        fresh: bool,
+        start: &Start,
         say: &mut dyn FnMut(String),
     ) -> Result<(RunFolder, Option<PrivateDaemon>, Started), TrainError> {
         let folder = RunFolder::open(&self.run_folder)?;
-        if fresh {
+        if matches!(start, Start::Fresh) {
             self.forget(&folder, say)?;
         }
+        let saves = folder.saves();
+        saves.clean()?;
+        let save = match &self.from {
+            Some(save) => Some(save.clone()),
+            None if self.settings.placement.has_store() => None,
+            None => saves.newest()?,
+        };
         let steps = MetricsFile::last_step(folder.path());
         // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
-        if steps > 0 && !self.store_has_job()? {
+        if steps > 0 && save.is_none() && !self.store_has_job()? {
             let files = self.files.as_ref().map(StoreFiles::names);
             let socket = || {
                 self.settings
@@ -202,7 +275,12 @@ impl Prepared {
         }
         let daemon = self.private_daemon(&folder)?;
         let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
-        Ok((folder, daemon, Started { steps, socket }))
+        let started = Started {
+            steps,
+            socket,
+            save,
+        };
+        Ok((folder, daemon, started))
     }
 
     fn lost(&self, steps: u64, devices: Vec<String>) -> TrainError {
@@ -214,16 +292,17 @@ impl Prepared {
         }
     }
 
-    /// Opens a run that has something committed, to read it.
+    /// Opens a run that has something committed in its store, to read it.
     ///
     /// # Errors
-    /// Nothing was committed yet; folder, store, daemon or checkpoint.
+    /// Nothing was committed yet; folder, store or daemon.
     pub(crate) fn open_existing(self) -> Result<OpenRun, TrainError> {
         if self.begun && self.store_has_job()? {
             let folder = RunFolder::open(&self.run_folder)?;
             let daemon = self.private_daemon(&folder)?;
             let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
-            if let (run, true) = self.open_at(folder, daemon, socket, &mut |_| {})? {
+            if let (mut run, Some(blob)) = self.open_at(folder, daemon, socket)? {
+                run.state = resume(&run.state, &blob, &mut |_| {})?;
                 return Ok(run);
             }
         }
@@ -232,22 +311,46 @@ impl Prepared {
         })
     }
 
-    /// Opens this rank's part of the run at its newest generation or checkpoint; whether there was one comes with it.
-    /// `socket` is the private daemon's.
+    /// The save that is asked for, or the newest of a run without a store; the run's folder, locked, if the save is in it.
+    ///
+    /// # Errors
+    /// Nothing was saved yet; the folder.
+    pub(crate) fn existing_save(self) -> Result<(PathBuf, Option<RunFolder>), TrainError> {
+        if let Some(save) = &self.from
+            && !save.starts_with(&self.run_folder)
+        {
+            return Ok((save.clone(), None));
+        }
+        if self.begun {
+            let folder = RunFolder::open(&self.run_folder)?;
+            if let Some(save) = self
+                .from
+                .map_or_else(|| folder.saves().newest(), |save| Ok(Some(save)))?
+            {
+                return Ok((save, Some(folder)));
+            }
+        }
+        Err(TrainError::NothingCommitted {
+            run_folder: self.run_folder,
+        })
+    }
+
+    /// Opens this rank's part of the run, and the blob of its store's newest generation if there is one. `socket` is the
+    /// private daemon's.
     fn open_at(
         &self,
         folder: RunFolder,
         daemon: Option<PrivateDaemon>,
         socket: Option<PathBuf>,
-        say: &mut dyn FnMut(String),
-    ) -> Result<(OpenRun, bool), TrainError> {
+    ) -> Result<(OpenRun, Option<Vec<u8>>), TrainError> {
         let mut plan = self.plan.clone();
         if let Backing::Store(store) = &mut plan.swapper.backing {
             store.job = folder.job_name().to_owned();
             store.socket = socket.unwrap_or(std::mem::take(&mut store.socket));
         }
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
-        let (home, opened) = self.open_home(&plan)?;
+        let copies = Copies::default();
+        let (home, mut opened) = self.open_home(&plan, &copies)?;
         let pinned = match (&self.gpu, &opened.arena) {
             (Some(gpu), Some(arena)) => {
                 let keep = Box::new(arena.clone());
@@ -256,26 +359,20 @@ impl Prepared {
             _ => None,
         };
         let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
-        let checkpoints = Checkpoints::new(folder.checkpoint_folder());
-        let mut run = OpenRun {
+        let committed = opened.resumed.take();
+        let run = OpenRun {
             home,
             _pinned: pinned,
             opened,
             state,
             plan,
-            checkpoints,
+            copies,
+            layout: self.description.layout.clone(),
             folder,
             _daemon: daemon,
             ranks: self.ranks.clone(),
         };
-        let resumed = match run.opened.resumed.take() {
-            Some(blob) => {
-                run.state = resume(&run.state, &blob, say)?;
-                true
-            }
-            None => run.restore(say)?,
-        };
-        Ok((run, resumed))
+        Ok((run, committed))
     }
 
     /// Removes what an earlier run of the same folder left, here and in the store, the one it had then included.

@@ -1,21 +1,24 @@
-//! An open run: its tiles, where it stands, how it is saved and closed.
+//! An open run: its tiles, where it stands, how it begins and is closed.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Registration;
 use rayon::prelude::*;
+use serde_json::Value;
+use swapper::Blank;
 use swapper::private::PrivateDaemon;
-use swapper::{Backing, Blank};
 
 use super::super::TrainError;
 use crate::config::RunSettings;
+use crate::copies::Copies;
 use crate::home::Home;
 use crate::long_work::LongWork;
 use crate::model::init;
 use crate::plan::Plan;
 use crate::ranks::Ranks;
-use crate::run::{Checkpoints, RunFolder, RunState};
+use crate::run::{RunFolder, RunState, Save};
 
 /// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
 pub(crate) struct OpenRun {
@@ -25,7 +28,10 @@ pub(crate) struct OpenRun {
     pub(crate) opened: swapper::Opened,
     pub(crate) state: RunState,
     pub(crate) plan: Plan,
-    pub(crate) checkpoints: Checkpoints,
+    /// Where updated tiles are offered.
+    pub(crate) copies: Copies,
+    /// As the run's folder says.
+    pub(crate) layout: Value,
     pub(crate) folder: RunFolder,
     /// The first rank's, for all.
     pub(super) _daemon: Option<PrivateDaemon>,
@@ -33,25 +39,42 @@ pub(crate) struct OpenRun {
 }
 
 impl OpenRun {
-    /// Reads the newest checkpoint, for runs without a store. False when there is none.
-    pub(super) fn restore(&mut self, say: &mut dyn FnMut(String)) -> Result<bool, TrainError> {
-        if matches!(self.plan.swapper.backing, Backing::Store(_)) {
-            return Ok(false);
-        }
-        let Some(mut checkpoint) = self.checkpoints.newest(self.ranks.rank())? else {
-            return Ok(false);
-        };
-        self.state = resume(&self.state, &checkpoint.blob, say)?;
-        let mut work = self.long_work("reading the checkpoint");
-        let fill = |blanks: &mut [Blank]| {
-            for blank in blanks {
-                checkpoint.tile(blank.range, blank.param, blank.state)?;
-                work.add(bytes_of(blank));
-            }
-            Ok::<(), TrainError>(())
-        };
-        self.home.initialize(fill, self.state.encode())?;
-        Ok(true)
+    /// Goes to what the save in `folder` holds. Everything of it is checked before a tile is changed; `on_checked` is done
+    /// between, by the first rank.
+    ///
+    /// # Errors
+    /// The save cannot be read or is damaged; the tiles' place fails.
+    pub(super) fn restore(
+        &mut self,
+        folder: &Path,
+        on_checked: &mut dyn FnMut() -> Result<(), TrainError>,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(), TrainError> {
+        let ranks = self.ranks.clone();
+        let mut save = ranks.together("reading the save", || {
+            let mut save = Save::open(folder, ranks.rank())?;
+            let layout = self.plan.swapper.cut()?;
+            let mut work = self.long_work("checking the save");
+            save.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
+            Ok(save)
+        })?;
+        ranks.together("going back to the save", || match ranks.is_first() {
+            true => on_checked(),
+            false => Ok(()),
+        })?;
+        ranks.together("filling the tiles", || {
+            let blob = serde_json::to_vec(&save.description.state).expect("plain data");
+            self.state = resume(&self.state, &blob, say)?;
+            let mut work = self.long_work("reading the save");
+            let fill = |blanks: &mut [Blank]| {
+                for blank in blanks {
+                    save.tile(blank.range, blank.param, blank.state)?;
+                    work.add(bytes_of(blank));
+                }
+                Ok::<(), TrainError>(())
+            };
+            self.home.initialize(fill, self.state.encode())
+        })
     }
 
     /// Fresh weights into every tile; commits them as step 0.
@@ -86,42 +109,6 @@ impl OpenRun {
         self.home.initialize(fill, self.state.encode())
     }
 
-    /// Writes all ranks' tiles and the state into the run folder. The first rank's file comes last: it makes the checkpoint.
-    ///
-    /// # Errors
-    /// The drive is full or fails, here or on another rank; the checkpoint before stays.
-    pub(crate) fn save(&mut self) -> Result<(), TrainError> {
-        let writers = self.writers();
-        let (home, state, ranks) = (&mut self.home, &self.state, &self.ranks);
-        let checkpoints = &self.checkpoints;
-        let blob = state.encode();
-        let begun = ranks.together("saving its tiles", || {
-            let writes = ranks.rank() < writers;
-            let begun = writes.then(|| {
-                checkpoints.begin(state.step, ranks.rank(), &blob, |take| {
-                    home.visit(take).map_err(TrainError::from)
-                })
-            });
-            begun.transpose()
-        })?;
-        let (first, part) = if ranks.is_first() {
-            (begun, None)
-        } else {
-            (None, begun)
-        };
-        let own = ranks.together("finishing its part of the checkpoint", || {
-            Ok(part.map_or(Ok(0), |part| part.finish(&[]))?)
-        })?;
-        let fingerprints = ranks.numbers(own)?;
-        ranks.together("finishing the checkpoint", || {
-            if let Some(first) = first {
-                first.finish(&fingerprints[1..writers as usize])?;
-                checkpoints.prune()?;
-            }
-            Ok(())
-        })
-    }
-
     /// What is done to all tiles of this rank, told by the first.
     fn long_work(&self, what: &str) -> LongWork {
         // The ranks have about as much each.
@@ -129,9 +116,13 @@ impl OpenRun {
         LongWork::new(what, bytes, self.ranks.is_first())
     }
 
-    /// Ranks that write a part of a checkpoint: all that have tiles of their own. What every rank has the first one writes.
-    fn writers(&self) -> u32 {
-        self.plan.swapper.ranks
+    /// Ranges that this rank writes into a save: none where the first one has all that it has.
+    pub(crate) fn saved_ranges(&self) -> Result<Option<usize>, TrainError> {
+        if self.ranks.rank() >= self.plan.swapper.ranks {
+            return Ok(None);
+        }
+        // The plan counts those of the first rank, which owns most.
+        Ok(Some(self.plan.swapper.cut()?.ranges().len()))
     }
 
     /// Ends in order; everything that should last was drained or saved before. The daemon ends after all ranks' sessions.

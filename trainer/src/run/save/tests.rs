@@ -1,0 +1,296 @@
+//! What could go wrong: a save is taken for whole that is not; a file of another save is taken for this one's; a tile
+//! goes to another place when other ranks read it than wrote it; what is old stays, or what is kept goes; what the save says of
+//! itself is not what was written.
+
+use std::fs;
+
+use swapper::TileRange;
+
+use super::*;
+use crate::run::RunState;
+
+/// Tiles of two units over `ranks` ranks: unit 0 has five, unit 1 has two.
+fn tiles_of(rank: u32, ranks: u32) -> Vec<TileRange> {
+    let of = |unit, count: u64| {
+        let each = count.div_ceil(u64::from(ranks));
+        let owned = (u64::from(rank) * each).min(count)..(u64::from(rank + 1) * each).min(count);
+        owned.map(move |tile| TileRange {
+            unit,
+            elems: tile * 10..tile * 10 + 10,
+        })
+    };
+    of(0, 5).chain(of(1, 2)).collect()
+}
+
+fn content(step: u64, range: &TileRange) -> ([u8; 20], [u8; 7]) {
+    let byte = step as u8 ^ (range.unit as u8) << 6 ^ range.elems.start as u8;
+    ([byte; 20], [!byte; 7])
+}
+
+/// All files of a save, which has no name yet.
+fn begin(saves: &Saves, step: u64, ranks: u32) -> SaveDescription {
+    saves.begin(step, 1000).unwrap();
+    let files = (0..ranks).map(|rank| {
+        let mut writer = TileWriter::create(&saves.partial(step), rank).unwrap();
+        // Updates end in any order.
+        for range in tiles_of(rank, ranks).iter().rev() {
+            let (param, state) = content(step, range);
+            writer.add(range, &param, &state).unwrap();
+        }
+        writer.finish().unwrap()
+    });
+    SaveDescription {
+        step,
+        unix_s: 1_700_000_000 + step,
+        layout: serde_json::json!({"model": {"hidden_size": 32}}),
+        files: files.collect(),
+        state: serde_json::to_value(RunState::new(step, serde_json::json!({"lr": 0.1}))).unwrap(),
+    }
+}
+
+fn save(saves: &Saves, step: u64, ranks: u32) {
+    let description = begin(saves, step, ranks);
+    saves.finish(&description).unwrap();
+    saves.keep(2, step).unwrap();
+}
+
+/// Reads all tiles as each of `ranks` ranks would, and answers the step.
+fn read(folder: &Path, ranks: u32) -> Result<u64, SaveError> {
+    let mut step = 0;
+    for rank in 0..ranks {
+        let mut save = Save::open(folder, rank)?;
+        step = save.description.step;
+        assert_eq!(save.description.state["seed"], step);
+        save.check(&tiles_of(rank, ranks), &mut |_| {})?;
+        for range in tiles_of(rank, ranks) {
+            let (mut param, mut state) = ([0; 20], [0; 7]);
+            save.tile(&range, &mut param, &mut state)?;
+            assert_eq!((param, state), content(step, &range), "{range:?}");
+        }
+    }
+    Ok(step)
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_newest_of_two_kept_saves_comes_back_to_any_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    assert_eq!(saves.newest().unwrap(), None);
+    for (step, ranks) in [(1, 1), (2, 3), (3, 2), (4, 4), (5, 1)] {
+        save(&saves, step, ranks);
+        let newest = saves.newest().unwrap().unwrap();
+        for readers in [1, 2, 3, 4] {
+            let found = read(&newest, readers).unwrap();
+            assert_eq!(found, step, "{ranks} wrote, {readers} read");
+        }
+    }
+    assert_eq!(names(saves.path()), ["step-00000004", "step-00000005"]);
+    assert!(saves.has(4) && !saves.has(3));
+    let text = saves.at(3).unwrap_err().to_string();
+    assert!(text.contains("the run has saves of step 4, 5"), "{text}");
+}
+
+#[test]
+fn a_rank_reads_its_own_file_and_not_all_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 4);
+    let mut save = Save::open(&saves.at(1).unwrap(), 2).unwrap();
+    let mut read_bytes = 0;
+    save.check(&tiles_of(2, 4), &mut |bytes| read_bytes += bytes)
+        .unwrap();
+    assert_eq!(save.unread.len(), 3, "of the four files");
+    assert_eq!(read_bytes + 8, save.description.files[2].bytes);
+}
+
+#[test]
+fn other_tiles_or_another_layout_than_expected_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    let mut save = Save::open(&saves.at(1).unwrap(), 0).unwrap();
+    let mut refused = |unit, start, param_bytes| {
+        let range = TileRange {
+            unit,
+            elems: start..start + 10,
+        };
+        let read = save.tile(&range, &mut vec![0; param_bytes], &mut [0; 7]);
+        read.unwrap_err().to_string()
+    };
+    let text = refused(0, 0, 19);
+    let says = "tiles of 19 and 7 bytes expected, 20 and 7 found";
+    assert!(text.contains(says), "{text}");
+    let text = refused(1, 5, 20);
+    let says = "no tile of unit 1 from element 5 on";
+    assert!(text.contains(says), "{text}");
+    let of = |hidden: u64| serde_json::json!({"model": {"hidden_size": hidden}});
+    save.check_layout(&of(32)).unwrap();
+    let text = save.check_layout(&of(64)).unwrap_err().to_string();
+    let says = "is of another run: layout.model.hidden_size is 32 there, 64 here";
+    assert!(text.contains(says), "{text}");
+}
+
+#[test]
+fn a_flipped_bit_or_a_missing_end_is_found_and_the_file_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    let folder = saves.at(1).unwrap();
+    for name in ["tiles.0", "tiles.1"] {
+        let path = folder.join(name);
+        let good = fs::read(&path).unwrap();
+        let refused = |what: &str| {
+            let text = read(&folder, 2).expect_err(what).to_string();
+            let says = format!("{name} is damaged: ");
+            assert!(text.contains(&says), "{what}: {text}");
+            assert!(text.contains("--resume-from STEP"), "{what}: {text}");
+        };
+        for byte in 0..good.len() {
+            let mut bad = good.clone();
+            bad[byte] ^= 0x10;
+            fs::write(&path, &bad).unwrap();
+            refused(&format!("byte {byte}"));
+        }
+        for length in 0..good.len() {
+            fs::write(&path, &good[..length]).unwrap();
+            refused(&format!("cut to {length}"));
+        }
+        fs::remove_file(&path).unwrap();
+        refused("no file");
+        fs::write(&path, &good).unwrap();
+        assert_eq!(read(&folder, 2).unwrap(), 1);
+    }
+}
+
+#[test]
+fn a_changed_description_is_refused_or_says_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    let folder = saves.at(1).unwrap();
+    let path = folder.join("save.json");
+    let good = fs::read(&path).unwrap();
+    let whole = Save::open(&folder, 0).unwrap().description;
+    let mut refused = 0;
+    for byte in 0..good.len() {
+        for bit in [0x01, 0x20] {
+            let mut bad = good.clone();
+            bad[byte] ^= bit;
+            fs::write(&path, &bad).unwrap();
+            match Save::open(&folder, 0) {
+                // A space that became another one.
+                Ok(save) => assert_eq!(save.description, whole, "byte {byte}"),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(text.contains("save.json"), "byte {byte}: {text}");
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(refused > good.len(), "{refused} of {}", 2 * good.len());
+    let text = String::from_utf8(good).unwrap();
+    let newer = text.replace("\n  \"version\": 1", "\n  \"version\": 7");
+    fs::write(&path, newer).unwrap();
+    let text = Save::open(&folder, 0).unwrap_err().to_string();
+    assert!(text.contains("save.json has version 7"), "{text}");
+    let text = Save::open(folder.parent().unwrap(), 0).unwrap_err();
+    assert!(text.to_string().contains("is no save"), "{text}");
+}
+
+#[test]
+fn a_file_of_another_save_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    save(&saves, 2, 2);
+    let (one, two) = (saves.at(1).unwrap(), saves.at(2).unwrap());
+    // Whole, and as long, but of another step.
+    fs::copy(two.join("tiles.1"), one.join("tiles.1")).unwrap();
+    let text = read(&one, 2).unwrap_err().to_string();
+    assert!(text.contains("tiles.1 is damaged: fingerprint "), "{text}");
+    assert_eq!(read(&two, 2).unwrap(), 2);
+}
+
+#[test]
+fn what_is_cut_off_is_no_save_and_goes_with_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    begin(&saves, 3, 2);
+    fs::rename(
+        saves.at(1).unwrap(),
+        saves.path().join("step-00000000.removed"),
+    )
+    .unwrap();
+    save(&saves, 2, 1);
+    begin(&saves, 3, 2);
+    assert_eq!(saves.list().unwrap().len(), 1);
+    assert_eq!(read(&saves.newest().unwrap().unwrap(), 2).unwrap(), 2);
+    save(&saves, 4, 1);
+    assert_eq!(names(saves.path()), ["step-00000002", "step-00000004"]);
+}
+
+#[test]
+fn a_step_that_was_done_again_has_its_newer_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    save(&saves, 1, 2);
+    save(&saves, 1, 1);
+    assert_eq!(names(saves.path()), ["step-00000001"]);
+    let newest = saves.at(1).unwrap();
+    assert_eq!(names(&newest), ["save.json", "tiles.0"]);
+    assert_eq!(read(&newest, 2).unwrap(), 1);
+}
+
+#[test]
+fn newer_saves_are_put_aside_and_named_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    let metrics = folder.path().join("metrics.jsonl");
+    fs::write(&metrics, "lines").unwrap();
+    save(&saves, 1, 1);
+    assert_eq!(saves.set_aside_after(1, &metrics).unwrap(), None);
+    for way in ["aside-1", "aside-2"] {
+        save(&saves, 2, 1);
+        let aside = saves.set_aside_after(1, &metrics).unwrap().unwrap();
+        assert_eq!(aside, saves.path().join(way));
+        assert_eq!(names(&aside), ["metrics.jsonl", "step-00000002"]);
+        assert_eq!(read(&aside.join("step-00000002"), 1).unwrap(), 2);
+    }
+    assert_eq!(saves.list().unwrap().len(), 1);
+    assert_eq!(saves.list_aside().unwrap().len(), 2);
+}
+
+#[test]
+fn too_little_room_is_said_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    let text = saves.begin(1, 1 << 60).unwrap_err().to_string();
+    assert!(
+        text.contains("step-00000001 takes 1073741824.0 GiB, the file system has ")
+            && text.contains("train.saves_kept"),
+        "{text}"
+    );
+    assert_eq!(names(saves.path()), [""; 0]);
+}
+
+#[test]
+fn a_file_that_leads_elsewhere_is_no_part_of_a_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = Saves::of(folder.path());
+    let mut description = begin(&saves, 1, 1);
+    description.files[0].name = "../step-00000001/tiles.0".into();
+    let path = saves.finish(&description).unwrap();
+    let text = Save::open(&path, 0).unwrap_err().to_string();
+    assert!(text.contains("it names a file"), "{text}");
+}

@@ -1,0 +1,383 @@
+//! Saves beside training: tiles are copied as the step's updates touch them, written while the next steps run, and become a
+//! save when all ranks' files are on their drive.
+//!
+//! ```text
+//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all have theirs ─▶ first rank: save.json, the name ─▶ old ones go
+//!   before    while updates run        beside the next steps                     beside the next steps
+//!   the updates
+//! ```
+//!
+//! Ranks tell each other how far they are at the end of each step while a save is under way. What fails on one ends that save
+//! on all: it is said, counted, and training goes on. Tiles that nobody updates on the way (all in a GPU's memory, or the last
+//! step) are visited instead.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::Value;
+
+use super::TrainError;
+use crate::copies::{Copies, Taken};
+use crate::home::Home;
+use crate::ranks::Ranks;
+use crate::run::{RunState, SaveDescription, SaveError, SavedFile, Saves, TileWriter};
+use crate::store::Gib;
+
+/// Saves of one run, and the one that is being made.
+pub(super) struct Saver {
+    saves: Saves,
+    copies: Copies,
+    ranks: Arc<Ranks>,
+    /// Steps between saves; 0: none are due.
+    every: u64,
+    /// How many are kept; 0: all.
+    kept: u64,
+    layout: Value,
+    /// Ranges of this rank, if it writes any: what every rank has the first one writes.
+    ranges: Option<usize>,
+    /// Of all ranks.
+    tile_bytes: u64,
+    under_way: Option<UnderWay>,
+    newest: Option<u64>,
+    failed_count: u64,
+    first_failure: Option<String>,
+    rate: Option<f64>,
+}
+
+/// A save that is being made.
+struct UnderWay {
+    step: u64,
+    began: Instant,
+    /// After the step, when its metrics are known.
+    state: Option<RunState>,
+    /// This rank's, when it is on the drive.
+    file: Option<SavedFile>,
+    work: Work,
+}
+
+/// How far this rank is with it.
+enum Work {
+    Writing(JoinHandle<Result<SavedFile, SaveError>>),
+    Written,
+    /// The first rank's, when all have written.
+    Finishing(JoinHandle<Result<PathBuf, SaveError>>),
+    Finished(PathBuf),
+    Failed(SaveError),
+}
+
+/// What ranks tell each other: a word, and bytes and fingerprint of the file that was written, if one was.
+type Told = [u64; 3];
+
+const WORKING: u64 = 0;
+const WRITTEN: u64 = 1;
+const FINISHED: u64 = 2;
+const FAILED: u64 = 3;
+
+/// What a saver is made of.
+pub(super) struct SaverParts {
+    pub(super) saves: Saves,
+    pub(super) copies: Copies,
+    pub(super) every: u64,
+    pub(super) kept: u64,
+    pub(super) layout: Value,
+    pub(super) ranges: Option<usize>,
+    pub(super) tile_bytes: u64,
+    /// The step that has a save already.
+    pub(super) newest: Option<u64>,
+}
+
+impl Saver {
+    pub(super) fn new(parts: SaverParts, ranks: Arc<Ranks>) -> Self {
+        let SaverParts {
+            saves,
+            copies,
+            every,
+            kept,
+            layout,
+            ranges,
+            tile_bytes,
+            newest,
+        } = parts;
+        Self {
+            saves,
+            copies,
+            ranks,
+            every,
+            kept,
+            layout,
+            ranges,
+            tile_bytes,
+            under_way: None,
+            newest,
+            failed_count: 0,
+            first_failure: None,
+            rate: None,
+        }
+    }
+
+    /// Whether `step` is one that is saved.
+    pub(super) fn is_due(&self, step: u64) -> bool {
+        self.every > 0 && step.is_multiple_of(self.every)
+    }
+
+    /// Whether `step` has its save, or one is being made.
+    pub(super) fn has(&self, step: u64) -> bool {
+        let under_way = self.under_way.as_ref().map(|save| save.step);
+        self.newest == Some(step) || under_way == Some(step)
+    }
+
+    /// Bytes a second at which the newest save was made, if one was.
+    pub(super) fn rate(&self) -> Option<f64> {
+        self.rate
+    }
+
+    /// Begins the save of `step`, whose updates are about to run: from now on updated tiles are copied. False when it cannot be
+    /// made. Waits for one that is still under way.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(super) fn begin(&mut self, step: u64, say: &dyn Fn(&str)) -> Result<bool, TrainError> {
+        self.settle(say)?;
+        let began = Instant::now();
+        let refused = self.ranks.by_first("making room for a save", || {
+            let begun = self.saves.begin(step, self.tile_bytes);
+            Ok(begun.err().map(|error| error.to_string()))
+        })?;
+        if let Some(why) = refused {
+            self.failed(&why);
+            return Ok(false);
+        }
+        let work = match self.ranges {
+            None => Work::Written,
+            Some(count) => match TileWriter::create(&self.saves.partial(step), self.ranks.rank()) {
+                Ok(writer) => {
+                    let taken = self.copies.want(count);
+                    Work::Writing(std::thread::spawn(move || write(writer, &taken, count)))
+                }
+                Err(error) => Work::Failed(error),
+            },
+        };
+        self.under_way = Some(UnderWay {
+            step,
+            began,
+            state: None,
+            file: None,
+            work,
+        });
+        Ok(true)
+    }
+
+    /// Copies all tiles of `home` for the save that was begun, instead of waiting for their updates.
+    ///
+    /// # Errors
+    /// What the tiles' place says.
+    pub(super) fn visit(&self, home: &mut Home) -> Result<(), TrainError> {
+        let copies = &self.copies;
+        home.visit(&mut |range, param, state| copies.offer(range, param, state))?;
+        Ok(())
+    }
+
+    /// The updates of another step are about to run: whatever is copied from here on is not of the save under way.
+    pub(super) fn all_came(&self) {
+        self.copies.stop();
+    }
+
+    /// The save under way is of `state`.
+    pub(super) fn is_of(&mut self, state: &RunState) {
+        if let Some(save) = self
+            .under_way
+            .as_mut()
+            .filter(|save| save.step == state.step)
+        {
+            save.state = Some(state.clone());
+        }
+    }
+
+    /// Looks how far the save under way is, on all ranks, and goes on with it. Does not wait for drives.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(super) fn look(&mut self, say: &dyn Fn(&str)) -> Result<(), TrainError> {
+        let Some(save) = &mut self.under_way else {
+            return Ok(());
+        };
+        if save.has_ended() {
+            save.wait();
+        }
+        let told = save.told();
+        let all = self.ranks.numbers(told)?;
+        self.go_on(&all, say);
+        Ok(())
+    }
+
+    /// Waits until no save is under way. Its tiles were all copied.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(super) fn settle(&mut self, say: &dyn Fn(&str)) -> Result<(), TrainError> {
+        while let Some(save) = &mut self.under_way {
+            self.copies.stop();
+            if save.state.is_none() {
+                let why = "its step did not end".into();
+                let path = self.saves.partial(save.step);
+                save.work = Work::Failed(SaveError::GivenUp { path, why });
+            }
+            self.ranks.together("finishing a save", || {
+                save.wait();
+                Ok(())
+            })?;
+            self.look(say)?;
+        }
+        Ok(())
+    }
+
+    /// What the run ends with: nothing, or that some saves failed.
+    pub(super) fn result(&self) -> Result<(), TrainError> {
+        match &self.first_failure {
+            None => Ok(()),
+            Some(first) => Err(TrainError::Saves {
+                count: self.failed_count,
+                first: first.clone(),
+            }),
+        }
+    }
+
+    /// All ranks come to the same.
+    fn go_on(&mut self, all: &[Told], say: &dyn Fn(&str)) {
+        let is = |word: u64| move |told: &Told| told[0] == word;
+        if let Some(rank) = all.iter().position(is(FAILED)) {
+            return self.give_up(rank);
+        }
+        let Some(save) = &mut self.under_way else {
+            return;
+        };
+        if is(FINISHED)(&all[0]) {
+            let seconds = save.began.elapsed().as_secs_f64();
+            let bytes: u64 = all.iter().map(|told| told[1]).sum();
+            self.rate = Some(bytes as f64 / seconds.max(1e-9));
+            if let Work::Finished(path) = &save.work {
+                let (step, path) = (save.step, path.display());
+                say(&format!(
+                    "saved step {step} in {path}: {}, {seconds:.1} s",
+                    Gib(bytes)
+                ));
+            }
+            self.newest = Some(save.step);
+            self.under_way = None;
+            return;
+        }
+        let (Work::Written, Some(state), true) = (
+            &save.work,
+            &save.state,
+            self.ranks.is_first() && all.iter().all(is(WRITTEN)),
+        ) else {
+            return;
+        };
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let files = all.iter().zip(0..).filter(|(told, _)| told[1] > 0);
+        let description = SaveDescription {
+            step: save.step,
+            unix_s: since.map_or(0, |since| since.as_secs()),
+            layout: self.layout.clone(),
+            state: serde_json::to_value(state).expect("plain data"),
+            files: files
+                .map(|(told, rank)| SavedFile::of_rank(rank, told[1], told[2]))
+                .collect(),
+        };
+        let (saves, kept) = (self.saves.clone(), self.kept);
+        save.work = Work::Finishing(std::thread::spawn(move || {
+            let path = saves.finish(&description)?;
+            saves.keep(kept, description.step)?;
+            Ok(path)
+        }));
+    }
+
+    /// The save under way failed on `rank`: nothing of it stays.
+    fn give_up(&mut self, rank: usize) {
+        self.copies.stop();
+        let Some(mut save) = self.under_way.take() else {
+            return;
+        };
+        // Its writer is told by the copies' end.
+        save.wait();
+        match &save.work {
+            Work::Failed(error) => self.failed(&error.to_string()),
+            _ => self.failed(&format!(
+                "rank {rank} could not save step {}: see its own message",
+                save.step
+            )),
+        }
+        if self.ranks.is_first() {
+            self.saves.give_up(save.step);
+        }
+    }
+
+    /// Says so at once: the run may go on for days.
+    fn failed(&mut self, why: &str) {
+        self.failed_count += 1;
+        self.first_failure.get_or_insert_with(|| why.to_owned());
+        tracing::error!("{why}. Training goes on, with the saves before");
+    }
+}
+
+impl UnderWay {
+    fn has_ended(&self) -> bool {
+        match &self.work {
+            Work::Writing(thread) => thread.is_finished(),
+            Work::Finishing(thread) => thread.is_finished(),
+            _ => false,
+        }
+    }
+
+    /// Waits for what this rank is doing.
+    fn wait(&mut self) {
+        self.work = match std::mem::replace(&mut self.work, Work::Written) {
+            Work::Writing(thread) => match joined(thread) {
+                Ok(file) => {
+                    self.file = Some(file);
+                    Work::Written
+                }
+                Err(error) => Work::Failed(error),
+            },
+            Work::Finishing(thread) => joined(thread).map_or_else(Work::Failed, Work::Finished),
+            still => still,
+        };
+    }
+
+    fn told(&self) -> Told {
+        let word = match &self.work {
+            Work::Writing(_) | Work::Finishing(_) => WORKING,
+            Work::Written => WRITTEN,
+            Work::Finished(_) => FINISHED,
+            Work::Failed(_) => FAILED,
+        };
+        let file = self.file.as_ref();
+        let [bytes, fingerprint] = file.map_or([0; 2], |file| [file.bytes, file.fingerprint]);
+        [word, bytes, fingerprint]
+    }
+}
+
+/// Writes `count` copies as they come.
+fn write(mut writer: TileWriter, taken: &Taken, count: usize) -> Result<SavedFile, SaveError> {
+    for done in 0..count {
+        let Ok(copy) = taken.full.recv() else {
+            return Err(SaveError::GivenUp {
+                path: writer.path().to_owned(),
+                why: format!("{done} of {count} tiles came"),
+            });
+        };
+        let (param, state) = copy.bytes.split_at(copy.param_bytes);
+        writer.add(&copy.range, param, state)?;
+        // Whoever copies may have done with it.
+        let _ = taken.empty.send(copy.bytes);
+    }
+    writer.finish()
+}
+
+fn joined<T>(thread: JoinHandle<T>) -> T {
+    thread
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}

@@ -1,0 +1,357 @@
+//! Saves made beside training: each holds the bits of its step, and any of them is a place to go on from.
+//!
+//! What could go wrong: a save has tiles of two steps, or misses some; a run with saves trains to other bits than one without;
+//! going back leaves metrics, tiles or newer saves of the way that was left; other ranks or another device read other bits; a
+//! kill leaves half a save that is taken for one; a full drive ends the training or is not said; old saves stay or new ones go.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
+use trainer::run::{SaveName, Saves};
+
+use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
+
+const STEPS: &str = "train.steps=9";
+
+/// `trainer train --resume-from SAVE`.
+fn from(run: &Run, save: &str) -> Command {
+    let mut command = run.command("train");
+    command.args(["--resume-from", save]);
+    command
+}
+
+/// Names in the folder of saves, or in one below it.
+fn names(run: &Run, below: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(run.folder.join("saves").join(below)).expect("saves");
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// A run that makes no saves, and its digests after each third step.
+fn whole(lab: &Lab) -> (Run, Vec<(u64, String)>) {
+    let whole = lab.run("whole", &[STEPS]);
+    let digests = [3, 6, 9].map(|step| {
+        let part = lab.run("whole", &[STEPS, &format!("train.stop_after={step}")]);
+        part.train();
+        (step, part.digest())
+    });
+    (whole, digests.into())
+}
+
+fn assert_same(one: &Run, other: &Run) {
+    for key in ["step", "loss", "grad_norm", "lr", "tokens"] {
+        assert_eq!(one.bits(key), other.bits(key), "{key}");
+    }
+    assert_eq!(one.digest(), other.digest());
+}
+
+#[test]
+fn saves_hold_the_bits_of_their_steps_and_change_none() {
+    let lab = Lab::new();
+    let (whole, digests) = whole(&lab);
+    let nvme = lab.nvme();
+    let places = [
+        ("host", Vec::new()),
+        ("deferred", nvme.clone()),
+        ("at-once", {
+            let mut sets = nvme.clone();
+            sets.push("offload.schedule=at_once".into());
+            sets
+        }),
+        ("mixed", {
+            let mut sets = nvme;
+            sets.push("offload.resident_share=0.5".into());
+            sets.push("offload.commit_every=4".into());
+            sets
+        }),
+    ];
+    for (name, sets) in places {
+        let run = lab.run(name, &[STEPS, "train.save_every=3", "train.saves_kept=0"]);
+        let run = run.with(&sets);
+        let said = run.train();
+        assert_eq!(said.matches("saved step ").count(), 3, "{name}: {said}");
+        assert_eq!(
+            names(&run, ""),
+            ["step-00000003", "step-00000006", "step-00000009"],
+            "{name}"
+        );
+        for (step, digest) in &digests {
+            let saved = run.digest_of(Some(SaveName::Step(*step)));
+            assert_eq!(*digest, saved, "{name}, step {step}");
+        }
+        assert_same(&whole, &run);
+    }
+}
+
+#[test]
+fn the_newest_saves_are_kept_and_the_others_go() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[STEPS, "train.save_every=2", "train.saves_kept=3"]);
+    run.train();
+    // The last one is of the end.
+    let kept = ["step-00000006", "step-00000008", "step-00000009"];
+    assert_eq!(names(&run, ""), kept);
+    let on_store = lab.run("store", &[STEPS, "train.save_every=4"]);
+    let on_store = on_store.with(&lab.nvme());
+    on_store.train();
+    assert_eq!(names(&on_store, ""), ["step-00000004", "step-00000008"]);
+    let save = on_store.folder.join("saves/step-00000008/save.json");
+    let save: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(save).unwrap()).expect("JSON");
+    let loss = &on_store.metrics()[7]["loss"];
+    assert_eq!(save["save"]["state"]["last"]["loss"], *loss);
+}
+
+#[test]
+fn a_run_goes_back_to_a_save_and_comes_to_the_same_end() {
+    let lab = Lab::new();
+    let (whole, digests) = whole(&lab);
+    let sets = [STEPS, "train.save_every=3", "train.saves_kept=0"];
+    for (name, nvme) in [("store", lab.nvme()), ("host", Vec::new())] {
+        let run = lab.run(name, &sets).with(&nvme);
+        run.train();
+        let said = succeed(from(&run, "3"));
+        assert!(said.contains("resumed at step 3"), "{said}");
+        let says = "note: saves newer than step 3 and a copy of the metrics are in ";
+        assert!(said.contains(says), "{said}");
+        assert_same(&whole, &run);
+        let left = ["metrics.jsonl", "step-00000006", "step-00000009"];
+        assert_eq!(names(&run, "aside-1"), left);
+        let aside = run.folder.join("saves/aside-1");
+        let text = std::fs::read_to_string(aside.join("metrics.jsonl")).unwrap();
+        assert_eq!(text.lines().count(), 9);
+        let aside = SaveName::Folder(aside.join("step-00000006"));
+        assert_eq!(run.digest_of(Some(aside)), digests[1].1);
+        assert_eq!(names(&run, "").len(), 4, "made again");
+    }
+}
+
+#[test]
+fn a_save_moves_between_devices_and_runs() {
+    let lab = Lab::new();
+    let (whole, _) = whole(&lab);
+    let sets = [STEPS, "train.save_every=3", "train.saves_kept=0"];
+    let on_store = |extra: &[&str]| lab.run("run", &sets).with(extra).with(&lab.nvme());
+    let on_host = |extra: &[&str]| lab.run("run", &sets).with(extra);
+    on_store(&["train.stop_after=4"]).train();
+    let text = on_host(&[]).refused();
+    assert!(text.contains("holds another run: store was in "), "{text}");
+    let said = succeed(from(&on_host(&["train.stop_after=7"]), "3"));
+    assert!(said.contains("resumed at step 3"), "{said}");
+    // The store is still there, with a step of the way that was left.
+    assert_eq!(lab.store_files().len(), 1);
+    let said = succeed(from(&on_store(&[]), "6"));
+    assert!(said.contains("resumed at step 6"), "{said}");
+    assert_same(&whole, &on_store(&[]));
+    // Another run begins from one's save: its metrics begin there.
+    let other = lab.run("other", &sets);
+    let save = on_store(&[]).folder.join("saves/step-00000006");
+    let stopped = lab.run("other", &sets).with(&["train.stop_after=7"]);
+    succeed(from(&stopped, &save.display().to_string()));
+    // It has a save of its own to go on from, whatever becomes of the other's.
+    assert!(names(&other, "").contains(&"step-00000006".into()));
+    other.train();
+    assert_eq!(other.bits("step"), whole.bits("step")[5..]);
+    assert_eq!(other.bits("loss"), whole.bits("loss")[5..]);
+    assert_eq!(other.digest(), whole.digest());
+    let mut fresh = on_host(&["train.stop_after=1"]).command("train");
+    fresh.arg("--fresh");
+    succeed(fresh);
+    assert!(
+        lab.store_files().is_empty(),
+        "--fresh finds the store that was left"
+    );
+}
+
+#[test]
+fn another_number_of_ranks_goes_on_from_a_save() {
+    let lab = Lab::new();
+    let sets = ["train.steps=6", "train.save_every=2"];
+    for (name, nvme) in [("store", lab.nvme()), ("host", Vec::new())] {
+        let run = lab.run(name, &sets).with(&nvme);
+        succeed(run.launch(2));
+        let save = run.folder.join("saves/step-00000004");
+        assert!(save.join("tiles.0").exists() && save.join("tiles.1").exists());
+        // As if two ranks had been ended after the same step.
+        let ended = lab.run(&format!("{name}-ended"), &sets).with(&nvme);
+        let part = lab.run(&format!("{name}-ended"), &sets).with(&nvme);
+        succeed(part.with(&["train.stop_after=4"]).launch(2));
+        assert_eq!(run.digest_of(Some(SaveName::Step(4))), ended.digest());
+        ended.train();
+        let said = succeed(from(&run, "4"));
+        assert!(said.contains("resumed at step 4"), "{said}");
+        assert_same(&ended, &run);
+        // And the other way.
+        let mut two = run.launch(2);
+        two.args(["--resume-from", "4"]);
+        let said = succeed(two);
+        assert!(said.contains("resumed at step 4"), "{said}");
+        assert_eq!(run.metrics().len(), 6);
+    }
+}
+
+#[test]
+fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
+    let lab = Lab::new();
+    let sets = ["train.save_every=2", "train.saves_kept=0"];
+    let run = lab.run("run", &sets).with(&lab.nvme());
+    run.train();
+    let digest = run.digest();
+    let refused = |save: &str, says: &str| {
+        let text = fail(from(&run, save));
+        assert!(text.contains(says), "{says:?} is not in {text}");
+    };
+    refused(
+        "3",
+        "step-00000003 is no save: the run has saves of step 2, 4, 6",
+    );
+    refused("/nowhere", "/nowhere is no save");
+    let tiles = run.folder.join("saves/step-00000002/tiles.0");
+    let good = std::fs::read(&tiles).unwrap();
+    let mut bad = good.clone();
+    let last = bad.len() - 20;
+    bad[last] ^= 4;
+    std::fs::write(&tiles, bad).unwrap();
+    refused("2", "step-00000002/tiles.0 is damaged: fingerprint ");
+    std::fs::write(&tiles, &good[..good.len() - 1]).unwrap();
+    refused("2", "tiles.0 is damaged: ");
+    let wide = lab.run("wide", &["model.hidden_size=64"]);
+    let save = run.folder.join("saves/step-00000004").display().to_string();
+    let text = fail(from(&wide, &save));
+    let says = "is of another run: layout.model.hidden_size is 32 there, 64 here";
+    assert!(text.contains(says), "{text}");
+    let kept = ["step-00000002", "step-00000004", "step-00000006"];
+    assert_eq!(names(&run, ""), kept);
+    assert_eq!((run.digest(), run.metrics().len()), (digest, 6));
+}
+
+#[test]
+fn a_full_drive_is_said_and_training_goes_on() {
+    let lab = Lab::new();
+    let sets = ["train.steps=60", "train.save_every=2", "train.saves_kept=0"];
+    for (name, nvme) in [("store", lab.nvme()), ("host", Vec::new())] {
+        let run = lab.run(name, &sets).with(&nvme);
+        let plain = run.command("train");
+        // A file that may not grow is an error then, and not a signal.
+        let mut deaf = Command::new("bash");
+        deaf.args(["-c", "trap '' XFSZ; exec \"$@\"", "bash"]);
+        deaf.arg(plain.get_program()).args(plain.get_args());
+        deaf.envs(
+            plain
+                .get_envs()
+                .filter_map(|(key, value)| Some((key, value?))),
+        );
+        deaf.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = until(spawn(deaf), "three steps", || run.steps_written() >= 3);
+        // From now on, as if the drive had room for 100 KiB of any file.
+        let limit = Rlimit {
+            current: Some(100 << 10),
+            maximum: Some(100 << 10),
+        };
+        let pid = Pid::from_raw(child.id() as i32);
+        prlimit(pid, Resource::Fsize, limit).expect("a limit");
+        let output = finish(child);
+        let [out, err] =
+            [&output.stdout, &output.stderr].map(|words| String::from_utf8_lossy(words));
+        assert_eq!(output.status.code(), Some(1), "{name}: {out}\n{err}");
+        for says in [
+            "step-00000060.partial/tiles.0 beyond its first ",
+            " bytes: File too large",
+            "Training goes on, with the saves before",
+            " saves could not be made",
+        ] {
+            assert!(err.contains(says), "{name}: {says:?} is not in {err}");
+        }
+        assert_eq!(run.metrics().len(), 60, "{name}");
+        let whole = Saves::of(&run.folder).list().unwrap();
+        let newest = whole.last().expect("one was made before").step;
+        assert!(
+            newest < 60 && names(&run, "").len() == whole.len(),
+            "{whole:?}"
+        );
+        for save in whole {
+            run.digest_of(Some(SaveName::Step(save.step)));
+        }
+        // With room again the run goes on from what it has.
+        let said = run.train();
+        let resumed = if name == "store" { 60 } else { newest };
+        let says = format!("resumed at step {resumed}\n");
+        assert!(said.contains(&says), "{name}: {said}");
+        assert!(names(&run, "").contains(&"step-00000060".into()));
+    }
+}
+
+#[test]
+fn kills_leave_whole_saves_only() {
+    for (name, kills) in [("store", 8), ("host", 12)] {
+        let lab = Lab::new();
+        let sets = [
+            "train.steps=100",
+            "train.save_every=1",
+            "train.saves_kept=3",
+            "scheduler={}",
+        ];
+        let nvme = if name == "store" {
+            lab.nvme()
+        } else {
+            Vec::new()
+        };
+        let run = lab.run(name, &sets).with(&nvme);
+        let seed = std::env::var("TRAINER_SEED")
+            .map_or_else(|_| std::process::id().into(), |seed| seed.parse().unwrap());
+        let (mut random, mut hit, mut seen): (u64, _, Vec<(u64, String)>) = (seed, 0, Vec::new());
+        println!("TRAINER_SEED={seed} draws the same instants");
+        for _ in 0..kills {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let begun = run.steps_written();
+            let child = spawn(run.command("train"));
+            let mut child = until(child, "two steps", || run.steps_written() >= begun + 2);
+            std::thread::sleep(Duration::from_micros((random >> 33) % 30_000));
+            child.kill().expect("killed");
+            child.wait().expect("it ended");
+            let folder = run.folder.join("saves");
+            let cut_off = |path: PathBuf| path.extension().is_some();
+            hit += std::fs::read_dir(&folder)
+                .unwrap()
+                .any(|entry| cut_off(entry.unwrap().path())) as usize;
+            let saves = Saves::of(&run.folder).list().unwrap();
+            assert!(
+                (1..=4).contains(&saves.len()),
+                "{name}, seed {seed}: {saves:?}"
+            );
+            for save in saves {
+                let digest = run.digest_of(Some(SaveName::Step(save.step)));
+                assert!(digest.starts_with(&format!("step {}\n", save.step)));
+                // However often the step is done again, it comes to the same bits.
+                match seen.iter().find(|(step, _)| *step == save.step) {
+                    Some((_, before)) => assert_eq!(*before, digest, "{name}, seed {seed}"),
+                    None => seen.push((save.step, digest)),
+                }
+            }
+        }
+        println!("{name}: {hit} of {kills} kills came while a save was made");
+        assert!(hit > 0, "no kill came while a save was made, seed {seed}");
+        let last = run.steps_written() + 2;
+        let stop_after = format!("train.stop_after={last}");
+        lab.run(name, &sets)
+            .with(&nvme)
+            .with(&[&stop_after])
+            .train();
+        assert!(!names(&run, "").iter().any(|name| name.contains('.')));
+        // One that nobody killed passes through the same bits.
+        let plain = lab.run("plain", &sets);
+        let kept_all = plain.with(&[stop_after.as_str(), "train.saves_kept=0"]);
+        kept_all.train();
+        for (step, digest) in seen {
+            let whole = kept_all.digest_of(Some(SaveName::Step(step)));
+            assert_eq!(digest, whole, "{name}, step {step}, seed {seed}");
+        }
+    }
+}
