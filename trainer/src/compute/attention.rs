@@ -71,20 +71,58 @@ pub(super) fn causal_attention(
     if masks.leave_out(Spot::Attention) {
         return weighed([&query, &key, &value], window, masks);
     }
-    let seen = match window {
-        Some(_) => Some(seen(seq_len, window, query.device())?),
-        None => None,
-    };
+    match window {
+        Some(window) => windowed([&query, &key, &value], window, queries_at_a_time(window)),
+        None => attend(&query, &key, &value, None),
+    }
+}
+
+/// Each query's sum of what it sees: itself and what is before it, or what `seen` says.
+fn attend(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    seen: Option<&Tensor>,
+) -> Result<Tensor, ComputeError> {
     Ok(Tensor::f_scaled_dot_product_attention(
-        &query,
-        &key,
-        &value,
-        seen.as_ref(),
+        query,
+        key,
+        value,
+        seen,
         0.0,
         seen.is_none(),
         None,
         false,
     )?)
+}
+
+/// Queries taken at a time where a window hides something, at least: fewer would be small products.
+const QUERIES_MIN: i64 = 512;
+
+/// Queries taken at a time for a window of `window` tokens.
+pub(super) fn queries_at_a_time(window: i64) -> i64 {
+    window.max(QUERIES_MIN)
+}
+
+/// Causal attention within a window, some queries at a time with the keys they see: memory and work grow with the sequence, and
+/// not with its square.
+fn windowed(
+    [query, key, value]: [&Tensor; 3],
+    window: i64,
+    queries: i64,
+) -> Result<Tensor, ComputeError> {
+    let seq_len = query.size()[2];
+    let mut outputs = Vec::new();
+    for start in (0..seq_len).step_by(queries as usize) {
+        let count = queries.min(seq_len - start);
+        // The first query sees furthest back.
+        let before = start.min(window - 1);
+        let keys = |x: &Tensor| x.f_narrow(2, start - before, before + count);
+        let seen = seen([count, before + count], Some(window), query.device())?;
+        let query = query.f_narrow(2, start, count)?;
+        outputs.push(attend(&query, &keys(key)?, &keys(value)?, Some(&seen))?);
+    }
+    Ok(Tensor::f_cat(&outputs, 2)?)
 }
 
 /// The same with all weights at once, of which some are left out at random: torch's own kernels would choose them by a state
@@ -98,7 +136,7 @@ fn weighed(
     let scores = query
         .f_matmul(&key.f_transpose(-2, -1)?)?
         .f_mul_scalar(1.0 / (head_dim as f64).sqrt())?;
-    let hidden = seen(seq_len, window, query.device())?.f_logical_not()?;
+    let hidden = seen([seq_len, seq_len], window, query.device())?.f_logical_not()?;
     let weights = scores
         .f_masked_fill(&hidden, f64::NEG_INFINITY)?
         .f_softmax(-1, at_least_fp32(query.kind()))?
@@ -107,11 +145,17 @@ fn weighed(
     Ok(weights.f_matmul(value)?)
 }
 
-/// Which tokens (columns) each token (row) sees: itself and those before it, within the window.
-fn seen(seq_len: i64, window: Option<i64>, device: Device) -> Result<Tensor, ComputeError> {
-    let causal = Tensor::f_ones([seq_len, seq_len], (Kind::Bool, device))?.f_tril(0)?;
+/// Which keys (columns) each query (row) sees: its own token's and those before it, within the window. The last of both are of
+/// the same token.
+fn seen(
+    [queries, keys]: [i64; 2],
+    window: Option<i64>,
+    device: Device,
+) -> Result<Tensor, ComputeError> {
+    let own = keys - queries;
+    let causal = Tensor::f_ones([queries, keys], (Kind::Bool, device))?.f_tril(own)?;
     Ok(match window {
-        Some(tokens) => causal.f_triu(1 - tokens)?,
+        Some(tokens) => causal.f_triu(own + 1 - tokens)?,
         None => causal,
     })
 }
@@ -127,4 +171,49 @@ fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
         .f_unsqueeze(2)?
         .f_expand([micro_batch, heads, share, seq_len, head_dim], false)?;
     Ok(repeated.f_reshape([micro_batch, heads * share, seq_len, head_dim])?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(seed: i64) -> Tensor {
+        let shape = [2, 3, 11, 4];
+        let counter = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, Device::Cpu));
+        (counter * (1.7 + seed as f64)).sin().view(shape)
+    }
+
+    #[test]
+    fn some_queries_at_a_time_see_what_all_at_once_see() {
+        let [query, key, value] = [0, 1, 2].map(numbers);
+        for window in 1..=12 {
+            let seen = seen([11, 11], Some(window), Device::Cpu).unwrap();
+            let whole = attend(&query, &key, &value, Some(&seen)).unwrap();
+            for queries in [1, 2, 3, 5, 10, 11, 20] {
+                let parts = windowed([&query, &key, &value], window, queries).unwrap();
+                let apart = f64::try_from((&parts - &whole).abs().max()).unwrap();
+                assert!(
+                    apart < 1e-14,
+                    "window {window}, {queries} at a time: {apart:.1e}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_query_sees_its_own_token_and_the_window_before_it() {
+        let rows = |seen: Tensor| {
+            let columns = seen.size()[1] as usize;
+            let flat = Vec::<bool>::try_from(seen.view([-1])).unwrap();
+            let words = flat.chunks(columns).map(|row| {
+                let word = row.iter().map(|&sees| if sees { 'x' } else { '.' });
+                word.collect::<String>()
+            });
+            words.collect::<Vec<_>>()
+        };
+        let of = |sizes, window| rows(seen(sizes, window, Device::Cpu).unwrap());
+        assert_eq!(of([3, 3], None), ["x..", "xx.", "xxx"]);
+        assert_eq!(of([3, 3], Some(2)), ["x..", "xx.", ".xx"]);
+        assert_eq!(of([2, 4], Some(3)), ["xxx.", ".xxx"]);
+    }
 }

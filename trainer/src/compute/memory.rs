@@ -6,6 +6,7 @@
 //! embedding's gradient. The counts below follow the operators in block.rs, attention.rs and head.rs; `tests/model_memory.rs` holds
 //! them against what a process really takes.
 
+use super::attention::queries_at_a_time;
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
@@ -116,13 +117,14 @@ fn weights_bytes(
     micro_batch: usize,
     seq_len: usize,
 ) -> u64 {
-    let square = (seq_len * seq_len) as u64;
-    let hides = config.sliding_window.is_some_and(|w| w.tokens < seq_len);
+    let hiding = config.sliding_window.filter(|w| w.tokens < seq_len);
     if dropout.attention > 0.0 {
-        let all = (micro_batch * config.heads) as u64 * square;
+        let all = (micro_batch * config.heads * seq_len * seq_len) as u64;
         all * WEIGHTS_COPIES * WIDE_BYTES
-    } else if hides {
-        square * (1 + WIDE_BYTES)
+    } else if let Some(window) = hiding {
+        let queries = queries_at_a_time(window.tokens as i64) as usize;
+        let keys = seq_len.min(queries + window.tokens);
+        (seq_len * keys) as u64 * (1 + WIDE_BYTES)
     } else {
         0
     }
@@ -225,6 +227,11 @@ pub fn device_working_bytes(
     (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
 }
 
+/// Whether a GPU can keep anything of such a model's blocks from forward to backward.
+pub fn can_keep(config: &ModelConfig, dropout: &Dropout, seq_len: usize) -> bool {
+    explicit::block_is_written_out(config, dropout, seq_len)
+}
+
 /// Bytes that a block keeps for each token beside its input, elements of `elem_bytes`. All blocks keep so from forward to
 /// backward, for every micro-batch.
 ///
@@ -236,7 +243,7 @@ pub fn kept_bytes_a_token(
     elem_bytes: usize,
     keep: Keep,
 ) -> usize {
-    if !explicit::block_is_written_out(config, dropout, seq_len) {
+    if !can_keep(config, dropout, seq_len) {
         return 0;
     }
     let query = config.heads * config.head_dim();

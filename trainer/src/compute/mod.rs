@@ -43,7 +43,9 @@ mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
-pub use memory::{DEVICE_CONTEXT_BYTES, device_working_bytes, kept_bytes_a_token, working_bytes};
+pub use memory::{
+    DEVICE_CONTEXT_BYTES, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
+};
 pub use tokens::{IGNORED, Tokens};
 pub use values::{Activation, Dtype, Keep, LossHandle, UnitWeights};
 
