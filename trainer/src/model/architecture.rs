@@ -10,9 +10,10 @@
 //! qwen3        rms     rotary      gated silu     as configured        norms of query and key heads, head_dim by itself
 //! ```
 //!
-//! A new decoder is a row here, its keys in `hf/keys.rs`, its names in `names.rs` and a fixture. Encoder models (BERT, RoBERTa,
-//! T5) would come in the same way, but need a block that sees both directions, another head and another loss: until then
-//! `ENCODERS` has them refused as what they are.
+//! A new decoder is a row here, its keys in `hf/keys.rs`, its names in `names.rs` and a fixture (`tests/fixtures/hf/make.py`).
+//! Encoder models (BERT, RoBERTa, T5) would come in the same way, and need three things more: attention that sees both
+//! directions (`compute/attention.rs`), another head and another loss (beside `compute/head.rs`). Until then `ENCODERS` has
+//! them refused as what they are.
 
 use serde::{Deserialize, Serialize};
 

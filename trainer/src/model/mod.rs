@@ -6,7 +6,7 @@
 //! unit 1..=L    block.0 ..     norm, q, k, v, out, norm, gate, up, down; biases and norms of heads where a model has them
 //! unit L+1      head           the last norm, and the projection unless tied to the embedding
 //!
-//!   architecture.rs   the architectures: what blocks are made of
+//!   architecture.rs   the architectures: what blocks are made of, and where encoders (BERT, RoBERTa, T5) would come in
 //!   hf/               config.json
 //!   config.rs         sizes and constants, checked
 //!   member.rs, layout.rs, names.rs   parameters: what each is, where it lies here, where in a checkpoint

@@ -4,7 +4,7 @@ use swapper::Staging;
 
 use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 use super::{Plan, PlanError, Source};
-use crate::compute::Keep;
+use crate::compute::{Keep, can_keep};
 use crate::config::{
     GradientsChoice, KeepChoice, ResidentShare, RunSettings, Share, Tier, UpdatePlace,
 };
@@ -107,6 +107,16 @@ impl Plan {
             self.keep = Keep::Nothing;
             return;
         };
+        if !can_keep(&settings.model, &settings.dropout, settings.batch.seq_len) {
+            self.keep = Keep::Nothing;
+            self.set_compute(settings);
+            self.chose(
+                "train.keep",
+                keep_word(self.keep).to_owned(),
+                "blocks of this form are always computed again: their gradients are not written out",
+            );
+            return;
+        }
         self.set_compute(settings);
         if settings.train.keep != KeepChoice::Auto {
             return;

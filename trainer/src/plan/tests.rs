@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use super::choose::STAGING_BYTES_ASSUMED;
 use super::*;
 use crate::config::{RunSettings, check};
+use crate::model::HfModel;
 
 const GIB: u64 = 1 << 30;
 
@@ -185,6 +186,40 @@ fn what_a_gpu_has_left_keeps_results_of_products() {
         ..h200(1.0)
     };
     assert!(refused(&too_much, &small).contains("set train.keep = \"auto\""));
+}
+
+#[test]
+fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
+    let of = |model: Value, more: &[(&str, Value)]| {
+        let mut settings = large("cpu", "cpu", more);
+        settings.model = HfModel::from_json(&model.to_string()).unwrap().config;
+        plan(&settings, &h200(1.0))
+    };
+    let mistral = |window: u64| {
+        json!({"model_type": "mistral", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
+            "num_hidden_layers": 24, "num_attention_heads": 16, "sliding_window": window})
+    };
+    assert_eq!(of(mistral(2048), &[]).keep, Keep::Products);
+    for keep in ["auto", "products"] {
+        let plan = of(mistral(1024), &[("train.keep", json!(keep))]);
+        assert_eq!((plan.keep, plan.compute.kept_bytes), (Keep::Nothing, 0));
+        let chosen = plan
+            .choices
+            .iter()
+            .find(|choice| choice.key == "train.keep");
+        assert!(chosen.expect("it says so").why.contains("computed again"));
+    }
+}
+
+#[test]
+fn attentions_weights_are_counted_where_some_are_left_out() {
+    let mut settings = large("cpu", "cpu", &[]);
+    let before = plan(&settings, &h200(1.0)).compute.working_bytes;
+    settings.dropout.attention = 0.1;
+    let after = plan(&settings, &h200(1.0)).compute.working_bytes;
+    // 8 sequences, 16 heads, 2048 x 2048, fp32, some copies.
+    let weights_bytes = 8 * 16 * 2048 * 2048 * 4;
+    assert!(after > before + 4 * weights_bytes, "{before}, {after}");
 }
 
 #[test]
