@@ -22,6 +22,7 @@ pub mod fingerprint;
 mod home;
 pub mod launch;
 pub mod learning_rate;
+mod lines;
 mod long_work;
 pub mod metrics;
 pub mod model;

@@ -14,6 +14,8 @@ pub struct RunSettings {
     pub model: ModelConfig,
     /// The directory that `model.path` names, with the model's `config.json`, and its tokenizer and weights if it has them.
     pub model_folder: Option<PathBuf>,
+    /// What the weights of a fresh run are.
+    pub first_weights: FirstWeights,
     /// What is left out at random in training.
     pub dropout: Dropout,
     /// Parameters and activations. Bf16 keeps its fp32 master split.
@@ -92,6 +94,16 @@ impl Batch {
     pub fn tokens(&self) -> u64 {
         self.samples() * self.seq_len as u64
     }
+}
+
+/// What the weights of a fresh run are. A run that goes on has its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FirstWeights {
+    /// Random numbers, by `train.seed`.
+    Random,
+    /// Those in the model's directory.
+    Files,
 }
 
 /// AdamW with decoupled weight decay.

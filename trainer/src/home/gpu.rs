@@ -12,6 +12,7 @@ use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError};
 
+use crate::lines::Lines;
 use crate::update::Decay;
 
 /// Host bytes that first contents and readings pass through.
@@ -180,28 +181,5 @@ impl GpuHome {
 
     fn grad_at(&self, range: u32) -> usize {
         self.elem_at(range) * self.master.grad_bytes()
-    }
-}
-
-/// Zeroed host bytes that start at a cache line, as the kernels on the processor want them.
-struct Lines {
-    lines: Vec<[u8; LINE_BYTES]>,
-    bytes: usize,
-}
-
-const LINE_BYTES: usize = 64;
-
-impl Lines {
-    fn new(bytes: usize) -> Self {
-        Self {
-            lines: vec![[0; LINE_BYTES]; bytes.div_ceil(LINE_BYTES) + 1],
-            bytes,
-        }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        let all = self.lines.as_flattened_mut();
-        let start = all.as_ptr().align_offset(LINE_BYTES);
-        &mut all[start..start + self.bytes]
     }
 }

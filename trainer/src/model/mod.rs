@@ -25,6 +25,6 @@ pub mod names;
 pub use architecture::{Architecture, Biases, Form, Mlp, Norm, Positions};
 pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
 pub use dropout::Dropout;
-pub use hf::{HfModel, parse};
+pub use hf::{HfModel, config_json, parse};
 pub use layout::{ALIGN_ELEMS, ParamLayout, Start, UnitLayout, unit_layouts};
 pub use member::Member;

@@ -21,6 +21,12 @@ pub struct RunDescription {
     /// Device files of a private store, links resolved: `--fresh` removes them, wherever the run goes on.
     #[serde(default)]
     pub files: Vec<PathBuf>,
+    /// Of the shared daemon that has the store, if one has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
+    /// What its first weights were, for people: a resumed run does not need them.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub first_weights: Value,
 }
 
 /// Why a run folder cannot be used.
@@ -129,6 +135,7 @@ impl RunFolder {
         ] {
             remove(&path, fs::remove_file(&path))?;
         }
+        super::ModelFiles::of(&self.path).forget()?;
         let saves = self.saves();
         remove(saves.path(), fs::remove_dir_all(saves.path()))
     }
@@ -315,7 +322,7 @@ pub(crate) fn make_folder(path: &Path) -> std::io::Result<()> {
         .try_for_each(|folder| File::open(folder)?.sync_all())
 }
 
-fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), FolderError> {
+pub(super) fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), FolderError> {
     match result {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(FolderError::Io {
             verb: "remove",
@@ -375,6 +382,8 @@ mod tests {
             layout: json!({"model": {"hidden_size": hidden}}),
             store: "in the run folder".into(),
             files: Vec::new(),
+            socket: None,
+            first_weights: Value::Null,
         };
         let check = |hidden| RunFolder::check(folder.path(), &with(hidden));
         assert!(!check(64).unwrap());

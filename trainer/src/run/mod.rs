@@ -1,6 +1,8 @@
-//! A run's folder and what it remembers: `run.json` (what it is), `metrics.jsonl`, and `saves/`, copies of its state.
+//! A run's folder and what it remembers: `run.json` (what it is), `metrics.jsonl`, `saves/`, copies of its state, and `model/`
+//! with what its model came with.
 
 mod folder;
+mod model_files;
 mod save;
 mod state;
 
@@ -8,6 +10,7 @@ pub use folder::{FolderError, RunDescription, RunFolder};
 pub(crate) use folder::{
     daemon_folder, differences, job_name, make_folder, resolved, tokens_folder,
 };
+pub(crate) use model_files::ModelFiles;
 pub use save::{
     Save, SaveDescription, SaveError, SaveFolder, SaveName, SavedFile, Saves, TileWriter,
 };

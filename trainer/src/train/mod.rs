@@ -19,7 +19,7 @@ use kernels::collective::{CollectiveError, GpuComm};
 use kernels::gpu::GpuError;
 use swapper::{StepRates, SwapperError, TileError, bound_s};
 
-pub(crate) use open::{OpenRun, Prepared};
+pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER};
 
 use crate::accelerator::AcceleratorError;
 use crate::compute::{self, ComputeError, Engine};
@@ -35,6 +35,7 @@ use crate::run::{
 };
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
+use crate::weights::WeightsError;
 use lookout::Lookout;
 use mover::Shards;
 use progress::Progress;
@@ -55,6 +56,8 @@ pub enum TrainError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(transparent)]
@@ -109,6 +112,16 @@ pub enum TrainError {
         error: Box<SwapperError>,
         config: PathBuf,
     },
+    #[error(
+        "there is no run in {}: it has no run.json. Name the folder of a run, as in its train.run_folder",
+        folder.display()
+    )]
+    NoRun { folder: PathBuf },
+    #[error(
+        "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
+        folder.display()
+    )]
+    UnknownRun { folder: PathBuf, message: String },
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
 }
@@ -657,6 +670,6 @@ fn show_opened(run: &OpenRun, resumed: bool) {
     if resumed {
         println!("resumed at step {}", run.state.step);
     } else {
-        println!("started with fresh weights");
+        println!("started with {}", run.started_with);
     }
 }

@@ -1,6 +1,6 @@
 //! The types of numbers that weights are kept in, and fp32 from and to their bytes.
 
-use half::{bf16, f16};
+use kernels::number::{from_bf16, from_fp16, split, to_fp16};
 use safetensors::Dtype;
 
 /// A type that weights are read from and written in. Every value of each is one of fp32's.
@@ -30,6 +30,61 @@ impl Element {
         }
     }
 
+    /// The name in a file's header.
+    pub(crate) fn dtype(self) -> Dtype {
+        match self {
+            Self::Fp32 => Dtype::F32,
+            Self::Bf16 => Dtype::BF16,
+            Self::Fp16 => Dtype::F16,
+        }
+    }
+
+    /// Ours.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
+
+    /// PyTorch's.
+    pub(crate) fn torch_word(self) -> &'static str {
+        match self {
+            Self::Fp32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::Fp16 => "float16",
+        }
+    }
+
+    /// Adds the bytes of `numbers`, each the nearest that there is: bf16 as training rounds its masters, fp16 halves to even.
+    ///
+    /// # Errors
+    /// A finite number that would become infinite.
+    pub(crate) fn encode(self, numbers: &[f32], bytes: &mut Vec<u8>) -> Result<(), f32> {
+        let overflow = |number: f32, rounded: f32| number.is_finite() && !rounded.is_finite();
+        for &number in numbers {
+            match self {
+                Self::Fp32 => bytes.extend(number.to_le_bytes()),
+                Self::Bf16 => {
+                    let (bits, _) = split(number);
+                    if overflow(number, from_bf16(bits)) {
+                        return Err(number);
+                    }
+                    bytes.extend(bits.to_le_bytes());
+                }
+                Self::Fp16 => {
+                    let bits = to_fp16(number);
+                    if overflow(number, from_fp16(bits)) {
+                        return Err(number);
+                    }
+                    bytes.extend(bits.to_le_bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The numbers in `bytes`, exactly.
     pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.size_bytes(), "one each");
@@ -42,12 +97,12 @@ impl Element {
             }
             Self::Bf16 => {
                 for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *out = bf16::from_bits(pair(bytes)).to_f32();
+                    *out = from_bf16(pair(bytes));
                 }
             }
             Self::Fp16 => {
                 for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *out = f16::from_bits(pair(bytes)).to_f32();
+                    *out = from_fp16(pair(bytes));
                 }
             }
         }

@@ -150,6 +150,11 @@ impl Weights {
         })
     }
 
+    /// The directory.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// What tells these weights from others: files, sizes, and fingerprints that need no reading of all.
     pub fn identity(&self) -> Value {
         let files: Vec<Value> = self

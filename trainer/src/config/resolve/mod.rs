@@ -62,6 +62,7 @@ pub(super) fn resolve(
     let model::Resolved {
         config: model,
         folder: model_folder,
+        first_weights,
         dropout,
     } = model::model(model, seq_len, &mut notes)?;
     optimizer::note_unmatched(&optimizer.decay, &model, &mut notes);
@@ -110,6 +111,7 @@ pub(super) fn resolve(
     Ok(RunSettings {
         model,
         model_folder,
+        first_weights,
         dropout,
         dtype: if bf16.enabled.unwrap_or(false) {
             Dtype::Bf16

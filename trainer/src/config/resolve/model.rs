@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::value;
-use crate::config::SettingsError;
+use super::{value, word};
 use crate::config::toml::ModelToml;
+use crate::config::{FirstWeights, SettingsError};
 use crate::data::VOCAB_SIZE;
 use crate::model::{Dropout, HfModel, ModelConfig, parse};
+use crate::weights::{self, Found, WeightsError};
 
 /// A `config.json` is some kilobytes; more is another file.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
@@ -19,6 +20,7 @@ pub(super) struct Resolved {
     pub(super) config: ModelConfig,
     /// The directory of `model.path`.
     pub(super) folder: Option<PathBuf>,
+    pub(super) first_weights: FirstWeights,
     pub(super) dropout: Dropout,
 }
 
@@ -68,11 +70,71 @@ pub(super) fn model(
             format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
         ));
     }
+    let first_weights = first_weights(given, folder.as_deref(), notes)?;
     Ok(Resolved {
         config,
         folder,
+        first_weights,
         dropout,
     })
+}
+
+/// How `model.init` is written.
+#[derive(Clone, PartialEq)]
+enum Init {
+    Auto,
+    Weights,
+    Random,
+}
+
+/// What a fresh run starts from: the weights beside the `config.json`, where there are some.
+fn first_weights(
+    given: &ModelToml,
+    folder: Option<&Path>,
+    notes: &mut Vec<String>,
+) -> Result<FirstWeights, SettingsError> {
+    let init = word(
+        "model.init",
+        given.init.as_deref(),
+        &[
+            ("auto", Init::Auto),
+            ("weights", Init::Weights),
+            ("random", Init::Random),
+        ],
+    )?;
+    let found = match folder {
+        _ if init == Init::Random => return Ok(FirstWeights::Random),
+        Some(folder) => (weights::found(folder), folder),
+        None if init == Init::Auto => return Ok(FirstWeights::Random),
+        None => {
+            return Err(value(
+                "model.init",
+                "\"weights\" needs a directory that has them: name it with model.path",
+            ));
+        }
+    };
+    match found {
+        (Found::Safetensors, _) => Ok(FirstWeights::Files),
+        (Found::Other(file), folder) => Err(value(
+            "model.path",
+            WeightsError::OtherFormat {
+                folder: folder.into(),
+                file,
+            }
+            .to_string(),
+        )),
+        (Found::Nothing, folder) if init == Init::Weights => Err(value(
+            "model.init",
+            format!("\"weights\", and {} has none", folder.display()),
+        )),
+        (Found::Nothing, folder) => {
+            notes.push(format!(
+                "{} has a config.json and no weights: a fresh run starts with random ones",
+                folder.display()
+            ));
+            Ok(FirstWeights::Random)
+        }
+    }
 }
 
 /// The keys that were written, as they would stand in a `config.json`.
@@ -81,7 +143,9 @@ fn inline_keys(given: &ModelToml) -> Map<String, Value> {
     else {
         unreachable!("a struct is a table")
     };
-    keys.remove("path");
+    for ours in ["path", "init"] {
+        keys.remove(ours);
+    }
     if let Some(Value::Object(scaling)) = keys.get_mut("rope_scaling") {
         scaling.retain(|_, value| !value.is_null());
     }
@@ -159,7 +223,9 @@ mod tests {
             assert_eq!(found.folder.as_deref(), Some(folder.path()));
             assert_eq!((found.config.layers, found.config.vocab_size), (2, 300));
             assert_eq!(found.dropout.residual, 0.1);
-            assert!(notes.is_empty());
+            assert_eq!(found.first_weights, FirstWeights::Random);
+            assert_eq!(notes.len(), 1, "{notes:?}");
+            assert!(notes[0].contains("has a config.json and no weights"));
         }
         let (found, notes) = resolve(&ModelToml {
             resid_pdrop: Some(0.0),
@@ -168,7 +234,56 @@ mod tests {
         })
         .unwrap();
         assert_eq!((found.config.layers, found.dropout.residual), (1, 0.0));
-        assert_eq!(notes.len(), 1, "{notes:?}");
+        assert_eq!(notes.len(), 2, "{notes:?}");
+    }
+
+    #[test]
+    fn weights_are_taken_where_there_are_some_unless_the_run_says_otherwise() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), GPT2).unwrap();
+        let with = |init: Option<&str>| {
+            let given = ModelToml {
+                init: init.map(str::to_owned),
+                ..at(folder.path())
+            };
+            resolve(&given).map(|(found, _)| found.first_weights)
+        };
+        let text = with(Some("weights")).unwrap_err();
+        assert!(
+            text.starts_with("model.init: ") && text.ends_with("has none"),
+            "{text}"
+        );
+        std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
+        let text = with(None).unwrap_err();
+        assert!(
+            text.starts_with("model.path: ") && text.contains("save_pretrained"),
+            "{text}"
+        );
+        assert_eq!(with(Some("random")).unwrap(), FirstWeights::Random);
+        std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
+        for init in [None, Some("weights")] {
+            assert_eq!(with(init).unwrap(), FirstWeights::Files);
+        }
+        assert_eq!(with(Some("random")).unwrap(), FirstWeights::Random);
+        assert!(
+            with(Some("none"))
+                .unwrap_err()
+                .contains("use \"auto\", \"weights\" or \"random\"")
+        );
+        let inline = ModelToml {
+            init: Some("weights".into()),
+            hidden_size: Some(64),
+            intermediate_size: Some(64),
+            num_hidden_layers: Some(1),
+            num_attention_heads: Some(4),
+            ..ModelToml::default()
+        };
+        assert!(
+            resolve(&inline)
+                .err()
+                .unwrap()
+                .contains("name it with model.path")
+        );
     }
 
     #[test]

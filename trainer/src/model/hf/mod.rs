@@ -12,10 +12,12 @@
 mod keys;
 mod rope;
 mod table;
+mod write;
 
 use serde_json::{Map, Value, json};
 
 use self::table::Table;
+pub use self::write::config_json;
 use super::architecture::ENCODERS;
 use super::{Architecture, Biases, ConfigError, Dropout, Mlp, ModelConfig, Window};
 

@@ -13,7 +13,13 @@ use crate::run::{RunDescription, RunFolder, resolved};
 const LAYOUT_VERSION: u32 = 1;
 
 /// Where the state of a run with a shared daemon is, in `run.json`.
-pub(super) const SHARED_STORE: &str = "with the daemon of offload.socket";
+pub(crate) const SHARED_STORE: &str = "with the daemon of offload.socket";
+
+/// Where a run without a store has it.
+pub(crate) const STORE_IN_FOLDER: &str = "in the run folder";
+
+/// What follows where a store without durability is.
+pub(crate) const IN_PLACE: &str = ", written in place";
 
 /// Elements of a tile in the run that the folder holds, if it holds one.
 pub(super) fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError> {
@@ -25,7 +31,7 @@ pub(super) fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
     let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
-        (_, false) => "in the run folder".to_owned(),
+        (_, false) => STORE_IN_FOLDER.to_owned(),
         (Some(_), true) => SHARED_STORE.to_owned(),
         (None, true) => {
             let folders = settings.placement.nvme_paths.iter();
@@ -36,7 +42,7 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
         }
     };
     if settings.placement.has_store() && settings.offload.durability == Durability::None {
-        store += ", written in place";
+        store += IN_PLACE;
     }
     RunDescription {
         layout: json!({
@@ -47,6 +53,8 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
         }),
         store,
         files: Vec::new(),
+        socket: settings.offload.socket.as_deref().map(resolved),
+        first_weights: Value::Null,
     }
 }
 

@@ -1,6 +1,7 @@
 //! From settings to a run that can step: everything checked first, then folder, store, swapper, and where the run stands.
 
 mod describe;
+mod first;
 mod home;
 mod run;
 mod shared;
@@ -25,10 +26,14 @@ use crate::metrics::MetricsFile;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
-    RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name, resolved,
+    ModelFiles, RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name,
+    resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
-use describe::{SHARED_STORE, describe, tile_elems_of, trained_with};
+use crate::weights::WeightsError;
+pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_FOLDER};
+use describe::{describe, tile_elems_of, trained_with};
+use first::First;
 use run::resume;
 use shared::check_paths;
 
@@ -46,6 +51,8 @@ pub(crate) struct Prepared {
     begun: bool,
     /// The save that is asked for.
     from: Option<PathBuf>,
+    /// What a fresh run's tiles are filled with; why it cannot be had matters to a fresh run only.
+    first: Result<First, WeightsError>,
     /// What computes, if it is not the processor.
     pub(crate) gpu: Option<Gpu>,
     ranks: Arc<Ranks>,
@@ -107,6 +114,10 @@ impl Prepared {
                 RunFolder::check_layout(&run_folder, &description)?
             }
         };
+        let first = match First::look(&settings) {
+            Err(error) if !begun && from.is_none() => return Err(error.into()),
+            first => first,
+        };
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
         let files = private.then(|| {
             let folders = &settings.placement.nvme_paths;
@@ -136,6 +147,7 @@ impl Prepared {
             trained_with,
             begun,
             from: from.map(|save| save.path().to_owned()),
+            first,
             gpu,
             ranks,
         })
@@ -202,6 +214,18 @@ impl Prepared {
             (None, Some(blob)) => run.state = resume(&run.state, &blob, say)?,
             (None, None) => {}
         }
+        let mut description = self.description;
+        let first = if resumed {
+            let was = run.folder.earlier().map(|earlier| earlier.first_weights);
+            let note = self
+                .first
+                .ok()
+                .and_then(|first| first.note(&was.unwrap_or_default()));
+            note.into_iter().for_each(&mut *say);
+            None
+        } else {
+            Some(ranks.together("looking for its first weights", || Ok(self.first?))?)
+        };
         ranks.together("describing the run", || {
             if !ranks.is_first() {
                 return Ok(());
@@ -213,10 +237,18 @@ impl Prepared {
                     old.display()
                 ));
             }
-            Ok(run.folder.describe(&self.description)?)
+            description.first_weights = match &first {
+                Some(first) => first.identity(),
+                None => run.folder.earlier().map_or(Value::Null, |earlier| earlier.first_weights),
+            };
+            // Before the run's record: with it they are there.
+            if let (Some(_), Some(from)) = (&first, &self.settings.model_folder) {
+                ModelFiles::of(run.folder.path()).keep(from)?;
+            }
+            Ok(run.folder.describe(&description)?)
         })?;
-        if !resumed {
-            ranks.together("filling the tiles", || run.initialize(&self.settings))?;
+        if let Some(first) = first {
+            ranks.together("filling the tiles", || run.initialize(&first))?;
         }
         Ok((run, resumed))
     }
@@ -365,6 +397,7 @@ impl Prepared {
             _pinned: pinned,
             opened,
             state,
+            started_with: String::new(),
             plan,
             copies,
             layout: self.description.layout.clone(),

@@ -11,11 +11,10 @@ use swapper::Blank;
 use swapper::private::PrivateDaemon;
 
 use super::super::TrainError;
-use crate::config::RunSettings;
+use super::first::First;
 use crate::copies::Copies;
 use crate::home::Home;
 use crate::long_work::LongWork;
-use crate::model::init;
 use crate::plan::Plan;
 use crate::ranks::Ranks;
 use crate::run::{RunFolder, RunState, Save};
@@ -27,6 +26,8 @@ pub(crate) struct OpenRun {
     pub(super) _pinned: Option<Registration>,
     pub(crate) opened: swapper::Opened,
     pub(crate) state: RunState,
+    /// What a fresh run's weights were, for people.
+    pub(crate) started_with: String,
     pub(crate) plan: Plan,
     /// Where updated tiles are offered.
     pub(crate) copies: Copies,
@@ -77,13 +78,14 @@ impl OpenRun {
         })
     }
 
-    /// Fresh weights into every tile; commits them as step 0.
-    pub(super) fn initialize(&mut self, settings: &RunSettings) -> Result<(), TrainError> {
-        let (units, master, seed) = (&self.plan.units, self.plan.master, settings.train.seed);
+    /// First weights into every tile; commits them as step 0.
+    pub(super) fn initialize(&mut self, first: &First) -> Result<(), TrainError> {
+        let (units, master) = (&self.plan.units, self.plan.master);
+        self.started_with = first.words();
         let mut work = self.long_work("filling the tiles");
         // A weight's value follows from its place alone, so tiles may be filled side by side.
         let fill = |blanks: &mut [Blank]| {
-            blanks.par_iter_mut().for_each(|blank| {
+            blanks.par_iter_mut().try_for_each(|blank| {
                 let Blank {
                     range,
                     param,
@@ -93,16 +95,10 @@ impl OpenRun {
                 state.fill(0);
                 let elems = range.elems.start as usize..range.elems.end as usize;
                 let mut masters = vec![0f32; elems.len()];
-                init::fill(
-                    &units[range.unit],
-                    range.unit,
-                    seed,
-                    settings.model.initializer_range,
-                    elems,
-                    &mut masters,
-                );
+                first.fill(&units[range.unit], range.unit, elems, &mut masters)?;
                 init_tile(master, &masters, param, state);
-            });
+                Ok::<(), TrainError>(())
+            })?;
             work.add(blanks.iter().map(bytes_of).sum());
             Ok::<(), TrainError>(())
         };
