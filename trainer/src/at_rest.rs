@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use kernels::adamw::Master;
 use swapper::{Layout, See};
 
 use crate::config::{DeviceChoice, RunSettings};
@@ -18,6 +19,8 @@ pub(crate) struct AtRest {
     pub(crate) state: RunState,
     /// What the tiles are of.
     pub(crate) units: Vec<UnitLayout>,
+    /// How they are kept.
+    pub(crate) master: Master,
     tiles: Tiles,
 }
 
@@ -49,12 +52,13 @@ impl AtRest {
         let has_store = settings.placement.has_store();
         let start = save.map_or(Start::GoOn, Start::Save);
         let prepared = Prepared::new(settings, &start, Arc::new(Ranks::alone()))?;
-        let units = prepared.plan.units.clone();
+        let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
         if has_store && start == Start::GoOn {
             let run = prepared.open_existing()?;
             return Ok(Self {
                 state: run.state.clone(),
                 units,
+                master,
                 tiles: Tiles::Store(Box::new(run)),
             });
         }
@@ -65,6 +69,7 @@ impl AtRest {
         Ok(Self {
             state: RunState::decode(&blob)?,
             units,
+            master,
             tiles: Tiles::Save(Box::new(Saved {
                 save,
                 layout,

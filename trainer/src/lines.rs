@@ -18,6 +18,13 @@ impl Lines {
     }
 
     /// All of them.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let all = self.lines.as_flattened();
+        let start = all.as_ptr().align_offset(LINE_BYTES);
+        &all[start..start + self.bytes]
+    }
+
+    /// All of them, to be written.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let all = self.lines.as_flattened_mut();
         let start = all.as_ptr().align_offset(LINE_BYTES);

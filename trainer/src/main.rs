@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use cli::export::ExportArgs;
 use cli::plan::PlanArgs;
 use cli::source::SourceArgs;
 use kernels::collective::World;
@@ -80,6 +81,9 @@ enum Command {
         #[arg(long, required = true)]
         markdown: bool,
     },
+    /// Write a run's weights as a directory that Hugging Face's library loads: safetensors, config.json, the tokenizer.
+    #[command(after_help = cli::export::EXAMPLES)]
+    Export(ExportArgs),
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
@@ -195,6 +199,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Keys { .. } => print!("{}", trainer::config::markdown()),
+        Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {
             println!("{}", trainer::digest::digest(run.settings(None)?, save)?);
         }

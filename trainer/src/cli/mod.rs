@@ -1,4 +1,5 @@
 //! Commands whose arguments fill a file.
 
+pub(crate) mod export;
 pub(crate) mod plan;
 pub(crate) mod source;

@@ -26,8 +26,7 @@ use crate::metrics::MetricsFile;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
-    ModelFiles, RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name,
-    resolved,
+    ModelFiles, RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 use crate::weights::WeightsError;

@@ -1,0 +1,336 @@
+//! From a run's tiles to a directory that Hugging Face's library loads.
+//!
+//! ```text
+//!   run folder ──▶ reader.rs: tiles ──▶ masters in fp32 ──▶ numbers of the type asked for ──▶ their place in OUT.partial/model*.safetensors
+//!   RUN/model: config.json, tokenizer ──────────────────────────────────────────────────────▶ OUT.partial
+//!                                                                    all flushed, then renamed: OUT.partial ──▶ OUT
+//! ```
+//!
+//! Where each tensor goes is known before the first tile is read (`shards.rs`), so tiles are written as they come and none is
+//! kept. `OUT` is there as a whole or not at all; what a killed export leaves is `OUT.partial`, which the next one removes.
+
+mod shards;
+mod write;
+
+use std::fmt;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::compute::Dtype;
+use crate::long_work::LongWork;
+use crate::model::config_json;
+use crate::reader::RunReader;
+use crate::run::{ModelFiles, SaveName, make_folder};
+use crate::store::Gib;
+use crate::train::TrainError;
+use crate::weights::{Element, INDEX_FILE};
+use shards::Shards;
+use write::Writer;
+
+/// What is exported, and how.
+#[derive(Clone, Debug)]
+pub struct Export {
+    pub run_folder: PathBuf,
+    /// One of its saves; its newest state when left out.
+    pub save: Option<SaveName>,
+    /// The directory to be made.
+    pub out: PathBuf,
+    /// The numbers that are written; those that the run computes with when left out.
+    pub numbers: Option<Numbers>,
+    /// Most bytes of tensors in one file, unless one alone is larger.
+    pub shard_bytes: u64,
+    /// Of the daemon that has the run's store, where the run's record does not say.
+    pub socket: Option<PathBuf>,
+}
+
+/// A type of numbers that weights are written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numbers {
+    Bf16,
+    Fp16,
+    Fp32,
+}
+
+/// What was exported.
+#[derive(Clone, Debug)]
+pub struct Exported {
+    pub step: u64,
+    pub run_folder: PathBuf,
+    pub out: PathBuf,
+    pub files: usize,
+    pub bytes: u64,
+}
+
+/// Why nothing was exported.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    #[error(transparent)]
+    Run(#[from] TrainError),
+    #[error("{} is there already: name a directory that is not, or remove it", out.display())]
+    Exists { out: PathBuf },
+    #[error("another export writes to {}: wait for it, or name another directory", partial.display())]
+    Busy { partial: PathBuf },
+    #[error(
+        "the file system of {} has {} free, the export takes {}: free some, or export to another one",
+        folder.display(), Gib(*free_bytes), Gib(*needed_bytes)
+    )]
+    TooLittleSpace {
+        folder: PathBuf,
+        free_bytes: u64,
+        needed_bytes: u64,
+    },
+    #[error(
+        "tensor {tensor} holds {value}, which {numbers} cannot: export with --dtype {}",
+        if *numbers == "fp16" { "bf16 or fp32" } else { "fp32" }
+    )]
+    Overflow {
+        tensor: String,
+        value: f32,
+        numbers: &'static str,
+    },
+    #[error("cannot {verb} {}: {source}", path.display())]
+    Io {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+}
+
+impl ExportError {
+    /// For `map_err` where `verb` was tried on `path`.
+    fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Io { verb, path, source }
+    }
+}
+
+impl Numbers {
+    fn element(self) -> Element {
+        match self {
+            Self::Bf16 => Element::Bf16,
+            Self::Fp16 => Element::Fp16,
+            Self::Fp32 => Element::Fp32,
+        }
+    }
+
+    fn of(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::Fp32 => Self::Fp32,
+        }
+    }
+}
+
+/// Exports what a run holds: its newest state, or a save.
+///
+/// # Errors
+/// There is no run, or it is in use; `out` is there already, or has no room; a number that the type asked for cannot hold.
+/// Nothing is left of `out` then.
+pub fn export(export: &Export) -> Result<Exported, ExportError> {
+    if fs::symlink_metadata(&export.out).is_ok() {
+        return Err(ExportError::Exists {
+            out: export.out.clone(),
+        });
+    }
+    let mut reader = RunReader::open(
+        &export.run_folder,
+        export.save.clone(),
+        export.socket.as_deref(),
+    )?;
+    let partial = Partial::make(&export.out)?;
+    let numbers = export.numbers.unwrap_or(Numbers::of(reader.dtype));
+    let (files, bytes) = write_weights(
+        &mut reader,
+        &partial.path,
+        numbers.element(),
+        export.shard_bytes,
+    )?;
+    write_rest(&reader, &partial.path, numbers.element())?;
+    let done = Exported {
+        step: reader.step,
+        run_folder: reader.folder.clone(),
+        out: export.out.clone(),
+        files,
+        bytes,
+    };
+    reader.close()?;
+    partial.finish(&export.out)?;
+    Ok(done)
+}
+
+/// Writes the weights that `reader` reads into `folder`, and their index if they are more than one file. Answers how many
+/// files, and bytes of them.
+///
+/// # Errors
+/// As [`export`].
+pub(crate) fn write_weights(
+    reader: &mut RunReader,
+    folder: &Path,
+    element: Element,
+    shard_bytes: u64,
+) -> Result<(usize, u64), ExportError> {
+    let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
+    check_space(folder, shards.bytes())?;
+    let mut writer = Writer::make(folder, &shards, reader.master)?;
+    let mut work = LongWork::new("exporting", shards.bytes(), true);
+    let mut failed = None;
+    reader.visit(&mut |range, param, state| {
+        if failed.is_none() {
+            failed = writer.tile(range, param, state).err();
+            work.add((range.elems.end - range.elems.start) * element.size_bytes() as u64);
+        }
+    })?;
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    writer.finish()?;
+    if let Some(index) = shards.index() {
+        write_file(&folder.join(INDEX_FILE), &pretty(&index))?;
+    }
+    Ok((shards.count(), shards.bytes()))
+}
+
+/// `config.json`, and what else the model came with.
+fn write_rest(reader: &RunReader, folder: &Path, element: Element) -> Result<(), ExportError> {
+    let kept = ModelFiles::of(&reader.folder);
+    let dtype = element.torch_word();
+    let config = config_json(&reader.model, dtype, kept.config());
+    write_file(&folder.join("config.json"), &pretty(&json!(config)))?;
+    for path in kept.others() {
+        let to = folder.join(path.file_name().expect("a file has a name"));
+        fs::copy(&path, &to)
+            .and_then(|_| File::open(&to)?.sync_all())
+            .map_err(ExportError::io("copy", &path))?;
+    }
+    Ok(())
+}
+
+fn pretty(value: &serde_json::Value) -> Vec<u8> {
+    let mut text = serde_json::to_vec_pretty(value).expect("plain data");
+    text.push(b'\n');
+    text
+}
+
+fn write_file(path: &Path, bytes: &[u8]) -> Result<(), ExportError> {
+    use std::io::Write;
+    File::create(path)
+        .and_then(|mut file| {
+            file.write_all(bytes)?;
+            file.sync_all()
+        })
+        .map_err(ExportError::io("write", path))
+}
+
+fn check_space(folder: &Path, needed_bytes: u64) -> Result<(), ExportError> {
+    let space = rustix::fs::statvfs(folder)
+        .map_err(|error| ExportError::io("ask the free space of", folder)(error.into()))?;
+    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    if free_bytes < needed_bytes {
+        return Err(ExportError::TooLittleSpace {
+            folder: folder.to_owned(),
+            free_bytes,
+            needed_bytes,
+        });
+    }
+    Ok(())
+}
+
+/// The directory while it is being filled; removed unless it is finished.
+struct Partial {
+    path: PathBuf,
+    /// Locked against another export to the same place.
+    folder: File,
+    finished: bool,
+}
+
+impl Partial {
+    /// Makes `OUT.partial`, and removes what a killed export left there.
+    fn make(out: &Path) -> Result<Self, ExportError> {
+        let name = out.file_name().ok_or_else(|| ExportError::Exists {
+            out: out.to_owned(),
+        })?;
+        let parent = parent(out);
+        make_folder(parent).map_err(ExportError::io("make the folder", parent))?;
+        let mut partial_name = name.to_owned();
+        partial_name.push(".partial");
+        let path = parent.join(partial_name);
+        if let Ok(left) = File::open(&path) {
+            lock(&left, &path)?;
+            fs::remove_dir_all(&path).map_err(ExportError::io("remove", &path))?;
+        }
+        fs::create_dir(&path).map_err(ExportError::io("make the folder", &path))?;
+        let folder = File::open(&path).map_err(ExportError::io("open", &path))?;
+        lock(&folder, &path)?;
+        Ok(Self {
+            path,
+            folder,
+            finished: false,
+        })
+    }
+
+    /// Makes it `out`, for good.
+    fn finish(mut self, out: &Path) -> Result<(), ExportError> {
+        self.folder
+            .sync_all()
+            .map_err(ExportError::io("flush", &self.path))?;
+        let (old, new) = (&self.path, out);
+        let here = rustix::fs::CWD;
+        let flags = rustix::fs::RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(here, old, here, new, flags) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::EXIST) => {
+                return Err(ExportError::Exists { out: out.into() });
+            }
+            Err(error) => return Err(ExportError::io("name", out)(error.into())),
+        }
+        self.finished = true;
+        let parent = parent(out);
+        File::open(parent)
+            .and_then(|folder| folder.sync_all())
+            .map_err(ExportError::io("flush", parent))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.finished {
+            // The reason that it was not finished says more than that this failed too.
+            let _ = fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+fn lock(folder: &File, path: &Path) -> Result<(), ExportError> {
+    rustix::fs::flock(folder, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+        ExportError::Busy {
+            partial: path.to_owned(),
+        }
+    })
+}
+
+impl fmt::Display for Exported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "exported step {} of {} to {}: {} in {}",
+            self.step,
+            self.run_folder.display(),
+            self.out.display(),
+            Gib(self.bytes),
+            if self.files == 1 {
+                "one file".to_owned()
+            } else {
+                format!("{} files", self.files)
+            }
+        )
+    }
+}
