@@ -106,19 +106,23 @@ impl Run {
     }
 
     fn command_of(&self, verb: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-        command
-            .args(verb)
-            .arg(&self.file)
-            // As the program would have it, without starting twice.
-            .env("GOMP_SPINCOUNT", "20000")
-            .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            .env_remove("RUST_BACKTRACE")
-            .env_remove("RUST_LIB_BACKTRACE");
+        let mut command = self.program();
+        command.args(verb).arg(&self.file);
         for set in &self.sets {
             command.arg("--set").arg(set);
         }
         command
+    }
+
+    /// The program, nothing said to it yet.
+    pub(crate) fn program(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command
+            // As the program would have it, without starting twice.
+            .env("GOMP_SPINCOUNT", "20000")
+            .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            .env_remove("RUST_BACKTRACE")
+            .env_remove("RUST_LIB_BACKTRACE")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

@@ -1,0 +1,121 @@
+//! An export is there as a whole or not at all, and says what keeps it from being made.
+//!
+//! What could go wrong: a kill leaves a directory that looks like a model; a number that the type cannot hold becomes infinite
+//! in silence; an older directory is written over; the run is read while it trains.
+
+use std::time::{Duration, Instant};
+
+use crate::lab::{Lab, finish, spawn, until};
+use crate::model_folder::{
+    FILE, copy, export, export_command, export_refused, fixture, moving_run, still_run, tensors,
+};
+
+#[test]
+fn a_killed_export_leaves_no_directory() {
+    let lab = Lab::new();
+    let run = moving_run(&lab, "run", &fixture("gpt2")).with(&lab.nvme());
+    run.train();
+    let whole = lab.path("whole");
+    let started = Instant::now();
+    export(&run, &whole, &["--shard-size", "4KB"]);
+    let took = started.elapsed();
+    let expected = tensors(&whole);
+    let out = lab.path("out");
+    let mut killed = 0;
+    for part in 0..12 {
+        let mut child = spawn(export_command(&run, &out, &["--shard-size", "4KB"]));
+        std::thread::sleep(took.mul_f64(f64::from(part) / 10.0));
+        child.kill().expect("killed, or ended before");
+        killed += u32::from(!finish(child).status.success());
+        if out.exists() {
+            assert!(
+                tensors(&out) == expected,
+                "a part of an export has its name"
+            );
+            std::fs::remove_dir_all(&out).unwrap();
+        }
+    }
+    assert!(killed > 3, "only {killed} of 12 were killed in time");
+    // A killed private daemon's writes outlive it for a moment.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !finish(spawn(export_command(&run, &out, &[])))
+        .status
+        .success()
+    {
+        assert!(Instant::now() < deadline, "it cannot be exported any more");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(tensors(&out) == expected);
+    assert!(
+        !lab.path("out.partial").exists(),
+        "what the killed ones left stays"
+    );
+}
+
+#[test]
+fn what_cannot_be_exported_is_said() {
+    let lab = Lab::new();
+    let run = moving_run(&lab, "run", &fixture("llama"));
+    let out = lab.path("out");
+    let text = export_refused(&run, &out, &[]);
+    assert!(
+        text.contains("there is no run in ") && text.contains("run.json"),
+        "{text}"
+    );
+    run.train();
+    std::fs::create_dir(&out).unwrap();
+    let text = export_refused(&run, &out, &[]);
+    assert!(text.contains("out is there already"), "{text}");
+    std::fs::remove_dir(&out).unwrap();
+    std::fs::remove_dir_all(run.folder.join("saves")).unwrap();
+    let text = export_refused(&run, &out, &[]);
+    assert!(text.contains("nothing was committed yet in "), "{text}");
+    let record = run.folder.join("run.json");
+    let text = std::fs::read_to_string(&record).unwrap();
+    std::fs::write(&record, text.replace("fp32", "fp7")).unwrap();
+    let text = export_refused(&run, &out, &[]);
+    assert!(text.contains("its numbers are fp7"), "{text}");
+    std::fs::write(&record, "{").unwrap();
+    assert!(export_refused(&run, &out, &[]).contains("run.json is damaged"));
+    assert!(!out.exists());
+}
+
+#[test]
+fn a_number_beyond_fp16_is_named_and_refused() {
+    let lab = Lab::new();
+    let folder = copy(&lab, "llama", "model");
+    let mut bytes = std::fs::read(folder.join(FILE)).unwrap();
+    let last = bytes.len() - 4;
+    bytes[last..].copy_from_slice(&70000.0f32.to_le_bytes());
+    std::fs::write(folder.join(FILE), &bytes).unwrap();
+    let name = {
+        let header = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let end = |view: &safetensors::tensor::TensorView| view.data().as_ptr_range().end;
+        let last = header
+            .tensors()
+            .into_iter()
+            .max_by_key(|(_, view)| end(view));
+        last.unwrap().0
+    };
+    let run = still_run(&lab, "run", &folder);
+    run.train();
+    let out = lab.path("out");
+    let text = export_refused(&run, &out, &["--dtype", "fp16"]);
+    let expected =
+        format!("tensor {name} holds 70000, which fp16 cannot: export with --dtype bf16 or fp32");
+    assert!(text.contains(&expected), "{text}");
+    assert!(!out.exists());
+    export(&run, &out, &["--dtype", "bf16"]);
+}
+
+#[test]
+fn a_run_is_not_exported_while_it_trains() {
+    let lab = Lab::new();
+    let run = moving_run(&lab, "run", &fixture("llama")).with(&["train.steps=100000"]);
+    let metrics = run.folder.join("metrics.jsonl");
+    let mut child = until(spawn(run.command("train")), "it began", || metrics.exists());
+    let text = export_refused(&run, &lab.path("out"), &[]);
+    child.kill().expect("killed");
+    drop(finish(child));
+    assert!(text.contains("another trainer works in "), "{text}");
+}

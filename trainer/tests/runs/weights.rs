@@ -1,0 +1,229 @@
+//! A run starts with the weights in its model's directory, wherever it keeps its state, and is refused what is not whole.
+//!
+//! What could go wrong: weights land in the wrong tile when units are cut or shared among ranks; a damaged file is found when
+//! the run is half made; a run that goes on wants a directory that is gone, or takes another one's weights in silence.
+
+use crate::lab::{Lab, succeed};
+use crate::model_folder::{
+    ALL, FILE, copy, export, fixture, moving_run, numbers, still_run, tensors,
+};
+
+/// Where state may be, and how many ranks share it.
+fn places(lab: &Lab) -> Vec<(Vec<String>, u32)> {
+    let on = |device: &str| {
+        ["param", "optimizer"]
+            .iter()
+            .map(|what| format!("zero_optimization.offload_{what}.device={device}"))
+            .collect::<Vec<_>>()
+    };
+    vec![
+        (on("none"), 1),
+        (lab.nvme(), 2),
+        (on("cpu"), 1),
+        (lab.nvme(), 1),
+        (on("cpu"), 3),
+    ]
+}
+
+#[test]
+fn what_comes_in_goes_out_bit_for_bit_wherever_it_was() {
+    let lab = Lab::new();
+    let places = places(&lab);
+    for (number, model) in ALL.iter().enumerate() {
+        let (sets, ranks) = &places[number % places.len()];
+        let folder = fixture(model);
+        let run = still_run(&lab, model, &folder).with(sets);
+        let said = match ranks {
+            1 => run.train(),
+            ranks => succeed(run.launch(*ranks)),
+        };
+        let started = format!("started with the weights in {}", folder.display());
+        assert!(said.contains(&started), "{model}: {said}");
+        let out = lab.path(&format!("out-{model}"));
+        export(&run, &out, &[]);
+        assert!(tensors(&folder) == tensors(&out), "{model}: tensors differ");
+        let config = |folder: &std::path::Path| {
+            let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+            serde_json::from_str::<serde_json::Value>(&text).unwrap()
+        };
+        assert_eq!(config(&folder), config(&out), "{model}");
+    }
+}
+
+#[test]
+fn sixteen_bits_keep_the_whole_master() {
+    let lab = Lab::new();
+    let folder = fixture("gpt2");
+    let run = still_run(&lab, "run", &folder).with(&["bf16.enabled=true"]);
+    run.train();
+    let (whole, half) = (lab.path("whole"), lab.path("half"));
+    export(&run, &whole, &["--dtype", "fp32"]);
+    export(&run, &half, &[]);
+    let (whole, half) = (tensors(&whole), tensors(&half));
+    assert!(tensors(&folder) == whole, "the masters are the weights");
+    for (name, tensor) in &whole {
+        let bytes: Vec<u8> = numbers(tensor)
+            .iter()
+            .flat_map(|number| kernels::number::split(*number).0.to_le_bytes())
+            .collect();
+        let (dtype, shape, found) = &half[name];
+        assert_eq!((*dtype, shape), (safetensors::Dtype::BF16, &tensor.1));
+        assert_eq!(*found, bytes, "{name}");
+    }
+}
+
+#[test]
+fn a_directory_of_several_files_is_the_same_model() {
+    let lab = Lab::new();
+    let first = moving_run(&lab, "first", &fixture("qwen2")).with(&["train.stop_after=1"]);
+    first.train();
+    let (one, several) = (lab.path("one"), lab.path("several"));
+    export(&first, &one, &[]);
+    let said = export(&first, &several, &["--shard-size", "8KB"]);
+    assert!(said.starts_with("exported step 1 of "), "{said}");
+    let files = std::fs::read_dir(&several).unwrap().count();
+    assert!(files >= 5, "{files} files");
+    assert!(!several.join(FILE).exists());
+    assert!(tensors(&one) == tensors(&several));
+    let digests = [&one, &several].map(|folder| {
+        let name = folder.file_name().unwrap().to_str().unwrap().to_owned() + "-run";
+        let run = moving_run(&lab, &name, folder);
+        run.train();
+        run.digest()
+    });
+    assert_eq!(digests[0], digests[1]);
+}
+
+#[test]
+fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
+    let lab = Lab::new();
+    let folder = copy(&lab, "llama", "model");
+    let whole = std::fs::read(folder.join(FILE)).unwrap();
+    let run = moving_run(&lab, "run", &folder).with(&lab.nvme());
+    let mut other = whole.clone();
+    let at = |part: &str| {
+        let mut windows = whole.windows(part.len());
+        windows
+            .position(|window| window == part.as_bytes())
+            .unwrap()
+    };
+    other[at("[8,16]") + 1] = b'9';
+    for (content, part) in [
+        (
+            &whole[..whole.len() - 4],
+            "is cut short: its header tells of",
+        ),
+        (&other[..], "does not take the bytes from"),
+        (b"not safetensors at all", "a header of "),
+    ] {
+        std::fs::write(folder.join(FILE), content).unwrap();
+        let text = run.refused();
+        assert!(text.contains(part) && text.contains(FILE), "{part}: {text}");
+        assert!(!run.folder.exists(), "the run folder was made");
+        assert!(lab.store_files().is_empty(), "a store was made");
+    }
+    std::fs::write(folder.join(FILE), &whole).unwrap();
+    let text = run.with(&["model.num_hidden_layers=3"]).refused();
+    assert!(text.contains("have no tensor model.layers.2."), "{text}");
+}
+
+#[test]
+fn a_run_that_goes_on_does_not_need_the_directory() {
+    let lab = Lab::new();
+    let folder = copy(&lab, "mistral", "model");
+    let run = moving_run(&lab, "run", &folder).with(&lab.nvme());
+    let again = || moving_run(&lab, "run", &folder).with(&lab.nvme());
+    let broken = moving_run(&lab, "broken", &folder).with(&["train.steps=2"]);
+    broken.train();
+    run.with(&["train.stop_after=1"]).train();
+    let named = "are not what it started with";
+    assert!(
+        !again()
+            .with(&["train.stop_after=1"])
+            .train()
+            .contains(named)
+    );
+    // Other weights, then some that are damaged, then none.
+    let mut bytes = std::fs::read(folder.join(FILE)).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(folder.join(FILE), &bytes).unwrap();
+    let said = again().with(&["train.stop_after=1"]).train();
+    assert!(said.contains(named), "{said}");
+    std::fs::write(folder.join(FILE), &bytes[..last]).unwrap();
+    again().with(&["train.stop_after=1"]).train();
+    std::fs::remove_file(folder.join(FILE)).unwrap();
+    again().train();
+    let state = |digest: String| {
+        digest
+            .lines()
+            .skip(1)
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(state(again().digest()), state(broken.digest()));
+    // The model's files went with the run.
+    let out = lab.path("out");
+    export(&again(), &out, &[]);
+    assert!(out.join("config.json").exists());
+}
+
+#[test]
+fn random_weights_are_taken_where_they_are_asked_for() {
+    let lab = Lab::new();
+    let folder = fixture("llama");
+    let run = |name, sets: &[&str]| {
+        let run = still_run(&lab, name, &folder).with(sets);
+        let said = run.train();
+        (run.digest(), said)
+    };
+    let (with, _) = run("with", &[]);
+    let (without, said) = run("without", &["model.init=random"]);
+    assert!(said.contains("started with fresh weights"), "{said}");
+    assert_ne!(with, without);
+}
+
+#[test]
+fn all_parameters_decay_where_the_run_says_so() {
+    let lab = Lab::new();
+    let (lr, decay) = (0.01f32, 0.5f32);
+    let after = |name: &str, sets: &[&str]| {
+        let run = moving_run(&lab, name, &fixture("gpt2"))
+            .with(&["train.stop_after=1", "optimizer.params.lr=0.01"])
+            .with(&["optimizer.params.weight_decay=0.5"])
+            .with(sets);
+        run.train();
+        let out = lab.path(&format!("out-{name}"));
+        export(&run, &out, &[]);
+        tensors(&out)
+    };
+    let first = tensors(&fixture("gpt2"));
+    let matrices = after("matrices", &[]);
+    let all = after("all", &["optimizer.params.decay=all"]);
+    let but = after("but", &["optimizer.params.no_decay=[\"bias\", \"ln_\"]"]);
+    assert!(matrices == but, "GPT-2's biases and norms have these names");
+    for (name, start) in &first {
+        let (start, kept, decayed) = (
+            numbers(start),
+            numbers(&matrices[name]),
+            numbers(&all[name]),
+        );
+        // The same step, and decay as AdamW has it: lr * decay of the weight before.
+        let vector = first[name].1.len() == 1;
+        for elem in 0..start.len() {
+            let taken = if vector {
+                lr * decay * start[elem]
+            } else {
+                0.0
+            };
+            let off = (kept[elem] - taken - decayed[elem]).abs();
+            assert!(
+                off <= 1e-6,
+                "{name}[{elem}]: {} and {}",
+                kept[elem],
+                decayed[elem]
+            );
+        }
+        assert_eq!(vector, kept != decayed, "{name}");
+    }
+}
