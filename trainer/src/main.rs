@@ -84,6 +84,15 @@ enum Command {
     /// Write a run's weights as a directory that Hugging Face's library loads: safetensors, config.json, the tokenizer.
     #[command(after_help = cli::export::EXAMPLES)]
     Export(ExportArgs),
+    /// Show the first samples of a run as text, with what counts in the loss marked. Makes the tokens if they are not there.
+    #[command(after_help = cli::tokens::EXAMPLES)]
+    Tokens {
+        #[command(flatten)]
+        run: SourceArgs,
+        /// How many.
+        #[arg(long, value_name = "N", default_value_t = 3)]
+        samples: u64,
+    },
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
@@ -202,6 +211,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {
             println!("{}", trainer::digest::digest(run.settings(None)?, save)?);
+        }
+        Command::Tokens { run, samples } => {
+            cli::tokens::tokens(&run.settings(None)?, samples)?;
         }
     }
     Ok(())

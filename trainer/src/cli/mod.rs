@@ -3,3 +3,4 @@
 pub(crate) mod export;
 pub(crate) mod plan;
 pub(crate) mod source;
+pub(crate) mod tokens;

@@ -8,6 +8,7 @@ use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
 use crate::config::{DataSettings, Packing, RunSettings};
 use crate::fingerprint::Fingerprint;
+use crate::run::{resolved, tokens_folder};
 
 /// Raised when tokens of the same files would be others.
 const TOKENS_VERSION: u64 = 1;
@@ -43,6 +44,14 @@ impl Part {
     /// Whether the last tokens are held out, not documents.
     pub(super) fn by_tail(&self) -> bool {
         are_plain(&self.found)
+    }
+}
+
+/// Where the tokens of a run are.
+fn folder(settings: &RunSettings) -> PathBuf {
+    match &settings.data.cache {
+        Some(folder) => folder.clone(),
+        None => tokens_folder(&resolved(&settings.train.run_folder)),
     }
 }
 
@@ -121,12 +130,31 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Makes the files of tokens in `folder` that are not there. One process does, others wait. `owned` folders hold nothing
-    /// else: what earlier settings left in them goes.
+    /// Makes the tokens of a run where they are not there, in `data.cache` or the run folder. One process does, others wait.
     ///
     /// # Errors
     /// Data that cannot be read or is too little; the folder cannot be written.
     pub fn prepare(
+        &self,
+        settings: &RunSettings,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(), DataError> {
+        // Other ranks wait: all the node's share of threads is the first one's.
+        let threads = settings.train.threads * settings.ranks as usize;
+        let owned = settings.data.cache.is_none();
+        self.prepare_in(&folder(settings), owned, threads, say)
+    }
+
+    /// The tokens of a run, as [`Corpus::prepare`] left them.
+    ///
+    /// # Errors
+    /// They are not there any more, or damaged.
+    pub fn open(&self, settings: &RunSettings) -> Result<Data, DataError> {
+        Data::open(self, &folder(settings), settings.train.seed)
+    }
+
+    /// As [`Corpus::prepare`], in `folder`. `owned` ones hold nothing else: what earlier settings left in them goes.
+    pub(super) fn prepare_in(
         &self,
         folder: &Path,
         owned: bool,
@@ -140,14 +168,6 @@ impl Corpus {
             self.remove_others(folder);
         }
         Ok(())
-    }
-
-    /// The data, as [`Corpus::prepare`] left it in `folder`.
-    ///
-    /// # Errors
-    /// It is not there any more, or damaged.
-    pub fn open(&self, folder: &Path, seed: u64) -> Result<Data, DataError> {
-        Data::open(self, folder, seed)
     }
 
     /// Changes when the tokens would.

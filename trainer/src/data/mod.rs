@@ -17,6 +17,7 @@ mod make;
 pub mod order;
 mod packing;
 mod read;
+pub mod show;
 mod tokenize;
 
 use std::path::Path;

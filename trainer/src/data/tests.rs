@@ -69,8 +69,8 @@ impl Lab {
     fn open(&self) -> Result<Data, DataError> {
         let corpus = self.corpus()?;
         let mut say = |line| self.said.borrow_mut().push(line);
-        corpus.prepare(&self.cache(), true, 2, &mut say)?;
-        corpus.open(&self.cache(), 7)
+        corpus.prepare_in(&self.cache(), true, 2, &mut say)?;
+        Data::open(&corpus, &self.cache(), 7)
     }
 
     fn refused(&self) -> String {
@@ -401,8 +401,8 @@ fn one_makes_the_tokens_and_the_others_wait() {
                         evaluates: false,
                     };
                     let corpus = Corpus::find(&settings, &frame).unwrap();
-                    corpus.prepare(&cache, false, 1, &mut |_| {}).unwrap();
-                    corpus.open(&cache, 7).unwrap().fingerprint()
+                    corpus.prepare_in(&cache, false, 1, &mut |_| {}).unwrap();
+                    Data::open(&corpus, &cache, 7).unwrap().fingerprint()
                 })
             })
             .collect();

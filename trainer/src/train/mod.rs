@@ -30,9 +30,7 @@ use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::ranks::Ranks;
-use crate::run::{
-    FolderError, SaveError, SaveName, StateError, daemon_folder, resolved, tokens_folder,
-};
+use crate::run::{FolderError, SaveError, SaveName, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
 use crate::weights::WeightsError;
@@ -272,20 +270,11 @@ fn run_to_its_end(
 
 /// The tokens of the run: the first rank makes them if they are not there, all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
-    let own = tokens_folder(&resolved(&settings.train.run_folder));
-    let (folder, owned) = match &settings.data.cache {
-        Some(folder) => (folder.clone(), false),
-        None => (own, true),
-    };
-    // The others wait: all the node's share of threads is the first one's.
-    let threads = settings.train.threads * settings.ranks as usize;
     ranks.by_first("making the tokens", || {
         let mut say = |note| println!("{note}");
-        Ok(corpus.prepare(&folder, owned, threads, &mut say)?)
+        Ok(corpus.prepare(settings, &mut say)?)
     })?;
-    let data = ranks.together("opening the tokens", || {
-        Ok(corpus.open(&folder, settings.train.seed)?)
-    })?;
+    let data = ranks.together("opening the tokens", || Ok(corpus.open(settings)?))?;
     if ranks.is_first() {
         println!("  data      {}", data.describe());
     }

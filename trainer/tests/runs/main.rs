@@ -5,6 +5,7 @@ mod advice;
 mod bits;
 mod daemon;
 mod damage;
+mod data;
 mod deepspeed;
 mod divergence;
 mod export;

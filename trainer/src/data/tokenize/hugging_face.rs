@@ -19,7 +19,7 @@ const FILE_BYTES_MAX: u64 = 1 << 30;
 /// A tokenizer with what lies beside it.
 pub(in crate::data) struct HuggingFace {
     path: PathBuf,
-    pub(super) inner: Tokenizer,
+    inner: Tokenizer,
     /// What it puts before and behind each text by itself.
     before: Vec<u32>,
     behind: Vec<u32>,
@@ -175,6 +175,11 @@ impl HuggingFace {
                 self.ids_counted(&chat.text, chat.counted.as_deref())
             }
         }
+    }
+
+    pub(super) fn decode(&self, ids: &[u32]) -> String {
+        let text = self.inner.decode(ids, false);
+        text.unwrap_or_else(|error| format!("({} tokens: {error})", ids.len()))
     }
 
     /// What the tokenizer puts behind a text, and the token that ends a document if that is not it.

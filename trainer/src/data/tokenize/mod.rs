@@ -190,6 +190,17 @@ impl Tokenizer {
             Self::HuggingFace(found) => found.encode(document, continues, ends, encoding),
         }
     }
+
+    /// The text of tokens, for people.
+    pub(super) fn decode(&self, ids: &[u32]) -> String {
+        match self {
+            Self::Bytes => {
+                let bytes: Vec<u8> = ids.iter().map(|id| *id as u8).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Self::HuggingFace(found) => found.decode(ids),
+        }
+    }
 }
 
 /// A record's bytes, ended by a line's end.

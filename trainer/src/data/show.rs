@@ -1,0 +1,91 @@
+//! Windows as text, with what counts in the loss marked: what a run is about to learn, for people to look at.
+
+use super::tokenize::Tokenizer;
+use super::{Corpus, Data, DataError, Windows};
+use crate::compute::IGNORED;
+
+/// How what counts is marked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Marks {
+    /// What does not count is dim.
+    Colours,
+    /// What counts stands between these.
+    Brackets,
+}
+
+/// The first `count` samples of a run.
+///
+/// # Errors
+/// The tokens cannot be read.
+pub fn show(corpus: &Corpus, data: &Data, count: u64, marks: Marks) -> Result<String, DataError> {
+    let mut text = String::new();
+    for sample in 0..count {
+        let windows = data.samples(sample, 1)?;
+        let counted = (windows.targets.iter())
+            .filter(|id| **id != IGNORED)
+            .count();
+        text += &format!(
+            "sample {sample}: {} tokens, {counted} count\n",
+            windows.targets.len()
+        );
+        text += &marked(&corpus.tokenizer, &windows, marks);
+        text += "\n\n";
+    }
+    Ok(text)
+}
+
+/// A window's text.
+fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
+    // The first token is nobody's target; the last is only a target.
+    let counts = [IGNORED].into_iter().chain(window.targets.iter().copied());
+    let ids = window
+        .inputs
+        .iter()
+        .copied()
+        .chain(window.targets.last().copied());
+    let mut runs: Vec<(bool, Vec<u32>)> = Vec::new();
+    for (id, target) in ids.zip(counts) {
+        let (counts, Ok(id)) = (target != IGNORED, u32::try_from(id)) else {
+            continue;
+        };
+        match runs.last_mut() {
+            Some((same, run)) if *same == counts => run.push(id),
+            _ => runs.push((counts, vec![id])),
+        }
+    }
+    let mut text = String::new();
+    for (counts, ids) in runs {
+        let said = tokenizer.decode(&ids);
+        text += &match (marks, counts) {
+            (Marks::Colours, true) => said,
+            (Marks::Colours, false) => format!("\x1b[2m{said}\x1b[0m"),
+            (Marks::Brackets, true) => format!("\u{27E6}{said}\u{27E7}"),
+            (Marks::Brackets, false) => said,
+        };
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_counts_is_marked() {
+        let window = Windows {
+            inputs: "ask an".bytes().map(i64::from).collect(),
+            targets: vec![IGNORED, IGNORED, IGNORED, 97, 110, 115],
+        };
+        let text = |marks| marked(&Tokenizer::Bytes, &window, marks);
+        assert_eq!(text(Marks::Brackets), "ask \u{27E6}ans\u{27E7}");
+        assert_eq!(text(Marks::Colours), "\x1b[2mask \x1b[0mans");
+        let masked = Windows {
+            targets: vec![IGNORED; 6],
+            ..window
+        };
+        assert_eq!(
+            marked(&Tokenizer::Bytes, &masked, Marks::Brackets),
+            "ask an"
+        );
+    }
+}

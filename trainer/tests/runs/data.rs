@@ -1,0 +1,205 @@
+//! Could be wrong in what a run learns from: the prompt is learned where only answers were asked for; accumulation or ranks weigh
+//! short answers like long ones; a resumed run reads other windows; damage to the tokens is trained on. Found by losses of
+//! conversations whose questions cannot be learned, and by comparing runs that divide the same samples differently.
+
+use std::path::{Path, PathBuf};
+
+use crate::lab::{Lab, Run, succeed};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/data")
+        .join(name)
+}
+
+/// Questions nobody can foresee, each with an answer of one to forty words that follows from the first letter alone.
+fn chats(count: u64) -> String {
+    let mut state = 1u64;
+    let mut random = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        state >> 33
+    };
+    let mut lines = String::new();
+    for _ in 0..count {
+        let letters = (0..12).map(|_| char::from(b'a' + (random() % 26) as u8));
+        let question: String = letters.collect();
+        let answer = "the river ".repeat(1 + (random() % 4 * 4) as usize);
+        lines += &format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{question}\"}}, {{\"role\": \"assistant\", \"content\": \"{answer}\"}}]}}\n"
+        );
+    }
+    lines
+}
+
+/// A run on chats, in the tokens of a tokenizer of 360.
+fn chat_run(lab: &Lab, name: &str, sets: &[&str]) -> Run {
+    let chats_path = lab.path("chats.jsonl");
+    // Written again it would be another file, as far as anybody can tell without reading it.
+    if !chats_path.exists() {
+        std::fs::write(&chats_path, chats(400)).expect("the chats are written");
+    }
+    let files = format!("data.files=[\"{}\"]", chats_path.display());
+    let tokenizer = format!("data.tokenizer=\"{}\"", fixture("qwen").display());
+    lab.run(name, sets)
+        .with(&[files, tokenizer, "model.vocab_size=360".into()])
+}
+
+fn losses(run: &Run) -> Vec<f64> {
+    let lines = run.metrics();
+    let losses = lines.iter().map(|line| line["loss"].as_f64());
+    losses.map(|loss| loss.expect("a loss")).collect()
+}
+
+#[test]
+fn answers_are_learned_and_questions_are_not_where_asked() {
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=40",
+        "train.seq_len=64",
+        "train_micro_batch_size_per_gpu=4",
+        "optimizer.params.lr=2e-2",
+        "data.holdout_share=0.1",
+        "train.eval_every=40",
+    ];
+    let answers = chat_run(&lab, "answers", &sets).with(&["data.loss_on=completions"]);
+    let said = answers.train();
+    assert!(said.contains("documents end with <|im_end|>"), "{said}");
+    assert!(
+        said.contains("400 documents") && said.contains("of them count"),
+        "{said}"
+    );
+    let learned = losses(&answers);
+    assert!(learned[0] > 5.0, "{learned:?}");
+    assert!(learned[39] < 0.6, "{learned:?}");
+    let held_out = answers.metrics()[39]["eval_loss"].as_f64().unwrap();
+    assert!(held_out < 0.6, "{held_out}");
+    let all = chat_run(&lab, "all", &sets);
+    all.train();
+    let all = losses(&all);
+    assert!(all[39] > 2.0 * learned[39], "questions are chance: {all:?}");
+}
+
+/// Windows of whole documents whose answers differ in length: micro-batches have very different numbers of tokens that count.
+#[test]
+fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=6",
+        "train.seq_len=48",
+        "train_batch_size=4",
+        "data.loss_on=completions",
+        "data.packing=documents",
+    ];
+    let whole = chat_run(&lab, "whole", &sets).with(&["train_micro_batch_size_per_gpu=4"]);
+    whole.train();
+    let parts = chat_run(&lab, "parts", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
+    parts.train();
+    let ranks = chat_run(&lab, "ranks", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
+    succeed(ranks.launch(2));
+    let expected = losses(&whole);
+    let norms = |run: &Run| -> Vec<f64> {
+        let lines = run.metrics();
+        lines
+            .iter()
+            .map(|line| line["grad_norm"].as_f64().unwrap())
+            .collect()
+    };
+    for (name, run) in [("parts", &parts), ("ranks", &ranks)] {
+        let pairs = losses(run).into_iter().zip(&expected);
+        let norms = norms(run).into_iter().zip(norms(&whole));
+        for (step, ((loss, other), (norm, other_norm))) in pairs.zip(norms).enumerate() {
+            assert!(
+                (loss / other - 1.0).abs() < 1e-5,
+                "{name}, step {step}: {loss}, {other}"
+            );
+            assert!(
+                (norm / other_norm - 1.0).abs() < 1e-4,
+                "{name}, step {step}: {norm}, {other_norm}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_reads_the_same_windows_and_makes_no_tokens_again() {
+    let lab = Lab::new();
+    let sets = [
+        "data.packing=documents",
+        "data.loss_on=completions",
+        "train.seq_len=32",
+    ];
+    let whole = chat_run(&lab, "whole", &sets);
+    whole.train();
+    let parts =
+        |stop: &str| chat_run(&lab, "parts", &sets).with(&[format!("train.stop_after={stop}")]);
+    parts("3").train();
+    let tokens = || {
+        let entries = std::fs::read_dir(lab.path("runs/parts/tokens")).unwrap();
+        let files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(files.len(), 1, "{files:?}");
+        files[0].clone()
+    };
+    let made = std::fs::metadata(tokens()).unwrap().modified().unwrap();
+    parts("4").train();
+    assert_eq!(
+        std::fs::metadata(tokens()).unwrap().modified().unwrap(),
+        made
+    );
+    // Damage is noticed at the next start, and said.
+    let mut bytes = std::fs::read(tokens()).unwrap();
+    bytes[5000] ^= 1;
+    std::fs::write(tokens(), bytes).unwrap();
+    let said = parts("6").train();
+    assert!(said.contains("are damaged at byte 4096"), "{said}");
+    assert!(said.contains("resumed at step 4"), "{said}");
+    assert!(
+        !said.contains("note: text was"),
+        "the tokens are the same: {said}"
+    );
+    let run = parts("6");
+    assert_eq!(run.bits("loss"), whole.bits("loss"));
+}
+
+#[test]
+fn data_that_cannot_be_learned_from_is_refused_and_leaves_nothing() {
+    let lab = Lab::new();
+    let lines = lab.path("broken.jsonl");
+    std::fs::write(&lines, "{\"text\": \"good\"}\n{\"text\": broken}\n").unwrap();
+    let files = format!("data.files=[\"{}\"]", lines.display());
+    let broken = lab.run("broken", &[&files]);
+    let text = broken.refused();
+    assert!(text.contains("broken.jsonl, line 2: is no JSON"), "{text}");
+    assert!(!broken.folder.exists());
+    let other = chat_run(&lab, "other", &["train.seq_len=32"]).with(&["model.vocab_size=300"]);
+    let text = other.refused();
+    assert!(
+        text.contains("this is the tokenizer of another model"),
+        "{text}"
+    );
+    assert!(!other.folder.exists());
+}
+
+#[test]
+fn what_will_be_learned_can_be_looked_at() {
+    let lab = Lab::new();
+    let sets = [
+        "data.packing=documents",
+        "data.loss_on=completions",
+        "train.seq_len=128",
+    ];
+    let run = chat_run(&lab, "run", &sets);
+    let said = succeed(run.command("tokens"));
+    assert!(said.contains("400 documents"), "{said}");
+    let sample = said.split("sample 0: 128 tokens, ").nth(1);
+    let sample = sample.expect("a sample");
+    let marked = sample.split('\u{27E6}').nth(1).expect("an answer");
+    let marked = marked.split('\u{27E7}').next().expect("its end");
+    assert!(
+        marked.starts_with("the river") && marked.contains("<|im_end|>"),
+        "{sample}"
+    );
+    assert!(sample.contains("user\n"), "{sample}");
+    assert!(run.folder.join("tokens").exists());
+}
