@@ -26,6 +26,7 @@ mod kernels;
 pub(crate) mod library;
 mod module;
 mod runtime;
+mod shelf;
 mod stream;
 mod table;
 mod tile_updater;
@@ -38,6 +39,7 @@ pub use device::{Gpu, GpuInfo};
 pub use error::GpuError;
 pub use kernels::{Kernels, TileAt, sum_squares_scratch_bytes};
 pub use module::{Arg, Function, FunctionUse, Module};
+pub use shelf::Shelf;
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;
 

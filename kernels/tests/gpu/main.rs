@@ -11,6 +11,7 @@ mod memory;
 mod reduce;
 #[path = "../shared/mod.rs"]
 mod shared;
+mod shelf;
 mod stand_in;
 mod streams;
 mod tile_updater;

@@ -25,6 +25,7 @@ fn the_tests_of_a_gpu_hold_on_a_stand_in_for_cuda() {
         "adamw::",
         "memory::",
         "reduce::",
+        "shelf::",
         "streams::",
         "tile_updater::",
     ];

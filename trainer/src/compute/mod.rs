@@ -47,7 +47,7 @@ pub use memory::{
     DEVICE_CONTEXT_BYTES, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
 };
 pub use tokens::{IGNORED, Tokens};
-pub use values::{Activation, Dtype, Keep, LossHandle, UnitWeights};
+pub use values::{Activation, AwayActivation, Dtype, Keep, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels::torch::TorchError;

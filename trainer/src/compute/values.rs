@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use kernels::gpu::DeviceBuffer;
+use kernels::gpu::{DeviceBuffer, Shelf, Stream};
 use kernels::torch::{HostBuffer, device_view};
 use tch::{Kind, Tensor};
 
@@ -255,9 +255,63 @@ impl Activation {
         }
     }
 
+    /// Copies it to `shelf` as its piece of that number and lets go of it here, but for what a block kept beside it. `compute` is
+    /// the stream that made it.
+    ///
+    /// # Errors
+    /// The GPU or torch failed.
+    pub fn put(
+        self,
+        shelf: &mut Shelf,
+        piece: usize,
+        compute: &Stream,
+    ) -> Result<AwayActivation, ComputeError> {
+        let (kind, shape) = (self.tensor.kind(), self.tensor.size());
+        device_view(shelf.room(compute)?, kind, 0, &shape)?.f_copy_(&self.tensor)?;
+        shelf.put(piece, compute)?;
+        Ok(AwayActivation {
+            kind,
+            shape,
+            first_sample: self.first_sample,
+            kept: self.kept,
+        })
+    }
+
     /// Bytes it takes, with what was kept beside it.
     pub fn size_bytes(&self) -> usize {
         size_bytes(&self.tensor) + self.kept.borrow().size_bytes()
+    }
+}
+
+/// An activation whose content is on a shelf.
+pub struct AwayActivation {
+    kind: Kind,
+    shape: Vec<i64>,
+    first_sample: Option<u64>,
+    kept: RefCell<Kept>,
+}
+
+impl AwayActivation {
+    /// Copies it back from its piece of `shelf`, for what is enqueued on `compute` from now on.
+    ///
+    /// # Errors
+    /// The GPU or torch failed; too little memory.
+    pub fn take(
+        self,
+        shelf: &mut Shelf,
+        piece: usize,
+        compute: &Stream,
+    ) -> Result<Activation, ComputeError> {
+        let there = device_view(shelf.take(piece, compute)?, self.kind, 0, &self.shape)?;
+        let mut tensor = there.f_empty_like()?;
+        tensor.f_copy_(&there)?;
+        drop(there);
+        shelf.taken(piece, compute)?;
+        Ok(Activation {
+            tensor,
+            first_sample: self.first_sample,
+            kept: self.kept,
+        })
     }
 }
 

@@ -186,6 +186,20 @@ pub struct TrainSettings {
     pub threads: usize,
     pub device: DeviceChoice,
     pub keep: KeepChoice,
+    pub activations: ActivationsChoice,
+}
+
+/// Where blocks' inputs wait from forward to backward when a GPU computes. The bits are the same. Without a GPU they are in host
+/// memory in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationsChoice {
+    /// In GPU memory while they fit.
+    Auto,
+    /// In GPU memory.
+    Device,
+    /// In host memory: they cross the bus and back.
+    Host,
 }
 
 /// What blocks keep on a GPU from forward to backward beside their inputs; the rest is computed again. The bits are the same.

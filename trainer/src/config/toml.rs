@@ -220,6 +220,7 @@ pub struct TrainToml {
     pub threads: Option<u64>,
     pub device: Option<String>,
     pub keep: Option<String>,
+    pub activations: Option<String>,
 }
 
 /// `offload`: how tiles move.

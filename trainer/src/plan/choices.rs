@@ -3,10 +3,11 @@
 use swapper::Staging;
 
 use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
-use super::{Plan, PlanError, Source};
+use super::{GpuHardware, Plan, PlanError, Source};
 use crate::compute::{Keep, can_keep};
 use crate::config::{
-    GradientsChoice, KeepChoice, ResidentShare, RunSettings, Share, Tier, UpdatePlace,
+    ActivationsChoice, GradientsChoice, KeepChoice, ResidentShare, RunSettings, Share, Tier,
+    UpdatePlace,
 };
 
 /// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
@@ -37,6 +38,7 @@ impl Plan {
     ) -> Result<(), PlanError> {
         self.refresh(settings)?;
         self.choose_update(settings);
+        self.choose_activations(settings);
         self.choose_gradients(settings)?;
         self.choose_residents(settings)?;
         self.choose_commits(settings)?;
@@ -95,13 +97,32 @@ impl Plan {
         }
     }
 
+    /// Blocks' inputs stay in GPU memory while they fit there with as little kept beside them as may be.
+    fn choose_activations(&mut self, settings: &RunSettings) {
+        let Some(gpu) = self.hardware.gpu.clone() else {
+            return;
+        };
+        self.keep = given_keep(settings);
+        self.inputs_away = settings.train.activations == ActivationsChoice::Host;
+        self.set_compute(settings);
+        if settings.train.activations != ActivationsChoice::Auto
+            || self.gpu_bytes() <= most_of(&gpu)
+        {
+            return;
+        }
+        self.inputs_away = true;
+        self.set_compute(settings);
+        self.set_rates(settings);
+        self.chose(
+            "train.activations",
+            "host".to_owned(),
+            "GPU memory does not hold the blocks' inputs beside the rest: they cross the bus and back",
+        );
+    }
+
     /// The most that fits: all of it saves a fifth of the computing.
     fn choose_keep(&mut self, settings: &RunSettings) {
-        self.keep = match settings.train.keep {
-            KeepChoice::Auto | KeepChoice::Nothing => Keep::Nothing,
-            KeepChoice::Attention => Keep::Attention,
-            KeepChoice::Products => Keep::Products,
-        };
+        self.keep = given_keep(settings);
         let Some(gpu) = self.hardware.gpu.clone() else {
             // The processor always computes again.
             self.keep = Keep::Nothing;
@@ -121,7 +142,7 @@ impl Plan {
         if settings.train.keep != KeepChoice::Auto {
             return;
         }
-        let most_bytes = (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64;
+        let most_bytes = most_of(&gpu);
         for keep in [Keep::Products, Keep::Attention, Keep::Nothing] {
             self.keep = keep;
             self.set_compute(settings);
@@ -293,6 +314,20 @@ impl Plan {
             why: why.into(),
         });
     }
+}
+
+/// What the run file says, or the least.
+fn given_keep(settings: &RunSettings) -> Keep {
+    match settings.train.keep {
+        KeepChoice::Auto | KeepChoice::Nothing => Keep::Nothing,
+        KeepChoice::Attention => Keep::Attention,
+        KeepChoice::Products => Keep::Products,
+    }
+}
+
+/// Of a GPU's memory, what choices may use.
+fn most_of(gpu: &GpuHardware) -> u64 {
+    (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64
 }
 
 /// The run file's word.

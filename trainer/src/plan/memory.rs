@@ -41,6 +41,8 @@ pub struct ComputeMemory {
     pub grad_buffer_bytes: u64,
     /// Inputs of all units and micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
+    /// Of them what waits in host memory while a GPU computes: none of its memory.
+    pub away_bytes: u64,
     /// What blocks keep beside their inputs.
     pub kept_bytes: u64,
     /// Most that computing one unit takes on top.
@@ -57,6 +59,8 @@ pub(super) struct GpuUse {
     /// All tiles live there.
     pub(super) lives: bool,
     pub(super) keep: Keep,
+    /// Blocks' inputs wait in host memory.
+    pub(super) inputs_away: bool,
     pub(super) update: UpdatePlace,
     pub(super) master: Master,
     pub(super) tile_elems: u64,
@@ -138,6 +142,17 @@ impl ComputeMemory {
             (false, 1) => (blocks, 0),
             (false, _) => (blocks, waiting_bytes),
         };
+        // Away, each block's inputs are: here are the newest unit's output and its input or gradient, the two that come and go, and
+        // the one that is computed with.
+        let input_bytes = (model.hidden_size * elem_bytes) as u64;
+        let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * input_bytes;
+        let (activation_bytes, away_bytes) = match gpu.inputs_away {
+            true => (
+                2 * batch.tokens() * input_bytes + 3 * micro_batch_bytes,
+                blocks * batch.tokens() * input_bytes,
+            ),
+            false => (activation_bytes, 0),
+        };
         let kept = kept_bytes_a_token(
             model,
             &settings.dropout,
@@ -149,6 +164,7 @@ impl ComputeMemory {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
             grad_buffer_bytes: buffers(grad_blocks) + sums,
             activation_bytes,
+            away_bytes,
             kept_bytes: blocks * batch.tokens() * kept,
             working_bytes: working(device_working_bytes),
             update_bytes: u64::from(streams) * GPU_UPDATERS * updater_bytes,
@@ -169,11 +185,14 @@ pub struct BusBytes {
 impl BusBytes {
     /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up `gathers` times; other ranks' parts come
     /// over links between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
-    pub(super) fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64) -> Self {
+    /// `away_bytes` of blocks' inputs go down and come back.
+    pub(super) fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64, away_bytes: u64) -> Self {
         let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
         Self {
-            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()),
-            down_bytes: tiles.grad_bytes + streamed(tiles.param_bytes + tiles.state_bytes),
+            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()) + away_bytes,
+            down_bytes: tiles.grad_bytes
+                + streamed(tiles.param_bytes + tiles.state_bytes)
+                + away_bytes,
         }
     }
 

@@ -71,6 +71,8 @@ pub struct Plan {
     pub compute: ComputeMemory,
     /// What blocks keep for backward, on a GPU.
     pub keep: Keep,
+    /// Whether blocks' inputs wait in host memory for a GPU's backward.
+    pub inputs_away: bool,
     /// Whether all tiles live in the memory of the GPU that computes: both devices are `none`. With one of them elsewhere,
     /// `none` is host memory, as it is without a GPU.
     pub lives_in_gpu: bool,
@@ -146,6 +148,7 @@ impl Plan {
             compute: ComputeMemory::default(),
             lives_in_gpu,
             keep: Keep::Nothing,
+            inputs_away: false,
             gpu_tiles: TileSums::default(),
             text_bytes,
             bus: BusBytes::default(),
@@ -180,6 +183,7 @@ impl Plan {
             + self.memory.staging_bytes()
             + self.host_grad_bytes()
             + compute
+            + self.compute.away_bytes
             + self.text_bytes
     }
 

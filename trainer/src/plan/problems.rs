@@ -116,6 +116,8 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
     } else if plan.keep != Keep::Nothing {
         "set train.keep = \"auto\""
+    } else if !plan.inputs_away {
+        "set train.activations = \"auto\""
     } else {
         "lower train_micro_batch_size_per_gpu or train.seq_len, or the micro-batches of a step"
     };

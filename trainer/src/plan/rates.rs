@@ -33,6 +33,7 @@ impl Plan {
         let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
             lives: self.lives_in_gpu,
             keep: self.keep,
+            inputs_away: self.inputs_away,
             update: self.update,
             master: self.master,
             tile_elems: self.swapper.tile_elems,
@@ -50,8 +51,12 @@ impl Plan {
         let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         if self.lives_in_gpu {
-            // Nothing crosses the bus, and in the GPU's own memory an update takes some milliseconds.
+            // No tile crosses the bus, and in the GPU's own memory an update takes some milliseconds.
             update_s = 0.0;
+            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, self.compute.away_bytes);
+            if let Some(gpu) = &hardware.gpu {
+                bus_s = self.bus.s(gpu.bus_bytes_per_s.value);
+            }
         } else if let Some(gpu) = &hardware.gpu {
             let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
             let tiles = self.tile_sums();
@@ -59,7 +64,7 @@ impl Plan {
             let share = memory::gpu_share(self.update, cpu_s, streamed_s);
             // In forward, and in stage 3 again in backward.
             let gathers = 1 + u64::from(settings.placement.stage.divides_parameters());
-            self.bus = BusBytes::new(&tiles, gathers, share);
+            self.bus = BusBytes::new(&tiles, gathers, share, self.compute.away_bytes);
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }

@@ -76,6 +76,8 @@ pub struct HostReport {
     pub resident_tile_bytes: u64,
     pub staging_bytes: u64,
     pub grad_bytes: u64,
+    /// Of blocks' inputs that wait there for a GPU.
+    pub input_bytes: u64,
     /// What computing takes; all zero where a GPU computes.
     pub compute: ComputeMemory,
     pub text_bytes: u64,
@@ -145,6 +147,7 @@ pub struct ChosenReport {
     pub schedule: &'static str,
     pub update: &'static str,
     pub keep: &'static str,
+    pub activations: &'static str,
 }
 
 impl Plan {
@@ -170,6 +173,7 @@ impl Plan {
                 resident_tile_bytes: self.host_resident_bytes(),
                 staging_bytes: memory.staging_bytes(),
                 grad_bytes: self.host_grad_bytes(),
+                input_bytes: self.compute.away_bytes,
                 compute: if on_gpu {
                     ComputeMemory::default()
                 } else {
@@ -210,6 +214,10 @@ impl Plan {
                 },
                 update: update_word(self.update),
                 keep: keep_word(self.keep),
+                activations: match self.inputs_away || !on_gpu {
+                    true => "host",
+                    false => "device",
+                },
             },
             choices: self.choices.clone(),
         }

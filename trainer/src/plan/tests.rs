@@ -309,6 +309,53 @@ fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
 }
 
 #[test]
+fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
+    let plan_of = |bytes: u64, changes: &[(&str, Value)]| {
+        let machine = Overrides {
+            gpu_memory_bytes: Some(bytes),
+            ..h200(1.0)
+        };
+        plan(&large("cpu", "cpu", changes), &machine)
+    };
+    let given = |place: &str| {
+        let least = ("train.keep", json!("nothing"));
+        plan_of(141 * GIB, &[least, ("train.activations", json!(place))])
+    };
+    let (here, there) = (given("device"), given("host"));
+    // 24 blocks of 16k tokens of 2048 numbers: what the GPU has less, host memory has more, and the bus carries twice.
+    let away = 24 * 16384 * 2048 * 2;
+    assert_eq!(
+        (here.compute.away_bytes, there.compute.away_bytes),
+        (0, away)
+    );
+    assert_eq!(there.host_bytes() - here.host_bytes(), away);
+    let less = here.gpu_bytes() - there.gpu_bytes();
+    assert!(less > away * 8 / 10 && less < away, "{less} of {away}");
+    assert_eq!(there.bus.up_bytes - here.bus.up_bytes, away);
+    assert_eq!(there.bus.down_bytes - here.bus.down_bytes, away);
+
+    // Too small for all of them, with the tenth that choices leave.
+    let small = (here.gpu_bytes() + there.gpu_bytes()) / 2 * 10 / 9;
+    let chosen = |plan: &Plan| plan.choices().iter().any(|c| c.key == "train.activations");
+    let (large_gpu, small_gpu) = (plan_of(141 * GIB, &[]), plan_of(small, &[]));
+    small_gpu.check().unwrap();
+    assert!(small_gpu.inputs_away && chosen(&small_gpu));
+    assert!(!large_gpu.inputs_away && !chosen(&large_gpu));
+    assert!(
+        small_gpu.to_string().contains("blocks' inputs 1.5 GiB"),
+        "{small_gpu}"
+    );
+    // Asked to stay where they do not fit, they are refused.
+    let machine = Overrides {
+        gpu_memory_bytes: Some(there.gpu_bytes()),
+        ..h200(1.0)
+    };
+    let stay = large("cpu", "cpu", &[("train.activations", json!("device"))]);
+    let text = refused(&stay, &machine);
+    assert!(text.contains("of GPU memory"), "{text}");
+}
+
+#[test]
 fn what_nobody_measured_is_called_assumed() {
     let settings = large("nvme", "nvme", &[]);
     let unknown = Overrides {
@@ -528,9 +575,13 @@ fn weights_cross_the_bus_once_below_stage_3() {
 #[test]
 fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
     // Kept to what was asked: the largest micro-batch of the same step that fits.
-    let mut in_host = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+    let here = [
+        ("train.keep", json!("nothing")),
+        ("train.activations", json!("device")),
+    ];
+    let mut in_host = large("cpu", "cpu", &here);
     let needs = |micro_batch: usize| {
-        let mut split = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+        let mut split = large("cpu", "cpu", &here);
         (split.batch.micro_batch, split.batch.micro_batches) = (micro_batch, 32 / micro_batch);
         plan(&split, &h200(1.0)).gpu_bytes()
     };

@@ -50,6 +50,8 @@ impl Plan {
         )?;
         if self.hardware.gpu.is_none() {
             self.compute_parts(f)?;
+        } else if self.compute.away_bytes > 0 {
+            write!(f, ", blocks' inputs {}", Gib(self.compute.away_bytes))?;
         }
         write!(f, ", text {}", Gib(self.text_bytes))?;
         if self.ranks > 1 {

@@ -1,6 +1,7 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
 mod clock;
+mod inputs;
 mod lookout;
 mod mover;
 mod open;
@@ -34,6 +35,7 @@ use crate::run::{FolderError, SaveError, SaveName, StateError, daemon_folder, re
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
 use crate::weights::WeightsError;
+use inputs::InputPlace;
 use lookout::Lookout;
 use mover::Shards;
 use progress::Progress;
@@ -230,7 +232,17 @@ fn run_to_its_end(
         let stage = settings.placement.stage;
         let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
         let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems, stage);
-        Stepper::new(engine, gpu, settings.batch, master, live, stage, shards)
+        let batch = settings.batch;
+        let inputs = match &gpu {
+            Some(gpu) if prepared.plan.inputs_away => {
+                let input_elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+                let input_bytes = input_elems * settings.dtype.elem_bytes();
+                InputPlace::away(gpu, &settings.model, batch.micro_batches, input_bytes)?
+            }
+            _ => InputPlace::here(batch.micro_batches),
+        };
+        let stepper = Stepper::new(engine, gpu, batch, master, live, stage, shards)?;
+        Ok(stepper.with_inputs_in(inputs))
     })?;
 
     let first = ranks.is_first();

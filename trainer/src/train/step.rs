@@ -8,6 +8,7 @@ use kernels::gpu::Gpu;
 
 use super::TrainError;
 use super::clock::Clock;
+use super::inputs::{BlockInputs, InputPlace};
 use super::mover::{Exchanged, Mover, Shards};
 use super::turns::{self, EMBEDDING, Turn};
 use super::watch::Watch;
@@ -25,6 +26,7 @@ pub(super) struct Stepper {
     mover: Mover,
     shards: Shards,
     gpu: Option<Gpu>,
+    inputs: InputPlace,
     training: Vec<Turn>,
     forward: Vec<Turn>,
 }
@@ -72,7 +74,9 @@ struct Pass {
     /// The newest unit's output for each micro-batch; going back, the gradient of the newest unit's input.
     flow: Vec<Activation>,
     /// Inputs of the blocks that have not been gone back through.
-    block_inputs: Vec<Vec<Activation>>,
+    block_inputs: Vec<BlockInputs>,
+    /// Whether any will be.
+    goes_back: bool,
     /// Of each unit, until its gradients are complete.
     grads: Vec<Option<GradSink>>,
     /// Of each micro-batch.
@@ -88,6 +92,7 @@ impl Pass {
             counted,
             flow: Vec::new(),
             block_inputs: Vec::with_capacity(units),
+            goes_back: true,
             grads: (0..units).map(|_| None).collect(),
             losses: Vec::new(),
             forward: Clock::new(gpu),
@@ -124,11 +129,17 @@ impl Stepper {
             mover: Mover::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?,
             shards,
             gpu,
+            inputs: InputPlace::here(batch.micro_batches),
             training: turns::training(units, ahead, stage),
             forward: turns::forward(units, ahead),
             engine,
             batch,
         })
+    }
+
+    /// The same, with blocks' inputs in `inputs` between forward and backward.
+    pub(super) fn with_inputs_in(self, inputs: InputPlace) -> Self {
+        Self { inputs, ..self }
     }
 
     /// Forward and backward over this rank's samples of a step that begins with `first_sample`; every unit's gradients are
@@ -204,16 +215,14 @@ impl Stepper {
         let counted = Counted { own, all: own };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         home.begin_step(turns::program(&self.forward))?;
-        // Nothing goes back.
+        pass.goes_back = false;
         let keep = self.engine.keep(Keep::Nothing);
         let done = (0..self.forward.len()).try_for_each(|turn| {
             let turn = self.forward[turn];
             if let Some(unit) = turn.weights(head) {
                 self.mover.ready(unit, &Trace::off())?;
             }
-            self.turn(turn, home, &mut pass, &Trace::off())?;
-            pass.block_inputs.clear();
-            Ok::<_, TrainError>(())
+            self.turn(turn, home, &mut pass, &Trace::off())
         });
         self.engine.keep(keep);
         done?;
@@ -240,7 +249,12 @@ impl Stepper {
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Self { engine, mover, .. } = self;
+        let Self {
+            engine,
+            mover,
+            inputs,
+            ..
+        } = self;
         let Pass {
             batches,
             flow,
@@ -266,20 +280,24 @@ impl Stepper {
                     .forward
                     .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
                 mover.used(block)?;
-                block_inputs.push(std::mem::replace(flow, outputs));
+                let used = std::mem::replace(flow, outputs);
+                if pass.goes_back {
+                    block_inputs.push(inputs.keep(block_inputs.len(), used)?);
+                }
             }
             Turn::Head => {
                 let head = grads.len() - 1;
                 let mut head_grads = mover.sink(engine, home, head)?;
                 let mut embedding_grads = mover.sink(engine, home, EMBEDDING)?;
-                let inputs = std::mem::take(flow);
+                inputs.expect(block_inputs.len())?;
+                let head_inputs = std::mem::take(flow);
                 (pass.losses, *flow) = pass.backward.of(|| {
                     head_turn(
                         engine,
                         mover,
                         batches,
                         *counted,
-                        inputs,
+                        head_inputs,
                         &mut head_grads,
                         &mut embedding_grads,
                     )
@@ -300,14 +318,17 @@ impl Stepper {
                 })?;
             }
             Turn::Backward(block) => {
-                let inputs = block_inputs.pop().expect("one for each block");
+                let kept = block_inputs.pop().expect("one for each block");
                 let mut block_grads = mover.sink(engine, home, block)?;
                 let weights = mover.weights(block);
                 *flow = pass.backward.of(|| {
-                    let pairs: Vec<_> = inputs.iter().zip(&*flow).collect();
-                    each(&pairs, |(input, grad)| {
-                        engine.block_backward(block, weights, input, grad, &mut block_grads)
-                    })
+                    let pairs = kept.into_iter().zip(&*flow);
+                    pairs
+                        .map(|(input, grad)| {
+                            let input = inputs.take(input)?;
+                            engine.block_backward(block, weights, &input, grad, &mut block_grads)
+                        })
+                        .collect()
                 })?;
                 mover.used(block)?;
                 grads[block] = Some(block_grads);

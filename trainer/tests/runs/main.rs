@@ -1,6 +1,7 @@
 //! Whole runs of the built `trainer`, and of `offloadd` beside it, as a user starts them. Each module's header says what
 //! could go wrong there and how it would be found.
 
+mod activations;
 mod advice;
 mod bits;
 mod daemon;

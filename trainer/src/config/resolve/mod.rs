@@ -11,8 +11,8 @@ use std::path::PathBuf;
 
 use super::toml::{ByteCount, ConfigToml};
 use super::{
-    DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings, Placement, RunSettings,
-    Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
+    ActivationsChoice, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
+    Placement, RunSettings, Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
 use crate::compute::Dtype;
 
@@ -108,6 +108,20 @@ pub(super) fn resolve(
             ("products", KeepChoice::Products),
         ],
     )?;
+    let activations = word(
+        "train.activations",
+        train.activations.as_deref(),
+        &[
+            ("auto", ActivationsChoice::Auto),
+            ("device", ActivationsChoice::Device),
+            ("host", ActivationsChoice::Host),
+        ],
+    )?;
+    if activations == ActivationsChoice::Host && device == DeviceChoice::Cpu {
+        notes.push(
+            "train.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
+        );
+    }
     Ok(RunSettings {
         model,
         model_folder,
@@ -140,6 +154,7 @@ pub(super) fn resolve(
             threads: threads as usize,
             device,
             keep,
+            activations,
         },
         offload: resolve_offload(&config, &placement, device)?,
         placement,

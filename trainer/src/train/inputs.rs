@@ -1,0 +1,132 @@
+//! Inputs of blocks between forward and backward: where they were computed, or away in host memory.
+//!
+//! A block's input is all that is kept of a micro-batch for each block, and with many blocks or long sequences too much for a
+//! GPU. Away, two micro-batches' worth is on the GPU at a time: an input leaves while the next block computes, and comes back
+//! while the block after it is gone back through. The bits are the same: they are copied.
+//!
+//! Without a GPU inputs are in host memory anyway.
+
+use kernels::gpu::{Gpu, Shelf, Stream};
+
+use crate::compute::{Activation, AwayActivation, ComputeError};
+use crate::model::ModelConfig;
+
+/// One block's inputs, by micro-batch.
+pub(super) type BlockInputs = Vec<Input>;
+
+/// Of one micro-batch.
+pub(super) enum Input {
+    Here(Activation),
+    /// On the shelf, under this number.
+    Away(usize, AwayActivation),
+}
+
+/// Where inputs wait.
+pub(super) struct InputPlace {
+    shelf: Option<(Shelf, Stream)>,
+    micro_batches: usize,
+}
+
+impl InputPlace {
+    /// With what computes.
+    pub(super) fn here(micro_batches: usize) -> Self {
+        Self {
+            shelf: None,
+            micro_batches,
+        }
+    }
+
+    /// In host memory, with room for every block's inputs of `micro_batches`, each of `input_bytes`.
+    ///
+    /// # Errors
+    /// Too little memory, on the GPU or to pin.
+    pub(super) fn away(
+        gpu: &Gpu,
+        config: &ModelConfig,
+        micro_batches: usize,
+        input_bytes: usize,
+    ) -> Result<Self, ComputeError> {
+        let shelf = Shelf::new(gpu, config.layers * micro_batches, input_bytes)?;
+        Ok(Self {
+            shelf: Some((shelf, gpu.default_stream())),
+            micro_batches,
+        })
+    }
+
+    /// Keeps the inputs of `block`, counted from 0, until they are taken.
+    ///
+    /// # Errors
+    /// The GPU failed.
+    pub(super) fn keep(
+        &mut self,
+        block: usize,
+        inputs: Vec<Activation>,
+    ) -> Result<BlockInputs, ComputeError> {
+        let Some((shelf, compute)) = &mut self.shelf else {
+            return Ok(inputs.into_iter().map(Input::Here).collect());
+        };
+        let first = block * self.micro_batches;
+        let numbered = (first..).zip(inputs);
+        numbered
+            .map(|(piece, input)| Ok(Input::Away(piece, input.put(shelf, piece, compute)?)))
+            .collect()
+    }
+
+    /// Lets the inputs that are wanted first begin to come: those of the last of `blocks`.
+    ///
+    /// # Errors
+    /// The GPU failed.
+    pub(super) fn expect(&mut self, blocks: usize) -> Result<(), ComputeError> {
+        match &mut self.shelf {
+            Some((shelf, _)) if blocks > 0 => Ok(shelf.fetch((blocks - 1) * self.micro_batches)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// An input to compute with. The next one begins to come.
+    ///
+    /// # Errors
+    /// The GPU failed.
+    pub(super) fn take(&mut self, input: Input) -> Result<Activation, ComputeError> {
+        let (piece, away) = match input {
+            Input::Here(input) => return Ok(input),
+            Input::Away(piece, away) => (piece, away),
+        };
+        let (shelf, compute) = self.shelf.as_mut().expect("it is away there");
+        let input = away.take(shelf, piece, compute)?;
+        if let Some(next) = next_piece(piece, self.micro_batches) {
+            shelf.fetch(next)?;
+        }
+        Ok(input)
+    }
+}
+
+/// Backward goes through blocks from the last to the first, and through each one's micro-batches in their order.
+fn next_piece(piece: usize, micro_batches: usize) -> Option<usize> {
+    let (block, batch) = (piece / micro_batches, piece % micro_batches);
+    if batch + 1 < micro_batches {
+        return Some(piece + 1);
+    }
+    block.checked_sub(1).map(|block| block * micro_batches)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_input_is_expected_in_the_order_of_backward() {
+        for (blocks, micro_batches) in [(1, 1), (3, 1), (2, 3)] {
+            let order: Vec<usize> = (0..blocks)
+                .rev()
+                .flat_map(|block| {
+                    (0..micro_batches).map(move |batch| block * micro_batches + batch)
+                })
+                .collect();
+            for pair in order.windows(2) {
+                assert_eq!(next_piece(pair[0], micro_batches), Some(pair[1]));
+            }
+            assert_eq!(next_piece(order[order.len() - 1], micro_batches), None);
+        }
+    }
+}
