@@ -124,7 +124,7 @@ impl Template {
         })
     }
 
-    fn render(
+    pub(super) fn render(
         &self,
         messages: &[Value],
         tools: Option<&Value>,

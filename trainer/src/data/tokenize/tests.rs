@@ -270,3 +270,24 @@ fn conversations_need_a_template() {
     assert!(error.contains("need a chat template"), "{error}");
     assert!(tokenizer.check(Kind::Completion, COMPLETIONS).is_ok());
 }
+
+/// Namespaces, macros, slices, methods of Python's strings, filters: one template with all that published ones use.
+#[test]
+fn templates_may_use_what_published_ones_use() {
+    let expected = expected();
+    let special = special::Special::read(&fixtures().join("qwen"), "data.tokenizer").unwrap();
+    let source = std::fs::read_to_string(fixtures().join("features.jinja")).unwrap();
+    let template = chat::Template::new(&source, &special).unwrap();
+    let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
+    let whole: Chat = serde_json::from_str(&text).unwrap();
+    let tools = whole.get_attr("tools").unwrap();
+    for case in expected["features"].as_array().unwrap() {
+        let Document::Chat { messages, .. } = conversation(case) else {
+            unreachable!()
+        };
+        let found = template.text(&messages, Some(&tools)).unwrap();
+        assert_eq!(found.text, case["text"].as_str().unwrap());
+        let ready = template.render(&messages, None, true).unwrap();
+        assert_eq!(ready, case["ready"].as_str().unwrap());
+    }
+}
