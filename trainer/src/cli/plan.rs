@@ -168,7 +168,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             question.ranks
         );
     }
-    let places = places(&settings, &hardware, 0);
+    let places = places(&settings, &hardware);
     if args.json {
         let report = json!({
             "version": REPORT_VERSION,
@@ -199,8 +199,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
 
 fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
     let hardware = Hardware::new(settings, &args.machine.overrides());
-    // Without its text, which a plan does not read.
-    let plan = Plan::new(settings, hardware.clone(), 0);
+    let plan = Plan::new(settings, hardware.clone());
     if args.json {
         let report = match &plan {
             Ok(plan) => serde_json::to_string_pretty(&plan.report()),
@@ -214,7 +213,7 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
         if let Ok(plan) = &plan {
             println!("{plan}");
             println!("elsewhere");
-            for line in PlacesTable(&places(settings, &hardware, 0))
+            for line in PlacesTable(&places(settings, &hardware))
                 .to_string()
                 .lines()
             {

@@ -26,7 +26,6 @@ pub(super) fn what_fits(
     problem: &Problem,
     settings: &RunSettings,
     hardware: &Hardware,
-    text_bytes: u64,
 ) -> Option<String> {
     if !matches!(
         problem.kind,
@@ -35,7 +34,7 @@ pub(super) fn what_fits(
         return None;
     }
     let plan = |change: &Change| {
-        let plan = Plan::unadvised(&change.settings, hardware.clone(), text_bytes).ok()?;
+        let plan = Plan::unadvised(&change.settings, hardware.clone()).ok()?;
         plan.problems().is_empty().then_some(plan.bound.s)
     };
     let mut best: Option<(Change, f64)> = None;

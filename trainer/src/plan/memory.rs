@@ -1,8 +1,8 @@
 //! Bytes of host and GPU memory that a process of a run takes beside its tiles, and bytes that cross the bus to its GPU.
 //!
 //! ```text
-//!   without a GPU   host   unit buffers | activations | computing | text          gradients with the tiles
-//!   with one        host   text                                                   gradients with the tiles
+//!   without a GPU   host   unit buffers | activations | computing                 gradients with the tiles
+//!   with one        host                                                          gradients with the tiles
 //!                   GPU    unit and gradient buffers | activations, kept | computing | streamed tiles | context
 //!   all on the GPU  GPU    tiles and gradients | activations, kept | computing | context
 //! ```

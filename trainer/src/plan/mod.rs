@@ -78,7 +78,6 @@ pub struct Plan {
     pub lives_in_gpu: bool,
     /// Tiles in GPU memory.
     pub gpu_tiles: TileSums,
-    pub text_bytes: u64,
     /// What crosses the bus to a GPU.
     pub bus: BusBytes,
     /// Where the optimizer runs. Never `Auto`.
@@ -100,31 +99,23 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans a run on `hardware`. `text_bytes` of text are held in host memory.
+    /// Plans a run on `hardware`.
     ///
     /// What does not fit is not an error here: [`Plan::check`] refuses it, after a person has seen the plan.
     ///
     /// # Errors
     /// Settings the swapper cannot work with: tiles too large, staging too small.
-    pub fn new(
-        settings: &RunSettings,
-        hardware: Hardware,
-        text_bytes: u64,
-    ) -> Result<Self, PlanError> {
-        let mut plan = Self::unadvised(settings, hardware, text_bytes)?;
+    pub fn new(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
+        let mut plan = Self::unadvised(settings, hardware)?;
         for problem in &mut plan.problems {
-            let fits = advice::what_fits(problem, settings, &plan.hardware, text_bytes);
+            let fits = advice::what_fits(problem, settings, &plan.hardware);
             problem.change = fits.unwrap_or(std::mem::take(&mut problem.change));
         }
         Ok(plan)
     }
 
     /// As [`Plan::new`], without looking for what would fit instead.
-    fn unadvised(
-        settings: &RunSettings,
-        hardware: Hardware,
-        text_bytes: u64,
-    ) -> Result<Self, PlanError> {
+    fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let units = unit_layouts(&settings.model);
         let master = match settings.dtype {
             Dtype::Bf16 => Master::SplitBf16,
@@ -150,7 +141,6 @@ impl Plan {
             keep: Keep::Nothing,
             inputs_away: false,
             gpu_tiles: TileSums::default(),
-            text_bytes,
             bus: BusBytes::default(),
             update: UpdatePlace::Cpu,
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
@@ -184,7 +174,6 @@ impl Plan {
             + self.host_grad_bytes()
             + compute
             + self.compute.away_bytes
-            + self.text_bytes
     }
 
     /// Of tiles that stay in host memory.

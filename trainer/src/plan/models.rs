@@ -117,7 +117,7 @@ fn row(name: String, model: &ModelConfig) -> Result<Row, TableError> {
     };
     let hardware = Hardware::new(&settings, &machine);
     let report = |place: Place| -> Result<PlaceReport, TableError> {
-        let plan = Plan::new(&place.of(&settings), hardware.clone(), 0);
+        let plan = Plan::new(&place.of(&settings), hardware.clone());
         let plan = plan.map_err(|source| TableError::Plan {
             model: name.clone(),
             source: Box::new(source),

@@ -147,7 +147,7 @@ impl PlaceReport {
 }
 
 /// The run of `settings` in every place that `hardware` has.
-pub fn places(settings: &RunSettings, hardware: &Hardware, text_bytes: u64) -> Vec<PlaceReport> {
+pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
     Place::ALL
         .into_iter()
         // Without a GPU its memory is host memory.
@@ -155,7 +155,7 @@ pub fn places(settings: &RunSettings, hardware: &Hardware, text_bytes: u64) -> V
         .filter_map(|place| {
             let settings = place.of(settings);
             // What cannot be cut into tiles cannot be so anywhere, and the run's own plan has said it.
-            let plan = Plan::new(&settings, hardware.clone(), text_bytes).ok()?;
+            let plan = Plan::new(&settings, hardware.clone()).ok()?;
             Some(PlaceReport::new(place, &plan))
         })
         .collect()

@@ -80,7 +80,6 @@ pub struct HostReport {
     pub input_bytes: u64,
     /// What computing takes; all zero where a GPU computes.
     pub compute: ComputeMemory,
-    pub text_bytes: u64,
 }
 
 /// GPU memory of one process, part by part.
@@ -179,7 +178,6 @@ impl Plan {
                 } else {
                     self.compute
                 },
-                text_bytes: self.text_bytes,
             },
             gpu: on_gpu.then(|| GpuReport {
                 process_bytes: self.gpu_bytes(),

@@ -60,7 +60,7 @@ fn h200(drives: f64) -> Overrides {
 }
 
 fn plan(settings: &RunSettings, machine: &Overrides) -> Plan {
-    Plan::new(settings, Hardware::new(settings, machine), 0).expect("a plan")
+    Plan::new(settings, Hardware::new(settings, machine)).expect("a plan")
 }
 
 /// The messages of everything that is refused.
@@ -656,7 +656,7 @@ fn time_and_wear_follow_from_the_bound() {
 fn each_place_is_planned_as_a_run_with_its_state_there() {
     let settings = large("none", "none", &[]);
     let hardware = Hardware::new(&settings, &h200(1.0));
-    let all = places(&settings, &hardware, 0);
+    let all = places(&settings, &hardware);
     assert_eq!(
         all.iter().map(|report| report.place).collect::<Vec<_>>(),
         Place::ALL
@@ -688,7 +688,7 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
         gpu_memory_bytes: Some(0),
         ..h200(1.0)
     };
-    let all = places(&settings, &Hardware::new(&settings, &without), 0);
+    let all = places(&settings, &Hardware::new(&settings, &without));
     assert!(
         all.iter()
             .all(|report| report.place != Place::Gpu && report.gpu_bytes == 0)

@@ -53,7 +53,6 @@ impl Plan {
         } else if self.compute.away_bytes > 0 {
             write!(f, ", blocks' inputs {}", Gib(self.compute.away_bytes))?;
         }
-        write!(f, ", text {}", Gib(self.text_bytes))?;
         if self.ranks > 1 {
             write!(f, "; {} times this on the node", self.ranks)?;
         }

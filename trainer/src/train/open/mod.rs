@@ -98,8 +98,7 @@ impl Prepared {
         // First: the plan's look at the GPU then finds its context made, which takes a while.
         let gpu = accelerator::open(settings.train.device, ranks.rank())?;
         let hardware = Hardware::new(&settings, &Overrides::default());
-        // Tokens are read as they are wanted: none of the data is held.
-        let mut plan = Plan::new(&settings, hardware, 0)?;
+        let mut plan = Plan::new(&settings, hardware)?;
         if settings.placement.stage.divides_state() {
             plan.swapper.rank = ranks.rank();
         }
