@@ -31,6 +31,7 @@ pub mod plan;
 mod ranks;
 mod reader;
 pub mod run;
+pub mod runs;
 pub mod store;
 pub mod trace;
 pub mod train;

@@ -11,6 +11,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use cli::export::ExportArgs;
 use cli::plan::PlanArgs;
+use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels::collective::World;
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
@@ -93,6 +94,9 @@ enum Command {
         #[arg(long, value_name = "N", default_value_t = 3)]
         samples: u64,
     },
+    /// List runs: how far each is, where its state is, the saves it can go back to.
+    #[command(after_help = cli::runs::EXAMPLES)]
+    Runs(RunsArgs),
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
@@ -207,6 +211,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             launch::launch(nproc, &train)?;
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
+        Command::Runs(args) => cli::runs::list(&args)?,
         Command::Keys { .. } => print!("{}", trainer::config::markdown()),
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {

@@ -8,10 +8,13 @@
 //! file may lack lines, the weights do not.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+/// Many times the length of a line.
+const TAIL_BYTES: u64 = 1 << 16;
 
 /// What happened in one step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -107,6 +110,21 @@ impl MetricsFile {
         File::open(Self::path(run_folder))
             .and_then(|file| kept(&file, u64::MAX))
             .map_or(0, |(_, last_step)| last_step)
+    }
+
+    /// The last whole line in a run folder, looked for at the file's end.
+    pub fn last(run_folder: &Path) -> Option<StepMetrics> {
+        let mut file = File::open(Self::path(run_folder)).ok()?;
+        let bytes = file.metadata().ok()?.len();
+        file.seek(SeekFrom::Start(bytes.saturating_sub(TAIL_BYTES)))
+            .ok()?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut tail).ok()?;
+        let whole = &tail[..tail.iter().rposition(|byte| *byte == b'\n')?];
+        let lines = whole.rsplit(|byte| *byte == b'\n');
+        lines
+            .filter_map(|line| serde_json::from_slice(line).ok())
+            .next()
     }
 
     /// Opens or makes the file and cuts it back to the steps up to `step`, the one resumed. Returns its last step too: it is
@@ -217,6 +235,7 @@ mod tests {
         file.write(&line(4)).unwrap();
         assert_eq!(steps(folder.path()), [1, 2, 3, 4]);
         assert_eq!(MetricsFile::last_step(folder.path()), 4);
+        assert_eq!(MetricsFile::last(folder.path()), Some(line(4)));
         MetricsFile::open(folder.path(), 0).unwrap();
         assert_eq!(steps(folder.path()), [0; 0]);
     }

@@ -2,5 +2,6 @@
 
 pub(crate) mod export;
 pub(crate) mod plan;
+pub(crate) mod runs;
 pub(crate) mod source;
 pub(crate) mod tokens;

@@ -231,6 +231,73 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
 }
 
 #[test]
+fn runs_are_listed_with_their_saves_and_what_is_damaged_is_named() {
+    let lab = Lab::new();
+    let sets = ["train.save_every=2", "train.saves_kept=0"];
+    let good = lab.run("good", &sets).with(&lab.nvme());
+    good.train();
+    lab.run("hurt", &["train.stop_after=1"]).train();
+    for name in ["broken", "else/deep"] {
+        std::fs::create_dir_all(lab.path(&format!("runs/{name}"))).unwrap();
+    }
+    std::fs::write(lab.path("runs/broken/run.json"), "{").unwrap();
+    let hurt = lab.path("runs/hurt/saves/step-00000001/tiles.0");
+    std::fs::File::options()
+        .write(true)
+        .open(hurt)
+        .unwrap()
+        .set_len(100)
+        .unwrap();
+    std::fs::remove_file(&lab.store_files()[0]).unwrap();
+    let runs = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command
+            .arg("runs")
+            .args(more)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+            .env("GOMP_SPINCOUNT", "20000")
+            .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8");
+        command
+    };
+    let folder = lab.path("runs").display().to_string();
+    let said = succeed(runs(&[&folder]));
+    for says in [
+        "/good\n  0.03 M parameters (2 layers of 32, fp32), step 6, loss ",
+        "\n  state in ",
+        ".tiles is gone\n  save of step 2: 20",
+        "\n  save of step 6: 20",
+        " KiB, loss ",
+        "/broken\n  damaged: ",
+        "tiles.0 is damaged: ",
+        " bytes expected, 100 found",
+        "\nno run in ",
+        "\n3 runs, ",
+    ] {
+        assert!(said.contains(says), "{says:?} is not in {said}");
+    }
+    let said = succeed(runs(&[&format!("{folder}/good"), "--json"]));
+    let list: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    let run = &list["runs"][0];
+    assert_eq!(
+        (list["runs"].as_array().unwrap().len(), run["step"].as_u64()),
+        (1, Some(6))
+    );
+    assert_eq!(run["loss"], good.metrics()[5]["loss"]);
+    let save = &run["saves"][1];
+    assert_eq!(
+        (save["step"].as_u64(), &save["damaged"]),
+        (Some(4), &serde_json::Value::Null)
+    );
+    assert_eq!(save["loss"], good.metrics()[3]["loss"]);
+    let tiles = good.folder.join("saves/step-00000004/tiles.0");
+    assert_eq!(save["bytes"], std::fs::metadata(tiles).unwrap().len());
+    let text = fail(runs(&["/nowhere"]));
+    assert!(text.contains("cannot look into /nowhere"), "{text}");
+}
+
+#[test]
 fn a_full_drive_is_said_and_training_goes_on() {
     let lab = Lab::new();
     let sets = ["train.steps=60", "train.save_every=2", "train.saves_kept=0"];

@@ -109,6 +109,15 @@ impl Save {
         }
     }
 
+    /// Looks whether all files are there and as long as they should be: what can be told without reading them.
+    ///
+    /// # Errors
+    /// The first that is not.
+    pub fn check_sizes(&self) -> Result<(), SaveError> {
+        let mut files = self.description.files.iter();
+        files.try_for_each(|file| check_size(&self.folder.join(&file.name), file).map(drop))
+    }
+
     /// Checks all files in which the tiles of `ranges` are. `seen` is told of bytes that were read.
     ///
     /// # Errors
@@ -204,13 +213,9 @@ impl Save {
     }
 }
 
-/// Reads the whole file once: nothing of a damaged one is taken.
-fn check_fingerprint(
-    path: &Path,
-    says: &SavedFile,
-    seen: &mut dyn FnMut(u64),
-) -> Result<(), SaveError> {
-    let mut file = match File::open(path) {
+/// Opens a file that is as long as it should be.
+fn check_size(path: &Path, says: &SavedFile) -> Result<File, SaveError> {
+    let file = match File::open(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             return Err(SaveError::damaged(path, "the file is missing"));
         }
@@ -221,6 +226,16 @@ fn check_fingerprint(
         let message = format!("{} bytes expected, {} found", says.bytes, metadata.len());
         return Err(SaveError::damaged(path, message));
     }
+    Ok(file)
+}
+
+/// Reads the whole file once: nothing of a damaged one is taken.
+fn check_fingerprint(
+    path: &Path,
+    says: &SavedFile,
+    seen: &mut dyn FnMut(u64),
+) -> Result<(), SaveError> {
+    let mut file = check_size(path, says)?;
     let mut left = says.bytes - FINGERPRINT_BYTES;
     let mut hash = Fingerprint::default();
     let mut buffer = vec![0; BUFFER_BYTES];

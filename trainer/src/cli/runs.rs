@@ -1,0 +1,33 @@
+//! `trainer runs`: what there is to go on from.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use trainer::runs;
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  trainer runs                                  # below this folder
+  trainer runs runs/demo                        # one run and its saves
+  trainer runs --json | jq '.runs[].saves'      # for other programs";
+
+/// The arguments of `runs`.
+#[derive(Args)]
+pub(crate) struct RunsArgs {
+    /// A run's folder, or one with runs in it or up to three folders down.
+    #[arg(value_name = "FOLDER", default_value = ".")]
+    folder: PathBuf,
+    /// For other programs.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn list(args: &RunsArgs) -> anyhow::Result<()> {
+    let list = runs::list(&args.folder)
+        .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.folder.display()))?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&list)?);
+    } else {
+        println!("{list}");
+    }
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! The runs below a folder: how far each is, where its state is, and which saves it can go back to. Looks at files only; a run
+//! that trains just now is not disturbed.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::metrics::MetricsFile;
+use crate::model::ModelConfig;
+use crate::run::{RunDescription, RunFolder, Save, SaveFolder, Saves};
+use crate::store::Gib;
+
+/// Of the list's names and their meaning, as JSON.
+const LIST_VERSION: u32 = 1;
+
+/// Folders below the one that is asked for in which runs are looked for.
+const DEPTH_MAX: u32 = 3;
+
+/// Folders that are looked into, whatever is asked for.
+const FOLDERS_MAX: usize = 10_000;
+
+/// What was found.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunsList {
+    version: u32,
+    pub runs: Vec<RunEntry>,
+    /// Folders in the one that was asked for that hold no run.
+    pub no_runs: Vec<PathBuf>,
+}
+
+/// One run.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunEntry {
+    pub folder: PathBuf,
+    /// Why nothing more is known of it.
+    pub damaged: Option<String>,
+    pub parameters: Option<u64>,
+    pub layers: Option<u64>,
+    pub hidden_size: Option<u64>,
+    pub dtype: Option<String>,
+    /// Of the newest line of metrics: what is committed may be a step older.
+    pub step: u64,
+    pub loss: Option<f64>,
+    /// Where the state is, in words.
+    pub store: Option<String>,
+    /// That its private store takes on drives.
+    pub store_bytes: u64,
+    /// Files of a private store that are gone.
+    pub store_missing: Vec<PathBuf>,
+    /// Oldest first.
+    pub saves: Vec<SaveEntry>,
+    /// Those of ways that were left.
+    pub aside: Vec<SaveEntry>,
+}
+
+/// One save of a run.
+#[derive(Clone, Debug, Serialize)]
+pub struct SaveEntry {
+    pub step: u64,
+    pub folder: PathBuf,
+    /// What is wrong with it, as far as its description and the sizes of its files tell.
+    pub damaged: Option<String>,
+    pub bytes: u64,
+    /// Seconds since 1970 when it was made.
+    pub unix_s: u64,
+    pub loss: Option<f64>,
+}
+
+/// Lists the runs in `folder` and below it.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn list(folder: &Path) -> std::io::Result<RunsList> {
+    let mut list = RunsList {
+        version: LIST_VERSION,
+        runs: Vec::new(),
+        no_runs: Vec::new(),
+    };
+    let mut left = FOLDERS_MAX;
+    fs::read_dir(folder)?;
+    if !look(folder, &mut list.runs) {
+        for below in folders_in(folder)? {
+            let before = list.runs.len();
+            look_below(&below, DEPTH_MAX - 1, &mut left, &mut list.runs);
+            if list.runs.len() == before {
+                list.no_runs.push(below);
+            }
+        }
+    }
+    list.runs.sort_by(|a, b| a.folder.cmp(&b.folder));
+    Ok(list)
+}
+
+/// Takes `folder` up if it is a run's: then nothing below it is.
+fn look(folder: &Path, runs: &mut Vec<RunEntry>) -> bool {
+    match RunFolder::described(folder) {
+        Ok(None) => return false,
+        Ok(Some(description)) => runs.push(RunEntry::of(folder, &description)),
+        Err(error) => runs.push(RunEntry::damaged(folder, error.to_string())),
+    }
+    true
+}
+
+fn look_below(folder: &Path, depth: u32, left: &mut usize, runs: &mut Vec<RunEntry>) {
+    if *left == 0 || look(folder, runs) || depth == 0 {
+        return;
+    }
+    // In a folder that cannot be read no run is found.
+    for below in folders_in(folder).unwrap_or_default() {
+        *left = left.saturating_sub(1);
+        look_below(&below, depth - 1, left, runs);
+    }
+}
+
+/// Folders in `folder`, by name; links and hidden ones are left out.
+fn folders_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder)?.filter_map(Result::ok);
+    let mut folders: Vec<PathBuf> = entries
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
+        .map(|entry| entry.path())
+        .collect();
+    folders.sort();
+    Ok(folders)
+}
+
+impl RunEntry {
+    fn damaged(folder: &Path, why: String) -> Self {
+        Self {
+            folder: folder.to_owned(),
+            damaged: Some(why),
+            parameters: None,
+            layers: None,
+            hidden_size: None,
+            dtype: None,
+            step: 0,
+            loss: None,
+            store: None,
+            store_bytes: 0,
+            store_missing: Vec::new(),
+            saves: Vec::new(),
+            aside: Vec::new(),
+        }
+    }
+
+    fn of(folder: &Path, description: &RunDescription) -> Self {
+        let (layout, files) = (&description.layout, &description.files);
+        let model: Option<ModelConfig> = serde_json::from_value(layout["model"].clone()).ok();
+        let last = MetricsFile::last(folder);
+        let bytes_of = |file: &PathBuf| fs::metadata(file).map(|file| file.len());
+        let saves = Saves::of(folder);
+        let entries = |saves: Vec<SaveFolder>| saves.into_iter().map(SaveEntry::of).collect();
+        Self {
+            folder: folder.to_owned(),
+            damaged: None,
+            parameters: model.map(|model| model.params_count() as u64),
+            layers: layout["model"]["num_hidden_layers"].as_u64(),
+            hidden_size: layout["model"]["hidden_size"].as_u64(),
+            dtype: layout["dtype"].as_str().map(str::to_owned),
+            step: last.as_ref().map_or(0, |last| last.step),
+            loss: last.map(|last| last.loss),
+            store: Some(description.store.clone()),
+            store_bytes: files.iter().filter_map(|file| bytes_of(file).ok()).sum(),
+            store_missing: (files.iter().filter(|file| !file.exists()).cloned()).collect(),
+            saves: entries(saves.list().unwrap_or_default()),
+            aside: entries(saves.list_aside().unwrap_or_default()),
+        }
+    }
+
+    /// Of all its saves.
+    fn saves_bytes(&self) -> u64 {
+        let all = self.saves.iter().chain(&self.aside);
+        all.map(|save| save.bytes).sum()
+    }
+}
+
+impl SaveEntry {
+    fn of(save: SaveFolder) -> Self {
+        let opened = Save::open(&save.path, 0);
+        let opened = opened.and_then(|opened| opened.check_sizes().map(|()| opened));
+        let damaged = opened.as_ref().err().map(ToString::to_string);
+        let description = opened.ok().map(|opened| opened.description);
+        let said = description.as_ref();
+        Self {
+            step: save.step,
+            folder: save.path,
+            damaged,
+            bytes: said.map_or(0, |said| said.bytes()),
+            unix_s: said.map_or(0, |said| said.unix_s),
+            loss: said.and_then(|said| said.loss()),
+        }
+    }
+}
+
+impl fmt::Display for RunsList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for run in &self.runs {
+            writeln!(f, "{run}")?;
+        }
+        for folder in &self.no_runs {
+            writeln!(f, "no run in {}", folder.display())?;
+        }
+        let all = self.runs.iter();
+        let bytes = all.map(|run| run.store_bytes + run.saves_bytes()).sum();
+        write!(
+            f,
+            "{} runs, {} in stores and saves",
+            self.runs.len(),
+            Gib(bytes)
+        )
+    }
+}
+
+impl fmt::Display for RunEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.folder.display())?;
+        if let Some(why) = &self.damaged {
+            return write!(f, "\n  damaged: {why}");
+        }
+        let number = |number: Option<u64>| number.map_or("?".into(), |number| number.to_string());
+        let millions = self.parameters.map(|count| count as f64 / 1e6);
+        write!(
+            f,
+            "\n  {} M parameters ({} layers of {}, {}), step {}",
+            millions.map_or("?".into(), |millions| format!("{millions:.2}")),
+            number(self.layers),
+            number(self.hidden_size),
+            self.dtype.as_deref().unwrap_or("?"),
+            self.step
+        )?;
+        if let Some(loss) = self.loss {
+            write!(f, ", loss {loss:.4}")?;
+        }
+        write!(f, "\n  state {}", self.store.as_deref().unwrap_or("?"))?;
+        if self.store_bytes > 0 {
+            write!(f, ", {}", Gib(self.store_bytes))?;
+        }
+        for file in &self.store_missing {
+            write!(f, "\n  its store {} is gone", file.display())?;
+        }
+        for save in &self.saves {
+            write!(f, "\n  save of {save}")?;
+        }
+        for save in &self.aside {
+            write!(f, "\n  aside, {save}, in {}", save.folder.display())?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for SaveEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(why) = &self.damaged {
+            return write!(f, "step {}: {why}", self.step);
+        }
+        write!(
+            f,
+            "step {}: {}, {}",
+            self.step,
+            utc(self.unix_s),
+            Gib(self.bytes)
+        )?;
+        match self.loss {
+            Some(loss) => write!(f, ", loss {loss:.4}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Date and minute of a second since 1970, as everywhere on earth.
+fn utc(unix_s: u64) -> String {
+    let (mut year, mut day) = (1970, unix_s / 86400);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
+    let days_of_year = |year| 365 + u64::from(is_leap(year));
+    // Numbers that no clock shows must not take long.
+    while day >= days_of_year(year) && year < 9999 {
+        day -= days_of_year(year);
+        year += 1;
+    }
+    let february = 28 + u64::from(is_leap(year));
+    let mut month = 1;
+    for days in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30] {
+        if day < days {
+            break;
+        }
+        day -= days;
+        month += 1;
+    }
+    let (hour, minute) = (unix_s / 3600 % 24, unix_s / 60 % 60);
+    format!("{year}-{month:02}-{:02} {hour:02}:{minute:02} UTC", day + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        for (unix_s, date) in [
+            (0, "1970-01-01 00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59 UTC"),
+            (951_782_400, "2000-02-29 00:00 UTC"),
+            (1_709_251_199, "2024-02-29 23:59 UTC"),
+            (1_798_761_540, "2026-12-31 23:59 UTC"),
+        ] {
+            assert_eq!(utc(unix_s), date);
+        }
+        assert!(utc(u64::MAX).starts_with("9999-"));
+    }
+}
