@@ -103,6 +103,8 @@ pub struct Hardware {
     /// All devices of the store together, bytes a second.
     pub read_bytes_per_s: Figure,
     pub write_bytes_per_s: Figure,
+    /// Of saves, where the run folder is.
+    pub save_bytes_per_s: Figure,
     /// The optimizer on the processor, all processes together, parameters a second.
     pub update_params_per_s: Figure,
 }
@@ -177,6 +179,7 @@ impl Hardware {
                 measured.write_bytes_per_s,
                 drives * DRIVE_WRITE_BYTES_PER_S,
             ),
+            save_bytes_per_s: Figure::of(None, measured.save_bytes_per_s, DRIVE_WRITE_BYTES_PER_S),
             update_params_per_s: Figure::of(None, None, CORE_UPDATE_PARAMS_PER_S * cores as f64),
             gpu,
         }

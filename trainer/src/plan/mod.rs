@@ -22,6 +22,7 @@ mod problems;
 mod question;
 mod rates;
 mod report;
+mod saves;
 mod text;
 mod tiles;
 
@@ -43,6 +44,7 @@ pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Length, Question, QuestionError, read_model};
 pub use report::{REPORT_VERSION, Refusal, Report};
+pub use saves::SavesPlan;
 use tiles::swapper_settings;
 
 /// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
@@ -93,6 +95,8 @@ pub struct Plan {
     pub tokens: u64,
     /// Of the whole run.
     pub steps: u64,
+    /// What its saves take, if it makes any.
+    pub saves: Option<SavesPlan>,
     problems: Vec<Problem>,
     /// What was chosen here, and not in the run file, with the reason.
     choices: Vec<Choice>,
@@ -149,10 +153,12 @@ impl Plan {
             ranks: settings.ranks,
             tokens: settings.step_tokens(),
             steps: settings.train.steps,
+            saves: None,
             hardware,
             problems: Vec::new(),
             choices: Vec::new(),
         };
+        plan.saves = plan.saves_of(settings);
         plan.choose(settings, staging)?;
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
@@ -174,6 +180,7 @@ impl Plan {
             + self.host_grad_bytes()
             + compute
             + self.compute.away_bytes
+            + self.saves.map_or(0, |saves| saves.buffer_bytes)
     }
 
     /// Of tiles that stay in host memory.

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::problems::ProblemKind;
 use super::{
-    BusBytes, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem, keep_word,
-    update_word,
+    BusBytes, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem, SavesPlan,
+    keep_word, update_word,
 };
 
 /// Of the report's names and their meaning.
@@ -35,6 +35,8 @@ pub struct Report {
     pub bound: BoundReport,
     /// Of the whole run, at the bound.
     pub outlook: Outlook,
+    /// Nothing for a run that makes none.
+    pub saves: Option<SavesPlan>,
     pub chosen: ChosenReport,
     /// What the run file left open, and why it was chosen so.
     pub choices: Vec<Choice>,
@@ -196,6 +198,7 @@ impl Plan {
             },
             bound: self.bound_report(),
             outlook: self.outlook(),
+            saves: self.saves,
             chosen: ChosenReport {
                 tile_elems: self.swapper.tile_elems,
                 param_tile_bytes: memory.param_slot_bytes,

@@ -13,6 +13,9 @@ impl fmt::Display for Plan {
         self.device_lines(f)?;
         self.bound_lines(f)?;
         write!(f, "\n{}", self.outlook())?;
+        if let Some(saves) = &self.saves {
+            write!(f, "\n{saves}")?;
+        }
         for choice in self.choices() {
             write!(
                 f,
@@ -52,6 +55,9 @@ impl Plan {
             self.compute_parts(f)?;
         } else if self.compute.away_bytes > 0 {
             write!(f, ", blocks' inputs {}", Gib(self.compute.away_bytes))?;
+        }
+        if let Some(saves) = &self.saves {
+            write!(f, ", copies for saves {}", Gib(saves.buffer_bytes))?;
         }
         if self.ranks > 1 {
             write!(f, "; {} times this on the node", self.ranks)?;
@@ -172,7 +178,11 @@ impl fmt::Display for Hardware {
 }
 
 /// A figure in units of its second part, which its third part names, with where it comes from.
-struct Of<'a>(&'a Figure, f64, &'static str);
+pub(super) struct Of<'a>(
+    pub(super) &'a Figure,
+    pub(super) f64,
+    pub(super) &'static str,
+);
 
 impl fmt::Display for Of<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -104,6 +104,36 @@ fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
 }
 
 #[test]
+fn saves_are_planned_with_their_bytes_and_their_cost() {
+    let lab = Lab::new();
+    let sets = ["train.save_every=2", "train.saves_kept=2"];
+    let run = lab.run("run", &sets).with(&lab.nvme());
+    let (before, _) = plan(&run, &[]);
+    let (none, _) = plan(&lab.run("none", &[]).with(&lab.nvme()), &[]);
+    assert_eq!(none["saves"], serde_json::Value::Null);
+    run.train();
+    let (after, _) = plan(&run, &[]);
+    let number = |value: &serde_json::Value| value.as_f64().expect("a number");
+    let bytes = number(&before["saves"]["save_bytes"]);
+    let on_drive = run.folder.join("saves/step-00000004/tiles.0");
+    let on_drive = std::fs::metadata(on_drive).unwrap().len() as f64;
+    assert!(
+        (bytes / on_drive - 1.0).abs() < 0.2,
+        "{bytes} planned, {on_drive} found"
+    );
+    assert_eq!(number(&before["saves"]["kept_bytes"]), 2.0 * bytes);
+    assert_eq!(number(&before["saves"]["room_bytes"]), 3.0 * bytes);
+    let sources = [&before, &after].map(|plan| &plan["saves"]["write_bytes_per_s"]["source"]);
+    assert_eq!(sources, ["assumed", "measured"]);
+    let rate = number(&after["saves"]["write_bytes_per_s"]["value"]);
+    assert!((number(&after["saves"]["save_s"]) * rate / bytes - 1.0).abs() < 1e-9);
+    assert!((number(&after["saves"]["step_s"]) * 2.0 * rate / bytes - 1.0).abs() < 1e-9);
+    let buffers = number(&after["saves"]["buffer_bytes"]);
+    let host = |plan: &serde_json::Value| number(&plan["host"]["process_bytes"]);
+    assert_eq!(host(&before) - host(&none), buffers);
+}
+
+#[test]
 fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
     let lab = Lab::new();
     let run = lab.run("run", &["train.device=gpu"]);
