@@ -16,7 +16,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 pub(super) use files::{Found, find};
-pub(super) use plain::PIECE_BYTES;
+pub(super) use plain::{PIECE_BYTES, cut};
 pub(super) use record::{Document, Kind};
 
 use super::DataError;

@@ -67,7 +67,7 @@ pub(super) fn pieces(
 
 /// Where a full piece ends: behind its last line that the next begins without a space, as tokenizers cut there too; behind a
 /// character where there is no such line.
-fn cut(piece: &[u8]) -> usize {
+pub(in crate::data) fn cut(piece: &[u8]) -> usize {
     let line = (1..piece.len())
         .rev()
         .find(|&at| piece[at - 1] == b'\n' && !piece[at].is_ascii_whitespace());

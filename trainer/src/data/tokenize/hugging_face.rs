@@ -10,11 +10,13 @@ use super::special::{Special, read_bounded};
 use super::{Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
-use crate::data::read::Document;
+use crate::data::read::{Document, PIECE_BYTES, cut};
 use crate::fingerprint::Fingerprint;
 
 /// The largest published ones have some 40 MB.
 const FILE_BYTES_MAX: u64 = 1 << 30;
+/// Tokenizing takes some hundred bytes for each of these, and what counts is found in the whole of a record.
+const COUNTED_BYTES_MAX: usize = 16 << 20;
 
 /// A tokenizer with what lies beside it.
 pub(in crate::data) struct HuggingFace {
@@ -192,10 +194,24 @@ impl HuggingFace {
         }
     }
 
+    /// A long text in pieces, as a long file is.
     fn ids(&self, text: &str) -> Result<Vec<u32>, String> {
-        let found = self.inner.encode_fast(text, false);
-        let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
-        Ok(found.get_ids().to_vec())
+        let mut ids = Vec::new();
+        let mut rest = text;
+        loop {
+            let piece = match rest.len() > PIECE_BYTES {
+                // Behind a line, or behind a character.
+                true => &rest[..cut(&rest.as_bytes()[..PIECE_BYTES])],
+                false => rest,
+            };
+            rest = &rest[piece.len()..];
+            let found = self.inner.encode_fast(piece, false);
+            let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
+            ids.extend_from_slice(found.get_ids());
+            if rest.is_empty() {
+                return Ok(ids);
+            }
+        }
     }
 
     /// Tokens that have a byte in one of `counted` count; all where it is `None`.
@@ -207,6 +223,13 @@ impl HuggingFace {
         let Some(counted) = counted else {
             return self.ids(text);
         };
+        if text.len() > COUNTED_BYTES_MAX {
+            return Err(format!(
+                "has {} MB: a prompt or a conversation has at most {}",
+                text.len() / 1_000_000,
+                COUNTED_BYTES_MAX / 1_000_000
+            ));
+        }
         let found = self.inner.encode(text, false);
         let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
         let mut ranges = counted.iter().peekable();

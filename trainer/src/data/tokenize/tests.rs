@@ -186,6 +186,22 @@ fn pieces_of_a_text_have_one_beginning_and_one_end() {
     assert_eq!((first.contains(&2), last.last()), (false, Some(&2)));
 }
 
+/// Cut in the middle of everything: a line's end is far away, and every character has three bytes.
+#[test]
+fn a_long_record_is_tokenized_in_pieces_that_lose_nothing() {
+    let tokenizer = open(&fixtures().join("qwen"), None, 512).unwrap();
+    let text = "東京".repeat(crate::data::read::PIECE_BYTES / 4) + "\nend";
+    let document = Document::Text(text.clone());
+    let ids = tokenizer.encode(&document, false, true, ALL).unwrap();
+    assert_eq!(tokenizer.decode(&ids), text + "<|im_end|>");
+    let document = Document::Completion {
+        prompt: "x".repeat(17 << 20),
+        completion: "y".into(),
+    };
+    let message = tokenizer.encode(&document, false, true, COMPLETIONS);
+    assert!(message.unwrap_err().contains("has 17 MB"));
+}
+
 #[test]
 fn a_tokenizer_of_another_model_is_refused() {
     let folder = fixtures().join("qwen");
