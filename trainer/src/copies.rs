@@ -14,8 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::adamw::Hyper;
 use swapper::{Optimizer, TileRange};
+
+use crate::update::Update;
 
 /// Buffers of a tile's param and state: each of two optimizer threads fills one while others are written.
 pub(crate) const BUFFERS: usize = 4;
@@ -116,16 +117,16 @@ pub(crate) struct Copied<O> {
     pub(crate) copies: Copies,
 }
 
-impl<O: Optimizer<Hyper>> Optimizer<Hyper> for Copied<O> {
+impl<O: Optimizer<Update>> Optimizer<Update> for Copied<O> {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        hyper: &Hyper,
+        update: &Update,
     ) {
-        self.optimizer.update(range, param, state, grad, hyper);
+        self.optimizer.update(range, param, state, grad, update);
         self.copies.offer(range, param, state);
     }
 }

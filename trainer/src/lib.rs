@@ -27,6 +27,7 @@ mod lines;
 mod long_work;
 pub mod metrics;
 pub mod model;
+pub mod overflow;
 pub mod plan;
 mod ranks;
 mod reader;

@@ -11,7 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Many times the length of a line.
 const TAIL_BYTES: u64 = 1 << 16;
@@ -21,9 +21,17 @@ const TAIL_BYTES: u64 = 1 << 16;
 pub struct StepMetrics {
     pub step: u64,
     /// Mean over the step's tokens. Written with as many digits as its bits need.
+    #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
     /// Global norm before clipping.
+    #[serde(deserialize_with = "number_or_nan")]
     pub grad_norm: f64,
+    /// What the loss was multiplied with before backward, where it is.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub loss_scale: Option<f64>,
+    /// Whether gradients were not finite, and weights stay as they were.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub skipped: bool,
     pub lr: f64,
     /// Tokens of all steps so far.
     pub tokens: u64,
@@ -63,6 +71,11 @@ pub struct StepMetrics {
     /// Mean loss over held-out text after this step, when it was evaluated.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_loss: Option<f64>,
+}
+
+/// JSON has no number that is not finite, and says null.
+fn number_or_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// The file could not be read or written.
@@ -195,6 +208,8 @@ mod tests {
             step,
             loss: 1.0 / step as f64,
             grad_norm: 0.1,
+            loss_scale: None,
+            skipped: false,
             lr: 1e-3,
             tokens: step * 8,
             step_s: 0.5,
@@ -250,6 +265,23 @@ mod tests {
         assert_eq!(last_step, 1);
         file.write(&line(2)).unwrap();
         assert_eq!(steps(folder.path()), [1, 2]);
+    }
+
+    #[test]
+    fn a_skipped_step_without_a_loss_is_a_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        let overflow = StepMetrics {
+            loss: f64::NAN,
+            grad_norm: f64::INFINITY,
+            skipped: true,
+            loss_scale: Some(65536.0),
+            ..line(1)
+        };
+        file.write(&overflow).unwrap();
+        file.write(&line(2)).unwrap();
+        assert_eq!(steps(folder.path()), [1, 2]);
+        assert_eq!(MetricsFile::last_step(folder.path()), 2);
     }
 
     #[test]

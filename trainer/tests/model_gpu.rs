@@ -102,6 +102,10 @@ impl Case {
                 .iter()
                 .flat_map(|v| half::bf16::from_f32(*v).to_ne_bytes())
                 .collect(),
+            Dtype::Fp16 => values
+                .iter()
+                .flat_map(|v| half::f16::from_f32(*v).to_ne_bytes())
+                .collect(),
         };
         let mut weights = engine.new_weights(unit).unwrap();
         match weights.buffer() {
@@ -198,6 +202,7 @@ impl Case {
             .map(|b| match self.dtype {
                 Dtype::Fp32 => f64::from(f32::from_ne_bytes(b.try_into().unwrap())),
                 Dtype::Bf16 => f64::from(half::bf16::from_ne_bytes([b[0], b[1]]).to_f32()),
+                Dtype::Fp16 => f64::from(half::f16::from_ne_bytes([b[0], b[1]]).to_f32()),
             })
             .collect()
     }
@@ -250,6 +255,7 @@ fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Fp32 => 5e-5,
         Dtype::Bf16 => 4e-2,
+        Dtype::Fp16 => 5e-3,
     }
 }
 

@@ -147,6 +147,7 @@ fn fresh(fixture: &Fixture, engine: &Engine, unit: usize, dtype: Dtype) -> UnitW
         match dtype {
             Dtype::Fp32 => place.copy_from_slice(&value.to_ne_bytes()),
             Dtype::Bf16 => place.copy_from_slice(&half::bf16::from_f32(value).to_ne_bytes()),
+            Dtype::Fp16 => place.copy_from_slice(&half::f16::from_f32(value).to_ne_bytes()),
         }
     }
     weights
@@ -161,6 +162,10 @@ fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
         Dtype::Bf16 => bytes
             .chunks_exact(2)
             .map(|b| half::bf16::from_ne_bytes(b.try_into().unwrap()).to_f32())
+            .collect(),
+        Dtype::Fp16 => bytes
+            .chunks_exact(2)
+            .map(|b| half::f16::from_ne_bytes(b.try_into().unwrap()).to_f32())
             .collect(),
     }
 }
@@ -206,9 +211,19 @@ fn the_first_step_in_bf16_is_near() {
 }
 
 #[test]
+fn the_first_step_in_fp16_is_nearer() {
+    for tied in [false, true] {
+        let fixture = fixture(tied);
+        let (loss, norm) = first_step(&fixture, Dtype::Fp16, 2);
+        assert_close("loss", loss, fixture.loss, 1e-4);
+        assert_close("gradient norm", norm, fixture.grad_norm, 2e-3);
+    }
+}
+
+#[test]
 fn two_threads_give_the_same_bits_each_time() {
     let fixture = fixture(false);
-    for dtype in [Dtype::Fp32, Dtype::Bf16] {
+    for dtype in [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16] {
         let bits = || {
             let (loss, norm) = first_step(&fixture, dtype, 2);
             (loss.to_bits(), norm.to_bits())

@@ -82,10 +82,13 @@ impl Engine {
         Ok(Engine {
             on: device.clone(),
             device: torch_device,
-            arithmetic: Arithmetic::Explicit(Ops::Fused(Box::new(Fused::compile(
-                gpu,
-                torch_device,
-            )?))),
+            arithmetic: Arithmetic::Explicit(match dtype {
+                // The fused kernels know bf16 and fp32.
+                Dtype::Fp16 => Ops::Plain,
+                Dtype::Bf16 | Dtype::Fp32 => {
+                    Ops::Fused(Box::new(Fused::compile(gpu, torch_device)?))
+                }
+            }),
             rotary: rotary.transpose()?,
             logits_elems_max: if explicit::head_is_written_out(config) {
                 explicit::LOGITS_ELEMS_MAX

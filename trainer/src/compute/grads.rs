@@ -2,7 +2,7 @@
 //!
 //! The first contribution to a parameter is kept as it came; from the second on they are summed in fp32 in the order
 //! they come and rounded once at the end. So one micro-batch costs no fp32 buffer, and the sum of several does not
-//! lose what bf16 cannot hold.
+//! lose what 16 bits cannot hold.
 
 use std::ops::Range;
 
@@ -206,10 +206,10 @@ impl GradSink {
     }
 }
 
-/// fp32 in place of bf16; wider kinds as they are.
+/// fp32 in place of 16 bits; wider kinds as they are.
 fn widened(tensor: &Tensor) -> Result<Tensor, ComputeError> {
     Ok(match tensor.kind() {
-        Kind::BFloat16 => tensor.f_to_kind(Kind::Float)?,
+        Kind::BFloat16 | Kind::Half => tensor.f_to_kind(Kind::Float)?,
         _ => tensor.shallow_clone(),
     })
 }

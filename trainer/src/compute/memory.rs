@@ -45,8 +45,8 @@ pub fn working_bytes(
     } else {
         elem_bytes
     };
-    // bf16 weights are widened for products on the CPU, and their gradients come back wide before they are rounded.
-    let widened_bytes = if dtype == Dtype::Bf16 { WIDE_BYTES } else { 0 };
+    // 16-bit weights are widened for products on the CPU, and their gradients come back wide before they are rounded.
+    let widened_bytes = if dtype != Dtype::Fp32 { WIDE_BYTES } else { 0 };
 
     let hidden = config.hidden_size as u64;
     let graph = graph_bytes(config, dropout, micro_batch, seq_len);

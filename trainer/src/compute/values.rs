@@ -15,6 +15,8 @@ use crate::model::{ParamLayout, UnitLayout};
 pub enum Dtype {
     /// 16 bits: norms, rotary tables and losses still compute in fp32 where Hugging Face's model does.
     Bf16,
+    /// 16 bits of which five are the exponent: losses are scaled so that small gradients do not vanish.
+    Fp16,
     /// 32 bits throughout.
     Fp32,
 }
@@ -23,7 +25,7 @@ impl Dtype {
     /// Bytes of one element.
     pub fn elem_bytes(self) -> usize {
         match self {
-            Dtype::Bf16 => 2,
+            Dtype::Bf16 | Dtype::Fp16 => 2,
             Dtype::Fp32 => 4,
         }
     }
@@ -31,6 +33,7 @@ impl Dtype {
     pub(super) fn kind(self) -> Kind {
         match self {
             Dtype::Bf16 => Kind::BFloat16,
+            Dtype::Fp16 => Kind::Half,
             Dtype::Fp32 => Kind::Float,
         }
     }

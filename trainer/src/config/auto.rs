@@ -72,6 +72,11 @@ pub(super) const AUTO: &[Auto] = &[
         "train.steps",
     ),
     (
+        "fp16.enabled",
+        |_| Some(json!(false)),
+        "false, Hugging Face's fp16; fp16.enabled = true in the run file switches it on",
+    ),
+    (
         "bf16.enabled",
         |_| Some(json!(false)),
         "false, Hugging Face's bf16; bf16.enabled = true in the run file switches it on",

@@ -266,7 +266,7 @@ fn operations_in_flight_are_aios_queue_depth() {
     const AT_TOP: &str = r#"{"aio": {"queue_depth": 8, "block_size": 1048576}}"#;
     const IN_ZERO: &str =
         r#"{"zero_optimization": {"aio": {"queue_depth": 16, "thread_count": 1}}}"#;
-    assert_eq!(depth("", "{}").unwrap(), 32);
+    assert_eq!(depth("", "{}").unwrap(), 64);
     assert_eq!(depth("", AT_TOP).unwrap(), 8);
     assert_eq!(depth("", IN_ZERO).unwrap(), 16);
     assert_eq!(depth("offload.iodepth = 8", AT_TOP).unwrap(), 8);
@@ -275,4 +275,68 @@ fn operations_in_flight_are_aios_queue_depth() {
         text.contains("aio.queue_depth: 8 contradicts offload.iodepth = 9"),
         "{text}"
     );
+}
+
+#[test]
+fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
+    let overflow = |deepspeed: &str| {
+        let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
+        read.map(|run| run.overflow)
+    };
+    assert_eq!(overflow("{}").unwrap(), Overflow::Stops);
+    let dynamic = DynamicScale {
+        initial: 65536.0,
+        window: 1000,
+        hysteresis: 2,
+        consecutive_hysteresis: false,
+        min: 1.0,
+    };
+    let fp16 = |rest: &str| overflow(&format!(r#"{{"fp16": {{"enabled": true{rest}}}}}"#));
+    assert_eq!(fp16("").unwrap(), Overflow::Scales(dynamic));
+    assert_eq!(
+        fp16(r#", "loss_scale": 0, "auto_cast": false"#).unwrap(),
+        Overflow::Scales(dynamic)
+    );
+    let fixed = Overflow::Scaled { scale: 128.0 };
+    assert_eq!(
+        fp16(r#", "loss_scale": 128, "loss_scale_window": 0"#).unwrap(),
+        fixed
+    );
+    for (rest, part) in [
+        (
+            r#", "loss_scale": -1"#,
+            "ds.json: fp16.loss_scale: -1: must be 0",
+        ),
+        (
+            r#", "initial_scale_power": 33"#,
+            "fp16.initial_scale_power: 33: must be 0 to 32",
+        ),
+        (
+            r#", "loss_scale_window": 0"#,
+            "fp16.loss_scale_window: 0: must be at least 1",
+        ),
+        (
+            r#", "hysteresis": 0"#,
+            "fp16.hysteresis: 0: must be at least 1",
+        ),
+        (
+            r#", "min_loss_scale": 0"#,
+            "fp16.min_loss_scale: 0: must be above 0",
+        ),
+        (
+            r#", "initial_scale_power": 1, "min_loss_scale": 4"#,
+            "4 is more than the first scale, 2^1 = 2",
+        ),
+        (
+            r#", "fp16_master_weights_and_grads": true"#,
+            "the master is kept in fp32",
+        ),
+        (
+            r#"}, "bf16": {"enabled": true"#,
+            "fp16.enabled: bf16.enabled is true, too",
+        ),
+    ] {
+        let text = fp16(rest).unwrap_err();
+        assert!(text.contains(part), "{text}");
+    }
 }

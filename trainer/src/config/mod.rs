@@ -22,9 +22,10 @@ use serde_json::Value;
 pub use keys::markdown;
 pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
-    ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, FirstWeights,
-    GradientsChoice, KeepChoice, LossOn, OffloadSettings, OptimizerSettings, Packing, Placement,
-    ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings, UpdatePlace,
+    ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
+    FirstWeights, GradientsChoice, KeepChoice, LossOn, OffloadSettings, OptimizerSettings,
+    Overflow, Packing, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
+    UpdatePlace,
 };
 pub use source::Source;
 pub use stage::Stage;

@@ -18,9 +18,10 @@ pub struct RunSettings {
     pub first_weights: FirstWeights,
     /// What is left out at random in training.
     pub dropout: Dropout,
-    /// Parameters and activations. Bf16 keeps its fp32 master split.
+    /// Parameters and activations. Bf16 keeps its fp32 master split, fp16 whole.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,
+    pub overflow: Overflow,
     /// Of one rank.
     pub batch: Batch,
     /// Processes that train the run together.
@@ -72,8 +73,36 @@ impl RunSettings {
 fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(match dtype {
         Dtype::Bf16 => "bf16",
+        Dtype::Fp16 => "fp16",
         Dtype::Fp32 => "fp32",
     })
+}
+
+/// What a step does whose gradients are not finite.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Overflow {
+    /// Ends the run; the step before is kept.
+    Stops,
+    /// Changes no weight, and the run goes on.
+    Skips,
+    /// As `Skips`; the loss is multiplied with a scale that stays, its gradients divided by it.
+    Scaled { scale: f64 },
+    /// As `Scaled`, with a scale that goes down on overflow and up again.
+    Scales(DynamicScale),
+}
+
+/// How a loss scale goes up and down, with DeepSpeed's words.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct DynamicScale {
+    pub initial: f64,
+    /// Steps without overflow after which it doubles.
+    pub window: u64,
+    /// Overflows before it halves.
+    pub hysteresis: u64,
+    /// Whether a step without overflow makes hysteresis whole again; otherwise only a doubling does.
+    pub consecutive_hysteresis: bool,
+    pub min: f64,
 }
 
 /// One rank's samples of a step: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.

@@ -19,6 +19,7 @@ pub struct ConfigToml {
     pub gradient_clipping: Option<f64>,
     pub steps_per_print: Option<u64>,
     pub bf16: Bf16Toml,
+    pub fp16: Fp16Toml,
     pub optimizer: OptimizerToml,
     pub scheduler: SchedulerToml,
     pub zero_optimization: ZeroToml,
@@ -34,6 +35,20 @@ pub struct ConfigToml {
 #[serde(default)]
 pub struct Bf16Toml {
     pub enabled: Option<bool>,
+    pub check_grad_overflow: Option<bool>,
+}
+
+/// `fp16`: DeepSpeed's table of that precision, and of how losses are scaled.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Fp16Toml {
+    pub enabled: Option<bool>,
+    pub loss_scale: Option<f64>,
+    pub initial_scale_power: Option<u64>,
+    pub loss_scale_window: Option<u64>,
+    pub hysteresis: Option<u64>,
+    pub consecutive_hysteresis: Option<bool>,
+    pub min_loss_scale: Option<f64>,
 }
 
 /// `optimizer`: DeepSpeed's choice of optimizer.

@@ -118,6 +118,7 @@ impl Numbers {
     fn of(dtype: Dtype) -> Self {
         match dtype {
             Dtype::Bf16 => Self::Bf16,
+            Dtype::Fp16 => Self::Fp16,
             Dtype::Fp32 => Self::Fp32,
         }
     }

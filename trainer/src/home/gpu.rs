@@ -8,12 +8,12 @@
 //!
 //! 14 bytes a parameter in 16 bit. An update moves 26 of them, at the memory's own speed.
 
-use kernels::adamw::{Hyper, Master};
+use kernels::adamw::Master;
 use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError};
 
 use crate::lines::Lines;
-use crate::update::Decay;
+use crate::update::{Decay, Update};
 
 /// Host bytes that first contents and readings pass through.
 const STAGING_BYTES: usize = 256 << 20;
@@ -119,7 +119,10 @@ impl GpuHome {
     }
 
     /// Updates every unit with the gradients that are in its buffer. The host does not wait.
-    pub(super) fn update(&mut self, hyper: &Hyper) -> Result<StepIo, GpuError> {
+    pub(super) fn update(&mut self, update: &Update) -> Result<StepIo, GpuError> {
+        let Update::Step(hyper) = update else {
+            return Ok(StepIo::default());
+        };
         let kernels = self.gpu.kernels()?;
         for (number, range) in self.layout.ranges().iter().enumerate() {
             let tiles = &self.units[range.unit];

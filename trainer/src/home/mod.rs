@@ -4,11 +4,12 @@
 
 mod gpu;
 
-use kernels::adamw::Hyper;
 use kernels::gpu::GpuError;
 use swapper::{Blank, Canceller, See, Spans, StepIo, StepProgram, Swapper, SwapperError};
 
 pub(crate) use gpu::GpuHome;
+
+use crate::update::Update;
 
 /// Why tiles could not be reached.
 #[derive(Debug, thiserror::Error)]
@@ -21,7 +22,7 @@ pub enum HomeError {
 
 /// The tiles of one rank.
 pub(crate) enum Home {
-    Swapper(Box<Swapper<Hyper>>),
+    Swapper(Box<Swapper<Update>>),
     Gpu(Box<GpuHome>),
 }
 
@@ -57,10 +58,14 @@ impl Home {
     ///
     /// # Errors
     /// What the tiles' place says.
-    pub(crate) fn finish_step(&mut self, hyper: Hyper, blob: Vec<u8>) -> Result<StepIo, HomeError> {
+    pub(crate) fn finish_step(
+        &mut self,
+        update: Update,
+        blob: Vec<u8>,
+    ) -> Result<StepIo, HomeError> {
         match self {
-            Self::Swapper(swapper) => Ok(swapper.finish_step(hyper, blob)?),
-            Self::Gpu(home) => Ok(home.update(&hyper)?),
+            Self::Swapper(swapper) => Ok(swapper.finish_step(update, blob)?),
+            Self::Gpu(home) => Ok(home.update(&update)?),
         }
     }
 

@@ -123,6 +123,7 @@ impl Plan {
         let units = unit_layouts(&settings.model);
         let master = match settings.dtype {
             Dtype::Bf16 => Master::SplitBf16,
+            Dtype::Fp16 => Master::Fp16WholeMaster,
             Dtype::Fp32 => Master::Fp32,
         };
         let mut swapper = swapper_settings(settings, &units, master);

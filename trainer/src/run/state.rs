@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::metrics::StepMetrics;
+use crate::overflow::OverflowState;
 
 const VERSION: u32 = 1;
 
@@ -21,6 +22,9 @@ pub struct RunState {
     pub seed: u64,
     /// Learning rate of the step that was done.
     pub lr: f64,
+    /// Of what is skipped and scaled. `None` before the first step, and in a run older than it.
+    #[serde(default)]
+    pub overflow: Option<OverflowState>,
     /// What the run was trained with until here; a difference on resume is shown.
     pub trained_with: Value,
     /// The metrics of the step that was done: the commit may be the last thing that happened before a crash.
@@ -48,6 +52,7 @@ impl RunState {
             next_sample: 0,
             seed,
             lr: 0.0,
+            overflow: None,
             trained_with,
             last: None,
         }

@@ -24,16 +24,18 @@ pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER
 
 use crate::accelerator::AcceleratorError;
 use crate::compute::{self, ComputeError, Engine};
-use crate::config::{RunSettings, Tier};
+use crate::config::{Overflow, RunSettings, Tier};
 use crate::data::{Corpus, Data, DataError, Frame};
 use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
+use crate::overflow::{Outcome, OverflowState};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::ranks::Ranks;
 use crate::run::{FolderError, SaveError, SaveName, StateError, daemon_folder, resolved};
 use crate::store::StoreError;
 use crate::trace::{Trace, TraceError};
+use crate::update::Update;
 use crate::weights::WeightsError;
 use inputs::InputPlace;
 use lookout::Lookout;
@@ -90,6 +92,10 @@ pub enum TrainError {
         "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, or start again with --fresh", step - 1
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
+    #[error(
+        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, use bf16, or start again with --fresh", step - 1
+    )]
+    LeastScale { step: u64, scale: f64 },
     #[error(
         "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
         run_folder.display()
@@ -261,7 +267,9 @@ fn run_to_its_end(
     let result = training.run_steps(stop);
     match &result {
         // No tile has changed since the step before, which is worth keeping. All ranks have come to the same.
-        Ok(_) | Err(TrainError::Diverged { .. }) => training.keep()?,
+        Ok(_) | Err(TrainError::Diverged { .. } | TrainError::LeastScale { .. }) => {
+            training.keep()?;
+        }
         // Before this rank's part ends, and its private daemon: that is not why.
         Err(error) => {
             ranks.give_up(error);
@@ -272,7 +280,7 @@ fn run_to_its_end(
     drop(lookout);
     match result {
         Ok(asked) => training.end(asked),
-        Err(diverged @ TrainError::Diverged { .. }) => {
+        Err(diverged @ (TrainError::Diverged { .. } | TrainError::LeastScale { .. })) => {
             training.run.close()?;
             Err(diverged)
         }
@@ -415,16 +423,29 @@ impl Training {
     fn step(&mut self) -> Result<(), TrainError> {
         let started = Instant::now();
         let step = self.run.state.step + 1;
-        let lr = learning_rate(&self.settings.lr, step);
+        let rules = self.settings.overflow;
+        let mut overflow = OverflowState::new(&rules, self.run.state.overflow);
+        let scale = overflow.scale;
+        // Steps that changed nothing count for neither the optimizer nor its rate.
+        let update = step - overflow.skipped;
+        let lr = learning_rate(&self.settings.lr, update);
         let gradients = self.stepper.forward_backward(
             &mut self.run.home,
             &self.data,
             self.run.state.next_sample,
+            scale,
             &self.trace,
         )?;
         let Gradients { loss, norm, .. } = gradients;
-        if !(loss.is_finite() && norm.is_finite()) {
-            return Err(TrainError::Diverged { step, loss, norm });
+        let outcome = overflow.step(&rules, loss.is_finite() && norm.is_finite());
+        if outcome == Outcome::Ends {
+            return Err(match rules {
+                Overflow::Scales(dynamic) => TrainError::LeastScale {
+                    step,
+                    scale: dynamic.min,
+                },
+                _ => TrainError::Diverged { step, loss, norm },
+            });
         }
         let planned_bound_s = self.bound_s(&gradients, 0);
         let (settings, state, plan) = (&self.settings, &mut self.run.state, &self.run.plan);
@@ -432,10 +453,14 @@ impl Training {
         state.tokens += settings.step_tokens();
         state.next_sample += settings.step_samples();
         state.lr = lr;
+        state.overflow = Some(overflow);
+        let is_scaled = matches!(rules, Overflow::Scaled { .. } | Overflow::Scales(_));
         let mut metrics = StepMetrics {
             step,
             loss,
             grad_norm: norm,
+            loss_scale: is_scaled.then_some(scale),
+            skipped: outcome == Outcome::Skips,
             lr,
             tokens: state.tokens,
             step_s: started.elapsed().as_secs_f64(),
@@ -466,8 +491,11 @@ impl Training {
             let shown = &self.shown;
             self.saver.begin(step, &|line| say(shown, line))?
         };
-        let hyper = step::hyper(&self.settings, step, norm);
-        let io = self.run.home.finish_step(hyper, blob)?;
+        let update = match outcome {
+            Outcome::Updates => Update::Step(step::hyper(&self.settings, update, norm, scale)),
+            Outcome::Skips | Outcome::Ends => Update::Skip,
+        };
+        let io = self.run.home.finish_step(update, blob)?;
         (self.trace).finish_step(step, started, self.run.home.take_spans());
         if self.trace.has_ended() {
             self.run.home.record_spans(false)?;
@@ -494,6 +522,9 @@ impl Training {
         self.evaluate_if_due(&mut metrics)?;
         if let Some(shown) = &mut self.shown {
             shown.metrics.write(&metrics)?;
+            if metrics.skipped {
+                shown.progress.say(&skipped(&metrics, &overflow));
+            }
             shown.progress.step(&metrics, self.settings.step_tokens());
         }
         self.run.state.last = Some(metrics);
@@ -617,6 +648,17 @@ fn say(shown: &Option<Shown>, line: &str) {
     if let Some(shown) = shown {
         shown.progress.say(line);
     }
+}
+
+/// Why a step changed nothing, and what is tried next.
+fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
+    let (step, scale) = (metrics.step, next.scale);
+    let next = match metrics.loss_scale {
+        None => "weights stay as they are".into(),
+        Some(now) if now == scale => format!("weights stay as they are, the scale stays {scale}"),
+        Some(now) => format!("weights stay as they are, the scale goes from {now} to {scale}"),
+    };
+    format!("step {step:>5} skipped: its gradients are not finite; {next}")
 }
 
 /// What is going to happen, before it does.

@@ -41,7 +41,7 @@ struct MicroBatch {
 pub(super) struct Gradients {
     /// Mean over the step's tokens that count.
     pub(super) loss: f64,
-    /// Global, before clipping.
+    /// Global, before clipping; of the loss itself, not of its scaled gradients.
     pub(super) norm: f64,
     /// Seconds of computing, without waiting for weights.
     pub(super) forward_s: f64,
@@ -57,6 +57,8 @@ pub(super) struct Gradients {
 struct Counted {
     own: f64,
     all: f64,
+    /// What the loss is multiplied with before it goes back.
+    scale: f64,
 }
 
 impl Counted {
@@ -142,13 +144,14 @@ impl Stepper {
         Self { inputs, ..self }
     }
 
-    /// Forward and backward over this rank's samples of a step that begins with `first_sample`; every unit's gradients are
-    /// summed over the ranks and scattered.
+    /// Forward and backward over this rank's samples of a step that begins with `first_sample`; every unit's gradients, of the
+    /// loss times `scale`, are summed over the ranks and scattered.
     pub(super) fn forward_backward(
         &mut self,
         home: &mut Home,
         data: &Data,
         first_sample: u64,
+        scale: f64,
         trace: &Trace,
     ) -> Result<Gradients, TrainError> {
         // Ranks take the step's samples in their order, as one rank would take them in more micro-batches.
@@ -163,7 +166,7 @@ impl Stepper {
         } else {
             own * self.shards.count() as f64
         };
-        let counted = Counted { own, all };
+        let counted = Counted { own, all, scale };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
@@ -180,7 +183,7 @@ impl Stepper {
             held_bytes = held_bytes.max(pass.held_bytes());
         }
         // Asked last: a GPU is waited for here, and nowhere before.
-        let norm = self.mover.norm(&self.shards)?;
+        let norm = self.mover.norm(&self.shards)? / scale;
         // This rank's mean, as much of the step's as its tokens are.
         let mut loss = [match own {
             0.0 => 0.0,
@@ -212,7 +215,11 @@ impl Stepper {
             .collect::<Result<_, _>>()?;
         // All ranks evaluate the same.
         let own = counted(&batches);
-        let counted = Counted { own, all: own };
+        let counted = Counted {
+            own,
+            all: own,
+            scale: 1.0,
+        };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         home.begin_step(turns::program(&self.forward))?;
         pass.goes_back = false;
@@ -372,8 +379,8 @@ impl Stepper {
     }
 }
 
-/// What the update of step `step` follows from: the settings, and the norm of its gradients.
-pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64) -> Hyper {
+/// What update number `step` follows from: the settings, and the norm of its gradients, which are `scale` times too large.
+pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) -> Hyper {
     let optimizer = &settings.optimizer;
     let [beta1, beta2] = betas(&settings.lr, step).unwrap_or(optimizer.betas);
     Hyper {
@@ -383,7 +390,7 @@ pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64) -> Hyper {
         eps: optimizer.eps as f32,
         weight_decay: optimizer.weight_decay as f32,
         step,
-        grad_scale: clip_factor(settings.gradient_clipping, norm) as f32,
+        grad_scale: (clip_factor(settings.gradient_clipping, norm) / scale) as f32,
     }
 }
 
@@ -412,7 +419,7 @@ fn head_turn(
     for (batch, input) in batches.iter().zip(inputs) {
         let tied = engine.config().tied;
         let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
-        let share = counted.share(batch);
+        let share = counted.share(batch) * counted.scale;
         let (loss, grad) =
             engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
         losses.push(loss);
@@ -436,11 +443,14 @@ fn counted(batches: &[MicroBatch]) -> f64 {
 
 /// Over this rank's tokens that count; 0 where none does.
 fn mean(pass: &Pass) -> Result<f64, ComputeError> {
-    let Counted { own, .. } = pass.counted;
-    let own = Counted { own, all: own };
+    let own = pass.counted.own;
+    let counted = Counted {
+        all: own,
+        ..pass.counted
+    };
     let mut losses = pass.losses.iter().zip(&pass.batches);
     losses.try_fold(0.0, |sum, (loss, batch)| {
-        Ok(sum + loss.value()? * own.share(batch))
+        Ok(sum + loss.value()? * counted.share(batch))
     })
 }
 

@@ -16,6 +16,7 @@ mod leftovers;
 mod memory;
 mod model_folder;
 mod models;
+mod overflow;
 mod paced;
 mod parity;
 mod plan;

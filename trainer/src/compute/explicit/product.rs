@@ -63,5 +63,5 @@ fn transposed(x: &Tensor) -> Result<Tensor, ComputeError> {
 
 /// Whether products of this tensor go through fp32 copies.
 fn widens(x: &Tensor) -> bool {
-    x.kind() == Kind::BFloat16 && x.device() == Device::Cpu
+    matches!(x.kind(), Kind::BFloat16 | Kind::Half) && x.device() == Device::Cpu
 }

@@ -5,6 +5,7 @@ mod data;
 mod model;
 mod optimizer;
 mod placement;
+mod precision;
 mod schedule;
 
 use std::path::PathBuf;
@@ -14,7 +15,6 @@ use super::{
     ActivationsChoice, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
     Placement, RunSettings, Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
 };
-use crate::compute::Dtype;
 
 /// Tokens of a window beyond this are a typing error, not a model.
 const SEQ_LEN_MAX: u64 = 1 << 20;
@@ -33,7 +33,6 @@ pub(super) fn resolve(
     mut notes: Vec<String>,
 ) -> Result<RunSettings, SettingsError> {
     let ConfigToml {
-        bf16,
         optimizer,
         scheduler,
         zero_optimization,
@@ -58,6 +57,7 @@ pub(super) fn resolve(
     let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
     let optimizer = optimizer::optimizer(optimizer)?;
     let lr = schedule::schedule(scheduler, optimizer.lr, steps, &mut notes)?;
+    let (dtype, overflow) = precision::precision(&config)?;
     let placement = placement::placement(zero_optimization, offload, &mut notes)?;
     let model::Resolved {
         config: model,
@@ -127,11 +127,8 @@ pub(super) fn resolve(
         model_folder,
         first_weights,
         dropout,
-        dtype: if bf16.enabled.unwrap_or(false) {
-            Dtype::Bf16
-        } else {
-            Dtype::Fp32
-        },
+        dtype,
+        overflow,
         batch,
         ranks,
         gradient_clipping,

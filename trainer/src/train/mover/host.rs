@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use kernels::adamw::{Hyper, Master};
+use kernels::adamw::Master;
 use kernels::collective::Pending;
 use kernels::reduce::{GradType, sum_squares};
 use kernels::torch::HostBuffer;
@@ -19,6 +19,7 @@ use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
 use crate::trace::{Trace, Track};
+use crate::update::Update;
 
 /// Buffers and moves on the host.
 pub(in crate::train) struct HostMover {
@@ -207,7 +208,7 @@ impl HostMover {
 }
 
 /// The processor computes with what a swapper has.
-fn swapper_of(home: &mut Home) -> &mut Swapper<Hyper> {
+fn swapper_of(home: &mut Home) -> &mut Swapper<Update> {
     match home {
         Home::Swapper(swapper) => swapper,
         Home::Gpu(_) => panic!("tiles in a GPU, and the processor computes"),

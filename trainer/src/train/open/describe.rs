@@ -66,6 +66,7 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "ranks": lines["ranks"],
         "stage": lines["placement"]["stage"],
         "gradient_clipping": lines["gradient_clipping"],
+        "overflow": lines["overflow"],
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],
         "text": Value::Null,

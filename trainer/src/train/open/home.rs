@@ -1,6 +1,5 @@
 //! Where a run's tiles will be, and what updates them there.
 
-use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
 use swapper::{Opened, Optimizer, Swapper};
 
@@ -10,7 +9,7 @@ use crate::config::{Durability, UpdatePlace};
 use crate::copies::{Copied, Copies};
 use crate::home::{GpuHome, Home};
 use crate::plan::Plan;
-use crate::update::{CpuUpdate, Decay, GpuUpdate};
+use crate::update::{CpuUpdate, Decay, GpuUpdate, Update};
 
 /// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
 const GPU_UPDATERS: usize = 3;
@@ -56,8 +55,8 @@ impl Prepared {
         plan: &Plan,
         decay: &Decay,
         copies: &Copies,
-    ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
-        let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
+    ) -> Result<Vec<Box<dyn Optimizer<Update>>>, TrainError> {
+        let mut optimizers: Vec<Box<dyn Optimizer<Update>>> = Vec::new();
         let gpu = self
             .gpu
             .as_ref()

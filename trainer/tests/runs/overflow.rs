@@ -1,0 +1,178 @@
+//! fp16 with a scaled loss, and steps whose gradients are not finite.
+//!
+//! What could go wrong: a scaled gradient is not divided again, or its norm is clipped as it is; a step that overflowed changes
+//! a weight, a moment, or the count that bias correction and the learning rate go by; the scale is not resumed; ranks decide
+//! differently; a run without hope goes on for ever.
+
+use crate::lab::{Lab, Run, succeed};
+
+const FP16: &str = "fp16.enabled=true";
+
+/// Too large a scale to begin with: some steps overflow, then the run learns.
+const TOO_LARGE: [&str; 4] = [
+    FP16,
+    "fp16.initial_scale_power=22",
+    "fp16.hysteresis=1",
+    "train.steps=14",
+];
+
+fn numbers(run: &Run, key: &str) -> Vec<f64> {
+    let metrics = run.metrics();
+    // Null where it is not finite.
+    let number = |line: &serde_json::Value| line[key].as_f64().unwrap_or(f64::NAN);
+    metrics.iter().map(number).collect()
+}
+
+/// Which steps changed nothing.
+fn skipped(run: &Run) -> Vec<bool> {
+    let metrics = run.metrics();
+    metrics.iter().map(|line| line["skipped"] == true).collect()
+}
+
+/// What the tiles hold, without the step.
+fn tiles(run: &Run) -> String {
+    let digest = run.digest();
+    digest.lines().skip(1).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn fp16_learns_what_fp32_does_with_one_rank_or_two() {
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=20",
+        "train_batch_size=8",
+        "gradient_clipping=0.5",
+    ];
+    let wide = lab.run("fp32", &sets);
+    wide.train();
+    let check = |narrow: &Run| {
+        assert_eq!(skipped(narrow), [false; 20]);
+        for key in ["loss", "grad_norm"] {
+            let pairs = numbers(narrow, key).into_iter().zip(numbers(&wide, key));
+            for (step, (narrow, wide)) in pairs.enumerate() {
+                let off = ((narrow - wide) / wide).abs();
+                assert!(
+                    off < 0.01,
+                    "{key} of step {}: {narrow}, not {wide}",
+                    step + 1
+                );
+            }
+        }
+    };
+    let adaptive = lab
+        .run("adaptive", &sets)
+        .with(&[FP16, "fp16.initial_scale_power=10"]);
+    let said = adaptive.train();
+    assert!(said.contains("dtype = \"fp16\""), "{said}");
+    assert_eq!(numbers(&adaptive, "loss_scale"), [1024.0; 20]);
+    check(&adaptive);
+    let ranks = lab.run("ranks", &sets).with(&[FP16, "fp16.loss_scale=512"]);
+    succeed(ranks.launch(2));
+    assert_eq!(numbers(&ranks, "loss_scale"), [512.0; 20]);
+    check(&ranks);
+}
+
+#[test]
+fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
+    let lab = Lab::new();
+    let run = |until: u64| {
+        let until = format!("train.stop_after={until}");
+        lab.run("run", &TOO_LARGE).with(&[until])
+    };
+    let said = run(1).train();
+    assert!(
+        said.contains("skipped: its gradients are not finite; weights stay as they are, the scale goes from 4194304 to 2097152"),
+        "{said}"
+    );
+    let fresh = tiles(&run(1));
+    run(2).train();
+    let both = run(2);
+    assert_eq!(skipped(&both), [true, true]);
+    assert_eq!(tiles(&both), fresh, "not a bit changed");
+    run(14).train();
+    let all = run(14);
+    let skipped = skipped(&all);
+    let count = skipped.iter().filter(|skipped| **skipped).count();
+    assert!((2..12).contains(&count) && !skipped[13], "{skipped:?}");
+    assert_ne!(tiles(&all), fresh);
+    // The optimizer's first step is the first that counts: its rate is what the schedule begins with, and it learns after.
+    let (rates, losses) = (numbers(&all, "lr"), numbers(&all, "loss"));
+    assert!(
+        rates[..=count + 1].iter().all(|rate| *rate == 0.0),
+        "{rates:?}"
+    );
+    assert!(rates[count + 2] > 0.0, "{rates:?}");
+    assert!(losses[13] < losses[0] - 0.02, "{losses:?}");
+    let scales = numbers(&all, "loss_scale");
+    assert_eq!(scales[0] / scales[13], (count as f64).exp2());
+}
+
+#[test]
+fn where_tiles_live_and_where_a_run_was_cut_makes_no_difference_to_overflows() {
+    let lab = Lab::new();
+    let whole = lab.run("whole", &TOO_LARGE);
+    whole.train();
+    // The least that a whole master beside the moments needs.
+    let staging = ["offload.staging_bytes=150000"];
+    let parts = || {
+        lab.run("parts", &TOO_LARGE)
+            .with(&lab.nvme())
+            .with(&staging)
+    };
+    for until in [1, 3, 9, 14] {
+        parts().with(&[format!("train.stop_after={until}")]).train();
+    }
+    for key in ["loss_scale", "lr"] {
+        assert_eq!(parts().bits(key), whole.bits(key), "{key}");
+    }
+    let bits = |run: &Run| {
+        numbers(run, "loss")
+            .iter()
+            .map(|loss| loss.to_bits())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(bits(&parts()), bits(&whole));
+    assert_eq!(tiles(&parts()), tiles(&whole));
+}
+
+#[test]
+fn a_run_whose_scale_cannot_go_lower_ends() {
+    let lab = Lab::new();
+    let hopeless = [
+        "fp16.initial_scale_power=32",
+        "fp16.min_loss_scale=2147483648",
+    ];
+    let run = lab.run("run", &TOO_LARGE).with(&hopeless);
+    let text = run.refused();
+    for part in [
+        "step 2: gradients are not finite",
+        "2147483648 (fp16.min_loss_scale)",
+        "Step 1 was kept",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(run.digest().starts_with("step 1\n"));
+}
+
+#[test]
+fn bf16_stops_at_an_overflow_or_skips_it_as_asked() {
+    let lab = Lab::new();
+    let wild = [
+        "bf16.enabled=true",
+        "optimizer.params.lr=1e38",
+        "scheduler={}",
+        "gradient_clipping=0",
+    ];
+    let text = lab.run("stops", &wild).refused();
+    assert!(text.contains("training diverged"), "{text}");
+    let skips = lab
+        .run("skips", &wild)
+        .with(&["bf16.check_grad_overflow=true"]);
+    let said = skips.train();
+    assert!(
+        said.contains("skipped: its gradients are not finite; weights stay as they are"),
+        "{said}"
+    );
+    let skipped = skipped(&skips);
+    assert!(!skipped[0] && skipped[5], "{skipped:?}");
+}
