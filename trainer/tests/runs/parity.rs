@@ -1,7 +1,9 @@
-//! Twenty steps in fp32 are those of a plain PyTorch loop over the same text from the same weights.
+//! Twenty steps in fp32 are those of a plain PyTorch loop over the same text from the same weights; ten steps of each
+//! architecture those of Hugging Face's library, from the directory it saved.
 //!
 //! What could go wrong: a wrong formula that still learns (a bias correction off by one step, decay on norms, a clip by the
-//! wrong norm, windows in another order). `fixtures/llama_losses.py` shares no code with the trainer.
+//! wrong norm, windows in another order). `fixtures/llama_losses.py` shares no code with the trainer, nor does
+//! `fixtures/hf/make.py`.
 
 use serde_json::{Value, json};
 
@@ -60,4 +62,55 @@ fn twenty_steps_are_those_of_plain_pytorch() {
             assert_eq!(ours.len(), theirs.len());
         }
     }
+}
+
+#[test]
+fn ten_steps_of_each_architecture_are_hugging_faces() {
+    let lab = Lab::new();
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).expect("it is there");
+    let fixture: Value = serde_json::from_str(&text).expect("the fixture is JSON");
+    let run = &fixture["run"];
+    let one = |name: &str, how: &str, micro_batch: u64, sets: &[String]| {
+        let full_name = format!("{name}-{how}");
+        let settings = json!({
+            "train_batch_size": run["batch"],
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_clipping": run["gradient_clipping"],
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": run["lr"], "betas": [run["beta1"], run["beta2"]], "eps": run["eps"],
+                "weight_decay": run["weight_decay"]
+            }},
+            "model": {"path": fixtures.join("hf").join(name)},
+            "data": {"files": [fixtures.join("text.txt")]},
+            "train": {
+                "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1,
+                "run_folder": lab.path(&full_name)
+            }
+        });
+        let trained = lab.run_of_json(&full_name, &settings).with(sets);
+        trained.train();
+        for (key, list) in [("loss", "losses"), ("grad_norm", "grad_norms")] {
+            let theirs = fixture[name][how][list].as_array().expect("a list");
+            let ours = trained.bits(key).into_iter().map(f64::from_bits);
+            assert_eq!((ours.len(), theirs.len()), (10, 10));
+            for (step, (ours, theirs)) in ours.zip(theirs).enumerate() {
+                let off = (ours / theirs.as_f64().expect("a number") - 1.0).abs();
+                assert!(
+                    off < 2e-5,
+                    "{full_name}, {key} of step {}: {ours}, the library {theirs}: {off:.1e} apart",
+                    step + 1
+                );
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for name in crate::model_folder::ALL {
+            let (one, nvme) = (&one, lab.nvme());
+            scope.spawn(move || {
+                one(name, "at_once", 4, &[]);
+                one(name, "accumulated", 2, &nvme);
+            });
+        }
+    });
 }
