@@ -36,12 +36,16 @@ enum Command {
   trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
   trainer train RUN.toml --deepspeed ds_config.json                                  # DeepSpeed's file as it is, below the run file
+  trainer train RUN.toml --from runs/first --set train.run_folder=runs/second        # another run's weights, other data
   trainer train configs/demo.toml --fresh                                            # forget the run and start again
   trainer train configs/demo.toml --resume-from 120                                  # go back to the save of step 120
   trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
     Train {
         #[command(flatten)]
         run: SourceArgs,
+        /// Start with the weights of this run (its folder), or of this directory of Hugging Face's. The optimizer starts anew.
+        #[arg(long, value_name = "FOLDER")]
+        from: Option<PathBuf>,
         /// Forget what an earlier run of the same folder left, in the folder and in the store.
         #[arg(long)]
         fresh: bool,
@@ -193,12 +197,13 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Train {
             run,
+            from,
             fresh,
             resume_from,
             trace,
         } => {
             let world = World::from_env()?;
-            let settings = run.settings(Some(world.ranks))?;
+            let settings = run.settings_from(from.as_deref(), Some(world.ranks))?;
             let start = match resume_from {
                 Some(save) => Start::Save(save),
                 None if fresh => Start::Fresh,
@@ -237,7 +242,9 @@ fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
     let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());
     match cli.command {
-        Command::Train { run, .. } => run.settings(Some(ranks)).map(drop),
+        Command::Train { run, from, .. } => {
+            run.settings_from(from.as_deref(), Some(ranks)).map(drop)
+        }
         _ => unreachable!("it was parsed as `train`"),
     }
 }

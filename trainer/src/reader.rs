@@ -40,6 +40,14 @@ pub(crate) struct RunReader {
 ///
 /// # Errors
 /// There is no run, or one that this program does not know.
+/// The model that the run in `folder` trains.
+///
+/// # Errors
+/// As of [`RunReader::open`], as far as the run's record says.
+pub(crate) fn model_of_run(folder: &Path) -> Result<ModelConfig, TrainError> {
+    described(folder).map(|(_, written)| written.model)
+}
+
 fn described(folder: &Path) -> Result<(RunDescription, Written), TrainError> {
     let description = RunFolder::described(folder)?.ok_or_else(|| TrainError::NoRun {
         folder: folder.to_owned(),

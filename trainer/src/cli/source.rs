@@ -1,6 +1,6 @@
 //! Where a run's settings come from, as arguments of every command that reads a run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use trainer::config::{RunSettings, Source};
@@ -22,6 +22,20 @@ pub(crate) struct SourceArgs {
 impl SourceArgs {
     pub(crate) fn settings(&self, ranks: Option<u32>) -> anyhow::Result<RunSettings> {
         read(&self.file, &self.deepspeed, &self.sets, ranks)
+    }
+
+    /// The same, started with the weights in `from`, if that names a folder.
+    pub(crate) fn settings_from(
+        &self,
+        from: Option<&Path>,
+        ranks: Option<u32>,
+    ) -> anyhow::Result<RunSettings> {
+        let mut sets = self.sets.clone();
+        if let Some(from) = from {
+            let path = toml::Value::String(from.to_string_lossy().into_owned());
+            sets.push(format!("model.from={path}"));
+        }
+        read(&self.file, &self.deepspeed, &sets, ranks)
     }
 }
 

@@ -133,6 +133,8 @@ pub enum FirstWeights {
     Random,
     /// Those in the model's directory.
     Files,
+    /// Those that the run in a folder holds.
+    Run(PathBuf),
 }
 
 /// AdamW with decoupled weight decay.

@@ -156,11 +156,12 @@ impl Paths {
 
 /// The model: a directory of Hugging Face's (`path`), or its shape with Hugging Face's names, or both: what is named here then
 /// takes the place of what the directory's `config.json` says. Which keys a model has depends on its architecture. `init`
-/// says whether a fresh run takes the weights that are there.
+/// says whether a fresh run takes the weights that are there; `from` is the folder of a run whose weights it takes instead.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelToml {
     pub path: Option<PathBuf>,
+    pub from: Option<PathBuf>,
     pub init: Option<String>,
     pub model_type: Option<String>,
     pub vocab_size: Option<u64>,

@@ -73,7 +73,7 @@ pub enum ExportError {
     #[error("another export writes to {}: wait for it, or name another directory", partial.display())]
     Busy { partial: PathBuf },
     #[error(
-        "the file system of {} has {} free, the export takes {}: free some, or export to another one",
+        "the file system of {} has {} free, the weights take {}: free some, or use another one",
         folder.display(), Gib(*free_bytes), Gib(*needed_bytes)
     )]
     TooLittleSpace {
@@ -147,6 +147,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
         &partial.path,
         numbers.element(),
         export.shard_bytes,
+        "exporting",
     )?;
     write_rest(&reader, &partial.path, numbers.element())?;
     let done = Exported {
@@ -161,8 +162,8 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     Ok(done)
 }
 
-/// Writes the weights that `reader` reads into `folder`, and their index if they are more than one file. Answers how many
-/// files, and bytes of them.
+/// Writes the weights that `reader` reads into `folder`, and their index if they are more than one file; `what` says so while
+/// it lasts. Answers how many files, and bytes of them.
 ///
 /// # Errors
 /// As [`export`].
@@ -171,11 +172,12 @@ pub(crate) fn write_weights(
     folder: &Path,
     element: Element,
     shard_bytes: u64,
+    what: &str,
 ) -> Result<(usize, u64), ExportError> {
     let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
     check_space(folder, shards.bytes())?;
     let mut writer = Writer::make(folder, &shards, reader.master)?;
-    let mut work = LongWork::new("exporting", shards.bytes(), true);
+    let mut work = LongWork::new(what, shards.bytes(), true);
     let mut failed = None;
     reader.visit(&mut |range, param, state| {
         if failed.is_none() {

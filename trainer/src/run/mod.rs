@@ -6,10 +6,10 @@ mod model_files;
 mod save;
 mod state;
 
-pub use folder::{FolderError, RunDescription, RunFolder};
 pub(crate) use folder::{
-    daemon_folder, differences, job_name, make_folder, resolved, tokens_folder,
+    Difference, daemon_folder, differences, job_name, make_folder, resolved, tokens_folder,
 };
+pub use folder::{FolderError, RunDescription, RunFolder};
 pub(crate) use model_files::ModelFiles;
 pub use save::{
     Save, SaveDescription, SaveError, SaveFolder, SaveName, SavedFile, Saves, TileWriter,

@@ -12,12 +12,12 @@ use crate::model::parse;
 /// Of a run's folder.
 const FOLDER: &str = "model";
 const CONFIG: &str = "config.json";
-/// What Hugging Face's library writes beside `config.json` and weights.
-const OTHERS: &[&str] = &[
+const GENERATION: &str = "generation_config.json";
+/// What Hugging Face's library writes of a tokenizer.
+const TOKENIZER: &[&str] = &[
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -41,30 +41,43 @@ impl ModelFiles {
         }
     }
 
-    /// Copies those that are in `from`, in the place of what was there before.
+    /// Where they are, if there are any.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Copies those that are in the folders of the model and of its tokenizer, in the place of what was there before.
     ///
     /// # Errors
     /// One cannot be copied.
-    pub(crate) fn keep(&self, from: &Path) -> Result<(), FolderError> {
+    pub(crate) fn keep(
+        &self,
+        model: Option<&Path>,
+        tokenizer: Option<&Path>,
+    ) -> Result<(), FolderError> {
         let failed = |verb, path: &Path| {
             let path = path.to_owned();
             move |source| FolderError::Io { verb, path, source }
         };
         self.forget()?;
-        let there = |name: &&str| {
-            let metadata = fs::metadata(from.join(name));
+        let there = |path: &PathBuf| {
+            let metadata = fs::metadata(path);
             metadata.is_ok_and(|found| found.is_file() && found.len() <= FILE_BYTES_MAX)
         };
-        let names: Vec<&str> = std::iter::once(CONFIG)
-            .chain(OTHERS.iter().copied())
-            .filter(there)
-            .collect();
-        if names.is_empty() {
+        let of = |folder: Option<&Path>, names: &[&str]| {
+            let paths = names.iter().filter_map(|name| Some(folder?.join(name)));
+            paths.filter(there).collect::<Vec<_>>()
+        };
+        let mut paths = of(model, &[CONFIG, GENERATION]);
+        paths.extend(of(tokenizer, TOKENIZER));
+        if paths.is_empty() {
             return Ok(());
         }
         fs::create_dir(&self.folder).map_err(failed("make the folder", &self.folder))?;
-        for name in names {
-            let (from, to) = (from.join(name), self.folder.join(name));
+        for from in paths {
+            let to = self
+                .folder
+                .join(from.file_name().expect("a file has a name"));
             fs::copy(&from, &to)
                 .and_then(|_| File::open(&to)?.sync_all())
                 .map_err(failed("copy", &from))?;
@@ -88,7 +101,8 @@ impl ModelFiles {
 
     /// The other files that are there.
     pub(crate) fn others(&self) -> Vec<PathBuf> {
-        let paths = OTHERS.iter().map(|name| self.folder.join(name));
+        let names = std::iter::once(&GENERATION).chain(TOKENIZER);
+        let paths = names.map(|name| self.folder.join(name));
         paths.filter(|path| path.is_file()).collect()
     }
 }

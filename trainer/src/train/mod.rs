@@ -26,6 +26,7 @@ use crate::accelerator::AcceleratorError;
 use crate::compute::{self, ComputeError, Engine};
 use crate::config::{Overflow, RunSettings, Tier};
 use crate::data::{Corpus, Data, DataError, Frame};
+use crate::export::ExportError;
 use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
@@ -60,6 +61,10 @@ pub enum TrainError {
     Swapper(#[from] SwapperError),
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    #[error("model.from: {0}")]
+    FirstRun(Box<ExportError>),
+    #[error("model.from: {} is this run's own folder: name another train.run_folder for the new run", folder.display())]
+    FromItself { folder: PathBuf },
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(transparent)]

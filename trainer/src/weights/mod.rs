@@ -94,7 +94,7 @@ pub enum WeightsError {
 
 impl WeightsError {
     /// For `map_err` where `verb` was tried on `path`.
-    fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+    pub(crate) fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { verb, path, source }
     }

@@ -227,3 +227,58 @@ fn all_parameters_decay_where_the_run_says_so() {
         assert_eq!(vector, kept != decayed, "{name}");
     }
 }
+
+#[test]
+fn another_runs_weights_start_a_new_run() {
+    let lab = Lab::new();
+    let first = moving_run(&lab, "first", &fixture("qwen3")).with(&lab.nvme());
+    first.train();
+    let expected = lab.path("first-out");
+    export(&first, &expected, &[]);
+    let from = |name: &str| {
+        let set = format!("model={{from = \"{}\"}}", first.folder.display());
+        let sets = ["train.steps=2", "scheduler={}", "optimizer.params.lr=0.0"];
+        lab.run(name, &sets)
+            .with(&[&set])
+            .with(&["optimizer.params.weight_decay=0.0"])
+    };
+    // Cut otherwise, in another place, with other ranks.
+    let second = from("second").with(&["offload.tile_elems=8192"]);
+    let said = succeed(second.launch(2));
+    let started = format!(
+        "started with the weights of step 2 of {}",
+        first.folder.display()
+    );
+    assert!(said.contains(&started), "{said}");
+    let out = lab.path("second-out");
+    export(&second, &out, &[]);
+    assert!(tensors(&expected) == tensors(&out));
+    assert!(!second.folder.join("first-weights").exists());
+    assert_eq!(second.metrics().len(), 2);
+    // The flag, and a directory in the place of a run.
+    let third = lab.run("third", &["model={}", "train.steps=1", "scheduler={}"]);
+    let mut command = third.command("train");
+    command.arg("--from").arg(&out);
+    let said = succeed(command);
+    assert!(
+        said.contains(&format!("started with the weights in {}", out.display())),
+        "{said}"
+    );
+    // Another model, this run itself, and nothing at all.
+    let text = from("other").with(&["model.num_hidden_layers=3"]).refused();
+    assert!(
+        text.contains("model.from: the run in ") || text.contains("is missing"),
+        "{text}"
+    );
+    let path = format!("model.path={}", fixture("qwen2").display());
+    let text = from("other").with(&[path]).refused();
+    assert!(text.contains("has another model: its "), "{text}");
+    let own = format!("train.run_folder={}", first.folder.display());
+    let mut command = from("own").with(&[own]).command("train");
+    command.arg("--fresh");
+    let text = crate::lab::fail(command);
+    assert!(text.contains("is this run's own folder"), "{text}");
+    assert!(first.digest().starts_with("step 2"));
+    let text = from("none").with(&["model.from=/nowhere"]).refused();
+    assert!(text.contains("there is no /nowhere"), "{text}");
+}

@@ -11,6 +11,8 @@ use crate::config::toml::ModelToml;
 use crate::config::{FirstWeights, SettingsError};
 use crate::data::VOCAB_SIZE;
 use crate::model::{Dropout, HfModel, ModelConfig, parse};
+use crate::reader::model_of_run;
+use crate::run::{Difference, ModelFiles, differences, resolved};
 use crate::weights::{self, Found, WeightsError};
 
 /// A `config.json` is some kilobytes; more is another file.
@@ -25,6 +27,43 @@ pub(super) struct Resolved {
 }
 
 pub(super) fn model(
+    given: &ModelToml,
+    seq_len: u64,
+    notes: &mut Vec<String>,
+) -> Result<Resolved, SettingsError> {
+    let resolved = match &given.from {
+        None => described(given, seq_len, notes)?,
+        Some(from) if from.join("run.json").exists() => of_run(from, given, seq_len, notes)?,
+        Some(from) if given.path.is_none() => {
+            let path = Some(from.clone());
+            let given = ModelToml {
+                path,
+                ..given.clone()
+            };
+            described(&given, seq_len, notes)?
+        }
+        Some(from) => {
+            return Err(value(
+                "model.from",
+                format!(
+                    "{} holds no run, and model.path names another directory: leave one out",
+                    from.display()
+                ),
+            ));
+        }
+    };
+    let most = resolved.config.max_position_embeddings;
+    if seq_len > most as u64 {
+        return Err(value(
+            "train.seq_len",
+            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
+        ));
+    }
+    Ok(resolved)
+}
+
+/// A model of its directory, of inline keys, or of both.
+fn described(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
@@ -63,13 +102,6 @@ pub(super) fn model(
         notes: more,
     } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
     notes.extend(more);
-    if seq_len > config.max_position_embeddings as u64 {
-        let most = config.max_position_embeddings;
-        return Err(value(
-            "train.seq_len",
-            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
-        ));
-    }
     let first_weights = first_weights(given, folder.as_deref(), notes)?;
     Ok(Resolved {
         config,
@@ -77,6 +109,56 @@ pub(super) fn model(
         first_weights,
         dropout,
     })
+}
+
+/// The model of the run in the folder `from`, to start with its weights. What else describes the model must describe this one.
+fn of_run(
+    from: &Path,
+    given: &ModelToml,
+    seq_len: u64,
+    notes: &mut Vec<String>,
+) -> Result<Resolved, SettingsError> {
+    let wrong = |message: String| value("model.from", message);
+    if given.init.as_deref().is_some_and(|init| init != "auto") {
+        return Err(wrong(
+            "contradicts model.init: leave one of them out".into(),
+        ));
+    }
+    let config = model_of_run(from).map_err(|error| wrong(error.to_string()))?;
+    let first_weights = FirstWeights::Run(resolved(from));
+    if given.path.is_none() && inline_keys(given).is_empty() {
+        let files = ModelFiles::of(from);
+        let own = files
+            .config()
+            .map(|file| HfModel::read(Some(file), Map::new()));
+        return Ok(Resolved {
+            config,
+            folder: files.folder().is_dir().then(|| files.folder().to_owned()),
+            first_weights,
+            dropout: own
+                .and_then(Result::ok)
+                .map_or(Dropout::NONE, |own| own.dropout),
+        });
+    }
+    let here = ModelToml {
+        init: Some("random".into()),
+        ..given.clone()
+    };
+    let here = described(&here, seq_len, notes)?;
+    let plain = |config: &ModelConfig| serde_json::to_value(config).expect("plain data");
+    match differences(&plain(&config), &plain(&here.config))
+        .into_iter()
+        .next()
+    {
+        None => Ok(Resolved {
+            first_weights,
+            ..here
+        }),
+        Some(Difference { what, was, now }) => Err(wrong(format!(
+            "the run in {} has another model: its {what} is {was}, here it is {now}. Leave the model's keys out to take its own",
+            from.display()
+        ))),
+    }
 }
 
 /// How `model.init` is written.
@@ -143,7 +225,7 @@ fn inline_keys(given: &ModelToml) -> Map<String, Value> {
     else {
         unreachable!("a struct is a table")
     };
-    for ours in ["path", "init"] {
+    for ours in ["path", "from", "init"] {
         keys.remove(ours);
     }
     if let Some(Value::Object(scaling)) = keys.get_mut("rope_scaling") {

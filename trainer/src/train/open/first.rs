@@ -1,12 +1,20 @@
 //! What the tiles of a fresh run are filled with: random weights, or those of a model's files.
 
+use std::fs;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::super::TrainError;
 use crate::config::{FirstWeights, RunSettings};
-use crate::model::{UnitLayout, init};
-use crate::weights::{Weights, WeightsError};
+use crate::export::write_weights;
+use crate::model::{ModelConfig, UnitLayout, init};
+use crate::reader::RunReader;
+use crate::weights::{Element, Weights, WeightsError};
+
+/// As an export's.
+const STAGED_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// First weights, found and checked.
 pub(super) enum First {
@@ -14,6 +22,11 @@ pub(super) enum First {
     Random { seed: u64, range: f64 },
     /// Those in files.
     Files(Weights),
+    /// Those of the run in `from` after `step`, once they were read.
+    Run {
+        from: PathBuf,
+        read: Option<(u64, Weights)>,
+    },
 }
 
 impl First {
@@ -27,6 +40,10 @@ impl First {
                 Weights::open(folder, &settings.model).map(Self::Files)
             }
             (FirstWeights::Files, None) => unreachable!("files lie in a folder"),
+            (FirstWeights::Run(from), _) => Ok(Self::Run {
+                from: from.clone(),
+                read: None,
+            }),
             (FirstWeights::Random, _) => Ok(Self::Random {
                 seed: settings.train.seed,
                 range: settings.model.initializer_range,
@@ -39,6 +56,9 @@ impl First {
         match self {
             Self::Random { .. } => Value::Null,
             Self::Files(weights) => weights.identity(),
+            Self::Run { from, read } => {
+                json!({"run": from, "step": read.as_ref().map(|(step, _)| step)})
+            }
         }
     }
 
@@ -60,6 +80,10 @@ impl First {
     pub(super) fn words(&self) -> String {
         match self {
             Self::Random { .. } => "fresh weights".into(),
+            Self::Run { from, read } => {
+                let step = read.as_ref().map_or(0, |(step, _)| *step);
+                format!("the weights of step {step} of {}", from.display())
+            }
             Self::Files(weights) => format!("the weights in {}", weights.folder().display()),
         }
     }
@@ -78,7 +102,68 @@ impl First {
         match self {
             Self::Random { seed, range } => init::fill(layout, unit, *seed, *range, elems, out),
             Self::Files(weights) => weights.fill(unit, elems, out)?,
+            Self::Run { read, .. } => {
+                let (_, weights) = read
+                    .as_ref()
+                    .expect("they were read before the tiles were made");
+                weights.fill(unit, elems, out)?;
+            }
         }
         Ok(())
+    }
+}
+
+/// Another run's weights in files, exactly, for as long as a start takes: that run's tiles may be cut in another way, and each
+/// rank reads only its own. 4 bytes a parameter, where the state takes 12 to 16.
+pub(super) struct Staged {
+    folder: PathBuf,
+}
+
+impl Staged {
+    /// Those of the run in `run_folder`, which need not be there.
+    pub(super) fn of(run_folder: &Path) -> Self {
+        Self {
+            folder: run_folder.join("first-weights"),
+        }
+    }
+
+    /// Reads the weights of the run in `from`. Answers the step whose result they are.
+    ///
+    /// # Errors
+    /// That run cannot be read; there is no room.
+    pub(super) fn fill(&self, from: &Path) -> Result<u64, TrainError> {
+        self.remove()?;
+        fs::create_dir(&self.folder).map_err(WeightsError::io("make the folder", &self.folder))?;
+        let mut reader = RunReader::open(from, None, None)?;
+        let what = "reading the other run's weights";
+        write_weights(
+            &mut reader,
+            &self.folder,
+            Element::Fp32,
+            STAGED_SHARD_BYTES,
+            what,
+        )
+        .map_err(|error| TrainError::FirstRun(Box::new(error)))?;
+        let step = reader.step;
+        reader.close()?;
+        Ok(step)
+    }
+
+    /// They are open: their files can go when they are closed.
+    pub(super) fn open(&self, model: &ModelConfig) -> Result<Weights, WeightsError> {
+        Weights::open(&self.folder, model)
+    }
+
+    /// Removes them, if they are there.
+    ///
+    /// # Errors
+    /// They cannot be removed.
+    pub(super) fn remove(&self) -> Result<(), WeightsError> {
+        match fs::remove_dir_all(&self.folder) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(WeightsError::io("remove", &self.folder)(error))
+            }
+            _ => Ok(()),
+        }
     }
 }

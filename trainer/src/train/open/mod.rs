@@ -19,7 +19,7 @@ pub(crate) use run::OpenRun;
 
 use super::{Start, TrainError};
 use crate::accelerator;
-use crate::config::RunSettings;
+use crate::config::{FirstWeights, RunSettings};
 use crate::copies::Copies;
 use crate::data::Data;
 use crate::metrics::MetricsFile;
@@ -32,7 +32,7 @@ use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_privat
 use crate::weights::WeightsError;
 pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_FOLDER};
 use describe::{describe, tile_elems_of, trained_with};
-use first::First;
+use first::{First, Staged};
 use run::resume;
 use shared::check_paths;
 
@@ -112,6 +112,10 @@ impl Prepared {
                 RunFolder::check_layout(&run_folder, &description)?
             }
         };
+        // Also where it would go on: a new run was asked for.
+        if settings.first_weights == FirstWeights::Run(run_folder.clone()) {
+            return Err(TrainError::FromItself { folder: run_folder });
+        }
         let first = match First::look(&settings) {
             Err(error) if !begun && from.is_none() => return Err(error.into()),
             first => first,
@@ -213,6 +217,7 @@ impl Prepared {
             (None, None) => {}
         }
         let mut description = self.description;
+        let staged = Staged::of(run.folder.path());
         let first = if resumed {
             let was = run.folder.earlier().map(|earlier| earlier.first_weights);
             let note = self
@@ -222,7 +227,19 @@ impl Prepared {
             note.into_iter().for_each(&mut *say);
             None
         } else {
-            Some(ranks.together("looking for its first weights", || Ok(self.first?))?)
+            let mut first = ranks.together("looking for its first weights", || Ok(self.first?))?;
+            if let First::Run { from, read } = &mut first {
+                let step =
+                    ranks.by_first("reading the other run's weights", || staged.fill(from))?;
+                let model = &self.settings.model;
+                let weights =
+                    ranks.together(
+                        "opening the other run's weights",
+                        || Ok(staged.open(model)?),
+                    )?;
+                *read = Some((step, weights));
+            }
+            Some(first)
         };
         ranks.together("describing the run", || {
             if !ranks.is_first() {
@@ -240,13 +257,20 @@ impl Prepared {
                 None => run.folder.earlier().map_or(Value::Null, |earlier| earlier.first_weights),
             };
             // Before the run's record: with it they are there.
-            if let (Some(_), Some(from)) = (&first, &self.settings.model_folder) {
-                ModelFiles::of(run.folder.path()).keep(from)?;
+            if first.is_some() {
+                let tokenizer = tokenizer_folder(&self.settings);
+                let model = self.settings.model_folder.as_deref();
+                ModelFiles::of(run.folder.path()).keep(model, tokenizer)?;
             }
             Ok(run.folder.describe(&description)?)
         })?;
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
+            // Also what a start left that was killed.
+            ranks.together("removing what it started with", || match ranks.is_first() {
+                true => Ok(staged.remove()?),
+                false => Ok(()),
+            })?;
         }
         Ok((run, resumed))
     }
@@ -477,5 +501,14 @@ impl Prepared {
             &self.settings.offload.engine,
         )?;
         Ok(Some(daemon))
+    }
+}
+
+/// Where the files of the run's tokenizer are; none where bytes are its tokens.
+fn tokenizer_folder(settings: &RunSettings) -> Option<&Path> {
+    match settings.data.tokenizer.as_deref() {
+        None => settings.model_folder.as_deref(),
+        Some(folder) if folder.is_dir() => Some(folder),
+        Some(file) => file.parent().filter(|_| file.is_file()),
     }
 }
