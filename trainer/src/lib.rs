@@ -27,6 +27,7 @@ mod lines;
 mod long_work;
 pub mod metrics;
 pub mod model;
+mod monitor;
 pub mod overflow;
 pub mod plan;
 mod ranks;

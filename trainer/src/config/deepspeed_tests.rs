@@ -340,3 +340,27 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
         assert!(text.contains(part), "{text}");
     }
 }
+
+#[test]
+fn monitors_write_where_they_are_told_or_into_the_run_folder() {
+    let reports = |deepspeed: &str| {
+        let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
+        read.map(|run| run.reports)
+    };
+    assert_eq!(reports("{}").unwrap(), Reports::default());
+    let both = reports(
+        r#"{"tensorboard": {"enabled": true, "output_path": "out", "job_name": "job"},
+            "csv_monitor": {"enabled": true, "output_path": ""}, "wall_clock_breakdown": true}"#,
+    );
+    let expected = Reports {
+        wall_clock_breakdown: true,
+        tensorboard: Some("out/job".into()),
+        csv: Some("runs/run/csv_monitor/DeepSpeedJobName".into()),
+    };
+    assert_eq!(both.unwrap(), expected);
+    for job in ["", "..", "a/b", "/etc"] {
+        let text = format!(r#"{{"csv_monitor": {{"enabled": true, "job_name": "{job}"}}}}"#);
+        let text = reports(&text).unwrap_err();
+        assert!(text.contains("ds.json: csv_monitor.job_name: "), "{text}");
+    }
+}

@@ -24,8 +24,8 @@ pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
     ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
     FirstWeights, GradientsChoice, KeepChoice, LossOn, OffloadSettings, OptimizerSettings,
-    Overflow, Packing, Placement, ResidentShare, RunSettings, Schedule, Share, Tier, TrainSettings,
-    UpdatePlace,
+    Overflow, Packing, Placement, Reports, ResidentShare, RunSettings, Schedule, Share, Tier,
+    TrainSettings, UpdatePlace,
 };
 pub use source::Source;
 pub use stage::Stage;

@@ -32,6 +32,7 @@ pub struct RunSettings {
     pub lr: LrSchedule,
     pub data: DataSettings,
     pub train: TrainSettings,
+    pub reports: Reports,
     pub placement: Placement,
     pub offload: OffloadSettings,
     /// What a reader of the run file should know: keys without effect, defaults taken.
@@ -231,6 +232,17 @@ pub enum ActivationsChoice {
     Device,
     /// In host memory: they cross the bus and back.
     Host,
+}
+
+/// What is told of steps beside the lines that are printed and `metrics.jsonl`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Reports {
+    /// Each printed step's parts.
+    pub wall_clock_breakdown: bool,
+    /// A folder for TensorBoard's files.
+    pub tensorboard: Option<PathBuf>,
+    /// A folder for a CSV file of each scalar.
+    pub csv: Option<PathBuf>,
 }
 
 /// What blocks keep on a GPU from forward to backward beside their inputs; the rest is computed again. The bits are the same.

@@ -18,6 +18,9 @@ pub struct ConfigToml {
     pub gradient_accumulation_steps: Option<u64>,
     pub gradient_clipping: Option<f64>,
     pub steps_per_print: Option<u64>,
+    pub wall_clock_breakdown: Option<bool>,
+    pub tensorboard: MonitorToml,
+    pub csv_monitor: MonitorToml,
     pub bf16: Bf16Toml,
     pub fp16: Fp16Toml,
     pub optimizer: OptimizerToml,
@@ -119,6 +122,15 @@ pub struct ZeroToml {
     pub offload_param: TierToml,
     pub offload_optimizer: TierToml,
     pub aio: AioToml,
+}
+
+/// `tensorboard`, `csv_monitor`: files with a step's scalars.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MonitorToml {
+    pub enabled: Option<bool>,
+    pub output_path: Option<PathBuf>,
+    pub job_name: Option<String>,
 }
 
 /// `aio`: how DeepSpeed's swapper does I/O.

@@ -30,6 +30,7 @@ use crate::export::ExportError;
 use crate::home::HomeError;
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
+use crate::monitor::{MonitorError, Monitors};
 use crate::overflow::{Outcome, OverflowState};
 use crate::plan::{Measured, Plan, PlanError};
 use crate::ranks::Ranks;
@@ -73,6 +74,8 @@ pub enum TrainError {
     Compute(#[from] ComputeError),
     #[error(transparent)]
     Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    Monitor(#[from] MonitorError),
     #[error(transparent)]
     State(#[from] StateError),
     #[error(transparent)]
@@ -336,6 +339,7 @@ struct Training {
 /// Where steps are told.
 struct Shown {
     metrics: MetricsFile,
+    monitors: Monitors,
     progress: Progress,
 }
 
@@ -348,7 +352,7 @@ impl Training {
         ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
         let state = &run.state;
-        let train = &settings.train;
+        let (train, reports) = (&settings.train, &settings.reports);
         let mut last_step = state.step;
         let shown = ranks.together("opening the metrics", || {
             if !ranks.is_first() {
@@ -357,7 +361,13 @@ impl Training {
             let (metrics, last) = MetricsFile::open(run.folder.path(), state.step)?;
             last_step = last;
             let progress = Progress::new(state.step, train.stop_after, train.log_every);
-            Ok(Some(Shown { metrics, progress }))
+            let progress = progress.telling(reports.wall_clock_breakdown);
+            let monitors = Monitors::open(reports, state.next_sample)?;
+            Ok(Some(Shown {
+                metrics,
+                monitors,
+                progress,
+            }))
         })?;
         // The first rank knows; all evaluate.
         let is_lost = ranks.any(last_step < state.step)?;
@@ -527,6 +537,8 @@ impl Training {
         self.evaluate_if_due(&mut metrics)?;
         if let Some(shown) = &mut self.shown {
             shown.metrics.write(&metrics)?;
+            let samples = self.run.state.next_sample;
+            shown.monitors.step(&metrics, samples)?;
             if metrics.skipped {
                 shown.progress.say(&skipped(&metrics, &overflow));
             }

@@ -14,6 +14,8 @@ pub(super) struct Progress {
     steps: u64,
     log_every: u64,
     since: Since,
+    /// Whether the parts of a step are said, too.
+    parts: bool,
     started: Instant,
     first_step: u64,
 }
@@ -43,9 +45,16 @@ impl Progress {
             steps,
             log_every,
             since: Since::default(),
+            parts: false,
             started: Instant::now(),
             first_step: step,
         }
+    }
+
+    /// Says the parts of a step, too, or does not.
+    pub(super) fn telling(mut self, parts: bool) -> Self {
+        self.parts = parts;
+        self
     }
 
     /// One more step of `tokens` tokens.
@@ -64,6 +73,9 @@ impl Progress {
         if metrics.step.is_multiple_of(self.log_every) || last || metrics.eval_loss.is_some() {
             let line = self.line(metrics);
             self.say(&line);
+            if self.parts {
+                self.say(&parts(metrics));
+            }
             self.since = Since::default();
         }
     }
@@ -104,6 +116,21 @@ impl Progress {
             * (self.steps - metrics.step) as f64;
         line + &format!("  {} left", clock(Duration::from_secs_f64(left)))
     }
+}
+
+/// Where the time of a step went. The optimizer runs beside it, so its time is not part of the sum.
+fn parts(metrics: &StepMetrics) -> String {
+    let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
+    let named = metrics.forward_s + metrics.backward_s + metrics.waited_s;
+    format!(
+        "  time (step {})  forward {}  backward {}  waiting {}  the rest {}  beside it, updates {}",
+        metrics.step,
+        ms(metrics.forward_s),
+        ms(metrics.backward_s),
+        ms(metrics.waited_s),
+        ms((metrics.step_s - named).max(0.0)),
+        ms(metrics.update_s),
+    )
 }
 
 impl Drop for Progress {

@@ -99,3 +99,48 @@ fn the_example_in_configs_can_be_planned() {
     let said = succeed(command);
     assert!(said.contains("step"), "{said}");
 }
+
+#[test]
+fn monitors_and_times_are_told_and_cut_back_on_resume() {
+    let lab = Lab::new();
+    let file = lab.path("ds.json");
+    let deepspeed = json!({
+        "tensorboard": {"enabled": true, "output_path": lab.path("tb"), "job_name": "job"},
+        "csv_monitor": {"enabled": true},
+        "wall_clock_breakdown": true,
+        "steps_per_print": 1
+    });
+    std::fs::write(&file, deepspeed.to_string()).unwrap();
+    let run = |until: &str| run(&lab, "told", file.to_str().unwrap(), 4).with(&[until]);
+    let said = run("train.stop_after=2").train();
+    assert!(said.contains("  time (step 2)  forward "), "{said}");
+    let csv = lab.path("runs/told/csv_monitor/DeepSpeedJobName");
+    let loss = || std::fs::read_to_string(csv.join("Train_Samples_train_loss.csv")).unwrap();
+    let of = |steps: u64, run: &Run| {
+        let metrics = run.metrics();
+        let rows = (1..=steps).zip(&metrics);
+        let rows = rows.map(|(step, line)| format!("{},{}\r\n", step * 2, line["loss"]));
+        rows.fold("step,train_loss\r\n".to_owned(), |text, row| text + &row)
+    };
+    assert_eq!(loss(), of(2, &run("train.stop_after=2")));
+    // A step that was told and not saved.
+    std::fs::write(
+        csv.join("Train_Samples_train_loss.csv"),
+        loss() + "6,0.5\r\n",
+    )
+    .unwrap();
+    run("train.stop_after=4").train();
+    assert_eq!(loss(), of(4, &run("train.stop_after=4")));
+    for name in [
+        "lr",
+        "grad_norm",
+        "elapsed_time_ms_forward",
+        "elapsed_time_ms_backward",
+        "elapsed_time_ms_step",
+    ] {
+        let text = std::fs::read_to_string(csv.join(format!("Train_Samples_{name}.csv"))).unwrap();
+        assert_eq!(text.lines().count(), 5, "{name}: {text}");
+    }
+    let events = std::fs::read_dir(lab.path("tb/job")).unwrap();
+    assert_eq!(events.count(), 2, "one file a start");
+}

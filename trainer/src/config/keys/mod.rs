@@ -251,8 +251,8 @@ mod tests {
         let (key, _) = unknown(json!({"checkpoint": {"writer": {"typ": 1}}}));
         assert_eq!(key, "checkpoint.writer.typ");
         // Off, and wrong all the same.
-        let (key, _) = unknown(json!({"tensorboard": {"enabled": false, "job": 1}}));
-        assert_eq!(key, "tensorboard.job");
+        let (key, _) = unknown(json!({"wandb": {"enabled": false, "job": 1}}));
+        assert_eq!(key, "wandb.job");
         let fine = json!({
             "checkpoint": {"writer": {"type": "FAST"}, "parallel_write": {"pipeline_stage": true}},
             "amd_specific": {"anything": {"at": "all"}},

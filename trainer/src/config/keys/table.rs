@@ -189,15 +189,15 @@ const OFFLOAD: &[Key] = &[
 #[rustfmt::skip]
 const REPORTS: &[Key] = &[
     key("steps_per_print", Used, "steps between the lines that are printed, where train.log_every is left out"),
-    key("wall_clock_breakdown", Unused, "metrics.jsonl has each step's times; train --trace draws them"),
+    key("wall_clock_breakdown", Used, "prints the parts of each step that is printed, and gives them to the monitors; train --trace draws them"),
     table("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file", Unused, "plan says what a step computes, train --trace draws what it does"),
     table("comms_logger", "enabled verbose prof_all debug prof_ops", Unused, "metrics.jsonl has what each step gathers and sums"),
     table("timers", "throughput.enabled throughput.synchronized", Unused, "tokens a second are always printed"),
     key("dump_state", Unused, "the resolved settings are always printed"),
     key("memory_breakdown", Unused, "the memory plan is always printed"),
     key("log_level", Unused, "RUST_LOG says what is logged"),
-    table("tensorboard", "enabled output_path job_name", Refused, "read metrics.jsonl in the run folder"),
-    table("csv_monitor", "enabled output_path job_name", Refused, "read metrics.jsonl in the run folder"),
+    table("tensorboard", "enabled output_path job_name", Used, "events for TensorBoard in output_path/job_name; without output_path in tensorboard/ of the run folder"),
+    table("csv_monitor", "enabled output_path job_name", Used, "a CSV file of each scalar, with DeepSpeed's names, in output_path/job_name; without output_path in csv_monitor/ of the run folder"),
     table("wandb", "enabled group team project", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder or tensorboard's files"),
     table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder"),
 ];

@@ -6,6 +6,7 @@ mod model;
 mod optimizer;
 mod placement;
 mod precision;
+mod reports;
 mod schedule;
 
 use std::path::PathBuf;
@@ -122,7 +123,9 @@ pub(super) fn resolve(
             "train.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
         );
     }
+    let run_folder = (train.run_folder.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Ok(RunSettings {
+        reports: reports::reports(&config, &run_folder)?,
         model,
         model_folder,
         first_weights,
@@ -144,10 +147,7 @@ pub(super) fn resolve(
             log_every,
             save_every: train.save_every.unwrap_or(0),
             saves_kept: train.saves_kept.unwrap_or(SAVES_KEPT),
-            run_folder: train
-                .run_folder
-                .clone()
-                .unwrap_or_else(|| PathBuf::from("runs").join(name)),
+            run_folder,
             threads: threads as usize,
             device,
             keep,

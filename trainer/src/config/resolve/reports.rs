@@ -1,0 +1,47 @@
+//! DeepSpeed's monitors and its breakdown of times.
+
+use std::path::{Component, Path, PathBuf};
+
+use super::value;
+use crate::config::toml::{ConfigToml, MonitorToml};
+use crate::config::{Reports, SettingsError};
+
+/// DeepSpeed's name for a job without one.
+const JOB_NAME: &str = "DeepSpeedJobName";
+
+/// A monitor without a folder of its own gets one in `run_folder`.
+pub(super) fn reports(config: &ConfigToml, run_folder: &Path) -> Result<Reports, SettingsError> {
+    let of = |name: &str, job_key: &'static str, monitor: &MonitorToml| {
+        folder(monitor, job_key, &run_folder.join(name))
+    };
+    Ok(Reports {
+        wall_clock_breakdown: config.wall_clock_breakdown.unwrap_or(false),
+        tensorboard: of("tensorboard", "tensorboard.job_name", &config.tensorboard)?,
+        csv: of("csv_monitor", "csv_monitor.job_name", &config.csv_monitor)?,
+    })
+}
+
+/// Where it writes, if it does.
+fn folder(
+    monitor: &MonitorToml,
+    job_key: &'static str,
+    default: &Path,
+) -> Result<Option<PathBuf>, SettingsError> {
+    if !monitor.enabled.unwrap_or(false) {
+        return Ok(None);
+    }
+    let job = monitor.job_name.as_deref().unwrap_or(JOB_NAME);
+    let mut parts = Path::new(job).components();
+    let is_name = matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none();
+    if !is_name {
+        return Err(value(
+            job_key,
+            format!(
+                "\"{job}\": must be the name of a folder, which output_path says where to make"
+            ),
+        ));
+    }
+    let given = monitor.output_path.as_deref();
+    let given = given.filter(|path| !path.as_os_str().is_empty());
+    Ok(Some(given.unwrap_or(default).join(job)))
+}

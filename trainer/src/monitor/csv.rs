@@ -1,0 +1,155 @@
+//! `csv_monitor`: one file a scalar, `Train/Samples/lr` in `Train_Samples_lr.csv`, with the samples so far in the first column.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use super::{MonitorError, Scalar};
+
+const MONITOR: &str = "csv_monitor";
+
+/// The folder, and its files that were written to.
+pub(super) struct CsvFolder {
+    folder: PathBuf,
+    files: BTreeMap<&'static str, File>,
+}
+
+impl CsvFolder {
+    /// Makes the folder, or cuts the files in it back to rows of up to `samples` samples.
+    ///
+    /// # Errors
+    /// The folder cannot be made, or a file in it not be read or cut.
+    pub(super) fn open(folder: &Path, samples: u64) -> Result<Self, MonitorError> {
+        std::fs::create_dir_all(folder).map_err(MonitorError::of(MONITOR, "make", folder))?;
+        let entries =
+            std::fs::read_dir(folder).map_err(MonitorError::of(MONITOR, "read", folder))?;
+        for entry in entries {
+            let path = entry
+                .map_err(MonitorError::of(MONITOR, "read", folder))?
+                .path();
+            let name = path.file_name().map(|name| name.to_string_lossy());
+            let is_ours = |name: &str| {
+                (name.starts_with("Train_Samples_") || name.starts_with("Eval_Samples_"))
+                    && name.ends_with(".csv")
+            };
+            if name.is_some_and(|name| is_ours(&name)) && path.is_file() {
+                cut(&path, samples).map_err(MonitorError::of(MONITOR, "cut back", &path))?;
+            }
+        }
+        Ok(Self {
+            folder: folder.to_path_buf(),
+            files: BTreeMap::new(),
+        })
+    }
+
+    /// Adds a row to each scalar's file.
+    ///
+    /// # Errors
+    /// A file cannot be made or written.
+    pub(super) fn write(&mut self, scalars: &[Scalar], samples: u64) -> Result<(), MonitorError> {
+        for (name, value) in scalars {
+            let path = self.folder.join(format!("{}.csv", name.replace('/', "_")));
+            let file = match self.files.entry(name) {
+                std::collections::btree_map::Entry::Occupied(open) => open.into_mut(),
+                std::collections::btree_map::Entry::Vacant(place) => {
+                    let file = open(&path, name).map_err(MonitorError::of(MONITOR, "open", &path));
+                    place.insert(file?)
+                }
+            };
+            // Ends of lines as Python's csv module has them.
+            let row = format!("{samples},{value}\r\n");
+            file.write_all(row.as_bytes())
+                .map_err(MonitorError::of(MONITOR, "write", &path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Opens a scalar's file to add to; a new one gets its head.
+fn open(path: &Path, name: &str) -> std::io::Result<File> {
+    let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+    if file.metadata()?.len() == 0 {
+        let column = name.rsplit('/').next().unwrap_or(name);
+        file.write_all(format!("step,{column}\r\n").as_bytes())?;
+    }
+    Ok(file)
+}
+
+/// Keeps the head and the whole rows of up to `samples` samples.
+fn cut(path: &Path, samples: u64) -> std::io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let mut reader = BufReader::new(&file);
+    let (mut kept_bytes, mut line, mut is_head) = (0, Vec::new(), true);
+    loop {
+        line.clear();
+        let bytes = reader.read_until(b'\n', &mut line)?;
+        let step = line.split(|byte| *byte == b',').next().unwrap_or(&[]);
+        let step = std::str::from_utf8(step)
+            .ok()
+            .and_then(|step| step.parse::<u64>().ok());
+        let stays = if is_head {
+            line.starts_with(b"step,")
+        } else {
+            step.is_some_and(|step| step <= samples)
+        };
+        if !(stays && line.ends_with(b"\n")) {
+            break;
+        }
+        is_head = false;
+        kept_bytes += bytes as u64;
+    }
+    file.set_len(kept_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOSS: &str = "Train/Samples/train_loss";
+
+    fn text(folder: &Path) -> String {
+        std::fs::read_to_string(folder.join("Train_Samples_train_loss.csv")).unwrap()
+    }
+
+    #[test]
+    fn rows_are_deepspeeds_and_those_beyond_a_resumed_step_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = &folder.path().join("a/b");
+        let mut csv = CsvFolder::open(folder, 0).unwrap();
+        for samples in [8, 16, 24] {
+            csv.write(&[(LOSS, samples as f64 / 5.0)], samples).unwrap();
+        }
+        assert_eq!(
+            text(folder),
+            "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,4.8\r\n"
+        );
+        // Torn by a crash.
+        csv.files.get_mut(LOSS).unwrap().write_all(b"32,5").unwrap();
+        let mut csv = CsvFolder::open(folder, 16).unwrap();
+        csv.write(&[(LOSS, 1.0)], 24).unwrap();
+        assert_eq!(
+            text(folder),
+            "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,1\r\n"
+        );
+        CsvFolder::open(folder, 24).unwrap();
+        assert_eq!(text(folder).lines().count(), 4);
+        CsvFolder::open(folder, 0).unwrap();
+        assert_eq!(text(folder), "step,train_loss\r\n");
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let error = CsvFolder::open(&file.join("below"), 0)
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(
+            error.contains("cannot make") && error.contains("file/below for csv_monitor"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! DeepSpeed's monitors that write files: scalars of each step for TensorBoard, and as CSV, with DeepSpeed's names.
+//!
+//! They are for people who look; a run never reads them. On resume what lies beyond the resumed step is taken back: rows of CSV are
+//! cut off, TensorBoard is told to forget.
+
+mod csv;
+mod events;
+
+use std::path::{Path, PathBuf};
+
+use crate::config::Reports;
+use crate::metrics::StepMetrics;
+use csv::CsvFolder;
+use events::EventFile;
+
+/// A monitor's file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {verb} {} for {monitor}: {source}", path.display())]
+pub struct MonitorError {
+    monitor: &'static str,
+    verb: &'static str,
+    path: PathBuf,
+    source: std::io::Error,
+}
+
+impl MonitorError {
+    /// For `map_err`.
+    fn of(
+        monitor: &'static str,
+        verb: &'static str,
+        path: &Path,
+    ) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self {
+            monitor,
+            verb,
+            path,
+            source,
+        }
+    }
+}
+
+/// The monitors of a run.
+pub(crate) struct Monitors {
+    events: Option<EventFile>,
+    csv: Option<CsvFolder>,
+    /// Whether a step's parts are told, too.
+    breakdown: bool,
+}
+
+impl Monitors {
+    /// Opens those that the settings ask for. The run has had `samples` samples.
+    ///
+    /// # Errors
+    /// A folder or file cannot be made or read.
+    pub(crate) fn open(reports: &Reports, samples: u64) -> Result<Self, MonitorError> {
+        let events = reports.tensorboard.as_deref();
+        let csv = reports.csv.as_deref();
+        Ok(Self {
+            events: events
+                .map(|folder| EventFile::create(folder, samples))
+                .transpose()?,
+            csv: csv
+                .map(|folder| CsvFolder::open(folder, samples))
+                .transpose()?,
+            breakdown: reports.wall_clock_breakdown,
+        })
+    }
+
+    /// Adds a step, after which the run has had `samples` samples.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub(crate) fn step(&mut self, metrics: &StepMetrics, samples: u64) -> Result<(), MonitorError> {
+        if self.events.is_none() && self.csv.is_none() {
+            return Ok(());
+        }
+        let scalars = scalars(metrics, self.breakdown);
+        if let Some(events) = &mut self.events {
+            events.write(&scalars, samples)?;
+        }
+        if let Some(csv) = &mut self.csv {
+            csv.write(&scalars, samples)?;
+        }
+        Ok(())
+    }
+}
+
+/// A name in DeepSpeed's style, and its value.
+type Scalar = (&'static str, f64);
+
+/// What is told of a step. The norm and the held-out loss are ours, the rest has DeepSpeed's names.
+fn scalars(metrics: &StepMetrics, breakdown: bool) -> Vec<Scalar> {
+    let mut scalars = vec![
+        ("Train/Samples/train_loss", metrics.loss),
+        ("Train/Samples/lr", metrics.lr),
+        ("Train/Samples/grad_norm", metrics.grad_norm),
+    ];
+    let loss_scale = metrics.loss_scale;
+    scalars.extend(loss_scale.map(|scale| ("Train/Samples/loss_scale", scale)));
+    if breakdown {
+        let ms = 1e3;
+        scalars.extend([
+            (
+                "Train/Samples/elapsed_time_ms_forward",
+                metrics.forward_s * ms,
+            ),
+            (
+                "Train/Samples/elapsed_time_ms_backward",
+                metrics.backward_s * ms,
+            ),
+            // DeepSpeed's step is the optimizer's.
+            ("Train/Samples/elapsed_time_ms_step", metrics.update_s * ms),
+        ]);
+    }
+    let eval_loss = metrics.eval_loss;
+    scalars.extend(eval_loss.map(|loss| ("Eval/Samples/eval_loss", loss)));
+    scalars
+}
