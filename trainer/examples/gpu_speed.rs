@@ -8,8 +8,8 @@ use std::process::{Command, ExitCode};
 use kernels::gpu::{DeviceBuffer, Gpu};
 use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
 use trainer::compute::{
-    Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, device_working_bytes,
-    kept_bytes_a_token, set_up,
+    Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, Work,
+    device_working_bytes, kept_bytes_a_token, set_up,
 };
 use trainer::model::{Dropout, ModelConfig, init};
 
@@ -176,9 +176,12 @@ fn measure(plain: bool) -> anyhow::Result<()> {
                 &config,
                 &Dropout::NONE,
                 Dtype::Bf16,
-                MICRO_BATCH,
-                SEQ_LEN,
-                1
+                Work {
+                    micro_batch: MICRO_BATCH,
+                    seq_len: SEQ_LEN,
+                    micro_batches: 1,
+                    tiles: 1,
+                },
             )),
         );
     }

@@ -3,7 +3,9 @@
 
 use std::process::{Child, Command, Stdio};
 
-use trainer::compute::{Activation, Dtype, Engine, Tokens, UnitWeights, set_up, working_bytes};
+use trainer::compute::{
+    Activation, Dtype, Engine, Tokens, UnitWeights, Work, set_up, working_bytes,
+};
 use trainer::model::{Architecture, Dropout, ModelConfig, Window};
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
@@ -16,6 +18,7 @@ struct Case {
     micro_batch: usize,
     seq_len: usize,
     micro_batches: usize,
+    tiles: usize,
 }
 
 fn cases() -> Vec<Case> {
@@ -42,6 +45,7 @@ fn cases() -> Vec<Case> {
         micro_batch,
         seq_len: 256,
         micro_batches,
+        tiles: 1,
     };
     let of = |architecture: Architecture, config: ModelConfig| ModelConfig {
         architecture,
@@ -97,6 +101,23 @@ fn cases() -> Vec<Case> {
             1,
             2,
         ),
+        case(
+            "a wide feed-forward half, fp32",
+            config(128, 4096, 256, 4, false),
+            Dtype::Fp32,
+            8,
+            1,
+        ),
+        Case {
+            tiles: 8,
+            ..case(
+                "the same in 8 slices, fp32",
+                config(128, 4096, 256, 4, false),
+                Dtype::Fp32,
+                8,
+                1,
+            )
+        },
         case(
             "many words, fp32",
             config(256, 512, 16000, 4, false),
@@ -155,9 +176,12 @@ fn the_arithmetic_takes_no_more_memory_than_is_promised() {
             &case.config,
             &case.dropout,
             case.dtype,
-            case.micro_batch,
-            case.seq_len,
-            case.micro_batches,
+            Work {
+                micro_batch: case.micro_batch,
+                seq_len: case.seq_len,
+                micro_batches: case.micro_batches,
+                tiles: case.tiles,
+            },
         );
         println!(
             "{}: {} MB taken, {} MB promised",
@@ -218,7 +242,7 @@ fn step(case: &Case, weights_are_there: &mut dyn FnMut()) -> u64 {
         ..
     } = *case;
     let engine = Engine::new(config, dtype, seq_len).unwrap();
-    let engine = engine.leaving_out(dropout, 1);
+    let engine = engine.leaving_out(dropout, 1).in_tiles(case.tiles);
     let weights: Vec<UnitWeights> = (0..engine.units().len())
         .map(|unit| {
             let mut weights = engine.new_weights(unit).unwrap();

@@ -27,6 +27,22 @@ impl Block<'_> {
     /// The block's output for input `x`, both [micro_batch, seq_len, hidden_size].
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         use Member::*;
+        let x = self.attended(x)?;
+        let normed = self.norm(&x, PostNorm, PostNormBias)?;
+        let wide = match self.config.architecture.form().mlp {
+            Mlp::GatedSilu => self
+                .project(&normed, Gate, GateBias)?
+                .f_silu()?
+                .f_mul(&self.project(&normed, Up, UpBias)?)?,
+            Mlp::Gelu => self.project(&normed, Up, UpBias)?.f_gelu("tanh")?,
+        };
+        let fed = self.project(&product_input(&wide)?, Down, DownBias)?;
+        Ok(x.f_add(&self.masks.apply(Spot::Fed, &fed)?)?)
+    }
+
+    /// `x` and what attention adds to it: the block's first half.
+    pub(super) fn attended(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
+        use Member::*;
         let normed = self.norm(x, InputNorm, InputNormBias)?;
         let [q, k, v] = [
             self.project(&normed, Query, QueryBias)?,
@@ -42,22 +58,16 @@ impl Block<'_> {
             masks: self.masks,
         };
         let mixed = self.project(&attention.of([&q, &k, &v])?, Out, OutBias)?;
-        let x = x.f_add(&self.masks.apply(Spot::Mixed, &mixed)?)?;
-
-        let normed = self.norm(&x, PostNorm, PostNormBias)?;
-        let wide = match self.config.architecture.form().mlp {
-            Mlp::GatedSilu => self
-                .project(&normed, Gate, GateBias)?
-                .f_silu()?
-                .f_mul(&self.project(&normed, Up, UpBias)?)?,
-            Mlp::Gelu => self.project(&normed, Up, UpBias)?.f_gelu("tanh")?,
-        };
-        let fed = self.project(&product_input(&wide)?, Down, DownBias)?;
-        Ok(x.f_add(&self.masks.apply(Spot::Fed, &fed)?)?)
+        Ok(x.f_add(&self.masks.apply(Spot::Mixed, &mixed)?)?)
     }
 
     /// `x` normed, as an input for products.
-    fn norm(&self, x: &Tensor, weight: Member, bias: Member) -> Result<Tensor, ComputeError> {
+    pub(super) fn norm(
+        &self,
+        x: &Tensor,
+        weight: Member,
+        bias: Member,
+    ) -> Result<Tensor, ComputeError> {
         let weights = NormWeights::new(&self.params, weight, bias);
         product_input(&norm(self.config, x, &weights)?)
     }

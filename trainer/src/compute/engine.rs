@@ -41,6 +41,8 @@ pub struct Engine {
     rotary: Option<Rotary>,
     logits_elems_max: usize,
     keep: Keep,
+    /// Slices of a block's feed-forward half.
+    tiles: usize,
     dropout: Dropout,
     dropout_seed: u64,
 }
@@ -120,6 +122,7 @@ impl Engine {
             rotary,
             logits_elems_max: LOGITS_ELEMS_MAX,
             keep: Keep::Nothing,
+            tiles: 1,
             dropout: Dropout::NONE,
             dropout_seed: 0,
         })
@@ -141,6 +144,14 @@ impl Engine {
     /// Keeps more of a block from forward to backward. No effect where a block is not written out, as on the CPU.
     pub fn keeping(mut self, keep: Keep) -> Self {
         self.keep = keep;
+        self
+    }
+
+    /// Computes blocks' feed-forward halves in `tiles` slices of their intermediate size, one after the other, from two on: less
+    /// memory, the same numbers within the rounding of sums. Such blocks are not written out.
+    pub fn in_tiles(mut self, tiles: usize) -> Self {
+        assert!((1..=self.config.intermediate_size).contains(&tiles));
+        self.tiles = tiles;
         self
     }
 
@@ -254,8 +265,11 @@ impl Engine {
         let output = match self.block_ops() {
             None => {
                 let _no_grad = tch::no_grad_guard();
-                self.block(unit, weights, input.first_sample, false)?
-                    .forward(&input.tensor)?
+                let block = self.block(unit, weights, input.first_sample, false)?;
+                match self.tiles {
+                    1 => block.forward(&input.tensor)?,
+                    tiles => block.forward_tiled(&input.tensor, tiles)?,
+                }
             }
             Some(ops) => {
                 let (output, kept) = self
@@ -292,6 +306,11 @@ impl Engine {
             return Ok(Activation::new(grad_input, input.first_sample));
         }
         let block = self.block(unit, weights, input.first_sample, true)?;
+        if self.tiles > 1 {
+            let (x, grad) = (&input.tensor, &grad_output.tensor);
+            let grad_input = block.backward_tiled(x, grad, self.tiles, grads)?;
+            return Ok(Activation::new(grad_input, input.first_sample));
+        }
         let leaf = input.tensor.f_detach()?.set_requires_grad(true);
         let output = block.forward(&leaf)?;
         let inputs: Vec<&Tensor> = block.params.all().iter().chain([&leaf]).collect();
@@ -438,7 +457,12 @@ impl Engine {
     fn block_ops(&self) -> Option<&Ops> {
         match &self.arithmetic {
             Arithmetic::Explicit(ops)
-                if explicit::block_is_written_out(&self.config, &self.dropout, self.seq_len) =>
+                if self.tiles == 1
+                    && explicit::block_is_written_out(
+                        &self.config,
+                        &self.dropout,
+                        self.seq_len,
+                    ) =>
             {
                 Some(ops)
             }

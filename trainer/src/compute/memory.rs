@@ -21,16 +21,28 @@ const FRAGMENTATION: f64 = 1.75;
 /// Sums, gradients of losses, and all of an fp32 run.
 const WIDE_BYTES: u64 = 4;
 
+/// What a unit is computed with at a time.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Tokens of one.
+    pub seq_len: usize,
+    /// Micro-batches that are summed in a step: from two on, sums are fp32.
+    pub micro_batches: usize,
+    /// Slices of a block's feed-forward half.
+    pub tiles: usize,
+}
+
 /// Most bytes torch takes at a time for micro-batches of `micro_batch` sequences of `seq_len` tokens, beside weights and
-/// kept activations. `micro_batches` of them are summed in a step: from two on, sums are fp32.
-pub fn working_bytes(
-    config: &ModelConfig,
-    dropout: &Dropout,
-    dtype: Dtype,
-    micro_batch: usize,
-    seq_len: usize,
-    micro_batches: usize,
-) -> u64 {
+/// kept activations.
+pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work: Work) -> u64 {
+    let Work {
+        micro_batch,
+        seq_len,
+        micro_batches,
+        ..
+    } = work;
     let units = unit_layouts(config);
     let tokens = (micro_batch * seq_len) as u64;
     let elem_bytes = dtype.elem_bytes() as u64;
@@ -49,7 +61,7 @@ pub fn working_bytes(
     let widened_bytes = if dtype != Dtype::Fp32 { WIDE_BYTES } else { 0 };
 
     let hidden = config.hidden_size as u64;
-    let graph = graph_bytes(config, dropout, micro_batch, seq_len);
+    let graph = graph_bytes(config, dropout, work);
     let largest = units[1]
         .params
         .iter()
@@ -79,10 +91,17 @@ pub fn working_bytes(
 }
 
 /// A block's graph in torch's operators, with gradients in flight, as if all were fp32.
-fn graph_bytes(config: &ModelConfig, dropout: &Dropout, micro_batch: usize, seq_len: usize) -> u64 {
+fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
+    let Work {
+        micro_batch,
+        seq_len,
+        tiles,
+        ..
+    } = work;
     let hidden = config.hidden_size as u64;
     let attention = (config.heads * config.head_dim()) as u64;
-    let feed_forward = config.intermediate_size as u64;
+    // One slice of it at a time.
+    let feed_forward = config.intermediate_size.div_ceil(tiles) as u64;
     let form = config.architecture.form();
     // Kept for backward: two norms (input, quotient, result) and two sums; query, key, value, output twice; gate, its silu,
     // up, their product.
@@ -97,6 +116,11 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, micro_batch: usize, seq_
     if dropout.residual > 0.0 {
         // Twice: what stays, and the scaled result; before, the numbers that choose.
         kept_elems += 4 * hidden;
+    }
+    if tiles > 1 {
+        // The norm's result and its gradient, the sum of the parts, the gradient they all have; and what the slice before left in
+        // pieces that do not serve this one.
+        kept_elems += 4 * hidden + 4 * feed_forward;
     }
     // Then gradients in flight: of the widest, some at once.
     let flying_elems = 4 * hidden.max(attention).max(feed_forward);
@@ -149,10 +173,14 @@ pub fn device_working_bytes(
     config: &ModelConfig,
     dropout: &Dropout,
     dtype: Dtype,
-    micro_batch: usize,
-    seq_len: usize,
-    micro_batches: usize,
+    work: Work,
 ) -> u64 {
+    let Work {
+        micro_batch,
+        seq_len,
+        micro_batches,
+        tiles,
+    } = work;
     let units = unit_layouts(config);
     let tokens = (micro_batch * seq_len) as u64;
     let elem_bytes = dtype.elem_bytes() as u64;
@@ -184,11 +212,11 @@ pub fn device_working_bytes(
     let head_dim = config.head_dim() as u64;
     let attention_parts =
         (ATTENTION_PARTS * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES;
-    let graph = if explicit::block_is_written_out(config, dropout, seq_len) {
+    let graph = if tiles == 1 && explicit::block_is_written_out(config, dropout, seq_len) {
         (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts)
             + tokens * normed_bytes(config, elem_bytes)
     } else {
-        graph_bytes(config, dropout, micro_batch, seq_len) + attention_parts + block * elem_bytes
+        graph_bytes(config, dropout, work) + attention_parts + block * elem_bytes
     };
     // From the second micro-batch on: the sums, and the largest product before it is added; twice, since a sum is new.
     let largest = (projected.max(2 * feed_forward) * hidden) * (elem_bytes + WIDE_BYTES);

@@ -38,13 +38,14 @@ mod params;
 mod positions;
 #[cfg(test)]
 mod tests;
+mod tiled;
 mod tokens;
 mod values;
 
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
 pub use memory::{
-    DEVICE_CONTEXT_BYTES, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
+    DEVICE_CONTEXT_BYTES, Work, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
 };
 pub use tokens::{IGNORED, Tokens};
 pub use values::{Activation, AwayActivation, Dtype, Keep, LossHandle, UnitWeights};

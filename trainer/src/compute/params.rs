@@ -43,6 +43,20 @@ impl<'a> Params<'a> {
             .unwrap_or_else(|| panic!("{} has a {member:?}", self.layout.name))
     }
 
+    /// The number of the parameter that is `member`, if the unit has it.
+    pub(super) fn index(&self, member: Member) -> Option<usize> {
+        self.layout.find(member)
+    }
+
+    /// The numbers of those that are `wanted`.
+    pub(super) fn indices(&self, wanted: impl Fn(Member) -> bool) -> Vec<usize> {
+        let params = self.layout.params.iter().enumerate();
+        params
+            .filter(|(_, param)| wanted(param.member))
+            .map(|(at, _)| at)
+            .collect()
+    }
+
     /// All of them, in the order of the layout.
     pub(super) fn all(&self) -> &[Tensor] {
         &self.tensors

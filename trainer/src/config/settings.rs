@@ -219,6 +219,9 @@ pub struct TrainSettings {
     pub device: DeviceChoice,
     pub keep: KeepChoice,
     pub activations: ActivationsChoice,
+    /// Slices in which blocks' feed-forward halves are computed, one after the other; 1: whole. More take less memory and sum
+    /// in another order.
+    pub tiling: usize,
 }
 
 /// Where blocks' inputs wait from forward to backward when a GPU computes. The bits are the same. Without a GPU they are in host

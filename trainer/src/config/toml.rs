@@ -249,6 +249,7 @@ pub struct TrainToml {
     pub device: Option<String>,
     pub keep: Option<String>,
     pub activations: Option<String>,
+    pub tiling: Option<u64>,
 }
 
 /// `offload`: how tiles move.

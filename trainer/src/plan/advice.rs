@@ -158,6 +158,23 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
     one.batch.micro_batches *= one.batch.micro_batch;
     one.batch.micro_batch = 1;
     let samples = one.clone();
+    // The same samples, and a block's feed-forward half in slices.
+    let whole = one.clone();
+    let slices = [2, 4, 8, 16].into_iter().filter_map(move |tiling| {
+        let finer = tiling > whole.train.tiling && tiling <= whole.model.intermediate_size;
+        let mut settings = whole.clone();
+        settings.train.tiling = tiling;
+        let count = settings.batch.micro_batches;
+        finer.then(|| Change {
+            words: vec![
+                format!("train.tiling = {tiling}"),
+                format!(
+                    "train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = {count}"
+                ),
+            ],
+            settings,
+        })
+    });
     let fewer = halves(one.batch.micro_batches).map(move |count| {
         let mut settings = samples.clone();
         settings.batch.micro_batches = count;
@@ -170,7 +187,7 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
     });
     one.batch.micro_batches = 1;
     let shorter = halves(one.batch.seq_len).take_while(|&len| len >= SEQ_LEN_MIN);
-    fewer.chain(shorter.map(move |seq_len| {
+    slices.chain(fewer).chain(shorter.map(move |seq_len| {
         let mut settings = one.clone();
         settings.batch.seq_len = seq_len;
         Change {

@@ -128,13 +128,15 @@ impl Plan {
             self.keep = Keep::Nothing;
             return;
         };
-        if !can_keep(&settings.model, &settings.dropout, settings.batch.seq_len) {
+        let written_out = self.tiling == 1
+            && can_keep(&settings.model, &settings.dropout, settings.batch.seq_len);
+        if !written_out {
             self.keep = Keep::Nothing;
             self.set_compute(settings);
             self.chose(
                 "train.keep",
                 keep_word(self.keep).to_owned(),
-                "blocks of this form are always computed again: their gradients are not written out",
+                "blocks of this form, or in slices, are always computed again: their gradients are not written out",
             );
             return;
         }

@@ -12,7 +12,7 @@ use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
 use crate::compute::{
-    DEVICE_CONTEXT_BYTES, Keep, device_working_bytes, kept_bytes_a_token, working_bytes,
+    DEVICE_CONTEXT_BYTES, Keep, Work, device_working_bytes, kept_bytes_a_token, working_bytes,
 };
 use crate::config::{RunSettings, UpdatePlace};
 use crate::model::UnitLayout;
@@ -89,16 +89,14 @@ impl ComputeMemory {
         let kept_units = units.len() as u64;
         let activation_bytes =
             kept_units * batch.tokens() * (model.hidden_size * elem_bytes) as u64;
-        let working = |of: fn(&_, &_, _, _, _, _) -> u64| {
-            of(
-                model,
-                &settings.dropout,
-                settings.dtype,
-                batch.micro_batch,
-                batch.seq_len,
-                batch.micro_batches,
-            )
+        let work = Work {
+            micro_batch: batch.micro_batch,
+            seq_len: batch.seq_len,
+            micro_batches: batch.micro_batches,
+            tiles: settings.train.tiling,
         };
+        let working =
+            |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
         let stage = settings.placement.stage;
         let blocks = units.len() as u64 - 2;
         let all: u64 = units.iter().map(bytes).sum();
@@ -165,7 +163,11 @@ impl ComputeMemory {
             grad_buffer_bytes: buffers(grad_blocks) + sums,
             activation_bytes,
             away_bytes,
-            kept_bytes: blocks * batch.tokens() * kept,
+            // In slices nothing is kept: blocks are computed again.
+            kept_bytes: match work.tiles {
+                1 => blocks * batch.tokens() * kept,
+                _ => 0,
+            },
             working_bytes: working(device_working_bytes),
             update_bytes: u64::from(streams) * GPU_UPDATERS * updater_bytes,
             context_bytes: DEVICE_CONTEXT_BYTES + if settings.ranks > 1 { LINK_BYTES } else { 0 },

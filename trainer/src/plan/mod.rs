@@ -73,6 +73,8 @@ pub struct Plan {
     pub compute: ComputeMemory,
     /// What blocks keep for backward, on a GPU.
     pub keep: Keep,
+    /// Slices in which blocks' feed-forward halves are computed.
+    pub tiling: usize,
     /// Whether blocks' inputs wait in host memory for a GPU's backward.
     pub inputs_away: bool,
     /// Whether all tiles live in the memory of the GPU that computes: both devices are `none`. With one of them elsewhere,
@@ -145,6 +147,7 @@ impl Plan {
             lives_in_gpu,
             keep: Keep::Nothing,
             inputs_away: false,
+            tiling: settings.train.tiling,
             gpu_tiles: TileSums::default(),
             bus: BusBytes::default(),
             update: UpdatePlace::Cpu,

@@ -149,6 +149,7 @@ pub struct ChosenReport {
     pub update: &'static str,
     pub keep: &'static str,
     pub activations: &'static str,
+    pub tiling: usize,
 }
 
 impl Plan {
@@ -219,6 +220,7 @@ impl Plan {
                     true => "host",
                     false => "device",
                 },
+                tiling: self.tiling,
             },
             choices: self.choices.clone(),
         }

@@ -241,6 +241,7 @@ fn run_to_its_end(
         };
         let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
             .keeping(prepared.plan.keep)
+            .in_tiles(settings.train.tiling)
             .leaving_out(settings.dropout, settings.train.seed);
         let live = prepared.plan.lives_in_gpu;
         let stage = settings.placement.stage;

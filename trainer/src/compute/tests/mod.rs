@@ -7,6 +7,7 @@ mod explicit;
 mod forms;
 mod gradients;
 mod sink;
+mod tiled;
 mod whole_graph;
 
 use tch::Kind;

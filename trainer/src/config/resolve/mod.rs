@@ -23,6 +23,8 @@ const SEQ_LEN_MAX: u64 = 1 << 20;
 const SAVES_KEPT: u64 = 2;
 
 const THREADS_MAX: u64 = 1024;
+/// Slices of a feed-forward half beyond this take time and no memory worth it.
+const TILING_MAX: u64 = 256;
 const IODEPTH_MAX: u64 = 1024;
 /// What several drives need to be busy with tiles of megabytes; the daemon may grant less.
 const IODEPTH_DEFAULT: u64 = 64;
@@ -109,6 +111,9 @@ pub(super) fn resolve(
             ("products", KeepChoice::Products),
         ],
     )?;
+    let tiling = train.tiling.unwrap_or(1);
+    let slices_max = TILING_MAX.min(model.intermediate_size as u64);
+    within("train.tiling", tiling, 1, slices_max)?;
     let activations = word(
         "train.activations",
         train.activations.as_deref(),
@@ -152,6 +157,7 @@ pub(super) fn resolve(
             device,
             keep,
             activations,
+            tiling: tiling as usize,
         },
         offload: resolve_offload(&config, &placement, device)?,
         placement,

@@ -1,0 +1,208 @@
+//! A block's feed-forward half in slices of its intermediate size, one after the other.
+//!
+//! ```text
+//!   x + down(act(gate n) * up n)  =  x + sum over slices of  down[:, slice](act(gate[slice] n) * up[slice] n),   n = norm x
+//! ```
+//!
+//! What that half takes beside its input is mostly as wide as the intermediate size, several times over: in slices only one
+//! slice's graph is there at a time, going back too, where each slice is computed again. Weights' gradients are whole: each
+//! slice has its own rows or columns of them. Parts of the result are summed in fp32 at least and rounded once, in another
+//! order than the whole product sums: the loss agrees within the rounding of sums, not bit for bit.
+
+use kernels::torch::vjp;
+use tch::Tensor;
+
+use super::block::Block;
+use super::dropout::Spot;
+use super::linear::{at_least_fp32, linear, product_input};
+use super::{ComputeError, GradSink};
+use crate::model::{Member, Mlp};
+
+/// All that belongs to the feed-forward half.
+const HALF: [Member; 8] = [
+    Member::PostNorm,
+    Member::PostNormBias,
+    Member::Gate,
+    Member::GateBias,
+    Member::Up,
+    Member::UpBias,
+    Member::Down,
+    Member::DownBias,
+];
+
+/// Those that have rows or columns for each intermediate number, and the dimension in which they do.
+const SLICED: [(Member, i64); 5] = [
+    (Member::Gate, 0),
+    (Member::GateBias, 0),
+    (Member::Up, 0),
+    (Member::UpBias, 0),
+    (Member::Down, 1),
+];
+
+/// A slice of each of [`SLICED`] that the block has.
+struct Slice(Vec<(Member, Tensor)>);
+
+impl Slice {
+    fn find(&self, member: Member) -> Option<&Tensor> {
+        let found = self.0.iter().find(|(of, _)| *of == member);
+        found.map(|(_, tensor)| tensor)
+    }
+
+    fn get(&self, member: Member) -> &Tensor {
+        self.find(member).expect("every such block has it")
+    }
+}
+
+impl Block<'_> {
+    /// As [`Block::forward`], the feed-forward half in `tiles` slices.
+    pub(super) fn forward_tiled(&self, x: &Tensor, tiles: usize) -> Result<Tensor, ComputeError> {
+        let x = self.attended(x)?;
+        let normed = self.norm(&x, Member::PostNorm, Member::PostNormBias)?;
+        let mut sum: Option<Tensor> = None;
+        for slice in self.slices(tiles, false)? {
+            let part = self.part(&normed, &slice)?;
+            sum = Some(match sum {
+                None => part,
+                Some(mut sum) => sum.f_add_(&part)?,
+            });
+        }
+        let mut sum = sum.expect("at least one slice");
+        if let Some(bias) = self.params.find(Member::DownBias) {
+            sum = sum.f_add(bias)?;
+        }
+        let fed = sum.f_to_kind(x.kind())?;
+        Ok(x.f_add(&self.masks.apply(Spot::Fed, &fed)?)?)
+    }
+
+    /// The gradient of `x`; those of the parameters, which are leaves of a graph, go to `grads`.
+    pub(super) fn backward_tiled(
+        &self,
+        x: &Tensor,
+        grad_output: &Tensor,
+        tiles: usize,
+        grads: &mut GradSink,
+    ) -> Result<Tensor, ComputeError> {
+        let leaf = x.f_detach()?.set_requires_grad(true);
+        let attended = self.attended(&leaf)?;
+        let middle = attended.f_detach()?.set_requires_grad(true);
+        let normed = self.norm(&middle, Member::PostNorm, Member::PostNormBias)?;
+
+        let grad_fed = self.masks.apply(Spot::Fed, grad_output)?;
+        let grad_fed = grad_fed.f_to_kind(at_least_fp32(grad_fed.kind()))?;
+        let grad_normed = self.feed_back(&normed, &grad_fed, tiles, grads)?;
+        if let Some(bias) = self.params.index(Member::DownBias) {
+            let rows = grad_fed.f_sum_dim_intlist(&[0i64, 1][..], false, grad_fed.kind())?;
+            grads.add(bias, rows.f_to_kind(grad_output.kind())?)?;
+        }
+        drop(grad_fed);
+
+        let grad_normed = grad_normed.f_to_kind(normed.kind())?;
+        let norms = self
+            .params
+            .indices(|member| matches!(member, Member::PostNorm | Member::PostNormBias));
+        let grad = self.back(&normed, &grad_normed, &middle, &norms, grads)?;
+        drop((normed, grad_normed));
+        let grad = grad_output.f_add(&grad)?;
+        let others = self.params.indices(|member| !HALF.contains(&member));
+        self.back(&attended, &grad, &leaf, &others, grads)
+    }
+
+    /// Goes back through all slices: the gradient of `normed`, at least fp32.
+    fn feed_back(
+        &self,
+        normed: &Tensor,
+        grad_fed: &Tensor,
+        tiles: usize,
+        grads: &mut GradSink,
+    ) -> Result<Tensor, ComputeError> {
+        let mut sum: Option<Tensor> = None;
+        let mut found: Vec<Vec<Tensor>> = Vec::new();
+        for slice in self.slices(tiles, true)? {
+            let input = normed.f_detach()?.set_requires_grad(true);
+            let part = self.part(&input, &slice)?;
+            let weights = slice.0.iter().map(|(_, tensor)| tensor);
+            let inputs: Vec<&Tensor> = weights.chain([&input]).collect();
+            let mut of_slice = vjp(&[&part], &[grad_fed], &inputs)?;
+            let grad = of_slice.pop().expect("one gradient an input");
+            let grad = grad.f_to_kind(grad_fed.kind())?;
+            sum = Some(match sum {
+                None => grad,
+                Some(mut sum) => sum.f_add_(&grad)?,
+            });
+            found.push(of_slice);
+        }
+        let sliced = SLICED
+            .iter()
+            .filter_map(|(member, dim)| Some((self.params.index(*member)?, dim)));
+        for (at, (param, dim)) in sliced.enumerate() {
+            let parts: Vec<&Tensor> = found.iter().map(|of_slice| &of_slice[at]).collect();
+            grads.add(param, Tensor::f_cat(&parts, *dim)?)?;
+        }
+        Ok(sum.expect("at least one slice"))
+    }
+
+    /// Back through a graph from `output` to `input`, whose gradient comes back; those of `params` go to `grads`.
+    fn back(
+        &self,
+        output: &Tensor,
+        grad_output: &Tensor,
+        input: &Tensor,
+        params: &[usize],
+        grads: &mut GradSink,
+    ) -> Result<Tensor, ComputeError> {
+        let all = self.params.all();
+        let inputs: Vec<&Tensor> = params.iter().map(|&at| &all[at]).chain([input]).collect();
+        let mut found = vjp(&[output], &[grad_output], &inputs)?;
+        let grad_input = found.pop().expect("one gradient an input");
+        for (&param, grad) in params.iter().zip(found) {
+            grads.add(param, grad)?;
+        }
+        Ok(grad_input)
+    }
+
+    /// What one slice adds to the feed-forward half's result, without the last bias.
+    fn part(&self, normed: &Tensor, slice: &Slice) -> Result<Tensor, ComputeError> {
+        let project = |weight: Member, bias: Member| -> Result<Tensor, ComputeError> {
+            let weight = slice.get(weight);
+            let bias = slice.find(bias).map(product_input).transpose()?;
+            linear(
+                normed,
+                &product_input(weight)?,
+                bias.as_ref(),
+                weight.kind(),
+            )
+        };
+        let up = project(Member::Up, Member::UpBias)?;
+        let wide = match self.config.architecture.form().mlp {
+            Mlp::GatedSilu => project(Member::Gate, Member::GateBias)?
+                .f_silu()?
+                .f_mul(&up)?,
+            Mlp::Gelu => up.f_gelu("tanh")?,
+        };
+        let down = slice.get(Member::Down);
+        let kind = at_least_fp32(down.kind());
+        linear(&product_input(&wide)?, &product_input(down)?, None, kind)
+    }
+
+    /// The weights of `tiles` slices as equal as can be; leaves of graphs of their own with `grad`.
+    fn slices(&self, tiles: usize, grad: bool) -> Result<Vec<Slice>, ComputeError> {
+        let elems = self.config.intermediate_size;
+        let at = |tile: usize| (tile * elems / tiles) as i64;
+        let slice = |tile: usize| -> Result<Slice, ComputeError> {
+            let there = SLICED
+                .iter()
+                .filter_map(|(member, dim)| Some((*member, *dim, self.params.find(*member)?)));
+            let cut = there.map(
+                |(member, dim, whole)| -> Result<(Member, Tensor), ComputeError> {
+                    let part =
+                        whole
+                            .f_detach()?
+                            .f_narrow(dim, at(tile), at(tile + 1) - at(tile))?;
+                    Ok((member, part.set_requires_grad(grad)))
+                },
+            );
+            Ok(Slice(cut.collect::<Result<_, ComputeError>>()?))
+        };
+        (0..tiles).map(slice).collect()
+    }
+}
