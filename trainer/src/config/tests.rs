@@ -67,6 +67,16 @@ fn a_short_run_file_gets_defaults() {
 }
 
 #[test]
+fn inputs_in_host_memory_have_deepspeeds_word_too_and_ours_goes_before_it() {
+    let of = |changes: &[(&str, Value)]| run_with(changes).unwrap().train.activations;
+    let theirs = |asked: bool| ("activation_checkpointing.cpu_checkpointing", json!(asked));
+    assert_eq!(of(&[theirs(true)]), ActivationsChoice::Host);
+    assert_eq!(of(&[theirs(false)]), ActivationsChoice::Auto);
+    let ours = ("train.activations", json!("device"));
+    assert_eq!(of(&[theirs(true), ours]), ActivationsChoice::Device);
+}
+
+#[test]
 fn any_two_batch_sizes_give_the_third() {
     let batch = |changes: &[(&str, Value)]| {
         run_with(changes).map(|run| (run.batch.micro_batch, run.batch.micro_batches))

@@ -27,6 +27,7 @@ pub struct ConfigToml {
     pub scheduler: SchedulerToml,
     pub zero_optimization: ZeroToml,
     pub aio: AioToml,
+    pub activation_checkpointing: CheckpointingToml,
     pub model: ModelToml,
     pub data: DataToml,
     pub train: TrainToml,
@@ -52,6 +53,13 @@ pub struct Fp16Toml {
     pub hysteresis: Option<u64>,
     pub consecutive_hysteresis: Option<bool>,
     pub min_loss_scale: Option<f64>,
+}
+
+/// `activation_checkpointing`: where DeepSpeed keeps what is not computed again.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CheckpointingToml {
+    pub cpu_checkpointing: Option<bool>,
 }
 
 /// `optimizer`: DeepSpeed's choice of optimizer.

@@ -114,9 +114,12 @@ pub(super) fn resolve(
     let tiling = train.tiling.unwrap_or(1);
     let slices_max = TILING_MAX.min(model.intermediate_size as u64);
     within("train.tiling", tiling, 1, slices_max)?;
+    // DeepSpeed's word for it, where ours is silent.
+    let checkpointing = &config.activation_checkpointing;
+    let asked = checkpointing.cpu_checkpointing.filter(|&asked| asked);
     let activations = word(
         "train.activations",
-        train.activations.as_deref(),
+        (train.activations.as_deref()).or(asked.map(|_| "host")),
         &[
             ("auto", ActivationsChoice::Auto),
             ("device", ActivationsChoice::Device),
