@@ -8,6 +8,7 @@ use super::places::{Place, PlaceReport};
 use super::question::{Length, Question, QuestionError, read_model};
 use super::text::{Digits, Seconds};
 use super::{Hardware, Overrides, Plan};
+use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
 use crate::model::ModelConfig;
 use crate::store::Gib;
 
@@ -50,11 +51,11 @@ pub enum TableError {
     },
 }
 
-/// A row: a model with its state in GPU memory, in host memory, on drives.
+/// A row: a model with its state in GPU memory, in host memory, on drives, and there with all that need not be nearer.
 struct Row {
     name: String,
     parameters: u64,
-    places: [PlaceReport; 3],
+    places: [PlaceReport; 4],
 }
 
 /// The page for every `NAME.json` in `folder`, small models first.
@@ -116,19 +117,24 @@ fn row(name: String, model: &ModelConfig) -> Result<Row, TableError> {
         ..Overrides::default()
     };
     let hardware = Hardware::new(&settings, &machine);
-    let report = |place: Place| -> Result<PlaceReport, TableError> {
-        let plan = Plan::new(&place.of(&settings), hardware.clone());
+    let planned = |place: Place, settings: &RunSettings| -> Result<PlaceReport, TableError> {
+        let plan = Plan::new(settings, hardware.clone());
         let plan = plan.map_err(|source| TableError::Plan {
             model: name.clone(),
             source: Box::new(source),
         })?;
         Ok(PlaceReport::new(place, &plan))
     };
+    let report = |place: Place| planned(place, &place.of(&settings));
+    let mut farthest = Place::Drives.of(&settings);
+    farthest.offload.gradients = GradientsChoice::Nvme;
+    farthest.train.activations = ActivationsChoice::Host;
     Ok(Row {
         places: [
             report(Place::Gpu)?,
             report(Place::Host)?,
             report(Place::Drives)?,
+            planned(Place::Drives, &farthest)?,
         ],
         parameters: model.params_count() as u64,
         name,
@@ -145,14 +151,15 @@ Made by `trainer plan --table configs/models > configs/MODELS.md`; a test holds 
 {} tokens a step, nothing of a block kept for backward, the update on the processor, all gradients in host memory unless the
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
-TFLOPS and 16 cores; *wear* is what it writes at that pace. `trainer plan --model config.json` answers for another machine.
+TFLOPS and 16 cores; *wear* is what it writes at that pace. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
+blocks' inputs in host memory (`train.activations = \"host\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
 
-| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             QUESTION.seq_len * QUESTION.micro_batch
         )?;
         for row in &self.0 {
-            let [gpu, host, drives] = &row.places;
+            let [gpu, host, drives, least] = &row.places;
             let cells = [
                 row.name.clone(),
                 Count(row.parameters as f64).to_string(),
@@ -167,6 +174,10 @@ TFLOPS and 16 cores; *wear* is what it writes at that pace. `trainer plan --mode
                 Seconds(drives.step_s).to_string(),
                 format!("{:.0}", drives.tokens_per_s),
                 format!("{} TB", Digits(drives.outlook.written_bytes_per_day / 1e12)),
+                Gib(least.gpu_bytes).to_string(),
+                Gib(least.host_bytes).to_string(),
+                Gib(least.device_bytes).to_string(),
+                Seconds(least.step_s).to_string(),
             ];
             writeln!(f, "| {} |", cells.join(" | "))?;
         }
