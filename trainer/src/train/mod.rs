@@ -545,8 +545,10 @@ impl Training {
             }
             shown.progress.step(&metrics, self.settings.step_tokens());
         }
+        // Tiles that nobody updates on the host are not copied on the way.
+        let visited = metrics.skipped || !self.run.home.updates_on_host();
         self.run.state.last = Some(metrics);
-        if saving && !self.run.home.updates_on_host() {
+        if saving && visited {
             self.saver.visit(&mut self.run.home)?;
         }
         self.saver.is_of(&self.run.state);

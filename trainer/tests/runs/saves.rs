@@ -231,6 +231,36 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
 }
 
 #[test]
+fn a_step_that_changed_nothing_has_its_save_too() {
+    let lab = Lab::new();
+    // Too large a scale to begin with: the first steps overflow.
+    let fp16 = [
+        "fp16.enabled=true",
+        "fp16.initial_scale_power=22",
+        "fp16.hysteresis=1",
+        "offload.staging_bytes=150000",
+        "train.steps=12",
+    ];
+    let whole = lab.run("whole", &fp16);
+    whole.train();
+    for (name, nvme) in [("store", lab.nvme()), ("host", Vec::new())] {
+        let run = lab.run(name, &fp16).with(&nvme);
+        let run = run.with(&["train.save_every=1", "train.saves_kept=0"]);
+        run.train();
+        assert_eq!(run.metrics()[1]["skipped"], true, "{name}");
+        assert_eq!(names(&run, "").len(), 12, "{name}");
+        let tiles = |step| {
+            let digest = run.digest_of(Some(SaveName::Step(step)));
+            digest.split_once('\n').expect("lines").1.to_owned()
+        };
+        assert_eq!(tiles(1), tiles(2), "{name}: not a bit changed");
+        assert_ne!(tiles(2), tiles(12), "{name}");
+        succeed(from(&run, "2"));
+        assert_eq!(run.digest(), whole.digest(), "{name}");
+    }
+}
+
+#[test]
 fn runs_are_listed_with_their_saves_and_what_is_damaged_is_named() {
     let lab = Lab::new();
     let sets = ["train.save_every=2", "train.saves_kept=0"];
