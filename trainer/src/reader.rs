@@ -64,7 +64,7 @@ fn written(folder: &Path, description: &RunDescription) -> Result<Written, Train
     let written: Written = serde_json::from_value(description.layout.clone())
         .map_err(|error| unknown(error.to_string()))?;
     match written.dtype.as_str() {
-        "fp32" | "bf16" => Ok(written),
+        "fp32" | "bf16" | "fp16" => Ok(written),
         other => Err(unknown(format!("its numbers are {other}"))),
     }
 }
@@ -156,6 +156,7 @@ fn settings(
             "tile_elems": written.tile_elems,
         },
         "bf16": {"enabled": written.dtype == "bf16"},
+        "fp16": {"enabled": written.dtype == "fp16"},
     });
     let mut settings = config::check(tree, "run", Some(1))?;
     settings.model = written.model.clone();

@@ -73,6 +73,26 @@ fn sixteen_bits_keep_the_whole_master() {
 }
 
 #[test]
+fn a_run_in_fp16_is_exported_as_any_other() {
+    let lab = Lab::new();
+    let folder = fixture("llama");
+    let run = still_run(&lab, "run", &folder).with(&["fp16.enabled=true"]);
+    run.train();
+    let (whole, half) = (lab.path("whole"), lab.path("half"));
+    export(&run, &whole, &["--dtype", "fp32"]);
+    export(&run, &half, &[]);
+    assert!(
+        tensors(&folder) == tensors(&whole),
+        "the masters are the weights"
+    );
+    let half = tensors(&half);
+    assert!(
+        half.values()
+            .all(|(dtype, ..)| *dtype == safetensors::Dtype::F16)
+    );
+}
+
+#[test]
 fn a_directory_of_several_files_is_the_same_model() {
     let lab = Lab::new();
     let first = moving_run(&lab, "first", &fixture("qwen2")).with(&["train.stop_after=1"]);
