@@ -75,6 +75,8 @@ fn evaluation_appears_and_changes_nothing() {
         let expected = [
             "backward_s",
             "bound_s",
+            "device_grad_read_bytes",
+            "device_grad_written_bytes",
             "device_read_bytes",
             "device_written_bytes",
             "forward_s",

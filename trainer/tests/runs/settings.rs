@@ -36,8 +36,8 @@ fn settings_that_contradict_each_other_are_refused() {
             vec!["offload_optimizer.nvme_path is missing", "offload.socket"],
         ),
         (
-            vec!["fp16.enabled=true"],
-            vec!["fp16 is DeepSpeed's but not supported here: use bf16.enabled = true"],
+            vec!["fp16.enabled=true", "bf16.enabled=true"],
+            vec!["fp16.enabled", "bf16.enabled"],
         ),
         (vec!["nonsense"], vec!["--set nonsense: expected key=value"]),
     ] {
