@@ -135,7 +135,7 @@ fn what_a_template_refuses_is_said_in_its_words() {
     };
     let message = tokenizer.encode(&document, false, true, ALL).unwrap_err();
     assert!(
-        message.contains("the chat template says: Conversation roles must alternate"),
+        message.contains("the chat template says: two turns of the user in a row"),
         "{message}"
     );
 }
