@@ -207,8 +207,9 @@ impl Kills {
         }
     }
 
-    /// Kills starts at instants counted from their spawn until `hits` of them hit a run that had begun, one at least its
-    /// daemon alone if it has one, and compares every run that comes to its end with the whole one. Answers how many hit.
+    /// Kills starts at instants counted from their spawn, or from when they begin, until `hits` of them hit a run that had
+    /// begun, one at least its daemon alone if it has one, and compares every run that comes to its end with the whole one.
+    /// Answers how many hit.
     fn hit(&self, hits: usize) -> usize {
         let seed = std::env::var("TRAINER_SEED").map_or_else(
             |_| u64::from(std::process::id()),
@@ -246,10 +247,19 @@ impl Kills {
                 (true, 1) => Victim::Daemon,
                 (true, _) => Victim::Both,
             };
-            // While libtorch loads nothing can be hurt: the last of that is enough. Then up to where the run should end.
+            // Up to where the run should end, from when there is something to kill: its daemon, mostly. A run without one shows
+            // nothing, and some kills must come as early as they can; while libtorch loads nothing can be hurt.
             let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
-            let instant = load.mul_f64(0.8) + train.mul_f64(left * draw(1000) as f64 / 1000.0);
-            let (output, alive) = kill_after(spawn(run.command("train")), instant, victim);
+            let later = train.mul_f64(left * draw(1000) as f64 / 1000.0);
+            let mut child = spawn(run.command("train"));
+            let instant = if self.on_store && draw(8) > 0 {
+                let id = child.id();
+                child = until(child, "its daemon was there", || !children(id).is_empty());
+                later
+            } else {
+                load.mul_f64(0.8) + later
+            };
+            let (output, alive) = kill_after(child, instant, victim);
             println!(
                 "{victim:?} after {instant:?}: {alive} daemons, {}, {} steps",
                 output.status,
@@ -260,7 +270,7 @@ impl Kills {
             match (victim, output.status.code()) {
                 (_, Some(0)) => {
                     // It was done before the instant came: the machine has less to do than when the time was taken.
-                    train = train.mul_f64(0.75);
+                    (load, train) = (load.mul_f64(0.9), train.mul_f64(0.75));
                     self.compare(&run, seed);
                     done += 1;
                     run = self.run(done);
@@ -280,9 +290,11 @@ impl Kills {
                         .any(|says| out.contains(says));
                     if alive > 0 || !self.on_store && trains {
                         hit += 1;
-                    } else {
+                    } else if run.steps_written() < STEPS {
                         // It had not begun: the machine has more to do than when the time was taken.
                         load = load.mul_f64(1.25);
+                    } else {
+                        train = train.mul_f64(0.75);
                     }
                 }
             }
