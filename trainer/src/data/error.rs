@@ -1,6 +1,6 @@
 //! Why a run has no data.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::read::Place;
 
@@ -86,4 +86,15 @@ pub enum DataError {
     Busy { path: PathBuf, waited_s: u64 },
     #[error("cannot start {count} threads for tokenizing: {message}")]
     Threads { count: usize, message: String },
+}
+
+impl DataError {
+    /// For `map_err` where the file `path`, which `key` names, was read.
+    pub(super) fn reading(key: &'static str, path: &Path) -> impl Fn(std::io::Error) -> Self {
+        move |source| Self::Read {
+            key,
+            path: path.to_path_buf(),
+            source,
+        }
+    }
 }

@@ -134,11 +134,7 @@ fn ending(path: &Path) -> String {
 }
 
 fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataError> {
-    std::fs::metadata(path).map_err(|source| DataError::Read {
-        key,
-        path: path.into(),
-        source,
-    })
+    std::fs::metadata(path).map_err(DataError::reading(key, path))
 }
 
 /// Not empty, no zero byte, and UTF-8 as far as the probe goes (a character cut by its end is fine).
@@ -146,11 +142,7 @@ fn is_text(path: &Path, key: &'static str) -> Result<bool, DataError> {
     let mut probe = Vec::new();
     std::fs::File::open(path)
         .and_then(|file| file.take(PROBE_BYTES).read_to_end(&mut probe))
-        .map_err(|source| DataError::Read {
-            key,
-            path: path.into(),
-            source,
-        })?;
+        .map_err(DataError::reading(key, path))?;
     let utf8 = match std::str::from_utf8(&probe) {
         Ok(_) => true,
         Err(error) => error.error_len().is_none() && probe.len() as u64 == PROBE_BYTES,
@@ -170,17 +162,13 @@ fn files_below(folder: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataErr
                 depth_max: DEPTH_MAX,
             });
         }
-        let failed = |source| DataError::Read {
-            key,
-            path: current.clone(),
-            source,
-        };
-        for entry in std::fs::read_dir(&current).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
+        let failed = DataError::reading(key, &current);
+        for entry in std::fs::read_dir(&current).map_err(&failed)? {
+            let entry = entry.map_err(&failed)?;
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
                 continue;
             }
-            let kind = entry.file_type().map_err(failed)?;
+            let kind = entry.file_type().map_err(&failed)?;
             if kind.is_dir() {
                 folders.push((entry.path(), depth + 1));
             } else if kind.is_file() {

@@ -17,18 +17,14 @@ pub(super) fn documents(
     key: &'static str,
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let failed = |error| DataError::Read {
-        key,
-        path: source.path.clone(),
-        source: error,
-    };
-    let file = std::fs::File::open(&source.path).map_err(failed)?;
+    let failed = DataError::reading(key, &source.path);
+    let file = std::fs::File::open(&source.path).map_err(&failed)?;
     let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();
         let mut bounded = (&mut reader).take(LINE_BYTES_MAX + 1);
-        let bytes = bounded.read_until(b'\n', &mut line).map_err(failed)? as u64;
+        let bytes = bounded.read_until(b'\n', &mut line).map_err(&failed)? as u64;
         let place = Place {
             path: source.path.clone(),
             number: Some(number),

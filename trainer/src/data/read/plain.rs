@@ -15,18 +15,14 @@ pub(super) fn pieces(
     any_bytes: bool,
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let failed = |error| DataError::Read {
-        key,
-        path: source.path.clone(),
-        source: error,
-    };
-    let mut file = std::fs::File::open(&source.path).map_err(failed)?;
+    let failed = DataError::reading(key, &source.path);
+    let mut file = std::fs::File::open(&source.path).map_err(&failed)?;
     let mut rest = Vec::new();
     let (mut continues, mut before_bytes) = (false, 0u64);
     loop {
         let wanted = PIECE_BYTES - rest.len();
         let mut bounded = (&mut file).take(wanted as u64);
-        let read = bounded.read_to_end(&mut rest).map_err(failed)?;
+        let read = bounded.read_to_end(&mut rest).map_err(&failed)?;
         let ended = read < wanted;
         let cut = if ended { rest.len() } else { cut(&rest) };
         let mut piece = std::mem::take(&mut rest);

@@ -23,11 +23,7 @@ pub(super) fn documents(
         path: source.path.clone(),
         message: format!("{message}: write or fetch the parquet file again"),
     };
-    let file = std::fs::File::open(&source.path).map_err(|error| DataError::Read {
-        key,
-        path: source.path.clone(),
-        source: error,
-    })?;
+    let file = std::fs::File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
     let reader = held(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
     let columns = columns(schema);

@@ -108,24 +108,20 @@ pub(super) fn read_bounded(
     key: &'static str,
     bytes_max: u64,
 ) -> Result<Vec<u8>, DataError> {
-    let failed = |source| DataError::Read {
-        key,
-        path: path.into(),
-        source,
-    };
+    let failed = DataError::reading(key, path);
     let wrong = |message: String| DataError::Setting {
         key,
         message: format!("{}: {message}", path.display()),
     };
     // A pipe would never begin.
-    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+    if !std::fs::metadata(path).map_err(&failed)?.is_file() {
         return Err(wrong("is no file".into()));
     }
     let mut bytes = Vec::new();
-    let file = std::fs::File::open(path).map_err(failed)?;
+    let file = std::fs::File::open(path).map_err(&failed)?;
     file.take(bytes_max + 1)
         .read_to_end(&mut bytes)
-        .map_err(failed)?;
+        .map_err(&failed)?;
     if bytes.len() as u64 > bytes_max {
         return Err(wrong(format!("has more than {bytes_max} bytes")));
     }
