@@ -1,44 +1,40 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
 mod clock;
+mod error;
 mod inputs;
 mod lookout;
 mod mover;
 mod open;
 mod progress;
 mod saver;
+mod show;
 mod step;
 mod stop;
 mod turns;
 mod watch;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kernels::collective::{CollectiveError, GpuComm};
-use kernels::gpu::GpuError;
-use swapper::{StepRates, SwapperError, TileError, bound_s};
+use kernels::collective::GpuComm;
+use swapper::{StepRates, bound_s};
 
+pub use error::TrainError;
 pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER};
 
-use crate::accelerator::AcceleratorError;
-use crate::compute::{self, ComputeError, Engine};
-use crate::config::{Overflow, RunSettings, Tier};
-use crate::data::{Corpus, Data, DataError, Frame};
-use crate::export::ExportError;
-use crate::home::HomeError;
+use crate::compute::{self, Engine};
+use crate::config::{Overflow, RunSettings};
+use crate::data::{Corpus, Data, Frame};
 use crate::learning_rate::learning_rate;
-use crate::metrics::{MetricsError, MetricsFile, StepMetrics};
-use crate::monitor::{MonitorError, Monitors};
+use crate::metrics::{MetricsFile, StepMetrics};
+use crate::monitor::Monitors;
 use crate::overflow::{Outcome, OverflowState};
-use crate::plan::{Measured, Plan, PlanError};
+use crate::plan::Measured;
 use crate::ranks::Ranks;
-use crate::run::{FolderError, SaveError, SaveName, StateError, daemon_folder, resolved};
-use crate::store::StoreError;
-use crate::trace::{Trace, TraceError};
+use crate::run::SaveName;
+use crate::trace::Trace;
 use crate::update::Update;
-use crate::weights::WeightsError;
 use inputs::InputPlace;
 use lookout::Lookout;
 use mover::Shards;
@@ -46,131 +42,6 @@ use progress::Progress;
 use saver::{Saver, SaverParts};
 use step::{Gradients, Stepper};
 use stop::Stop;
-
-/// Why a run did not start, or ended before its time.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    #[error(transparent)]
-    Data(#[from] DataError),
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    #[error(transparent)]
-    Folder(#[from] FolderError),
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    #[error(transparent)]
-    Swapper(#[from] SwapperError),
-    #[error(transparent)]
-    Weights(#[from] WeightsError),
-    #[error("model.from: {0}")]
-    FirstRun(Box<ExportError>),
-    #[error("model.from: {} is this run's own folder: name another train.run_folder for the new run", folder.display())]
-    FromItself { folder: PathBuf },
-    #[error(transparent)]
-    Gpu(#[from] GpuError),
-    #[error(transparent)]
-    Accelerator(#[from] AcceleratorError),
-    #[error(transparent)]
-    Compute(#[from] ComputeError),
-    #[error(transparent)]
-    Metrics(#[from] MetricsError),
-    #[error(transparent)]
-    Monitor(#[from] MonitorError),
-    #[error(transparent)]
-    State(#[from] StateError),
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-    #[error(transparent)]
-    Save(#[from] SaveError),
-    #[error("{count} saves could not be made, all else is done; the first: {first}")]
-    Saves { count: u64, first: String },
-    #[error(transparent)]
-    Collective(#[from] CollectiveError),
-    #[error(
-        "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
-    )]
-    Nodes { ranks: u32, local_ranks: u32 },
-    #[error("rank {rank} failed in {what}: see its own message")]
-    OtherRank { rank: u32, what: String },
-    #[error("cannot take over SIGTERM and SIGINT: {0}")]
-    Signals(std::io::Error),
-    #[error("cannot start {count} threads for the optimizer: {message}")]
-    Threads { count: usize, message: String },
-    #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, or start again with --fresh", step - 1
-    )]
-    Diverged { step: u64, loss: f64, norm: f64 },
-    #[error(
-        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, use bf16, or start again with --fresh", step - 1
-    )]
-    LeastScale { step: u64, scale: f64 },
-    #[error(
-        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
-        run_folder.display()
-    )]
-    StoreLost {
-        run_folder: PathBuf,
-        steps: u64,
-        devices: String,
-        job: String,
-    },
-    #[error(
-        "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
-    )]
-    InPlace(SwapperError),
-    #[error(
-        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a save with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run folder and of its store together, or start again with --fresh",
-        config.display()
-    )]
-    DamagedTile {
-        error: Box<SwapperError>,
-        config: PathBuf,
-    },
-    #[error(
-        "there is no run in {}: it has no run.json. Name the folder of a run, as in its train.run_folder",
-        folder.display()
-    )]
-    NoRun { folder: PathBuf },
-    #[error(
-        "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
-        folder.display()
-    )]
-    UnknownRun { folder: PathBuf, message: String },
-    #[error("nothing was committed yet in {}", run_folder.display())]
-    NothingCommitted { run_folder: PathBuf },
-}
-
-impl From<HomeError> for TrainError {
-    fn from(error: HomeError) -> Self {
-        match error {
-            HomeError::Swapper(error) => Self::Swapper(error),
-            HomeError::Gpu(error) => Self::Gpu(error),
-        }
-    }
-}
-
-impl TrainError {
-    /// With what a person can do about it, as far as that depends on the run.
-    pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
-        match self {
-            Self::Swapper(
-                error @ SwapperError::Tile {
-                    source: TileError::Damaged { .. },
-                    ..
-                },
-            ) => Self::DamagedTile {
-                error: Box::new(error),
-                config: match settings.offload.socket {
-                    Some(_) => "OFFLOADD.toml".into(),
-                    None => {
-                        daemon_folder(&resolved(&settings.train.run_folder)).join("offloadd.toml")
-                    }
-                },
-            },
-            error => error,
-        }
-    }
-}
 
 /// Where a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -221,7 +92,7 @@ fn run_to_its_end(
     })?;
     ranks.check_same_run(&settings, corpus.fingerprint())?;
     if ranks.is_first() {
-        show(&prepared.settings, &prepared.plan, &corpus);
+        show::plan(&prepared.settings, &prepared.plan, &corpus);
     }
     let data = read_data(&settings, &corpus, ranks)?;
     prepared.train_on(&data);
@@ -267,7 +138,7 @@ fn run_to_its_end(
         }
     })?;
     if first {
-        show_opened(&run, resumed);
+        show::opened(&run, resumed);
     }
     let canceller = run.home.canceller().filter(|_| ranks.count() > 1);
     let lookout = canceller.map(|canceller| Lookout::start(ranks.comm(), canceller));
@@ -541,7 +412,7 @@ impl Training {
             let samples = self.run.state.next_sample;
             shown.monitors.step(&metrics, samples)?;
             if metrics.skipped {
-                shown.progress.say(&skipped(&metrics, &overflow));
+                shown.progress.say(&show::skipped(&metrics, &overflow));
             }
             shown.progress.step(&metrics, self.settings.step_tokens());
         }
@@ -667,72 +538,5 @@ impl Training {
 fn say(shown: &Option<Shown>, line: &str) {
     if let Some(shown) = shown {
         shown.progress.say(line);
-    }
-}
-
-/// Why a step changed nothing, and what is tried next.
-fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
-    let (step, scale) = (metrics.step, next.scale);
-    let next = match metrics.loss_scale {
-        None => "weights stay as they are".into(),
-        Some(now) if now == scale => format!("weights stay as they are, the scale stays {scale}"),
-        Some(now) => format!("weights stay as they are, the scale goes from {now} to {scale}"),
-    };
-    format!("step {step:>5} skipped: its gradients are not finite; {next}")
-}
-
-/// What is going to happen, before it does.
-fn show(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
-    println!("settings");
-    for line in settings.lines() {
-        println!("  {line}");
-    }
-    for note in &settings.notes {
-        println!("note: {note}");
-    }
-    let placement = &settings.placement;
-    let tiers = [placement.param, placement.optimizer];
-    if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
-        println!(
-            "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
-        );
-    } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
-        println!(
-            "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
-        );
-    }
-    println!("plan");
-    for line in plan.to_string().lines() {
-        println!("  {line}");
-    }
-    println!("  tokenizer {}", corpus.describe());
-}
-
-/// What was found.
-fn show_opened(run: &OpenRun, resumed: bool) {
-    let opened = &run.opened;
-    println!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
-    for device in &opened.devices {
-        let rate = |bytes: u64| {
-            if bytes == 0 {
-                "unknown".into()
-            } else {
-                format!("{:.2} GB/s", bytes as f64 / 1e9)
-            }
-        };
-        println!(
-            "  device    {}: reads {}, writes {}",
-            device.path,
-            rate(device.read_bytes_per_s),
-            rate(device.write_bytes_per_s)
-        );
-    }
-    for note in &opened.notes {
-        println!("note: {note}");
-    }
-    if resumed {
-        println!("resumed at step {}", run.state.step);
-    } else {
-        println!("started with {}", run.started_with);
     }
 }

@@ -1,0 +1,146 @@
+//! Why a run did not start, or ended before its time: every part's error, and what only the whole run knows.
+
+use std::path::PathBuf;
+
+use kernels::collective::CollectiveError;
+use kernels::gpu::GpuError;
+use swapper::{SwapperError, TileError};
+
+use crate::accelerator::AcceleratorError;
+use crate::compute::ComputeError;
+use crate::config::RunSettings;
+use crate::data::DataError;
+use crate::export::ExportError;
+use crate::home::HomeError;
+use crate::metrics::MetricsError;
+use crate::monitor::MonitorError;
+use crate::plan::PlanError;
+use crate::run::{FolderError, SaveError, StateError, daemon_folder, resolved};
+use crate::store::StoreError;
+use crate::trace::TraceError;
+use crate::weights::WeightsError;
+
+/// Why a run did not start, or ended before its time.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error("model.from: {0}")]
+    FirstRun(Box<ExportError>),
+    #[error("model.from: {} is this run's own folder: name another train.run_folder for the new run", folder.display())]
+    FromItself { folder: PathBuf },
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Accelerator(#[from] AcceleratorError),
+    #[error(transparent)]
+    Compute(#[from] ComputeError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    Monitor(#[from] MonitorError),
+    #[error(transparent)]
+    State(#[from] StateError),
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    #[error("{count} saves could not be made, all else is done; the first: {first}")]
+    Saves { count: u64, first: String },
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    #[error(
+        "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
+    )]
+    Nodes { ranks: u32, local_ranks: u32 },
+    #[error("rank {rank} failed in {what}: see its own message")]
+    OtherRank { rank: u32, what: String },
+    #[error("cannot take over SIGTERM and SIGINT: {0}")]
+    Signals(std::io::Error),
+    #[error("cannot start {count} threads for the optimizer: {message}")]
+    Threads { count: usize, message: String },
+    #[error(
+        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, or start again with --fresh", step - 1
+    )]
+    Diverged { step: u64, loss: f64, norm: f64 },
+    #[error(
+        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, use bf16, or start again with --fresh", step - 1
+    )]
+    LeastScale { step: u64, scale: f64 },
+    #[error(
+        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        run_folder.display()
+    )]
+    StoreLost {
+        run_folder: PathBuf,
+        steps: u64,
+        devices: String,
+        job: String,
+    },
+    #[error(
+        "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
+    )]
+    InPlace(SwapperError),
+    #[error(
+        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a save with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run folder and of its store together, or start again with --fresh",
+        config.display()
+    )]
+    DamagedTile {
+        error: Box<SwapperError>,
+        config: PathBuf,
+    },
+    #[error(
+        "there is no run in {}: it has no run.json. Name the folder of a run, as in its train.run_folder",
+        folder.display()
+    )]
+    NoRun { folder: PathBuf },
+    #[error(
+        "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
+        folder.display()
+    )]
+    UnknownRun { folder: PathBuf, message: String },
+    #[error("nothing was committed yet in {}", run_folder.display())]
+    NothingCommitted { run_folder: PathBuf },
+}
+
+impl From<HomeError> for TrainError {
+    fn from(error: HomeError) -> Self {
+        match error {
+            HomeError::Swapper(error) => Self::Swapper(error),
+            HomeError::Gpu(error) => Self::Gpu(error),
+        }
+    }
+}
+
+impl TrainError {
+    /// With what a person can do about it, as far as that depends on the run.
+    pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
+        match self {
+            Self::Swapper(
+                error @ SwapperError::Tile {
+                    source: TileError::Damaged { .. },
+                    ..
+                },
+            ) => Self::DamagedTile {
+                error: Box::new(error),
+                config: match settings.offload.socket {
+                    Some(_) => "OFFLOADD.toml".into(),
+                    None => {
+                        daemon_folder(&resolved(&settings.train.run_folder)).join("offloadd.toml")
+                    }
+                },
+            },
+            error => error,
+        }
+    }
+}

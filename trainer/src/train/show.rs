@@ -1,0 +1,75 @@
+//! What people are told of a run: before it starts, when it is open, and when a step changed nothing.
+
+use super::OpenRun;
+use crate::config::{RunSettings, Tier};
+use crate::data::Corpus;
+use crate::metrics::StepMetrics;
+use crate::overflow::OverflowState;
+use crate::plan::Plan;
+
+/// Why a step changed nothing, and what is tried next.
+pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
+    let (step, scale) = (metrics.step, next.scale);
+    let next = match metrics.loss_scale {
+        None => "weights stay as they are".into(),
+        Some(now) if now == scale => format!("weights stay as they are, the scale stays {scale}"),
+        Some(now) => format!("weights stay as they are, the scale goes from {now} to {scale}"),
+    };
+    format!("step {step:>5} skipped: its gradients are not finite; {next}")
+}
+
+/// What is going to happen, before it does.
+pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
+    println!("settings");
+    for line in settings.lines() {
+        println!("  {line}");
+    }
+    for note in &settings.notes {
+        println!("note: {note}");
+    }
+    let placement = &settings.placement;
+    let tiers = [placement.param, placement.optimizer];
+    if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
+        println!(
+            "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
+        );
+    } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
+        println!(
+            "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
+        );
+    }
+    println!("plan");
+    for line in plan.to_string().lines() {
+        println!("  {line}");
+    }
+    println!("  tokenizer {}", corpus.describe());
+}
+
+/// What was found.
+pub(super) fn opened(run: &OpenRun, resumed: bool) {
+    let opened = &run.opened;
+    println!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
+    for device in &opened.devices {
+        let rate = |bytes: u64| {
+            if bytes == 0 {
+                "unknown".into()
+            } else {
+                format!("{:.2} GB/s", bytes as f64 / 1e9)
+            }
+        };
+        println!(
+            "  device    {}: reads {}, writes {}",
+            device.path,
+            rate(device.read_bytes_per_s),
+            rate(device.write_bytes_per_s)
+        );
+    }
+    for note in &opened.notes {
+        println!("note: {note}");
+    }
+    if resumed {
+        println!("resumed at step {}", run.state.step);
+    } else {
+        println!("started with {}", run.started_with);
+    }
+}
