@@ -1,6 +1,7 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
 mod clock;
+mod enqueued;
 mod error;
 mod inputs;
 mod lookout;

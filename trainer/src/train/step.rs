@@ -191,6 +191,7 @@ impl Stepper {
         }];
         self.shards.sum(&mut loss)?;
         watch.end()?;
+        self.mover.tell(trace)?;
         Ok(Gradients {
             loss: loss[0],
             norm,
@@ -342,7 +343,7 @@ impl Stepper {
             }
             Turn::Reduce(unit) => {
                 let complete = grads[unit].take().expect("its backward turn came before");
-                mover.reduce(home, unit, complete)?;
+                mover.reduce(home, unit, complete, trace)?;
             }
             Turn::Scatter(unit) => mover.scatter(home, unit, trace)?,
         }

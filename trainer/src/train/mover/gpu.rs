@@ -17,13 +17,14 @@ use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
 
 use super::super::TrainError;
+use super::super::enqueued::Enqueued;
 use super::super::turns::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::config::Stage;
 use crate::home::Home;
-use crate::trace::Trace;
+use crate::trace::{Trace, Track};
 
 /// Gradients of blocks in flight: one is written by backward while the other leaves. Below stage 2 each block has its own.
 const GRAD_BUFFERS: usize = 2;
@@ -43,6 +44,8 @@ pub(in crate::train) struct GpuMover {
     units: usize,
     place: Place,
     shards: Shards,
+    /// With the other ranks, for a timeline.
+    collectives: Enqueued,
 }
 
 /// Where units are computed with.
@@ -50,6 +53,16 @@ enum Place {
     /// Where they live, once it is known where that is.
     Home(Vec<Option<UnitWeights>>),
     Buffers(Box<Buffers>),
+}
+
+impl Place {
+    fn grads_of<'a>(&'a self, home: &'a Home, unit: usize) -> &'a DeviceBuffer {
+        match (self, home) {
+            (Self::Home(_), Home::Gpu(home)) => &home.unit(unit).grad,
+            (Self::Buffers(buffers), _) => buffers.grads_of(unit),
+            _ => panic!("units are computed with where they live, or in buffers"),
+        }
+    }
 }
 
 impl GpuMover {
@@ -84,6 +97,7 @@ impl GpuMover {
                 Place::Buffers(Box::new(buffers))
             },
             shards,
+            collectives: Enqueued::new(Track::Collective),
         })
     }
 
@@ -131,7 +145,10 @@ impl GpuMover {
                     }
                 }
                 if shards.gathers() {
-                    shards.gather_on(between, unit, to, elem_bytes)?;
+                    let name = || format!("weights of unit {unit}");
+                    self.collectives.of(trace, between, name, || {
+                        shards.gather_on(between, unit, to, elem_bytes)
+                    })?;
                 }
                 if shards.count() > 1 {
                     let arrived = between.record()?;
@@ -174,16 +191,8 @@ impl GpuMover {
         unit: usize,
     ) -> Result<GradSink, TrainError> {
         let mut sink = engine.new_grads(unit);
-        sink.write_to(self.grads_of(home, unit))?;
+        sink.write_to(self.place.grads_of(home, unit))?;
         Ok(sink)
-    }
-
-    fn grads_of<'a>(&'a self, home: &'a Home, unit: usize) -> &'a DeviceBuffer {
-        match (&self.place, home) {
-            (Place::Home(_), Home::Gpu(home)) => &home.unit(unit).grad,
-            (Place::Buffers(buffers), _) => buffers.grads_of(unit),
-            _ => panic!("units are computed with where they live, or in buffers"),
-        }
     }
 
     pub(in crate::train) fn reduce(
@@ -191,15 +200,20 @@ impl GpuMover {
         home: &Home,
         unit: usize,
         mut grads: GradSink,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
-        let to = self.grads_of(home, unit);
+        let to = self.place.grads_of(home, unit);
         let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
         grads.finish_into(to, shards.padded_elems(unit))?;
         let stream = match &self.place {
             Place::Buffers(buffers) if shards.count() > 1 => {
-                buffers.between.wait(&self.compute.record()?)?;
-                shards.reduce_on(&buffers.between, unit, to, self.grad_type)?;
-                &buffers.between
+                let between = &buffers.between;
+                between.wait(&self.compute.record()?)?;
+                let name = || format!("gradients of unit {unit}");
+                self.collectives.of(trace, between, name, || {
+                    shards.reduce_on(between, unit, to, self.grad_type)
+                })?;
+                between
             }
             _ => &self.compute,
         };
@@ -256,6 +270,14 @@ impl GpuMover {
             let _span = trace.copy(bytes, || format!("gradients of unit {unit}"));
             Ok(gpu.download(down, from, &mut pieces)?)
         })
+    }
+
+    /// Tells `trace` when ranks exchanged what; waits until they have.
+    pub(in crate::train) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
+        if let Place::Buffers(buffers) = &self.place {
+            self.collectives.tell(trace, &buffers.between)?;
+        }
+        Ok(())
     }
 
     /// Of each unit's gradients, in this step. Waits until they are computed.

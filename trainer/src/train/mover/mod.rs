@@ -126,10 +126,11 @@ impl Mover {
         home: &Home,
         unit: usize,
         grads: GradSink,
+        trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
             Self::Host(mover) => mover.reduce(unit, grads),
-            Self::Gpu(mover) => mover.reduce(home, unit, grads),
+            Self::Gpu(mover) => mover.reduce(home, unit, grads, trace),
         }
     }
 
@@ -146,6 +147,17 @@ impl Mover {
         match self {
             Self::Host(mover) => mover.scatter(home, unit, trace),
             Self::Gpu(mover) => mover.scatter(home, unit, trace),
+        }
+    }
+
+    /// Tells `trace` what GPUs exchanged in this step, when they have; what hosts did was told as it ended.
+    ///
+    /// # Errors
+    /// The GPU's.
+    pub(super) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Gpu(mover) => mover.tell(trace),
         }
     }
 

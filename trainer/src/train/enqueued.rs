@@ -1,0 +1,67 @@
+//! When work that was enqueued in a GPU's streams ran, for a timeline: events beside it, whose times are known when the GPU is
+//! done.
+
+use std::time::{Duration, Instant};
+
+use kernels::gpu::{Event, GpuError, Stream};
+
+use super::TrainError;
+use crate::trace::{Trace, Track};
+
+/// Work of one track whose times are not known yet.
+pub(super) struct Enqueued {
+    track: Track,
+    list: Vec<(String, Event, Event)>,
+}
+
+impl Enqueued {
+    pub(super) fn new(track: Track) -> Self {
+        Self {
+            track,
+            list: Vec::new(),
+        }
+    }
+
+    /// Does `f`, which enqueues on `stream` what `name` names. Nothing is kept outside of steps that are recorded.
+    ///
+    /// # Errors
+    /// What `f` returns; the GPU's.
+    pub(super) fn of<E: Into<TrainError>>(
+        &mut self,
+        trace: &Trace,
+        stream: &Stream,
+        name: impl FnOnce() -> String,
+        f: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), TrainError> {
+        if !trace.recording() {
+            return f().map_err(Into::into);
+        }
+        let start = stream.record_timed()?;
+        f().map_err(Into::into)?;
+        self.list.push((name(), start, stream.record_timed()?));
+        Ok(())
+    }
+
+    /// Tells `trace` when all of it ran. Waits until `stream` has done what was enqueued there.
+    ///
+    /// # Errors
+    /// The GPU's.
+    pub(super) fn tell(&mut self, trace: &Trace, stream: &Stream) -> Result<(), GpuError> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        // The one point whose time both clocks know.
+        let last = stream.record_timed()?;
+        last.synchronize()?;
+        let now = Instant::now();
+        let at = |event: &Event| -> Result<Instant, GpuError> {
+            let before_ms = f64::from(last.elapsed_ms_since(event)?).max(0.0);
+            let before = Duration::from_secs_f64(before_ms * 1e-3);
+            Ok(now.checked_sub(before).unwrap_or(now))
+        };
+        for (name, start, end) in self.list.drain(..) {
+            trace.record(self.track, name, at(&start)?, at(&end)?);
+        }
+        Ok(())
+    }
+}
