@@ -21,6 +21,7 @@ use crate::arena::{Arena, ArenaId};
 use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 
+mod inflight;
 pub mod paced;
 pub mod psync;
 pub mod sim;

@@ -21,6 +21,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use super::inflight::Inflight;
 use super::{EngineError, Io, IoDone, Memory};
 use crate::arena::{Arena, ArenaId};
 use crate::blocks::AlignedBytes;
@@ -36,10 +37,7 @@ const KERNEL_INFLIGHT_MAX: usize = 2048;
 /// Registered pieces over all arenas: io_uring's limit is 16,384.
 const BUFFERS_MAX: u16 = 16_384;
 
-/// An operation the kernel put back (EAGAIN, EINTR) is tried again so often.
-const RETRIES_MAX: u32 = 16;
-
-/// The same for a refused system call, a millisecond apart.
+/// A refused system call is tried again so often, a millisecond apart.
 const ENTER_RETRIES_MAX: u32 = 1000;
 
 /// How long the probe's read may take: a drive that needs longer is not usable.
@@ -52,8 +50,7 @@ pub struct Uring {
     wake: OwnedFd,
     flavour: &'static str,
     devices: Vec<Arc<File>>,
-    inflight: Vec<Option<Inflight>>,
-    free: Vec<usize>,
+    inflight: Inflight,
     kernel_inflight_count: usize,
     inflight_max: usize,
     backlog: VecDeque<usize>,
@@ -69,13 +66,6 @@ impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("IoUring")
     }
-}
-
-#[derive(Debug)]
-struct Inflight {
-    io: Io,
-    since: Instant,
-    retries: u32,
 }
 
 impl Uring {
@@ -105,8 +95,7 @@ impl Uring {
             wake,
             flavour,
             devices: devices.to_vec(),
-            inflight: Vec::new(),
-            free: Vec::new(),
+            inflight: Inflight::default(),
             kernel_inflight_count: 0,
             inflight_max,
             backlog: VecDeque::new(),
@@ -130,17 +119,7 @@ impl Uring {
             "more in flight than the engine was opened for"
         );
         assert!((io.device.0 as usize) < self.devices.len());
-        let entry = Some(Inflight {
-            io,
-            since: Instant::now(),
-            retries: 0,
-        });
-        let place = self.free.pop().unwrap_or_else(|| {
-            self.inflight.push(None);
-            self.inflight.len() - 1
-        });
-        self.inflight[place] = entry;
-        self.backlog.push_back(place);
+        self.backlog.push_back(self.inflight.add(io));
     }
 
     pub(super) fn start(&mut self) -> Result<(), EngineError> {
@@ -181,26 +160,12 @@ impl Uring {
             };
             self.kernel_inflight_count -= 1;
             let place = completion.user_data() as usize;
-            let slot = &mut self.inflight[place];
-            let entry = slot.as_mut().expect("a completion of an operation");
-            let put_back = [-libc::EAGAIN, -libc::EINTR].contains(&completion.result());
-            if put_back && entry.retries < RETRIES_MAX {
-                entry.retries += 1;
+            let result = i64::from(completion.result());
+            if self.inflight.again(place, result) {
                 self.backlog.push_back(place);
-                continue;
+            } else {
+                done.push(self.inflight.end(place, result));
             }
-            let Inflight { io, since, .. } = slot.take().expect("just seen");
-            self.free.push(place);
-            done.push(IoDone {
-                id: io.id,
-                // Never negative in the first case.
-                outcome: match completion.result() {
-                    moved @ 0.. => Ok(moved as u32),
-                    errno => Err(-errno),
-                },
-                device_ns: since.elapsed().as_nanos() as u64,
-                memory: io.memory,
-            });
         }
         // What was put back, and what waited for room.
         if self.backlog.is_empty() {
@@ -215,7 +180,7 @@ impl Uring {
     }
 
     pub(super) fn inflight_count(&self) -> usize {
-        self.inflight.len() - self.free.len()
+        self.inflight.count()
     }
 
     pub(super) fn register(&mut self, arena: &Arc<Arena>) {
@@ -292,7 +257,7 @@ impl Uring {
 
     /// The kernel's entry for the operation at `place` of the table.
     fn entry(&mut self, place: usize) -> squeue::Entry {
-        let io = &mut self.inflight[place].as_mut().expect("submitted").io;
+        let io = self.inflight.io(place);
         let device = types::Fixed(io.device.0);
         let buffer = match &io.memory {
             Memory::Arena { arena, piece, .. } => self
@@ -406,7 +371,7 @@ impl Drop for Uring {
             }
         }
         if self.kernel_inflight_count > 0 {
-            std::mem::forget(std::mem::take(&mut self.inflight));
+            self.inflight.leak();
         }
     }
 }
