@@ -39,7 +39,7 @@ struct Args {
     /// Operations in flight
     #[arg(long, default_value_t = 16)]
     iodepth: u32,
-    /// auto, uring or psync
+    /// auto, uring, aio or psync
     #[arg(long, default_value = "auto")]
     engine: String,
     /// One JSON object instead of lines to read

@@ -28,7 +28,7 @@ pub struct SessionInfo {
     pub epoch: Epoch,
     /// The daemon's build, for people.
     pub build: String,
-    /// How it moves bytes: "uring", "psync", "sim".
+    /// How it moves bytes: "uring", "aio", "psync".
     pub engine: String,
     /// Why this one.
     pub engine_reason: String,

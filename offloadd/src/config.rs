@@ -339,7 +339,7 @@ mod tests {
             ("/mnt/nvme1/tiles", "nvme1/tiles", "devices"),
             ("64GiB", "64GB", "arena_bytes_max"),
             ("64GiB", "1", "arena_bytes_max"),
-            ("psync", "aio", "engine"),
+            ("psync", "libaio", "engine"),
             ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
         ] {

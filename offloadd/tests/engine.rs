@@ -1,6 +1,6 @@
-//! Both engines against real files. What could go wrong: bytes at the wrong place, an error or a short transfer that looks
+//! All engines against real files. What could go wrong: bytes at the wrong place, an error or a short transfer that looks
 //! like success, an operation that never comes back, memory that cannot be registered. Every test runs the same body on
-//! `uring` and `psync`, with arena memory (registered by uring) and with the daemon's own.
+//! `uring`, `aio` and `psync`, with arena memory (registered by uring) and with the daemon's own.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -34,11 +34,11 @@ fn file(folder: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
 
 /// Runs `body` on each engine this machine has; says which it has not.
 fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
-    for choice in [EngineChoice::Uring, EngineChoice::Psync] {
+    for choice in [EngineChoice::Uring, EngineChoice::Aio, EngineChoice::Psync] {
         match Engine::open(choice, devices, 4096) {
             Ok((mut engine, _)) => body(&mut engine),
-            Err(error) if choice == EngineChoice::Uring => println!(
-                "skipped: {}: uring: {error}",
+            Err(error) if choice != EngineChoice::Psync => println!(
+                "skipped: {}: {error}",
                 std::thread::current().name().unwrap_or("a test")
             ),
             Err(error) => panic!("{error}"),
@@ -220,10 +220,71 @@ fn a_full_device_is_enospc() {
         );
         return;
     };
+    // Kernel AIO does not write to it: the test below has a file system for that engine.
     on_each_engine(&[Arc::new(full)], |engine| {
         engine.submit(io(0, IoOp::Write, 0, meta(1, 4096)));
         assert_eq!(finish(engine, 1)[0].outcome, Err(28));
     });
+}
+
+#[test]
+fn a_full_file_system_is_enospc() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(_mounted) = SmallFileSystem::mount(folder.path()) else {
+        return;
+    };
+    let device = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(folder.path().join("a"))
+        .unwrap();
+    device.set_len(1 << 20).unwrap();
+    let devices = [Arc::new(device)];
+    on_each_engine(&devices, |engine| {
+        engine.submit(io(0, IoOp::Write, 0, meta(1, 4096)));
+        let done = finish(engine, 1);
+        assert_eq!(done[0].outcome, Ok(BLOCK), "there is room for this one");
+        // Some of 128 KiB: less moves, or nothing and ENOSPC.
+        engine.submit(io(1, IoOp::Write, 4096, meta(1, 128 << 10)));
+        engine.submit(io(2, IoOp::Write, 256 << 10, meta(1, 128 << 10)));
+        let done = finish(engine, 2);
+        assert!(done.iter().all(|d| d.outcome != Ok(128 << 10)), "{done:?}");
+        assert!(done.iter().any(|d| d.outcome == Err(28)), "{done:?}");
+        devices[0].set_len(0).unwrap();
+        devices[0].set_len(1 << 20).unwrap();
+    });
+}
+
+/// A file system of 64 KiB, gone when it is dropped. Only root may mount one.
+struct SmallFileSystem<'a>(&'a std::path::Path);
+
+impl<'a> SmallFileSystem<'a> {
+    fn mount(folder: &'a std::path::Path) -> Option<Self> {
+        let mounted = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
+            .arg(folder)
+            .output();
+        if mounted.is_ok_and(|output| output.status.success()) {
+            return Some(Self(folder));
+        }
+        println!(
+            "skipped: {}: this user may not mount a small file system",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        None
+    }
+}
+
+impl Drop for SmallFileSystem<'_> {
+    fn drop(&mut self) {
+        // Lazily: a ring's files stay open for a moment after it has ended.
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(self.0)
+            .status();
+    }
 }
 
 #[test]
@@ -299,7 +360,7 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
 }
 
 #[test]
-fn a_probe_that_fails_means_threads_and_the_reason_is_told() {
+fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
     let folder = tempfile::tempdir().unwrap();
     drop(file(&folder, "a", 1 << 20));
     let path = folder.path().join("a");
@@ -308,6 +369,15 @@ fn a_probe_that_fails_means_threads_and_the_reason_is_told() {
     let (engine, reason) = Engine::open(EngineChoice::Auto, &devices, 16).unwrap();
     assert_eq!(engine.name(), "psync");
     assert!(reason.contains("instead of uring: "), "{reason}");
-    let error = Engine::open(EngineChoice::Uring, &devices, 16).unwrap_err();
-    assert!(error.to_string().starts_with("engine uring: "), "{error}");
+    assert!(reason.contains("engine aio: "), "{reason}");
+    for choice in [EngineChoice::Uring, EngineChoice::Aio] {
+        let error = Engine::open(choice, &devices, 16).unwrap_err();
+        let said = error.to_string();
+        let name = if choice == EngineChoice::Aio {
+            "aio"
+        } else {
+            "uring"
+        };
+        assert!(said.starts_with(&format!("engine {name}: ")), "{said}");
+    }
 }

@@ -49,7 +49,7 @@ fn each_device_reads_and_writes_at_its_own_pace_at_the_same_time() {
         file.set_len(READS * BYTES as u64).unwrap();
         Arc::new(file)
     });
-    for choice in [EngineChoice::Auto, EngineChoice::Psync] {
+    for choice in [EngineChoice::Auto, EngineChoice::Aio, EngineChoice::Psync] {
         let (mut engine, reason) = Engine::open(choice, &devices, 1024).unwrap();
         assert!(reason.contains("Pace"), "{reason}");
         // Early it must never be. Late it is on a machine that does something else: once in time is enough.

@@ -24,6 +24,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "offloadd/api/src/ring/map.rs",
     "offloadd/api/tests/ring_loom.rs",
     "offloadd/src/arena.rs",
+    "offloadd/src/engine/aio.rs",
     "offloadd/src/engine/uring.rs",
     "offloadd/src/engine/psync.rs",
     "client/src/mapping.rs",

@@ -49,7 +49,7 @@ pub struct PrivateSettings {
     pub devices: Vec<(PathBuf, u64)>,
     /// Host memory all sessions together may take.
     pub arena_bytes_max: u64,
-    /// "auto", "uring" or "psync".
+    /// "auto", "uring", "aio" or "psync".
     pub engine: String,
 }
 

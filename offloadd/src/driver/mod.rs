@@ -90,7 +90,7 @@ pub struct Parts {
 pub struct Running {
     /// The way to it.
     pub handle: DriverHandle,
-    /// "uring" or "psync".
+    /// "uring", "aio" or "psync".
     pub engine: &'static str,
     /// Why that one.
     pub engine_reason: String,

@@ -8,46 +8,56 @@
 //! the bytes it moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits,
 //! except [`Engine::open`]'s probe and dropping an engine, which waits for what is in flight.
 //!
-//! An enum and not a trait: there are two (and one around them in test builds), and the owner thread should not care which it has.
+//! An enum and not a trait: there are three (and one around them in test builds), and the owner thread should not care which it has.
 
 use std::fmt;
 use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use offload_api::BLOCK_BYTES;
 use offload_api::ids::DeviceIndex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::arena::{Arena, ArenaId};
 use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 
+pub mod aio;
 mod inflight;
 pub mod paced;
 pub mod psync;
 pub mod sim;
 pub mod uring;
 
+/// How long each operation of the probe may take: a drive that needs longer is not usable.
+const PROBE: Duration = Duration::from_secs(10);
+
 /// What the settings ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum EngineChoice {
-    /// io_uring where the machine lets us, threads otherwise.
+    /// The first of the others, in this order, that the machine lets us have.
     #[default]
     Auto,
     /// io_uring or nothing.
     Uring,
+    /// Kernel AIO or nothing.
+    Aio,
     /// Threads with pread and pwrite.
     Psync,
 }
 
 impl EngineChoice {
     /// The setting's words.
-    pub const NAMES: [&str; 3] = ["auto", "uring", "psync"];
+    pub const NAMES: [&str; 4] = ["auto", "uring", "aio", "psync"];
 
     /// The choice of a setting's word.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "auto" => Some(Self::Auto),
             "uring" => Some(Self::Uring),
+            "aio" => Some(Self::Aio),
             "psync" => Some(Self::Psync),
             _ => None,
         }
@@ -127,19 +137,18 @@ pub struct IoDone {
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The machine does not let us.
-    #[error("engine uring: {0}")]
-    UringUnavailable(String),
-    /// Threads or descriptors are not to be had.
-    #[error("engine psync: {action}: {source}")]
-    Psync {
-        /// What failed.
-        action: &'static str,
-        /// The errno.
-        source: std::io::Error,
+    #[error("engine {engine}: {why}")]
+    Unavailable {
+        /// Its name.
+        engine: &'static str,
+        /// What was refused, and what would help.
+        why: String,
     },
-    /// The ring failed in a way no operation explains.
-    #[error("engine uring: {action}: {source}; the daemon cannot go on")]
+    /// The kernel's half failed in a way no operation explains.
+    #[error("engine {engine}: {action}: {source}; the daemon cannot go on")]
     Broken {
+        /// Its name.
+        engine: &'static str,
         /// What failed.
         action: &'static str,
         /// The errno.
@@ -152,6 +161,8 @@ pub enum EngineError {
 pub enum Engine {
     /// io_uring, one ring.
     Uring(Box<uring::Uring>),
+    /// Kernel AIO, one context.
+    Aio(Box<aio::Aio>),
     /// Threads.
     Psync(psync::Psync),
     /// One of these, slowed down for a test.
@@ -159,12 +170,12 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// Opens an engine for `devices` and tries a read of the first one. Gives the reason for the choice, for people.
+    /// Opens an engine for `devices` and tries it on the first one. Gives the reason for the choice, for people.
     ///
     /// `inflight_max` bounds what may be submitted and not yet reaped. Call it on the thread that will use the engine.
     ///
     /// # Errors
-    /// [`EngineError`] when what was asked for is not to be had; `Auto` falls back instead.
+    /// [`EngineError`] when what was asked for is not to be had; `Auto` goes on to the next one instead.
     pub fn open(
         choice: EngineChoice,
         devices: &[Arc<File>],
@@ -185,28 +196,93 @@ impl Engine {
         devices: &[Arc<File>],
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
+        let uring = || {
+            let ring = uring::Uring::open(devices, inflight_max)?;
+            let flavour = ring.flavour();
+            Ok((Self::Uring(Box::new(ring)).probed(devices)?, flavour))
+        };
+        let aio = || {
+            let context = aio::Aio::open(devices, inflight_max)?;
+            Self::Aio(Box::new(context)).probed(devices)
+        };
         let psync = || psync::Psync::open(devices, inflight_max).map(Self::Psync);
+        let told = "chosen by the settings";
         match choice {
-            EngineChoice::Psync => Ok((psync()?, "chosen by the settings".into())),
             EngineChoice::Uring => {
-                let ring = uring::Uring::open(devices, inflight_max)?;
-                let reason = format!("chosen by the settings; {}", ring.flavour());
-                Ok((Self::Uring(Box::new(ring)), reason))
+                uring().map(|(engine, flavour)| (engine, format!("{told}; {flavour}")))
             }
-            EngineChoice::Auto => match uring::Uring::open(devices, inflight_max) {
-                Ok(ring) => {
-                    let reason = format!("a probe read worked; {}", ring.flavour());
-                    Ok((Self::Uring(Box::new(ring)), reason))
+            EngineChoice::Aio => Ok((aio()?, told.into())),
+            EngineChoice::Psync => Ok((psync()?, told.into())),
+            EngineChoice::Auto => {
+                let no_uring: EngineError = match uring() {
+                    Ok((engine, flavour)) => {
+                        return Ok((engine, format!("a probe read worked; {flavour}")));
+                    }
+                    Err(error) => error,
+                };
+                match aio() {
+                    Ok(engine) => Ok((engine, format!("instead of uring: {no_uring}"))),
+                    Err(no_aio) => {
+                        Ok((psync()?, format!("instead of uring: {no_uring}; {no_aio}")))
+                    }
                 }
-                Err(error) => Ok((psync()?, format!("instead of uring: {error}"))),
-            },
+            }
         }
+    }
+
+    /// Reads the first block of the first device, flushes it, and sees the wake-up come.
+    fn probed(mut self, devices: &[Arc<File>]) -> Result<Self, EngineError> {
+        let engine = self.name();
+        let refused = |what: String| EngineError::Unavailable {
+            engine,
+            why: format!("a probe: {what}"),
+        };
+        if devices.is_empty() {
+            return Ok(self);
+        }
+        let block = Memory::Meta(AlignedBytes::zeroed(BLOCK_BYTES as usize));
+        for (op, bytes, memory) in [
+            (IoOp::Read, BLOCK_BYTES, block),
+            (IoOp::Flush, 0, Memory::None),
+        ] {
+            self.submit(Io {
+                id: IoId(0),
+                device: DeviceIndex(0),
+                op,
+                offset: 0,
+                bytes,
+                memory,
+            });
+            self.start()?;
+            let mut done = Vec::new();
+            let limit = Instant::now() + PROBE;
+            while done.is_empty() {
+                let left = limit.saturating_duration_since(Instant::now());
+                let wait = Timespec::try_from(left).expect("seconds");
+                let wake = self.wake();
+                match poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
+                    Ok(0) => {
+                        let what = format!("no answer to {op:?} in {} s", PROBE.as_secs());
+                        return Err(refused(what));
+                    }
+                    Ok(_) => self.reap(&mut done)?,
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return Err(refused(format!("poll: {e}"))),
+                }
+            }
+            if let Err(errno) = done[0].outcome {
+                let error = std::io::Error::from_raw_os_error(errno);
+                return Err(refused(format!("{op:?}: {error}")));
+            }
+        }
+        Ok(self)
     }
 
     /// As the settings call it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Uring(_) => "uring",
+            Self::Aio(_) => "aio",
             Self::Psync(_) => "psync",
             Self::Paced(e) => e.inner().name(),
         }
@@ -216,6 +292,7 @@ impl Engine {
     pub fn submit(&mut self, io: Io) {
         match self {
             Self::Uring(e) => e.submit(io),
+            Self::Aio(e) => e.submit(io),
             Self::Psync(e) => e.submit(io),
             Self::Paced(e) => e.submit(io),
         }
@@ -228,6 +305,10 @@ impl Engine {
     pub fn start(&mut self) -> Result<(), EngineError> {
         match self {
             Self::Uring(e) => e.start(),
+            Self::Aio(e) => {
+                e.start();
+                Ok(())
+            }
             Self::Psync(_) => Ok(()),
             Self::Paced(e) => e.inner_mut().start(),
         }
@@ -240,6 +321,7 @@ impl Engine {
     pub fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
         match self {
             Self::Uring(e) => e.reap(done),
+            Self::Aio(e) => e.reap(done),
             Self::Psync(e) => {
                 e.reap(done);
                 Ok(())
@@ -252,6 +334,7 @@ impl Engine {
     pub fn wake(&self) -> BorrowedFd<'_> {
         match self {
             Self::Uring(e) => e.wake(),
+            Self::Aio(e) => e.wake(),
             Self::Psync(e) => e.wake(),
             Self::Paced(e) => e.wake(),
         }
@@ -261,6 +344,7 @@ impl Engine {
     pub fn inflight_count(&self) -> usize {
         match self {
             Self::Uring(e) => e.inflight_count(),
+            Self::Aio(e) => e.inflight_count(),
             Self::Psync(e) => e.inflight_count(),
             Self::Paced(e) => e.inflight_count(),
         }
@@ -271,7 +355,7 @@ impl Engine {
     pub fn register(&mut self, arena: &Arc<Arena>) {
         match self {
             Self::Uring(e) => e.register(arena),
-            Self::Psync(_) => {}
+            Self::Aio(_) | Self::Psync(_) => {}
             Self::Paced(e) => e.inner_mut().register(arena),
         }
     }
@@ -280,7 +364,7 @@ impl Engine {
     pub fn forget(&mut self, arena: ArenaId) {
         match self {
             Self::Uring(e) => e.forget(arena),
-            Self::Psync(_) => {}
+            Self::Aio(_) | Self::Psync(_) => {}
             Self::Paced(e) => e.inner_mut().forget(arena),
         }
     }
@@ -289,7 +373,7 @@ impl Engine {
     pub fn has_work(&self) -> bool {
         match self {
             Self::Uring(e) => e.has_work(),
-            Self::Psync(_) => false,
+            Self::Aio(_) | Self::Psync(_) => false,
             Self::Paced(e) => e.inner().has_work(),
         }
     }

@@ -49,6 +49,7 @@ impl Paced {
     pub(super) fn new(inner: Engine, device_count: usize, pace: Pace) -> Result<Self, EngineError> {
         let broken = |action| {
             move |errno: rustix::io::Errno| EngineError::Broken {
+                engine: "paced",
                 action,
                 source: errno.into(),
             }
@@ -142,6 +143,7 @@ impl Paced {
         timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)
             .map(drop)
             .map_err(|errno| EngineError::Broken {
+                engine: "paced",
                 action: "timerfd_settime",
                 source: errno.into(),
             })

@@ -1,5 +1,5 @@
-//! The engine for machines that forbid io_uring: a fixed number of threads, each with one pread, pwrite or fdatasync at a
-//! time.
+//! The engine for machines that forbid io_uring and kernel AIO: a fixed number of threads, each with one pread, pwrite or
+//! fdatasync at a time.
 //!
 //! Costs about one thread switch an operation, which megabytes hide; what it lacks is depth beyond its threads.
 
@@ -51,7 +51,12 @@ struct Jobs {
 impl Psync {
     /// Starts the threads.
     pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
-        let failed = |action| move |source| EngineError::Psync { action, source };
+        let failed = |action: &'static str| {
+            move |error: std::io::Error| EngineError::Unavailable {
+                engine: "psync",
+                why: format!("{action}: {error}"),
+            }
+        };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed("eventfd")(e.into()))?;
         let shared = Arc::new(Shared {

@@ -18,14 +18,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, squeue, types};
-use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
 use super::{EngineError, Io, IoDone, Memory};
 use crate::arena::{Arena, ArenaId};
-use crate::blocks::AlignedBytes;
-use crate::core::{IoId, IoOp};
+use crate::core::IoOp;
 
 /// Entries handed to the kernel in one system call; more wait one round.
 const SUBMISSION_ENTRIES: u32 = 256;
@@ -39,9 +37,6 @@ const BUFFERS_MAX: u16 = 16_384;
 
 /// A refused system call is tried again so often, a millisecond apart.
 const ENTER_RETRIES_MAX: u32 = 1000;
-
-/// How long the probe's read may take: a drive that needs longer is not usable.
-const PROBE: Duration = Duration::from_secs(10);
 
 /// The engine.
 #[derive(Debug)]
@@ -69,12 +64,15 @@ impl std::fmt::Debug for Ring {
 }
 
 impl Uring {
-    /// Sets the ring up and reads one block of the first device through it.
+    /// Sets the ring up.
     pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
-        let (ring, flavour) = set_up().map_err(|e| EngineError::UringUnavailable(why_not(&e)))?;
-        let refused = |action: &'static str| {
-            move |e: std::io::Error| EngineError::UringUnavailable(format!("{action}: {e}"))
+        let unavailable = |why| EngineError::Unavailable {
+            engine: "uring",
+            why,
         };
+        let (ring, flavour) = set_up().map_err(|e| unavailable(why_not(&e)))?;
+        let refused =
+            |action: &'static str| move |e: std::io::Error| unavailable(format!("{action}: {e}"));
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| refused("eventfd")(e.into()))?;
         let submitter = ring.submitter();
@@ -90,7 +88,7 @@ impl Uring {
             // Before 5.19, or no memory to be pinned: unregistered, then.
             Err(_) => Vec::new(),
         };
-        let mut engine = Self {
+        Ok(Self {
             ring: Ring(ring),
             wake,
             flavour,
@@ -103,9 +101,7 @@ impl Uring {
             free_buffers,
             to_register: VecDeque::new(),
             registration_refused: None,
-        };
-        engine.probe()?;
-        Ok(engine)
+        })
     }
 
     /// How the ring was set up, for people.
@@ -303,6 +299,7 @@ impl Uring {
                 }
                 Err(source) => {
                     return Err(EngineError::Broken {
+                        engine: "uring",
                         action: "io_uring_enter",
                         source,
                     });
@@ -310,44 +307,10 @@ impl Uring {
             }
         }
         Err(EngineError::Broken {
+            engine: "uring",
             action: "io_uring_enter takes no more operations",
             source: std::io::ErrorKind::WouldBlock.into(),
         })
-    }
-
-    /// Reads the first block of the first device, and sees the wake-up come.
-    fn probe(&mut self) -> Result<(), EngineError> {
-        if self.devices.is_empty() {
-            return Ok(());
-        }
-        let refused = |what: String| EngineError::UringUnavailable(format!("a probe read: {what}"));
-        self.submit(Io {
-            id: IoId(0),
-            device: DeviceIndex(0),
-            op: IoOp::Read,
-            offset: 0,
-            bytes: 4096,
-            memory: Memory::Meta(AlignedBytes::zeroed(4096)),
-        });
-        self.start()?;
-        let mut done = Vec::new();
-        let limit = Instant::now() + PROBE;
-        while done.is_empty() {
-            let left = limit.saturating_duration_since(Instant::now());
-            let wait = Timespec::try_from(left).expect("seconds");
-            match poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], Some(&wait)) {
-                Ok(0) => return Err(refused(format!("no answer in {} s", PROBE.as_secs()))),
-                Ok(_) => self.reap(&mut done)?,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(refused(format!("poll: {e}"))),
-            }
-        }
-        match done[0].outcome {
-            Ok(_) => Ok(()),
-            Err(errno) => Err(refused(
-                std::io::Error::from_raw_os_error(errno).to_string(),
-            )),
-        }
     }
 }
 

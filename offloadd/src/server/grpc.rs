@@ -23,7 +23,7 @@ const RANKS_MAX: u32 = 1 << 20;
 /// What the daemon says about itself that the core does not know.
 #[derive(Clone, Debug)]
 pub struct About {
-    /// "uring" or "psync".
+    /// "uring", "aio" or "psync".
     pub engine: &'static str,
     /// Why that one.
     pub engine_reason: String,

@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use offload_api::checksum::checksum;
 use offload_api::fault::Fault;
 use offload_api::handoff::{self, HandoffError, Received};
-use offload_api::ids::{Epoch, SessionToken};
+use offload_api::ids::{Epoch, Generation, SessionToken, SlotIndex, TicketId, TileIndex};
 use offload_api::proto::offload_client::OffloadClient;
 use offload_api::proto::{self, OpenSessionRequest};
-use offload_api::ring::entry::{Cqe, Request};
+use offload_api::ring::entry::{Cqe, Request, Verb};
 use offload_api::ring::{ProcessRings, RingMap};
 use offload_api::{PROTOCOL_VERSION, geometry};
+use offloadd::engine::{Engine, EngineChoice};
 use tonic::transport::{Channel, Endpoint};
 
 pub(crate) fn program() -> Command {
@@ -349,4 +351,73 @@ pub(crate) fn eventually(what: &str, limit: Duration, mut question: impl FnMut()
         assert!(Instant::now() < end, "not within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+pub(crate) fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> Request {
+    Request {
+        ticket: TicketId(u64::from(tile) + 100),
+        verb: Verb::SwapOut,
+        tile: TileIndex(tile),
+        slot: SlotIndex(slot),
+        generation: Generation(generation),
+        checksum: checksum(bytes),
+    }
+}
+
+pub(crate) fn swap_in(tile: u32, slot: u32) -> Request {
+    Request {
+        ticket: TicketId(u64::from(tile) + 200),
+        verb: Verb::SwapIn,
+        generation: Generation(0),
+        checksum: 0,
+        tile: TileIndex(tile),
+        slot: SlotIndex(slot),
+    }
+}
+
+/// Writes `fill` to every tile through slot 1 and waits for each.
+pub(crate) fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
+    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    for tile in 0..count {
+        let bytes = [fill.wrapping_add(tile as u8); 4096];
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, 1, generation, &bytes));
+        let cqe = session.complete();
+        assert_eq!(
+            (cqe.ticket, cqe.fault),
+            (u64::from(tile) + 100, 0),
+            "{cqe:?}"
+        );
+    }
+}
+
+pub(crate) fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
+    let place = session.geometry.place(SlotIndex(3)).unwrap();
+    for tile in 0..count {
+        session.write_slot(place.offset, &[0; 4096]);
+        session.submit(swap_in(tile, 3));
+        let cqe = session.complete();
+        assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{cqe:?}");
+        let bytes = session.read_slot(place.offset);
+        assert_eq!(bytes, vec![fill.wrapping_add(tile as u8); 4096]);
+        assert_eq!(cqe.checksum, checksum(&bytes));
+    }
+}
+
+/// The engines this machine has; says which it has not.
+pub(crate) fn engines() -> Vec<&'static str> {
+    let any = std::sync::Arc::new(tempfile::tempfile().unwrap());
+    any.set_len(4096).unwrap();
+    let mut found = Vec::new();
+    for name in ["uring", "aio", "psync"] {
+        let choice = EngineChoice::from_name(name).unwrap();
+        match Engine::open(choice, std::slice::from_ref(&any), 16) {
+            Ok(_) => found.push(name),
+            Err(error) => println!(
+                "skipped: {}: {error}",
+                std::thread::current().name().unwrap_or("a test")
+            ),
+        }
+    }
+    found
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::common::{Daemon, Store, eventually, program, words};
+use crate::common::{Daemon, Store, engines, eventually, expect_tiles, fill_tiles, program, words};
 
 const SOON: Duration = Duration::from_secs(5);
 
@@ -252,51 +252,100 @@ fn a_store_is_not_formatted_twice_by_accident() {
     assert!(format.arg("--force").output().unwrap().status.success());
 }
 
-#[test]
-fn where_io_uring_is_forbidden_threads_serve_and_say_why() {
-    let store = Store::new(1, "auto");
-    let mut command = std::process::Command::new("strace");
-    command.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=io_uring_setup"]);
-    command.args(["-e", "inject=io_uring_setup:error=EPERM"]);
-    command.arg(env!("CARGO_BIN_EXE_offloadd"));
+/// A daemon whose system calls are refused or interrupted as `injected` says (strace's words), or `None` without strace.
+fn daemon_under(store: &Store, injected: &[&str]) -> Option<Daemon> {
     if std::process::Command::new("strace")
         .arg("-V")
         .output()
         .is_err()
     {
         println!(
-            "skipped: {}: there is no strace to forbid it with",
+            "skipped: {}: there is no strace to refuse system calls with",
             std::thread::current().name().unwrap_or("a test")
         );
-        return;
+        return None;
+    }
+    let mut command = std::process::Command::new("strace");
+    let calls: Vec<&str> = injected
+        .iter()
+        .map(|words| words.split(':').next().expect("a system call"))
+        .collect();
+    command.args(["-f", "-qq", "-o", "/dev/null", "-e"]);
+    command.arg(format!("trace={}", calls.join(",")));
+    for words in injected {
+        command.args(["-e", &format!("inject={words}")]);
     }
     // Private, because killing strace leaves its child alone.
     command
+        .arg(env!("CARGO_BIN_EXE_offloadd"))
         .args(["serve", "--private", "--config"])
         .arg(&store.config);
-    let daemon = Daemon::start(command, store.socket());
-    assert!(
-        daemon.ready.contains("engine psync (instead of uring: "),
-        "{}",
-        daemon.ready
-    );
-    assert!(
-        daemon.ready.contains("io_uring is forbidden"),
-        "{}",
-        daemon.ready
-    );
-    let mut control = daemon.control();
-    let session = control.session("tiny");
-    session.begin(&mut control, 1);
-    let about = control
-        .describe(offload_api::proto::DescribeRequest {})
-        .unwrap();
-    assert_eq!(about.engine, "psync");
-    assert!(
-        about.engine_reason.contains("forbidden"),
-        "{}",
-        about.engine_reason
-    );
+    Some(Daemon::start(command, store.socket()))
+}
+
+#[test]
+fn where_io_uring_is_forbidden_the_next_engine_serves_and_says_why() {
+    let no_uring = "io_uring_setup:error=EPERM";
+    let no_aio = "io_setup:error=EPERM";
+    for (injected, engine, why) in [
+        (&[no_uring][..], "aio", "io_uring is forbidden"),
+        (
+            &[no_uring, no_aio],
+            "psync",
+            "engine aio: kernel AIO is forbidden",
+        ),
+    ] {
+        let store = Store::new(1, "auto");
+        if engine == "aio" && !engines().contains(&"aio") {
+            continue;
+        }
+        let Some(daemon) = daemon_under(&store, injected) else {
+            return;
+        };
+        let ready = &daemon.ready;
+        let said = format!("engine {engine} (instead of uring: ");
+        assert!(ready.contains(&said) && ready.contains(why), "{ready}");
+        let mut control = daemon.control();
+        let session = control.session("tiny");
+        session.begin(&mut control, 1);
+        let about = control
+            .describe(offload_api::proto::DescribeRequest {})
+            .unwrap();
+        assert_eq!(about.engine, engine);
+        assert!(about.engine_reason.contains(why), "{}", about.engine_reason);
+    }
+}
+
+/// Every third call of the engine is interrupted by a signal; nothing is lost and nothing is done twice.
+#[test]
+fn interrupted_system_calls_of_an_engine_are_made_again() {
+    for (engine, calls) in [
+        ("uring", &["io_uring_enter"][..]),
+        ("aio", &["io_submit", "io_getevents"]),
+        // Not pread64, with which the program itself is loaded.
+        ("psync", &["pwrite64", "fdatasync"]),
+    ] {
+        if !engines().contains(&engine) {
+            continue;
+        }
+        let store = Store::new(2, engine);
+        let injected: Vec<String> = calls
+            .iter()
+            .map(|call| format!("{call}:error=EINTR:when=1+3"))
+            .collect();
+        let injected: Vec<&str> = injected.iter().map(String::as_str).collect();
+        let Some(daemon) = daemon_under(&store, &injected) else {
+            return;
+        };
+        let mut control = daemon.control();
+        let mut session = control.session("tiny");
+        let mut working = session.begin(&mut control, 10);
+        for fill in [1, 40] {
+            fill_tiles(&mut session, 10, working, fill);
+            expect_tiles(&mut session, 10, fill);
+            working = session.commit(&mut control, working, &[fill]);
+        }
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Sessions over real sockets, on both engines. What could go wrong: bytes at the wrong place, a commit that a restart
+//! Sessions over real sockets, on each engine. What could go wrong: bytes at the wrong place, a commit that a restart
 //! forgets, descriptors for whoever asks, memory that a dead process keeps, a wait that has no end.
 
 use std::io::{BufRead, BufReader};
@@ -7,71 +7,21 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff::{self, HandoffError};
-use offload_api::ids::{Generation, SessionToken, SlotIndex, TicketId, TileIndex};
+use offload_api::ids::{SessionToken, SlotIndex};
 use offload_api::proto;
-use offload_api::ring::entry::{Request, Verb};
 
-use crate::common::{Control, Session, Store, eventually, open, readable};
+use crate::common::{
+    Control, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, readable,
+    swap_out,
+};
 
 const SOON: Duration = Duration::from_secs(5);
 
-fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> Request {
-    Request {
-        ticket: TicketId(u64::from(tile) + 100),
-        verb: Verb::SwapOut,
-        tile: TileIndex(tile),
-        slot: SlotIndex(slot),
-        generation: Generation(generation),
-        checksum: checksum(bytes),
-    }
-}
-
-fn swap_in(tile: u32, slot: u32) -> Request {
-    Request {
-        ticket: TicketId(u64::from(tile) + 200),
-        verb: Verb::SwapIn,
-        generation: Generation(0),
-        checksum: 0,
-        tile: TileIndex(tile),
-        slot: SlotIndex(slot),
-    }
-}
-
-/// Writes `fill` to every tile through slot 1 and waits for each.
-fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
-    let place = session.geometry.place(SlotIndex(1)).unwrap();
-    for tile in 0..count {
-        let bytes = [fill.wrapping_add(tile as u8); 4096];
-        session.write_slot(place.offset, &bytes);
-        session.submit(swap_out(tile, 1, generation, &bytes));
-        let cqe = session.complete();
-        assert_eq!(
-            (cqe.ticket, cqe.fault),
-            (u64::from(tile) + 100, 0),
-            "{cqe:?}"
-        );
-    }
-}
-
-fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
-    let place = session.geometry.place(SlotIndex(3)).unwrap();
-    for tile in 0..count {
-        session.write_slot(place.offset, &[0; 4096]);
-        session.submit(swap_in(tile, 3));
-        let cqe = session.complete();
-        assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{cqe:?}");
-        let bytes = session.read_slot(place.offset);
-        assert_eq!(bytes, vec![fill.wrapping_add(tile as u8); 4096]);
-        assert_eq!(cqe.checksum, checksum(&bytes));
-    }
-}
-
 #[test]
-fn what_was_committed_is_there_after_kill_9_on_both_engines() {
-    for engine in ["auto", "psync"] {
+fn what_was_committed_is_there_after_kill_9_on_each_engine() {
+    for engine in engines() {
         let store = Store::new(2, engine);
         let mut daemon = store.serve();
         let mut control = daemon.control();
@@ -161,7 +111,7 @@ fn descriptors_are_handed_out_once_and_to_nobody_who_guesses() {
 
 #[test]
 fn many_processes_at_once_each_get_their_own_bytes() {
-    for engine in ["auto", "psync"] {
+    for engine in engines() {
         let store = Store::new(3, engine);
         let daemon = store.serve();
         std::thread::scope(|scope| {

@@ -414,6 +414,6 @@ pub struct OffloadSettings {
     pub staging_bytes: Option<u64>,
     pub iodepth: u32,
     pub durability: Durability,
-    /// The private daemon's engine: auto, uring or psync.
+    /// The private daemon's engine: auto, uring, aio or psync.
     pub engine: String,
 }

@@ -219,10 +219,10 @@ fn resolve_offload(
         &[("full", Durability::Full), ("none", Durability::None)],
     )?;
     let engine = offload.engine.clone().unwrap_or_else(|| "auto".into());
-    if !["auto", "uring", "psync"].contains(&engine.as_str()) {
+    if !["auto", "uring", "aio", "psync"].contains(&engine.as_str()) {
         return Err(value(
             "offload.engine",
-            format!("\"{engine}\": use \"auto\", \"uring\" or \"psync\""),
+            format!("\"{engine}\": use \"auto\", \"uring\", \"aio\" or \"psync\""),
         ));
     }
     if offload.engine.is_some() && offload.socket.is_some() {

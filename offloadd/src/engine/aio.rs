@@ -1,0 +1,448 @@
+//! The engine on kernel AIO, by raw system calls: for machines that forbid io_uring, as Docker's default profile does.
+//!
+//! ```text
+//!   submit ─▶ backlog ─start─▶ the device's queue ─▶ its thread: io_submit ─▶ kernel ─▶ eventfd ─reap: io_getevents─▶ IoDone
+//!   inflight table: owns each operation's memory from `submit` until its event was reaped
+//! ```
+//!
+//! One thread a device, because io_submit waits while a device's queue in the kernel is full: neither the owner thread nor
+//! another device may wait with it. A flush is IOCB_CMD_FDSYNC, which the kernel does in a worker of its own: handed over in
+//! 3 ms after 256 MiB of writes, ended 120 ms later (two cores, ext4), so that operations behind it do not wait as they
+//! would for fdatasync.
+//! What io_uring has and this lacks: registered memory and files, polling. Holds the `unsafe` of its system calls.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::inflight::Inflight;
+use super::{EngineError, Io, IoDone};
+use crate::core::IoOp;
+
+/// In the kernel at a time; more wait in the backlog. Far above what drives need (some tens).
+const KERNEL_INFLIGHT_MAX: usize = 1024;
+
+/// Where the machine's limit of events is nearly used up, fewer do.
+const KERNEL_INFLIGHT_MIN: usize = 32;
+
+/// Handed over in one system call: they are started together, and the first waits for the last one's entry.
+const BATCH_MAX: usize = 16;
+
+/// Events taken in one system call.
+const EVENTS_MAX: usize = 64;
+
+/// A refused io_submit (EAGAIN: no memory for a request) is tried again so often, a millisecond apart.
+const SUBMIT_RETRIES_MAX: u32 = 1000;
+
+/// An interrupted call is tried again so often.
+const INTERRUPTED_MAX: u32 = 100;
+
+/// The engine.
+#[derive(Debug)]
+pub struct Aio {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    devices: Vec<Arc<File>>,
+    inflight: Inflight,
+    /// With the threads or the kernel.
+    kernel_inflight_count: usize,
+    kernel_inflight_max: usize,
+    inflight_max: usize,
+    backlog: VecDeque<usize>,
+}
+
+/// What the threads need.
+#[derive(Debug)]
+struct Shared {
+    context: Context,
+    queues: Vec<Queue>,
+    /// Places of operations that the kernel did not take, and why.
+    refused: Mutex<Vec<(usize, i32)>>,
+    wake: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    jobs: Mutex<Jobs>,
+    work: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Jobs {
+    waiting: VecDeque<Iocb>,
+    ending: bool,
+}
+
+/// `struct iocb` of the kernel: one operation.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Iocb {
+    data: u64,
+    /// The kernel writes here.
+    key: u32,
+    rw_flags: i32,
+    opcode: u16,
+    priority: i16,
+    fd: u32,
+    address: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    wake_fd: u32,
+}
+
+/// `struct io_event`: how one ended.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct IoEvent {
+    data: u64,
+    iocb: u64,
+    result: i64,
+    result2: i64,
+}
+
+// As on every little endian machine; `key` and `rw_flags` change places on others.
+const _: () = assert!(size_of::<Iocb>() == 64 && size_of::<IoEvent>() == 32);
+const _: () = assert!(cfg!(target_endian = "little"));
+
+const PREAD: u16 = 0;
+const PWRITE: u16 = 1;
+const FDSYNC: u16 = 3;
+
+/// `wake_fd` is signalled when the operation ends.
+const FLAG_WAKE: u32 = 1;
+
+impl Aio {
+    /// Sets the context up and starts the threads.
+    pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
+        let refused = |action: &'static str| {
+            move |error: std::io::Error| EngineError::Unavailable {
+                engine: "aio",
+                why: format!("{action}: {error}"),
+            }
+        };
+        let (context, kernel_inflight_max) = Context::new()?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| refused("eventfd")(e.into()))?;
+        let shared = Arc::new(Shared {
+            context,
+            queues: devices.iter().map(|_| Queue::default()).collect(),
+            refused: Mutex::default(),
+            wake,
+        });
+        let mut engine = Self {
+            shared,
+            threads: Vec::new(),
+            devices: devices.to_vec(),
+            inflight: Inflight::default(),
+            kernel_inflight_count: 0,
+            kernel_inflight_max,
+            inflight_max,
+            backlog: VecDeque::new(),
+        };
+        for device in 0..devices.len() {
+            let shared = engine.shared.clone();
+            let thread = std::thread::Builder::new()
+                .name("aio".into())
+                .spawn(move || shared.run(device))
+                .map_err(refused("starting a thread"))?;
+            engine.threads.push(thread);
+        }
+        Ok(engine)
+    }
+
+    pub(super) fn submit(&mut self, io: Io) {
+        assert!(
+            self.inflight_count() < self.inflight_max,
+            "more in flight than the engine was opened for"
+        );
+        assert!((io.device.0 as usize) < self.devices.len());
+        self.backlog.push_back(self.inflight.add(io));
+    }
+
+    pub(super) fn start(&mut self) {
+        while self.kernel_inflight_count < self.kernel_inflight_max
+            && let Some(place) = self.backlog.pop_front()
+        {
+            let device = self.inflight.io(place).device.0 as usize;
+            let entry = self.entry(place);
+            let queue = &self.shared.queues[device];
+            locked(&queue.jobs).waiting.push_back(entry);
+            queue.work.notify_one();
+            self.kernel_inflight_count += 1;
+        }
+    }
+
+    pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
+        // First the signal, then the events: what comes between the two signals again.
+        let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
+        let refused = std::mem::take(&mut *locked(&self.shared.refused));
+        for (place, errno) in refused {
+            self.end(place, -i64::from(errno), done);
+        }
+        loop {
+            let mut events = [IoEvent::default(); EVENTS_MAX];
+            let count = self.shared.context.events(&mut events)?;
+            for event in &events[..count] {
+                self.end(event.data as usize, event.result, done);
+            }
+            if count < EVENTS_MAX {
+                break;
+            }
+        }
+        // What was put back, and what waited for room.
+        self.start();
+        Ok(())
+    }
+
+    fn end(&mut self, place: usize, result: i64, done: &mut Vec<IoDone>) {
+        self.kernel_inflight_count -= 1;
+        if self.inflight.again(place, result) {
+            self.backlog.push_back(place);
+        } else {
+            done.push(self.inflight.end(place, result));
+        }
+    }
+
+    pub(super) fn wake(&self) -> BorrowedFd<'_> {
+        self.shared.wake.as_fd()
+    }
+
+    pub(super) fn inflight_count(&self) -> usize {
+        self.inflight.count()
+    }
+
+    /// The kernel's entry for the operation at `place` of the table.
+    fn entry(&mut self, place: usize) -> Iocb {
+        let io = self.inflight.io(place);
+        let common = Iocb {
+            data: place as u64,
+            fd: self.devices[io.device.0 as usize].as_raw_fd() as u32,
+            flags: FLAG_WAKE,
+            wake_fd: self.shared.wake.as_raw_fd() as u32,
+            ..Iocb::default()
+        };
+        let opcode = match io.op {
+            IoOp::Read => PREAD,
+            IoOp::Write => PWRITE,
+            // Its other fields must be zero.
+            IoOp::Flush => {
+                return Iocb {
+                    opcode: FDSYNC,
+                    ..common
+                };
+            }
+        };
+        Iocb {
+            opcode,
+            address: io.memory.address(io.bytes) as u64,
+            bytes: u64::from(io.bytes),
+            offset: io.offset as i64,
+            ..common
+        }
+    }
+}
+
+impl Drop for Aio {
+    /// The kernel may still write to memory we own: wait for it, or never give that memory back.
+    fn drop(&mut self) {
+        let limit = Instant::now() + Duration::from_secs(30);
+        let mut done = Vec::new();
+        self.backlog.clear();
+        while self.kernel_inflight_count > 0 && Instant::now() < limit {
+            let wait = Timespec {
+                tv_sec: 0,
+                tv_nsec: 10_000_000,
+            };
+            let _ = poll(
+                &mut [PollFd::new(&self.shared.wake, PollFlags::IN)],
+                Some(&wait),
+            );
+            if self.reap(&mut done).is_err() {
+                break;
+            }
+        }
+        for queue in &self.shared.queues {
+            locked(&queue.jobs).ending = true;
+            queue.work.notify_one();
+        }
+        if self.kernel_inflight_count > 0 {
+            self.inflight.leak();
+            // Ending the context would wait for the device, as its threads do.
+            std::mem::forget(self.shared.clone());
+            return;
+        }
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has told so itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// Hands over what comes into the queue of `device`, until the engine ends.
+    fn run(&self, device: usize) {
+        let queue = &self.queues[device];
+        let mut batch = Vec::with_capacity(BATCH_MAX);
+        loop {
+            {
+                let mut jobs = locked(&queue.jobs);
+                while jobs.waiting.is_empty() && !jobs.ending {
+                    jobs = queue.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
+                }
+                let count = jobs.waiting.len().min(BATCH_MAX);
+                batch.extend(jobs.waiting.drain(..count));
+            }
+            if batch.is_empty() {
+                return;
+            }
+            self.hand_over(&mut batch);
+            batch.clear();
+        }
+    }
+
+    /// Gives all of `batch` to the kernel, one after the other where it refuses one.
+    fn hand_over(&self, batch: &mut [Iocb]) {
+        let (mut taken, mut tries) = (0, 0);
+        while taken < batch.len() {
+            let errno = match self.context.submit(&mut batch[taken..]) {
+                Ok(count @ 1..) => {
+                    (taken, tries) = (taken + count, 0);
+                    continue;
+                }
+                // It takes at least one or says why not.
+                Ok(0) => libc::EAGAIN,
+                Err(errno) => errno,
+            };
+            if errno == libc::EAGAIN && tries < SUBMIT_RETRIES_MAX {
+                tries += 1;
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            locked(&self.refused).push((batch[taken].data as usize, errno));
+            // Can only fail when 2^64 - 2 signals were not read.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            (taken, tries) = (taken + 1, 0);
+        }
+    }
+}
+
+/// The kernel's `aio_context_t`. Dropping it waits for what is in flight.
+#[derive(Debug)]
+struct Context(libc::c_ulong);
+
+impl Context {
+    /// A context, and how many operations it takes at a time.
+    fn new() -> Result<(Self, usize), EngineError> {
+        let mut inflight_max = KERNEL_INFLIGHT_MAX;
+        loop {
+            let mut id: libc::c_ulong = 0;
+            // SAFETY: the kernel writes one number to `id`, which lives through the call.
+            let made = unsafe { libc::syscall(libc::SYS_io_setup, inflight_max, &raw mut id) };
+            if made == 0 {
+                return Ok((Self(id), inflight_max));
+            }
+            let error = std::io::Error::last_os_error();
+            if error.raw_os_error() == Some(libc::EAGAIN) && inflight_max > KERNEL_INFLIGHT_MIN {
+                inflight_max /= 2;
+                continue;
+            }
+            return Err(EngineError::Unavailable {
+                engine: "aio",
+                why: why_not(&error),
+            });
+        }
+    }
+
+    /// Hands `entries` over, as far as the kernel takes them: how many, or why not the first.
+    fn submit(&self, entries: &mut [Iocb]) -> Result<usize, i32> {
+        let mut pointers: Vec<*mut Iocb> =
+            entries.iter_mut().map(|entry| &raw mut *entry).collect();
+        retried(|| {
+            // SAFETY: the pointers are of entries that live through the call, which copies them. The memory an entry names
+            // is owned by the inflight table until its event was reaped (`Aio::entry`), its files by the engine.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_io_submit,
+                    self.0,
+                    pointers.len() as libc::c_long,
+                    pointers.as_mut_ptr(),
+                )
+            }
+        })
+    }
+
+    /// Takes events that are there, without waiting. How many.
+    fn events(&self, events: &mut [IoEvent]) -> Result<usize, EngineError> {
+        let mut no_wait = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let taken = retried(|| {
+            // SAFETY: the kernel writes at most `events.len()` events there, and only reads the time.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_io_getevents,
+                    self.0,
+                    0 as libc::c_long,
+                    events.len() as libc::c_long,
+                    events.as_mut_ptr(),
+                    &raw mut no_wait,
+                )
+            }
+        });
+        taken.map_err(|errno| EngineError::Broken {
+            engine: "aio",
+            action: "io_getevents",
+            source: std::io::Error::from_raw_os_error(errno),
+        })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: nothing uses the context any more: its only owner ends.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.0) };
+    }
+}
+
+/// A system call, again where a signal interrupted it: what it counted, or the errno.
+fn retried(mut call: impl FnMut() -> libc::c_long) -> Result<usize, i32> {
+    for _ in 0..INTERRUPTED_MAX {
+        let count = call();
+        if count >= 0 {
+            return Ok(count as usize);
+        }
+        let errno = std::io::Error::last_os_error()
+            .raw_os_error()
+            .expect("a failed call sets errno");
+        if errno != libc::EINTR {
+            return Err(errno);
+        }
+    }
+    Err(libc::EINTR)
+}
+
+/// What a refusal of io_setup means, in words a person can act on.
+fn why_not(error: &std::io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EAGAIN) => {
+            "other programs use all of the machine's events (sysctl -w fs.aio-max-nr=1048576)"
+                .into()
+        }
+        Some(libc::ENOSYS) => "this kernel or sandbox has no AIO".into(),
+        Some(libc::EPERM) => "kernel AIO is forbidden, by seccomp most likely".into(),
+        _ => format!("io_setup: {error}"),
+    }
+}
+
+/// A thread that panicked leaves the list whole: nothing is half done under these locks.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
