@@ -21,6 +21,7 @@ pub mod driver;
 pub mod engine;
 pub mod measure;
 pub mod memory;
+pub mod metrics;
 pub mod server;
 pub mod store;
 

@@ -304,4 +304,8 @@ impl Offload for Service {
         );
         Err(fault.into())
     }
+
+    async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
+        Err(Status::unimplemented("the fake counts nothing"))
+    }
 }

@@ -330,6 +330,8 @@ pub enum Action {
         token: SessionToken,
         /// Who may take the descriptors.
         peer: Peer,
+        /// With the peer's uid it names the job.
+        job: JobName,
         /// Where the slots lie.
         geometry: Geometry,
         /// Of each ring, a power of two.

@@ -6,6 +6,7 @@
 //!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┘
+//!                                 look ◀───── a driver that shows people what goes on
 //! ```
 //!
 //! Promises: one operation in flight a slot; nothing reads a tile while it is written; a write goes where nothing that
@@ -20,6 +21,7 @@ mod commit;
 mod event;
 mod io;
 mod job;
+mod look;
 mod members;
 mod resume;
 mod scratch;
@@ -27,6 +29,7 @@ mod script;
 mod session;
 
 pub use event::*;
+pub use look::{CommitState, JobState, Viewer};
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -156,7 +159,8 @@ impl Core {
         }
     }
 
-    fn device_states(&self) -> Vec<DeviceState> {
+    /// The store's devices, in its order.
+    pub fn device_states(&self) -> Vec<DeviceState> {
         let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {
             path: device.path.clone(),
             block_bytes: BLOCK_BYTES,

@@ -87,6 +87,7 @@ impl Core {
             session: id,
             token: open.token,
             peer,
+            job: open.job,
             geometry: geometry.clone(),
             ring_entries,
             iodepth,

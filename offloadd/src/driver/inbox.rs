@@ -9,7 +9,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Peer, Reply, SessionId};
+use crate::core::{Call, Peer, Reply, SessionId, Viewer};
+use crate::metrics::Snapshot;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
 const WAITING_MAX: usize = 1024;
@@ -22,6 +23,11 @@ pub(super) enum Message {
         peer: Peer,
         request: Call,
         answer: oneshot::Sender<Result<Reply, Fault>>,
+    },
+    /// What goes on.
+    Look {
+        viewer: Viewer,
+        answer: oneshot::Sender<Box<Snapshot>>,
     },
     /// The keeper made a session's memory, or could not.
     Made {
@@ -55,10 +61,25 @@ impl DriverHandle {
             request,
             answer,
         };
+        self.hand_over(message)?;
+        Ok(receiver)
+    }
+
+    /// What goes on, as far as `viewer` may see it.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn look(&self, viewer: Viewer) -> Result<oneshot::Receiver<Box<Snapshot>>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        self.hand_over(Message::Look { viewer, answer })?;
+        Ok(receiver)
+    }
+
+    fn hand_over(&self, message: Message) -> Result<(), Fault> {
         match self.queue.try_send(message) {
             Ok(()) => {
                 self.ring();
-                Ok(receiver)
+                Ok(())
             }
             Err(TrySendError::Full(_)) => Err(Fault::new(
                 FaultKind::TooMany,

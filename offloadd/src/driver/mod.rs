@@ -23,15 +23,19 @@ use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
-use offload_api::ids::Epoch;
+use offload_api::ids::{DeviceIndex, Epoch};
 use offload_api::ring::entry::Sqe;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
-use crate::core::{Action, Buffer, CallId, Core, Event, IoResult, Limits, Reply, SessionId};
+use crate::core::{
+    Action, Buffer, Call, CallId, Core, Event, IoResult, Limits, Peer, Reply, SessionId, Viewer,
+};
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
+use crate::metrics::slowness::Change;
+use crate::metrics::{Ledger, Snapshot, ledger::JobPlace};
 
 mod attach;
 mod inbox;
@@ -159,6 +163,13 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
     })
 }
 
+/// A call that the core has not answered.
+struct Waiting {
+    answer: oneshot::Sender<Result<Reply, Fault>>,
+    /// Of a commit: whose.
+    commit_of: Option<JobPlace>,
+}
+
 struct Driver {
     core: Core,
     engine: Engine,
@@ -174,8 +185,10 @@ struct Driver {
     sessions: HashMap<SessionId, Session>,
     /// Whose rings may hold more than was taken.
     busy: VecDeque<SessionId>,
-    calls: HashMap<CallId, oneshot::Sender<Result<Reply, Fault>>>,
+    calls: HashMap<CallId, Waiting>,
     calls_made: u64,
+    limits: Limits,
+    ledger: Ledger,
     events: VecDeque<Event>,
     actions: Vec<Action>,
     ended: Vec<IoDone>,
@@ -209,6 +222,7 @@ impl Driver {
         )))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create")(e.into()))?;
+        let ledger = Ledger::new(&core.device_states(), Instant::now());
         let driver = Self {
             core,
             engine,
@@ -224,6 +238,8 @@ impl Driver {
             busy: VecDeque::new(),
             calls: HashMap::new(),
             calls_made: 0,
+            limits,
+            ledger,
             events: VecDeque::new(),
             actions: Vec::new(),
             ended: Vec::new(),
@@ -270,6 +286,7 @@ impl Driver {
                 self.serve_ring();
             }
             self.expire();
+            self.judge_devices();
             if self.accept_again {
                 self.accept();
             }
@@ -300,6 +317,7 @@ impl Driver {
                 .map(|hello| hello.deadline)
                 .chain(offers)
                 .chain(self.stop_deadline)
+                .chain(self.ledger.judge_at())
                 .chain(accept_again)
                 .min()?;
             next.saturating_duration_since(Instant::now())
@@ -329,9 +347,11 @@ impl Driver {
                 bytes,
                 buffer,
             } => {
+                let mut job = None;
                 let memory = match buffer {
                     Buffer::Slot { session, place } => {
                         let session = self.sessions.get_mut(&session).expect("a live session");
+                        job = Some(session.job);
                         let made = session.made().expect("I/O only after its arena was made");
                         Memory::Arena {
                             arena: made.arena.clone(),
@@ -342,6 +362,8 @@ impl Driver {
                     Buffer::Meta(own) => Memory::Meta(own),
                     Buffer::None => Memory::None,
                 };
+                let now = Instant::now();
+                self.ledger.started(io, device, op, bytes, job, now);
                 self.engine.submit(Io {
                     id: io,
                     device,
@@ -360,15 +382,20 @@ impl Driver {
                 }
             }
             Action::Reply { call, reply } => {
-                if let Some(answer) = self.calls.remove(&call) {
+                if let Some(waiting) = self.calls.remove(&call) {
+                    if let Some(job) = waiting.commit_of {
+                        let now = Instant::now();
+                        self.ledger.commit_answered(job, reply.is_ok(), now);
+                    }
                     // An error means that the caller no longer listens.
-                    let _ = answer.send(reply);
+                    let _ = waiting.answer.send(reply);
                 }
             }
             Action::MakeArena {
                 session,
                 token,
                 peer,
+                job,
                 geometry,
                 ring_entries,
                 iodepth: _,
@@ -376,6 +403,7 @@ impl Driver {
                 let new = Session {
                     token,
                     peer,
+                    job: self.ledger.session_begins(peer.uid, &job),
                     state: State::Making,
                     unrung: false,
                 };
@@ -411,12 +439,17 @@ impl Driver {
                     }
                     let call = CallId(self.calls_made);
                     self.calls_made += 1;
-                    self.calls.insert(call, answer);
+                    let commit_of = self.commit_of(&request, peer);
+                    self.calls.insert(call, Waiting { answer, commit_of });
                     self.events.push_back(Event::Call {
                         call,
                         peer,
                         request,
                     });
+                }
+                Message::Look { viewer, answer } => {
+                    // An error means that nobody looks any more.
+                    let _ = answer.send(self.look(viewer));
                 }
                 Message::Made { session, made } => self.made(session, made),
                 Message::Stop => self.stop(),
@@ -425,16 +458,61 @@ impl Driver {
         }
     }
 
+    /// Whose commit a call is; it is counted from now.
+    fn commit_of(&mut self, request: &Call, peer: Peer) -> Option<JobPlace> {
+        let Call::Commit { token, .. } = request else {
+            return None;
+        };
+        let mut sessions = self.sessions.values();
+        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid)?;
+        self.ledger.commit_called(found.job, Instant::now());
+        Some(found.job)
+    }
+
+    fn look(&self, viewer: Viewer) -> Box<Snapshot> {
+        let (arena_used_bytes, session_count) = self.core.arena_used();
+        let jobs = self.core.look(viewer).into_iter();
+        Box::new(Snapshot {
+            uptime: self.ledger.started_at().elapsed(),
+            arena_used_bytes,
+            arena_bytes_max: self.limits.arena_bytes_max,
+            session_count,
+            devices: self.ledger.devices(self.core.device_states()),
+            jobs: jobs.map(|job| self.ledger.job(job)).collect(),
+        })
+    }
+
+    /// Says which devices have become slow, and which are well again.
+    fn judge_devices(&mut self) {
+        for (device, change) in self.ledger.judge(Instant::now()) {
+            let DeviceIndex(index) = device;
+            let state = &self.core.device_states()[index as usize];
+            match change {
+                Change::Slow { bytes_per_s, times } => tracing::warn!(
+                    "device {} has become slow: it moves {:.0} MB/s while it is busy and was measured with {:.0} read and \
+                     {:.0} written ({times:.0} times slower): look at its temperature, its health, and who else uses it",
+                    state.path,
+                    bytes_per_s / 1e6,
+                    state.read_bytes_per_s as f64 / 1e6,
+                    state.write_bytes_per_s as f64 / 1e6,
+                ),
+                Change::Well => {
+                    tracing::info!("device {} is as fast as it was measured", state.path);
+                }
+            }
+        }
+    }
+
     fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {
         let session = self.sessions.get_mut(&id).expect("kept while it is made");
         let result = match (made, &session.state) {
             (Ok(made), State::Dropped) => {
                 self.keeper.free(made);
-                self.sessions.remove(&id);
+                self.remove(id);
                 return;
             }
             (Err(_), State::Dropped) => {
-                self.sessions.remove(&id);
+                self.remove(id);
                 return;
             }
             (Ok(made), _) => {
@@ -446,7 +524,7 @@ impl Driver {
                 Ok(())
             }
             (Err(fault), _) => {
-                self.sessions.remove(&id);
+                self.remove(id);
                 Err(fault)
             }
         };
@@ -458,7 +536,9 @@ impl Driver {
 
     fn reap(&mut self) -> Result<(), DriverError> {
         self.engine.reap(&mut self.ended)?;
+        let now = Instant::now();
         for done in self.ended.drain(..) {
+            self.ledger.ended(&done, now);
             self.events.push_back(Event::IoDone {
                 io: done.id,
                 result: IoResult {
@@ -546,9 +626,14 @@ impl Driver {
             State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
                 self.engine.forget(made.arena.id());
                 self.keeper.free(made);
-                self.sessions.remove(&id);
+                self.remove(id);
             }
         }
+    }
+
+    fn remove(&mut self, id: SessionId) {
+        let session = self.sessions.remove(&id).expect("a session");
+        self.ledger.session_ends(session.job);
     }
 
     fn stop(&mut self) {

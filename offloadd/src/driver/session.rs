@@ -10,12 +10,15 @@ use offload_api::ring::entry::{Cqe, Sqe};
 
 use super::keeper::Made;
 use crate::core::Peer;
+use crate::metrics::ledger::JobPlace;
 
 /// A session from `MakeArena` to `DropArena`.
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) token: SessionToken,
     pub(super) peer: Peer,
+    /// Where it is counted.
+    pub(super) job: JobPlace,
     pub(super) state: State,
     /// Completions were put since the doorbell was last rung.
     pub(super) unrung: bool,

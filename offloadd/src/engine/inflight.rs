@@ -54,7 +54,7 @@ impl Inflight {
 
     /// Gives an operation back with the kernel's answer: bytes moved, or an errno below zero.
     pub(super) fn end(&mut self, place: usize, result: i64) -> IoDone {
-        let Entry { io, since, .. } = self.entries[place].take().expect("a taken place");
+        let Entry { io, since, retries } = self.entries[place].take().expect("a taken place");
         self.free.push(place);
         IoDone {
             id: io.id,
@@ -64,6 +64,7 @@ impl Inflight {
                 errno => Err(-errno as i32),
             },
             device_ns: since.elapsed().as_nanos() as u64,
+            retried_count: retries,
             memory: io.memory,
         }
     }

@@ -129,6 +129,8 @@ pub struct IoDone {
     pub outcome: Result<u32, i32>,
     /// From submission to completion, as the engine saw it.
     pub device_ns: u64,
+    /// Times the kernel put it back (EAGAIN, EINTR) and it was tried again.
+    pub retried_count: u32,
     /// Given back.
     pub memory: Memory,
 }

@@ -127,11 +127,12 @@ impl Drop for Psync {
 impl Shared {
     fn run(&self) {
         while let Some((mut io, since)) = self.next() {
-            let outcome = self.perform(&mut io);
+            let (outcome, retried_count) = self.perform(&mut io);
             let ended = IoDone {
                 id: io.id,
                 outcome,
                 device_ns: since.elapsed().as_nanos() as u64,
+                retried_count,
                 memory: io.memory,
             };
             locked(&self.done).push(ended);
@@ -154,11 +155,12 @@ impl Shared {
         }
     }
 
-    fn perform(&self, io: &mut Io) -> Result<u32, i32> {
+    /// How it ended, and how often it was tried again.
+    fn perform(&self, io: &mut Io) -> (Result<u32, i32>, u32) {
         let fd = self.devices[io.device.0 as usize].as_raw_fd();
         let address = io.memory.address(io.bytes).cast::<libc::c_void>();
         let (bytes, offset) = (io.bytes as usize, io.offset as libc::off_t);
-        for _ in 0..INTERRUPTED_MAX {
+        for retried_count in 0..INTERRUPTED_MAX {
             let moved = match io.op {
                 // SAFETY: `address` has room for `bytes` (asserted by `Memory::address`), and `io` owns that memory until
                 // the call is back.
@@ -170,16 +172,16 @@ impl Shared {
             };
             // Never more than asked, so it fits.
             if moved >= 0 {
-                return Ok(moved as u32);
+                return (Ok(moved as u32), retried_count);
             }
             let errno = std::io::Error::last_os_error()
                 .raw_os_error()
                 .expect("a failed call sets errno");
             if errno != libc::EINTR {
-                return Err(errno);
+                return (Err(errno), retried_count);
             }
         }
-        Err(libc::EINTR)
+        (Err(libc::EINTR), INTERRUPTED_MAX)
     }
 }
 

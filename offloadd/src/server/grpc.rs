@@ -10,7 +10,7 @@ use offload_api::{BLOB_BYTES_MAX, IODEPTH_MAX, PROTOCOL_VERSION};
 use tonic::{Request, Response, Status};
 
 use crate::arena::LockOutlook;
-use crate::core::{self, Call, DeviceState, OpenSession, Peer, Reply};
+use crate::core::{self, Call, OpenSession, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
 use crate::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 
@@ -43,13 +43,7 @@ pub(super) struct Service {
 impl Service {
     async fn ask(&self, peer: Peer, call: Call) -> Result<Reply, Fault> {
         let answer = self.driver.call(peer, call)?;
-        // The owner thread ended with the call unanswered.
-        answer.await.unwrap_or_else(|_| {
-            Err(Fault::new(
-                FaultKind::Stopping,
-                "offloadd stopped before it answered; what was committed is safe",
-            ))
-        })
+        answer.await.unwrap_or_else(|_| Err(ended_unanswered()))
     }
 }
 
@@ -79,7 +73,7 @@ impl proto::offload_server::Offload for Service {
             epoch: reply.epoch.0,
             engine: about.engine.into(),
             engine_reason: about.engine_reason.clone(),
-            devices: reply.devices.into_iter().map(device).collect(),
+            devices: reply.devices.into_iter().map(proto::Device::from).collect(),
             arena_free_bytes: reply.arena_free_bytes,
             memory_locked: about.lock.can_lock,
             memory_note: about.lock.note.clone(),
@@ -98,7 +92,7 @@ impl proto::offload_server::Offload for Service {
             ring_entries: reply.ring_entries,
             iodepth: reply.iodepth,
             block_bytes: reply.block_bytes,
-            devices: reply.devices.into_iter().map(device).collect(),
+            devices: reply.devices.into_iter().map(proto::Device::from).collect(),
             job: reply.job.map(job),
         })
     }
@@ -217,6 +211,28 @@ impl proto::offload_server::Offload for Service {
         call!(self, request, check, Reply::DropJob { freed_bytes } =>
             proto::DropJobReply { freed_bytes })
     }
+
+    async fn metrics(
+        &self,
+        request: Request<proto::MetricsRequest>,
+    ) -> Result<Response<proto::MetricsReply>, Status> {
+        let peer = peer_of(&request)?;
+        let runs_it = peer.uid == rustix::process::geteuid().as_raw();
+        let viewer = if peer.uid == 0 || runs_it {
+            Viewer::All
+        } else {
+            Viewer::Uid(peer.uid)
+        };
+        let answer = self.driver.look(viewer)?;
+        let snapshot = answer.await.map_err(|_| ended_unanswered())?;
+        Ok(Response::new((*snapshot).into()))
+    }
+}
+
+/// The owner thread ended with the call unanswered.
+fn ended_unanswered() -> Fault {
+    let what = "offloadd stopped before it answered; what was committed is safe";
+    Fault::new(FaultKind::Stopping, what)
 }
 
 /// Who calls, as the kernel said when the connection was made.
@@ -318,17 +334,6 @@ fn define(message: proto::DefineTilesRequest) -> Result<Call, Fault> {
         token: token(&message.token)?,
         definition: JobDefinition::new(message.layout, tiles, durability, message.nodes)?,
     })
-}
-
-fn device(state: DeviceState) -> proto::Device {
-    proto::Device {
-        path: state.path,
-        block_bytes: state.block_bytes,
-        data_bytes: state.data_bytes,
-        free_bytes: state.free_bytes,
-        read_bytes_per_s: state.read_bytes_per_s,
-        write_bytes_per_s: state.write_bytes_per_s,
-    }
 }
 
 fn job(record: core::JobRecord) -> proto::JobRecord {

@@ -204,6 +204,7 @@ impl Control {
     );
     call!(resume, proto::ResumeRequest, proto::ResumeReply);
     call!(commit, proto::CommitRequest, proto::CommitReply);
+    call!(metrics, proto::MetricsRequest, proto::MetricsReply);
     call!(
         close_session,
         proto::CloseSessionRequest,
@@ -224,13 +225,17 @@ impl Control {
 }
 
 pub(crate) fn open(job: &str) -> OpenSessionRequest {
+    open_sized(job, 4096)
+}
+
+pub(crate) fn open_sized(job: &str, slot_bytes: u64) -> OpenSessionRequest {
     OpenSessionRequest {
         protocol_version: PROTOCOL_VERSION,
         job: job.into(),
         rank: 0,
         local_ranks: 1,
         classes: vec![proto::SlotClass {
-            slot_bytes: 4096,
+            slot_bytes,
             slot_count: 4,
         }],
         iodepth: 4,
@@ -248,11 +253,19 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn attach(reply: &proto::OpenSessionReply) -> Result<Self, HandoffError> {
+        Self::attach_sized(reply, 4096)
+    }
+
+    /// Of a session whose four slots have this size.
+    pub(crate) fn attach_sized(
+        reply: &proto::OpenSessionReply,
+        slot_bytes: u64,
+    ) -> Result<Self, HandoffError> {
         let token = SessionToken::from_bytes(&reply.token).unwrap();
         let socket = Path::new(&reply.descriptor_socket);
         let received = handoff::receive(socket, token, Duration::from_secs(10))?;
         let class = geometry::SlotClass {
-            slot_bytes: 4096,
+            slot_bytes,
             slot_count: 4,
         };
         Ok(Self {
@@ -266,11 +279,16 @@ impl Session {
 
     /// Defines `count` tiles of 4 KiB and resumes from nothing.
     pub(crate) fn begin(&self, control: &mut Control, count: u32) -> u64 {
+        self.begin_sized(control, count, 4096)
+    }
+
+    /// The same with tiles of another size.
+    pub(crate) fn begin_sized(&self, control: &mut Control, count: u32, tile_bytes: u32) -> u64 {
         let tiles = (0..count).map(|unit| proto::Tile {
             unit,
             kind: 1,
             elem_offset: 0,
-            tile_bytes: 4096,
+            tile_bytes,
         });
         control
             .define_tiles(proto::DefineTilesRequest {

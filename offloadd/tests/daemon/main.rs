@@ -3,4 +3,5 @@
 mod common;
 mod hostile;
 mod life;
+mod metrics;
 mod sessions;

@@ -188,6 +188,10 @@ fn another_users_token_and_job_are_not_ours() {
     }
     // The refusals cost the owner nothing.
     Session::attach(&reply).unwrap();
+    // Who runs the daemon sees everybody's.
+    let seen = control.metrics(proto::MetricsRequest {}).unwrap();
+    let mine = (seen.jobs.iter()).filter(|job| job.job == "mine" && job.uid == 0);
+    assert_eq!(mine.count(), 1);
 }
 
 fn other_user(place: &str) {
@@ -209,6 +213,11 @@ fn other_user(place: &str) {
     // The same name is another job.
     let mine = control.open_session(open("mine")).unwrap();
     assert_eq!(mine.job, None);
+    // Nor are others' jobs seen.
+    let seen = control.metrics(proto::MetricsRequest {}).unwrap();
+    let jobs: Vec<_> = seen.jobs.iter().map(|job| (job.uid, &*job.job)).collect();
+    assert_eq!(jobs, [(65534, "mine")]);
+    assert_eq!(seen.devices.len(), 1);
 }
 
 #[test]

@@ -1,0 +1,133 @@
+//! What people may see of the core at one moment. Changes nothing.
+
+use std::collections::BTreeMap;
+
+use offload_api::ring::entry::Verb;
+
+use super::Core;
+use super::io::Operation;
+use super::job::{Job, JobKey};
+use crate::store::definition::JobName;
+
+/// Whose jobs somebody may see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Viewer {
+    /// Root, and who runs the daemon.
+    All,
+    /// His own.
+    Uid(u32),
+}
+
+/// A job as the core sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobState {
+    /// Its owner.
+    pub uid: u32,
+    /// With `uid` it names the job.
+    pub job: JobName,
+    /// Over all devices.
+    pub reserved_bytes: u64,
+    /// Processes.
+    pub session_count: u64,
+    /// Their host memory.
+    pub arena_bytes: u64,
+    /// Slots of their arenas.
+    pub slot_count: u64,
+    /// Slots that a tile is read into or written from.
+    pub slot_used_count: u64,
+    /// Tiles on their way.
+    pub reading_count: u64,
+    /// Tiles on their way.
+    pub writing_count: u64,
+    /// What becomes of its next generation.
+    pub commit: CommitState,
+    /// 0 = none yet.
+    pub newest_generation: u64,
+    /// What is written now; 0 while nobody has resumed.
+    pub working_generation: u64,
+    /// Nothing is durable any more until it resumes: a flush or a record failed.
+    pub poisoned: bool,
+}
+
+/// How far a commit is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CommitState {
+    /// Nobody commits.
+    #[default]
+    None,
+    /// Ranks have called, others have not, or writes have not ended.
+    Gathering {
+        /// Have called.
+        ranks_called: u32,
+        /// On this node.
+        ranks: u32,
+    },
+    /// Flushes and the record are under way.
+    Writing,
+}
+
+impl Core {
+    /// Jobs of this viewer, by owner and name.
+    pub fn look(&self, viewer: Viewer) -> Vec<JobState> {
+        let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
+        let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
+            .filter(|(key, _)| seen(key))
+            .map(|(key, job)| (key, state(key, job)))
+            .collect();
+        for session in self.sessions.values() {
+            let Some(job) = jobs.get_mut(&session.key) else {
+                continue;
+            };
+            job.session_count += 1;
+            job.arena_bytes += session.geometry.arena_bytes();
+            job.slot_count += u64::from(session.geometry.slot_count());
+            job.slot_used_count += session.busy_slots.len() as u64;
+        }
+        for operation in self.operations.values() {
+            let Operation::Tile(tile) = operation else {
+                continue;
+            };
+            let Some(job) = jobs.get_mut(&tile.key) else {
+                continue;
+            };
+            match tile.request.verb {
+                Verb::SwapIn => job.reading_count += 1,
+                Verb::SwapOut => job.writing_count += 1,
+            }
+        }
+        jobs.into_values().collect()
+    }
+
+    /// Host memory of all sessions, and of how many.
+    pub fn arena_used(&self) -> (u64, u64) {
+        (self.arena_used_bytes, self.sessions.len() as u64)
+    }
+}
+
+fn state(key: &JobKey, job: &Job) -> JobState {
+    let stored = job.stored.as_ref();
+    let commit = match &job.round {
+        None => CommitState::None,
+        Some(round) if round.running => CommitState::Writing,
+        Some(round) => CommitState::Gathering {
+            ranks_called: round.calls.len() as u32,
+            ranks: job.local_ranks,
+        },
+    };
+    JobState {
+        uid: key.uid,
+        job: key.name.clone(),
+        reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
+        session_count: 0,
+        arena_bytes: 0,
+        slot_count: 0,
+        slot_used_count: 0,
+        reading_count: 0,
+        // Those that wait for the overwriting mark are not handed to a device yet.
+        writing_count: job.parked.len() as u64,
+        commit,
+        newest_generation: stored.map_or(0, |stored| stored.newest().0),
+        working_generation: job.resumed.map_or(0, |_| job.working.0),
+        poisoned: job.poison.is_some(),
+    }
+}

@@ -1,0 +1,361 @@
+//! Counts what the driver starts and what ends, for the device and for the job it is of.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use offload_api::ids::DeviceIndex;
+
+use super::slowness::{Change, JUDGED_EVERY, Slowness};
+use super::{Counts, DeviceView, JobView, Latencies, Traffic};
+use crate::core::{DeviceState, IoId, IoOp, JobState};
+use crate::engine::IoDone;
+use crate::store::definition::JobName;
+
+/// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
+pub const JOBS_MAX: usize = 2048;
+
+/// A job's place in the ledger, as long as a session of it is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobPlace(usize);
+
+/// The daemon's counts. Belongs to the owner thread.
+#[derive(Debug)]
+pub struct Ledger {
+    started: Instant,
+    judged: Instant,
+    devices: Vec<Device>,
+    jobs: Vec<Job>,
+    inflight: HashMap<IoId, InFlight>,
+}
+
+#[derive(Debug)]
+struct Device {
+    counts: Counts,
+    depth: u64,
+    depth_max: u64,
+    slowness: Slowness,
+}
+
+#[derive(Debug)]
+struct Job {
+    uid: u32,
+    name: JobName,
+    session_count: usize,
+    counts: Counts,
+    /// When the last rank called.
+    called: Option<Instant>,
+    commits: Latencies,
+    commit_failed_count: u64,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    device: DeviceIndex,
+    op: IoOp,
+    bytes: u32,
+    job: Option<JobPlace>,
+}
+
+impl Ledger {
+    /// Counts for these devices from now on.
+    pub fn new(devices: &[DeviceState], now: Instant) -> Self {
+        let device = |state: &DeviceState| Device {
+            counts: Counts::default(),
+            depth: 0,
+            depth_max: 0,
+            slowness: Slowness::new(state.read_bytes_per_s, state.write_bytes_per_s, now),
+        };
+        Self {
+            started: now,
+            judged: now,
+            devices: devices.iter().map(device).collect(),
+            jobs: Vec::new(),
+            inflight: HashMap::new(),
+        }
+    }
+
+    /// When it began.
+    pub fn started_at(&self) -> Instant {
+        self.started
+    }
+
+    /// A session of a job begins; its operations are counted at the place given back.
+    pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
+        let known = (self.jobs.iter()).position(|job| job.uid == uid && job.name == *name);
+        let place = known.unwrap_or_else(|| {
+            let new = Job {
+                uid,
+                name: name.clone(),
+                session_count: 0,
+                counts: Counts::default(),
+                called: None,
+                commits: Latencies::default(),
+                commit_failed_count: 0,
+            };
+            if self.jobs.len() < JOBS_MAX {
+                self.jobs.push(new);
+                return self.jobs.len() - 1;
+            }
+            // There are fewer sessions than places. What it counted is lost.
+            let unused = self.jobs.iter().position(|job| job.session_count == 0);
+            let place = unused.expect("fewer sessions than places");
+            self.jobs[place] = new;
+            place
+        });
+        self.jobs[place].session_count += 1;
+        JobPlace(place)
+    }
+
+    /// It has ended, with its last operation.
+    pub fn session_ends(&mut self, place: JobPlace) {
+        self.jobs[place.0].session_count -= 1;
+    }
+
+    /// The driver hands an operation to the engine. `job`: of a tile.
+    pub fn started(
+        &mut self,
+        io: IoId,
+        device: DeviceIndex,
+        op: IoOp,
+        bytes: u32,
+        job: Option<JobPlace>,
+        now: Instant,
+    ) {
+        let of = &mut self.devices[device.0 as usize];
+        of.depth += 1;
+        of.depth_max = of.depth_max.max(of.depth);
+        match op {
+            IoOp::Read => of.slowness.started(false, u64::from(bytes), now),
+            IoOp::Write => of.slowness.started(true, u64::from(bytes), now),
+            IoOp::Flush => of.slowness.flush_started(now),
+        }
+        let one = InFlight {
+            device,
+            op,
+            bytes,
+            job,
+        };
+        self.inflight.insert(io, one);
+    }
+
+    /// The engine gave it back.
+    pub fn ended(&mut self, done: &IoDone, now: Instant) {
+        let InFlight {
+            device,
+            op,
+            bytes,
+            job,
+        } = (self.inflight.remove(&done.id)).expect("counted when it was started");
+        let of = &mut self.devices[device.0 as usize];
+        of.depth -= 1;
+        let moved_bytes = u64::from(done.outcome.unwrap_or(0));
+        match op {
+            IoOp::Read => of.slowness.ended(false, u64::from(bytes), now),
+            IoOp::Write => of.slowness.ended(true, u64::from(bytes), now),
+            IoOp::Flush => of.slowness.flush_ended(now),
+        }
+        let failed = done.outcome != Ok(bytes);
+        let job = job.map(|place| &mut self.jobs[place.0].counts);
+        for counts in [&mut of.counts].into_iter().chain(job) {
+            let traffic = traffic_of(counts, op);
+            traffic.bytes += moved_bytes;
+            traffic.failed_count += u64::from(failed);
+            traffic.retried_count += u64::from(done.retried_count);
+            traffic.latencies.record(done.device_ns);
+        }
+    }
+
+    /// A rank's call to commit has come in.
+    pub fn commit_called(&mut self, place: JobPlace, now: Instant) {
+        self.jobs[place.0].called = Some(now);
+    }
+
+    /// A rank's call is answered. The ranks of a round are answered together: the round is counted once.
+    pub fn commit_answered(&mut self, place: JobPlace, durable: bool, now: Instant) {
+        let job = &mut self.jobs[place.0];
+        if !durable {
+            job.commit_failed_count += 1;
+        } else if let Some(called) = job.called.take() {
+            let took = now.saturating_duration_since(called);
+            job.commits.record(took.as_nanos() as u64);
+        }
+    }
+
+    /// When [`Self::judge`] is wanted next; `None` while nothing is in flight.
+    pub fn judge_at(&self) -> Option<Instant> {
+        let busy = self.devices.iter().any(|device| device.slowness.is_busy());
+        busy.then(|| self.judged + JUDGED_EVERY)
+    }
+
+    /// What has changed about the devices' speed, if a second is over.
+    pub fn judge(&mut self, now: Instant) -> Vec<(DeviceIndex, Change)> {
+        if now < self.judged + JUDGED_EVERY {
+            return Vec::new();
+        }
+        self.judged = now;
+        let devices = self.devices.iter_mut().enumerate();
+        let changes = devices.filter_map(|(index, device)| {
+            let change = device.slowness.judge(now)?;
+            Some((DeviceIndex(index as u32), change))
+        });
+        changes.collect()
+    }
+
+    /// Devices with what the core says of them.
+    pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
+        let views = states.into_iter().zip(&self.devices);
+        let view = |(state, device): (DeviceState, &Device)| DeviceView {
+            state,
+            counts: device.counts.clone(),
+            queue_depth: device.depth,
+            queue_depth_max: device.depth_max,
+            busy: device.slowness.busy(),
+            slow: device.slowness.is_slow(),
+        };
+        views.map(view).collect()
+    }
+
+    /// A job with what the core says of it.
+    pub fn job(&self, state: JobState) -> JobView {
+        let counted = (self.jobs.iter()).find(|job| job.uid == state.uid && job.name == state.job);
+        let Some(job) = counted else {
+            return JobView {
+                state,
+                counts: Counts::default(),
+                commits: Latencies::default(),
+                commit_failed_count: 0,
+            };
+        };
+        JobView {
+            state,
+            counts: job.counts.clone(),
+            commits: job.commits.clone(),
+            commit_failed_count: job.commit_failed_count,
+        }
+    }
+}
+
+fn traffic_of(counts: &mut Counts, op: IoOp) -> &mut Traffic {
+    match op {
+        IoOp::Read => &mut counts.read,
+        IoOp::Write => &mut counts.written,
+        IoOp::Flush => &mut counts.flushed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::core::CommitState;
+    use crate::engine::Memory;
+
+    fn ledger() -> Ledger {
+        let device = |path: &str| DeviceState {
+            path: path.into(),
+            block_bytes: 4096,
+            data_bytes: 1 << 30,
+            free_bytes: 1 << 30,
+            read_bytes_per_s: 1_000_000_000,
+            write_bytes_per_s: 1_000_000_000,
+        };
+        Ledger::new(&[device("/a"), device("/b")], Instant::now())
+    }
+
+    fn state(uid: u32, job: &JobName) -> JobState {
+        JobState {
+            uid,
+            job: job.clone(),
+            reserved_bytes: 0,
+            session_count: 1,
+            arena_bytes: 0,
+            slot_count: 0,
+            slot_used_count: 0,
+            reading_count: 0,
+            writing_count: 0,
+            commit: CommitState::None,
+            newest_generation: 0,
+            working_generation: 0,
+            poisoned: false,
+        }
+    }
+
+    #[test]
+    fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
+        let mut ledger = ledger();
+        let now = Instant::now();
+        let name = JobName::new("tiny").unwrap();
+        let place = ledger.session_begins(7, &name);
+        let ops = [
+            (IoOp::Read, Ok(4096)),
+            (IoOp::Read, Ok(512)),
+            (IoOp::Write, Err(libc::EIO)),
+        ];
+        for (number, (op, outcome)) in ops.into_iter().enumerate() {
+            let io = IoId(number as u64);
+            ledger.started(io, DeviceIndex(1), op, 4096, Some(place), now);
+            let done = IoDone {
+                id: io,
+                outcome,
+                device_ns: 50_000,
+                retried_count: 2,
+                memory: Memory::None,
+            };
+            ledger.ended(&done, now);
+        }
+        ledger.started(IoId(9), DeviceIndex(1), IoOp::Flush, 0, None, now);
+        ledger.started(IoId(10), DeviceIndex(0), IoOp::Write, 8192, None, now);
+        let job = ledger.job(state(7, &name));
+        assert_eq!((job.counts.read.bytes, job.counts.read.count()), (4608, 2));
+        let read = &job.counts.read;
+        assert_eq!((read.failed_count, read.retried_count), (1, 4));
+        let written = &job.counts.written;
+        assert_eq!((written.bytes, written.failed_count), (0, 1));
+        // Another owner's job of the same name.
+        assert_eq!(ledger.job(state(8, &name)).counts, Counts::default());
+        let states = ["/a", "/b"].map(|path| DeviceState {
+            path: path.into(),
+            block_bytes: 4096,
+            data_bytes: 0,
+            free_bytes: 0,
+            read_bytes_per_s: 0,
+            write_bytes_per_s: 0,
+        });
+        let devices = ledger.devices(states.to_vec());
+        assert_eq!(devices[1].counts.read, job.counts.read);
+        assert_eq!((devices[0].queue_depth, devices[1].queue_depth), (1, 1));
+        assert_eq!(devices[1].counts.flushed.count(), 0, "it has not ended");
+    }
+
+    #[test]
+    fn a_round_of_several_ranks_is_one_commit_from_the_last_call() {
+        let mut ledger = ledger();
+        let now = Instant::now();
+        let name = JobName::new("tiny").unwrap();
+        let place = ledger.session_begins(7, &name);
+        let second = Duration::from_secs(1);
+        ledger.commit_called(place, now);
+        ledger.commit_called(place, now + 5 * second);
+        ledger.commit_answered(place, true, now + 6 * second);
+        ledger.commit_answered(place, true, now + 6 * second);
+        ledger.commit_answered(place, false, now + 7 * second);
+        let job = ledger.job(state(7, &name));
+        assert_eq!((job.commits.count(), job.commit_failed_count), (1, 1));
+        assert_eq!(job.commits.sum_ns(), 1_000_000_000);
+    }
+
+    #[test]
+    fn endless_names_take_no_endless_memory_and_no_place_that_is_in_use() {
+        let mut ledger = ledger();
+        let name = |number: usize| JobName::new(format!("job{number}")).unwrap();
+        let used = ledger.session_begins(7, &name(0));
+        for number in 1..3 * JOBS_MAX {
+            let place = ledger.session_begins(7, &name(number));
+            assert_ne!(place, used);
+            ledger.session_ends(place);
+        }
+        assert_eq!(ledger.jobs.len(), JOBS_MAX);
+        assert_eq!(ledger.session_begins(7, &name(0)), used);
+    }
+}

@@ -1,0 +1,101 @@
+//! What a person can see of the daemon: counts and latencies of devices and jobs, and what each job waits for.
+//!
+//! ```text
+//!   driver ──started, ended──▶ Ledger ─┐
+//!   core ───── who is there ───────────┴─▶ Snapshot ──▶ gRPC call, Prometheus text, `offloadd top`
+//! ```
+//!
+//! The owner thread counts, so that there is no lock; a look copies. All of it begins at 0 when the daemon starts.
+//!
+//! Memory: 5 KiB a device, 7 KiB a job, at most [`ledger::JOBS_MAX`] of them. Nothing is allocated for an operation.
+
+use std::time::Duration;
+
+use crate::core::{DeviceState, JobState};
+
+pub mod latencies;
+pub mod ledger;
+mod message;
+pub mod slowness;
+
+pub use latencies::Latencies;
+pub use ledger::Ledger;
+pub use message::Misunderstood;
+
+/// Operations of one kind that have ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// That moved bytes; 0 of flushes.
+    pub bytes: u64,
+    /// Errors and short transfers.
+    pub failed_count: u64,
+    /// Times the kernel put one back and it was tried again.
+    pub retried_count: u64,
+    /// Of all, failed ones too, from submission to completion.
+    pub latencies: Latencies,
+}
+
+impl Traffic {
+    /// How many have ended, well or not.
+    pub fn count(&self) -> u64 {
+        self.latencies.count()
+    }
+}
+
+/// Everything that has ended on a device, or of a job's tiles.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Device to memory.
+    pub read: Traffic,
+    /// Memory to device.
+    pub written: Traffic,
+    /// Of a device: nothing of a job's flushes is its alone.
+    pub flushed: Traffic,
+}
+
+/// The daemon at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Since the owner thread started: the clock that rates are computed with.
+    pub uptime: Duration,
+    /// Host memory of all sessions.
+    pub arena_used_bytes: u64,
+    /// At most.
+    pub arena_bytes_max: u64,
+    /// Sessions that are open or end.
+    pub session_count: u64,
+    /// In the store's order.
+    pub devices: Vec<DeviceView>,
+    /// Those that may be seen, by owner and name.
+    pub jobs: Vec<JobView>,
+}
+
+/// A device at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceView {
+    /// What the core knows.
+    pub state: DeviceState,
+    /// All that has ended.
+    pub counts: Counts,
+    /// Operations in flight.
+    pub queue_depth: u64,
+    /// Most there ever were.
+    pub queue_depth_max: u64,
+    /// How long it had something to read or write.
+    pub busy: Duration,
+    /// It is much slower than it was measured.
+    pub slow: bool,
+}
+
+/// A job at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobView {
+    /// What the core knows.
+    pub state: JobState,
+    /// All that has ended.
+    pub counts: Counts,
+    /// From the last rank's call until a generation was durable.
+    pub commits: Latencies,
+    /// Calls that were answered with a fault.
+    pub commit_failed_count: u64,
+}

@@ -1,0 +1,319 @@
+//! Whether a device still does what it was measured to do: one that has become much slower is named within ten seconds.
+//!
+//! Only the time in which it had something to do counts, so that a job that asks for little is no slow drive. That time is
+//! compared with the time that the bytes would have taken at the measured rates; what is in flight is counted as done.
+
+use std::time::{Duration, Instant};
+
+/// How often a device is judged.
+pub const JUDGED_EVERY: Duration = Duration::from_secs(1);
+
+/// So many times slower than measured is slow: a drive at a tenth of its speed is, one that shares its bus is not.
+const SLOW: f64 = 5.0;
+
+/// Less than so many times slower is well again.
+const WELL: f64 = 2.5;
+
+/// Busy time before anything is said: a drive that cleans up for a second is not slow.
+const SLOW_AFTER: Duration = Duration::from_secs(3);
+
+/// Good seconds after which it is well again.
+const WELL_AFTER: u32 = 3;
+
+/// A second with less busy time says nothing.
+const BUSY_LEAST: Duration = Duration::from_millis(100);
+
+/// Operations smaller than this measure the way to the drive, not its rate.
+const OPERATION_BYTES_LEAST: u64 = 512 << 10;
+
+/// What a judgement changed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Change {
+    /// It has become slow.
+    Slow {
+        /// While it was busy.
+        bytes_per_s: f64,
+        /// Time it took over the time it should have taken.
+        times: f64,
+    },
+    /// It is as fast as it was.
+    Well,
+}
+
+/// What happened in some time.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    busy: Duration,
+    /// At the measured rates.
+    expected: Duration,
+    bytes: u64,
+    count: u64,
+}
+
+impl Work {
+    fn add(&mut self, more: &Self) {
+        self.busy += more.busy;
+        self.expected += more.expected;
+        self.bytes += more.bytes;
+        self.count += more.count;
+    }
+}
+
+/// Watches one device.
+#[derive(Clone, Debug)]
+pub struct Slowness {
+    /// Read and written, where both are known.
+    bytes_per_s: Option<[f64; 2]>,
+    /// Reads and writes in flight, and how long they should take.
+    inflight_count: u32,
+    inflight_expected: Duration,
+    /// A flush takes what it takes, and everything else waits for it.
+    flush_count: u32,
+    seen: Instant,
+    busy_total: Duration,
+    second: Work,
+    /// Since the last good second.
+    run: Work,
+    good_seconds: u32,
+    slow: bool,
+}
+
+impl Slowness {
+    /// Of a device that was measured so, 0 = unknown.
+    pub fn new(read_bytes_per_s: u64, write_bytes_per_s: u64, now: Instant) -> Self {
+        let known = read_bytes_per_s > 0 && write_bytes_per_s > 0;
+        Self {
+            bytes_per_s: known.then_some([read_bytes_per_s as f64, write_bytes_per_s as f64]),
+            inflight_count: 0,
+            inflight_expected: Duration::ZERO,
+            flush_count: 0,
+            seen: now,
+            busy_total: Duration::ZERO,
+            second: Work::default(),
+            run: Work::default(),
+            good_seconds: 0,
+            slow: false,
+        }
+    }
+
+    /// Whether it is slow now.
+    pub fn is_slow(&self) -> bool {
+        self.slow
+    }
+
+    /// How long it had something to do, flushes apart.
+    pub fn busy(&self) -> Duration {
+        self.busy_total
+    }
+
+    /// Whether time passes for it.
+    pub fn is_busy(&self) -> bool {
+        self.inflight_count > 0
+    }
+
+    /// A read or write of this many bytes was handed to the device.
+    pub fn started(&mut self, write: bool, bytes: u64, now: Instant) {
+        self.pass(now);
+        self.inflight_count += 1;
+        self.inflight_expected += self.time_of(write, bytes);
+    }
+
+    /// It has ended, well or not.
+    pub fn ended(&mut self, write: bool, bytes: u64, now: Instant) {
+        self.pass(now);
+        let expected = self.time_of(write, bytes);
+        self.inflight_count -= 1;
+        self.inflight_expected = self.inflight_expected.saturating_sub(expected);
+        self.second.expected += expected;
+        self.second.bytes += bytes;
+        self.second.count += 1;
+    }
+
+    /// A flush was handed to the device.
+    pub fn flush_started(&mut self, now: Instant) {
+        self.pass(now);
+        self.flush_count += 1;
+    }
+
+    /// A flush has ended.
+    pub fn flush_ended(&mut self, now: Instant) {
+        self.pass(now);
+        self.flush_count -= 1;
+    }
+
+    /// To be called every [`JUDGED_EVERY`] while it is busy.
+    pub fn judge(&mut self, now: Instant) -> Option<Change> {
+        self.pass(now);
+        let second = std::mem::take(&mut self.second);
+        if self.bytes_per_s.is_none() || second.busy < BUSY_LEAST {
+            return None;
+        }
+        if second.count > 0 && second.bytes / second.count < OPERATION_BYTES_LEAST {
+            return None;
+        }
+        if second.busy < second.expected.mul_f64(WELL) {
+            self.run = Work::default();
+            self.good_seconds += 1;
+            let well = self.slow && self.good_seconds >= WELL_AFTER;
+            self.slow &= !well;
+            return well.then_some(Change::Well);
+        }
+        self.good_seconds = 0;
+        self.run.add(&second);
+        // What is in flight may end all at once, in time.
+        let expected = (self.run.expected + self.inflight_expected).as_secs_f64();
+        let times = self.run.busy.as_secs_f64() / expected.max(1e-9);
+        if self.slow || self.run.busy < SLOW_AFTER || times < SLOW {
+            return None;
+        }
+        self.slow = true;
+        Some(Change::Slow {
+            bytes_per_s: self.run.bytes as f64 / self.run.busy.as_secs_f64(),
+            times,
+        })
+    }
+
+    fn pass(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.seen);
+        self.seen = now;
+        if self.inflight_count > 0 && self.flush_count == 0 {
+            self.second.busy += passed;
+            self.busy_total += passed;
+        }
+    }
+
+    fn time_of(&self, write: bool, bytes: u64) -> Duration {
+        match self.bytes_per_s {
+            Some(rates) => Duration::from_secs_f64(bytes as f64 / rates[usize::from(write)]),
+            None => Duration::ZERO,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A device measured at 620/320 MB/s that moves 4 MiB tiles, some at a time, at `share` of that.
+    struct Drive {
+        slowness: Slowness,
+        start: Instant,
+        now: Instant,
+        judged: Instant,
+    }
+
+    impl Drive {
+        fn new() -> Self {
+            let start = Instant::now();
+            Self {
+                slowness: Slowness::new(620_000_000, 320_000_000, start),
+                start,
+                now: start,
+                judged: start,
+            }
+        }
+
+        /// Until something changes or `seconds` are over: what changed, and how many seconds after the start.
+        fn run(
+            &mut self,
+            share: f64,
+            seconds: f64,
+            bytes: u64,
+            depth: u32,
+        ) -> Option<(Change, f64)> {
+            let end = self.now + Duration::from_secs_f64(seconds);
+            let time = Duration::from_secs_f64(bytes as f64 / 620e6 / share);
+            for _ in 0..depth {
+                self.slowness.started(false, bytes, self.now);
+            }
+            let mut found = None;
+            while self.now < end && found.is_none() {
+                let ends = self.now + time;
+                while self.judged + JUDGED_EVERY <= ends && found.is_none() {
+                    self.judged += JUDGED_EVERY;
+                    let change = self.slowness.judge(self.judged);
+                    found = change.map(|c| (c, (self.judged - self.start).as_secs_f64()));
+                }
+                self.now = ends;
+                self.slowness.ended(false, bytes, self.now);
+                self.slowness.started(false, bytes, self.now);
+            }
+            for _ in 0..depth {
+                self.slowness.ended(false, bytes, self.now);
+            }
+            found
+        }
+    }
+
+    #[test]
+    fn a_drive_ten_times_slower_is_named_within_ten_seconds_at_any_depth() {
+        for (bytes, depth) in [(MIB, 1), (4 * MIB, 8), (4 * MIB, 64), (16 * MIB, 32)] {
+            let mut drive = Drive::new();
+            assert_eq!(drive.run(1.0, 30.0, bytes, depth), None);
+            let before = (drive.now - drive.start).as_secs_f64();
+            let (change, at) = drive.run(0.1, 30.0, bytes, depth).expect("it is named");
+            assert!(at - before <= 10.0, "{bytes} x {depth}: {} s", at - before);
+            let Change::Slow { bytes_per_s, times } = change else {
+                panic!("{change:?}")
+            };
+            assert!((50e6..130e6).contains(&bytes_per_s), "{bytes_per_s}");
+            assert!(times >= SLOW);
+            assert!(drive.slowness.is_slow());
+            let (change, _) = drive
+                .run(1.0, 30.0, bytes, depth)
+                .expect("it is well again");
+            assert_eq!(change, Change::Well);
+        }
+    }
+
+    #[test]
+    fn a_drive_at_half_its_speed_and_one_that_is_asked_for_little_are_not_named() {
+        let mut drive = Drive::new();
+        assert_eq!(drive.run(0.5, 60.0, 4 * MIB, 8), None);
+        let mut idle = Drive::new();
+        for _ in 0..600 {
+            assert_eq!(idle.run(1.0, 0.001, MIB, 1), None);
+            idle.now += Duration::from_millis(100);
+        }
+    }
+
+    #[test]
+    fn a_drive_that_answers_nothing_is_named() {
+        let mut drive = Drive::new();
+        let start = drive.now;
+        drive.slowness.started(true, 4 * MIB, start);
+        let named = (1..=10).find(|second| {
+            let now = start + JUDGED_EVERY * *second;
+            matches!(drive.slowness.judge(now), Some(Change::Slow { bytes_per_s, .. }) if bytes_per_s == 0.0)
+        });
+        assert_eq!(named, Some(3));
+    }
+
+    #[test]
+    fn time_in_flushes_and_small_operations_name_nobody() {
+        let start = Instant::now();
+        let mut slowness = Slowness::new(620_000_000, 320_000_000, start);
+        slowness.started(true, 4 * MIB, start);
+        slowness.flush_started(start);
+        for second in 1..=20 {
+            assert_eq!(slowness.judge(start + JUDGED_EVERY * second), None);
+        }
+        slowness.flush_ended(start + JUDGED_EVERY * 20);
+        slowness.ended(true, 4 * MIB, start + JUDGED_EVERY * 20);
+        let mut small = Drive::new();
+        assert_eq!(small.run(0.01, 60.0, 4096, 1), None);
+    }
+
+    #[test]
+    fn nothing_is_said_about_a_drive_nobody_measured() {
+        let start = Instant::now();
+        let mut slowness = Slowness::new(0, 320_000_000, start);
+        slowness.started(false, 4 * MIB, start);
+        for second in 1..=20 {
+            assert_eq!(slowness.judge(start + JUDGED_EVERY * second), None);
+        }
+        assert_eq!(slowness.busy(), Duration::from_secs(20));
+    }
+}

@@ -1,0 +1,147 @@
+//! What the daemon says of itself, against what was done. What could go wrong: bytes counted twice, under another job or
+//! not at all, a commit without its duration, a slow drive that nobody names.
+
+use std::io::{BufRead, BufReader};
+use std::time::{Duration, Instant};
+
+use offload_api::ids::SlotIndex;
+use offload_api::proto;
+use offloadd::metrics::Snapshot;
+
+use crate::common::{
+    Control, Daemon, Session, Store, eventually, expect_tiles, fill_tiles, open_sized, swap_in,
+    swap_out,
+};
+
+fn look(control: &mut Control) -> Snapshot {
+    let reply = control.metrics(proto::MetricsRequest {}).unwrap();
+    Snapshot::try_from(reply).unwrap()
+}
+
+#[test]
+fn what_was_moved_is_what_was_counted_by_device_and_by_job() {
+    for engine in ["auto", "psync"] {
+        let store = Store::new(2, engine);
+        let daemon = store.serve();
+        let mut control = daemon.control();
+        let mut other = control.session("other");
+        let mut tiny = control.session("tiny");
+        let (first, second) = (other.begin(&mut control, 2), tiny.begin(&mut control, 6));
+        let before = look(&mut control);
+        fill_tiles(&mut other, 2, first, 1);
+        fill_tiles(&mut tiny, 6, second, 10);
+        expect_tiles(&mut tiny, 3, 10);
+        tiny.commit(&mut control, second, b"step 1");
+
+        let now = look(&mut control);
+        assert!(now.uptime > before.uptime);
+        assert_eq!((now.session_count, now.devices.len()), (2, 2));
+        assert!(now.arena_used_bytes > 0 && now.arena_used_bytes < now.arena_bytes_max);
+        let jobs: Vec<_> = now.jobs.iter().map(|job| job.state.job.as_str()).collect();
+        assert_eq!(jobs, ["other", "tiny"]);
+        let moved = |job: usize| {
+            let counts = &now.jobs[job].counts;
+            [&counts.read, &counts.written].map(|traffic| (traffic.bytes / 4096, traffic.count()))
+        };
+        assert_eq!(moved(0), [(0, 0), (2, 2)]);
+        assert_eq!(moved(1), [(3, 3), (6, 6)]);
+        let [other, tiny] = [&now.jobs[0], &now.jobs[1]];
+        assert_eq!((other.commits.count(), tiny.commits.count()), (0, 1));
+        assert!(tiny.commits.sum_ns() > 0);
+        assert_eq!(tiny.state.newest_generation, 1);
+        assert_eq!(tiny.state.working_generation, 2);
+        assert_eq!((tiny.state.slot_count, tiny.state.slot_used_count), (4, 0));
+        // The devices moved what the jobs did, and the commit's record and flushes besides.
+        let sum = |count: fn(&offloadd::metrics::DeviceView) -> u64| {
+            let since = now.devices.iter().zip(&before.devices);
+            since
+                .map(|(now, before)| count(now) - count(before))
+                .sum::<u64>()
+        };
+        assert_eq!(sum(|d| d.counts.read.bytes), 3 * 4096);
+        assert_eq!(sum(|d| d.counts.written.bytes), (8 + 2) * 4096);
+        assert_eq!(sum(|d| d.counts.written.count()), 8 + 2);
+        // Both were written to; the record lies on the first.
+        assert_eq!(sum(|d| d.counts.flushed.count()), 2 + 1);
+        for device in &now.devices {
+            let counts = &device.counts;
+            for traffic in [&counts.read, &counts.written, &counts.flushed] {
+                assert_eq!(traffic.failed_count, 0);
+            }
+            assert!(counts.written.latencies.sum_ns() > 0);
+            assert_eq!(device.queue_depth, 0);
+            assert!(device.queue_depth_max >= 1 && !device.slow);
+        }
+    }
+}
+
+#[test]
+fn what_a_job_waits_for_is_seen_while_it_waits() {
+    let store = Store::new(1, "auto");
+    let mut command = store.serve_command();
+    // A tile takes a second.
+    command.env("OFFLOADD_PACE", "4096,4096");
+    let daemon = Daemon::start(command, store.socket());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 2);
+    let bytes = [7; 4096];
+    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    session.write_slot(place.offset, &bytes);
+    session.submit(swap_out(0, 0, working, &bytes));
+    eventually("its write is seen", Duration::from_secs(5), || {
+        let job = look(&mut control).jobs.remove(0).state;
+        (job.writing_count, job.reading_count, job.slot_used_count) == (1, 0, 1)
+    });
+    assert_eq!(look(&mut control).devices[0].queue_depth, 1);
+    assert_eq!(session.complete().fault, 0);
+    session.submit(swap_in(0, 1));
+    eventually("its read is seen", Duration::from_secs(5), || {
+        let job = look(&mut control).jobs.remove(0).state;
+        (job.writing_count, job.reading_count, job.slot_used_count) == (0, 1, 1)
+    });
+    assert_eq!(session.complete().fault, 0);
+    assert_eq!(look(&mut control).jobs[0].state.slot_used_count, 0);
+}
+
+#[test]
+fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
+    const TILE_BYTES: u32 = 1 << 20;
+    let store = Store::new(1, "auto");
+    let mut command = store.serve_command();
+    command.env("OFFLOADD_PACE", "4000000,4000000");
+    let mut daemon = Daemon::start(command, store.socket());
+    let mut control = daemon.control();
+    let measured = look(&mut control).devices.remove(0).state;
+    let slowest = measured.read_bytes_per_s.min(measured.write_bytes_per_s);
+    if slowest < 10 * 4_000_000 {
+        println!(
+            "skipped: {}: the disk here moves {slowest} bytes a second itself",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return;
+    }
+    let reply = (control.open_session(open_sized("tiny", u64::from(TILE_BYTES)))).unwrap();
+    let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
+    let working = session.begin_sized(&mut control, 2, TILE_BYTES);
+    let bytes = vec![5; TILE_BYTES as usize];
+    for tile in 0..2 {
+        let place = session.geometry.place(SlotIndex(tile)).unwrap();
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, tile, working, &bytes));
+    }
+    let start = Instant::now();
+    while !look(&mut control).devices[0].slow {
+        assert!(start.elapsed() < Duration::from_secs(10), "it is not named");
+        let done = session.complete();
+        assert_eq!(done.fault, 0);
+        let tile = (done.ticket % 100) as u32;
+        session.submit(swap_in(tile, tile));
+    }
+    let log = BufReader::new(daemon.child.stderr.take().unwrap());
+    let line = log.lines().map(Result::unwrap);
+    let line = { line }
+        .find(|line| line.contains("has become slow"))
+        .unwrap();
+    assert!(line.contains(&measured.path), "{line}");
+}
