@@ -1,155 +1,74 @@
-//! What a drive can do for tiles: one canonical workload, two numbers, beside what the same engine does without a daemon.
+//! What drives can do for tiles, directly and through the daemon, and with which settings.
+//!
+//! ```text
+//!   cli ──▶ job (fio's words) ──▶ bench ──▶ load ──▶ target: the engine alone, or a session of the daemon
+//!                                   └──▶ report: figures, processor time, what they were taken on, warnings
+//! ```
 
 #![forbid(unsafe_code)]
 
-mod bare;
-mod workload;
+mod bench;
+mod canonical;
+mod cli;
+mod job;
+mod load;
+mod machine;
+mod noise;
+mod pattern;
+mod place;
+mod progress;
+mod report;
+mod stop;
+mod target;
+mod words;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
-use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
-use offload_client::private::{PrivateDaemon, PrivateSettings};
-use offloadd::config::{IODEPTH_DEFAULT, parse_size};
-use offloadd::engine::EngineChoice;
+use clap::{Parser, Subcommand};
 
-use crate::workload::Shape;
+use crate::cli::canonical::CanonicalArgs;
+use crate::cli::run::RunArgs;
 
-/// Measures writing and reading tiles on one drive, through a daemon of its own.
+/// Measures what drives do for tiles, directly and through offloadd.
 ///
-/// Writes whole tiles in order, commits them, reads them back; checksums on. Then moves the same bytes through the
-/// same engine without the daemon, to compare. Needs twice SIZE of space in FOLDER, and gives it back.
+/// Without a command: writes whole tiles in order through a daemon of its own, commits them, reads them back, checksums on;
+/// then moves the same bytes through the same engine without the daemon. Needs twice SIZE of space in FOLDER, and gives
+/// it back.
 #[derive(Parser)]
 #[command(
     version,
-    after_help = "Examples:\n  bench-io\n  bench-io --folder /mnt/nvme0 --size 16GiB\n  bench-io --tile 1MiB --iodepth 64 --json"
+    args_conflicts_with_subcommands = true,
+    after_help = "Examples:
+  bench-io
+  bench-io --folder /mnt/nvme0 --size 16GiB
+  bench-io --tile 1MiB --iodepth 64 --json
+  bench-io run --directory /mnt/nvme0 --rw randread --bs 64k"
 )]
-struct Args {
-    /// Where the drive is mounted
-    #[arg(long, default_value = ".")]
-    folder: PathBuf,
-    /// Bytes to move in each direction
-    #[arg(long, default_value = "1GiB", value_parser = parse_size)]
-    size: u64,
-    /// Bytes of a tile
-    #[arg(long, default_value = "4MiB", value_parser = parse_size)]
-    tile: u64,
-    /// Operations in flight
-    #[arg(long, default_value_t = 16)]
-    iodepth: u32,
-    /// auto, uring, aio or psync
-    #[arg(long, default_value = "auto")]
-    engine: String,
-    /// One JSON object instead of lines to read
-    #[arg(long)]
-    json: bool,
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    canonical: CanonicalArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure one job, given in fio's words, on a device or through the daemon
+    #[command(after_help = cli::run::EXAMPLES)]
+    Run(RunArgs),
 }
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    let arguments = Arguments::parse();
+    let result = stop::listen().and_then(|()| match arguments.command {
+        None => cli::canonical::run(&arguments.canonical),
+        Some(Command::Run(args)) => cli::run::run(args),
+    });
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("bench-io: {error:#}");
             ExitCode::FAILURE
         }
-    }
-}
-
-fn run(args: &Args) -> Result<()> {
-    let choice = EngineChoice::from_name(&args.engine).with_context(|| {
-        format!(
-            "--engine {}: it is one of {:?}",
-            args.engine,
-            EngineChoice::NAMES
-        )
-    })?;
-    ensure!(
-        args.tile > 0 && args.tile.is_multiple_of(4096) && args.size >= args.tile,
-        "--tile {}: a multiple of 4096 bytes, not larger than --size",
-        args.tile
-    );
-    ensure!(
-        (1..=IODEPTH_DEFAULT).contains(&args.iodepth),
-        "--iodepth {}: 1 to {IODEPTH_DEFAULT}, what a private daemon grants",
-        args.iodepth
-    );
-    let shape = Shape {
-        tile_bytes: u32::try_from(args.tile).context("--tile: at most 4 GiB")?,
-        tile_count: u32::try_from(args.size / args.tile)
-            .context("--size: too many tiles; use larger ones")?,
-        iodepth: args.iodepth,
-    };
-    let work = WorkFolder::make(&args.folder)?;
-    let device = work.0.join("tiles");
-    let progress = ProgressBar::new(2 * shape.total_bytes()).with_style(
-        ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-            .context("a fixed template")?,
-    );
-    let daemon = PrivateDaemon::start(PrivateSettings {
-        program: None,
-        folder: work.0.clone(),
-        devices: vec![(device.clone(), 2 * shape.total_bytes() + (256 << 20))],
-        arena_bytes_max: shape.geometry()?.arena_bytes() + (64 << 20),
-        engine: args.engine.clone(),
-    })?;
-    let (through, about) = workload::run(daemon.socket(), &shape, &progress)?;
-    drop(daemon);
-    progress.finish_and_clear();
-    let bare = bare::run(&device, &shape, choice)?;
-
-    let gb = |rate: f64| rate / 1e9;
-    if args.json {
-        let rates = |r: &workload::Rates| serde_json::json!({"write_bytes_per_s": r.write_bytes_per_s, "read_bytes_per_s": r.read_bytes_per_s});
-        let report = serde_json::json!({
-            "folder": args.folder, "tile_bytes": shape.tile_bytes, "tile_count": shape.tile_count, "iodepth": shape.iodepth,
-            "about": about, "debug_build": cfg!(debug_assertions), "daemon": rates(&through), "engine_alone": rates(&bare),
-        });
-        println!("{report}");
-        return Ok(());
-    }
-    if cfg!(debug_assertions) {
-        println!("warning: a debug build; these numbers mean little");
-    }
-    println!(
-        "{} tiles of {} bytes in {}; {about}",
-        shape.tile_count,
-        shape.tile_bytes,
-        args.folder.display()
-    );
-    for (name, through, bare) in [
-        ("write", through.write_bytes_per_s, bare.write_bytes_per_s),
-        ("read", through.read_bytes_per_s, bare.read_bytes_per_s),
-    ] {
-        println!(
-            "{name:6} {:6.2} GB/s   {:3.0} % of the engine alone ({:.2} GB/s)",
-            gb(through),
-            100.0 * through / bare,
-            gb(bare)
-        );
-    }
-    Ok(())
-}
-
-/// A folder of this run's own; gone with it.
-struct WorkFolder(PathBuf);
-
-impl WorkFolder {
-    fn make(parent: &std::path::Path) -> Result<Self> {
-        let path = parent.join(format!(".bench-io-{}", std::process::id()));
-        std::fs::create_dir(&path).with_context(|| {
-            format!(
-                "making {}: name a folder on the drive with --folder",
-                path.display()
-            )
-        })?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for WorkFolder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

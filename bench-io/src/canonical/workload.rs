@@ -11,6 +11,8 @@ use offload_client::{
 };
 use offloadd::api::geometry::Geometry;
 
+use crate::stop;
+
 /// How much, in what pieces, how many at a time.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
@@ -137,6 +139,7 @@ fn pass(session: &mut Session, shape: &Shape, progress: &ProgressBar, swap: Swap
             session.in_flight_count() > 0,
             "the session has fewer slots than it was granted operations"
         );
+        stop::check()?;
         session.wait(Duration::from_secs(1))?;
         session.poll(&mut done)?;
         for end in done.drain(..) {

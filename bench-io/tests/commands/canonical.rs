@@ -1,11 +1,12 @@
 //! What could go wrong: the canonical run no longer runs, leaves files behind, reports no rates, or asks its daemon for more
-//! than it grants and fails in the middle. Found by running the program, small, with `offloadd` beside it in the target
-//! folder (`cargo test` of the workspace builds both).
+//! than it grants and fails in the middle. Found by running the program, small.
 
-use std::process::{Command, Output};
+use std::process::Output;
+
+use crate::lab::program;
 
 fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_bench-io"))
+    program()
         .arg("--folder")
         .arg(folder)
         .args(args)

@@ -10,7 +10,8 @@ use offloadd::core::{IoId, IoOp};
 use offloadd::device::Device;
 use offloadd::engine::{Engine, EngineChoice, Io, Memory};
 
-use crate::workload::{Rates, Shape};
+use super::workload::{Rates, Shape};
+use crate::stop;
 
 /// First byte that is written: behind a store's superblocks, so that the file stays recognisable while this runs.
 const START: u64 = 64 << 20;
@@ -53,6 +54,7 @@ pub(crate) fn run(path: &Path, shape: &Shape, choice: EngineChoice) -> Result<Ra
                 });
                 next += 1;
             }
+            stop::check()?;
             engine.start()?;
             wait_readable(&engine)?;
             engine.reap(&mut done)?;

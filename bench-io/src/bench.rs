@@ -1,0 +1,411 @@
+//! Jobs side by side: a thread for each, with a target of its own that stays open from one measurement to the next.
+//!
+//! ```text
+//!   Bench::open ──▶ thread: DeviceTarget or DaemonTarget        (engines and sessions belong to one thread)
+//!   fill, run ── Order ──▶ load::run ── Outcome ──▶ Figures, with the processor time of the same seconds
+//! ```
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use offload_client::DeviceInfo;
+use offloadd::engine::EngineChoice;
+
+use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
+use crate::machine::{self, IdleTime};
+use crate::pattern::{Pattern, WrongBlock};
+use crate::progress::Progress;
+use crate::report::{CpuUse, Figures};
+use crate::target::Target;
+use crate::target::daemon::DaemonTarget;
+use crate::target::device::{DeviceFiles, DeviceTarget};
+
+/// Between giving an order and its start, so that all threads begin together.
+const START_DELAY: Duration = Duration::from_millis(5);
+
+/// What is opened for every job.
+#[derive(Clone, Debug)]
+pub(crate) struct BenchPlan {
+    pub(crate) target: TargetPlan,
+    pub(crate) block_bytes: u32,
+    /// Operations in flight of one job, over all its streams.
+    pub(crate) depth: u32,
+    pub(crate) jobs: u32,
+    /// Checks what is read, instead of only moving it.
+    pub(crate) pattern: Option<Pattern>,
+}
+
+/// On what.
+#[derive(Clone, Debug)]
+pub(crate) enum TargetPlan {
+    Device {
+        files: DeviceFiles,
+        choice: EngineChoice,
+    },
+    Daemon {
+        socket: PathBuf,
+        /// Of each job.
+        tile_count: u32,
+    },
+}
+
+/// Open targets, one a job.
+pub(crate) struct Bench {
+    plan: BenchPlan,
+    workers: Vec<Worker>,
+    ended: Receiver<Result<Ended>>,
+    about: String,
+    devices: Vec<DeviceInfo>,
+    daemon_pid: Option<u32>,
+}
+
+struct Worker {
+    orders: Option<Sender<Order>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Order {
+    streams: Vec<StreamPlan>,
+    start: Instant,
+    timing: Timing,
+    moved: Arc<[AtomicU64; 2]>,
+}
+
+struct Ended {
+    outcome: Outcome,
+    wrong: Vec<WrongBlock>,
+}
+
+/// How a target answers when it is open.
+struct Opened {
+    about: String,
+    devices: Vec<DeviceInfo>,
+}
+
+impl Bench {
+    /// Opens a target for every job.
+    ///
+    /// # Errors
+    /// One of them cannot be opened.
+    pub(crate) fn open(plan: BenchPlan) -> Result<Self> {
+        let (say_ended, ended) = channel();
+        let (say_opened, opened) = channel();
+        let mut workers = Vec::new();
+        for index in 0..plan.jobs {
+            let (orders, to_do) = channel::<Order>();
+            let (plan, say_opened, say_ended) =
+                (plan.clone(), say_opened.clone(), say_ended.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("job-{index}"))
+                .spawn(move || work(&plan, index, &say_opened, &to_do, &say_ended))
+                .context("starting a thread")?;
+            workers.push(Worker {
+                orders: Some(orders),
+                thread: Some(thread),
+            });
+        }
+        drop(say_opened);
+        let mut bench = Self {
+            daemon_pid: match &plan.target {
+                TargetPlan::Daemon { socket, .. } => peer_pid(socket),
+                TargetPlan::Device { .. } => None,
+            },
+            plan,
+            workers,
+            ended,
+            about: String::new(),
+            devices: Vec::new(),
+        };
+        for _ in 0..bench.plan.jobs {
+            let one = opened.recv().context("a job's thread ended")??;
+            (bench.about, bench.devices) = (one.about, one.devices);
+        }
+        Ok(bench)
+    }
+
+    /// The daemon's devices; nothing without one.
+    pub(crate) fn devices(&self) -> &[DeviceInfo] {
+        &self.devices
+    }
+
+    /// Writes everything once, unmeasured. Through a daemon twice, as a tile has two extents.
+    ///
+    /// # Errors
+    /// As of [`Bench::run`].
+    pub(crate) fn fill(&self, streams: &[Vec<StreamPlan>], progress: &Progress) -> Result<()> {
+        let all_written = |plan: &StreamPlan| StreamPlan {
+            reads: false,
+            writes: true,
+            random: false,
+            ..plan.clone()
+        };
+        let streams: Vec<Vec<StreamPlan>> = streams
+            .iter()
+            .map(|job| job.iter().map(all_written).collect())
+            .collect();
+        let timing = Timing {
+            ramp: Duration::ZERO,
+            runtime: Duration::ZERO,
+        };
+        let passes = match self.plan.target {
+            TargetPlan::Device { .. } => 1,
+            TargetPlan::Daemon { .. } => 2,
+        };
+        for _ in 0..passes {
+            self.run(&streams, timing, progress, "filling")?;
+        }
+        Ok(())
+    }
+
+    /// Runs `streams`, a list for each job, and measures. `what` is for whoever watches.
+    ///
+    /// # Errors
+    /// An operation fails, or a signal came.
+    pub(crate) fn run(
+        &self,
+        streams: &[Vec<StreamPlan>],
+        timing: Timing,
+        progress: &Progress,
+        what: &str,
+    ) -> Result<(Figures, Vec<WrongBlock>)> {
+        assert_eq!(streams.len(), self.workers.len(), "streams for every job");
+        let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+        let start = Instant::now() + START_DELAY;
+        for (worker, streams) in self.workers.iter().zip(streams) {
+            let order = Order {
+                streams: streams.clone(),
+                start,
+                timing,
+                moved: Arc::clone(&moved),
+            };
+            let orders = worker.orders.as_ref().expect("taken in drop only");
+            orders.send(order).ok().context("a job's thread ended")?;
+        }
+        let mut watch = Watch::new(self, progress, what, start, timing, moved);
+        let (mut outcome, mut wrong, mut failure) = (Outcome::new(), Vec::new(), None);
+        let mut missing = self.workers.len();
+        while missing > 0 {
+            match self.ended.recv_timeout(watch.sleep()) {
+                Ok(ended) => {
+                    missing -= 1;
+                    match ended {
+                        Ok(ended) => {
+                            outcome.add(&ended.outcome);
+                            wrong.extend(ended.wrong);
+                        }
+                        // The others end by themselves.
+                        Err(error) => failure = failure.or(Some(error)),
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => anyhow::bail!("a job's thread ended"),
+            }
+            watch.look();
+        }
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        let cpu = watch.used();
+        let figures = Figures::new(&outcome, self.plan.block_bytes, cpu, self.about.clone());
+        Ok((figures, wrong))
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        for worker in &mut self.workers {
+            drop(worker.orders.take());
+        }
+        for worker in &mut self.workers {
+            if let Some(thread) = worker.thread.take() {
+                // A panic was printed by its thread.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+fn work(
+    plan: &BenchPlan,
+    index: u32,
+    opened: &Sender<Result<Opened>>,
+    orders: &Receiver<Order>,
+    ended: &Sender<Result<Ended>>,
+) {
+    let mut target = match open(plan, index) {
+        Ok((target, about)) => {
+            let _ = opened.send(Ok(about));
+            target
+        }
+        Err(error) => {
+            let _ = opened.send(Err(error));
+            return;
+        }
+    };
+    while let Ok(order) = orders.recv() {
+        let mut streams: Vec<Stream> = order.streams.iter().map(Stream::new).collect();
+        std::thread::sleep(order.start.saturating_duration_since(Instant::now()));
+        let outcome = load::run(
+            &mut *target,
+            &mut streams,
+            order.start,
+            order.timing,
+            &order.moved,
+        );
+        let result = outcome.map(|outcome| Ended {
+            outcome,
+            wrong: target.wrong(),
+        });
+        let failed = result.is_err();
+        if ended.send(result).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
+    Ok(match &plan.target {
+        TargetPlan::Device { files, choice } => {
+            let target =
+                DeviceTarget::open(files, *choice, plan.block_bytes, plan.depth, plan.pattern)?;
+            let about = Opened {
+                about: target.about().to_owned(),
+                devices: Vec::new(),
+            };
+            (Box::new(target), about)
+        }
+        TargetPlan::Daemon { socket, tile_count } => {
+            let job = format!("bench-io-{}-{index}", std::process::id());
+            let target = DaemonTarget::open(
+                socket,
+                &job,
+                plan.block_bytes,
+                *tile_count,
+                plan.depth,
+                plan.pattern,
+            )?;
+            let info = target.info();
+            let note = match info.memory_locked {
+                true => String::new(),
+                false => format!("; {}", info.memory_note),
+            };
+            let about = Opened {
+                about: format!("{} ({}){note}", info.engine, info.engine_reason),
+                devices: info.devices.clone(),
+            };
+            (Box::new(target), about)
+        }
+    })
+}
+
+/// Who listens at `socket`.
+fn peer_pid(socket: &std::path::Path) -> Option<u32> {
+    let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+}
+
+/// Looks at the clock and the processor while jobs run.
+struct Watch<'a> {
+    bench: &'a Bench,
+    progress: &'a Progress,
+    begin: Instant,
+    end: Option<Instant>,
+    at_begin: Option<CpuMoment>,
+    at_end: Option<CpuMoment>,
+    what: String,
+    moved: Arc<[AtomicU64; 2]>,
+}
+
+/// Processor time used up to a moment.
+#[derive(Clone, Copy, Debug)]
+struct CpuMoment {
+    mine_s: f64,
+    daemon_s: Option<f64>,
+    idle: Option<IdleTime>,
+}
+
+impl<'a> Watch<'a> {
+    fn new(
+        bench: &'a Bench,
+        progress: &'a Progress,
+        what: &str,
+        start: Instant,
+        timing: Timing,
+        moved: Arc<[AtomicU64; 2]>,
+    ) -> Self {
+        let begin = start + timing.ramp;
+        let once = timing.runtime.is_zero();
+        Self {
+            bench,
+            progress,
+            begin,
+            end: (!once).then(|| begin + timing.runtime),
+            at_begin: once.then(|| bench.cpu_now()),
+            at_end: None,
+            what: what.to_owned(),
+            moved,
+        }
+    }
+
+    /// Until the next moment that matters, or the next look of whoever watches.
+    fn sleep(&self) -> Duration {
+        let next = match (self.at_begin, self.at_end, self.end) {
+            (None, _, _) => Some(self.begin),
+            (_, None, end) => end,
+            _ => None,
+        };
+        let left = next.map(|next| next.saturating_duration_since(Instant::now()));
+        left.unwrap_or(Duration::MAX)
+            .min(Duration::from_millis(100))
+    }
+
+    fn look(&mut self) {
+        let now = Instant::now();
+        if self.at_begin.is_none() && now >= self.begin {
+            self.at_begin = Some(self.bench.cpu_now());
+        }
+        if self.at_end.is_none() && self.end.is_some_and(|end| now >= end) {
+            self.at_end = Some(self.bench.cpu_now());
+        }
+        let bytes = |way: usize| {
+            self.moved[way].load(Ordering::Relaxed) * u64::from(self.bench.plan.block_bytes)
+        };
+        self.progress
+            .show(&self.what, [bytes(0), bytes(1)], self.begin, self.end);
+    }
+
+    fn used(&self) -> CpuUse {
+        let Some(first) = self.at_begin else {
+            return CpuUse::default();
+        };
+        let last = self.at_end.unwrap_or_else(|| self.bench.cpu_now());
+        let share = |last: IdleTime, first| last.share_since(first);
+        CpuUse {
+            bench_io_s: last.mine_s - first.mine_s,
+            daemon_s: last
+                .daemon_s
+                .zip(first.daemon_s)
+                .map(|(last, first)| last - first),
+            idle_share: last
+                .idle
+                .zip(first.idle)
+                .and_then(|(last, first)| share(last, first)),
+        }
+    }
+}
+
+impl Bench {
+    fn cpu_now(&self) -> CpuMoment {
+        CpuMoment {
+            mine_s: machine::cpu_seconds(std::process::id()).unwrap_or(0.0),
+            daemon_s: self.daemon_pid.and_then(machine::cpu_seconds),
+            idle: IdleTime::now(),
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! One module a command: what it takes, and what it prints.
+
+pub(crate) mod canonical;
+pub(crate) mod run;

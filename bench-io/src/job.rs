@@ -1,0 +1,394 @@
+//! What to move: fio's words, as flags and as keys of a file ([`JobWords`]), and what is left after the checks ([`Job`]).
+//!
+//! A flag wins over the file. Nothing here touches a device.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
+use offloadd::engine::EngineChoice;
+use serde::{Deserialize, Serialize};
+
+use crate::words::{Bytes, Switch};
+
+/// Threads, each with an engine or a session of its own.
+const JOBS_MAX: u32 = 64;
+
+/// Which way, and in what order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[value(rename_all = "lower")]
+pub(crate) enum Access {
+    Read,
+    Write,
+    /// Reads and writes mixed, in order
+    Rw,
+    RandRead,
+    RandWrite,
+    RandRw,
+}
+
+impl Access {
+    /// As fio and we write it.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Rw => "rw",
+            Self::RandRead => "randread",
+            Self::RandWrite => "randwrite",
+            Self::RandRw => "randrw",
+        }
+    }
+
+    pub(crate) fn is_random(self) -> bool {
+        matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
+    }
+
+    pub(crate) fn reads(self) -> bool {
+        !matches!(self, Self::Write | Self::RandWrite)
+    }
+
+    pub(crate) fn writes(self) -> bool {
+        !matches!(self, Self::Read | Self::RandRead)
+    }
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum TargetKind {
+    /// A device or file, by the engine alone
+    Device,
+    /// The same through offloadd and shared memory, with checksums
+    Daemon,
+}
+
+/// A job as it is asked for, unchecked. Field names are fio's.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct JobWords {
+    /// What is measured [default: daemon]
+    #[arg(long, value_enum)]
+    target: Option<TargetKind>,
+    /// Which way, and in what order [default: read]
+    #[arg(long, value_enum)]
+    rw: Option<Access>,
+    /// Of mixed operations, how many in a hundred read [default: 50]
+    #[arg(long, value_name = "N")]
+    rwmixread: Option<u32>,
+    /// Bytes of one operation, as 4m: a tile, through the daemon [default: 4m]
+    #[arg(long, value_name = "BYTES")]
+    bs: Option<Bytes>,
+    /// Operations in flight of each job [default: 32]
+    #[arg(long, value_name = "N")]
+    iodepth: Option<u32>,
+    /// Threads, each with an engine or session and a part of the bytes of its own [default: 1]
+    #[arg(long, value_name = "N")]
+    numjobs: Option<u32>,
+    /// Seconds to measure; 0 is until all bytes were moved once [default: 5]
+    #[arg(long, value_name = "SECONDS")]
+    runtime: Option<f64>,
+    /// Seconds before them that do not count [default: 0.5; 0 when runtime is 0]
+    #[arg(long = "ramp_time", alias = "ramp-time", value_name = "SECONDS")]
+    ramp_time: Option<f64>,
+    /// auto, uring, aio or psync: how bytes are moved [default: auto]
+    #[arg(long, value_name = "NAME")]
+    ioengine: Option<String>,
+    /// Bytes of each file or device that are used, as 1g [default: 1g; of a file that exists, all]
+    #[arg(long, value_name = "BYTES")]
+    size: Option<Bytes>,
+    /// 1: past the page cache; 0: through it, which measures memory [default: 1]
+    #[arg(long, value_name = "0|1")]
+    direct: Option<Switch>,
+    /// A file or block device, measured as it is; may come several times
+    #[arg(long, value_name = "PATH")]
+    #[serde(default, deserialize_with = "one_or_many")]
+    filename: Vec<PathBuf>,
+    /// A folder on a drive, in which files are made and taken away again; may come several times [default: .]
+    #[arg(long, value_name = "FOLDER")]
+    #[serde(default, deserialize_with = "one_or_many")]
+    directory: Vec<PathBuf>,
+    /// The socket of a running daemon; without it one is started for this run
+    #[arg(long, value_name = "PATH", conflicts_with = "directory")]
+    socket: Option<PathBuf>,
+    /// Let writes destroy what is in --filename
+    #[arg(long)]
+    #[serde(default)]
+    overwrite: bool,
+}
+
+fn one_or_many<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<PathBuf>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum OneOrMany {
+        One(PathBuf),
+        Many(Vec<PathBuf>),
+    }
+    Ok(match OneOrMany::deserialize(from)? {
+        OneOrMany::One(path) => vec![path],
+        OneOrMany::Many(paths) => paths,
+    })
+}
+
+/// A job that holds together.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) rw: Access,
+    /// Of mixed operations, how many in a hundred read.
+    pub(crate) read_percent: u32,
+    pub(crate) bs: u32,
+    /// Of each of `numjobs`.
+    pub(crate) iodepth: u32,
+    pub(crate) numjobs: u32,
+    /// Zero: once over all bytes.
+    pub(crate) runtime: Duration,
+    pub(crate) ramp: Duration,
+    pub(crate) engine: EngineChoice,
+    /// The setting's word for it.
+    pub(crate) engine_word: String,
+    /// Of each file or device; `None`: all there is.
+    pub(crate) size: Option<u64>,
+    pub(crate) direct: bool,
+    pub(crate) place: Place,
+}
+
+/// Where the bytes are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The engine alone, on files or block devices that are there. Writing was allowed if the job writes.
+    Files(Vec<PathBuf>),
+    /// The engine alone, on files made for this run.
+    NewFiles(Vec<PathBuf>),
+    /// A private daemon with a device in each folder.
+    Private(Vec<PathBuf>),
+    /// A daemon that runs already.
+    Socket(PathBuf),
+}
+
+impl JobWords {
+    /// The words of the file at `path`.
+    ///
+    /// # Errors
+    /// It cannot be read, is no TOML, or has a key nobody reads.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("the job file {}", path.display()))?;
+        toml::from_str(&text).with_context(|| format!("the job file {}", path.display()))
+    }
+
+    /// These words, and those of `file` where these say nothing.
+    pub(crate) fn over(self, file: Self) -> Self {
+        let many = |mine: Vec<PathBuf>, other| if mine.is_empty() { other } else { mine };
+        Self {
+            target: self.target.or(file.target),
+            rw: self.rw.or(file.rw),
+            rwmixread: self.rwmixread.or(file.rwmixread),
+            bs: self.bs.or(file.bs),
+            iodepth: self.iodepth.or(file.iodepth),
+            numjobs: self.numjobs.or(file.numjobs),
+            runtime: self.runtime.or(file.runtime),
+            ramp_time: self.ramp_time.or(file.ramp_time),
+            ioengine: self.ioengine.or(file.ioengine),
+            size: self.size.or(file.size),
+            direct: self.direct.or(file.direct),
+            filename: many(self.filename, file.filename),
+            directory: many(self.directory, file.directory),
+            socket: self.socket.or(file.socket),
+            overwrite: self.overwrite || file.overwrite,
+        }
+    }
+
+    /// Refuses what cannot be done, naming the word.
+    ///
+    /// # Errors
+    /// The first word that is wrong.
+    pub(crate) fn check(self) -> Result<Job> {
+        let target = self.target.unwrap_or(match self.filename.is_empty() {
+            true => TargetKind::Daemon,
+            false => TargetKind::Device,
+        });
+        let bs = self.bs.unwrap_or(Bytes(4 << 20)).0;
+        ensure!(
+            bs.is_multiple_of(u64::from(BLOCK_BYTES))
+                && (1..=u64::from(TILE_BYTES_MAX)).contains(&bs),
+            "bs = {bs}: a multiple of {BLOCK_BYTES} bytes, at most {}",
+            Bytes(u64::from(TILE_BYTES_MAX))
+        );
+        let iodepth = self.iodepth.unwrap_or(32);
+        ensure!(
+            (1..=IODEPTH_MAX).contains(&iodepth),
+            "iodepth = {iodepth}: 1 to {IODEPTH_MAX}"
+        );
+        let numjobs = self.numjobs.unwrap_or(1);
+        ensure!(
+            (1..=JOBS_MAX).contains(&numjobs),
+            "numjobs = {numjobs}: 1 to {JOBS_MAX}"
+        );
+        let read_percent = self.rwmixread.unwrap_or(50);
+        ensure!(
+            (1..=99).contains(&read_percent),
+            "rwmixread = {read_percent}: 1 to 99; use rw=read or rw=write for the ends"
+        );
+        let runtime = seconds("runtime", self.runtime.unwrap_or(5.0))?;
+        let ramp_default = if runtime.is_zero() { 0.0 } else { 0.5 };
+        let ramp = seconds("ramp_time", self.ramp_time.unwrap_or(ramp_default))?;
+        ensure!(
+            !runtime.is_zero() || ramp.is_zero(),
+            "ramp_time: with runtime = 0 every byte counts, so it must be 0 too"
+        );
+        let word = self.ioengine.unwrap_or_else(|| "auto".into());
+        let engine = EngineChoice::from_name(&word).with_context(|| {
+            format!("ioengine = {word}: it is one of {:?}", EngineChoice::NAMES)
+        })?;
+        let rw = self.rw.unwrap_or(Access::Read);
+        let direct = self.direct.is_none_or(|switch| switch.0);
+        let folders = match self.directory.is_empty() {
+            true => vec![PathBuf::from(".")],
+            false => self.directory.clone(),
+        };
+        let place = match target {
+            TargetKind::Device => {
+                ensure!(self.socket.is_none(), "socket: only with target = daemon");
+                if self.filename.is_empty() {
+                    Place::NewFiles(folders)
+                } else {
+                    ensure!(
+                        self.directory.is_empty(),
+                        "filename and directory: name files that are there, or folders for new ones"
+                    );
+                    ensure!(
+                        !rw.writes() || self.overwrite,
+                        "rw = {} destroys what is in {}; say --overwrite if it may go",
+                        rw.word(),
+                        self.filename[0].display()
+                    );
+                    Place::Files(self.filename)
+                }
+            }
+            TargetKind::Daemon => {
+                if let Some(file) = self.filename.first() {
+                    bail!(
+                        "filename = {}: a daemon has its own files; name folders with directory, or a socket",
+                        file.display()
+                    );
+                }
+                ensure!(
+                    direct,
+                    "direct = 0: the daemon always goes past the page cache"
+                );
+                match self.socket {
+                    Some(_) if !self.directory.is_empty() => {
+                        bail!("socket and directory: a running daemon has its devices already")
+                    }
+                    Some(socket) => {
+                        ensure!(
+                            word == "auto",
+                            "ioengine = {word}: a running daemon has its engine already"
+                        );
+                        Place::Socket(socket)
+                    }
+                    None => Place::Private(folders),
+                }
+            }
+        };
+        let size = match (self.size, &place) {
+            (Some(size), _) => Some(size.0),
+            (None, Place::Files(_)) => None,
+            (None, _) => Some(1 << 30),
+        };
+        if let Some(size) = size {
+            ensure!(
+                size / u64::from(numjobs) >= bs * if rw.reads() && rw.writes() { 2 } else { 1 },
+                "size = {}: too small for {numjobs} jobs with operations of {}{}",
+                Bytes(size),
+                Bytes(bs),
+                if rw.reads() && rw.writes() {
+                    ", one to read and one to write"
+                } else {
+                    ""
+                }
+            );
+        }
+        Ok(Job {
+            rw,
+            read_percent,
+            bs: bs as u32,
+            iodepth,
+            numjobs,
+            runtime,
+            ramp,
+            engine,
+            engine_word: word,
+            size,
+            direct,
+            place,
+        })
+    }
+}
+
+/// Up to a day: more is a mistake in the unit.
+fn seconds(word: &str, value: f64) -> Result<Duration> {
+    ensure!(
+        (0.0..=86_400.0).contains(&value),
+        "{word} = {value}: seconds, 0 to 86400"
+    );
+    Ok(Duration::from_secs_f64(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> JobWords {
+        toml::from_str(text).unwrap()
+    }
+
+    fn refused(text: &str) -> String {
+        words(text).check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_flag_wins_over_the_file() {
+        let file = words("rw = \"randread\"\nbs = \"1m\"\ndirectory = \"/a\"");
+        let job = words("bs = \"2m\"").over(file).check().unwrap();
+        assert_eq!((job.rw, job.bs), (Access::RandRead, 2 << 20));
+        assert_eq!(job.place, Place::Private(vec!["/a".into()]));
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_by_word() {
+        for (text, word) in [
+            ("bs = 5000", "bs = 5000"),
+            ("bs = \"1g\"", "bs = "),
+            ("iodepth = 0", "iodepth = 0"),
+            ("numjobs = 1000", "numjobs"),
+            ("rwmixread = 0", "rwmixread"),
+            ("runtime = -1", "runtime"),
+            ("runtime = 0\nramp_time = 1", "ramp_time"),
+            ("ioengine = \"magic\"", "ioengine"),
+            ("size = \"1m\"", "size"),
+            ("rw = \"rw\"\nsize = \"4m\"", "one to read and one to write"),
+            ("direct = 0", "direct = 0"),
+            ("target = \"daemon\"\nfilename = \"/x\"", "filename"),
+            ("target = \"device\"\nsocket = \"/x\"", "socket"),
+            ("rw = \"write\"\nfilename = \"/x\"", "--overwrite"),
+            (
+                "filename = \"/x\"\ndirectory = \"/y\"",
+                "filename and directory",
+            ),
+            ("socket = \"/x\"\nioengine = \"psync\"", "ioengine"),
+        ] {
+            let said = refused(text);
+            assert!(said.contains(word), "{text}: {said}");
+        }
+    }
+
+    #[test]
+    fn a_key_nobody_reads_is_an_error() {
+        let said = toml::from_str::<JobWords>("blocksize = 4096").unwrap_err();
+        assert!(said.to_string().contains("`blocksize`"), "{said}");
+    }
+}

@@ -1,0 +1,389 @@
+//! The load: streams of operations that keep a target busy, and what came of them.
+//!
+//! ```text
+//!   prepare | ramp (not counted) | measured .......... | what is in flight ends | flush
+//!           ^ all jobs together  ^ begin               ^ end
+//! ```
+//!
+//! A stream goes one way, or mixes both, over a part of the blocks, in order or not, with a depth of its own. What counts is
+//! what ended between `begin` and `end`, with the time between, so that neither a cold start nor a tail is measured.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use hdrhistogram::Histogram;
+
+use crate::noise;
+use crate::stop;
+use crate::target::{Flight, Target, Way};
+
+/// A device that answers nothing for so long is not coming back.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Longest sleep: the end of the time must be seen.
+const WAIT: Duration = Duration::from_millis(50);
+
+/// Latencies up to this are told apart.
+const LATENCY_NS_MAX: u64 = 100_000_000_000;
+
+/// Operations of one kind.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    device: u32,
+    depth: u32,
+    read_percent: u32,
+    /// Where reads go and where writes go; a stream that goes one way has one of them.
+    parts: [Option<Part>; 2],
+    started: [u64; 2],
+    inflight_count: u32,
+}
+
+/// Blocks in the order in which they are used, again and again.
+#[derive(Debug)]
+struct Part {
+    first: u64,
+    /// `None`: in order.
+    shuffled: Option<Vec<u32>>,
+    busy: Vec<bool>,
+    next: u64,
+}
+
+/// What a stream is to do.
+#[derive(Clone, Debug)]
+pub(crate) struct StreamPlan {
+    pub(crate) device: u32,
+    /// First block and how many.
+    pub(crate) blocks: (u64, u64),
+    pub(crate) reads: bool,
+    pub(crate) writes: bool,
+    /// When it does both.
+    pub(crate) read_percent: u32,
+    pub(crate) random: bool,
+    pub(crate) depth: u32,
+}
+
+impl Stream {
+    /// A stream that does both reads in the first half of its blocks and writes in the second: two operations on one block
+    /// would wait for each other.
+    pub(crate) fn new(plan: &StreamPlan) -> Self {
+        let (first, count) = plan.blocks;
+        let part = |first, count| Some(Part::new(first, count, plan.random));
+        let parts = match (plan.reads, plan.writes) {
+            (true, true) => [
+                part(first, count / 2),
+                part(first + count / 2, count - count / 2),
+            ],
+            (true, false) => [part(first, count), None],
+            _ => [None, part(first, count)],
+        };
+        Self {
+            device: plan.device,
+            depth: plan.depth,
+            read_percent: plan.read_percent,
+            parts,
+            started: [0; 2],
+            inflight_count: 0,
+        }
+    }
+
+    /// The next operation, unless its block is still in use. With `once` no block is used twice.
+    fn next(&mut self, once: bool) -> Option<(Way, u64)> {
+        let done = |part: &Option<Part>| match part {
+            None => true,
+            Some(part) => once && part.next >= part.busy.len() as u64,
+        };
+        let way = match (done(&self.parts[0]), done(&self.parts[1])) {
+            (true, true) => return None,
+            (false, true) => Way::Read,
+            (true, false) => Way::Write,
+            (false, false) => {
+                // Keeps the shares at every moment, without chance.
+                let all = self.started[0] + self.started[1];
+                match self.started[0] * 100 <= all * u64::from(self.read_percent) {
+                    true => Way::Read,
+                    false => Way::Write,
+                }
+            }
+        };
+        let block = self.parts[way as usize].as_mut()?.take()?;
+        self.started[way as usize] += 1;
+        self.inflight_count += 1;
+        Some((way, block))
+    }
+
+    fn ended(&mut self, flight: &Flight) {
+        self.inflight_count -= 1;
+        if let Some(part) = &mut self.parts[flight.way as usize] {
+            part.busy[(flight.block - part.first) as usize] = false;
+        }
+    }
+}
+
+impl Part {
+    fn new(first: u64, count: u64, random: bool) -> Self {
+        let shuffled = random.then(|| {
+            let mut order: Vec<u32> = (0..count as u32).collect();
+            let mut state = 0x9E37_79B9_7F4A_7C15;
+            for index in (1..order.len()).rev() {
+                state = noise::next(state);
+                order.swap(index, (state % (index as u64 + 1)) as usize);
+            }
+            order
+        });
+        Self {
+            first,
+            shuffled,
+            busy: vec![false; count as usize],
+            next: 0,
+        }
+    }
+
+    fn take(&mut self) -> Option<u64> {
+        let place = (self.next % self.busy.len() as u64) as usize;
+        let block = match &self.shuffled {
+            Some(order) => order[place] as usize,
+            None => place,
+        };
+        if std::mem::replace(&mut self.busy[block], true) {
+            return None;
+        }
+        self.next += 1;
+        Some(self.first + block as u64)
+    }
+}
+
+/// When to count.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timing {
+    pub(crate) ramp: Duration,
+    /// Zero: once over all blocks.
+    pub(crate) runtime: Duration,
+}
+
+/// What one direction reached.
+#[derive(Clone, Debug)]
+pub(crate) struct Tally {
+    pub(crate) ops: u64,
+    pub(crate) latency_ns: Histogram<u64>,
+}
+
+impl Tally {
+    fn new() -> Self {
+        let latency_ns = Histogram::new_with_bounds(1, LATENCY_NS_MAX, 3);
+        Self {
+            ops: 0,
+            latency_ns: latency_ns.expect("fixed bounds"),
+        }
+    }
+}
+
+/// What a job reached, reading and writing.
+#[derive(Clone, Debug)]
+pub(crate) struct Outcome {
+    pub(crate) ways: [Tally; 2],
+    /// Between `begin` and `end`, or until the last flush when the load went once over all blocks.
+    pub(crate) seconds: f64,
+}
+
+impl Outcome {
+    pub(crate) fn new() -> Self {
+        Self {
+            ways: [Tally::new(), Tally::new()],
+            seconds: 0.0,
+        }
+    }
+
+    /// Jobs that ran at the same time, taken together.
+    pub(crate) fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.ways.iter_mut().zip(&other.ways) {
+            mine.ops += theirs.ops;
+            // The bounds are the same.
+            let _ = mine.latency_ns.add(&theirs.latency_ns);
+        }
+        self.seconds = self.seconds.max(other.seconds);
+    }
+}
+
+/// Runs `streams` on `target` from `start` on. `moved` counts operations for whoever shows progress.
+///
+/// # Errors
+/// The first operation that fails; or none ends for a minute.
+pub(crate) fn run(
+    target: &mut dyn Target,
+    streams: &mut [Stream],
+    start: Instant,
+    timing: Timing,
+    moved: &[AtomicU64; 2],
+) -> Result<Outcome> {
+    let once = timing.runtime.is_zero();
+    let begin = start + timing.ramp;
+    let end = begin + timing.runtime;
+    let mut outcome = Outcome::new();
+    let mut ended = Vec::new();
+    let mut last_end = Instant::now();
+    loop {
+        let over = !once && Instant::now() >= end;
+        if !over {
+            submit(target, streams, once)?;
+        }
+        if streams.iter().all(|stream| stream.inflight_count == 0) {
+            break;
+        }
+        target.wait(WAIT, &mut ended)?;
+        stop::check()?;
+        let now = Instant::now();
+        if ended.is_empty() && now - last_end > PATIENCE {
+            bail!("no operation ended for {} s", PATIENCE.as_secs());
+        }
+        if !ended.is_empty() {
+            last_end = now;
+        }
+        for flight in ended.drain(..) {
+            streams[flight.stream].ended(&flight);
+            moved[flight.way as usize].fetch_add(1, Ordering::Relaxed);
+            if once || (begin..end).contains(&now) {
+                let tally = &mut outcome.ways[flight.way as usize];
+                tally.ops += 1;
+                let latency_ns = (now - flight.since).as_nanos() as u64;
+                tally.latency_ns.saturating_record(latency_ns.max(1));
+            }
+        }
+    }
+    target.flush()?;
+    outcome.seconds = match once {
+        true => start.elapsed().as_secs_f64(),
+        false => timing.runtime.as_secs_f64(),
+    };
+    let ops: u64 = outcome.ways.iter().map(|tally| tally.ops).sum();
+    ensure!(
+        ops > 0,
+        "no operation ended within the measured time; use a longer runtime or a smaller bs"
+    );
+    Ok(outcome)
+}
+
+fn submit(target: &mut dyn Target, streams: &mut [Stream], once: bool) -> Result<()> {
+    for (index, stream) in streams.iter_mut().enumerate() {
+        while stream.inflight_count < stream.depth
+            && let Some((way, block)) = stream.next(once)
+        {
+            target.start(Flight {
+                way,
+                device: stream.device,
+                block,
+                stream: index,
+                since: Instant::now(),
+            })?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pattern::WrongBlock;
+
+    /// Ends operations in the order they came, two at a time, and remembers them.
+    #[derive(Default)]
+    struct Fake {
+        waiting: Vec<Flight>,
+        seen: Vec<(Way, u64)>,
+        most: usize,
+        flushes: u32,
+    }
+
+    impl Target for Fake {
+        fn start(&mut self, flight: Flight) -> Result<()> {
+            let same = |other: &Flight| other.block == flight.block && other.way == flight.way;
+            assert!(!self.waiting.iter().any(same), "{flight:?} twice at a time");
+            self.waiting.push(flight);
+            self.seen.push((flight.way, flight.block));
+            self.most = self.most.max(self.waiting.len());
+            Ok(())
+        }
+
+        fn wait(&mut self, _: Duration, ended: &mut Vec<Flight>) -> Result<()> {
+            let count = self.waiting.len().min(2);
+            ended.extend(self.waiting.drain(..count));
+            Ok(())
+        }
+
+        fn flush(&mut self) -> Result<()> {
+            self.flushes += 1;
+            Ok(())
+        }
+
+        fn wrong(&mut self) -> Vec<WrongBlock> {
+            Vec::new()
+        }
+    }
+
+    fn plan(reads: bool, writes: bool, random: bool) -> StreamPlan {
+        StreamPlan {
+            device: 0,
+            blocks: (10, 40),
+            reads,
+            writes,
+            read_percent: 75,
+            random,
+            depth: 8,
+        }
+    }
+
+    fn once(plan: &StreamPlan) -> (Fake, Outcome) {
+        let mut fake = Fake::default();
+        let timing = Timing {
+            ramp: Duration::ZERO,
+            runtime: Duration::ZERO,
+        };
+        let moved = [AtomicU64::new(0), AtomicU64::new(0)];
+        let mut streams = [Stream::new(plan)];
+        let outcome = run(&mut fake, &mut streams, Instant::now(), timing, &moved).unwrap();
+        (fake, outcome)
+    }
+
+    #[test]
+    fn once_over_moves_every_block_once_in_or_out_of_order() {
+        for random in [false, true] {
+            let (fake, outcome) = once(&plan(true, false, random));
+            assert_eq!((fake.most, fake.flushes), (8, 1));
+            assert_eq!(outcome.ways.map(|tally| tally.ops), [40, 0]);
+            let order: Vec<u64> = fake.seen.iter().map(|(_, block)| *block).collect();
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (10..50).collect::<Vec<_>>());
+            assert_eq!(order == sorted, !random);
+        }
+    }
+
+    #[test]
+    fn a_mix_keeps_its_shares_and_its_halves() {
+        let (fake, outcome) = once(&plan(true, true, false));
+        assert_eq!(outcome.ways.map(|tally| tally.ops), [20, 20]);
+        let reads = fake.seen.iter().filter(|(way, _)| *way == Way::Read);
+        assert!(reads.clone().all(|(_, block)| (10..30).contains(block)));
+        // Until the reads are through, three of four read.
+        let early = fake.seen[..24].iter().filter(|(way, _)| *way == Way::Read);
+        assert_eq!(early.count(), 18);
+    }
+
+    #[test]
+    fn a_load_with_more_depth_than_blocks_waits_for_them() {
+        let narrow = StreamPlan {
+            blocks: (0, 3),
+            ..plan(false, true, true)
+        };
+        let mut fake = Fake::default();
+        let timing = Timing {
+            ramp: Duration::ZERO,
+            runtime: Duration::from_millis(20),
+        };
+        let moved = [AtomicU64::new(0), AtomicU64::new(0)];
+        let mut streams = [Stream::new(&narrow)];
+        run(&mut fake, &mut streams, Instant::now(), timing, &moved).unwrap();
+        assert_eq!(fake.most, 3);
+        assert!(fake.seen.len() > 3);
+    }
+}

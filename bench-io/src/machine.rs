@@ -1,0 +1,162 @@
+//! The machine as a report names it: hardware, what lies under a path, how busy it is, who used the processor.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use serde::Serialize;
+
+/// For a report.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Machine {
+    pub(crate) processor: String,
+    pub(crate) cores: usize,
+    pub(crate) memory_bytes: u64,
+    pub(crate) kernel: String,
+    /// UTC.
+    pub(crate) date: String,
+}
+
+impl Machine {
+    pub(crate) fn here() -> Self {
+        let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let processor = info
+            .lines()
+            .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
+            .map_or_else(|| "unknown processor".into(), |(_, name)| name.into());
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            processor,
+            cores: cores(),
+            memory_bytes: offloadd::memory::total_bytes().unwrap_or(0),
+            kernel: format!("Linux {}", release.trim()),
+            date: chrono::Utc::now().format("%Y-%m-%d %H:%M UTC").to_string(),
+        }
+    }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{}, {} cores, {} GiB, {}, {}",
+            self.processor,
+            self.cores,
+            self.memory_bytes >> 30,
+            self.kernel,
+            self.date
+        )
+    }
+}
+
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |count| count.get())
+}
+
+/// What lies under a file or block device: `ext4 on /dev/loop0`, or the drive's model.
+pub(crate) fn under(path: &Path) -> String {
+    let Ok(found) = fs::metadata(path) else {
+        return "unknown".into();
+    };
+    let block = found.file_type().is_block_device();
+    let number = if block { found.rdev() } else { found.dev() };
+    let numbers = format!(
+        "{}:{}",
+        rustix::fs::major(number),
+        rustix::fs::minor(number)
+    );
+    let system = fs::canonicalize(format!("/sys/dev/block/{numbers}")).ok();
+    let model = system.and_then(|folder| {
+        // Of a partition, the drive is one folder up.
+        ["device/model", "../device/model", "loop/backing_file"]
+            .iter()
+            .find_map(|name| fs::read_to_string(folder.join(name)).ok())
+    });
+    let model = model.map_or_else(String::new, |text| format!(" ({})", text.trim()));
+    if block {
+        return format!("block device{model}");
+    }
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mount = mounts.lines().find_map(|line| {
+        let (mount, system) = line.split_once(" - ")?;
+        (mount.split(' ').nth(2)? == numbers).then_some(())?;
+        let mut words = system.split(' ');
+        Some((words.next()?.to_owned(), words.next()?.to_owned()))
+    });
+    match mount {
+        Some((kind, from)) => format!("{kind} on {from}{model}"),
+        None => format!("file system {numbers}{model}"),
+    }
+}
+
+/// Processes that wait for a processor or a drive, over the last minute.
+pub(crate) fn load_average() -> Option<f64> {
+    let text = fs::read_to_string("/proc/loadavg").ok()?;
+    text.split(' ').next()?.parse().ok()
+}
+
+/// Processor seconds of a process since it began, of all its threads; nothing when it is not ours to see.
+pub(crate) fn cpu_seconds(pid: u32) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may hold anything but is in brackets.
+    let after = text.rsplit_once(") ")?.1;
+    let mut words = after.split(' ').skip(11);
+    let mut ticks = || words.next()?.parse::<u64>().ok();
+    let (user, system) = (ticks()?, ticks()?);
+    Some((user + system) as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// Seconds that all processors together were idle, and seconds in all.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct IdleTime {
+    idle: u64,
+    all: u64,
+}
+
+impl IdleTime {
+    pub(crate) fn now() -> Option<Self> {
+        let text = fs::read_to_string("/proc/stat").ok()?;
+        let line = text.lines().next()?.strip_prefix("cpu")?;
+        let ticks: Vec<u64> = line
+            .split_whitespace()
+            .filter_map(|word| word.parse().ok())
+            .collect();
+        Some(Self {
+            // Waiting for a drive is idle.
+            idle: ticks.get(3)? + ticks.get(4)?,
+            all: ticks.iter().take(8).sum(),
+        })
+    }
+
+    /// Of the time since `earlier`, the share that was idle.
+    pub(crate) fn share_since(self, earlier: Self) -> Option<f64> {
+        let all = self.all.checked_sub(earlier.all).filter(|all| *all > 0)?;
+        Some(self.idle.saturating_sub(earlier.idle) as f64 / all as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_uses_the_processor_and_that_is_counted() {
+        let me = std::process::id();
+        let before = cpu_seconds(me).unwrap();
+        let mut state = 1;
+        let since = std::time::Instant::now();
+        while since.elapsed().as_millis() < 300 {
+            state = crate::noise::next(state);
+        }
+        let used = cpu_seconds(me).unwrap() - before;
+        assert!(state != 0 && used > 0.05, "{used}");
+        assert_eq!(cpu_seconds(u32::MAX), None);
+    }
+
+    #[test]
+    fn what_lies_under_a_folder_is_named() {
+        let said = under(Path::new("/proc"));
+        assert!(said.starts_with("proc on "), "{said}");
+        assert_eq!(under(Path::new("/no/such/path")), "unknown");
+    }
+}

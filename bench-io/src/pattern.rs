@@ -1,0 +1,190 @@
+//! Bytes that name where they belong, so that a block read back wrong says what it is.
+//!
+//! ```text
+//!   each 4096 bytes   | "offloadp" | pass | device | offset | noise made from these three ... |
+//! ```
+//!
+//! A drive can return another place's bytes (misdirected), an earlier pass's (stale or lost writes), zeros, or damage.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::noise;
+
+/// What a pattern is checked in: the smallest thing a device writes whole.
+const BLOCK: usize = 4096;
+const MAGIC: u64 = u64::from_le_bytes(*b"offloadp");
+const WORDS: usize = BLOCK / 8;
+
+/// Makes and checks the bytes of one pass over a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pattern {
+    /// Differs between passes and runs, so that old bytes show.
+    pub(crate) pass: u64,
+}
+
+/// One block that is not what was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct WrongBlock {
+    /// Of the target's files; 0 through a daemon.
+    pub(crate) device: u64,
+    /// From the file's start, or the first tile's.
+    pub(crate) offset: u64,
+    pub(crate) found: Found,
+}
+
+/// What lay there instead.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Found {
+    Zeros,
+    /// Whole, and of another place.
+    OtherPlace {
+        device: u64,
+        offset: u64,
+    },
+    /// Whole, of this place, and of another pass.
+    OtherPass {
+        pass: u64,
+    },
+    /// The first byte that differs, from the block's start.
+    Damage {
+        byte: usize,
+    },
+    /// No block of ours.
+    Foreign,
+}
+
+impl fmt::Display for WrongBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}: ", self.offset)?;
+        match self.found {
+            Found::Zeros => f.write_str("zeros"),
+            Found::OtherPlace { device, offset } => {
+                write!(f, "the bytes of offset {offset} of device {device}")
+            }
+            Found::OtherPass { pass } => write!(f, "the bytes of an earlier pass ({pass:x})"),
+            Found::Damage { byte } => write!(f, "damaged from byte {byte} on"),
+            Found::Foreign => f.write_str("bytes that were never written here"),
+        }
+    }
+}
+
+impl Pattern {
+    /// Fills whole blocks that belong at `offset` of `device`.
+    pub(crate) fn fill(&self, bytes: &mut [u8], device: u64, offset: u64) {
+        for (index, block) in bytes.chunks_exact_mut(BLOCK).enumerate() {
+            let words = self.words(device, offset + (index * BLOCK) as u64);
+            for (into, word) in block.chunks_exact_mut(8).zip(words) {
+                into.copy_from_slice(&word.to_le_bytes());
+            }
+        }
+    }
+
+    /// Every block of `bytes` that does not belong at `offset` of `device`.
+    pub(crate) fn check(&self, bytes: &[u8], device: u64, offset: u64) -> Vec<WrongBlock> {
+        let mut wrong = Vec::new();
+        for (index, block) in bytes.chunks_exact(BLOCK).enumerate() {
+            let offset = offset + (index * BLOCK) as u64;
+            if differs(block, self.words(device, offset)).is_some() {
+                wrong.push(WrongBlock {
+                    device,
+                    offset,
+                    found: self.explain(block, device, offset),
+                });
+            }
+        }
+        wrong
+    }
+
+    fn words(&self, device: u64, offset: u64) -> impl Iterator<Item = u64> + use<> {
+        let head = [MAGIC, self.pass, device, offset];
+        let mixed = head.iter().fold(0, |sum: u64, word| {
+            sum.rotate_left(23) ^ word.wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        });
+        let tail = std::iter::successors(Some(noise::next(mixed | 1)), |&state| {
+            Some(noise::next(state))
+        });
+        head.into_iter().chain(tail.take(WORDS - head.len()))
+    }
+
+    fn explain(&self, block: &[u8], device: u64, offset: u64) -> Found {
+        if block.iter().all(|&byte| byte == 0) {
+            return Found::Zeros;
+        }
+        let word = |index: usize| {
+            let bytes = &block[8 * index..8 * index + 8];
+            u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
+        };
+        let (pass, its_device, its_offset) = (word(1), word(2), word(3));
+        let whole = differs(block, Self { pass }.words(its_device, its_offset)).is_none();
+        match whole {
+            true if (its_device, its_offset) != (device, offset) => Found::OtherPlace {
+                device: its_device,
+                offset: its_offset,
+            },
+            true => Found::OtherPass { pass },
+            false
+                if word(0) == MAGIC
+                    || (pass, its_device, its_offset) == (self.pass, device, offset) =>
+            {
+                let byte = differs(block, self.words(device, offset));
+                Found::Damage {
+                    byte: byte.expect("it differs"),
+                }
+            }
+            false => Found::Foreign,
+        }
+    }
+}
+
+/// The first byte of `block` that is not `words`.
+fn differs(block: &[u8], words: impl Iterator<Item = u64>) -> Option<usize> {
+    for (index, (bytes, word)) in block.chunks_exact(8).zip(words).enumerate() {
+        let expected = word.to_le_bytes();
+        if bytes != expected {
+            let within = bytes.iter().zip(expected).position(|(a, b)| *a != b);
+            return Some(8 * index + within.expect("they differ"));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_in_which_a_block_can_be_wrong_has_its_name() {
+        let pattern = Pattern { pass: 7 };
+        let mut good = vec![0; 4 * BLOCK];
+        pattern.fill(&mut good, 1, 1 << 20);
+        assert_eq!(pattern.check(&good, 1, 1 << 20), []);
+
+        let found = |bytes: &[u8]| {
+            let wrong = pattern.check(bytes, 1, 1 << 20);
+            assert_eq!(wrong.len(), 1, "{wrong:?}");
+            assert_eq!(wrong[0].offset, (1 << 20) + 2 * BLOCK as u64);
+            wrong[0].found.clone()
+        };
+        let with = |block: &[u8]| {
+            let mut bytes = good.clone();
+            bytes[2 * BLOCK..3 * BLOCK].copy_from_slice(block);
+            bytes
+        };
+        assert_eq!(found(&with(&[0; BLOCK])), Found::Zeros);
+        assert_eq!(found(&with(&[9; BLOCK])), Found::Foreign);
+        let other = Found::OtherPlace {
+            device: 1,
+            offset: 1 << 20,
+        };
+        assert_eq!(found(&with(&good[..BLOCK])), other);
+        let mut old = vec![0; BLOCK];
+        Pattern { pass: 6 }.fill(&mut old, 1, (1 << 20) + 2 * BLOCK as u64);
+        assert_eq!(found(&with(&old)), Found::OtherPass { pass: 6 });
+        let mut flipped = good.clone();
+        flipped[2 * BLOCK + 777] ^= 4;
+        assert_eq!(found(&flipped), Found::Damage { byte: 777 });
+    }
+}

@@ -1,0 +1,101 @@
+//! Folders and stores made for one measurement, and gone with it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use offload_client::private::{PrivateDaemon, PrivateSettings};
+
+/// Of a store's file, beside two extents a tile: records, catalog, and tiles that do not fit an equal part.
+const STORE_SLACK_BYTES: u64 = 256 << 20;
+
+/// Of the arena, beside the slots: the gaps between pieces.
+const ARENA_SLACK_BYTES: u64 = 64 << 20;
+
+/// A folder of this run's own; gone with it.
+#[derive(Debug)]
+pub(crate) struct WorkFolder(PathBuf);
+
+impl WorkFolder {
+    /// In `parent`, which must exist.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub(crate) fn make(parent: &Path) -> Result<Self> {
+        static MADE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let nth = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let path = parent.join(format!(".bench-io-{}-{nth}", std::process::id()));
+        std::fs::create_dir(&path).with_context(|| {
+            format!(
+                "making {}: name a folder on the drive with --directory",
+                path.display()
+            )
+        })?;
+        Ok(Self(path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for WorkFolder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A private daemon with a device in each of some folders.
+#[derive(Debug)]
+pub(crate) struct OwnDaemon {
+    /// Before the folders: it ends first.
+    daemon: PrivateDaemon,
+    devices: Vec<PathBuf>,
+    _folders: Vec<WorkFolder>,
+}
+
+impl OwnDaemon {
+    /// Formats and starts it: room for `tile_bytes` of tiles on each device, twice, and `slot_bytes` of slots in all.
+    ///
+    /// # Errors
+    /// No room, or no daemon program.
+    pub(crate) fn start(
+        parents: &[PathBuf],
+        tile_bytes: u64,
+        slot_bytes: u64,
+        engine: &str,
+    ) -> Result<Self> {
+        let folders = parents
+            .iter()
+            .map(|parent| WorkFolder::make(parent))
+            .collect::<Result<Vec<_>>>()?;
+        let devices: Vec<PathBuf> = folders
+            .iter()
+            .map(|folder| folder.path().join("tiles"))
+            .collect();
+        let file_bytes = 2 * tile_bytes + STORE_SLACK_BYTES;
+        let daemon = PrivateDaemon::start(PrivateSettings {
+            program: None,
+            folder: folders[0].path().to_owned(),
+            devices: devices
+                .iter()
+                .map(|path| (path.clone(), file_bytes))
+                .collect(),
+            arena_bytes_max: slot_bytes + ARENA_SLACK_BYTES,
+            engine: engine.to_owned(),
+        })?;
+        Ok(Self {
+            daemon,
+            devices,
+            _folders: folders,
+        })
+    }
+
+    pub(crate) fn socket(&self) -> &Path {
+        self.daemon.socket()
+    }
+
+    /// Its files, in the order of the folders.
+    pub(crate) fn devices(&self) -> &[PathBuf] {
+        &self.devices
+    }
+}

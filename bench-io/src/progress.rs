@@ -1,0 +1,52 @@
+//! One line that shows that something moves, on a terminal only.
+
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::words::SpeedText;
+
+/// The line. Gone when this is.
+pub(crate) struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    pub(crate) fn new() -> Self {
+        let style = ProgressStyle::with_template("{spinner} {msg}").expect("a fixed template");
+        Self {
+            bar: ProgressBar::new_spinner().with_style(style),
+        }
+    }
+
+    /// What is being done that has no rate.
+    pub(crate) fn say(&self, what: &str) {
+        self.bar.set_message(what.to_owned());
+        self.bar.tick();
+    }
+
+    /// `what`, how fast so far, and how long still.
+    pub(crate) fn show(&self, what: &str, bytes: [u64; 2], begin: Instant, end: Option<Instant>) {
+        let now = Instant::now();
+        let seconds = now.saturating_duration_since(begin).as_secs_f64().max(0.01);
+        let rate = |bytes: u64| SpeedText(bytes as f64 / seconds);
+        let [read, write] = bytes;
+        let rates = match (read, write) {
+            (_, 0) => format!("read {}", rate(read)),
+            (0, _) => format!("write {}", rate(write)),
+            _ => format!("read {}, write {}", rate(read), rate(write)),
+        };
+        let left = end.map_or_else(String::new, |end| {
+            let left = end.saturating_duration_since(now).as_secs_f64();
+            format!(", {left:.0} s left")
+        });
+        self.bar.set_message(format!("{what}: {rates}{left}"));
+        self.bar.tick();
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

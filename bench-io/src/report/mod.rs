@@ -1,0 +1,226 @@
+//! What a measurement says: figures, what they were taken on, and what makes them mean little.
+
+use serde::Serialize;
+use std::fmt;
+
+use crate::load::{Outcome, Tally};
+use crate::machine::Machine;
+use crate::words::SpeedText;
+
+pub(crate) mod warnings;
+
+/// Of the JSON's names and their meaning.
+pub(crate) const REPORT_VERSION: u32 = 1;
+
+/// One direction of a measurement.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct WayReport {
+    pub(crate) bytes: u64,
+    pub(crate) ops: u64,
+    pub(crate) bytes_per_s: f64,
+    pub(crate) ops_per_s: f64,
+    pub(crate) latency_ns_mean: f64,
+    pub(crate) latency_ns_p50: u64,
+    pub(crate) latency_ns_p99: u64,
+    pub(crate) latency_ns_p999: u64,
+    pub(crate) latency_ns_max: u64,
+}
+
+/// Processor time while it was measured.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct CpuReport {
+    /// Of this process: submitting, checksums.
+    pub(crate) bench_io_s: f64,
+    /// Of the daemon; nothing without one.
+    pub(crate) daemon_s: Option<f64>,
+    /// Of both together, for 10^9 bytes.
+    pub(crate) s_per_gb: f64,
+    /// Of the whole machine's time, what nobody used.
+    pub(crate) idle_share: Option<f64>,
+}
+
+/// Figures of one load on one target.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Figures {
+    pub(crate) seconds: f64,
+    pub(crate) read: Option<WayReport>,
+    pub(crate) write: Option<WayReport>,
+    pub(crate) cpu: CpuReport,
+    /// How bytes were moved, and why so.
+    pub(crate) engine: String,
+}
+
+/// A whole report of `bench-io run`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) version: u32,
+    pub(crate) command: String,
+    pub(crate) machine: Machine,
+    pub(crate) target: &'static str,
+    pub(crate) devices: Vec<DeviceReport>,
+    pub(crate) settings: SettingsReport,
+    #[serde(flatten)]
+    pub(crate) figures: Figures,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct DeviceReport {
+    pub(crate) path: String,
+    /// File system and device, or model.
+    pub(crate) under: String,
+}
+
+/// The job, with fio's names.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct SettingsReport {
+    pub(crate) rw: &'static str,
+    pub(crate) bs: u32,
+    pub(crate) iodepth: u32,
+    pub(crate) numjobs: u32,
+    pub(crate) runtime: f64,
+    pub(crate) ramp_time: f64,
+    pub(crate) ioengine: String,
+    pub(crate) size: u64,
+    pub(crate) direct: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rwmixread: Option<u32>,
+}
+
+impl WayReport {
+    /// Nothing when nothing went that way.
+    pub(crate) fn new(tally: &Tally, block_bytes: u32, seconds: f64) -> Option<Self> {
+        if tally.ops == 0 {
+            return None;
+        }
+        let bytes = tally.ops * u64::from(block_bytes);
+        let latency = &tally.latency_ns;
+        Some(Self {
+            bytes,
+            ops: tally.ops,
+            bytes_per_s: bytes as f64 / seconds,
+            ops_per_s: tally.ops as f64 / seconds,
+            latency_ns_mean: latency.mean(),
+            latency_ns_p50: latency.value_at_quantile(0.5),
+            latency_ns_p99: latency.value_at_quantile(0.99),
+            latency_ns_p999: latency.value_at_quantile(0.999),
+            latency_ns_max: latency.max(),
+        })
+    }
+}
+
+impl Figures {
+    pub(crate) fn new(outcome: &Outcome, block_bytes: u32, cpu: CpuUse, engine: String) -> Self {
+        let [read, write] = [0, 1]
+            .map(|way: usize| WayReport::new(&outcome.ways[way], block_bytes, outcome.seconds));
+        let bytes: u64 = [&read, &write]
+            .into_iter()
+            .flatten()
+            .map(|way| way.bytes)
+            .sum();
+        let used_s = cpu.bench_io_s + cpu.daemon_s.unwrap_or(0.0);
+        Self {
+            seconds: outcome.seconds,
+            read,
+            write,
+            cpu: CpuReport {
+                bench_io_s: cpu.bench_io_s,
+                daemon_s: cpu.daemon_s,
+                s_per_gb: used_s / (bytes as f64 / 1e9),
+                idle_share: cpu.idle_share,
+            },
+            engine,
+        }
+    }
+
+    /// Both directions.
+    pub(crate) fn ways(&self) -> impl Iterator<Item = (&'static str, &WayReport)> {
+        let both = [("read", &self.read), ("write", &self.write)];
+        both.into_iter()
+            .filter_map(|(word, way)| Some((word, way.as_ref()?)))
+    }
+}
+
+/// Processor time that was used between two moments.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CpuUse {
+    pub(crate) bench_io_s: f64,
+    pub(crate) daemon_s: Option<f64>,
+    pub(crate) idle_share: Option<f64>,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let settings = &self.settings;
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
+        }
+        writeln!(f, "{}", self.machine)?;
+        for device in &self.devices {
+            writeln!(f, "{}: {}", device.path, device.under)?;
+        }
+        write!(
+            f,
+            "target={} rw={} bs={} iodepth={} numjobs={}",
+            self.target, settings.rw, settings.bs, settings.iodepth, settings.numjobs
+        )?;
+        if let Some(percent) = settings.rwmixread {
+            write!(f, " rwmixread={percent}")?;
+        }
+        writeln!(
+            f,
+            " size={} direct={} ramp_time={} runtime={:.2}; engine {}",
+            settings.size,
+            u8::from(settings.direct),
+            settings.ramp_time,
+            self.figures.seconds,
+            self.figures.engine
+        )?;
+        write!(f, "{}", self.figures)
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (word, way) in self.ways() {
+            writeln!(
+                f,
+                "{word:5}  {:>11}  {:9.1} ops/s   latency p50 {}, p99 {}, p99.9 {}, max {}",
+                SpeedText(way.bytes_per_s).to_string(),
+                way.ops_per_s,
+                Micros(way.latency_ns_p50),
+                Micros(way.latency_ns_p99),
+                Micros(way.latency_ns_p999),
+                Micros(way.latency_ns_max)
+            )?;
+        }
+        let cpu = &self.cpu;
+        write!(
+            f,
+            "cpu    {:.3} s a GB: bench-io {:.2} s",
+            cpu.s_per_gb, cpu.bench_io_s
+        )?;
+        if let Some(daemon_s) = cpu.daemon_s {
+            write!(f, ", offloadd {daemon_s:.2} s")?;
+        }
+        if let Some(share) = cpu.idle_share {
+            write!(f, "; machine {:.0} % idle", 100.0 * share)?;
+        }
+        writeln!(f)
+    }
+}
+
+/// A time for people.
+struct Micros(u64);
+
+impl fmt::Display for Micros {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let us = self.0 as f64 / 1e3;
+        if us < 1000.0 {
+            write!(f, "{us:.1} us")
+        } else {
+            write!(f, "{:.2} ms", us / 1e3)
+        }
+    }
+}

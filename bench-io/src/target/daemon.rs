@@ -1,0 +1,193 @@
+//! A session of a daemon: shared rings, an arena, checksums. Blocks are the tiles of a job of its own.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use offload_client::{
+    Daemon, Done, Durability, Generation, JobDefinition, Rank, Session, SessionInfo,
+    SessionSettings, Slot, SlotClass, Tile, TileIndex, TileKind, Verb,
+};
+
+use super::{Flight, Target, Way};
+use crate::noise;
+use crate::pattern::{Pattern, WrongBlock};
+
+/// A session and the tiles it moves.
+pub(crate) struct DaemonTarget {
+    /// `None` while it is closed.
+    session: Option<Session>,
+    socket: std::path::PathBuf,
+    job: String,
+    info: SessionInfo,
+    tile_bytes: u32,
+    pattern: Option<Pattern>,
+    /// By slot.
+    flights: Vec<Option<Flight>>,
+    done: Vec<Done>,
+    wrong: Vec<WrongBlock>,
+    written: bool,
+}
+
+impl DaemonTarget {
+    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes`, `depth` in flight.
+    ///
+    /// # Errors
+    /// The daemon is not there, has no room, or grants less than `depth`.
+    pub(crate) fn open(
+        socket: &Path,
+        job: &str,
+        tile_bytes: u32,
+        tile_count: u32,
+        depth: u32,
+        pattern: Option<Pattern>,
+    ) -> Result<Self> {
+        let mut session = Session::open(SessionSettings {
+            socket: socket.to_owned(),
+            job: job.to_owned(),
+            rank: Rank(0),
+            local_ranks: 1,
+            classes: vec![SlotClass {
+                slot_bytes: u64::from(tile_bytes),
+                slot_count: depth,
+            }],
+            iodepth: depth,
+        })?;
+        let info = session.info().clone();
+        ensure!(
+            info.iodepth == depth,
+            "iodepth = {depth}: the daemon grants {}; raise iodepth_max in its settings, or use numjobs",
+            info.iodepth
+        );
+        ensure!(
+            info.job.is_none(),
+            "the daemon's store has a job `{job}` already, of a bench-io that was killed: drop it, or wait for the other to end"
+        );
+        let tiles = (0..tile_count).map(|index| Tile {
+            unit: index,
+            kind: TileKind::Param,
+            elem_offset: 0,
+            tile_bytes,
+        });
+        session.define_tiles(JobDefinition {
+            layout: Vec::new(),
+            tiles: tiles.collect(),
+            durability: Durability::Committed,
+            nodes: 1,
+        })?;
+        let mut target = Self {
+            session: Some(session),
+            socket: socket.to_owned(),
+            job: job.to_owned(),
+            info,
+            tile_bytes,
+            pattern,
+            flights: vec![None; depth as usize],
+            done: Vec::new(),
+            wrong: Vec::new(),
+            written: false,
+        };
+        target.session()?.resume(Generation(0))?;
+        target.fill_slots()?;
+        Ok(target)
+    }
+
+    /// What the daemon granted.
+    pub(crate) fn info(&self) -> &SessionInfo {
+        &self.info
+    }
+
+    fn session(&mut self) -> Result<&mut Session> {
+        self.session.as_mut().context("the session is open")
+    }
+
+    fn fill_slots(&mut self) -> Result<()> {
+        let session = self.session()?;
+        let mut slots: Vec<Slot> = std::iter::from_fn(|| session.take_slot(0)).collect();
+        for (index, slot) in slots.iter_mut().enumerate() {
+            noise::fill(slot.as_mut_slice(), index as u64 + 1);
+        }
+        for slot in slots {
+            session.give_slot(slot);
+        }
+        Ok(())
+    }
+}
+
+impl Target for DaemonTarget {
+    fn start(&mut self, flight: Flight) -> Result<()> {
+        let (pattern, tile_bytes) = (self.pattern, self.tile_bytes);
+        let session = self.session()?;
+        let mut slot = session.take_slot(0).context("more operations than slots")?;
+        let index = slot.index().0 as usize;
+        let tile = TileIndex(flight.block as u32);
+        if let (Some(pattern), Way::Write) = (pattern, flight.way) {
+            let offset = flight.block * u64::from(tile_bytes);
+            pattern.fill(slot.as_mut_slice(), 0, offset);
+        }
+        let started = match flight.way {
+            Way::Read => session.swap_in(tile, slot),
+            Way::Write => session.swap_out(tile, slot),
+        };
+        if let Err((slot, error)) = started {
+            session.give_slot(slot);
+            return Err(anyhow!(error))
+                .with_context(|| format!("{} of tile {tile}", flight.way.word()));
+        }
+        self.written |= flight.way == Way::Write;
+        self.flights[index] = Some(flight);
+        Ok(())
+    }
+
+    fn wait(&mut self, limit: Duration, ended: &mut Vec<Flight>) -> Result<()> {
+        let mut done = std::mem::take(&mut self.done);
+        let session = self.session()?;
+        session.poll(&mut done)?;
+        if done.is_empty() {
+            session.wait(limit)?;
+            session.poll(&mut done)?;
+        }
+        for one in done.drain(..) {
+            one.result?;
+            let index = one.slot.index().0 as usize;
+            let flight = self.flights[index].take();
+            let flight = flight.context("a slot of an operation that was started")?;
+            if let (Some(pattern), Verb::SwapIn) = (self.pattern, one.verb) {
+                let offset = flight.block * u64::from(self.tile_bytes);
+                let bytes = &one.slot.as_slice()[..self.tile_bytes as usize];
+                self.wrong.extend(pattern.check(bytes, 0, offset));
+            }
+            self.session()?.give_slot(one.slot);
+            ended.push(flight);
+        }
+        self.done = done;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.written) {
+            self.session()?.commit(Vec::new())?;
+        }
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Vec<WrongBlock> {
+        std::mem::take(&mut self.wrong)
+    }
+}
+
+/// Gives the job's room back: a store that others use keeps nothing of a measurement.
+impl Drop for DaemonTarget {
+    fn drop(&mut self) {
+        let mut give_back = || -> Result<()> {
+            let Some(session) = self.session.take() else {
+                bail!("closed already");
+            };
+            session.close()?;
+            Daemon::connect(&self.socket)?.drop_job(&self.job)?;
+            Ok(())
+        };
+        // The daemon died, which whatever failed before says better; or another of ours has the store for itself.
+        let _ = give_back();
+    }
+}

@@ -1,0 +1,46 @@
+//! The built `bench-io` for tests, `offloadd` beside it in the target folder (`cargo test` of the workspace builds both).
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// The program, nothing said to it yet.
+pub(crate) fn program() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_bench-io"))
+}
+
+/// Runs it with `args`, to its end.
+pub(crate) fn bench_io(args: &[&str]) -> Output {
+    program().args(args).output().expect("bench-io starts")
+}
+
+/// Expects it to end well. Its JSON.
+pub(crate) fn json(args: &[&str]) -> Value {
+    let output = bench_io(args);
+    assert!(output.status.success(), "{args:?}: {}", said(&output));
+    serde_json::from_slice(&output.stdout).expect("one JSON object")
+}
+
+/// Expects a refusal. What it said.
+pub(crate) fn refused(args: &[&str]) -> String {
+    let output = bench_io(args);
+    assert!(!output.status.success(), "{args:?} went well");
+    said(&output)
+}
+
+/// What it wrote for people.
+pub(crate) fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A folder for files on the drive that holds the target folder: direct I/O needs a real one.
+pub(crate) fn drive() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for the test")
+}
+
+/// Asserts that nothing was left in `folder`.
+pub(crate) fn assert_empty(folder: &Path) {
+    let left: Vec<_> = std::fs::read_dir(folder).expect("a folder").collect();
+    assert!(left.is_empty(), "{left:?}");
+}

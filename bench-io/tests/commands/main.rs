@@ -1,0 +1,5 @@
+//! The commands of bench-io as a person calls them.
+
+mod canonical;
+mod lab;
+mod run;

@@ -1,0 +1,212 @@
+//! What could go wrong: a job measures nothing or the wrong thing, both directions are not counted apart, files stay behind,
+//! writes destroy what nobody gave up, a result that means little comes without its warning, or a wrong word is found only
+//! after bytes have moved.
+
+use crate::lab::{assert_empty, bench_io, drive, json, refused};
+
+const SMALL: [&str; 8] = [
+    "--bs=64k",
+    "--size=16m",
+    "--iodepth=8",
+    "--runtime=0.3",
+    "--ramp_time=0.1",
+    "--numjobs=2",
+    "--json",
+    "--rwmixread=70",
+];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&["run"], &SMALL[..], more].concat()
+}
+
+#[test]
+fn every_rw_gives_its_figures_on_both_targets_and_leaves_nothing() {
+    let folder = drive();
+    let path = folder.path().to_str().unwrap();
+    for (target, rw) in [
+        ("device", "read"),
+        ("device", "randrw"),
+        ("device", "write"),
+        ("daemon", "rw"),
+        ("daemon", "randread"),
+        ("daemon", "randwrite"),
+    ] {
+        let report = json(&with(&[
+            "--target",
+            target,
+            "--rw",
+            rw,
+            "--directory",
+            path,
+        ]));
+        assert_eq!(report["target"], target);
+        assert_eq!(report["settings"]["rw"], rw);
+        for (way, moved) in [
+            ("read", rw.contains('r') && !rw.ends_with("write")),
+            ("write", rw.ends_with('w') || rw.ends_with("write")),
+        ] {
+            let found = &report[way];
+            assert_eq!(found.is_object(), moved, "{target} {rw}: {report}");
+            if moved {
+                assert_eq!(
+                    found["bytes"].as_u64(),
+                    found["ops"].as_u64().map(|ops| ops << 16)
+                );
+                let latency = |name: &str| found[format!("latency_ns_{name}")].as_u64().unwrap();
+                assert!(
+                    latency("p50") > 0 && latency("p50") <= latency("p99"),
+                    "{report}"
+                );
+                assert!(latency("p999") <= latency("max"), "{report}");
+            }
+        }
+        if rw == "randrw" {
+            let ops = |way: &str| report[way]["ops"].as_f64().unwrap();
+            let share = ops("read") / (ops("read") + ops("write"));
+            assert!((0.65..0.75).contains(&share), "{report}");
+        }
+        assert_eq!(report["cpu"]["daemon_s"].is_number(), target == "daemon");
+        assert_empty(folder.path());
+    }
+}
+
+#[test]
+fn a_run_once_over_moves_all_bytes() {
+    let folder = drive();
+    let path = folder.path().to_str().unwrap();
+    let once = [
+        "run",
+        "--bs=64k",
+        "--size=16m",
+        "--runtime=0",
+        "--json",
+        "--directory",
+        path,
+    ];
+    for target in ["device", "daemon"] {
+        let report = json(&[&once[..], &["--target", target]].concat());
+        assert_eq!(report["read"]["bytes"], 16 << 20, "{target}");
+    }
+}
+
+#[test]
+fn a_job_file_says_what_the_flags_leave_open() {
+    let folder = drive();
+    let file = folder.path().join("job.toml");
+    std::fs::write(
+        &file,
+        "rw = \"randread\"\nbs = \"4k\"\ntarget = \"device\"\n",
+    )
+    .unwrap();
+    let file = file.to_str().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let report = json(&with(&["--directory", path, file]));
+    assert_eq!(report["settings"]["rw"], "randread");
+    // The flag wins.
+    assert_eq!(report["settings"]["bs"], 65536);
+    std::fs::write(file, "blocksize = 4096").unwrap();
+    let said = refused(&["run", file]);
+    assert!(
+        said.contains("job.toml") && said.contains("`blocksize`"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_file_is_destroyed_only_when_that_was_said() {
+    let folder = drive();
+    let file = folder.path().join("precious");
+    std::fs::write(&file, vec![7; 4 << 20]).unwrap();
+    let path = file.to_str().unwrap();
+    let write = [
+        "run",
+        "--rw=write",
+        "--bs=64k",
+        "--runtime=0",
+        "--filename",
+        path,
+    ];
+    let said = refused(&write);
+    assert!(said.contains("--overwrite"), "{said}");
+    assert_eq!(std::fs::read(&file).unwrap(), vec![7; 4 << 20]);
+    let report = json(&[&write[..], &["--overwrite", "--json"]].concat());
+    assert_eq!(report["write"]["bytes"], 4 << 20);
+    assert!(std::fs::read(&file).unwrap() != vec![7; 4 << 20]);
+}
+
+#[test]
+fn a_store_that_is_served_is_not_written_over() {
+    let folder = drive();
+    let file = folder.path().join("store");
+    std::fs::write(&file, vec![7; 1 << 20]).unwrap();
+    let served = std::fs::File::open(&file).unwrap();
+    served.lock().unwrap();
+    let said = refused(&[
+        "run",
+        "--rw=write",
+        "--overwrite",
+        "--bs=64k",
+        "--filename",
+        file.to_str().unwrap(),
+    ]);
+    assert!(said.contains("a running offloadd has this store"), "{said}");
+    assert_eq!(std::fs::read(&file).unwrap(), vec![7; 1 << 20]);
+}
+
+#[test]
+fn what_makes_a_result_mean_little_is_said() {
+    let folder = drive();
+    let file = folder.path().join("hole");
+    let hole = std::fs::File::create(&file).unwrap();
+    hole.set_len(4 << 20).unwrap();
+    let path = file.to_str().unwrap();
+    let report = json(&[
+        "run",
+        "--bs=64k",
+        "--runtime=0.3",
+        "--json",
+        "--filename",
+        path,
+        "--direct=0",
+    ]);
+    let warnings = report["warnings"].to_string();
+    for words in [
+        "page cache",
+        "not written from byte 0 on",
+        "0.30 s are too short",
+    ] {
+        assert!(warnings.contains(words), "{words}: {warnings}");
+    }
+}
+
+#[test]
+fn wrong_words_are_refused_before_anything_is_made() {
+    let folder = drive();
+    let path = folder.path().to_str().unwrap();
+    for (args, words) in [
+        (vec!["--iodepth=65"], "a private daemon grants each job 64"),
+        (vec!["--bs=5000"], "a multiple of 4096"),
+        (vec!["--bs=4x"], "the unit is none of"),
+        (vec!["--rw=sideways"], "randread"),
+        (vec!["--ioengine=magic"], "one of [\"auto\""),
+        (vec!["--size=1m", "--bs=1m", "--numjobs=2"], "too small"),
+        (vec!["--runtime=NaN"], "seconds, 0 to 86400"),
+    ] {
+        let said = refused(&[&["run", "--directory", path], &args[..]].concat());
+        assert!(said.contains(words), "{args:?}: {said}");
+        assert_empty(folder.path());
+    }
+    let said = refused(&["run", "--filename", "/no/such/file"]);
+    assert!(said.contains("/no/such/file"), "{said}");
+    let said = refused(&["run", "--directory", "/no/such/folder"]);
+    assert!(said.contains("/no/such/folder"), "{said}");
+}
+
+#[test]
+fn help_has_examples() {
+    for command in [&["--help"][..], &["run", "--help"]] {
+        let output = bench_io(command);
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(said.contains("Examples:\n  bench-io"), "{said}");
+    }
+}
