@@ -14,6 +14,7 @@ mod job;
 mod load;
 mod machine;
 mod noise;
+mod paced;
 mod pattern;
 mod place;
 mod progress;
@@ -27,6 +28,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::cli::canonical::CanonicalArgs;
+use crate::cli::paced::PacedArgs;
 use crate::cli::run::RunArgs;
 
 /// Measures what drives do for tiles, directly and through offloadd.
@@ -56,6 +58,9 @@ enum Command {
     /// Measure one job, given in fio's words, on a device or through the daemon
     #[command(after_help = cli::run::EXAMPLES)]
     Run(RunArgs),
+    /// Make drives of a known speed in memory, as root, and take them away again
+    #[command(after_help = cli::paced::EXAMPLES)]
+    Paced(PacedArgs),
 }
 
 fn main() -> ExitCode {
@@ -63,6 +68,7 @@ fn main() -> ExitCode {
     let result = stop::listen().and_then(|()| match arguments.command {
         None => cli::canonical::run(&arguments.canonical),
         Some(Command::Run(args)) => cli::run::run(args),
+        Some(Command::Paced(args)) => cli::paced::run(args),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,

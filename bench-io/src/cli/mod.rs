@@ -1,4 +1,5 @@
 //! One module a command: what it takes, and what it prints.
 
 pub(crate) mod canonical;
+pub(crate) mod paced;
 pub(crate) mod run;

@@ -44,3 +44,17 @@ pub(crate) fn assert_empty(folder: &Path) {
     let left: Vec<_> = std::fs::read_dir(folder).expect("a folder").collect();
     assert!(left.is_empty(), "{left:?}");
 }
+
+/// Whether paced drives cannot be made here. Then it says that the test is skipped, and why.
+pub(crate) fn without_paced_drives() -> bool {
+    let output = bench_io(&["paced", "up", "--probe", "1", "16m", "1M", "1M"]);
+    if output.status.success() {
+        return false;
+    }
+    println!(
+        "skipped: {}: {}",
+        std::thread::current().name().unwrap_or("a test"),
+        said(&output).trim()
+    );
+    true
+}

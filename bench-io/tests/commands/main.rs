@@ -2,4 +2,5 @@
 
 mod canonical;
 mod lab;
+mod paced;
 mod run;

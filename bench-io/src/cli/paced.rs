@@ -1,0 +1,156 @@
+//! `bench-io paced`: drives of a known speed, made, shown, used and taken away.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand};
+
+use crate::paced::{self, Drives, DrivesPlan, Pace};
+use crate::words::{Bytes, Rate};
+
+/// Shown below the commands.
+pub(crate) const EXAMPLES: &str = "Examples, as root:
+  bench-io paced up 4 8g 6.2G 3.2G --parts 2      # four drives of 6.2 GB/s read and 3.2 written, two loop devices each
+  bench-io paced exec -- trainer train RUN.toml   # at their pace; what is started otherwise is not paced
+  bench-io paced down";
+
+/// Paced drives.
+#[derive(Args)]
+pub(crate) struct PacedArgs {
+    #[command(subcommand)]
+    command: PacedCommand,
+}
+
+#[derive(Subcommand)]
+enum PacedCommand {
+    /// Make COUNT drives in memory and print their folders
+    Up {
+        count: u32,
+        /// Of each drive, as 8g
+        size: Bytes,
+        /// Bytes a second, as 6.2G
+        read: Rate,
+        /// Bytes a second, as 3.2G
+        write: Rate,
+        /// Loop devices, and so folders, of each drive: one copies some 5 GB/s
+        #[arg(long, value_name = "N", default_value_t = 1)]
+        parts: u32,
+        /// One folder over all of them (btrfs), for programs that take a single path
+        #[arg(long)]
+        raid0: bool,
+        /// Only say whether this machine and user could
+        #[arg(long)]
+        probe: bool,
+        /// Of the set, where there are several
+        #[arg(long, default_value = "")]
+        name: String,
+    },
+    /// Run COMMAND at the drives' pace, with all it starts
+    Exec {
+        /// Of the set
+        #[arg(long, default_value = "")]
+        name: String,
+        /// What to run
+        #[arg(last = true, required = true)]
+        command: Vec<std::ffi::OsString>,
+    },
+    /// Take them away
+    Down {
+        /// Of the set
+        #[arg(long, default_value = "")]
+        name: String,
+    },
+    /// Say which there are
+    Show {
+        /// A list of JSON objects
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Does it.
+///
+/// # Errors
+/// What is missing, or what failed.
+pub(crate) fn run(args: PacedArgs) -> Result<()> {
+    match args.command {
+        PacedCommand::Up {
+            count,
+            size,
+            read,
+            write,
+            parts,
+            raid0,
+            probe,
+            name,
+        } => {
+            if probe {
+                return match paced::missing(raid0) {
+                    Some(what) => bail!("paced drives need {what}"),
+                    None => Ok(()),
+                };
+            }
+            let drives = Drives::up(&DrivesPlan {
+                name,
+                count,
+                bytes: size.0,
+                pace: Pace {
+                    read: read.0,
+                    write: write.0,
+                },
+                parts,
+                raid0,
+            })?;
+            for folder in &drives.state().folders {
+                println!("{}", folder.display());
+            }
+            Ok(())
+        }
+        PacedCommand::Exec { name, command } => {
+            Drives::open(&name)?.enter()?.stay();
+            let (program, words) = command.split_first().context("what to run")?;
+            let error = Command::new(program).args(words).exec();
+            Err(error).with_context(|| format!("starting {}", program.display()))
+        }
+        PacedCommand::Down { name } => Drives::open(&name)?.down(),
+        PacedCommand::Show { json } => show(json),
+    }
+}
+
+fn show(json: bool) -> Result<()> {
+    let mut found = Vec::new();
+    for name in paced::names() {
+        let drives = Drives::open(&name)?;
+        found.push((name, drives));
+    }
+    if json {
+        let found: Vec<_> = found
+            .iter()
+            .map(|(name, drives)| serde_json::json!({"name": name, "state": drives.state()}))
+            .collect();
+        println!("{}", serde_json::to_string(&found)?);
+        return Ok(());
+    }
+    for (name, drives) in &found {
+        let state = drives.state();
+        let named = if name.is_empty() {
+            String::new()
+        } else {
+            format!(" ({name})")
+        };
+        println!(
+            "{} devices{named}, each {} read and {} written:",
+            state.devices.len(),
+            Rate(state.pace.read),
+            Rate(state.pace.write)
+        );
+        for folder in &state.folders {
+            println!("  {}", folder.display());
+        }
+    }
+    if found.is_empty() {
+        println!("no paced drives");
+    }
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! What could go wrong: paced drives are not as fast as they were made, `exec` does not pace, something stays behind after
+//! `down` or after an `up` that failed, or two sets are one. Needs root, loop devices and the block cgroup.
+
+use std::path::Path;
+
+use crate::lab::{bench_io, json, refused, said, without_paced_drives};
+
+/// A set of this test's own, taken away also when the test fails.
+pub(crate) struct Set(String);
+
+impl Set {
+    pub(crate) fn new(test: &str) -> Self {
+        Self(format!("{test}-{}", std::process::id()))
+    }
+
+    fn up(&self, words: &[&str]) -> Vec<String> {
+        let output = bench_io(&[&["paced", "up", "--name", &self.0], words].concat());
+        assert!(output.status.success(), "{}", said(&output));
+        let printed = String::from_utf8_lossy(&output.stdout);
+        printed.lines().map(str::to_owned).collect()
+    }
+
+    fn folder(&self) -> String {
+        format!("/run/paced-drives-{}", self.0)
+    }
+}
+
+impl Drop for Set {
+    fn drop(&mut self) {
+        if Path::new(&self.folder()).exists() {
+            bench_io(&["paced", "down", "--name", &self.0]);
+        }
+    }
+}
+
+/// Bytes a second of one direction on `folders`, in the paced group or not.
+fn rate(set: &Set, paced: bool, rw: &str, folders: &[String]) -> f64 {
+    let mut words = vec![];
+    if paced {
+        words.extend([
+            "paced",
+            "exec",
+            "--name",
+            &set.0,
+            "--",
+            env!("CARGO_BIN_EXE_bench-io"),
+        ]);
+    }
+    words.extend([
+        "run",
+        "--target=device",
+        "--size=16m",
+        "--bs=512k",
+        "--iodepth=16",
+        "--ramp_time=0.2",
+        "--runtime=1",
+        "--json",
+        "--rw",
+        rw,
+    ]);
+    for folder in folders {
+        words.extend(["--directory", folder]);
+    }
+    json(&words)[rw]["bytes_per_s"].as_f64().unwrap()
+}
+
+#[test]
+fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
+    if without_paced_drives() {
+        return;
+    }
+    let set = Set::new("exact");
+    let folders = set.up(&["2", "64m", "60M", "30M"]);
+    assert_eq!(folders.len(), 2);
+    for (rw, pace) in [("read", 60e6), ("write", 30e6)] {
+        let two = rate(&set, true, rw, &folders);
+        assert!((0.95..1.05).contains(&(two / pace / 2.0)), "{rw}: {two}");
+        let free = rate(&set, false, rw, &folders);
+        assert!(free > 1.5 * 2.0 * pace, "{rw} outside the group: {free}");
+    }
+    let shown = bench_io(&["paced", "show"]);
+    assert!(String::from_utf8_lossy(&shown.stdout).contains(&folders[1]));
+    let again = refused(&["paced", "up", "--name", &set.0, "1", "64m", "1M", "1M"]);
+    assert!(again.contains("there are drives already"), "{again}");
+
+    let output = bench_io(&["paced", "down", "--name", &set.0]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(!Path::new(&set.folder()).exists());
+    let loops = std::process::Command::new("losetup")
+        .arg("-l")
+        .output()
+        .unwrap();
+    let loops = String::from_utf8_lossy(&loops.stdout).into_owned();
+    assert!(!loops.contains(&set.0), "{loops}");
+    let gone = refused(&["paced", "exec", "--name", &set.0, "--", "true"]);
+    assert!(gone.contains("no drives in"), "{gone}");
+}
+
+#[test]
+fn an_up_that_fails_half_way_leaves_nothing() {
+    if without_paced_drives() {
+        return;
+    }
+    let set = Set::new("half");
+    let path = std::env::var("PATH").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("mkfs.ext4");
+    std::fs::write(&broken, "#!/bin/sh\necho no room >&2\nexit 1\n").unwrap();
+    let runs = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&broken, runs).unwrap();
+    let output = crate::lab::program()
+        .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
+        .env("PATH", format!("{}:{path}", folder.path().display()))
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(said(&output).contains("no room"), "{}", said(&output));
+    assert!(!Path::new(&set.folder()).exists());
+}
+
+#[test]
+fn what_cannot_be_made_is_refused() {
+    for (words, why) in [
+        (&["0", "1g", "1M", "1M"][..], "1 to 64 loop devices"),
+        (&["1", "1m", "1M", "1M"], "at least 16 MiB"),
+        (&["1", "1g", "fast", "1M"], "begin with a number"),
+        (&["--name", "../x", "1", "1g", "1M", "1M"], "--name ../x"),
+    ] {
+        let said = refused(&[&["paced", "up"], words].concat());
+        assert!(said.contains(why), "{words:?}: {said}");
+    }
+}
