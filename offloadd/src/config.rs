@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use crate::core::Limits;
 use crate::engine::EngineChoice;
+use crate::server::page::PageAddress;
 
 /// Devices of one store. Bounds every table with a line a device.
 pub const DEVICES_MAX: usize = 64;
@@ -36,9 +37,17 @@ struct ConfigToml {
     sessions_max: Option<u32>,
     #[serde(default)]
     iodepth_max: Option<u32>,
+    #[serde(default)]
+    metrics: MetricsToml,
 }
 
-const KEYS: [&str; 7] = [
+#[derive(Debug, Default, Deserialize)]
+struct MetricsToml {
+    #[serde(default)]
+    listen: Option<String>,
+}
+
+const KEYS: [&str; 8] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -46,6 +55,7 @@ const KEYS: [&str; 7] = [
     "require_locked",
     "sessions_max",
     "iodepth_max",
+    "metrics.listen",
 ];
 
 #[derive(Debug, Deserialize)]
@@ -72,6 +82,8 @@ pub struct Config {
     pub sessions_max: u32,
     /// Operations in flight of one session.
     pub iodepth_max: u32,
+    /// Where Prometheus may ask; `None`: nowhere.
+    pub metrics_listen: Option<PageAddress>,
 }
 
 /// What is wrong with the settings.
@@ -145,11 +157,11 @@ impl Config {
             message: error.to_string(),
         };
         let table: toml::Table = toml::from_str(text).map_err(form)?;
-        if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
+        if let Some(key) = keys_of(&table).find(|key| !KEYS.contains(&key.as_str())) {
             return Err(ConfigError::UnknownKey {
                 path: path.to_owned(),
-                key: key.clone(),
-                nearest: nearest_key(key),
+                nearest: nearest_key(&key),
+                key,
             });
         }
         let toml: ConfigToml = toml::from_str(text).map_err(form)?;
@@ -158,9 +170,7 @@ impl Config {
 
     /// Where descriptors are handed over: beside the socket for calls.
     pub fn descriptor_socket(&self) -> PathBuf {
-        let mut name = self.socket.clone().into_os_string();
-        name.push(".fds");
-        name.into()
+        descriptor_socket(&self.socket)
     }
 
     /// What the core may hand out.
@@ -171,6 +181,12 @@ impl Config {
             iodepth_max: self.iodepth_max,
         }
     }
+}
+
+fn descriptor_socket(socket: &Path) -> PathBuf {
+    let mut name = socket.as_os_str().to_owned();
+    name.push(".fds");
+    name.into()
 }
 
 impl ConfigToml {
@@ -238,6 +254,22 @@ impl ConfigToml {
             let message = format!("{iodepth_max}; from 1 to {}", offload_api::IODEPTH_MAX);
             return refuse("iodepth_max", message);
         }
+        let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
+            None => None,
+            Some(Ok(address)) => Some(address),
+            Some(Err(message)) => return refuse("metrics.listen", message),
+        };
+        if let Some(PageAddress::Unix(page)) = &metrics_listen {
+            let taken = [self.socket.clone(), descriptor_socket(&self.socket)];
+            let bytes = page.as_os_str().len();
+            if taken.contains(page) || bytes > SOCKET_PATH_BYTES_MAX {
+                let message = format!(
+                    "{} must be another path than `socket` and its .fds, of at most {SOCKET_PATH_BYTES_MAX} bytes",
+                    page.display()
+                );
+                return refuse("metrics.listen", message);
+            }
+        }
         Ok(Config {
             socket: self.socket,
             devices: self.devices,
@@ -246,6 +278,7 @@ impl ConfigToml {
             require_locked: self.require_locked,
             sessions_max,
             iodepth_max,
+            metrics_listen,
         })
     }
 }
@@ -280,6 +313,14 @@ pub fn parse_size(words: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("`{words}` is more than 2^64 bytes"))
 }
 
+/// The file's keys; those of a table with its name before them.
+fn keys_of(table: &toml::Table) -> impl Iterator<Item = String> {
+    table.iter().flat_map(|(name, value)| match value {
+        toml::Value::Table(inner) => (inner.keys()).map(|key| format!("{name}.{key}")).collect(),
+        _ => vec![name.clone()],
+    })
+}
+
 /// The known key most like `key`, if one is close enough to be meant.
 fn nearest_key(key: &str) -> Option<&'static str> {
     KEYS.iter()
@@ -301,6 +342,8 @@ mod tests {
         require_locked = true
         sessions_max = 16
         iodepth_max = 32
+        [metrics]
+        listen = "127.0.0.1:9464"
     "#;
 
     fn parse(text: &str) -> Result<Config, String> {
@@ -319,7 +362,10 @@ mod tests {
             Path::new("/run/offloadd/offloadd.sock.fds")
         );
         let table: toml::Table = toml::from_str(WHOLE).unwrap();
-        assert!(KEYS.iter().all(|key| table.contains_key(*key)));
+        let keys: Vec<_> = keys_of(&table).collect();
+        assert!(KEYS.iter().all(|key| keys.iter().any(|k| k == key)));
+        let listen = config.metrics_listen.unwrap();
+        assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
     }
 
     #[test]
@@ -327,7 +373,12 @@ mod tests {
         let message = parse(&WHOLE.replace("devices", "device")).unwrap_err();
         assert!(message.contains("`device`"), "{message}");
         assert!(message.contains("did you mean `devices`"), "{message}");
-        let message = parse(&format!("{WHOLE}\nzzz = 1")).unwrap_err();
+        let message = parse(&WHOLE.replace("listen", "listne")).unwrap_err();
+        assert!(
+            message.contains("did you mean `metrics.listen`"),
+            "{message}"
+        );
+        let message = parse(&format!("zzz = 1\n{WHOLE}")).unwrap_err();
         assert!(message.contains("known keys: socket"), "{message}");
     }
 
@@ -342,6 +393,16 @@ mod tests {
             ("psync", "libaio", "engine"),
             ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
+            ("127.0.0.1:9464", "0.0.0.0:9464", "metrics.listen"),
+            ("127.0.0.1:9464", "192.168.1.5:9464", "metrics.listen"),
+            ("127.0.0.1:9464", "[::]:9464", "metrics.listen"),
+            ("127.0.0.1:9464", "localhost", "metrics.listen"),
+            ("127.0.0.1:9464", "unix:metrics.sock", "metrics.listen"),
+            (
+                "127.0.0.1:9464",
+                "unix:/run/offloadd/offloadd.sock.fds",
+                "metrics.listen",
+            ),
         ] {
             let message = parse(&WHOLE.replace(from, to)).unwrap_err();
             assert!(message.contains(&format!(" {key}: ")), "{message}");

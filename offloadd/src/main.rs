@@ -27,7 +27,9 @@ The settings, all of them, with what they are when left out:
   engine = \"auto\"                             # auto, uring, aio, psync
   require_locked = false                      # refuse to run when memory cannot be locked
   sessions_max = 64
-  iodepth_max = 64                            # operations in flight of one session";
+  iodepth_max = 64                            # operations in flight of one session
+  [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
+  listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach";
 
 #[derive(Subcommand)]
 enum Command {

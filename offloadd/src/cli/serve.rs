@@ -17,6 +17,7 @@ use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
 use offloadd::driver::{self, DriverError, Parts, Running};
 use offloadd::memory;
+use offloadd::server::page::{Page, PageAddress};
 use offloadd::server::{self, About};
 use offloadd::store::recover;
 use rustix::process::{Pid, Resource, Rlimit};
@@ -101,8 +102,10 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         lock,
         descriptor_socket,
     };
+    let metrics = (config.metrics_listen.as_ref())
+        .map_or_else(String::new, |address| format!(", metrics at {address}"));
     let ready = format!(
-        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}",
+        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}",
         env!("CARGO_PKG_VERSION"),
         config.socket.display(),
         config.devices.len(),
@@ -110,13 +113,23 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         running.engine_reason,
         binary(config.arena_bytes_max),
     );
-    let result = runtime.block_on(serve(&config.socket, running, about, parent, &ready));
+    let sockets = Sockets {
+        calls: &config.socket,
+        metrics: config.metrics_listen.as_ref(),
+    };
+    let result = runtime.block_on(serve(sockets, running, about, parent, &ready));
     let _ = std::fs::remove_file(&config.socket);
     result
 }
 
+/// Where people and processes come to ask.
+struct Sockets<'a> {
+    calls: &'a Path,
+    metrics: Option<&'a PageAddress>,
+}
+
 async fn serve(
-    socket: &Path,
+    sockets: Sockets<'_>,
     running: Running,
     about: About,
     parent: Option<Pid>,
@@ -128,8 +141,13 @@ async fn serve(
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
     let mut quit = signal(SignalKind::quit())?;
-    let listener = server::bind(socket)?;
+    let page = match sockets.metrics {
+        Some(address) => Some(Page::bind(address).await?),
+        None => None,
+    };
+    let listener = server::bind(sockets.calls)?;
     let (stop, stopped) = watch::channel(false);
+    let page = page.map(|page| tokio::spawn(page.serve(handle.clone(), stopped.clone())));
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
     let mut owner = tokio::task::spawn_blocking(move || match thread.join() {
         Ok(result) => result,
@@ -178,6 +196,9 @@ async fn serve(
     };
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
+    if let Some(page) = page {
+        page.await.context("the threads that answer Prometheus")?;
+    }
     Ok(ended?)
 }
 

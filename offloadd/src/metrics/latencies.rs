@@ -87,7 +87,7 @@ impl Latencies {
             let last = (index + 1) << SUB_BITS;
             octaves.push((seconds(bound_ns(last)), counts.iter().sum()));
         }
-        octaves.push((f64::MAX, beyond[0]));
+        octaves.push((f64::INFINITY, beyond[0]));
         octaves
     }
 

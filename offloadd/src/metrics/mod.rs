@@ -17,6 +17,7 @@ pub mod latencies;
 pub mod ledger;
 mod message;
 pub mod slowness;
+pub mod text;
 
 pub use latencies::Latencies;
 pub use ledger::Ledger;

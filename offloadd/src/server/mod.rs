@@ -15,6 +15,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use crate::driver::DriverHandle;
 
 mod grpc;
+pub mod page;
 mod peer;
 mod sizes;
 

@@ -4,4 +4,5 @@ mod common;
 mod hostile;
 mod life;
 mod metrics;
+mod page;
 mod sessions;
