@@ -22,6 +22,8 @@ pub enum Mechanism {
     ReclaimAfterIo,
     /// A write goes where nothing committed lies.
     OutOfPlace,
+    /// Tiles are spread over the devices of a store.
+    Placement,
 }
 
 impl Mechanism {
@@ -36,6 +38,7 @@ impl Mechanism {
             Self::Epoch => "epoch",
             Self::ReclaimAfterIo => "reclaim-after-io",
             Self::OutOfPlace => "out-of-place",
+            Self::Placement => "placement",
         }
     }
 }

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use offload_api::ids::DeviceIndex;
+use offload_api::removable::{Mechanism, removed};
 
 use super::DATA_OFFSET;
 use super::catalog::Area;
@@ -204,7 +205,9 @@ impl Space {
     /// Takes one tile's extents on the device that is the emptiest for its rate after what was `dealt`.
     fn place(&mut self, tile_bytes: u64, copies: usize, dealt: &mut [u64]) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
-        by_load.sort_by_key(|&device| (self.load(dealt[device] + tile_bytes, device), device));
+        if !removed(Mechanism::Placement) {
+            by_load.sort_by_key(|&device| (self.load(dealt[device] + tile_bytes, device), device));
+        }
         let (device, places) = by_load.into_iter().find_map(|device| {
             let first = self.first_fit(device, tile_bytes)?;
             let at = |offset| Extent {
