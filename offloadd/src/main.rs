@@ -1,9 +1,12 @@
-//! The program `offloadd`: format a store, serve it, verify it.
+//! The program `offloadd`: format a store, serve it, verify it, watch it.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+
+use crate::cli::top::Choice;
 
 mod cli;
 
@@ -19,6 +22,7 @@ Examples:
   offloadd format /mnt/nvme0/offloadd.tiles /mnt/nvme1/offloadd.tiles --size 500GiB
   offloadd serve --config /etc/offloadd.toml
   offloadd verify --config /etc/offloadd.toml
+  offloadd top
 
 The settings, all of them, with what they are when left out:
   socket = \"/run/offloadd/offloadd.sock\"      # calls; descriptors go over <socket>.fds beside it
@@ -82,6 +86,35 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Show what a running daemon's drives and jobs do, once a second
+    #[command(after_help = "Examples:
+  offloadd top                                                   # Ctrl-C ends
+  offloadd top --once --interval 10                              # one table, over ten seconds
+  offloadd top --config runs/mine/offloadd/offloadd.toml         # of a run with a private daemon
+  offloadd top --json | jq .devices                              # a line every interval
+
+Everybody sees devices and his own jobs; root and who runs the daemon see all jobs.")]
+    Top {
+        /// Where the daemon answers: `socket` of its settings
+        #[arg(
+            long,
+            value_name = "SOCKET",
+            default_value = "/run/offloadd/offloadd.sock"
+        )]
+        socket: PathBuf,
+        /// Take the socket of these settings
+        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+        config: Option<PathBuf>,
+        /// Print one table and end
+        #[arg(long)]
+        once: bool,
+        /// For programs: a line every interval, or one with --once
+        #[arg(long)]
+        json: bool,
+        /// Between two looks
+        #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = cli::top::interval)]
+        interval: Duration,
+    },
 }
 
 fn main() -> ExitCode {
@@ -97,6 +130,20 @@ fn main() -> ExitCode {
             cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
         }
         Command::Verify { config, json } => cli::verify::run(&config, json),
+        Command::Top {
+            socket,
+            config,
+            once,
+            json,
+            interval,
+        } => cli::top::run(Choice {
+            socket,
+            config,
+            once,
+            json,
+            interval,
+        })
+        .map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         eprintln!("offloadd: {error:#}");

@@ -2,6 +2,7 @@
 
 pub(crate) mod format;
 pub(crate) mod serve;
+pub(crate) mod top;
 pub(crate) mod verify;
 
 use std::path::PathBuf;

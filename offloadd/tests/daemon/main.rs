@@ -6,3 +6,4 @@ mod life;
 mod metrics;
 mod page;
 mod sessions;
+mod top;

@@ -1,0 +1,205 @@
+//! `offloadd top`: what the drives and jobs of a running daemon do, once a second.
+//!
+//! Rates are differences of two looks at counts that only grow, divided by the daemon's own clock, so that a slow terminal
+//! or a busy machine does not bend them.
+
+mod table;
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use offload_api::proto;
+use offload_api::proto::offload_client::OffloadClient;
+use offloadd::config::Config;
+use offloadd::metrics::Snapshot;
+use tokio::signal::unix::{SignalKind, signal};
+use tonic::transport::{Channel, Endpoint};
+
+/// To reach the daemon and to get one answer: it answers in microseconds or hangs.
+const ANSWER_WAIT: Duration = Duration::from_secs(10);
+
+/// A store with a thousand jobs.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// The screen's other buffer, without a cursor; and back.
+const ENTER: &str = "\x1b[?1049h\x1b[?25l";
+const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
+
+/// What people may choose.
+pub(crate) struct Choice {
+    pub(crate) socket: PathBuf,
+    /// Whose socket is meant instead.
+    pub(crate) config: Option<PathBuf>,
+    pub(crate) once: bool,
+    pub(crate) json: bool,
+    pub(crate) interval: Duration,
+}
+
+/// Seconds between two looks.
+pub(crate) fn interval(words: &str) -> Result<Duration, String> {
+    let seconds: f64 = words.parse().map_err(|_| "it is no number".to_owned())?;
+    match (0.1..=3600.0).contains(&seconds) {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err("from 0.1 to 3600 seconds".into()),
+    }
+}
+
+pub(crate) fn run(choice: Choice) -> Result<()> {
+    let socket = match &choice.config {
+        Some(config) => Config::read(config)?.socket,
+        None => choice.socket,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("starting")?;
+    runtime.block_on(async {
+        let mut daemon = Daemon::connect(&socket).await?;
+        if choice.once {
+            let (before, now) = daemon.look_twice(choice.interval).await?;
+            let text = if choice.json {
+                format!("{}\n", table::json(&before, &now))
+            } else {
+                table::draw(&before, &now)
+            };
+            return print(&text);
+        }
+        if choice.json {
+            return lines(&mut daemon, choice.interval).await;
+        }
+        if !std::io::stdout().is_terminal() {
+            bail!("this is no terminal: use --once, or --json for a line every interval");
+        }
+        live(&mut daemon, choice.interval).await
+    })
+}
+
+/// The connection.
+struct Daemon {
+    socket: PathBuf,
+    client: OffloadClient<Channel>,
+}
+
+impl Daemon {
+    async fn connect(socket: &Path) -> Result<Self> {
+        let name = socket.to_str().context("the socket's path must be UTF-8")?;
+        let absolute = std::path::absolute(name)?;
+        let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?;
+        let connecting = tokio::time::timeout(ANSWER_WAIT, endpoint.connect()).await;
+        let channel = connecting
+            .map_err(|_| anyhow::anyhow!("no answer in {} s", ANSWER_WAIT.as_secs()))
+            .and_then(|connected| connected.map_err(root_cause))
+            .with_context(|| {
+                format!(
+                    "no daemon at {name}: does `offloadd serve` run, is this its `socket` (--socket), and may you open it?"
+                )
+            })?;
+        let client = OffloadClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
+        Ok(Self {
+            socket: socket.to_owned(),
+            client,
+        })
+    }
+
+    async fn look(&mut self) -> Result<Snapshot> {
+        let asking = self.client.metrics(proto::MetricsRequest {});
+        let answer = tokio::time::timeout(ANSWER_WAIT, asking)
+            .await
+            .with_context(|| format!("the daemon did not answer in {} s", ANSWER_WAIT.as_secs()))?
+            .map_err(|status| match status.code() {
+                tonic::Code::Unimplemented => {
+                    anyhow::anyhow!("the daemon is older than this offloadd and does not count")
+                }
+                _ => anyhow::anyhow!(
+                    "the daemon at {} has gone: {}",
+                    self.socket.display(),
+                    status.message()
+                ),
+            })?;
+        Ok(answer.into_inner().try_into()?)
+    }
+
+    async fn look_twice(&mut self, apart: Duration) -> Result<(Snapshot, Snapshot)> {
+        let before = self.look().await?;
+        tokio::time::sleep(apart).await;
+        Ok((before, self.look().await?))
+    }
+}
+
+/// "connection refused" behind "transport error".
+fn root_cause(error: tonic::transport::Error) -> anyhow::Error {
+    let mut cause: &dyn std::error::Error = &error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    anyhow::anyhow!("{cause}")
+}
+
+/// A line of JSON every interval, until nobody reads it.
+async fn lines(daemon: &mut Daemon, interval: Duration) -> Result<()> {
+    let mut before = daemon.look().await?;
+    loop {
+        tokio::time::sleep(interval).await;
+        let now = daemon.look().await?;
+        print(&format!("{}\n", table::json(&before, &now)))?;
+        before = now;
+    }
+}
+
+/// Draws over the terminal until Ctrl-C, and leaves it as it was.
+async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut before = daemon.look().await?;
+    let mut tick = tokio::time::interval(interval);
+    // The first is at once: then counts are there and rates are not yet.
+    print(ENTER)?;
+    let ended = loop {
+        tokio::select! {
+            _ = interrupt.recv() => break Ok(()),
+            _ = terminate.recv() => break Ok(()),
+            _ = tick.tick() => {}
+        }
+        let now = match daemon.look().await {
+            Ok(now) => now,
+            Err(error) => break Err(error),
+        };
+        let text = table::draw(&before, &now);
+        if let Err(error) = print(&screen(&text)) {
+            break Err(error);
+        }
+        before = now;
+    };
+    print(LEAVE)?;
+    ended
+}
+
+/// The text from the top left on, as much as fits; what stood there before goes line by line, so that nothing flickers.
+fn screen(text: &str) -> String {
+    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
+    let (rows, columns) = size.map_or((24, 80), |size| (size.ws_row, size.ws_col));
+    let rows = usize::from(rows.max(2)) - 1;
+    let columns = usize::from(columns.max(20));
+    let mut screen = String::from("\x1b[H");
+    let lines: Vec<_> = text.lines().chain(["", "Ctrl-C ends"]).collect();
+    for line in lines.iter().take(rows) {
+        screen.extend(line.chars().take(columns));
+        screen.push_str("\x1b[K\r\n");
+    }
+    if lines.len() > rows {
+        screen.push_str("... more than fits; --once shows all");
+    }
+    screen.push_str("\x1b[J");
+    screen
+}
+
+/// A reader that has gone is no error: `offloadd top --json | head -1`.
+fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        result => Ok(result?),
+    }
+}
