@@ -133,6 +133,7 @@ fn scalar_type(kind: Kind) -> i32 {
     match kind {
         Kind::Uint8 => 0,
         Kind::Int64 => 4,
+        Kind::Half => 5,
         Kind::Float => 6,
         Kind::Double => 7,
         Kind::BFloat16 => 15,
