@@ -86,6 +86,16 @@ pub fn state_tile_bytes(master: Master, elems: usize) -> usize {
     plane_bytes(master.first_plane_bytes(), elems) + 2 * plane_bytes(4, elems)
 }
 
+/// The three planes of the state of a tile of `elems` elements, in bytes and without padding; the first is empty in fp32.
+pub fn state_planes(master: Master, elems: usize) -> [Range<usize>; 3] {
+    let [momentum, variance] = moment_offsets_bytes(master, elems);
+    [
+        0..elems * master.first_plane_bytes(),
+        momentum..momentum + 4 * elems,
+        variance..variance + 4 * elems,
+    ]
+}
+
 /// Where the momentum and the variance start within the state of a tile of `elems` elements.
 pub(crate) fn moment_offsets_bytes(master: Master, elems: usize) -> [usize; 2] {
     let momentum = plane_bytes(master.first_plane_bytes(), elems);

@@ -27,7 +27,7 @@ use layout::Elements;
 use scalar::Scalars;
 
 pub use crate::InstructionSet;
-pub use layout::{Master, Tile, init_tile, read_masters, state_tile_bytes};
+pub use layout::{Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes};
 pub(crate) use layout::{PLANE_ALIGN_BYTES, moment_offsets_bytes};
 
 /// Elements one thread takes at a time: 229 to 262 KB over all planes, which fit the L2 of any server core, and 64-byte lines are not

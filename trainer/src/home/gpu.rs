@@ -1,16 +1,21 @@
 //! All tiles in a GPU's memory: nothing moves, and the update runs where the tiles are.
 //!
 //! ```text
-//!   a unit   param   | range 0 | range 1 | ...      flat: what is computed with
-//!            state   | tile 0 | tile 1 | ...        each as on a device: residuals, momenta, variances of its range
-//!            grad    | range 0 | range 1 | ...      flat: where backward leaves it
+//!   of a unit   param   parameters                             what is computed with
+//!               state   residuals | momenta | variances        one tile as long as this rank's shard
+//!               grad    gradients                              where backward leaves them
 //! ```
+//!
+//! Nothing here moves tile by tile, so an update takes a unit at once: it launches a kernel for each change of decay, not for
+//! each tile. Contents come and are read as the tiles that they are elsewhere.
 //!
 //! 14 bytes a parameter in 16 bit. An update moves 26 of them, at the memory's own speed.
 
-use kernels::adamw::Master;
+use std::ops::Range;
+
+use kernels::adamw::{Master, state_planes, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
-use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError};
+use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError, TileRange};
 
 use crate::lines::Lines;
 use crate::update::{Decay, Update};
@@ -18,10 +23,10 @@ use crate::update::{Decay, Update};
 /// Host bytes that first contents and readings pass through.
 const STAGING_BYTES: usize = 256 << 20;
 
-/// One unit of this rank's.
+/// This rank's shard of one unit.
 pub(crate) struct UnitTiles {
-    /// Element of the unit that the flat buffers start with.
-    first_elem: u64,
+    /// Which elements of the unit it is.
+    elems: Range<u64>,
     pub(crate) param: DeviceBuffer,
     state: DeviceBuffer,
     pub(crate) grad: DeviceBuffer,
@@ -36,8 +41,6 @@ pub(crate) struct GpuHome {
     master: Master,
     decay: Decay,
     units: Vec<UnitTiles>,
-    /// Where each range's state starts in its unit's buffer.
-    state_at: Vec<usize>,
 }
 
 impl GpuHome {
@@ -51,21 +54,19 @@ impl GpuHome {
         master: Master,
         decay: Decay,
     ) -> Result<Self, GpuError> {
-        let mut state_at = vec![0; layout.ranges().len()];
         let mut units = Vec::with_capacity(layout.units().len());
         for ranges in layout.units() {
-            let (mut elems, mut state_bytes) = (0, 0);
-            for range in ranges.clone() {
-                elems += layout.elems(range) as usize;
-                state_at[range as usize] = state_bytes;
-                state_bytes += layout.moved_bytes(Kind::State, range) as usize;
-            }
-            let first = layout.ranges().get(ranges.start as usize);
+            let all = &layout.ranges()[ranges.start as usize..ranges.end as usize];
+            let elems = match (all.first(), all.last()) {
+                (Some(first), Some(last)) => first.elems.start..last.elems.end,
+                _ => 0..0,
+            };
+            let count = (elems.end - elems.start) as usize;
             units.push(UnitTiles {
-                first_elem: first.map_or(0, |range| range.elems.start),
-                param: gpu.alloc(elems * master.param_bytes())?,
-                state: gpu.alloc(state_bytes)?,
-                grad: gpu.alloc(elems * master.grad_bytes())?,
+                elems,
+                param: gpu.alloc(count * master.param_bytes())?,
+                state: gpu.alloc(state_tile_bytes(master, count))?,
+                grad: gpu.alloc(count * master.grad_bytes())?,
             });
         }
         Ok(Self {
@@ -75,7 +76,6 @@ impl GpuHome {
             master,
             decay,
             units,
-            state_at,
         })
     }
 
@@ -88,31 +88,28 @@ impl GpuHome {
         &mut self,
         mut fill: impl FnMut(&mut [Blank<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for ranges in self.batches() {
-            let mut contents: Vec<[Lines; 2]> = ranges
-                .clone()
-                .map(|range| {
-                    Kind::STORED.map(|kind| Lines::new(self.layout.content_bytes(kind, range)))
-                })
-                .collect();
-            let mut blanks: Vec<Blank> = contents
-                .iter_mut()
-                .zip(ranges.clone())
-                .map(|([param, state], range)| Blank {
-                    range: &self.layout.ranges()[range as usize],
-                    param: param.bytes_mut(),
-                    state: state.bytes_mut(),
+        let batches = self.batches();
+        // The same host bytes for every batch: to touch new ones takes longer than to copy them.
+        let mut staging = self.staging(batches.first());
+        for ranges in batches {
+            let mut blanks: Vec<Blank> = (staging.iter_mut().zip(ranges))
+                .map(|([param, state], range)| {
+                    let [param_bytes, state_bytes] = self.content_bytes(range);
+                    Blank {
+                        range: &self.layout.ranges()[range as usize],
+                        param: &mut param.bytes_mut()[..param_bytes],
+                        state: &mut state.bytes_mut()[..state_bytes],
+                    }
                 })
                 .collect();
             fill(&mut blanks)?;
-            for ([param, state], range) in contents.iter_mut().zip(ranges) {
-                let (param, state) = (&*param.bytes_mut(), &*state.bytes_mut());
-                let tiles = &self.units[self.layout.ranges()[range as usize].unit];
-                self.gpu
-                    .upload(&self.stream, &tiles.param, &[(self.param_at(range), param)])?;
-                let state_at = self.state_at[range as usize];
-                self.gpu
-                    .upload(&self.stream, &tiles.state, &[(state_at, state)])?;
+            for blank in &blanks {
+                let unit = &self.units[blank.range.unit];
+                let params = [(unit.param_at(self.master, blank.range), &*blank.param)];
+                self.gpu.upload(&self.stream, &unit.param, &params)?;
+                let places = unit.state_at(self.master, blank.range);
+                let states = places.map(|(at, bytes)| (at, &blank.state[bytes]));
+                self.gpu.upload(&self.stream, &unit.state, &states)?;
             }
         }
         Ok(())
@@ -124,18 +121,19 @@ impl GpuHome {
             return Ok(StepIo::default());
         };
         let kernels = self.gpu.kernels()?;
-        for (number, range) in self.layout.ranges().iter().enumerate() {
-            let tiles = &self.units[range.unit];
-            let number = number as u32;
-            let elems = self.layout.elems(number) as usize;
+        for (number, unit) in self.units.iter().enumerate() {
             let tile = TileAt {
                 master: self.master,
-                param: tiles.param.at(self.param_at(number)),
-                state: tiles.state.at(self.state_at[number as usize]),
-                grad: tiles.grad.at(self.grad_at(number)),
-                elems,
+                param: unit.param.at(0),
+                state: unit.state.at(0),
+                grad: unit.grad.at(0),
+                elems: (unit.elems.end - unit.elems.start) as usize,
             };
-            for (part, decays) in self.decay.parts(range) {
+            let shard = TileRange {
+                unit: number,
+                elems: unit.elems.clone(),
+            };
+            for (part, decays) in self.decay.parts(&shard) {
                 kernels.adamw_range(&self.stream, &hyper.of_part(decays), tile, part)?;
             }
         }
@@ -147,23 +145,30 @@ impl GpuHome {
     }
 
     pub(super) fn visit(&mut self, see: &mut See) -> Result<(), GpuError> {
-        for range in self.batches().into_iter().flatten() {
-            let tiles = &self.units[self.layout.ranges()[range as usize].unit];
-            let [mut param, mut state] =
-                Kind::STORED.map(|kind| Lines::new(self.layout.content_bytes(kind, range)));
-            let (param, state) = (param.bytes_mut(), state.bytes_mut());
-            let down = |from: &DeviceBuffer, at: usize, to: &mut [u8]| {
-                self.gpu.download(&self.stream, from, &mut [(at, to)])
-            };
-            down(&tiles.param, self.param_at(range), param)?;
-            down(&tiles.state, self.state_at[range as usize], state)?;
-            see(&self.layout.ranges()[range as usize], param, state);
+        let Some([mut param, mut state]) = self.staging(Some(&(0..1))).pop() else {
+            return Ok(());
+        };
+        for (number, range) in self.layout.ranges().iter().enumerate() {
+            let unit = &self.units[range.unit];
+            let [param_bytes, state_bytes] = self.content_bytes(number as u32);
+            let param = &mut param.bytes_mut()[..param_bytes];
+            let state = &mut state.bytes_mut()[..state_bytes];
+            let param_at = unit.param_at(self.master, range);
+            self.gpu
+                .download(&self.stream, &unit.param, &mut [(param_at, param)])?;
+            // What pads planes is zero in every tile.
+            state.fill(0);
+            for (at, bytes) in unit.state_at(self.master, range) {
+                self.gpu
+                    .download(&self.stream, &unit.state, &mut [(at, &mut state[bytes])])?;
+            }
+            see(range, param, state);
         }
         Ok(())
     }
 
     /// All ranges in order, as many at a time as the staging bytes allow.
-    fn batches(&self) -> Vec<std::ops::Range<u32>> {
+    fn batches(&self) -> Vec<Range<u32>> {
         let tile_bytes = self.layout.slot_bytes(Kind::Param) + self.layout.slot_bytes(Kind::State);
         let count = (STAGING_BYTES as u64 / tile_bytes).max(1) as u32;
         let all = self.layout.ranges().len() as u32;
@@ -173,16 +178,38 @@ impl GpuHome {
             .collect()
     }
 
-    fn elem_at(&self, range: u32) -> usize {
-        let range = &self.layout.ranges()[range as usize];
-        (range.elems.start - self.units[range.unit].first_elem) as usize
+    /// Host bytes for the parameters and the state of so many ranges.
+    fn staging(&self, batch: Option<&Range<u32>>) -> Vec<[Lines; 2]> {
+        let slot = |kind| Lines::new(self.layout.slot_bytes(kind) as usize);
+        batch.map_or(Vec::new(), |ranges| {
+            ranges.clone().map(|_| Kind::STORED.map(slot)).collect()
+        })
     }
 
-    fn param_at(&self, range: u32) -> usize {
-        self.elem_at(range) * self.master.param_bytes()
+    /// Bytes of a range's parameters and state, as a tile.
+    fn content_bytes(&self, range: u32) -> [usize; 2] {
+        Kind::STORED.map(|kind| self.layout.content_bytes(kind, range))
+    }
+}
+
+impl UnitTiles {
+    fn elem_at(&self, range: &TileRange) -> usize {
+        (range.elems.start - self.elems.start) as usize
     }
 
-    fn grad_at(&self, range: u32) -> usize {
-        self.elem_at(range) * self.master.grad_bytes()
+    fn param_at(&self, master: Master, range: &TileRange) -> usize {
+        self.elem_at(range) * master.param_bytes()
+    }
+
+    /// Where each plane of a range's state is here, and where it is in the range's tile.
+    fn state_at(&self, master: Master, range: &TileRange) -> [(usize, Range<usize>); 3] {
+        let count = |elems: &Range<u64>| (elems.end - elems.start) as usize;
+        let own = state_planes(master, count(&self.elems));
+        let tile = state_planes(master, count(&range.elems));
+        let before = state_planes(master, self.elem_at(range));
+        std::array::from_fn(|plane| {
+            let skipped = before[plane].len();
+            (own[plane].start + skipped, tile[plane].clone())
+        })
     }
 }
