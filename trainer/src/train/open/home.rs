@@ -14,9 +14,9 @@ use crate::update::{CpuUpdate, Decay, GpuUpdate, Update};
 /// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
 const GPU_UPDATERS: usize = 3;
 
-/// Threads that hand tiles to the processor's pool: while one waits for the last cores of its tile, the others have the
-/// next one's.
-const CPU_UPDATERS: usize = 2;
+/// Threads that hand tiles to the processor's pool, at most: while some wait for the last cores of their tiles, the others
+/// have the next ones'. Measured on 16 cores, tiles of 200,000 elements: 2 took 0.40 s where 6 take 0.31.
+const CPU_UPDATERS_MAX: usize = 6;
 
 impl Prepared {
     /// Takes the tiles' memory, opens their store. Updated tiles are offered to `copies`, where the host sees them.
@@ -73,7 +73,7 @@ impl Prepared {
             }
         }
         if gpu.is_none() || plan.update == UpdatePlace::Shared {
-            for _ in 0..CPU_UPDATERS {
+            for _ in 0..self.settings.train.threads.clamp(1, CPU_UPDATERS_MAX) {
                 let optimizer = CpuUpdate {
                     master: plan.master,
                     decay: decay.clone(),
