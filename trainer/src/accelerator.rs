@@ -14,17 +14,29 @@ pub enum AcceleratorError {
         "there is a GPU ({name}), but {error}. Install the torch that is built for it, name its folder in LD_LIBRARY_PATH, or set train.device = \"cpu\""
     )]
     Torch { name: String, error: TorchError },
+    #[error(
+        "{ranks} processes on this node, each of which takes a GPU of its own, and {gpus} to be had: start at most {gpus} (--nproc {gpus}), or let all compute on processors with train.device = \"cpu\""
+    )]
+    Few { ranks: u32, gpus: u32 },
 }
 
-/// The GPU with number `index`, if `device` allows one and there is one.
+/// The GPU of the process `rank` of `ranks` on this node, if `device` allows one and there are any.
 ///
 /// # Errors
-/// There is one that cannot be used: its driver fails, or torch's half for it is not there.
-pub(crate) fn open(device: DeviceChoice, index: u32) -> Result<Option<Gpu>, AcceleratorError> {
+/// There are fewer GPUs than processes; there is one that cannot be used: its driver fails, or torch's half for it is not there.
+pub(crate) fn open(
+    device: DeviceChoice,
+    rank: u32,
+    ranks: u32,
+) -> Result<Option<Gpu>, AcceleratorError> {
     if device == DeviceChoice::Cpu {
         return Ok(None);
     }
-    let gpu = match Gpu::open(index) {
+    // Before any of them waits for the others.
+    if let Ok(gpus) = Gpu::count() {
+        enough(gpus, ranks)?;
+    }
+    let gpu = match Gpu::open(rank) {
         Ok(gpu) => gpu,
         // The plan refuses a run that wants one, with all else that is missing.
         Err(error) if error.is_absent() => return Ok(None),
@@ -36,4 +48,29 @@ pub(crate) fn open(device: DeviceChoice, index: u32) -> Result<Option<Gpu>, Acce
         error,
     })?;
     Ok(Some(gpu))
+}
+
+/// Whether each of `ranks` processes has a GPU, or none has.
+fn enough(gpus: u32, ranks: u32) -> Result<(), AcceleratorError> {
+    if (1..ranks).contains(&gpus) {
+        return Err(AcceleratorError::Few { ranks, gpus });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_without_a_gpu_of_their_own_are_refused_where_others_have_one() {
+        for (gpus, ranks) in [(0, 1), (0, 4), (1, 1), (4, 4), (8, 2)] {
+            enough(gpus, ranks).unwrap();
+        }
+        let said = enough(2, 3).unwrap_err().to_string();
+        assert!(
+            said.contains("--nproc 2") && said.contains("\"cpu\""),
+            "{said}"
+        );
+    }
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use kernels::gpu::Gpu;
 use serde_json::Value;
 use tempfile::TempDir;
 use trainer::run::{FolderError, SaveName};
@@ -88,6 +89,15 @@ impl Lab {
     }
 }
 
+/// What lets so many ranks compute: processors, where there are fewer GPUs.
+pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
+    if Gpu::count().is_ok_and(|gpus| gpus < ranks) {
+        &["--set", "train.device=cpu"]
+    } else {
+        &[]
+    }
+}
+
 impl Run {
     pub(crate) fn with(mut self, sets: &[impl AsRef<str>]) -> Self {
         self.sets
@@ -97,8 +107,11 @@ impl Run {
 
     /// `trainer launch` with so many ranks.
     pub(crate) fn launch(&self, ranks: u32) -> Command {
-        let ranks = ranks.to_string();
-        self.command_of(&["launch", "--nproc", &ranks])
+        let mut command = self.command_of(&["launch", "--nproc", &ranks.to_string()]);
+        if !self.sets.iter().any(|set| set.starts_with("train.device=")) {
+            command.args(device_for(ranks));
+        }
+        command
     }
 
     pub(crate) fn command(&self, verb: &str) -> Command {

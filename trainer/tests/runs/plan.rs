@@ -81,6 +81,7 @@ fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
     let large = large.map(|set| format!("model.{set}"));
     let sets = [
         "model.num_hidden_layers=64",
+        "train.device=cpu",
         "offload.tile_elems=1048576",
         "offload.staging_bytes=1400000000",
     ];

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
+use crate::lab::{Lab, Run, device_for, fail, finish, spawn, succeed, until};
 
 /// A dead rank is known at once, a stopped one after 5 s of silence; the launcher kills after 8 s more. The rest is for a
 /// busy machine.
@@ -354,6 +354,7 @@ fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
         ] {
             command.env(name, value);
         }
+        command.args(device_for(2));
         command
     };
     let other = spawn(rank(1, &["optimizer.params.lr=0.5"]));

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kernels::gpu::Gpu;
 use rustix::process::{Signal, kill_process};
 
-use crate::lab::{Lab, Run, finish, spawn, succeed, until};
+use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
 use crate::ranks::rank_of;
 
 const SETS: [&str; 3] = [
@@ -108,6 +108,20 @@ fn two_gpus_learn_the_same_in_every_stage() {
             }
         }
     }
+}
+
+#[test]
+fn more_ranks_than_gpus_are_refused_by_all_of_them() {
+    let count = match Gpu::count() {
+        Ok(count) if count > 0 => count,
+        _ => {
+            println!("skipped: more_ranks_than_gpus_are_refused_by_all_of_them: no GPU");
+            return;
+        }
+    };
+    let lab = Lab::new();
+    let said = fail(lab.run("crowded", &["train.device=auto"]).launch(count + 1));
+    assert!(said.contains(&format!("--nproc {count}")), "{said}");
 }
 
 #[test]

@@ -130,6 +130,7 @@ fn a_store_larger_than_the_free_space_is_refused() {
         "model.num_hidden_layers=64",
         "model.num_attention_heads=256",
         "model.num_key_value_heads=256",
+        "train.device=cpu",
         "offload.tile_elems=1048576",
         "offload.staging_bytes=1400000000",
     ];

@@ -96,7 +96,7 @@ impl Prepared {
             };
         }
         // First: the plan's look at the GPU then finds its context made, which takes a while.
-        let gpu = accelerator::open(settings.train.device, ranks.rank())?;
+        let gpu = accelerator::open(settings.train.device, ranks.rank(), ranks.count())?;
         let hardware = Hardware::new(&settings, &Overrides::default());
         let mut plan = Plan::new(&settings, hardware)?;
         if settings.placement.stage.divides_state() {
