@@ -10,6 +10,7 @@
 mod bench;
 mod canonical;
 mod cli;
+mod fio;
 mod job;
 mod load;
 mod machine;
@@ -19,6 +20,7 @@ mod pattern;
 mod place;
 mod progress;
 mod report;
+mod scale;
 mod stop;
 mod target;
 mod words;
@@ -30,6 +32,7 @@ use clap::{Parser, Subcommand};
 use crate::cli::canonical::CanonicalArgs;
 use crate::cli::paced::PacedArgs;
 use crate::cli::run::RunArgs;
+use crate::cli::scale::ScaleArgs;
 
 /// Measures what drives do for tiles, directly and through offloadd.
 ///
@@ -58,6 +61,9 @@ enum Command {
     /// Measure one job, given in fio's words, on a device or through the daemon
     #[command(after_help = cli::run::EXAMPLES)]
     Run(RunArgs),
+    /// Measure whether 1 to N drives add up, beside fio; table, JSON, picture
+    #[command(after_help = cli::scale::EXAMPLES)]
+    Scale(ScaleArgs),
     /// Make drives of a known speed in memory, as root, and take them away again
     #[command(after_help = cli::paced::EXAMPLES)]
     Paced(PacedArgs),
@@ -68,6 +74,7 @@ fn main() -> ExitCode {
     let result = stop::listen().and_then(|()| match arguments.command {
         None => cli::canonical::run(&arguments.canonical),
         Some(Command::Run(args)) => cli::run::run(args),
+        Some(Command::Scale(args)) => cli::scale::run(args),
         Some(Command::Paced(args)) => cli::paced::run(args),
     });
     match result {

@@ -1,15 +1,24 @@
 //! Folders and stores made for one measurement, and gone with it.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
 
-/// Of a store's file, beside two extents a tile: records, catalog, and tiles that do not fit an equal part.
-const STORE_SLACK_BYTES: u64 = 256 << 20;
+/// Of a store's file, beside two extents a tile: records and catalog.
+const STORE_SLACK_BYTES: u64 = 64 << 20;
+
+/// Tiles go to devices by their measured rates, so a device may get more than an equal part.
+pub(crate) const fn store_file_bytes(tile_bytes: u64) -> u64 {
+    2 * tile_bytes + tile_bytes / 2 + STORE_SLACK_BYTES
+}
 
 /// Of the arena, beside the slots: the gaps between pieces.
 const ARENA_SLACK_BYTES: u64 = 64 << 20;
+
+/// A ring is gone some 0.1 s after its process, a busy one's later.
+const RELEASE_WAIT: Duration = Duration::from_secs(10);
 
 /// A folder of this run's own; gone with it.
 #[derive(Debug)]
@@ -47,8 +56,8 @@ impl Drop for WorkFolder {
 /// A private daemon with a device in each of some folders.
 #[derive(Debug)]
 pub(crate) struct OwnDaemon {
-    /// Before the folders: it ends first.
-    daemon: PrivateDaemon,
+    /// `None` while it is taken away.
+    daemon: Option<PrivateDaemon>,
     devices: Vec<PathBuf>,
     _folders: Vec<WorkFolder>,
 }
@@ -72,7 +81,7 @@ impl OwnDaemon {
             .iter()
             .map(|folder| folder.path().join("tiles"))
             .collect();
-        let file_bytes = 2 * tile_bytes + STORE_SLACK_BYTES;
+        let file_bytes = store_file_bytes(tile_bytes);
         let daemon = PrivateDaemon::start(PrivateSettings {
             program: None,
             folder: folders[0].path().to_owned(),
@@ -84,18 +93,36 @@ impl OwnDaemon {
             engine: engine.to_owned(),
         })?;
         Ok(Self {
-            daemon,
+            daemon: Some(daemon),
             devices,
             _folders: folders,
         })
     }
 
     pub(crate) fn socket(&self) -> &Path {
-        self.daemon.socket()
+        let daemon = self.daemon.as_ref().expect("taken in drop only");
+        daemon.socket()
     }
 
     /// Its files, in the order of the folders.
     pub(crate) fn devices(&self) -> &[PathBuf] {
         &self.devices
+    }
+}
+
+/// The kernel keeps a dead daemon's files, and their room, until its ring is gone. Whoever needs the room next must not find
+/// the drive full.
+impl Drop for OwnDaemon {
+    fn drop(&mut self) {
+        drop(self.daemon.take());
+        let deadline = Instant::now() + RELEASE_WAIT;
+        for device in &self.devices {
+            let Ok(file) = std::fs::File::open(device) else {
+                continue;
+            };
+            while file.try_lock().is_err() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
     }
 }

@@ -3,3 +3,4 @@
 pub(crate) mod canonical;
 pub(crate) mod paced;
 pub(crate) mod run;
+pub(crate) mod scale;

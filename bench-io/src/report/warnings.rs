@@ -10,7 +10,7 @@ use crate::machine;
 use crate::report::Figures;
 
 /// Below this share of idle time the processor is measured, not the drive.
-const IDLE_SHARE_MIN: f64 = 0.1;
+pub(crate) const IDLE_SHARE_MIN: f64 = 0.1;
 
 /// Shorter says little: throttles and caches work in slices of a tenth of a second.
 const SECONDS_MIN: f64 = 1.0;
@@ -36,11 +36,7 @@ pub(crate) fn before() -> Vec<String> {
 /// What the figures themselves say.
 pub(crate) fn after(figures: &Figures) -> Vec<String> {
     let mut found = Vec::new();
-    if let Some(share) = figures
-        .cpu
-        .idle_share
-        .filter(|share| *share < IDLE_SHARE_MIN)
-    {
+    if let Some(share) = figures.cpu.idle_share.filter(|_| is_busy(figures)) {
         found.push(format!(
             "only {:.0} % of the machine's processor time was idle: this measures the processor",
             100.0 * share
@@ -61,6 +57,12 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
         }
     }
     found
+}
+
+/// Whether the processor was the wall.
+pub(crate) fn is_busy(figures: &Figures) -> bool {
+    let share = figures.cpu.idle_share;
+    share.is_some_and(|share| share < IDLE_SHARE_MIN)
 }
 
 /// Reading through the page cache.

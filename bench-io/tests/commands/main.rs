@@ -4,3 +4,4 @@ mod canonical;
 mod lab;
 mod paced;
 mod run;
+mod scale;

@@ -1,0 +1,323 @@
+//! The measuring itself: which store, which files, in which order, and when drives keep their pace.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use offloadd::config::IODEPTH_DEFAULT;
+
+use super::{Load, Row, ScalePlan, ScaleReport, control};
+use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::cli::run::write_file;
+use crate::fio::{Fio, FioJob};
+use crate::load::{StreamPlan, Timing};
+use crate::machine::{self, Machine};
+use crate::paced::{Drives, Pace};
+use crate::place::{OwnDaemon, WorkFolder};
+use crate::progress::Progress;
+use crate::report::{REPORT_VERSION, warnings};
+use crate::target::Way;
+
+/// The instrument is off when one drive alone is further from its limit.
+const ONE_DRIVE_SHARE: f64 = 0.02;
+
+/// For the negative control.
+const CONTROL_TIME: Duration = Duration::from_secs(1);
+
+/// fio's and the control's own files on one drive.
+struct OwnFiles {
+    _folder: WorkFolder,
+    read: PathBuf,
+    write: PathBuf,
+}
+
+/// Measures all rows of `plan`; `paced` are the drives when they have a pace that can be taken away.
+///
+/// # Errors
+/// A drive, the daemon or fio fails.
+pub(crate) fn measure(
+    plan: &ScalePlan,
+    paced: Option<(&Drives, Pace)>,
+    fio: Option<&Fio>,
+    progress: &Progress,
+) -> Result<ScaleReport> {
+    let mut warnings = warnings::before();
+    let set_pace = |on: bool| match paced {
+        Some((drives, _)) => drives.set_pace(on.then_some(drives.state().pace)),
+        None => Ok(()),
+    };
+    set_pace(false)?;
+    progress.say("making files");
+    let files = plan
+        .folders
+        .iter()
+        .map(|folder| {
+            let folder = WorkFolder::make(folder)?;
+            let (read, write) = (folder.path().join("read"), folder.path().join("write"));
+            write_file(&read, plan.size)?;
+            write_file(&write, plan.size)?;
+            Ok(OwnFiles {
+                _folder: folder,
+                read,
+                write,
+            })
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let all = plan.folders.len() / plan.parts;
+    let counts = match plan.drives.is_empty() {
+        true => (1..=all).collect(),
+        false => plan.drives.clone(),
+    };
+    let last = counts.last().copied().context("at least one drive")?;
+    let mut rows = Vec::new();
+    for &bs in &plan.blocks_bytes {
+        for &drives in &counts {
+            let folders = drives * plan.parts;
+            let store = Store::new(plan, bs, folders, set_pace, progress)?;
+            let one_row = |load: Load, is_paced: bool| -> Result<Row> {
+                let paced_word = if is_paced || paced.is_none() {
+                    ""
+                } else {
+                    ", unpaced"
+                };
+                let what = format!("{drives} drives, {}{paced_word}", load.word());
+                let daemon = store.run(plan, load, progress, &what)?;
+                progress.say(&format!("{what}: fio"));
+                let own = &files[..folders];
+                let [read, write] = [
+                    own.iter().map(|one| one.read.clone()).collect::<Vec<_>>(),
+                    own.iter().map(|one| one.write.clone()).collect(),
+                ];
+                let fio = fio.map(|fio| {
+                    fio.run(&FioJob {
+                        read: if load.reads() { &read } else { &[] },
+                        write: if load.writes() { &write } else { &[] },
+                        bs,
+                        iodepth: plan.iodepth,
+                        size: plan.size,
+                        ramp: plan.ramp,
+                        runtime: plan.runtime,
+                    })
+                });
+                let one_thread = match load {
+                    Load::Both => None,
+                    _ if !is_paced && paced.is_some() => None,
+                    Load::Read => Some((Way::Read, &read)),
+                    Load::Write => Some((Way::Write, &write)),
+                };
+                let one_thread = one_thread.map(|(way, files)| {
+                    progress.say(&format!("{what}: one synchronous thread"));
+                    control::run(files, way, bs, plan.size, CONTROL_TIME.min(plan.runtime))
+                });
+                let limit = paced.filter(|_| is_paced).map(|(_, pace)| {
+                    [pace.read, pace.write].map(|rate| (rate * drives as u64) as f64)
+                });
+                Ok(Row {
+                    drives,
+                    load,
+                    bs,
+                    iodepth: store.depth(load),
+                    paced: limit.is_some(),
+                    limit_bytes_per_s: limit,
+                    daemon,
+                    fio: fio.transpose()?,
+                    one_thread_bytes_per_s: one_thread.transpose()?,
+                })
+            };
+            set_pace(true)?;
+            for load in Load::ALL {
+                rows.push(one_row(load, true)?);
+            }
+            if drives == last && paced.is_some() {
+                set_pace(false)?;
+                for load in Load::ALL {
+                    rows.push(one_row(load, false)?);
+                }
+            }
+        }
+    }
+    set_pace(true)?;
+    warnings.extend(off_the_limit(&rows));
+    warnings.extend(busy(&rows));
+    warnings.extend(control_scales(&rows));
+    Ok(ScaleReport {
+        version: REPORT_VERSION,
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        machine: Machine::here(),
+        drives: plan
+            .folders
+            .iter()
+            .map(|folder| format!("{}: {}", folder.display(), machine::under(folder)))
+            .collect(),
+        pace: paced.map(|(_, pace)| pace),
+        fio_version: fio.map(|fio| fio.version.clone()),
+        runtime_s: plan.runtime.as_secs_f64(),
+        rows,
+        warnings,
+    })
+}
+
+/// One drive alone must be at its limit, or the limit is not what was set. fio says it best, where it is.
+fn off_the_limit(rows: &[Row]) -> Vec<String> {
+    let alone = rows
+        .iter()
+        .filter(|row| row.drives == 1 && row.paced && row.load != Load::Both);
+    alone
+        .filter_map(|row| {
+            let rate = row.fio_bytes_per_s().unwrap_or_else(|| row.daemon_bytes_per_s());
+            let off = rate / row.limit()? - 1.0;
+            (off.abs() > ONE_DRIVE_SHARE).then(|| {
+                format!(
+                    "one drive alone, {}, bs {}: {:+.1} % from its limit, so the drives are not what was set",
+                    row.load.word(),
+                    row.bs,
+                    100.0 * off
+                )
+            })
+        })
+        .collect()
+}
+
+/// Without their pace drives are memory, and the processor is what is left to measure.
+fn busy(rows: &[Row]) -> Option<String> {
+    let counted = rows
+        .iter()
+        .filter(|row| row.paced || row.limit_bytes_per_s.is_some());
+    let busy = counted
+        .clone()
+        .filter(|row| warnings::is_busy(&row.daemon))
+        .count();
+    (busy > 0).then(|| {
+        format!(
+            "in {busy} of {} measurements the machine was less than {:.0} % idle: they may show the processor",
+            counted.count(),
+            100.0 * warnings::IDLE_SHARE_MIN
+        )
+    })
+}
+
+/// One thread that waits for each operation gets no more from more drives, unless drives answer at memory's speed and only
+/// their sum is held to a pace, as in slices of the block cgroup.
+fn control_scales(rows: &[Row]) -> Option<String> {
+    let of = |row: &Row| Some((row.one_thread_bytes_per_s?, row.drives as f64));
+    rows.iter().find_map(|row| {
+        let (rate, drives) = of(row)?;
+        let one = rows.iter().find(|other| {
+            other.drives == 1 && other.load == row.load && other.bs == row.bs && other.paced == row.paced
+        })?;
+        let times = rate / of(one)?.0;
+        (drives > 1.0 && times > 0.5 * (1.0 + drives)).then(|| {
+            format!(
+                "one synchronous thread got {times:.1} times the bytes from {drives} drives: these answer in bursts, so their \
+                 sum is measured here, and not how well waiting is hidden"
+            )
+        })
+    })
+}
+
+/// A store on some drives, filled, with a session open on it.
+struct Store {
+    /// Before the daemon.
+    bench: Bench,
+    _daemon: OwnDaemon,
+    tile_count: u64,
+    /// What a session is granted bounds both.
+    one_way_depth: u32,
+    depth: u32,
+}
+
+impl Store {
+    /// Formats while drives keep their pace, as placement goes by what a format measures; fills as fast as it can.
+    fn new(
+        plan: &ScalePlan,
+        bs: u32,
+        folders: usize,
+        set_pace: impl Fn(bool) -> Result<()>,
+        progress: &Progress,
+    ) -> Result<Self> {
+        set_pace(true)?;
+        progress.say("formatting a store");
+        let one_way = (plan.iodepth * folders as u32).min(IODEPTH_DEFAULT);
+        let depth = (2 * one_way).min(IODEPTH_DEFAULT);
+        let slot_bytes = u64::from(bs) * u64::from(depth);
+        let daemon = OwnDaemon::start(
+            &plan.folders[..folders],
+            plan.size,
+            slot_bytes,
+            &plan.engine,
+        )?;
+        let tile_count = plan.size / u64::from(bs) * folders as u64;
+        ensure!(
+            tile_count >= 2,
+            "size = {}: too small for operations of {bs} bytes",
+            plan.size
+        );
+        let bench = Bench::open(BenchPlan {
+            target: TargetPlan::Daemon {
+                socket: daemon.socket().to_owned(),
+                tile_count: u32::try_from(tile_count).context("too many tiles; use a larger bs")?,
+            },
+            block_bytes: bs,
+            depth,
+            jobs: 1,
+            pattern: None,
+        })?;
+        let store = Self {
+            bench,
+            _daemon: daemon,
+            tile_count,
+            one_way_depth: one_way,
+            depth,
+        };
+        set_pace(false)?;
+        store.bench.fill(
+            &[vec![store.stream(0, tile_count, Way::Write, depth)]],
+            progress,
+        )?;
+        Ok(store)
+    }
+
+    fn depth(&self, load: Load) -> u32 {
+        match load {
+            Load::Both => self.depth,
+            _ => self.one_way_depth,
+        }
+    }
+
+    fn stream(&self, first: u64, count: u64, way: Way, depth: u32) -> StreamPlan {
+        StreamPlan {
+            device: 0,
+            blocks: (first, count),
+            reads: way == Way::Read,
+            writes: way == Way::Write,
+            read_percent: 50,
+            random: false,
+            depth,
+        }
+    }
+
+    fn run(
+        &self,
+        plan: &ScalePlan,
+        load: Load,
+        progress: &Progress,
+        what: &str,
+    ) -> Result<crate::report::Figures> {
+        let (half, depth) = (self.tile_count / 2, self.depth(load));
+        let rest = self.tile_count - half;
+        let streams = match load {
+            Load::Read => vec![self.stream(0, self.tile_count, Way::Read, depth)],
+            Load::Write => vec![self.stream(0, self.tile_count, Way::Write, depth)],
+            Load::Both => vec![
+                self.stream(0, half, Way::Read, depth / 2),
+                self.stream(half, rest, Way::Write, depth / 2),
+            ],
+        };
+        let timing = Timing {
+            ramp: plan.ramp,
+            runtime: plan.runtime,
+        };
+        let (figures, _) = self.bench.run(&[streams], timing, progress, what)?;
+        Ok(figures)
+    }
+}

@@ -1,0 +1,148 @@
+//! Whether drives add up: 1 to N of them, reading, writing and both at once, through the daemon and by fio.
+//!
+//! ```text
+//!   for n in 1..=N:  a store on n drives ─ fill ─▶ read, write, both     beside fio, and one synchronous thread
+//!   then:            the same on all N without their pace: the ceiling of this machine
+//! ```
+//!
+//! "Both" reads and writes with streams and depths of their own, so that neither waits for the other's turn; fio does
+//! the same with a job each way and drive. The one thread is a negative control: it must not scale, or nothing here does.
+
+mod control;
+mod measure;
+pub(crate) mod page;
+pub(crate) mod picture;
+mod table;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::fio::FioFigures;
+use crate::machine::Machine;
+use crate::paced::Pace;
+use crate::report::Figures;
+
+pub(crate) use measure::measure;
+
+/// Which way a row goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Load {
+    Read,
+    Write,
+    Both,
+}
+
+impl Load {
+    pub(crate) const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Both];
+
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Both => "both",
+        }
+    }
+
+    pub(crate) fn reads(self) -> bool {
+        self != Self::Write
+    }
+
+    pub(crate) fn writes(self) -> bool {
+        self != Self::Read
+    }
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub(crate) struct ScalePlan {
+    /// A folder on each drive.
+    pub(crate) folders: Vec<PathBuf>,
+    /// Folders that make up one drive.
+    pub(crate) parts: usize,
+    /// How many at a time; empty: 1 to all.
+    pub(crate) drives: Vec<usize>,
+    pub(crate) blocks_bytes: Vec<u32>,
+    pub(crate) iodepth: u32,
+    pub(crate) size: u64,
+    pub(crate) ramp: Duration,
+    pub(crate) runtime: Duration,
+    pub(crate) engine: String,
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Row {
+    pub(crate) drives: usize,
+    pub(crate) load: Load,
+    pub(crate) bs: u32,
+    /// In flight through the daemon.
+    pub(crate) iodepth: u32,
+    /// Whether the drives kept their pace; `false` in the row of the ceiling.
+    pub(crate) paced: bool,
+    /// Read and written by all drives together, where a pace was set.
+    pub(crate) limit_bytes_per_s: Option<[f64; 2]>,
+    pub(crate) daemon: Figures,
+    pub(crate) fio: Option<FioFigures>,
+    /// One synchronous thread, round robin over the drives.
+    pub(crate) one_thread_bytes_per_s: Option<f64>,
+}
+
+impl Row {
+    pub(crate) fn daemon_bytes_per_s(&self) -> f64 {
+        self.daemon.ways().map(|(_, way)| way.bytes_per_s).sum()
+    }
+
+    pub(crate) fn fio_bytes_per_s(&self) -> Option<f64> {
+        let fio = self.fio.as_ref()?;
+        Some(fio.read_bytes_per_s + fio.write_bytes_per_s)
+    }
+
+    /// Of the directions that this row goes.
+    pub(crate) fn limit(&self) -> Option<f64> {
+        let [read, write] = self.limit_bytes_per_s?;
+        Some(match self.load {
+            Load::Read => read,
+            Load::Write => write,
+            Load::Both => read + write,
+        })
+    }
+}
+
+/// All of it.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct ScaleReport {
+    pub(crate) version: u32,
+    pub(crate) command: String,
+    pub(crate) machine: Machine,
+    /// What lies under each folder.
+    pub(crate) drives: Vec<String>,
+    /// Of one drive.
+    pub(crate) pace: Option<Pace>,
+    pub(crate) fio_version: Option<String>,
+    pub(crate) runtime_s: f64,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) warnings: Vec<String>,
+}
+
+impl ScaleReport {
+    /// Rows that are further from their limit than `share`, one line each.
+    pub(crate) fn outside(&self, share: f64) -> Vec<String> {
+        let rows = self.rows.iter().filter(|row| row.paced);
+        rows.filter_map(|row| {
+            let off = row.daemon_bytes_per_s() / row.limit()? - 1.0;
+            (off.abs() > share).then(|| {
+                format!(
+                    "{} drives, {}, bs {}: {:+.1} % from what was set",
+                    row.drives,
+                    row.load.word(),
+                    row.bs,
+                    100.0 * off
+                )
+            })
+        })
+        .collect()
+    }
+}

@@ -1,0 +1,103 @@
+//! The report as a table in Markdown: it is read in a terminal and pasted into a document.
+
+use std::fmt;
+
+use super::{Row, ScaleReport};
+use crate::words::{Bytes, SpeedText};
+
+impl fmt::Display for ScaleReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
+        }
+        writeln!(f, "{}\n`{}`", self.machine, self.command)?;
+        for drive in &self.drives {
+            writeln!(f, "{drive}")?;
+        }
+        if let Some(pace) = self.pace {
+            let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
+            writeln!(f, "limit set: {read} read and {write} written a drive")?;
+        }
+        match &self.fio_version {
+            Some(version) => writeln!(f, "{version}; {:.1} s a measurement", self.runtime_s)?,
+            None => writeln!(f, "no fio here; {:.1} s a measurement", self.runtime_s)?,
+        }
+        writeln!(f, "\n{HEAD}")?;
+        for row in &self.rows {
+            writeln!(f, "{}", RowText(row))?;
+        }
+        if let Some(fio) = self.rows.iter().rev().find_map(|row| row.fio.as_ref()) {
+            writeln!(f, "\nfio's last command: `{}`", fio.command)?;
+        }
+        Ok(())
+    }
+}
+
+const HEAD: &str = "\
+| drives | bs | | through offloadd | of the limit | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
+|---|---|---|---|---|---|---|---|---|";
+
+/// One line. Its cells are also the HTML page's.
+struct RowText<'a>(&'a Row);
+
+impl fmt::Display for RowText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "| {} |", cells(self.0).join(" | "))
+    }
+}
+
+/// What the columns are called.
+pub(super) const COLUMNS: [&str; 9] = [
+    "drives",
+    "bs",
+    "",
+    "through offloadd",
+    "of the limit",
+    "fio",
+    "offloadd/fio",
+    "one thread",
+    "CPU s/GB: offloadd, bench-io, fio",
+];
+
+/// What stands in them.
+pub(super) fn cells(row: &Row) -> [String; 9] {
+    let nothing = String::new;
+    let percent = |share: f64| format!("{:.1} %", 100.0 * share);
+    let ours = row.daemon_bytes_per_s();
+    let rates = |read: f64, write: f64| match (read > 0.0, write > 0.0) {
+        (true, true) => format!("{} + {}", SpeedText(read), SpeedText(write)),
+        (true, false) => SpeedText(read).to_string(),
+        _ => SpeedText(write).to_string(),
+    };
+    let of =
+        |way: &Option<crate::report::WayReport>| way.as_ref().map_or(0.0, |way| way.bytes_per_s);
+    let bytes = ours * row.daemon.seconds / 1e9;
+    let cpu = &row.daemon.cpu;
+    let fio_cpu = row
+        .fio
+        .as_ref()
+        .map_or_else(|| "-".into(), |fio| format!("{:.3}", fio.cpu_s_per_gb));
+    [
+        match row.paced || row.limit_bytes_per_s.is_some() {
+            true => row.drives.to_string(),
+            false => format!("{} unpaced", row.drives),
+        },
+        Bytes(u64::from(row.bs)).to_string(),
+        row.load.word().into(),
+        rates(of(&row.daemon.read), of(&row.daemon.write)),
+        row.limit()
+            .map_or_else(nothing, |limit| percent(ours / limit)),
+        row.fio.as_ref().map_or_else(nothing, |fio| {
+            rates(fio.read_bytes_per_s, fio.write_bytes_per_s)
+        }),
+        row.fio_bytes_per_s()
+            .map_or_else(nothing, |fio| percent(ours / fio)),
+        row.one_thread_bytes_per_s
+            .map_or_else(nothing, |rate| SpeedText(rate).to_string()),
+        format!(
+            "{:.3}, {:.3}, {fio_cpu}",
+            cpu.daemon_s.unwrap_or(0.0) / bytes,
+            cpu.bench_io_s / bytes
+        ),
+    ]
+}

@@ -1,0 +1,128 @@
+//! What could go wrong: drives do not add up, or the measurement says so although they do not. So paced drives must come out
+//! at what was set, and with the spreading of tiles taken away the same call must fail.
+
+use serde_json::Value;
+
+use crate::lab::{bench_io, program, refused, said, without_paced_drives};
+
+const TWO_DRIVES: [&str; 13] = [
+    "scale",
+    "--paced=2",
+    "--drives=2",
+    "--read=60M",
+    "--write=30M",
+    "--bs=512k",
+    "--size=32m",
+    "--runtime=1",
+    "--within=5",
+    "--fio=none",
+    "--json",
+    "--iodepth=16",
+    "--out",
+];
+
+#[test]
+fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
+    if without_paced_drives() {
+        return;
+    }
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().to_str().unwrap();
+    let output = bench_io(&[&TWO_DRIVES[..], &[path]].concat());
+    assert!(output.status.success(), "{}", said(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let words: Vec<(&str, bool)> = rows
+        .iter()
+        .map(|row| {
+            (
+                row["load"].as_str().unwrap(),
+                row["paced"].as_bool().unwrap(),
+            )
+        })
+        .collect();
+    let loads = ["read", "write", "both"];
+    let expected = [true, false].map(|paced| loads.map(|load| (load, paced)));
+    assert_eq!(words, expected.concat());
+    let rate = |row: usize, way: &str| rows[row]["daemon"][way]["bytes_per_s"].as_f64().unwrap();
+    for (row, way, set) in [
+        (0, "read", 120e6),
+        (1, "write", 60e6),
+        (2, "read", 120e6),
+        (2, "write", 60e6),
+    ] {
+        let off = rate(row, way) / set;
+        assert!((0.95..1.05).contains(&off), "{way}: {off}; {report}");
+    }
+    // The ceiling says that the pace, not the machine, is what was measured.
+    assert!(rate(3, "read") > 240e6, "{report}");
+    let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
+    let (svg, html) = (read("scale.svg"), read("scale.html"));
+    assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
+    assert!(html.contains(svg.trim()) && html.contains("<td>both</td>"));
+    assert!(!html.contains("<script") && !html.contains("src="));
+    let stored: Value = serde_json::from_str(&read("scale.json")).unwrap();
+    assert_eq!(stored["rows"].as_array().unwrap().len(), rows.len());
+}
+
+#[test]
+fn it_fails_when_all_tiles_go_to_one_device() {
+    if without_paced_drives() {
+        return;
+    }
+    // The pace that test builds can keep themselves shows whether offloadd is one.
+    let folder = crate::lab::drive();
+    let probe = program()
+        .args([
+            "run",
+            "--size=1m",
+            "--bs=64k",
+            "--runtime=0",
+            "--json",
+            "--directory",
+        ])
+        .arg(folder.path())
+        .env("OFFLOADD_PACE", "60000000,30000000")
+        .output()
+        .unwrap();
+    if !String::from_utf8_lossy(&probe.stdout).contains("Pace {") {
+        println!(
+            "skipped: it_fails_when_all_tiles_go_to_one_device: this offloadd was built without the feature `removable`; `cargo test` of the workspace builds it"
+        );
+        return;
+    }
+    let out = tempfile::tempdir().unwrap();
+    let output = program()
+        .args(TWO_DRIVES)
+        .arg(out.path())
+        .env("OFFLOADD_REMOVED", "placement")
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    let words = said(&output);
+    assert!(words.contains("2 drives, read, bs 524288: -5"), "{words}");
+    assert!(words.contains("from what was set"), "{words}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    for (args, why) in [
+        (&[][..], "--folder"),
+        (&["--folder=/x", "--paced=2"], "cannot be used with"),
+        (&["--folder=/x", "--drives=2"], "there are 1"),
+        (&["--folder=/x", "--bs=5000"], "a multiple of 4096"),
+        (
+            &["--folder=/x", "--bs=4m", "--size=4m"],
+            "at least two operations",
+        ),
+        (&["--folder=/x", "--within=5"], "--paced"),
+        (
+            &["--folder=/no/such/folder", "--fio=none"],
+            "/no/such/folder",
+        ),
+        (&["--folder=/x", "--fio=/no/such/fio"], "/no/such/fio"),
+    ] {
+        let said = refused(&[&["scale"], args].concat());
+        assert!(said.contains(why), "{args:?}: {said}");
+    }
+}
