@@ -2,7 +2,7 @@
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TileIndex};
-use offload_api::ring::entry::{Request, Verb};
+use offload_api::ring::entry::{Request, Urgency, Verb};
 
 use super::commit::Commit;
 use super::{Session, broken_ring};
@@ -36,7 +36,16 @@ impl Session {
     /// Refused at once, with the slot: `TooMany` (iodepth reached: poll first), `UnknownTile`, `SlotTooSmall`,
     /// `WrongGeneration` (not resumed).
     pub fn swap_in(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
-        self.start(Verb::SwapIn, tile, slot)
+        self.start(Verb::SwapIn, Urgency::Ahead, tile, slot)
+    }
+
+    /// The same for a tile whose use is next: it goes before what this and other processes read ahead.
+    pub fn swap_in_wanted(
+        &mut self,
+        tile: TileIndex,
+        slot: Slot,
+    ) -> Result<Ticket, (Slot, ClientError)> {
+        self.start(Verb::SwapIn, Urgency::Wanted, tile, slot)
     }
 
     /// Starts writing `tile` from `slot` into the working generation. Its checksum is computed on this side, where the bytes
@@ -52,12 +61,13 @@ impl Session {
             );
             return Err((slot, error));
         }
-        self.start(Verb::SwapOut, tile, slot)
+        self.start(Verb::SwapOut, Urgency::Ahead, tile, slot)
     }
 
     fn start(
         &mut self,
         verb: Verb,
+        urgency: Urgency,
         tile: TileIndex,
         slot: Slot,
     ) -> Result<Ticket, (Slot, ClientError)> {
@@ -86,6 +96,7 @@ impl Session {
         self.put(&Request {
             ticket,
             verb,
+            urgency,
             tile,
             slot: index,
             generation: Generation(0),
@@ -170,6 +181,7 @@ impl Session {
             let request = Request {
                 ticket,
                 verb: Verb::SwapOut,
+                urgency: Urgency::Ahead,
                 tile: flight.tile,
                 slot: slot.index(),
                 generation: flight.generation,

@@ -105,7 +105,8 @@ impl Raw {
             slot: 0,
             checksum: 0,
             verb: Verb::SwapOut.number(),
-            reserved: [0; 3],
+            urgency: 0,
+            reserved: [0; 5],
         }
     }
 
@@ -221,7 +222,7 @@ fn entries_of_no_known_form_end_the_session() {
             ..sqe
         },
         |sqe| Sqe {
-            reserved: [0, 1, 0],
+            reserved: [0, 1, 0, 0, 0],
             ..sqe
         },
         // A swap in that names a generation.

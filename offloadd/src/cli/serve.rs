@@ -17,6 +17,7 @@ use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
 use offloadd::driver::{self, DriverError, Parts, Running};
 use offloadd::memory;
+use offloadd::queue::DeviceLimits;
 use offloadd::server::page::{Page, PageAddress};
 use offloadd::server::{self, About};
 use offloadd::store::recover;
@@ -69,10 +70,12 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for note in &store.notes {
         tracing::warn!("{note}");
     }
-    let files = store
-        .devices
-        .iter()
+    let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
+        .collect();
+    let device_limits = (store.devices.iter())
+        .zip(&files)
+        .map(|(device, file)| DeviceLimits::of(file, &device.superblock))
         .collect();
     let descriptor_socket = config.descriptor_socket();
     server::prepare_folder(&config.socket, private)?;
@@ -90,6 +93,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let running = driver::start(Parts {
         core: Core::new(store, epoch, config.limits()),
         devices: files,
+        device_limits,
         engine: config.engine,
         limits: config.limits(),
         epoch,

@@ -5,7 +5,7 @@
 use offload_api::fault::Fault;
 use offload_api::geometry::{Geometry, SlotClass, SlotPlace};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
-use offload_api::ring::entry::{Cqe, Sqe};
+use offload_api::ring::entry::{Cqe, Sqe, Urgency};
 
 use crate::blocks::AlignedBytes;
 use crate::store::definition::{JobDefinition, JobName};
@@ -307,6 +307,8 @@ pub enum Action {
         bytes: u32,
         /// From or into which memory.
         buffer: Buffer,
+        /// What goes before what.
+        urgency: Urgency,
     },
     /// Put an entry into the session's completion ring.
     Complete {

@@ -191,6 +191,7 @@ impl Core {
                 session: tile.session,
                 place,
             },
+            urgency: tile.request.urgency,
         });
         self.operations.insert(io, Operation::Tile(tile));
     }

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 
 use offload_api::fault::Fault;
 use offload_api::ids::{DeviceIndex, Generation};
+use offload_api::ring::entry::Urgency;
 
 use super::catalog_queue::CatalogChange;
 use super::io::Operation;
@@ -211,6 +212,8 @@ impl Core {
             offset,
             bytes: length,
             buffer: bytes.map_or(Buffer::None, Buffer::Meta),
+            // A call waits for each of them.
+            urgency: Urgency::Wanted,
         });
     }
 

@@ -1,7 +1,7 @@
 //! The owner thread: waits for everything at once, tells the core, does what the core says.
 //!
 //! ```text
-//!   inbox (calls, memory made) ─┐                      ┌─▶ engine
+//!   inbox (calls, memory made) ─┐                      ┌─▶ queue ─▶ engine
 //!   submission doorbells ───────┤        Event         ├─▶ completion rings, doorbells
 //!   engine's wake-up ───────────┼─▶ epoll ───▶ core ───┼─▶ answers to calls
 //!   descriptor socket, hellos ──┤         Action       ├─▶ keeper (make, free memory)
@@ -36,6 +36,7 @@ use crate::core::{
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::slowness::Change;
 use crate::metrics::{Ledger, Snapshot, ledger::JobPlace};
+use crate::queue::{DeviceLimits, Queue};
 
 mod attach;
 mod inbox;
@@ -77,6 +78,8 @@ pub struct Parts {
     pub core: Core,
     /// In the store's order.
     pub devices: Vec<Arc<File>>,
+    /// Of each of them.
+    pub device_limits: Vec<DeviceLimits>,
     /// Which engine.
     pub engine: EngineChoice,
     /// As the core got them.
@@ -172,6 +175,7 @@ struct Waiting {
 
 struct Driver {
     core: Core,
+    queue: Queue,
     engine: Engine,
     keeper: Keeper,
     epoll: OwnedFd,
@@ -191,6 +195,7 @@ struct Driver {
     ledger: Ledger,
     events: VecDeque<Event>,
     actions: Vec<Action>,
+    pieces: Vec<Io>,
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
     stop_deadline: Option<Instant>,
@@ -205,6 +210,7 @@ impl Driver {
         let Parts {
             core,
             devices,
+            device_limits,
             engine,
             limits,
             epoch,
@@ -212,7 +218,8 @@ impl Driver {
             descriptor_socket,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
-        let inflight_max = limits.sessions_max as usize * a_session;
+        let operations_max = limits.sessions_max as usize * a_session;
+        let inflight_max = Queue::inflight_max(devices.len(), operations_max);
         let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
         let keeper = Keeper::start(handle, epoch, policy, limits.sessions_max)
             .map_err(system("starting the keeper thread"))?;
@@ -225,6 +232,7 @@ impl Driver {
         let ledger = Ledger::new(&core.device_states(), Instant::now());
         let driver = Self {
             core,
+            queue: Queue::new(&device_limits),
             engine,
             keeper,
             epoll,
@@ -242,6 +250,7 @@ impl Driver {
             ledger,
             events: VecDeque::new(),
             actions: Vec::new(),
+            pieces: Vec::new(),
             ended: Vec::new(),
             entries: Vec::new(),
             stop_deadline: None,
@@ -291,7 +300,7 @@ impl Driver {
                 self.accept();
             }
             self.decide();
-            self.engine.start()?;
+            self.hand_over()?;
             for session in self.sessions.values_mut() {
                 session.ring();
             }
@@ -346,6 +355,7 @@ impl Driver {
                 offset,
                 bytes,
                 buffer,
+                urgency,
             } => {
                 let mut job = None;
                 let memory = match buffer {
@@ -364,14 +374,15 @@ impl Driver {
                 };
                 let now = Instant::now();
                 self.ledger.started(io, device, op, bytes, job, now);
-                self.engine.submit(Io {
+                let io = Io {
                     id: io,
                     device,
                     op,
                     offset,
                     bytes,
                     memory,
-                });
+                };
+                self.queue.push(io, urgency);
             }
             Action::Complete { session, entry } => {
                 let Some(found) = self.sessions.get_mut(&session) else {
@@ -537,7 +548,10 @@ impl Driver {
     fn reap(&mut self) -> Result<(), DriverError> {
         self.engine.reap(&mut self.ended)?;
         let now = Instant::now();
-        for done in self.ended.drain(..) {
+        for piece in self.ended.drain(..) {
+            let Some(done) = self.queue.ended(piece, now) else {
+                continue;
+            };
             self.ledger.ended(&done, now);
             self.events.push_back(Event::IoDone {
                 io: done.id,
@@ -548,6 +562,15 @@ impl Driver {
             });
         }
         Ok(())
+    }
+
+    /// Gives the engine what its devices have room for.
+    fn hand_over(&mut self) -> Result<(), DriverError> {
+        self.queue.start(Instant::now(), &mut self.pieces);
+        for piece in self.pieces.drain(..) {
+            self.engine.submit(piece);
+        }
+        Ok(self.engine.start()?)
     }
 
     /// One turn of the ring that has waited longest.
@@ -660,8 +683,8 @@ impl Driver {
             self.gone(id, "offloadd stops");
         }
         self.decide();
-        self.engine.start()?;
-        let inflight_count = self.engine.inflight_count();
+        self.hand_over()?;
+        let inflight_count = self.queue.count();
         if self.sessions.is_empty() && inflight_count == 0 {
             return Ok(true);
         }

@@ -12,7 +12,7 @@ use offload_api::handoff::{self, HandoffError, Received};
 use offload_api::ids::{Epoch, Generation, SessionToken, SlotIndex, TicketId, TileIndex};
 use offload_api::proto::offload_client::OffloadClient;
 use offload_api::proto::{self, OpenSessionRequest};
-use offload_api::ring::entry::{Cqe, Request, Verb};
+use offload_api::ring::entry::{Cqe, Request, Urgency, Verb};
 use offload_api::ring::{ProcessRings, RingMap};
 use offload_api::{PROTOCOL_VERSION, geometry};
 use offloadd::engine::{Engine, EngineChoice};
@@ -375,6 +375,7 @@ pub(crate) fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> R
     Request {
         ticket: TicketId(u64::from(tile) + 100),
         verb: Verb::SwapOut,
+        urgency: Urgency::Ahead,
         tile: TileIndex(tile),
         slot: SlotIndex(slot),
         generation: Generation(generation),
@@ -386,6 +387,7 @@ pub(crate) fn swap_in(tile: u32, slot: u32) -> Request {
     Request {
         ticket: TicketId(u64::from(tile) + 200),
         verb: Verb::SwapIn,
+        urgency: Urgency::Ahead,
         generation: Generation(0),
         checksum: 0,
         tile: TileIndex(tile),

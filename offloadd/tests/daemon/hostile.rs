@@ -6,7 +6,7 @@ use std::time::Duration;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::proto;
-use offload_api::ring::entry::{Request, Verb};
+use offload_api::ring::entry::{Request, Urgency, Verb};
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::common::{Control, Daemon, Store, eventually, open};
@@ -17,6 +17,7 @@ fn nonsense(ticket: u64) -> Request {
     Request {
         ticket: TicketId(ticket),
         verb: Verb::SwapIn,
+        urgency: Urgency::Ahead,
         tile: TileIndex(u32::MAX),
         slot: SlotIndex(u32::MAX),
         generation: Generation(0),

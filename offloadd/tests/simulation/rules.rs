@@ -2,7 +2,7 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Verb};
+use offload_api::ring::entry::{Request, Urgency, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
 use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::{self, Committed};
@@ -165,6 +165,7 @@ fn one_operation_a_slot_and_no_reader_beside_a_writer() {
             let request = Request {
                 ticket: TicketId(1),
                 verb: Verb::SwapIn,
+                urgency: Urgency::Ahead,
                 tile: TileIndex(1),
                 slot: SlotIndex(6),
                 generation: Generation(0),
@@ -213,6 +214,7 @@ fn nonsense_in_the_ring_ends_the_session_and_nobody_elses() {
     let mut entry = Request {
         ticket: TicketId(1),
         verb: Verb::SwapIn,
+        urgency: Urgency::Ahead,
         tile: TileIndex(0),
         slot: SlotIndex(1),
         generation: Generation(0),

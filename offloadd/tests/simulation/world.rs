@@ -6,7 +6,7 @@ use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Cqe, Request, Sqe, Verb};
+use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
 use offloadd::core::{
     Action, Call, CallId, Core, Event, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
 };
@@ -145,6 +145,7 @@ impl World {
                 offset,
                 bytes,
                 buffer,
+                urgency: _,
             } => self.engine.submit(io, device, op, offset, bytes, buffer),
             Action::Complete { session, entry } => self
                 .completions
@@ -340,6 +341,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapOut,
+                urgency: Urgency::Ahead,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(generation),
@@ -355,6 +357,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapIn,
+                urgency: Urgency::Ahead,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(0),

@@ -24,8 +24,10 @@ pub struct Sqe {
     pub checksum: u32,
     /// [`Verb`] as a number.
     pub verb: u32,
+    /// [`Urgency`] as a number.
+    pub urgency: u32,
     /// Zero.
-    pub reserved: [u64; 3],
+    pub reserved: [u32; 5],
 }
 
 /// Completion entry.
@@ -77,6 +79,26 @@ impl Verb {
     }
 }
 
+/// Whether somebody waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Urgency {
+    /// Moved ahead of its use, or behind it.
+    #[default]
+    Ahead,
+    /// Its use is next: it goes before what is moved ahead.
+    Wanted,
+}
+
+impl Urgency {
+    /// Its number in an entry.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::Ahead => 0,
+            Self::Wanted => 1,
+        }
+    }
+}
+
 /// A submission whose form is right. Whether tile, slot and generation exist is still to be seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
@@ -84,6 +106,8 @@ pub struct Request {
     pub ticket: TicketId,
     /// What to do.
     pub verb: Verb,
+    /// How soon.
+    pub urgency: Urgency,
     /// With which tile.
     pub tile: TileIndex,
     /// And which slot.
@@ -105,12 +129,13 @@ impl Request {
             slot: self.slot.0,
             checksum: self.checksum,
             verb: self.verb.number(),
-            reserved: [0; 3],
+            urgency: self.urgency.number(),
+            reserved: [0; 5],
         }
     }
 
     /// Checks the form of an entry copied out of shared memory. [`FaultKind::StaleEpoch`] for another life of the
-    /// daemon, [`FaultKind::Protocol`] for a bad verb or a used reserved field.
+    /// daemon, [`FaultKind::Protocol`] for a bad verb or urgency, or a used reserved field.
     pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
         use crate::removable::{Mechanism, removed};
         if sqe.epoch != epoch.0 && !removed(Mechanism::Epoch) {
@@ -131,7 +156,16 @@ impl Request {
                     format!("verb {} is none of 1 and 2", sqe.verb),
                 )
             })?;
-        let unused_set = sqe.reserved != [0; 3]
+        let urgency = [Urgency::Ahead, Urgency::Wanted]
+            .into_iter()
+            .find(|u| u.number() == sqe.urgency)
+            .ok_or_else(|| {
+                Fault::new(
+                    FaultKind::Protocol,
+                    format!("urgency {} is none of 0 and 1", sqe.urgency),
+                )
+            })?;
+        let unused_set = sqe.reserved != [0; 5]
             || (verb == Verb::SwapIn && (sqe.generation != 0 || sqe.checksum != 0));
         if unused_set {
             return Err(Fault::new(
@@ -142,6 +176,7 @@ impl Request {
         Ok(Self {
             ticket: TicketId(sqe.ticket),
             verb,
+            urgency,
             tile: TileIndex(sqe.tile),
             slot: SlotIndex(sqe.slot),
             generation: Generation(sqe.generation),
@@ -157,6 +192,7 @@ mod tests {
     const REQUEST: Request = Request {
         ticket: TicketId(7),
         verb: Verb::SwapOut,
+        urgency: Urgency::Wanted,
         tile: TileIndex(3),
         slot: SlotIndex(9),
         generation: Generation(12),
@@ -172,9 +208,12 @@ mod tests {
         for verb in [0, 3, u32::MAX] {
             assert_eq!(kind(Sqe { verb, ..sqe }), FaultKind::Protocol);
         }
+        for urgency in [2, u32::MAX] {
+            assert_eq!(kind(Sqe { urgency, ..sqe }), FaultKind::Protocol);
+        }
         assert_eq!(
             kind(Sqe {
-                reserved: [0, 0, 1],
+                reserved: [0, 0, 0, 0, 1],
                 ..sqe
             }),
             FaultKind::Protocol
@@ -193,7 +232,7 @@ mod tests {
         let bytes = REQUEST.to_sqe(Epoch(5));
         let golden: [u8; 44] = [
             7, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 9,
-            0, 0, 0, 0xef, 0xbe, 0xad, 0xde, 2, 0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0xef, 0xbe, 0xad, 0xde, 2, 0, 0, 0, 1, 0, 0, 0,
         ];
         assert_eq!(bytes.as_bytes()[..44], golden);
     }

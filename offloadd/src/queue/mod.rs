@@ -1,0 +1,248 @@
+//! What goes to which device next, and in what pieces. A core: no clock, thread or file.
+//!
+//! ```text
+//!                      each device, each way
+//!   push(Io, urgency) ──▶ wanted ──┐   pieces, while the
+//!                         ahead ───┴─▶ window has room ──start──▶ engine ──ended──▶ the whole operation, once
+//!   flushes ─────────────────────────────────────────────▶ at once
+//! ```
+//!
+//! **Order.** What somebody waits for goes before what is moved ahead of its use; of [`TURNS`] pieces one is of the latter, so
+//! that it progresses whatever comes. Within a class, first come first served.
+//! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill
+//! the place of the other.
+//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken.
+//! **Pieces.** A large operation is cut into pieces the device takes as one request; they are in flight together and end as
+//! one. The first that fails or is short, by its place, fails the whole, and what was not handed over stays here.
+//!
+//! **Bound.** As many operations as the core has in flight, which its limits bound; pieces only while they are handed over.
+//! At 20 GB/s in pieces of 512 KiB 40,000 pieces a second pass here, each some hundred nanoseconds.
+
+mod limits;
+mod way;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use offload_api::ids::DeviceIndex;
+use offload_api::ring::entry::Urgency;
+
+use crate::core::{IoId, IoOp};
+use crate::engine::{Io, IoDone, Memory};
+
+pub use limits::DeviceLimits;
+use way::Way;
+pub use way::{INFLIGHT_COUNT_MAX, TURNS};
+
+/// All devices' queues.
+#[derive(Debug)]
+pub struct Queue {
+    devices: Vec<Device>,
+    wholes: Vec<Option<Whole>>,
+    free: Vec<usize>,
+    flushes: VecDeque<usize>,
+    /// Not handed over, or not all of it.
+    waiting_count: usize,
+}
+
+#[derive(Debug)]
+struct Device {
+    piece_bytes: u32,
+    /// Reads, writes.
+    ways: [Way; 2],
+}
+
+/// An operation as the core knows it.
+#[derive(Debug)]
+struct Whole {
+    io: Io,
+    urgency: Urgency,
+    piece_bytes: u32,
+    /// From its start, handed over.
+    cut_bytes: u32,
+    inflight_count: u32,
+    /// The failure nearest to its start: where its piece begins, and what became of that.
+    failed: Option<(u32, Result<u32, i32>)>,
+    /// Since its first piece was handed over.
+    since: Option<Instant>,
+    retried_count: u32,
+}
+
+impl Whole {
+    fn ended(&self) -> bool {
+        self.inflight_count == 0 && self.since.is_some() && !self.waits()
+    }
+
+    fn waits(&self) -> bool {
+        self.failed.is_none() && (self.cut_bytes < self.io.bytes || self.since.is_none())
+    }
+
+    fn piece_bytes_at(&self, at: u32) -> u32 {
+        (self.io.bytes - at).min(self.piece_bytes)
+    }
+
+    /// The next piece, known to the engine by `place` and where it begins.
+    fn cut(&mut self, place: usize, now: Instant) -> Io {
+        let at = self.cut_bytes;
+        let bytes = self.piece_bytes_at(at);
+        let memory = match &self.io.memory {
+            Memory::Arena {
+                arena,
+                offset,
+                piece,
+            } => Memory::Arena {
+                arena: arena.clone(),
+                offset: offset + u64::from(at),
+                piece: *piece,
+            },
+            // Never cut.
+            Memory::Meta(_) | Memory::None => std::mem::replace(&mut self.io.memory, Memory::None),
+        };
+        self.cut_bytes += bytes;
+        self.inflight_count += 1;
+        self.since.get_or_insert(now);
+        Io {
+            id: IoId((place as u64) << 32 | u64::from(at)),
+            device: self.io.device,
+            op: self.io.op,
+            offset: self.io.offset + u64::from(at),
+            bytes,
+            memory,
+        }
+    }
+}
+
+impl Queue {
+    /// Empty queues, one a device in the store's order.
+    pub fn new(devices: &[DeviceLimits]) -> Self {
+        let device = |limits: &DeviceLimits| Device {
+            piece_bytes: limits.piece_bytes,
+            ways: limits.window_bytes.map(Way::new),
+        };
+        Self {
+            devices: devices.iter().map(device).collect(),
+            wholes: Vec::new(),
+            free: Vec::new(),
+            flushes: VecDeque::new(),
+            waiting_count: 0,
+        }
+    }
+
+    /// Pieces that may be in an engine at a time, beside `flushes_max` flushes.
+    pub fn inflight_max(device_count: usize, flushes_max: usize) -> usize {
+        device_count * 2 * INFLIGHT_COUNT_MAX + flushes_max
+    }
+
+    /// Takes an operation.
+    pub fn push(&mut self, io: Io, urgency: Urgency) {
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.wholes.push(None);
+            self.wholes.len() - 1
+        });
+        let (device, op) = (io.device, io.op);
+        let piece_bytes = match io.memory {
+            Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
+            // The daemon's own structures: pieces of some megabytes already.
+            Memory::Meta(_) | Memory::None => u32::MAX,
+        };
+        self.wholes[place] = Some(Whole {
+            io,
+            urgency,
+            piece_bytes,
+            cut_bytes: 0,
+            inflight_count: 0,
+            failed: None,
+            since: None,
+            retried_count: 0,
+        });
+        self.waiting_count += 1;
+        match self.way(device, op) {
+            Some(way) => way.push(place, urgency),
+            None => self.flushes.push_back(place),
+        }
+    }
+
+    /// Hands over all the devices have room for.
+    pub fn start(&mut self, now: Instant, pieces: &mut Vec<Io>) {
+        if self.waiting_count == 0 {
+            return;
+        }
+        while let Some(place) = self.flushes.pop_front() {
+            let whole = self.wholes[place].as_mut().expect("it waits");
+            pieces.push(whole.cut(place, now));
+            self.waiting_count -= 1;
+        }
+        for way in self.devices.iter_mut().flat_map(|d| &mut d.ways) {
+            while let Some((place, urgency)) = way.next() {
+                let whole = self.wholes[place].as_mut().expect("it waits");
+                if !way.has_room(whole.piece_bytes_at(whole.cut_bytes)) {
+                    break;
+                }
+                let piece = whole.cut(place, now);
+                let last = !whole.waits();
+                way.hand_over(urgency, piece.bytes, last);
+                self.waiting_count -= usize::from(last);
+                pieces.push(piece);
+            }
+        }
+    }
+
+    /// A piece has ended: the whole operation, when it was its last one.
+    pub fn ended(&mut self, piece: IoDone, now: Instant) -> Option<IoDone> {
+        let (place, at) = ((piece.id.0 >> 32) as usize, piece.id.0 as u32);
+        let whole = self.wholes[place]
+            .as_mut()
+            .expect("a piece of an operation");
+        let asked_bytes = whole.piece_bytes_at(at);
+        let (device, op, urgency) = (whole.io.device, whole.io.op, whole.urgency);
+        let waited = whole.waits();
+        whole.inflight_count -= 1;
+        whole.retried_count += piece.retried_count;
+        let first = whole.failed.is_none_or(|(before, _)| at < before);
+        if piece.outcome != Ok(asked_bytes) && first {
+            whole.failed = Some((at, piece.outcome));
+        }
+        let gives_up = waited && !whole.waits();
+        let done = whole.ended();
+        if let Some(way) = self.way(device, op) {
+            way.take_back(asked_bytes);
+            if gives_up {
+                way.remove(place, urgency);
+            }
+        }
+        self.waiting_count -= usize::from(gives_up);
+        if !done {
+            return None;
+        }
+        let whole = self.wholes[place].take().expect("just seen");
+        self.free.push(place);
+        let since = whole.since.expect("it was handed over");
+        Some(IoDone {
+            id: whole.io.id,
+            outcome: match whole.failed {
+                None => Ok(whole.io.bytes),
+                // As one operation would say: so much is there, from its start on.
+                Some((at, Ok(moved))) => Ok(at + moved),
+                Some((_, Err(errno))) => Err(errno),
+            },
+            device_ns: now.saturating_duration_since(since).as_nanos() as u64,
+            memory: piece.memory,
+            retried_count: whole.retried_count,
+        })
+    }
+
+    /// Operations taken and not given back.
+    pub fn count(&self) -> usize {
+        self.wholes.len() - self.free.len()
+    }
+
+    /// A flush has no way: nothing is before or behind it.
+    fn way(&mut self, device: DeviceIndex, op: IoOp) -> Option<&mut Way> {
+        let ways = &mut self.devices[device.0 as usize].ways;
+        match op {
+            IoOp::Read => Some(&mut ways[0]),
+            IoOp::Write => Some(&mut ways[1]),
+            IoOp::Flush => None,
+        }
+    }
+}
