@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
-use offload_client::{Done, Slot, TileIndex, Verb};
+use offload_client::{ClientError, Done, Session, Slot, Ticket, TileIndex, Verb};
 
 use crate::SwapperError;
 use crate::backing::Arena;
@@ -18,6 +18,9 @@ use crate::span::{Span, SpanKind, Spans};
 
 /// How often a waiting owner looks at the stall limit.
 const WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// Starts moving a tile.
+type Swap = fn(&mut Session, TileIndex, Slot) -> Result<Ticket, (Slot, ClientError)>;
 
 pub(crate) struct Driver<H> {
     core: Core,
@@ -331,8 +334,15 @@ impl<H: Clone> Driver<H> {
 
     fn act(&mut self, action: Action) -> Result<(), SwapperError> {
         match action {
-            Action::Read { tile, slot } => self.start(Verb::SwapIn, tile, slot),
-            Action::Write { tile, slot } => self.start(Verb::SwapOut, tile, slot),
+            Action::Read { tile, slot, wanted } => {
+                let swap = if wanted {
+                    Session::swap_in_wanted
+                } else {
+                    Session::swap_in
+                };
+                self.start(swap, tile, slot)
+            }
+            Action::Write { tile, slot } => self.start(Session::swap_out, tile, slot),
             Action::Update { range, slots, step } => {
                 let lent = self.lend(range, slots.map(Some));
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
@@ -377,7 +387,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    fn start(&mut self, verb: Verb, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
+    fn start(&mut self, swap: Swap, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
         let index = match tile.kind {
             Kind::Grad => {
                 self.grad_tiles[tile.range as usize].expect("resident gradients do not move")
@@ -393,11 +403,7 @@ impl<H: Clone> Driver<H> {
         if self.inflight.is_empty() {
             self.moved_last = Instant::now();
         }
-        let started = match verb {
-            Verb::SwapIn => session.swap_in(index, bytes),
-            Verb::SwapOut => session.swap_out(index, bytes),
-        };
-        started.map_err(|(_, source)| client("moving a tile")(source))?;
+        swap(session, index, bytes).map_err(|(_, source)| client("moving a tile")(source))?;
         self.inflight.insert(index, (tile, slot, Instant::now()));
         Ok(())
     }

@@ -24,6 +24,7 @@ impl Core {
                 }
                 let left = std::mem::take(&mut self.plan.served[self.next_served].1).into();
                 self.next_served += 1;
+                self.want();
                 Waiting::Serving(Serving {
                     left,
                     lent: VecDeque::new(),

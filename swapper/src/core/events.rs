@@ -92,6 +92,8 @@ pub enum Action {
         tile: TileId,
         /// Where to.
         slot: SlotNumber,
+        /// The trainer's present operation or its next one uses it: before what is read ahead.
+        wanted: bool,
     },
     /// Bring a slot's content to its tile's device.
     Write {

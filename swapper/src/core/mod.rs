@@ -90,6 +90,8 @@ pub struct Core {
     /// Next of `plan.updates` to start, next of `plan.served` to serve.
     next_update: usize,
     next_served: usize,
+    /// The trainer's present operation and its next one use what comes before this position.
+    wanted: usize,
     /// Fills of the plan not yet done: its commit waits for them.
     fills_left: usize,
     /// Ranges with the workers, with their position in this plan.
@@ -153,6 +155,7 @@ impl Core {
             ahead: [0; 3],
             next_update: 0,
             next_served: 0,
+            wanted: 0,
             fills_left: 0,
             updating: BTreeMap::new(),
             scattered: vec![false; ranges],
@@ -225,6 +228,14 @@ impl Core {
         self.acknowledged + self.commits as u64 + 1
     }
 
+    /// Looks how far the operation reaches that the trainer asks for next; behind the last one nothing is wanted.
+    fn want(&mut self) {
+        let next = self.plan.served.get(self.next_served);
+        if let Some(&last) = next.and_then(|(_, positions)| positions.last()) {
+            self.wanted = last as usize + 1;
+        }
+    }
+
     fn tiles(&mut self, kind: Kind) -> &mut Tiles {
         &mut self.tiles[kind as usize]
     }
@@ -257,6 +268,8 @@ impl Core {
         self.ahead = [0; 3];
         self.next_update = 0;
         self.next_served = 0;
+        self.wanted = self.plan.uses.len();
+        self.want();
         let fills = |one: &&plan::Use| one.what == UseKind::Fill;
         self.fills_left = self.plan.uses.iter().filter(fills).count();
         if self.plan.commits {

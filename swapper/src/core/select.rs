@@ -161,7 +161,11 @@ impl Core {
                 tiles.set_place(one.range, Place::Reading);
                 self.reads_inflight += 1;
                 let (tile, slot) = (tiles.id(one.range), tiles.slot(one.range));
-                actions.push(Action::Read { tile, slot });
+                actions.push(Action::Read {
+                    tile,
+                    slot,
+                    wanted: position < self.wanted,
+                });
             }
             self.changed = true;
         }

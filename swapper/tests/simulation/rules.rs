@@ -14,6 +14,8 @@ struct Bench {
     lent: Vec<u32>,
     /// Writes that have not ended, when they are kept.
     writes: Option<VecDeque<TileId>>,
+    /// Parameters read, in order, and whether they were wanted.
+    reads: Vec<(u32, bool)>,
     done: usize,
 }
 
@@ -37,6 +39,7 @@ impl Bench {
             updated: Vec::new(),
             lent: Vec::new(),
             writes: None,
+            reads: Vec::new(),
             done: 0,
         }
     }
@@ -49,7 +52,13 @@ impl Bench {
                 Action::Write { tile, .. } if self.writes.is_some() => {
                     self.writes.as_mut().expect("kept").push_back(tile);
                 }
-                Action::Read { tile, .. } | Action::Write { tile, .. } => {
+                Action::Read { tile, wanted, .. } => {
+                    if tile.kind == Kind::Param {
+                        self.reads.push((tile.range, wanted));
+                    }
+                    self.event(Event::Moved { tile });
+                }
+                Action::Write { tile, .. } => {
                     self.event(Event::Moved { tile });
                 }
                 Action::Update { range, .. } => {
@@ -161,4 +170,34 @@ fn parameters_are_written_before_state_so_that_backward_finds_their_slots_free()
     let of = |kind| (0..4).map(move |range| (kind, range));
     let wanted: Vec<_> = of(Kind::Param).chain(of(Kind::State)).collect();
     assert_eq!(order, wanted);
+}
+
+#[test]
+fn reads_of_the_next_operation_are_wanted_and_those_behind_it_are_ahead() {
+    let core = Core::new(CoreSettings {
+        units: (0..4).map(|unit| unit..unit + 1).collect(),
+        resident: [(); 3].map(|()| vec![false; 4]),
+        staging: [3; 3],
+        iodepth: 16,
+        workers: 1,
+        durable: true,
+    });
+    let mut bench = Bench {
+        core,
+        ..Bench::new(1)
+    };
+    let gathers = (0..4).map(|unit| Op::Gather { unit }).collect();
+    bench.event(Event::Plan(gathers));
+    // The third is behind the second, which comes next while the first is served.
+    assert_eq!(bench.reads, [(0, true), (1, false), (2, false)]);
+    assert!(bench.serve(Op::Gather { unit: 0 }));
+    assert!(bench.serve(Op::Gather { unit: 1 }));
+    assert!(bench.serve(Op::Gather { unit: 2 }));
+    // Its slot was free when the first came back, two operations before its own.
+    assert_eq!(bench.reads[3..], [(3, false)]);
+    // With slots for one alone it is read when it is next.
+    let mut tight = Bench::new(3);
+    tight.event(Event::Plan(vec![GATHER]));
+    assert!(tight.serve(GATHER));
+    assert_eq!(tight.reads, [(0, true), (1, true), (2, true)]);
 }

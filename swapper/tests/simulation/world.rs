@@ -290,7 +290,7 @@ impl<'a> Life<'a> {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Read { tile, slot } => {
+            Action::Read { tile, slot, .. } => {
                 assert!(self.job.durable);
                 let kind = tile.kind as usize;
                 for io in &self.ios {
