@@ -74,7 +74,7 @@ pub(crate) struct ScaleArgs {
     #[arg(long, value_name = "PROGRAM")]
     fio: Option<PathBuf>,
     /// Fail when a row is further than this from the pace that was set
-    #[arg(long, value_name = "PERCENT", requires = "paced")]
+    #[arg(long, value_name = "PERCENT")]
     within: Option<f64>,
     /// Leave scale.json, scale.svg and scale.html in this folder
     #[arg(long, value_name = "FOLDER")]
@@ -154,6 +154,10 @@ fn check(args: &ScaleArgs) -> Result<()> {
         args.within
             .is_none_or(|percent| (0.0..=100.0).contains(&percent)),
         "--within: percent, 0 to 100"
+    );
+    ensure!(
+        args.within.is_none() || args.paced.is_some(),
+        "--within: only with --paced, as other drives have no pace that was set"
     );
     ensure!(
         args.parts >= 1,
