@@ -9,6 +9,7 @@ import json
 MODELS = {
     "1.3b": {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "2.5b": {"hidden": 2560, "layers": 30, "heads": 20, "ff": 6912, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "4b": {"hidden": 3072, "layers": 34, "heads": 24, "ff": 8192, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
 }
 
@@ -42,6 +43,8 @@ ROWS = {
                      "says": "all state on one drive, 16 micro-batches a step"},
     "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_share": "auto",
                 "unpaced": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --folder names; what fits stays in host memory"},
+    "largest-4g": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "resident_share": "auto",
+                   "unpaced": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
 }
 
 # Peers are measured in the same run, so that a ratio compares two programs on one machine.

@@ -177,7 +177,7 @@ class Table:
         trainer, run = self.args.bin / "trainer", folder / "run.toml"
         words = ["launch", "--nproc", ranks, "--", run] if ranks > 1 else ["train", run]
         command = [trainer, *words, *self.sets(), "--fresh"]
-        if self.args.trace and ranks == 1:
+        if self.args.trace:
             command += ["--trace", folder / "trace.json"]
         metrics = folder / "run" / "metrics.jsonl"
         watched = watch.run(paced.paced(command) if drives else command, log=folder / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
