@@ -38,7 +38,17 @@ struct ConfigToml {
     #[serde(default)]
     iodepth_max: Option<u32>,
     #[serde(default)]
+    rated_tb_written: Option<Rating>,
+    #[serde(default)]
     metrics: MetricsToml,
+}
+
+/// One number for all devices, or one each.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Rating {
+    All(f64),
+    Each(Vec<f64>),
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -47,7 +57,7 @@ struct MetricsToml {
     listen: Option<String>,
 }
 
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 9] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -55,6 +65,7 @@ const KEYS: [&str; 8] = [
     "require_locked",
     "sessions_max",
     "iodepth_max",
+    "rated_tb_written",
     "metrics.listen",
 ];
 
@@ -82,6 +93,8 @@ pub struct Config {
     pub sessions_max: u32,
     /// Operations in flight of one session.
     pub iodepth_max: u32,
+    /// What may be written to each device before it is worn out, in the order of `devices`; `None`: nobody said.
+    pub rated_bytes: Vec<Option<u64>>,
     /// Where Prometheus may ask; `None`: nowhere.
     pub metrics_listen: Option<PageAddress>,
 }
@@ -254,6 +267,28 @@ impl ConfigToml {
             let message = format!("{iodepth_max}; from 1 to {}", offload_api::IODEPTH_MAX);
             return refuse("iodepth_max", message);
         }
+        let rated_tb = match self.rated_tb_written {
+            None => vec![None; self.devices.len()],
+            Some(Rating::All(tb)) => vec![Some(tb); self.devices.len()],
+            Some(Rating::Each(each)) if each.len() == self.devices.len() => {
+                each.into_iter().map(Some).collect()
+            }
+            Some(Rating::Each(each)) => {
+                let (count, devices) = (each.len(), self.devices.len());
+                let message =
+                    format!("{count} numbers for {devices} devices: one for all, or one each");
+                return refuse("rated_tb_written", message);
+            }
+        };
+        // A thousandth, so that what is nothing is not divided by; a million is more than any drive takes.
+        let sane = |tb: &f64| (0.001..=1e6).contains(tb);
+        if let Some(tb) = rated_tb.iter().flatten().find(|tb| !sane(tb)) {
+            return refuse(
+                "rated_tb_written",
+                format!("{tb}; from 0.001 to 1000000 (TB)"),
+            );
+        }
+        let rated_bytes = |tb: Option<f64>| tb.map(|tb| (tb * 1e12) as u64);
         let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
             None => None,
             Some(Ok(address)) => Some(address),
@@ -278,6 +313,7 @@ impl ConfigToml {
             require_locked: self.require_locked,
             sessions_max,
             iodepth_max,
+            rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
             metrics_listen,
         })
     }
@@ -342,6 +378,7 @@ mod tests {
         require_locked = true
         sessions_max = 16
         iodepth_max = 32
+        rated_tb_written = [600, 1200.5]
         [metrics]
         listen = "127.0.0.1:9464"
     "#;
@@ -364,6 +401,10 @@ mod tests {
         let table: toml::Table = toml::from_str(WHOLE).unwrap();
         let keys: Vec<_> = keys_of(&table).collect();
         assert!(KEYS.iter().all(|key| keys.iter().any(|k| k == key)));
+        let rated_bytes = [600_000_000_000_000, 1_200_500_000_000_000];
+        assert_eq!(config.rated_bytes, rated_bytes.map(Some));
+        let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
+        assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
         let listen = config.metrics_listen.unwrap();
         assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
     }
@@ -393,6 +434,11 @@ mod tests {
             ("psync", "libaio", "engine"),
             ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
+            ("[600, 1200.5]", "[600]", "rated_tb_written"),
+            ("[600, 1200.5]", "0", "rated_tb_written"),
+            ("[600, 1200.5]", "-1", "rated_tb_written"),
+            ("[600, 1200.5]", "nan", "rated_tb_written"),
+            ("[600, 1200.5]", "inf", "rated_tb_written"),
             ("127.0.0.1:9464", "0.0.0.0:9464", "metrics.listen"),
             ("127.0.0.1:9464", "192.168.1.5:9464", "metrics.listen"),
             ("127.0.0.1:9464", "[::]:9464", "metrics.listen"),

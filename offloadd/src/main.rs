@@ -32,6 +32,7 @@ The settings, all of them, with what they are when left out:
   require_locked = false                      # refuse to run when memory cannot be locked
   sessions_max = 64
   iodepth_max = 64                            # operations in flight of one session
+  rated_tb_written = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
   listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach";
 

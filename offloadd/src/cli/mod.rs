@@ -8,12 +8,34 @@ pub(crate) mod verify;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use offloadd::device::{Device, DeviceError};
+use offloadd::config::Config;
+use offloadd::device::{Device, DeviceBlocks, DeviceError};
+use offloadd::metrics::Worn;
+use offloadd::store::recover::RecoveredStore;
+use offloadd::store::wear::Wear;
 use rustix::process::{Pid, Signal};
 
 /// Opens and locks all devices, in the order given.
 fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
     paths.iter().map(|path| Device::open(path)).collect()
+}
+
+/// How far each device of the store is worn, in the store's order.
+fn worn(store: &RecoveredStore, devices: &[Device], config: &Config) -> Vec<Worn> {
+    let worn = store
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(index, device)| Worn {
+            before: Wear::read(
+                &mut DeviceBlocks(devices),
+                device.position,
+                store.id,
+                index as u32,
+            ),
+            rated_bytes: config.rated_bytes[device.position],
+        });
+    worn.collect()
 }
 
 /// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.

@@ -17,6 +17,7 @@ use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
 use offloadd::driver::{self, DriverError, Parts, Running};
 use offloadd::memory;
+use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
 use offloadd::server::page::{Page, PageAddress};
 use offloadd::server::{self, About};
@@ -25,7 +26,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::{binary, follow_parent, open_all};
+use super::{binary, follow_parent, open_all, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -67,6 +68,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         );
     }
     let store = recover::open(&mut DeviceBlocks(&devices))?;
+    let wearing = Wearing::new(store.id, worn(&store, &devices, &config));
     for note in &store.notes {
         tracing::warn!("{note}");
     }
@@ -97,6 +99,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         engine: config.engine,
         limits: config.limits(),
         epoch,
+        wearing,
         policy,
         descriptor_socket: descriptor_socket.clone(),
     })?;

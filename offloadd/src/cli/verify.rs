@@ -16,9 +16,9 @@ pub(crate) fn run(config: &Path, as_json: bool) -> Result<ExitCode> {
     let devices = open_all(&config.devices)?;
     let report = verify(&mut DeviceBlocks(&devices))?;
     if as_json {
-        println!("{}", to_json(&report));
+        println!("{}", to_json(&report, &config));
     } else {
-        tell(&report);
+        tell(&report, &config);
     }
     Ok(if report.is_sound() {
         ExitCode::SUCCESS
@@ -27,7 +27,7 @@ pub(crate) fn run(config: &Path, as_json: bool) -> Result<ExitCode> {
     })
 }
 
-fn tell(report: &Report) {
+fn tell(report: &Report, config: &Config) {
     for tile in &report.damaged_tiles {
         println!("DAMAGED {tile}");
     }
@@ -37,6 +37,18 @@ fn tell(report: &Report) {
     for (uid, job) in &report.unclean_jobs {
         println!(
             "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared"
+        );
+    }
+    for device in &report.wear {
+        let written_bytes = device.wear.written_bytes;
+        let rated = config.rated_bytes[device.position].map_or_else(String::new, |rated| {
+            let share = 100.0 * written_bytes as f64 / rated as f64;
+            format!(", {share:.1} % of what it is rated for")
+        });
+        println!(
+            "{}: {} written since it was formatted{rated}",
+            device.path,
+            binary(written_bytes)
         );
     }
     println!(
@@ -52,7 +64,7 @@ fn tell(report: &Report) {
     );
 }
 
-fn to_json(report: &Report) -> Value {
+fn to_json(report: &Report, config: &Config) -> Value {
     json!({
         "sound": report.is_sound(),
         "job_count": report.job_count,
@@ -64,6 +76,11 @@ fn to_json(report: &Report) -> Value {
             "offset": note.offset,
             "what": note.what,
             "why": note.why,
+        })).collect::<Vec<_>>(),
+        "wear": report.wear.iter().map(|device| json!({
+            "device": device.path,
+            "worn_bytes": device.wear.written_bytes,
+            "rated_bytes": config.rated_bytes[device.position],
         })).collect::<Vec<_>>(),
         "unclean_jobs": report.unclean_jobs.iter().map(|(uid, job)| json!({
             "uid": uid,

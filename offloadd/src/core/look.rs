@@ -25,6 +25,8 @@ pub struct JobState {
     pub uid: u32,
     /// With `uid` it names the job.
     pub job: JobName,
+    /// In the store; `None` before it has tiles.
+    pub job_id: Option<u64>,
     /// Over all devices.
     pub reserved_bytes: u64,
     /// Processes.
@@ -117,6 +119,7 @@ fn state(key: &JobKey, job: &Job) -> JobState {
     JobState {
         uid: key.uid,
         job: key.name.clone(),
+        job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
         session_count: 0,
         arena_bytes: 0,

@@ -24,19 +24,21 @@ use std::time::{Duration, Instant};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
 use offload_api::ids::{DeviceIndex, Epoch};
-use offload_api::ring::entry::Sqe;
+use offload_api::ring::entry::{Sqe, Urgency};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::core::{
-    Action, Buffer, Call, CallId, Core, Event, IoResult, Limits, Peer, Reply, SessionId, Viewer,
+    Action, Buffer, Call, CallId, Core, Event, IoId, IoOp, IoResult, Limits, Peer, Reply,
+    SessionId, Viewer,
 };
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::slowness::Change;
-use crate::metrics::{Ledger, Snapshot, ledger::JobPlace};
+use crate::metrics::{Ledger, Snapshot, Wearing, ledger::JobPlace};
 use crate::queue::{DeviceLimits, Queue};
+use crate::store::definition::JobName;
 
 mod attach;
 mod inbox;
@@ -69,6 +71,9 @@ const EVENTS_A_TURN: usize = 64;
 /// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
 
+/// Marks the driver's own operations; the core counts its up from 1.
+const WEAR_IO: u64 = 1 << 63;
+
 /// How long in-flight I/O may take when the daemon ends; a dead drive must not keep it for ever.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 
@@ -86,6 +91,8 @@ pub struct Parts {
     pub limits: Limits,
     /// Of this life, for the rings.
     pub epoch: Epoch,
+    /// How far the devices are worn.
+    pub wearing: Wearing,
     /// Whether arenas must be locked.
     pub policy: LockPolicy,
     /// Where descriptors are handed out; nothing exists there.
@@ -169,8 +176,14 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
 /// A call that the core has not answered.
 struct Waiting {
     answer: oneshot::Sender<Result<Reply, Fault>>,
-    /// Of a commit: whose.
-    commit_of: Option<JobPlace>,
+    counted: Counted,
+}
+
+/// What a call's answer changes in the ledger.
+enum Counted {
+    Nothing,
+    Commit(JobPlace),
+    Drop(u32, JobName),
 }
 
 struct Driver {
@@ -193,6 +206,9 @@ struct Driver {
     calls_made: u64,
     limits: Limits,
     ledger: Ledger,
+    wear_inflight_count: usize,
+    /// The last time is over.
+    wear_kept: bool,
     events: VecDeque<Event>,
     actions: Vec<Action>,
     pieces: Vec<Io>,
@@ -214,11 +230,13 @@ impl Driver {
             engine,
             limits,
             epoch,
+            wearing,
             policy,
             descriptor_socket,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
-        let operations_max = limits.sessions_max as usize * a_session;
+        // A write of its wear to each device besides.
+        let operations_max = limits.sessions_max as usize * a_session + devices.len();
         let inflight_max = Queue::inflight_max(devices.len(), operations_max);
         let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
         let keeper = Keeper::start(handle, epoch, policy, limits.sessions_max)
@@ -229,7 +247,7 @@ impl Driver {
         )))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create")(e.into()))?;
-        let ledger = Ledger::new(&core.device_states(), Instant::now());
+        let ledger = Ledger::new(&core.device_states(), wearing, Instant::now());
         let driver = Self {
             core,
             queue: Queue::new(&device_limits),
@@ -248,6 +266,8 @@ impl Driver {
             calls_made: 0,
             limits,
             ledger,
+            wear_inflight_count: 0,
+            wear_kept: false,
             events: VecDeque::new(),
             actions: Vec::new(),
             pieces: Vec::new(),
@@ -265,6 +285,7 @@ impl Driver {
 
     fn run(&mut self) -> Result<(), DriverError> {
         let mut ready = Vec::with_capacity(EVENTS_A_TURN);
+        self.judge_devices();
         loop {
             ready.clear();
             let wait = self.wait();
@@ -296,6 +317,7 @@ impl Driver {
             }
             self.expire();
             self.judge_devices();
+            self.keep_wear(false);
             if self.accept_again {
                 self.accept();
             }
@@ -327,6 +349,7 @@ impl Driver {
                 .chain(offers)
                 .chain(self.stop_deadline)
                 .chain(self.ledger.judge_at())
+                .chain(self.ledger.keep_wear_at())
                 .chain(accept_again)
                 .min()?;
             next.saturating_duration_since(Instant::now())
@@ -394,9 +417,13 @@ impl Driver {
             }
             Action::Reply { call, reply } => {
                 if let Some(waiting) = self.calls.remove(&call) {
-                    if let Some(job) = waiting.commit_of {
-                        let now = Instant::now();
-                        self.ledger.commit_answered(job, reply.is_ok(), now);
+                    match (waiting.counted, &reply) {
+                        (Counted::Commit(job), reply) => {
+                            let now = Instant::now();
+                            self.ledger.commit_answered(job, reply.is_ok(), now);
+                        }
+                        (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
+                        (Counted::Drop(..) | Counted::Nothing, _) => {}
                     }
                     // An error means that the caller no longer listens.
                     let _ = waiting.answer.send(reply);
@@ -450,8 +477,8 @@ impl Driver {
                     }
                     let call = CallId(self.calls_made);
                     self.calls_made += 1;
-                    let commit_of = self.commit_of(&request, peer);
-                    self.calls.insert(call, Waiting { answer, commit_of });
+                    let counted = self.count_call(&request, peer);
+                    self.calls.insert(call, Waiting { answer, counted });
                     self.events.push_back(Event::Call {
                         call,
                         peer,
@@ -469,15 +496,19 @@ impl Driver {
         }
     }
 
-    /// Whose commit a call is; it is counted from now.
-    fn commit_of(&mut self, request: &Call, peer: Peer) -> Option<JobPlace> {
-        let Call::Commit { token, .. } = request else {
-            return None;
-        };
-        let mut sessions = self.sessions.values();
-        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid)?;
-        self.ledger.commit_called(found.job, Instant::now());
-        Some(found.job)
+    fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
+        match request {
+            Call::Commit { token, .. } => {
+                let mut sessions = self.sessions.values();
+                let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
+                found.map_or(Counted::Nothing, |session| {
+                    self.ledger.commit_called(session.job, Instant::now());
+                    Counted::Commit(session.job)
+                })
+            }
+            Call::DropJob { job } => Counted::Drop(peer.uid, job.clone()),
+            _ => Counted::Nothing,
+        }
     }
 
     fn look(&self, viewer: Viewer) -> Box<Snapshot> {
@@ -493,8 +524,37 @@ impl Driver {
         })
     }
 
-    /// Says which devices have become slow, and which are well again.
+    /// Writes how far the devices are worn to them, if it is time or `at_once`. The next ones wait for these to end.
+    fn keep_wear(&mut self, at_once: bool) {
+        let now = Instant::now();
+        let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
+        if !due || self.wear_inflight_count > 0 {
+            return;
+        }
+        let jobs = self.core.look(Viewer::All);
+        for to_keep in self.ledger.keep_wear(&jobs, now) {
+            self.wear_inflight_count += 1;
+            let io = Io {
+                id: IoId(WEAR_IO | u64::from(to_keep.device.0)),
+                device: to_keep.device,
+                op: IoOp::Write,
+                offset: to_keep.offset,
+                bytes: to_keep.blocks.len() as u32,
+                memory: Memory::Meta(to_keep.blocks),
+            };
+            self.queue.push(io, Urgency::Ahead);
+        }
+    }
+
+    /// Says which devices have become slow, which are well again, and which are nearly worn out.
     fn judge_devices(&mut self) {
+        for (device, share) in self.ledger.newly_worn() {
+            tracing::warn!(
+                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tb_written`): plan to replace it",
+                self.core.device_states()[device.0 as usize].path,
+                100.0 * share
+            );
+        }
         for (device, change) in self.ledger.judge(Instant::now()) {
             let DeviceIndex(index) = device;
             let state = &self.core.device_states()[index as usize];
@@ -552,6 +612,14 @@ impl Driver {
             let Some(done) = self.queue.ended(piece, now) else {
                 continue;
             };
+            if done.id.0 & WEAR_IO != 0 {
+                self.wear_inflight_count -= 1;
+                if let Err(errno) = done.outcome {
+                    let error = std::io::Error::from_raw_os_error(errno);
+                    tracing::warn!(%error, "how far a device is worn could not be kept on it");
+                }
+                continue;
+            }
             self.ledger.ended(&done, now);
             self.events.push_back(Event::IoDone {
                 io: done.id,
@@ -686,7 +754,12 @@ impl Driver {
         self.hand_over()?;
         let inflight_count = self.queue.count();
         if self.sessions.is_empty() && inflight_count == 0 {
-            return Ok(true);
+            if std::mem::replace(&mut self.wear_kept, true) {
+                return Ok(true);
+            }
+            self.keep_wear(true);
+            self.hand_over()?;
+            return Ok(self.queue.count() == 0);
         }
         if Instant::now() >= deadline {
             return Err(DriverError::Hanging { inflight_count });

@@ -1,11 +1,12 @@
 //! Counts what the driver starts and what ends, for the device and for the job it is of.
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
+use super::wearing::{ToKeep, Wearing};
 use super::{Counts, DeviceView, JobView, Latencies, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
@@ -13,6 +14,9 @@ use crate::store::definition::JobName;
 
 /// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
 pub const JOBS_MAX: usize = 2048;
+
+/// How often wear is kept while something is written: what a killed daemon forgets.
+const WEAR_KEPT_EVERY: Duration = Duration::from_secs(60);
 
 /// A job's place in the ledger, as long as a session of it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +30,8 @@ pub struct Ledger {
     devices: Vec<Device>,
     jobs: Vec<Job>,
     inflight: HashMap<IoId, InFlight>,
+    wearing: Wearing,
+    wear_kept: Instant,
 }
 
 #[derive(Debug)]
@@ -42,6 +48,8 @@ struct Job {
     name: JobName,
     session_count: usize,
     counts: Counts,
+    /// To each device.
+    written_bytes: Vec<u64>,
     /// When the last rank called.
     called: Option<Instant>,
     commits: Latencies,
@@ -58,7 +66,7 @@ struct InFlight {
 
 impl Ledger {
     /// Counts for these devices from now on.
-    pub fn new(devices: &[DeviceState], now: Instant) -> Self {
+    pub fn new(devices: &[DeviceState], wearing: Wearing, now: Instant) -> Self {
         let device = |state: &DeviceState| Device {
             counts: Counts::default(),
             depth: 0,
@@ -71,6 +79,8 @@ impl Ledger {
             devices: devices.iter().map(device).collect(),
             jobs: Vec::new(),
             inflight: HashMap::new(),
+            wearing,
+            wear_kept: now,
         }
     }
 
@@ -83,15 +93,7 @@ impl Ledger {
     pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let known = (self.jobs.iter()).position(|job| job.uid == uid && job.name == *name);
         let place = known.unwrap_or_else(|| {
-            let new = Job {
-                uid,
-                name: name.clone(),
-                session_count: 0,
-                counts: Counts::default(),
-                called: None,
-                commits: Latencies::default(),
-                commit_failed_count: 0,
-            };
+            let new = Job::new(uid, name.clone(), self.devices.len());
             if self.jobs.len() < JOBS_MAX {
                 self.jobs.push(new);
                 return self.jobs.len() - 1;
@@ -155,6 +157,9 @@ impl Ledger {
             IoOp::Flush => of.slowness.flush_ended(now),
         }
         let failed = done.outcome != Ok(bytes);
+        if let (IoOp::Write, Some(place)) = (op, job) {
+            self.jobs[place.0].written_bytes[device.0 as usize] += moved_bytes;
+        }
         let job = job.map(|place| &mut self.jobs[place.0].counts);
         for counts in [&mut of.counts].into_iter().chain(job) {
             let traffic = traffic_of(counts, op);
@@ -181,6 +186,58 @@ impl Ledger {
         }
     }
 
+    /// A job and what it wrote are gone; the next of its name is another.
+    pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
+        let device_count = self.devices.len();
+        let mut jobs = self.jobs.iter_mut();
+        let dropped =
+            jobs.find(|job| job.uid == uid && job.name == *name && job.session_count == 0);
+        if let Some(job) = dropped {
+            *job = Job::new(uid, name.clone(), device_count);
+        }
+    }
+
+    /// When [`Self::keep_wear`] is wanted next; `None` while nothing new was written.
+    pub fn keep_wear_at(&self) -> Option<Instant> {
+        let mut devices = self.devices.iter().enumerate();
+        let behind = devices.any(|(index, device)| {
+            let now_bytes = device.counts.written.bytes;
+            self.wearing.is_behind(index, now_bytes)
+        });
+        behind.then(|| self.wear_kept + WEAR_KEPT_EVERY)
+    }
+
+    /// What is to be written to the devices so that their wear is known later. `jobs`: all of the store.
+    pub fn keep_wear(&mut self, jobs: &[JobState], now: Instant) -> Vec<ToKeep> {
+        self.wear_kept = now;
+        let mut to_keep = Vec::new();
+        for (index, device) in self.devices.iter().enumerate() {
+            let now_bytes = device.counts.written.bytes;
+            if !self.wearing.is_behind(index, now_bytes) {
+                continue;
+            }
+            let written = jobs.iter().filter_map(|state| {
+                let counted = self.jobs.iter().find(|job| job.is(state));
+                Some((
+                    state.job_id?,
+                    counted.map_or(0, |job| job.written_bytes[index]),
+                ))
+            });
+            to_keep.push(self.wearing.keep(index, now_bytes, written));
+        }
+        to_keep
+    }
+
+    /// Devices that have newly come near the end of their rating, and how near.
+    pub fn newly_worn(&mut self) -> Vec<(DeviceIndex, f64)> {
+        let devices = self.devices.iter().enumerate();
+        let worn = devices.filter_map(|(index, device)| {
+            let share = (self.wearing).newly_worn(index, device.counts.written.bytes)?;
+            Some((DeviceIndex(index as u32), share))
+        });
+        worn.collect()
+    }
+
     /// When [`Self::judge`] is wanted next; `None` while nothing is in flight.
     pub fn judge_at(&self) -> Option<Instant> {
         let busy = self.devices.iter().any(|device| device.slowness.is_busy());
@@ -203,8 +260,10 @@ impl Ledger {
 
     /// Devices with what the core says of them.
     pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
-        let views = states.into_iter().zip(&self.devices);
-        let view = |(state, device): (DeviceState, &Device)| DeviceView {
+        let views = states.into_iter().zip(&self.devices).enumerate();
+        let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
+            worn_bytes: (self.wearing).written_bytes(index, device.counts.written.bytes),
+            rated_bytes: self.wearing.rated_bytes(index),
             state,
             counts: device.counts.clone(),
             queue_depth: device.depth,
@@ -217,21 +276,35 @@ impl Ledger {
 
     /// A job with what the core says of it.
     pub fn job(&self, state: JobState) -> JobView {
-        let counted = (self.jobs.iter()).find(|job| job.uid == state.uid && job.name == state.job);
-        let Some(job) = counted else {
-            return JobView {
-                state,
-                counts: Counts::default(),
-                commits: Latencies::default(),
-                commit_failed_count: 0,
-            };
-        };
+        let counted = self.jobs.iter().find(|job| job.is(&state));
+        let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);
+        let ever = |id| self.wearing.job_bytes(id, now_bytes);
         JobView {
+            worn_bytes: state.job_id.map_or(0, ever),
+            counts: counted.map(|job| job.counts.clone()).unwrap_or_default(),
+            commits: counted.map(|job| job.commits.clone()).unwrap_or_default(),
+            commit_failed_count: counted.map_or(0, |job| job.commit_failed_count),
             state,
-            counts: job.counts.clone(),
-            commits: job.commits.clone(),
-            commit_failed_count: job.commit_failed_count,
         }
+    }
+}
+
+impl Job {
+    fn new(uid: u32, name: JobName, device_count: usize) -> Self {
+        Self {
+            uid,
+            name,
+            session_count: 0,
+            counts: Counts::default(),
+            written_bytes: vec![0; device_count],
+            called: None,
+            commits: Latencies::default(),
+            commit_failed_count: 0,
+        }
+    }
+
+    fn is(&self, state: &JobState) -> bool {
+        self.uid == state.uid && self.name == state.job
     }
 }
 
@@ -250,6 +323,9 @@ mod tests {
     use super::*;
     use crate::core::CommitState;
     use crate::engine::Memory;
+    use crate::metrics::Worn;
+    use crate::store::superblock::StoreId;
+    use crate::store::wear::Wear;
 
     fn ledger() -> Ledger {
         let device = |path: &str| DeviceState {
@@ -260,13 +336,16 @@ mod tests {
             read_bytes_per_s: 1_000_000_000,
             write_bytes_per_s: 1_000_000_000,
         };
-        Ledger::new(&[device("/a"), device("/b")], Instant::now())
+        let worn = vec![Worn::default(); 2];
+        let wearing = Wearing::new(StoreId([7; 16]), worn);
+        Ledger::new(&[device("/a"), device("/b")], wearing, Instant::now())
     }
 
     fn state(uid: u32, job: &JobName) -> JobState {
         JobState {
             uid,
             job: job.clone(),
+            job_id: Some(3),
             reserved_bytes: 0,
             session_count: 1,
             arena_bytes: 0,
@@ -343,6 +422,47 @@ mod tests {
         let job = ledger.job(state(7, &name));
         assert_eq!((job.commits.count(), job.commit_failed_count), (1, 1));
         assert_eq!(job.commits.sum_ns(), 1_000_000_000);
+    }
+
+    #[test]
+    fn a_dropped_jobs_bytes_are_not_the_next_ones_of_its_name() {
+        let mut ledger = ledger();
+        let now = Instant::now();
+        let name = JobName::new("tiny").unwrap();
+        let write = |ledger: &mut Ledger, bytes| {
+            let place = ledger.session_begins(7, &name);
+            ledger.started(
+                IoId(1),
+                DeviceIndex(0),
+                IoOp::Write,
+                bytes,
+                Some(place),
+                now,
+            );
+            let done = IoDone {
+                id: IoId(1),
+                outcome: Ok(bytes),
+                device_ns: 1,
+                retried_count: 0,
+                memory: Memory::None,
+            };
+            ledger.ended(&done, now);
+            ledger.session_ends(place);
+        };
+        write(&mut ledger, 8192);
+        assert_eq!(ledger.job(state(7, &name)).worn_bytes, 8192);
+        ledger.job_dropped(7, &name);
+        let mut next = state(7, &name);
+        next.job_id = Some(4);
+        assert_eq!(ledger.job(next.clone()).worn_bytes, 0);
+        write(&mut ledger, 4096);
+        assert_eq!(ledger.job(next.clone()).worn_bytes, 4096);
+        assert!(ledger.keep_wear_at().is_some());
+        let kept = ledger.keep_wear(&[next], now);
+        assert_eq!(kept.len(), 1, "nothing was written to the other device");
+        let kept = Wear::decode(&kept[0].blocks, StoreId([7; 16]), 0).unwrap();
+        assert_eq!((kept.written_bytes, kept.jobs), (12288, [(4, 4096)].into()));
+        assert_eq!(ledger.keep_wear_at(), None);
     }
 
     #[test]

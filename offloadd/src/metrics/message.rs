@@ -51,6 +51,8 @@ impl From<DeviceView> for proto::DeviceMetrics {
             queue_depth_max: view.queue_depth_max,
             busy_ns: view.busy.as_nanos() as u64,
             slow: view.slow,
+            worn_bytes: view.worn_bytes,
+            rated_bytes: view.rated_bytes,
         }
     }
 }
@@ -86,6 +88,8 @@ impl From<JobView> for proto::JobMetrics {
             written: Some(view.counts.written.into()),
             commits: Some(view.commits.into()),
             commit_failed_count: view.commit_failed_count,
+            worn_bytes: view.worn_bytes,
+            job_id: state.job_id,
         }
     }
 }
@@ -161,6 +165,8 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             queue_depth_max: message.queue_depth_max,
             busy: Duration::from_nanos(message.busy_ns),
             slow: message.slow,
+            worn_bytes: message.worn_bytes,
+            rated_bytes: message.rated_bytes,
         })
     }
 }
@@ -182,6 +188,7 @@ impl TryFrom<proto::JobMetrics> for JobView {
                 uid: message.uid,
                 job: JobName::new(message.job)
                     .map_err(|fault| misunderstood(format!("a job's name ({fault})")))?,
+                job_id: message.job_id,
                 reserved_bytes: message.reserved_bytes,
                 session_count: message.session_count,
                 arena_bytes: message.arena_bytes,
@@ -201,6 +208,7 @@ impl TryFrom<proto::JobMetrics> for JobView {
             },
             commits: latencies(message.commits)?,
             commit_failed_count: message.commit_failed_count,
+            worn_bytes: message.worn_bytes,
         })
     }
 }
@@ -261,11 +269,14 @@ mod tests {
                 queue_depth_max: 15,
                 busy: Duration::from_nanos(16),
                 slow: true,
+                worn_bytes: 33,
+                rated_bytes: Some(0),
             }],
             jobs: vec![JobView {
                 state: JobState {
                     uid: 17,
                     job: JobName::new("tiny").unwrap(),
+                    job_id: Some(35),
                     reserved_bytes: 18,
                     session_count: 19,
                     arena_bytes: 20,
@@ -288,6 +299,7 @@ mod tests {
                 },
                 commits: traffic(31).latencies,
                 commit_failed_count: 32,
+                worn_bytes: 34,
             }],
         }
     }

@@ -5,7 +5,8 @@
 //!   core ───── who is there ───────────┴─▶ Snapshot ──▶ gRPC call, Prometheus text, `offloadd top`
 //! ```
 //!
-//! The owner thread counts, so that there is no lock; a look copies. All of it begins at 0 when the daemon starts.
+//! The owner thread counts, so that there is no lock; a look copies. All of it begins at 0 when the daemon starts, but for
+//! wear, which is kept in the store.
 //!
 //! Memory: 5 KiB a device, 7 KiB a job, at most [`ledger::JOBS_MAX`] of them. Nothing is allocated for an operation.
 
@@ -18,10 +19,12 @@ pub mod ledger;
 mod message;
 pub mod slowness;
 pub mod text;
+pub mod wearing;
 
 pub use latencies::Latencies;
 pub use ledger::Ledger;
 pub use message::Misunderstood;
+pub use wearing::{Wearing, Worn};
 
 /// Operations of one kind that have ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -86,6 +89,10 @@ pub struct DeviceView {
     pub busy: Duration,
     /// It is much slower than it was measured.
     pub slow: bool,
+    /// Ever written to it since it was formatted.
+    pub worn_bytes: u64,
+    /// What it is rated for, if the settings say.
+    pub rated_bytes: Option<u64>,
 }
 
 /// A job at one moment.
@@ -99,4 +106,6 @@ pub struct JobView {
     pub commits: Latencies,
     /// Calls that were answered with a fault.
     pub commit_failed_count: u64,
+    /// Ever written by it since it was defined.
+    pub worn_bytes: u64,
 }

@@ -113,6 +113,21 @@ impl Encoder<'_, '_> {
             None,
             lines(|d| f64::from(u8::from(d.slow))),
         )?;
+        self.counter(
+            "offloadd_device_worn",
+            "Ever written to it since it was formatted",
+            bytes,
+            lines(|d| d.worn_bytes as f64),
+        )?;
+        let rated = devices
+            .iter()
+            .filter_map(|d| Some((labels(d), d.rated_bytes? as f64)));
+        self.gauge(
+            "offloadd_device_rated_written",
+            "What it is rated for, where the settings say",
+            bytes,
+            rated.collect(),
+        )?;
         self.gauge(
             "offloadd_device_data",
             "Of the store",
@@ -161,6 +176,12 @@ impl Encoder<'_, '_> {
             "Calls to commit that were answered with a fault",
             None,
             lines(|job| job.commit_failed_count as f64),
+        )?;
+        self.counter(
+            "offloadd_job_worn",
+            "Ever written by it since it was defined",
+            Some(&Unit::Bytes),
+            lines(|job| job.worn_bytes as f64),
         )?;
         self.gauge(
             "offloadd_job_sessions",

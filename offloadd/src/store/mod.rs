@@ -5,6 +5,8 @@
 //!                64 KiB     superblock, copy B
 //! device 0 only  128 KiB    catalog, copy A: header, one entry a job
 //!                512 KiB    catalog, copy B
+//! every device   896 KiB    wear, two copies written in turn: see [`wear`]
+//!                960 KiB
 //! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; on device 0 also each job's area:
 //!
 //! job's area     definition, copy A │ copy B      tiles and their extents, layout; written once
@@ -12,7 +14,7 @@
 //!                slot 1: record A │ record B │ mark A │ mark B     odd generations
 //! ```
 //!
-//! Everything but the tiles stands twice: one damaged copy is named and mended from the other. Each starts with the same
+//! Everything but tiles and wear stands twice: one damaged copy is named and mended from the other. Each starts with the same
 //! [`sealed::Head`], whose checksum covers all its blocks. Little endian, fixed width, reserved bytes zero.
 //!
 //! - A *record* is the manifest of one generation: for each tile which extent holds it, its checksum and the generation
@@ -37,6 +39,7 @@ pub mod superblock;
 pub mod tile_table;
 pub mod twins;
 pub mod verify;
+pub mod wear;
 
 use offload_api::BLOCK_BYTES;
 
@@ -55,13 +58,20 @@ pub const CATALOG_OFFSETS: [u64; 2] = [128 << 10, 512 << 10];
 /// Room of one catalog.
 pub const CATALOG_BYTES_MAX: u64 = CATALOG_OFFSETS[1] - CATALOG_OFFSETS[0];
 
+/// Where the two copies of a device's wear lie.
+pub const WEAR_OFFSETS: [u64; 2] = [896 << 10, 960 << 10];
+
+/// Room of one of them.
+pub const WEAR_BYTES_MAX: u64 = WEAR_OFFSETS[1] - WEAR_OFFSETS[0];
+
 /// Where data starts on every device: room for both catalogs, on a boundary every drive likes.
 pub const DATA_OFFSET: u64 = 1 << 20;
 
 /// Devices of one store. Bounds what a superblock can ask for.
 pub const DEVICES_MAX: u32 = 64;
 
-const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= DATA_OFFSET);
+const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= WEAR_OFFSETS[0]);
+const _: () = assert!(WEAR_OFFSETS[1] + WEAR_BYTES_MAX <= DATA_OFFSET);
 
 /// A store is not to be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

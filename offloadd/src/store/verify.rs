@@ -13,6 +13,7 @@ use super::definition::{JobName, TileSpec};
 use super::manifest::{self, Mark};
 use super::recover::{self, RecoveredJob, RecoveredStore};
 use super::twins::Note;
+use super::wear::Wear;
 use crate::blocks::{AlignedBytes, Blocks};
 
 /// What a store holds and what of it is damaged.
@@ -30,6 +31,19 @@ pub struct Report {
     pub notes: Vec<Note>,
     /// Jobs written in place that did not end in order; their tiles were not compared.
     pub unclean_jobs: Vec<(u32, JobName)>,
+    /// How far each device is worn, in the store's order.
+    pub wear: Vec<DeviceWear>,
+}
+
+/// A device and what was written to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceWear {
+    /// Its place in the list it was opened from.
+    pub position: usize,
+    /// Device.
+    pub path: String,
+    /// As it was kept last.
+    pub wear: Wear,
 }
 
 impl Report {
@@ -109,12 +123,23 @@ pub fn verify(blocks: &mut impl Blocks) -> Result<Report, StoreError> {
     let mut report = Report {
         job_count: store.jobs.len(),
         notes: store.notes.clone(),
+        wear: wear(blocks, &store),
         ..Report::default()
     };
     for job in &store.jobs {
         verify_job(blocks, &store, job, &mut report);
     }
     Ok(report)
+}
+
+fn wear(blocks: &mut impl Blocks, store: &RecoveredStore) -> Vec<DeviceWear> {
+    let devices = store.devices.iter().enumerate();
+    let wear = devices.map(|(index, device)| DeviceWear {
+        position: device.position,
+        path: device.path.clone(),
+        wear: Wear::read(blocks, device.position, store.id, index as u32),
+    });
+    wear.collect()
 }
 
 fn verify_job(

@@ -7,3 +7,4 @@ mod metrics;
 mod page;
 mod sessions;
 mod top;
+mod wear;

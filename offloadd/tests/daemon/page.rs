@@ -25,6 +25,7 @@ fn with_page() -> (Store, PathBuf) {
 
 fn listen(store: &Store, address: &str) {
     let mut text = std::fs::read_to_string(&store.config).unwrap();
+    text.push_str("rated_tb_written = 600\n");
     text.push_str(&format!("[metrics]\nlisten = {address:?}\n"));
     std::fs::write(&store.config, text).unwrap();
 }

@@ -43,7 +43,7 @@ fn the_table_and_the_json_are_of_the_daemon_that_is_asked() {
         .expect(&table);
     let fields: Vec<_> = line.split_whitespace().collect();
     assert_eq!(&fields[3..6], ["-", "-", "0/4"], "{table}");
-    assert_eq!(&fields[7..], ["1", "-"], "{table}");
+    assert_eq!(&fields[7..], ["1", "0.0", "MB", "-"], "{table}");
 
     let mut command = program();
     command.arg("top").arg("--config").arg(&store.config);

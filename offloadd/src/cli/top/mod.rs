@@ -179,6 +179,7 @@ async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
 /// The text from the top left on, as much as fits; what stood there before goes line by line, so that nothing flickers.
 fn screen(text: &str) -> String {
     let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
+    let size = size.filter(|size| size.ws_row > 0 && size.ws_col > 0);
     let (rows, columns) = size.map_or((24, 80), |size| (size.ws_row, size.ws_col));
     let rows = usize::from(rows.max(2)) - 1;
     let columns = usize::from(columns.max(20));

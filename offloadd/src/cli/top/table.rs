@@ -23,8 +23,8 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
     );
     let _ = writeln!(
         text,
-        "\n{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17}",
-        "device", "read", "write", "busy", "queue", "read p50/p99", "write p50/p99"
+        "\n{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
+        "device", "read", "write", "busy", "queue", "read p50/p99", "write p50/p99", "written ever"
     );
     for device in &now.devices {
         let earlier = before_of_device(before, device);
@@ -33,7 +33,7 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             .busy
             .saturating_sub(earlier.map_or(Duration::ZERO, |d| d.busy));
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17}  {}",
+            "{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}  {}",
             tail(&device.state.path, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
@@ -41,14 +41,15 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             device.queue_depth,
             moved.read.halves(),
             moved.written.halves(),
+            worn(device.worn_bytes, device.rated_bytes),
             device_notes(device).join(", ")
         );
         let _ = writeln!(text, "{}", line.trim_end());
     }
     let _ = writeln!(
         text,
-        "\n{:<32} {:>9} {:>9} {:>9} {:>7} {:>6}  waits for",
-        "job", "read", "write", "slots", "commit", "step"
+        "\n{:<32} {:>9} {:>9} {:>9} {:>7} {:>6} {:>12}  waits for",
+        "job", "read", "write", "slots", "commit", "step", "written ever"
     );
     let mut idle_count = 0;
     for job in &now.jobs {
@@ -67,13 +68,14 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
         };
         let name = format!("{} (uid {})", job.state.job, job.state.uid);
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>9} {:>7} {:>6}  {}",
+            "{:<32} {:>9} {:>9} {:>9} {:>7} {:>6} {:>12}  {}",
             tail(&name, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
             format!("{}/{}", job.state.slot_used_count, job.state.slot_count),
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
+            worn(job.worn_bytes, None),
             waits_for(job)
         );
         let _ = writeln!(text, "{}", line.trim_end());
@@ -102,6 +104,8 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "queue_depth_max": device.queue_depth_max,
             "flushed": traffic(&device.counts.flushed),
             "slow": device.slow,
+            "worn_bytes": device.worn_bytes,
+            "rated_bytes": device.rated_bytes,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
@@ -121,6 +125,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "session_count": state.session_count,
             "arena_bytes": state.arena_bytes,
             "reserved_bytes": state.reserved_bytes,
+            "worn_bytes": job.worn_bytes,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
             "reading_count": state.reading_count,
@@ -312,6 +317,20 @@ fn rate(bytes_per_s: f64) -> String {
     }
 }
 
+/// "12.3 TB 2%": as the makers of drives count.
+fn worn(bytes: u64, rated_bytes: Option<u64>) -> String {
+    let bytes = bytes as f64;
+    let written = match bytes {
+        mb if mb < 1e9 => format!("{:.1} MB", mb / 1e6),
+        gb if gb < 1e12 => format!("{:.1} GB", gb / 1e9),
+        tb => format!("{:.1} TB", tb / 1e12),
+    };
+    match rated_bytes {
+        None => written,
+        Some(rated) => format!("{written} {:.0}%", 100.0 * bytes / rated as f64),
+    }
+}
+
 /// Three digits: "85.2us", "1.30ms", "12.0s".
 fn time(time: Duration) -> String {
     let us = time.as_secs_f64() * 1e6;
@@ -390,6 +409,8 @@ mod tests {
             queue_depth_max: 64,
             busy: Duration::from_millis(750 * seconds),
             slow,
+            worn_bytes: 12_300_000_000_000,
+            rated_bytes: slow.then_some(600_000_000_000_000),
         };
         let counts = Counts {
             read: traffic_of(6_200_000_000 * seconds, 100 * seconds, 1_200_000),
@@ -400,6 +421,7 @@ mod tests {
             state: JobState {
                 uid: 1000,
                 job: JobName::new(name).unwrap(),
+                job_id: Some(1),
                 reserved_bytes: 1 << 30,
                 session_count,
                 arena_bytes: 1 << 30,
@@ -415,6 +437,7 @@ mod tests {
             counts: counts.clone(),
             commits: traffic_of(0, 41, 23_000_000).latencies,
             commit_failed_count: 0,
+            worn_bytes: 1_500_000_000,
         };
         let gathering = CommitState::Gathering {
             ranks_called: 3,
@@ -449,12 +472,12 @@ mod tests {
         let expected = "\
 offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
-device                                read     write  busy queue      read p50/p99     write p50/p99
-/mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us
-..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED
+device                                read     write  busy queue      read p50/p99     write p50/p99  written ever
+/mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
+..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED
 
-job                                   read     write     slots  commit   step  waits for
-llama (uid 1000)                 6.20 GB/s 320.0 MB/s      9/64  23.1ms     41  8 reads, 1 write, commit (3 of 8 ranks)
+job                                   read     write     slots  commit   step written ever  waits for
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a process
 ";
         let drawn = draw(&look(10), &look(12));

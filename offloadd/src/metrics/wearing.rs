@@ -1,0 +1,169 @@
+//! How far each device is worn: what was written before this life of the daemon and in it, against what it is rated for.
+//!
+//! Bytes as the store writes them: other files on the drive, and what a drive writes again by itself, are not in it.
+
+use offload_api::ids::DeviceIndex;
+
+use crate::blocks::AlignedBytes;
+use crate::store::superblock::StoreId;
+use crate::store::wear::Wear;
+
+/// A drive this far through its rating is to be replaced soon.
+const WARN_SHARE: f64 = 0.8;
+
+/// The devices' wear. Belongs to the ledger.
+#[derive(Debug)]
+pub struct Wearing {
+    store: StoreId,
+    devices: Vec<Device>,
+}
+
+/// What is known of a device when the daemon starts.
+#[derive(Clone, Debug, Default)]
+pub struct Worn {
+    /// As it was kept last.
+    pub before: Wear,
+    /// From the settings.
+    pub rated_bytes: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Device {
+    worn: Worn,
+    /// The newest sequence, and how much was written when it was kept.
+    sequence: u64,
+    kept_bytes: u64,
+    warned: bool,
+}
+
+/// A device's wear, to be written to it.
+#[derive(Debug)]
+pub struct ToKeep {
+    /// Which.
+    pub device: DeviceIndex,
+    /// Where.
+    pub offset: u64,
+    /// What.
+    pub blocks: AlignedBytes,
+}
+
+impl Wearing {
+    /// `devices` in the store's order.
+    pub fn new(store: StoreId, devices: Vec<Worn>) -> Self {
+        let device = |worn: Worn| Device {
+            sequence: worn.before.sequence,
+            kept_bytes: worn.before.written_bytes,
+            worn,
+            warned: false,
+        };
+        Self {
+            store,
+            devices: devices.into_iter().map(device).collect(),
+        }
+    }
+
+    /// Ever written to a device, of which `now_bytes` in this life.
+    pub fn written_bytes(&self, device: usize, now_bytes: u64) -> u64 {
+        self.devices[device].worn.before.written_bytes + now_bytes
+    }
+
+    /// What it is rated for, if the settings say.
+    pub fn rated_bytes(&self, device: usize) -> Option<u64> {
+        self.devices[device].worn.rated_bytes
+    }
+
+    /// Ever written by a job, of which `now_bytes` in this life to each device.
+    pub fn job_bytes(&self, job_id: u64, now_bytes: &[u64]) -> u64 {
+        let before = self.devices.iter().map(|d| d.worn.before.jobs.get(&job_id));
+        before.flatten().sum::<u64>() + now_bytes.iter().sum::<u64>()
+    }
+
+    /// Whether more was written to a device than was kept.
+    pub fn is_behind(&self, device: usize, now_bytes: u64) -> bool {
+        self.written_bytes(device, now_bytes) > self.devices[device].kept_bytes
+    }
+
+    /// The device's wear as it is now. `jobs`: those of the store, with what each wrote to this device in this life.
+    pub fn keep(
+        &mut self,
+        index: usize,
+        now_bytes: u64,
+        jobs: impl Iterator<Item = (u64, u64)>,
+    ) -> ToKeep {
+        let written_bytes = self.written_bytes(index, now_bytes);
+        let device = &mut self.devices[index];
+        device.sequence += 1;
+        device.kept_bytes = written_bytes;
+        let before = &device.worn.before.jobs;
+        let jobs = jobs.map(|(id, now)| (id, before.get(&id).unwrap_or(&0) + now));
+        let wear = Wear {
+            sequence: device.sequence,
+            written_bytes,
+            jobs: jobs.filter(|(_, bytes)| *bytes > 0).collect(),
+        };
+        let (offset, blocks) = wear.encode(self.store, index as u32);
+        ToKeep {
+            device: DeviceIndex(index as u32),
+            offset,
+            blocks,
+        }
+    }
+
+    /// The share of its rating that a device has reached, told once when it is worth a warning.
+    pub fn newly_worn(&mut self, index: usize, now_bytes: u64) -> Option<f64> {
+        let written_bytes = self.written_bytes(index, now_bytes);
+        let device = &mut self.devices[index];
+        let share = written_bytes as f64 / device.worn.rated_bytes? as f64;
+        let warn = share >= WARN_SHARE && !device.warned;
+        device.warned |= warn;
+        warn.then_some(share)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STORE: StoreId = StoreId([7; 16]);
+
+    #[test]
+    fn what_is_kept_goes_on_from_what_was_kept_before() {
+        let before = Wear {
+            sequence: 4,
+            written_bytes: 1000,
+            jobs: [(1, 400), (2, 600)].into(),
+        };
+        let worn = Worn {
+            before,
+            rated_bytes: None,
+        };
+        let mut wearing = Wearing::new(STORE, vec![worn]);
+        assert!(!wearing.is_behind(0, 0));
+        assert!(wearing.is_behind(0, 50));
+        assert_eq!(wearing.job_bytes(2, &[50]), 650);
+        // Job 1 was dropped, job 3 is new, job 4 wrote nothing.
+        let kept = wearing.keep(0, 50, [(2, 30), (3, 20), (4, 0)].into_iter());
+        let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
+        assert_eq!((again.sequence, again.written_bytes), (5, 1050));
+        assert_eq!(again.jobs, [(2, 630), (3, 20)].into());
+        assert!(!wearing.is_behind(0, 50));
+        // This life's bytes are not counted twice when it is kept again.
+        let kept = wearing.keep(0, 60, [(2, 40), (3, 20)].into_iter());
+        let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
+        assert_eq!((again.sequence, again.written_bytes), (6, 1060));
+        assert_eq!(again.jobs, [(2, 640), (3, 20)].into());
+    }
+
+    #[test]
+    fn a_warning_comes_once_at_four_fifths_of_the_rating() {
+        let worn = |rated_bytes| Worn {
+            before: Wear::default(),
+            rated_bytes,
+        };
+        let mut wearing = Wearing::new(STORE, vec![worn(Some(1000)), worn(None)]);
+        assert_eq!(wearing.newly_worn(0, 799), None);
+        assert_eq!(wearing.newly_worn(0, 800), Some(0.8));
+        assert_eq!(wearing.newly_worn(0, 900), None);
+        assert_eq!(wearing.newly_worn(1, u64::MAX / 2), None, "nobody rated it");
+    }
+}

@@ -1,0 +1,196 @@
+//! How much was ever written to a device, and by which jobs: what wears a drive out. For people only: nothing is decided
+//! by it, so that a lost copy costs a number and no more.
+//!
+//! Written now and then, to the two places in turn: a torn one leaves the other, at most a minute older. Never flushed by
+//! itself. Stores of before it have none, and daemons of before it neither read nor harm it.
+
+use std::collections::BTreeMap;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::catalog::JOBS_MAX;
+use super::sealed::{self, Head, Unreadable};
+use super::superblock::StoreId;
+use super::{WEAR_BYTES_MAX, WEAR_OFFSETS};
+use crate::blocks::{AlignedBytes, Blocks};
+
+pub(crate) const MAGIC: [u8; 8] = *b"OFFLWEA1";
+
+/// What one device has taken since it was formatted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wear {
+    /// Counts what was kept; the higher one of two sound copies is the newer.
+    pub sequence: u64,
+    /// By everybody, the daemon's own structures too.
+    pub written_bytes: u64,
+    /// Of tiles, by `job_id`.
+    pub jobs: BTreeMap<u64, u64>,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawHeader {
+    head: Head,
+    store: [u8; 16],
+    device_index: u32,
+    job_count: u32,
+    sequence: u64,
+    written_bytes: u64,
+    reserved: u64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawJob {
+    job_id: u64,
+    written_bytes: u64,
+}
+
+const _: () = assert!(size_of::<RawHeader>() == 80 && size_of::<RawJob>() == 16);
+const _: () =
+    assert!((size_of::<RawHeader>() + JOBS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
+
+impl Wear {
+    /// Where it goes, and its sealed blocks, at most [`WEAR_BYTES_MAX`] of them. Of more than [`JOBS_MAX`] jobs those that
+    /// wrote least are left out.
+    pub fn encode(&self, store: StoreId, device_index: u32) -> (u64, AlignedBytes) {
+        let mut jobs: Vec<_> = self.jobs.iter().collect();
+        jobs.sort_by_key(|(_, written_bytes)| std::cmp::Reverse(**written_bytes));
+        jobs.truncate(JOBS_MAX);
+        jobs.sort();
+        let header = RawHeader {
+            head: Head::unsealed(MAGIC),
+            store: store.0,
+            device_index,
+            job_count: jobs.len() as u32,
+            sequence: self.sequence,
+            written_bytes: self.written_bytes,
+            reserved: 0,
+        };
+        let jobs: Vec<_> = (jobs.into_iter())
+            .map(|(&job_id, &written_bytes)| RawJob {
+                job_id,
+                written_bytes,
+            })
+            .collect();
+        let offset = WEAR_OFFSETS[(self.sequence % 2) as usize];
+        (offset, sealed::seal(&[header.as_bytes(), jobs.as_bytes()]))
+    }
+
+    /// From blocks whose seal is sound.
+    pub fn decode(
+        blocks: &AlignedBytes,
+        store: StoreId,
+        device_index: u32,
+    ) -> Result<Self, Unreadable> {
+        let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
+        if header.store != store.0 || header.device_index != device_index {
+            // Of the store that was here before.
+            return Err(Unreadable::Blank);
+        }
+        let nonsense = || Unreadable::Damaged("its checksum fits, its fields make no sense".into());
+        let job_count = header.job_count as usize;
+        if header.reserved != 0 || job_count > JOBS_MAX {
+            return Err(nonsense());
+        }
+        let (jobs, rest) =
+            <[RawJob]>::ref_from_prefix_with_elems(rest, job_count).map_err(|_| nonsense())?;
+        if rest.iter().any(|&byte| byte != 0) {
+            return Err(nonsense());
+        }
+        Ok(Self {
+            sequence: header.sequence,
+            written_bytes: header.written_bytes,
+            jobs: jobs
+                .iter()
+                .map(|job| (job.job_id, job.written_bytes))
+                .collect(),
+        })
+    }
+
+    /// The newer copy of a device, or nothing yet. An unsound copy is as good as none.
+    pub fn read(
+        blocks: &mut impl Blocks,
+        position: usize,
+        store: StoreId,
+        device_index: u32,
+    ) -> Self {
+        let copies = WEAR_OFFSETS.map(|offset| {
+            let sealed = sealed::read(blocks, position, offset, WEAR_BYTES_MAX, MAGIC)?;
+            Self::decode(&sealed, store, device_index)
+        });
+        let sound = copies.into_iter().filter_map(Result::ok);
+        sound.max_by_key(|wear| wear.sequence).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STORE: StoreId = StoreId([7; 16]);
+
+    fn worn() -> Wear {
+        Wear {
+            sequence: 6,
+            written_bytes: 0x0102_0304_0506_0708,
+            jobs: [(3, 30), (9, 90)].into(),
+        }
+    }
+
+    #[test]
+    fn the_bytes_are_what_they_were() {
+        let (offset, blocks) = worn().encode(STORE, 2);
+        assert_eq!((offset, blocks.len()), (896 << 10, 4096));
+        let bytes = blocks.as_slice();
+        assert_eq!(&bytes[..8], b"OFFLWEA1");
+        assert_eq!(&bytes[32..48], [7; 16]);
+        assert_eq!(&bytes[48..56], [2, 0, 0, 0, 2, 0, 0, 0]);
+        assert_eq!(&bytes[56..64], [6, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&bytes[64..72], [8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(&bytes[72..80], [0; 8]);
+        assert_eq!(
+            &bytes[80..96],
+            [3, 0, 0, 0, 0, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0]
+        );
+        assert_eq!(Wear::decode(&blocks, STORE, 2), Ok(worn()));
+        // The next one leaves it where it is.
+        let next = Wear {
+            sequence: 7,
+            ..worn()
+        };
+        assert_eq!(next.encode(STORE, 2).0, 960 << 10);
+    }
+
+    #[test]
+    fn another_stores_and_another_devices_wear_is_not_ours() {
+        let (_, blocks) = worn().encode(STORE, 2);
+        assert_eq!(
+            Wear::decode(&blocks, StoreId([8; 16]), 2),
+            Err(Unreadable::Blank)
+        );
+        assert_eq!(Wear::decode(&blocks, STORE, 1), Err(Unreadable::Blank));
+        let mut nonsense = blocks.clone();
+        nonsense.as_mut_slice()[53] = 0xff;
+        assert!(matches!(
+            Wear::decode(&nonsense, STORE, 2),
+            Err(Unreadable::Damaged(_))
+        ));
+    }
+
+    #[test]
+    fn of_too_many_jobs_those_that_wrote_most_are_kept() {
+        let many = Wear {
+            jobs: (0..2 * JOBS_MAX as u64).map(|id| (id, id)).collect(),
+            ..worn()
+        };
+        let (_, blocks) = many.encode(STORE, 0);
+        assert!(blocks.len() as u64 <= WEAR_BYTES_MAX);
+        let kept = Wear::decode(&blocks, STORE, 0).unwrap().jobs;
+        assert_eq!(kept.len(), JOBS_MAX);
+        assert_eq!(
+            kept.first_key_value(),
+            Some((&(JOBS_MAX as u64), &(JOBS_MAX as u64)))
+        );
+    }
+}

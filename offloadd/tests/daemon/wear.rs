@@ -1,0 +1,107 @@
+//! What wears drives out is counted over all lives of a store. What could go wrong: a restart forgets it, a commit counts
+//! twice, a torn or foreign copy is believed, a drive near its end that nobody is told of.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use offload_api::proto;
+use offloadd::metrics::Snapshot;
+use offloadd::store::superblock::StoreId;
+use offloadd::store::wear::Wear;
+use rustix::process::Signal;
+
+use crate::common::{Control, Session, Store, fill_tiles, open, program, words};
+
+const SOON: Duration = Duration::from_secs(5);
+
+fn look(control: &mut Control) -> Snapshot {
+    let reply = control.metrics(proto::MetricsRequest {}).unwrap();
+    Snapshot::try_from(reply).unwrap()
+}
+
+#[test]
+fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
+    let store = Store::new(2, "auto");
+    let mut written = [0; 2];
+    for life in 1..=3u64 {
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        let reply = control.open_session(open("tiny")).unwrap();
+        let mut session = Session::attach(&reply).unwrap();
+        let working = match life {
+            1 => session.begin(&mut control, 6),
+            _ => session.resume(&mut control, life - 1),
+        };
+        fill_tiles(&mut session, 6, working, 10);
+        session.commit(&mut control, working, b"");
+        let now = look(&mut control);
+        assert_eq!(now.jobs[0].worn_bytes, life * 6 * 4096);
+        for (device, before) in now.devices.iter().zip(written) {
+            assert_eq!(device.worn_bytes, before + device.counts.written.bytes);
+        }
+        written = [0, 1].map(|device: usize| now.devices[device].worn_bytes);
+        assert!(
+            written.iter().sum::<u64>() >= life * 7 * 4096,
+            "{written:?}"
+        );
+        daemon.signal(Signal::TERM);
+        assert_eq!(daemon.wait(SOON), Some(0));
+    }
+    let mut verify = program();
+    verify
+        .args(["verify", "--json", "--config"])
+        .arg(&store.config);
+    let output = verify.output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(json["sound"], true);
+    for (device, written) in written.into_iter().enumerate() {
+        let wear = &json["wear"][device];
+        // Ending in order may write besides.
+        assert!(wear["worn_bytes"].as_u64().unwrap() >= written, "{json}");
+    }
+}
+
+#[test]
+fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believed() {
+    let store = Store::new(1, "psync");
+    let device = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&store.devices[0])
+        .unwrap();
+    let mut id = [0; 16];
+    device.read_exact_at(&mut id, 32).unwrap();
+    let wear = |sequence, written_bytes| Wear {
+        sequence,
+        written_bytes,
+        ..Wear::default()
+    };
+    let (offset, blocks) = wear(4, 900_000_000).encode(StoreId(id), 0);
+    device.write_all_at(blocks.as_slice(), offset).unwrap();
+    // The newer one is torn.
+    let (offset, mut blocks) = wear(5, 990_000_000).encode(StoreId(id), 0);
+    blocks.as_mut_slice()[70] ^= 1;
+    device.write_all_at(blocks.as_slice(), offset).unwrap();
+    let config = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, format!("{config}rated_tb_written = 0.001\n")).unwrap();
+
+    let verify = program()
+        .args(["verify", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    let told = words(&verify);
+    assert!(told.contains("90.0 % of what it is rated for"), "{told}");
+
+    let mut daemon = store.serve();
+    let seen = look(&mut daemon.control());
+    assert_eq!(seen.devices[0].worn_bytes, 900_000_000);
+    assert_eq!(seen.devices[0].rated_bytes, Some(1_000_000_000));
+    let log = BufReader::new(daemon.child.stderr.take().unwrap());
+    let mut lines = log.lines().map(Result::unwrap);
+    let line = lines
+        .find(|line| line.contains("90 % of the bytes it is rated for"))
+        .unwrap();
+    assert!(line.contains(store.devices[0].to_str().unwrap()), "{line}");
+}
