@@ -74,6 +74,7 @@ struct Order {
     start: Instant,
     timing: Timing,
     moved: Arc<[AtomicU64; 2]>,
+    pattern: Option<Pattern>,
 }
 
 struct Ended {
@@ -133,6 +134,12 @@ impl Bench {
         &self.devices
     }
 
+    /// What is written and expected from now on, in a bench that was opened to check.
+    pub(crate) fn set_pattern(&mut self, pattern: Pattern) {
+        assert!(self.plan.pattern.is_some(), "opened to check");
+        self.plan.pattern = Some(pattern);
+    }
+
     /// Writes everything once, unmeasured. Through a daemon twice, as a tile has two extents.
     ///
     /// # Errors
@@ -182,6 +189,7 @@ impl Bench {
                 start,
                 timing,
                 moved: Arc::clone(&moved),
+                pattern: self.plan.pattern,
             };
             let orders = worker.orders.as_ref().expect("taken in drop only");
             orders.send(order).ok().context("a job's thread ended")?;
@@ -248,6 +256,9 @@ fn work(
         }
     };
     while let Ok(order) = orders.recv() {
+        if let Some(pattern) = order.pattern {
+            target.expect(pattern);
+        }
         let mut streams: Vec<Stream> = order.streams.iter().map(Stream::new).collect();
         std::thread::sleep(order.start.saturating_duration_since(Instant::now()));
         let outcome = load::run(

@@ -201,6 +201,16 @@ impl JobWords {
         }
     }
 
+    /// The same with `rw` and once over all bytes, whatever was said.
+    pub(crate) fn once(self, rw: Access) -> Self {
+        Self {
+            rw: Some(rw),
+            runtime: Some(0.0),
+            ramp_time: None,
+            ..self
+        }
+    }
+
     /// Refuses what cannot be done, naming the word.
     ///
     /// # Errors

@@ -283,7 +283,7 @@ fn submit(target: &mut dyn Target, streams: &mut [Stream], once: bool) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::WrongBlock;
+    use crate::pattern::{Pattern, WrongBlock};
 
     /// Ends operations in the order they came, two at a time, and remembers them.
     #[derive(Default)]
@@ -314,6 +314,8 @@ mod tests {
             self.flushes += 1;
             Ok(())
         }
+
+        fn expect(&mut self, _: Pattern) {}
 
         fn wrong(&mut self) -> Vec<WrongBlock> {
             Vec::new()

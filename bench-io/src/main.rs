@@ -18,11 +18,13 @@ mod noise;
 mod paced;
 mod pattern;
 mod place;
+mod prepared;
 mod progress;
 mod report;
 mod scale;
 mod stop;
 mod target;
+mod tune;
 mod words;
 
 use std::process::ExitCode;
@@ -33,6 +35,8 @@ use crate::cli::canonical::CanonicalArgs;
 use crate::cli::paced::PacedArgs;
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
+use crate::cli::tune::TuneArgs;
+use crate::cli::verify::VerifyArgs;
 
 /// Measures what drives do for tiles, directly and through offloadd.
 ///
@@ -64,6 +68,12 @@ enum Command {
     /// Measure whether 1 to N drives add up, beside fio; table, JSON, picture
     #[command(after_help = cli::scale::EXAMPLES)]
     Scale(ScaleArgs),
+    /// Find the settings these folders' drives like, in less than a minute
+    #[command(after_help = cli::tune::EXAMPLES)]
+    Tune(TuneArgs),
+    /// Write patterns that name their own offset, read them back, and name every block that is wrong
+    #[command(after_help = cli::verify::EXAMPLES)]
+    Verify(VerifyArgs),
     /// Make drives of a known speed in memory, as root, and take them away again
     #[command(after_help = cli::paced::EXAMPLES)]
     Paced(PacedArgs),
@@ -75,6 +85,8 @@ fn main() -> ExitCode {
         None => cli::canonical::run(&arguments.canonical),
         Some(Command::Run(args)) => cli::run::run(args),
         Some(Command::Scale(args)) => cli::scale::run(args),
+        Some(Command::Tune(args)) => cli::tune::run(&args),
+        Some(Command::Verify(args)) => cli::verify::run(args),
         Some(Command::Paced(args)) => cli::paced::run(args),
     });
     match result {

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
 
+use crate::noise;
+
 /// Of a store's file, beside two extents a tile: records and catalog.
 const STORE_SLACK_BYTES: u64 = 64 << 20;
 
@@ -51,6 +53,24 @@ impl Drop for WorkFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Real bytes: what is only reserved reads at the speed of memory.
+pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
+    use std::io::Write;
+    let wrote = || -> std::io::Result<()> {
+        let mut file = std::fs::File::create_new(path)?;
+        let mut piece = vec![0; 8 << 20];
+        noise::fill(&mut piece, 1);
+        let mut left = bytes;
+        while left > 0 {
+            let now = left.min(piece.len() as u64) as usize;
+            file.write_all(&piece[..now])?;
+            left -= now as u64;
+        }
+        file.sync_all()
+    };
+    wrote().with_context(|| format!("writing {bytes} bytes to {}", path.display()))
 }
 
 /// A private daemon with a device in each of some folders.

@@ -4,3 +4,5 @@ pub(crate) mod canonical;
 pub(crate) mod paced;
 pub(crate) mod run;
 pub(crate) mod scale;
+pub(crate) mod tune;
+pub(crate) mod verify;

@@ -8,12 +8,11 @@ use offloadd::config::IODEPTH_DEFAULT;
 
 use super::{Load, Row, ScalePlan, ScaleReport, control};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
-use crate::cli::run::write_file;
 use crate::fio::{Fio, FioJob};
 use crate::load::{StreamPlan, Timing};
 use crate::machine::{self, Machine};
 use crate::paced::{Drives, Pace};
-use crate::place::{OwnDaemon, WorkFolder};
+use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
 use crate::report::{REPORT_VERSION, warnings};
 use crate::target::Way;

@@ -171,6 +171,10 @@ impl Target for DaemonTarget {
         Ok(())
     }
 
+    fn expect(&mut self, pattern: Pattern) {
+        self.pattern = Some(pattern);
+    }
+
     fn wrong(&mut self) -> Vec<WrongBlock> {
         std::mem::take(&mut self.wrong)
     }

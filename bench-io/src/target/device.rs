@@ -258,6 +258,12 @@ impl Target for DeviceTarget {
         Ok(())
     }
 
+    fn expect(&mut self, pattern: Pattern) {
+        if let Buffers::Checked(expected, _) = &mut self.buffers {
+            *expected = pattern;
+        }
+    }
+
     fn wrong(&mut self) -> Vec<WrongBlock> {
         std::mem::take(&mut self.wrong)
     }

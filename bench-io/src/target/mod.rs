@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::pattern::WrongBlock;
+use crate::pattern::{Pattern, WrongBlock};
 
 pub(crate) mod daemon;
 pub(crate) mod device;
@@ -66,6 +66,9 @@ pub(crate) trait Target {
     /// # Errors
     /// The flush failed.
     fn flush(&mut self) -> Result<()>;
+
+    /// What is written and expected from now on, by a target that was opened to check.
+    fn expect(&mut self, pattern: Pattern);
 
     /// What did not come back as it was written, where the target was opened to check.
     fn wrong(&mut self) -> Vec<WrongBlock>;

@@ -5,3 +5,5 @@ mod lab;
 mod paced;
 mod run;
 mod scale;
+mod tune;
+mod verify;

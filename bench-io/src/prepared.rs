@@ -1,0 +1,179 @@
+//! What a job needs to run: files, folders, a store of its own; made before it and gone after it.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use offloadd::config::IODEPTH_DEFAULT;
+
+use crate::bench::{BenchPlan, TargetPlan};
+use crate::job::{Job, Place};
+use crate::load::StreamPlan;
+use crate::pattern::Pattern;
+use crate::place::{OwnDaemon, WorkFolder, write_file};
+use crate::progress::Progress;
+use crate::target::device::{DeviceFiles, bytes_of};
+
+/// What a job runs on. Dropping it takes away what was made, after the bench on it.
+pub(crate) struct Prepared {
+    pub(crate) plan: BenchPlan,
+    pub(crate) word: &'static str,
+    /// Files that are read and written by the engine alone.
+    pub(crate) files: Vec<PathBuf>,
+    /// Of each file or device.
+    pub(crate) size: u64,
+    /// Blocks of each job: of each file, or of all devices together.
+    job_blocks: u64,
+    pub(crate) to_fill: bool,
+    _folders: Vec<WorkFolder>,
+    _daemon: Option<OwnDaemon>,
+}
+
+impl Prepared {
+    /// Makes it. With a `pattern`, what is moved is checked.
+    ///
+    /// # Errors
+    /// No room, no file, no daemon; or sizes that do not go together.
+    pub(crate) fn new(job: &Job, pattern: Option<Pattern>, progress: &Progress) -> Result<Self> {
+        let (bs, jobs) = (u64::from(job.bs), u64::from(job.numjobs));
+        let slot_bytes = bs * u64::from(job.iodepth) * jobs;
+        let mut folders = Vec::new();
+        let mut daemon = None;
+        let mut files = Vec::new();
+        let mut to_fill = true;
+        let size = match (&job.place, job.size) {
+            (Place::Files(paths), size) => {
+                to_fill = false;
+                files.clone_from(paths);
+                let mut smallest = size.unwrap_or(u64::MAX);
+                for path in paths {
+                    let bytes = bytes_of(path)?;
+                    ensure!(
+                        size.is_none_or(|size| size <= bytes),
+                        "size = {}: {} has {bytes} bytes",
+                        size.unwrap_or(0),
+                        path.display()
+                    );
+                    smallest = smallest.min(bytes);
+                }
+                smallest
+            }
+            (_, size) => size.context("every new file has a size")?,
+        };
+        match &job.place {
+            Place::Files(_) | Place::Socket(_) => {}
+            Place::NewFiles(parents) => {
+                for parent in parents {
+                    let folder = WorkFolder::make(parent)?;
+                    let path = folder.path().join("file");
+                    progress.say("making files");
+                    write_file(&path, size)?;
+                    files.push(path);
+                    folders.push(folder);
+                }
+                // Written already, so that opening them for reading alone is enough.
+                to_fill = false;
+            }
+            Place::Private(parents) => {
+                ensure!(
+                    job.iodepth <= IODEPTH_DEFAULT,
+                    "iodepth = {}: a private daemon grants each job {IODEPTH_DEFAULT}; use numjobs for more",
+                    job.iodepth
+                );
+                progress.say("formatting a store");
+                daemon = Some(OwnDaemon::start(
+                    parents,
+                    size,
+                    slot_bytes,
+                    &job.engine_word,
+                )?);
+            }
+        }
+        let socket = match (&job.place, &daemon) {
+            (Place::Socket(socket), _) => Some(socket.clone()),
+            (_, Some(daemon)) => Some(daemon.socket().to_owned()),
+            _ => None,
+        };
+        let (target, job_blocks, depth) = match socket {
+            Some(socket) => {
+                let devices = match &daemon {
+                    Some(daemon) => daemon.devices().len(),
+                    None => offload_client::Daemon::connect(&socket)?
+                        .info()
+                        .devices
+                        .len(),
+                };
+                let tile_count = size / bs * devices as u64 / jobs;
+                let target = TargetPlan::Daemon {
+                    socket,
+                    tile_count: u32::try_from(tile_count)
+                        .context("too many tiles; use a larger bs")?,
+                };
+                (target, tile_count, job.iodepth)
+            }
+            None => {
+                let target = TargetPlan::Device {
+                    files: DeviceFiles {
+                        paths: files.clone(),
+                        direct: job.direct,
+                        writes: job.rw.writes(),
+                    },
+                    choice: job.engine,
+                };
+                let depth = depth_of_file(job, files.len()) * files.len() as u32;
+                (target, size / bs / jobs, depth)
+            }
+        };
+        let least = 1 + u64::from(job.rw.reads() && job.rw.writes());
+        ensure!(
+            job_blocks >= least,
+            "size = {size}: too small for {jobs} jobs with operations of {bs} bytes"
+        );
+        Ok(Self {
+            word: match target {
+                TargetPlan::Device { .. } => "device",
+                TargetPlan::Daemon { .. } => "daemon",
+            },
+            plan: BenchPlan {
+                target,
+                block_bytes: job.bs,
+                depth,
+                jobs: job.numjobs,
+                pattern,
+            },
+            files,
+            size,
+            job_blocks,
+            to_fill,
+            _folders: folders,
+            _daemon: daemon,
+        })
+    }
+
+    /// A stream for each file of each job; one for each job through the daemon, which spreads tiles itself.
+    pub(crate) fn streams(&self, job: &Job) -> Vec<Vec<StreamPlan>> {
+        let stream = |device, first, depth| StreamPlan {
+            device,
+            blocks: (first, self.job_blocks),
+            reads: job.rw.reads(),
+            writes: job.rw.writes(),
+            read_percent: job.read_percent,
+            random: job.rw.is_random(),
+            depth,
+        };
+        let of_job = |index: u32| match self.plan.target {
+            TargetPlan::Daemon { .. } => vec![stream(0, 0, job.iodepth)],
+            TargetPlan::Device { .. } => {
+                let depth = depth_of_file(job, self.files.len());
+                let first = u64::from(index) * self.job_blocks;
+                let devices = 0..self.files.len() as u32;
+                devices.map(|device| stream(device, first, depth)).collect()
+            }
+        };
+        (0..job.numjobs).map(of_job).collect()
+    }
+}
+
+/// A job's depth is shared by its files, each having one operation at least.
+fn depth_of_file(job: &Job, files: usize) -> u32 {
+    (job.iodepth / files as u32).max(1)
+}

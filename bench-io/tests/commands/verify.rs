@@ -1,0 +1,126 @@
+//! What could go wrong: damage is not found, or found and not named, or named where there is none. Bytes are changed between
+//! a call that writes and one that reads.
+
+use std::os::unix::fs::FileExt;
+
+use serde_json::Value;
+
+use crate::lab::{assert_empty, bench_io, drive, json, refused, said};
+
+#[test]
+fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
+    let folder = drive();
+    let path = folder.path().to_str().unwrap();
+    for target in ["device", "daemon"] {
+        let args = [
+            "verify",
+            "--target",
+            target,
+            "--bs=64k",
+            "--size=4m",
+            "--numjobs=2",
+            "--json",
+            "--directory",
+            path,
+        ];
+        let report = json(&args);
+        assert_eq!(report["bytes"], 8 << 20, "{target}");
+        assert_eq!(report["wrong_blocks"], 0);
+        assert_empty(folder.path());
+    }
+}
+
+#[test]
+fn every_wrong_block_is_named_with_what_lies_there() {
+    let folder = drive();
+    let file = folder.path().join("drive");
+    std::fs::write(&file, vec![0; 4 << 20]).unwrap();
+    let path = file.to_str().unwrap();
+    let verify = |only: &str, pass: &str, more: &[&str]| {
+        bench_io(
+            &[
+                &[
+                    "verify",
+                    "--bs=64k",
+                    "--json",
+                    "--filename",
+                    path,
+                    "--only",
+                    only,
+                    "--pass",
+                    pass,
+                ],
+                more,
+            ]
+            .concat(),
+        )
+    };
+    let wrote = verify("write", "7", &["--overwrite"]);
+    assert!(wrote.status.success(), "{}", said(&wrote));
+    assert!(verify("read", "7", &[]).status.success());
+
+    let drive = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&file)
+        .unwrap();
+    let mut block = vec![0; 8192];
+    drive.read_exact_at(&mut block, 65536).unwrap();
+    drive.write_all_at(&block, 1 << 20).unwrap();
+    drive.write_all_at(&[0; 4096], 2 << 20).unwrap();
+    drive
+        .read_exact_at(&mut block[..1], (3 << 20) + 5000)
+        .unwrap();
+    drive
+        .write_all_at(&[block[0] ^ 1], (3 << 20) + 5000)
+        .unwrap();
+    drive.sync_all().unwrap();
+
+    let output = verify("read", "7", &[]);
+    assert!(!output.status.success());
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["wrong_blocks"], 4);
+    let found: Vec<(u64, u64, &Value)> = report["wrong"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|range| {
+            assert_eq!(range["file"], path);
+            let number = |name: &str| range[name].as_u64().unwrap();
+            (number("offset"), number("bytes"), &range["found"])
+        })
+        .collect();
+    let misplaced = serde_json::json!({"other_place": {"device": 0, "offset": 65536}});
+    let damaged = serde_json::json!({"damage": {"byte": 904}});
+    let expected = [
+        (1 << 20, 8192, &misplaced),
+        (2 << 20, 4096, &Value::from("zeros")),
+        ((3 << 20) + 4096, 4096, &damaged),
+    ];
+    assert_eq!(found, expected);
+    // A pass that was never written: everything is old.
+    let old = verify("read", "8", &[]);
+    let report: Value = serde_json::from_slice(&old.stdout).unwrap();
+    assert_eq!(report["wrong_blocks"], (4 << 20) / 4096);
+}
+
+#[test]
+fn nothing_is_destroyed_or_half_done_by_a_wrong_word() {
+    let folder = drive();
+    let file = folder.path().join("precious");
+    std::fs::write(&file, vec![7; 1 << 20]).unwrap();
+    let path = file.to_str().unwrap();
+    for (args, why) in [
+        (vec!["--bs=64k", "--filename", path], "--overwrite"),
+        (vec!["--only=read", "--filename", path], "--pass"),
+        (
+            vec!["--direct=0", "--overwrite", "--filename", path],
+            "direct = 0",
+        ),
+        (vec!["--passes=0"], "0 is not in"),
+    ] {
+        let said = refused(&[&["verify"], &args[..]].concat());
+        assert!(said.contains(why), "{args:?}: {said}");
+    }
+    assert_eq!(std::fs::read(&file).unwrap(), vec![7; 1 << 20]);
+}
