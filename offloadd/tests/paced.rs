@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use offload_api::pace::Pace;
+use offload_api::pace::{Pace, Paces};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, Memory};
@@ -105,6 +105,12 @@ fn a_pace_is_two_rates_and_nothing_else() {
         (pace.read_bytes_per_s, pace.write_bytes_per_s),
         (60_000_000, 30_000_000)
     );
+    let paces = Paces::parse("slow=30,15;60,30").unwrap();
+    let read = |name| paces.of(name).read_bytes_per_s;
+    assert_eq!((read("slow.tiles"), read("a.slow"), read("")), (30, 60, 60));
+    for text in ["", ";", "a=1,1", "1,1;1,1", "=1,1;1,1", "a=1;1,1", "a=1,1;"] {
+        assert_eq!(Paces::parse(text), None, "{text}");
+    }
     for text in ["", "1", "1,", "0,1", "1,0", "1,2,3", "fast,slow", "-1,1"] {
         assert_eq!(Pace::parse(text), None, "{text}");
     }

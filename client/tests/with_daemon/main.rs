@@ -5,6 +5,7 @@ mod crashes;
 mod death;
 mod generations;
 mod hostile;
+mod paced;
 mod private;
 mod real;
 mod tiles;

@@ -184,13 +184,13 @@ impl Engine {
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
-        match offload_api::pace::pace() {
-            None => Ok((engine, reason)),
-            Some(pace) => {
-                let paced = paced::Paced::new(engine, devices.len(), pace)?;
-                Ok((Self::Paced(Box::new(paced)), format!("{reason}; {pace:?}")))
-            }
-        }
+        let Some(paces) = offload_api::pace::paces() else {
+            return Ok((engine, reason));
+        };
+        let paces = devices.iter().map(|file| paced::of(file, &paces)).collect();
+        let reason = format!("{reason}; {paces:?}");
+        let paced = paced::Paced::new(engine, paces)?;
+        Ok((Self::Paced(Box::new(paced)), reason))
     }
 
     fn choose(

@@ -11,10 +11,11 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use offload_api::pace::Pace;
+use offload_api::pace::{Pace, Paces};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
@@ -24,11 +25,21 @@ use rustix::time::{
 use super::{Engine, EngineError, Io, IoDone};
 use crate::core::{IoId, IoOp};
 
+/// The pace of the device that `file` is.
+pub(super) fn of(file: &File, paces: &Paces) -> Pace {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let name = link
+        .ok()
+        .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    paces.of(&name.unwrap_or_default())
+}
+
 /// An engine and its pace.
 #[derive(Debug)]
 pub struct Paced {
     inner: Engine,
-    pace: Pace,
+    /// Of each device.
+    paces: Vec<Pace>,
     /// When each device has moved all it was given, read and written.
     free: Vec<[Instant; 2]>,
     /// When an operation below may end, and when it was submitted.
@@ -42,11 +53,11 @@ pub struct Paced {
 }
 
 impl Paced {
-    /// Paces `inner`, which has `device_count` devices.
+    /// Paces the devices of `inner`, in their order.
     ///
     /// # Errors
     /// No descriptors are to be had.
-    pub(super) fn new(inner: Engine, device_count: usize, pace: Pace) -> Result<Self, EngineError> {
+    pub(super) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
         let broken = |action| {
             move |errno: rustix::io::Errno| EngineError::Broken {
                 engine: "paced",
@@ -66,8 +77,8 @@ impl Paced {
         }
         Ok(Self {
             inner,
-            pace,
-            free: vec![[Instant::now(); 2]; device_count],
+            free: vec![[Instant::now(); 2]; paces.len()],
+            paces,
             due: HashMap::new(),
             next: BinaryHeap::new(),
             held: HashMap::new(),
@@ -86,9 +97,10 @@ impl Paced {
 
     pub(super) fn submit(&mut self, io: Io) {
         let now = Instant::now();
+        let pace = self.paces[io.device.0 as usize];
         let due = match io.op {
-            IoOp::Read => self.queue(&io, 0, self.pace.read_bytes_per_s, now),
-            IoOp::Write => self.queue(&io, 1, self.pace.write_bytes_per_s, now),
+            IoOp::Read => self.queue(&io, 0, pace.read_bytes_per_s, now),
+            IoOp::Write => self.queue(&io, 1, pace.write_bytes_per_s, now),
             IoOp::Flush => now,
         };
         let before = self.due.insert(io.id, (due, now));

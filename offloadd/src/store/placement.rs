@@ -1,7 +1,8 @@
 //! Which bytes of which device are free, and where a job's tiles go.
 //!
 //! Tiles are dealt to devices so that each has bytes in proportion to its rate and neighbours in the table lie on
-//! different devices: with several tiles in flight the rates add up. A full device drops out; the rest go on.
+//! different devices: with several tiles in flight the rates add up. A device without room for its share gets what it has
+//! room for, spread over the whole table: were it full halfway, the second half would have the other devices alone.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +26,7 @@ struct DeviceSpace {
     /// Offset to bytes; neighbours are merged.
     free: BTreeMap<u64, u64>,
     free_bytes: u64,
-    /// Read and write rate together; 0 = unknown.
+    /// See [`rate`]; 0 = unknown.
     rate: u64,
 }
 
@@ -47,6 +48,29 @@ pub struct NoRoom {
     pub needed_bytes: u64,
     /// Each device has this.
     pub free_bytes: Vec<u64>,
+}
+
+/// What a device does in a second of bytes that are read once and written once, as a step does with its tiles; 0 where
+/// one of the rates is unknown. Not the sum: a drive that reads well and writes badly would get tiles for its reads and
+/// make everybody wait for its writes.
+pub fn rate(read_bytes_per_s: u64, write_bytes_per_s: u64) -> u64 {
+    let (read, write) = (u128::from(read_bytes_per_s), u128::from(write_bytes_per_s));
+    (read * write).checked_div(read + write).unwrap_or(0) as u64
+}
+
+/// How many bytes each device is to get, and has.
+#[derive(Debug)]
+struct Deal {
+    shares: Vec<u64>,
+    dealt: Vec<u64>,
+}
+
+impl Deal {
+    /// How full `device` is with `bytes` more: comparable between devices.
+    fn load(&self, device: usize, bytes: u64) -> u128 {
+        let share = u128::from(self.shares[device].max(1));
+        (u128::from(self.dealt[device] + bytes) << 32) / share
+    }
 }
 
 impl Space {
@@ -139,8 +163,8 @@ impl Space {
     /// Takes one extent for each of `tile_bytes`, or nothing.
     pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
         let before = self.clone();
-        let mut dealt = vec![0_u64; self.devices.len()];
-        let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut dealt)?[0]);
+        let mut deal = self.deal(tile_bytes.iter().copied(), 1);
+        let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut deal)?[0]);
         let placed: Option<Vec<Extent>> = tile_bytes.iter().map(&mut place).collect();
         placed.ok_or_else(|| {
             *self = before;
@@ -188,11 +212,12 @@ impl Space {
         area.offset = self.first_fit(0, area.bytes())?;
         let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
-        let mut dealt = vec![0_u64; self.devices.len()];
+        let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
+        let mut deal = self.deal(tiles, copies);
         let mut extents = Vec::with_capacity(definition.tiles().len());
         for tile in definition.tiles() {
             let tile_bytes = u64::from(tile.tile_bytes);
-            extents.push(self.place(tile_bytes, copies, &mut dealt)?);
+            extents.push(self.place(tile_bytes, copies, &mut deal)?);
             bytes += copies as u64 * tile_bytes;
         }
         Some(Reservation {
@@ -202,11 +227,48 @@ impl Space {
         })
     }
 
-    /// Takes one tile's extents on the device that is the emptiest for its rate after what was `dealt`.
-    fn place(&mut self, tile_bytes: u64, copies: usize, dealt: &mut [u64]) -> Option<[Extent; 2]> {
+    /// Each device's share of all `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
+    fn deal(&self, tiles: impl Iterator<Item = u32>, copies: usize) -> Deal {
+        let count = self.devices.len();
+        let any_unknown = self.devices.iter().any(|d| d.rate == 0);
+        let rates: Vec<_> = (self.devices.iter())
+            .map(|d| if any_unknown { 1 } else { u128::from(d.rate) })
+            .collect();
+        let mut left_bytes: u128 = tiles.map(u128::from).sum();
+        let mut shares = vec![0; count];
+        let mut open: Vec<usize> = (0..count).collect();
+        loop {
+            let together: u128 = open.iter().map(|&device| rates[device]).sum();
+            let room = |device: usize| self.devices[device].free_bytes / copies as u64;
+            let share = |device: usize| (left_bytes * rates[device] / together.max(1)) as u64;
+            let (full, rest): (Vec<_>, Vec<_>) = open
+                .iter()
+                .partition(|&&device| share(device) > room(device));
+            if full.is_empty() {
+                for device in rest {
+                    shares[device] = share(device);
+                }
+                return Deal {
+                    shares,
+                    dealt: vec![0; count],
+                };
+            }
+            for &device in &full {
+                shares[device] = room(device);
+            }
+            left_bytes -= full
+                .iter()
+                .map(|&device| u128::from(room(device)))
+                .sum::<u128>();
+            open = rest;
+        }
+    }
+
+    /// Takes one tile's extents on the device that is the emptiest for its share.
+    fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
         if !removed(Mechanism::Placement) {
-            by_load.sort_by_key(|&device| (self.load(dealt[device] + tile_bytes, device), device));
+            by_load.sort_by_key(|&device| (deal.load(device, tile_bytes), device));
         }
         let (device, places) = by_load.into_iter().find_map(|device| {
             let first = self.first_fit(device, tile_bytes)?;
@@ -223,19 +285,8 @@ impl Space {
             };
             Some((device, [at(first), at(second)]))
         })?;
-        dealt[device] += tile_bytes;
+        deal.dealt[device] += tile_bytes;
         Some(places)
-    }
-
-    /// How full `device` is with `bytes`, in units of its rate: comparable between devices.
-    fn load(&self, bytes: u64, device: usize) -> u128 {
-        let any_unknown = self.devices.iter().any(|d| d.rate == 0);
-        let rate = if any_unknown {
-            1
-        } else {
-            self.devices[device].rate
-        };
-        (u128::from(bytes) << 32) / u128::from(rate)
     }
 
     fn first_fit(&mut self, device: usize, bytes: u64) -> Option<u64> {
@@ -303,6 +354,32 @@ mod tests {
             Some(3),
             "three tiles in a row, then the other device"
         );
+    }
+
+    #[test]
+    fn a_device_with_little_room_has_tiles_all_along_the_table() {
+        let mut space = Space::new([(1 << 30, 100), (100 << 20, 100), (1 << 30, 200)]);
+        let reservation = space.reserve(&definition(400, 1 << 20), 1).unwrap();
+        let devices: Vec<u32> = (reservation.extents.iter())
+            .map(|e| e[0].device.0)
+            .collect();
+        let on = |device: u32| devices.iter().filter(|&&d| d == device).count();
+        // 50 tiles fill it; the rest goes to the others as one to two.
+        assert_eq!([on(0), on(1), on(2)].iter().sum::<usize>(), 400);
+        assert!((49..=50).contains(&on(1)), "{}", on(1));
+        assert!((116..=118).contains(&on(0)), "{}", on(0));
+        for part in devices.chunks(100) {
+            let here = part.iter().filter(|&&d| d == 1).count();
+            assert!((11..=14).contains(&here), "{here} of a hundred tiles");
+        }
+    }
+
+    #[test]
+    fn a_rate_counts_the_slower_way_more() {
+        assert_eq!(rate(6_000, 3_000), 2_000);
+        assert_eq!(rate(6_000, 1_000), 857);
+        assert_eq!((rate(0, 5), rate(5, 0), rate(0, 0)), (0, 0, 0));
+        assert_eq!(rate(u64::MAX, u64::MAX), u64::MAX / 2);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use offload_api::ids::{DeviceIndex, Generation};
 use super::StoreError;
 use super::catalog::{self, Catalog, Entry};
 use super::manifest::{self, Mark, Marked, Record, SlotContent};
-use super::placement::Space;
+use super::placement::{Space, rate};
 use super::sealed::{self, Unreadable};
 use super::superblock::{self, StoreId, Superblock};
 use super::tile_table::{self, TileTable};
@@ -83,10 +83,7 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
             write_bytes_per_s,
             ..
         } = device.superblock;
-        (
-            data_bytes,
-            read_bytes_per_s.saturating_add(write_bytes_per_s),
-        )
+        (data_bytes, rate(read_bytes_per_s, write_bytes_per_s))
     }));
     let mut jobs = Vec::with_capacity(catalog.entries.len());
     for entry in &catalog.entries {
