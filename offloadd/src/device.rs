@@ -197,6 +197,19 @@ impl Device {
     /// # Errors
     /// [`DeviceError`]. A file that was made and could not be filled is removed again.
     pub fn create(path: &Path, file_bytes: Option<u64>, force: bool) -> Result<Self, DeviceError> {
+        Self::create_watched(path, file_bytes, force, &mut |_, _| {})
+    }
+
+    /// The same; where space cannot be reserved but only be filled, `watch` is told how many bytes of how many are.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn create_watched(
+        path: &Path,
+        file_bytes: Option<u64>,
+        force: bool,
+        watch: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, DeviceError> {
         let failed = |action| {
             move |source: io::Error| DeviceError::System {
                 path: path.to_owned(),
@@ -232,7 +245,7 @@ impl Device {
                 .map_err(|e| on_open(path, e))?;
         }
         let reserved = Self::open(path).and_then(|mut device| {
-            device.reserve(path, file_bytes)?;
+            device.reserve(path, file_bytes, watch)?;
             Ok(device)
         });
         if reserved.is_err() && found.is_none() {
@@ -264,7 +277,12 @@ impl Device {
         &self.file
     }
 
-    fn reserve(&mut self, path: &Path, file_bytes: u64) -> Result<(), DeviceError> {
+    fn reserve(
+        &mut self,
+        path: &Path,
+        file_bytes: u64,
+        watch: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), DeviceError> {
         let failed = |action| {
             move |source: io::Error| DeviceError::System {
                 path: path.to_owned(),
@@ -288,7 +306,7 @@ impl Device {
         let filled = match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, file_bytes)
         {
             // Some file systems (FUSE, NFS) cannot reserve: write zeros instead, which is slow and as good.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.fill(file_bytes),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.fill(file_bytes, watch),
             result => result.map_err(io::Error::from),
         };
         match filled {
@@ -309,13 +327,14 @@ impl Device {
         Ok(())
     }
 
-    fn fill(&self, file_bytes: u64) -> io::Result<()> {
+    fn fill(&self, file_bytes: u64, watch: &mut dyn FnMut(u64, u64)) -> io::Result<()> {
         let zeros = AlignedBytes::zeroed(FILL_BYTES);
         let mut offset = 0;
         while offset < file_bytes {
             let bytes = (FILL_BYTES as u64).min(file_bytes - offset) as usize;
             self.file.write_all_at(&zeros.as_slice()[..bytes], offset)?;
             offset += bytes as u64;
+            watch(offset, file_bytes);
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use offloadd::store::format::MeasuredRates;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::{self, DATA_OFFSET};
 
+use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, follow_parent};
 
 pub(crate) fn run(
@@ -63,7 +64,13 @@ fn make_store(
 ) -> Result<()> {
     let devices = paths
         .iter()
-        .map(|path| Device::create(path, file_bytes, force))
+        .map(|path| {
+            let what = format!("filling {}", path.display());
+            let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+            Device::create_watched(path, file_bytes, force, &mut |done, total| {
+                work.at(done, total);
+            })
+        })
         .collect::<Result<Vec<_>, _>>()?;
     store::format::check(&mut DeviceBlocks(&devices), force)?;
     let rates = measure_together(&devices, engine)?;

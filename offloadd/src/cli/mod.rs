@@ -1,6 +1,7 @@
 //! What each command does, from its arguments to its output.
 
 pub(crate) mod format;
+pub(crate) mod long_work;
 pub(crate) mod serve;
 pub(crate) mod top;
 pub(crate) mod verify;

@@ -26,6 +26,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, follow_parent, open_all, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
@@ -67,7 +68,12 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
             device.path()
         );
     }
-    let store = recover::open(&mut DeviceBlocks(&devices))?;
+    say_status("recovering the store");
+    let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
+    let store = recover::open_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
+        work.at(done, total);
+    })?;
+    drop(work);
     let wearing = Wearing::new(store.id, worn(&store, &devices, &config));
     for note in &store.notes {
         tracing::warn!("{note}");
@@ -168,6 +174,7 @@ async fn serve(
     }
     // Without systemd there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    say_status(&format!("serving at {}", sockets.calls.display()));
 
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
     let ended: Result<(), DriverError> = loop {
@@ -207,6 +214,11 @@ async fn serve(
         page.await.context("the threads that answer Prometheus")?;
     }
     Ok(ended?)
+}
+
+/// What `systemctl status` shows. Without systemd there is nobody to tell.
+fn say_status(words: &str) {
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(words)]);
 }
 
 fn log_to_stderr() {

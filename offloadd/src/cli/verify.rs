@@ -6,15 +6,24 @@ use std::process::ExitCode;
 use anyhow::Result;
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
-use offloadd::store::verify::{Damage, DamagedTile, Report, verify};
+use offloadd::store::verify::{Damage, DamagedTile, Report, verify_watched};
 use serde_json::{Value, json};
 
+use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, open_all};
 
 pub(crate) fn run(config: &Path, as_json: bool) -> Result<ExitCode> {
     let config = Config::read(config)?;
     let devices = open_all(&config.devices)?;
-    let report = verify(&mut DeviceBlocks(&devices))?;
+    let listener = match as_json {
+        true => Listener::Nobody,
+        false => Listener::Person,
+    };
+    let mut work = LongWork::new("verifying", Unit::Bytes, listener);
+    let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
+        work.at(done, total);
+    })?;
+    drop(work);
     if as_json {
         println!("{}", to_json(&report, &config));
     } else {

@@ -67,6 +67,13 @@ impl RecoveredJob {
 
 /// Reads the store of all devices of `blocks` and changes nothing.
 pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
+    read_watched(blocks, &mut |_, _| {})
+}
+
+fn read_watched(
+    blocks: &mut impl Blocks,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<RecoveredStore, StoreError> {
     let mut reader = Reader {
         blocks,
         notes: Vec::new(),
@@ -104,6 +111,7 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
             table,
             slots,
         });
+        watch(jobs.len() as u64, catalog.entries.len() as u64);
     }
     let Reader { notes, repairs, .. } = reader;
     Ok(RecoveredStore {
@@ -123,7 +131,15 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
 /// read out of a drive's cache. Work that goes on from it writes over the generation before it, so it must not vanish in
 /// the next power cut.
 pub fn open(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
-    let mut store = read(blocks)?;
+    open_watched(blocks, &mut |_, _| {})
+}
+
+/// The same; `watch` is told after each job how many of how many were read.
+pub fn open_watched(
+    blocks: &mut impl Blocks,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<RecoveredStore, StoreError> {
+    let mut store = read_watched(blocks, watch)?;
     for repair in std::mem::take(&mut store.repairs) {
         blocks.write(repair.position, repair.offset, &repair.blocks)?;
     }

@@ -10,7 +10,7 @@ use offload_api::removable::{Mechanism, removed};
 
 use super::StoreError;
 use super::definition::{JobName, TileSpec};
-use super::manifest::{self, Mark};
+use super::manifest::{self, Mark, Marked};
 use super::recover::{self, RecoveredJob, RecoveredStore};
 use super::twins::Note;
 use super::wear::Wear;
@@ -119,7 +119,17 @@ impl std::fmt::Display for DamagedTile {
 
 /// Reads all of the store on `blocks`. Only under the store's lock, or a running daemon's writes look like damage.
 pub fn verify(blocks: &mut impl Blocks) -> Result<Report, StoreError> {
+    verify_watched(blocks, &mut |_, _| {})
+}
+
+/// The same; `watch` is told after each tile how many bytes of how many were read.
+pub fn verify_watched(
+    blocks: &mut impl Blocks,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<Report, StoreError> {
     let store = recover::read(blocks)?;
+    let total_bytes = store.jobs.iter().map(job_bytes).sum();
+    let watch = &mut |done_bytes| watch(done_bytes, total_bytes);
     let mut report = Report {
         job_count: store.jobs.len(),
         notes: store.notes.clone(),
@@ -127,9 +137,26 @@ pub fn verify(blocks: &mut impl Blocks) -> Result<Report, StoreError> {
         ..Report::default()
     };
     for job in &store.jobs {
-        verify_job(blocks, &store, job, &mut report);
+        verify_job(blocks, &store, job, &mut report, watch);
     }
     Ok(report)
+}
+
+/// The generations whose tiles are compared.
+fn compared(job: &RecoveredJob) -> impl Iterator<Item = &Marked> {
+    let marked = manifest::resumable(&job.slots).into_iter();
+    marked.filter(|marked| marked.mark != Some(Mark::Overwriting))
+}
+
+fn job_bytes(job: &RecoveredJob) -> u64 {
+    let of = |marked: &Marked| -> u64 {
+        let specs = job.table.definition.tiles().iter();
+        let written = specs
+            .zip(&*marked.record.versions)
+            .filter(|(_, v)| v.is_some());
+        written.map(|(spec, _)| u64::from(spec.tile_bytes)).sum()
+    };
+    compared(job).map(of).sum()
 }
 
 fn wear(blocks: &mut impl Blocks, store: &RecoveredStore) -> Vec<DeviceWear> {
@@ -147,16 +174,14 @@ fn verify_job(
     store: &RecoveredStore,
     job: &RecoveredJob,
     report: &mut Report,
+    watch: &mut dyn FnMut(u64),
 ) {
     if !job.clean() {
         report
             .unclean_jobs
             .push((job.entry.uid, job.entry.name.clone()));
     }
-    for marked in manifest::resumable(&job.slots) {
-        if marked.mark == Some(Mark::Overwriting) {
-            continue;
-        }
+    for marked in compared(job) {
         let specs = job.table.definition.tiles().iter();
         let places = specs.zip(&job.table.extents).zip(&*marked.record.versions);
         for (index, ((spec, extents), version)) in places.enumerate() {
@@ -167,7 +192,9 @@ fn verify_job(
             assert!(spec.tile_bytes % BLOCK_BYTES == 0);
             report.tile_count += 1;
             report.tile_bytes += u64::from(spec.tile_bytes);
-            let damage = match blocks.read(device.position, extent.offset, &mut bytes) {
+            let read = blocks.read(device.position, extent.offset, &mut bytes);
+            watch(report.tile_bytes);
+            let damage = match read {
                 Err(error) => Damage::Unreadable(error.to_string()),
                 Ok(()) => {
                     let (expected, found) = (version.checksum, checksum(bytes.as_slice()));

@@ -362,7 +362,10 @@ fn the_service_manager_is_told_when_it_serves_and_when_it_stops() {
         let length = manager.recv(&mut bytes).expect("a word from the daemon");
         String::from_utf8_lossy(&bytes[..length]).into_owned()
     };
+    assert_eq!(next().trim_end(), "STATUS=recovering the store");
     assert!(next().starts_with("READY=1"));
+    let status = format!("STATUS=serving at {}", store.socket().display());
+    assert_eq!(next().trim_end(), status);
     daemon.signal(Signal::TERM);
     assert!(next().starts_with("STOPPING=1"));
     assert_eq!(daemon.wait(SOON), Some(0));

@@ -5,6 +5,7 @@ mod hostile;
 mod life;
 mod metrics;
 mod page;
+mod progress;
 mod sessions;
 mod top;
 mod wear;

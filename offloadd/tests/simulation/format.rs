@@ -9,7 +9,7 @@ use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
-use offloadd::store::verify::{Damage, verify};
+use offloadd::store::verify::{Damage, verify, verify_watched};
 use offloadd::store::{SUPERBLOCK_OFFSETS, StoreError, recover};
 
 use super::world::{Process, World, content, definition, formatted, job};
@@ -142,6 +142,28 @@ fn a_flipped_bit_in_our_own_structures_is_named_and_harmless() {
             }
         }
     }
+}
+
+#[test]
+fn who_watches_sees_every_byte_and_every_job_go_by() {
+    let mut world = World::start(formatted(), SimRandom::new(9));
+    for name in ["first", "second"] {
+        let (process, _) = world.open(&job(name), 0, 1).unwrap();
+        let tiles = definition(3, Durability::Committed, 2);
+        world.define(process, tiles).unwrap();
+        world.resume(process, 0).unwrap();
+        commit(&mut world, process, 1);
+        world.run();
+    }
+    let (mut disks, ..) = world.crash(false);
+    let mut seen = Vec::new();
+    let report = verify_watched(&mut disks, &mut |done, total| seen.push((done, total))).unwrap();
+    // One tile of three was written by each.
+    assert_eq!(report.tile_bytes, 2 * 4096);
+    assert_eq!(seen, [(4096, 8192), (8192, 8192)]);
+    let mut seen = Vec::new();
+    recover::open_watched(&mut disks, &mut |done, total| seen.push((done, total))).unwrap();
+    assert_eq!(seen, [(1, 2), (2, 2)]);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffi
 use serde_json::{Value, json};
 
 use crate::cli::binary;
+use crate::cli::long_work::clock;
 
 /// The table, lines of plain text.
 pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
@@ -349,16 +350,6 @@ fn time(time: Duration) -> String {
 
 fn share(share: f64) -> String {
     format!("{:.0}%", 100.0 * share.clamp(0.0, 1.0))
-}
-
-/// Days, hours, minutes, seconds: the two that matter.
-fn clock(time: Duration) -> String {
-    match time.as_secs() {
-        s @ 0..60 => format!("{s}s"),
-        s @ 60..3600 => format!("{}m{:02}s", s / 60, s % 60),
-        s @ 3600..86400 => format!("{}h{:02}m", s / 3600, s / 60 % 60),
-        s => format!("{}d{:02}h", s / 86400, s / 3600 % 24),
-    }
 }
 
 /// The end of a long name: paths differ there.

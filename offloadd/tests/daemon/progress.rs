@@ -1,0 +1,75 @@
+//! What takes long says so. What could go wrong: minutes of silence, lines where a program reads, a total that is not the
+//! whole. System calls are delayed by strace, so that little work takes long.
+
+use std::process::{Command, Output};
+
+use crate::common::{Store, fill_tiles, words};
+
+/// Runs the program with these calls of it changed; `None` where strace cannot.
+fn slowed(inject: &[&str], arguments: &[&str]) -> Option<Output> {
+    let probe = Command::new("strace")
+        .args(["-f", "-qq", "-e", "trace=none", "true"])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        println!(
+            "skipped: {}: strace cannot trace here",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return None;
+    }
+    let mut command = Command::new("strace");
+    command.args(["-f", "-qq", "-o", "/dev/null"]);
+    for one in inject {
+        command.arg("-e").arg(format!("inject={one}"));
+    }
+    command.arg(env!("CARGO_BIN_EXE_offloadd")).args(arguments);
+    Some(command.output().unwrap())
+}
+
+#[test]
+fn verifying_a_slow_store_says_how_long_it_takes_and_not_in_json() {
+    let store = Store::new(1, "psync");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 8);
+    fill_tiles(&mut session, 8, working, 10);
+    session.commit(&mut control, working, b"");
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+
+    // Some dozen reads, most of them of the store's own structures.
+    let slow = ["pread64:delay_enter=120000"];
+    let config = store.config.to_str().unwrap();
+    let Some(output) = slowed(&slow, &["verify", "--config", config]) else {
+        return;
+    };
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(error.contains("verifying: "), "{error}");
+    assert!(error.contains(" % of 32.0 KiB, "), "{error}");
+    assert!(
+        String::from_utf8_lossy(&output.stdout).contains("sound"),
+        "{}",
+        words(&output)
+    );
+
+    let output = slowed(&slow, &["verify", "--json", "--config", config]).unwrap();
+    assert!(output.stderr.is_empty(), "{}", words(&output));
+    assert!(output.status.success());
+}
+
+#[test]
+fn filling_a_file_that_cannot_be_reserved_says_how_long_it_takes() {
+    let folder = tempfile::tempdir().unwrap();
+    let device = folder.path().join("device");
+    let changes = ["fallocate:error=EOPNOTSUPP", "pwrite64:delay_enter=350000"];
+    let arguments = ["format", device.to_str().unwrap(), "--size", "64MiB"];
+    let Some(output) = slowed(&changes, &arguments) else {
+        return;
+    };
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(error.contains("filling "), "{error}");
+    assert!(error.contains(" % of 64.0 MiB, "), "{error}");
+}
