@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bed;
 mod bench;
 mod canonical;
 mod cli;
@@ -17,6 +18,7 @@ mod machine;
 mod noise;
 mod paced;
 mod pattern;
+mod picture;
 mod place;
 mod prepared;
 mod progress;
@@ -24,6 +26,7 @@ mod report;
 mod scale;
 mod stop;
 mod target;
+mod training;
 mod tune;
 mod words;
 
@@ -35,6 +38,7 @@ use crate::cli::canonical::CanonicalArgs;
 use crate::cli::paced::PacedArgs;
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
+use crate::cli::training::TrainingArgs;
 use crate::cli::tune::TuneArgs;
 use crate::cli::verify::VerifyArgs;
 
@@ -71,6 +75,9 @@ enum Command {
     /// Find the settings these folders' drives like, in less than a minute
     #[command(after_help = cli::tune::EXAMPLES)]
     Tune(TuneArgs),
+    /// Predict a training step's time from drives' rates, for DeepSpeed's bytes and for ours; or run it and compare
+    #[command(after_help = cli::training::EXAMPLES)]
+    Training(TrainingArgs),
     /// Write patterns that name their own offset, read them back, and name every block that is wrong
     #[command(after_help = cli::verify::EXAMPLES)]
     Verify(VerifyArgs),
@@ -86,6 +93,7 @@ fn main() -> ExitCode {
         Some(Command::Run(args)) => cli::run::run(args),
         Some(Command::Scale(args)) => cli::scale::run(args),
         Some(Command::Tune(args)) => cli::tune::run(&args),
+        Some(Command::Training(args)) => cli::training::run(&args),
         Some(Command::Verify(args)) => cli::verify::run(args),
         Some(Command::Paced(args)) => cli::paced::run(args),
     });

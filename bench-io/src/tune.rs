@@ -8,18 +8,15 @@
 //! is taken: it needs less memory, and waits less.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
-use crate::bench::{Bench, BenchPlan, TargetPlan};
-use crate::load::{StreamPlan, Timing};
-use crate::place::{WorkFolder, write_file};
+use crate::bed::{Bed, RAMP, RUNTIME, Trial};
 use crate::progress::Progress;
 use crate::scale::Load;
-use crate::target::device::DeviceFiles;
 
 /// So near to the best is as good.
 const NEAR: f64 = 0.97;
@@ -28,29 +25,6 @@ const BLOCKS_BYTES: [u32; 4] = [1 << 20, 2 << 20, 4 << 20, 16 << 20];
 const DEPTHS: [u32; 4] = [4, 8, 16, 32];
 const FIRST_BLOCK_BYTES: u32 = 4 << 20;
 const FIRST_DEPTH: u32 = 32;
-
-/// Of one trial.
-const RAMP: Duration = Duration::from_millis(250);
-const RUNTIME: Duration = Duration::from_millis(1000);
-
-/// One combination, and what it reached.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Trial {
-    pub(crate) engine: String,
-    pub(crate) bs: u32,
-    /// Of each drive and direction.
-    pub(crate) iodepth: u32,
-    pub(crate) load: Load,
-    pub(crate) read_bytes_per_s: f64,
-    pub(crate) write_bytes_per_s: f64,
-    pub(crate) cpu_s_per_gb: f64,
-}
-
-impl Trial {
-    pub(crate) fn bytes_per_s(&self) -> f64 {
-        self.read_bytes_per_s + self.write_bytes_per_s
-    }
-}
 
 /// What was tried, and what was chosen.
 #[derive(Clone, Debug, Serialize)]
@@ -132,7 +106,7 @@ fn stage(
 ) -> Result<Option<(u32, u32)>> {
     let mut found = Vec::new();
     for &(bs, depth) in settings {
-        if u64::from(bs) > bed.size {
+        if u64::from(bs) > bed.file_bytes() {
             continue;
         }
         // Three more are needed at the end.
@@ -151,96 +125,6 @@ fn smallest_near_best<T: Copy>(found: &[(T, f64)]) -> Option<T> {
     let best = found.iter().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let near = found.iter().find(|(_, rate)| *rate >= NEAR * best);
     near.map(|(setting, _)| *setting)
-}
-
-/// Files to try on: one to read and one to write on each drive.
-struct Bed {
-    _folders: Vec<WorkFolder>,
-    files: Vec<PathBuf>,
-    size: u64,
-}
-
-impl Bed {
-    fn make(parents: &[PathBuf], size: u64, progress: &Progress) -> Result<Self> {
-        progress.say("making files");
-        let (mut folders, mut files) = (Vec::new(), Vec::new());
-        for parent in parents {
-            let folder = WorkFolder::make(parent)?;
-            for name in ["read", "write"] {
-                let file = folder.path().join(name);
-                write_file(&file, size)?;
-                files.push(file);
-                crate::stop::check()?;
-            }
-            folders.push(folder);
-        }
-        Ok(Self {
-            _folders: folders,
-            files,
-            size,
-        })
-    }
-
-    fn try_one(
-        &self,
-        engine: &str,
-        bs: u32,
-        depth: u32,
-        load: Load,
-        progress: &Progress,
-    ) -> Result<Trial> {
-        let choice = EngineChoice::from_name(engine).context("a name of its own list")?;
-        let bench = Bench::open(BenchPlan {
-            target: TargetPlan::Device {
-                files: DeviceFiles {
-                    paths: self.files.clone(),
-                    direct: true,
-                    writes: true,
-                },
-                choice,
-            },
-            block_bytes: bs,
-            depth: depth * self.files.len() as u32,
-            jobs: 1,
-            pattern: None,
-        })?;
-        let streams = (0..self.files.len() as u32).filter_map(|device| {
-            // Files come in pairs.
-            let reads = device % 2 == 0;
-            let wanted = if reads { load.reads() } else { load.writes() };
-            wanted.then_some(StreamPlan {
-                device,
-                blocks: (0, self.size / u64::from(bs)),
-                reads,
-                writes: !reads,
-                read_percent: 50,
-                random: false,
-                depth,
-            })
-        });
-        let timing = Timing {
-            ramp: RAMP,
-            runtime: RUNTIME,
-        };
-        let what = format!(
-            "{engine}, {} KiB, iodepth {depth}, {}",
-            bs >> 10,
-            load.word()
-        );
-        let (figures, _) = bench.run(&[streams.collect()], timing, progress, &what)?;
-        let of = |way: &Option<crate::report::WayReport>| {
-            way.as_ref().map_or(0.0, |way| way.bytes_per_s)
-        };
-        Ok(Trial {
-            engine: engine.to_owned(),
-            bs,
-            iodepth: depth,
-            load,
-            read_bytes_per_s: of(&figures.read),
-            write_bytes_per_s: of(&figures.write),
-            cpu_s_per_gb: figures.cpu.s_per_gb,
-        })
-    }
 }
 
 #[cfg(test)]

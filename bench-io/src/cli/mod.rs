@@ -4,5 +4,6 @@ pub(crate) mod canonical;
 pub(crate) mod paced;
 pub(crate) mod run;
 pub(crate) mod scale;
+pub(crate) mod training;
 pub(crate) mod tune;
 pub(crate) mod verify;

@@ -8,7 +8,7 @@ use clap::Args;
 use offloadd::api::{BLOCK_BYTES, TILE_BYTES_MAX};
 
 use crate::fio::Fio;
-use crate::paced::{Drives, DrivesPlan, Pace};
+use crate::paced::{Drives, DrivesPlan, OwnDrives, Pace};
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
@@ -214,17 +214,6 @@ fn on_paced(
     let _inside = drives.0.enter()?;
     let plan = plan(args, drives.0.state().folders.clone(), args.parts);
     scale::measure(&plan, Some((&drives.0, pace)), fio, progress)
-}
-
-/// Taken away whatever happens.
-struct OwnDrives(Drives);
-
-impl Drop for OwnDrives {
-    fn drop(&mut self) {
-        if let Err(error) = self.0.down() {
-            eprintln!("bench-io: {error:#}");
-        }
-    }
 }
 
 fn leave(out: &Path, report: &ScaleReport) -> Result<()> {

@@ -210,6 +210,18 @@ impl Drives {
     }
 }
 
+/// Drives for one measurement: taken away whatever happens.
+#[derive(Debug)]
+pub(crate) struct OwnDrives(pub(crate) Drives);
+
+impl Drop for OwnDrives {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.down() {
+            eprintln!("bench-io: {error:#}");
+        }
+    }
+}
+
 fn text(path: &Path) -> String {
     path.display().to_string()
 }

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use drives::Drives;
+pub(crate) use drives::{Drives, OwnDrives};
 pub(crate) use group::Group;
 
 /// More loop devices than a machine usually has room for.

@@ -3,8 +3,9 @@
 use std::fmt::Write;
 
 use super::ScaleReport;
-use super::picture::{escaped, svg};
+use super::picture::svg;
 use super::table::{COLUMNS, cells};
+use crate::picture::escaped;
 
 const STYLE: &str = "body { font: 14px/1.5 sans-serif; margin: 2em auto; max-width: 75em; color: #222 }
 table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }

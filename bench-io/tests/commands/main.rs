@@ -5,5 +5,6 @@ mod lab;
 mod paced;
 mod run;
 mod scale;
+mod training;
 mod tune;
 mod verify;

@@ -1,0 +1,284 @@
+//! `bench-io training`: what it takes, and the files it leaves.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+
+use crate::bed::Bed;
+use crate::machine::Machine;
+use crate::paced::Pace;
+use crate::progress::Progress;
+use crate::report::{REPORT_VERSION, warnings};
+use crate::scale::Load;
+use crate::training::{
+    self, DeepSpeedStep, Given, Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
+};
+use crate::words::Rate;
+
+/// Shown below the options.
+pub(crate) const EXAMPLES: &str = "Examples:
+  bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2G --write 3.2G
+  bench-io training RUN.toml --folder /mnt/nvme0 --folder /mnt/nvme1       # with what these drives do
+  bench-io training --run RUN.toml --read 620M --write 320M --out target/training
+                                # as root: trains on 1 to 4 paced drives and prints predicted beside measured
+Ours is asked from `trainer plan`, the trainer beside this program.";
+
+/// Predicts, or runs and compares.
+#[derive(Args)]
+pub(crate) struct TrainingArgs {
+    /// A run file whose step is predicted; its state must be on drives
+    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "run"], conflicts_with_all = ["model", "run"])]
+    file: Option<PathBuf>,
+    /// A model's config.json, or its folder; all of its state on drives
+    #[arg(long, value_name = "config.json", conflicts_with = "run")]
+    model: Option<PathBuf>,
+    /// Train this run file on paced drives, and compare; needs root
+    #[arg(long, value_name = "RUN.toml")]
+    run: Option<PathBuf>,
+    /// Of one drive, bytes a second
+    #[arg(long, value_name = "RATE", default_value = "6.2G")]
+    read: Rate,
+    /// Of one drive, bytes a second
+    #[arg(long, value_name = "RATE", default_value = "3.2G")]
+    write: Rate,
+    /// Measure the rates here instead: a folder on each drive
+    #[arg(long = "folder", value_name = "FOLDER", conflicts_with = "run")]
+    folders: Vec<PathBuf>,
+    /// How many drives, with commas between [default: 1,2,3,4; with --folder 1 to all]
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    drives: Vec<u32>,
+    /// What one process computes, 10^12 operations a second [default: what the plan takes]
+    #[arg(long, value_name = "N", conflicts_with = "run")]
+    tflops: Option<f64>,
+    /// With --model: tokens of a sequence
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    seq_len: u64,
+    /// With --model: sequences computed at a time
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    micro_batch: u64,
+    /// Micro-batches of a step [default: 1, or the run file's gradient_accumulation_steps]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    accumulation: Option<u64>,
+    /// Replace a setting of the run file, as trainer does
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+    /// With --run: steps of each run; the first three do not count
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(5..=1000))]
+    steps: u64,
+    /// With --run: loop devices of each paced drive
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    parts: u32,
+    /// With --run: seconds that one run may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    timeout: u64,
+    /// The trainer's program, when it is not beside this one
+    #[arg(long, value_name = "PROGRAM")]
+    trainer: Option<PathBuf>,
+    /// Leave training.json and training.svg in this folder
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    /// One JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Predicts, prints, and leaves files.
+///
+/// # Errors
+/// Settings that cannot be, a plan that is refused, or a run that fails.
+pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
+    let counts = counts(args)?;
+    if let Some(tflops) = args.tflops {
+        ensure!(
+            tflops > 0.0 && tflops < 1e6,
+            "--tflops {tflops}: a number above 0"
+        );
+    }
+    let trainer = Trainer::find(args.trainer.as_deref())?;
+    let micro_batches = match args.accumulation {
+        Some(count) => count,
+        None => micro_batches(args)?,
+    };
+    let progress = Progress::new();
+    let mut rows = Vec::new();
+    for &drives in &counts {
+        crate::stop::check()?;
+        rows.push(match &args.run {
+            Some(file) => trained(args, file, drives, micro_batches, &trainer, &progress)?,
+            None => predicted(args, drives, micro_batches, &trainer, &progress)?,
+        });
+    }
+    drop(progress);
+    let rates = match (&args.run, args.folders.is_empty()) {
+        (Some(_), _) => format!(
+            "paced drives of {} read and {} written, measured both at once",
+            args.read, args.write
+        ),
+        (None, false) => "measured, both at once".into(),
+        (None, true) => format!(
+            "given: {} read and {} written a drive, both at once",
+            args.read, args.write
+        ),
+    };
+    let measures = args.run.is_some() || !args.folders.is_empty();
+    let report = TrainingReport {
+        version: REPORT_VERSION,
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        machine: Machine::here(),
+        rates,
+        micro_batches,
+        rows,
+        warnings: if measures {
+            warnings::before()
+        } else {
+            Vec::new()
+        },
+    };
+    if let Some(out) = &args.out {
+        std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
+        for (name, text) in [
+            ("training.json", serde_json::to_string_pretty(&report)?),
+            ("training.svg", training::svg(&report)),
+        ] {
+            let path = out.join(name);
+            std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        }
+    }
+    match args.json {
+        true => println!("{}", serde_json::to_string(&report)?),
+        false => print!("{report}"),
+    }
+    Ok(())
+}
+
+fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
+    let all = match args.folders.len() {
+        0 => 4,
+        count => count as u32,
+    };
+    if args.drives.is_empty() {
+        return Ok((1..=all).collect());
+    }
+    let most = if args.folders.is_empty() { 64 } else { all };
+    let wrong = args
+        .drives
+        .iter()
+        .find(|count| !(1..=most).contains(*count));
+    ensure!(
+        wrong.is_none(),
+        "--drives {}: 1 to {most}",
+        wrong.unwrap_or(&0)
+    );
+    Ok(args.drives.clone())
+}
+
+/// As the run file says it; the plan does not.
+fn micro_batches(args: &TrainingArgs) -> Result<u64> {
+    let Some(path) = args.run.as_ref().or(args.file.as_ref()) else {
+        return Ok(1);
+    };
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("the run file {}", path.display()))?;
+    let table: toml::Table =
+        toml::from_str(&text).with_context(|| format!("the run file {}", path.display()))?;
+    let count = table
+        .get("gradient_accumulation_steps")
+        .and_then(toml::Value::as_integer);
+    Ok(count
+        .and_then(|count| u64::try_from(count).ok())
+        .unwrap_or(1)
+        .max(1))
+}
+
+fn predicted(
+    args: &TrainingArgs,
+    drives: u32,
+    micro_batches: u64,
+    trainer: &Trainer,
+    progress: &Progress,
+) -> Result<TrainingRow> {
+    let subject = match (&args.model, &args.file) {
+        (Some(config), _) => Subject::Model {
+            config: config.clone(),
+            seq_len: args.seq_len,
+            micro_batch: args.micro_batch,
+            accumulation: micro_batches,
+        },
+        (None, Some(file)) => Subject::Run {
+            file: file.clone(),
+            sets: args.sets.clone(),
+        },
+        (None, None) => anyhow::bail!("name a run file or a model"),
+    };
+    let given = if args.folders.is_empty() {
+        Given {
+            read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
+            write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
+            tflops: args.tflops,
+        }
+    } else {
+        let bed = Bed::make(&args.folders[..drives as usize], 256 << 20, progress)?;
+        let trial = bed.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
+        Given {
+            read_bytes_per_s: trial.read_bytes_per_s,
+            write_bytes_per_s: trial.write_bytes_per_s,
+            tflops: args.tflops,
+        }
+    };
+    let ours = trainer.plan(&subject, given)?;
+    ensure!(
+        ours.written_bytes > 0.0,
+        "the run keeps nothing on drives, so they make no difference: set zero_optimization.offload_param and \
+         offload_optimizer to \"nvme\" with --set"
+    );
+    Ok(row(drives, given, ours, micro_batches, None))
+}
+
+fn trained(
+    args: &TrainingArgs,
+    file: &std::path::Path,
+    drives: u32,
+    micro_batches: u64,
+    trainer: &Trainer,
+    progress: &Progress,
+) -> Result<TrainingRow> {
+    let plan = TrialPlan {
+        file: file.to_owned(),
+        sets: args.sets.clone(),
+        steps: args.steps as usize,
+        drives,
+        pace: Pace {
+            read: args.read.0,
+            write: args.write.0,
+        },
+        parts: args.parts,
+        patience: Duration::from_secs(args.timeout),
+    };
+    let (given, ours, trial) = training::run(&plan, trainer, progress)?;
+    Ok(row(drives, given, ours, micro_batches, Some(trial)))
+}
+
+fn row(
+    drives: u32,
+    given: Given,
+    ours: training::Planned,
+    micro_batches: u64,
+    measured: Option<training::Trial>,
+) -> TrainingRow {
+    TrainingRow {
+        drives,
+        read_bytes_per_s: given.read_bytes_per_s,
+        write_bytes_per_s: given.write_bytes_per_s,
+        deepspeed: DeepSpeedStep::new(
+            ours.parameters,
+            micro_batches as f64,
+            ours.compute_s,
+            given.read_bytes_per_s,
+            given.write_bytes_per_s,
+        ),
+        ours,
+        measured,
+    }
+}

@@ -1,0 +1,166 @@
+//! What drives mean for training: a step's bytes and its time, on 1 to N drives, for DeepSpeed's byte counts and for ours.
+//!
+//! ```text
+//!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
+//!                    ├─▶ `trainer plan`                                  predicted
+//!                    └─▶ `trainer train` on paced drives (--run)         measured
+//! ```
+
+mod deepspeed;
+mod planner;
+mod trial;
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::machine::Machine;
+use crate::picture::{self, Line};
+use crate::words::SpeedText;
+
+pub(crate) use deepspeed::DeepSpeedStep;
+pub(crate) use planner::{Given, Planned, Subject, Trainer};
+pub(crate) use trial::{Trial, TrialPlan, run};
+
+/// One number of drives.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct TrainingRow {
+    pub(crate) drives: u32,
+    /// Of all of them, both at once.
+    pub(crate) read_bytes_per_s: f64,
+    pub(crate) write_bytes_per_s: f64,
+    pub(crate) deepspeed: DeepSpeedStep,
+    pub(crate) ours: Planned,
+    /// With `--run`.
+    pub(crate) measured: Option<Trial>,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct TrainingReport {
+    pub(crate) version: u32,
+    pub(crate) command: String,
+    pub(crate) machine: Machine,
+    /// Where the rates are from.
+    pub(crate) rates: String,
+    pub(crate) micro_batches: u64,
+    pub(crate) rows: Vec<TrainingRow>,
+    pub(crate) warnings: Vec<String>,
+}
+
+impl TrainingRow {
+    /// 6 operations a parameter and token, in 10^12 a second.
+    fn tflops(&self, step_s: f64) -> f64 {
+        6.0 * self.ours.parameters * self.ours.tokens / step_s / 1e12
+    }
+}
+
+impl fmt::Display for TrainingReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
+        }
+        writeln!(
+            f,
+            "{}\n`{}`\nrates: {}",
+            self.machine, self.command, self.rates
+        )?;
+        let Some(first) = self.rows.first() else {
+            return Ok(());
+        };
+        let (ours, theirs) = (&first.ours, &first.deepspeed);
+        let gb = |bytes: f64| format!("{:.3} GB", bytes / 1e9);
+        writeln!(
+            f,
+            "{:.1} M parameters, {} tokens a step in {} micro-batches, computing {:.3} s",
+            ours.parameters / 1e6,
+            ours.tokens,
+            self.micro_batches,
+            ours.compute_s
+        )?;
+        writeln!(
+            f,
+            "bytes a step: DeepSpeed {} read, {} written; ours {} read, {} written\n",
+            gb(theirs.read_bytes),
+            gb(theirs.written_bytes),
+            gb(ours.read_bytes),
+            gb(ours.written_bytes)
+        )?;
+        writeln!(f, "{HEAD}")?;
+        for row in &self.rows {
+            let both = |step_s: f64| format!("{step_s:.3} s, {}", Flops(row.tflops(step_s)));
+            let measured = row.measured.as_ref().map_or_else(
+                || " | ".into(),
+                |trial| {
+                    format!(
+                        "{} | {:.1} %",
+                        both(trial.step_s),
+                        100.0 * row.ours.step_s / trial.step_s
+                    )
+                },
+            );
+            writeln!(
+                f,
+                "| {} | {} + {} | {:.3} s | {} | {} | {} | {measured} |",
+                row.drives,
+                SpeedText(row.read_bytes_per_s),
+                SpeedText(row.write_bytes_per_s),
+                row.deepspeed.bound_s,
+                both(row.deepspeed.step_s),
+                both(row.ours.step_s),
+                row.ours.wall
+            )?;
+        }
+        Ok(())
+    }
+}
+
+const HEAD: &str = "\
+| drives | read + written | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | wall | ours, measured | of the bound |
+|---|---|---|---|---|---|---|---|";
+
+/// Operations in 10^12 a second, for people.
+struct Flops(f64);
+
+impl fmt::Display for Flops {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            tflops if tflops >= 0.1 => write!(f, "{tflops:.1} TFLOPS"),
+            tflops => write!(f, "{:.2} GFLOPS", tflops * 1e3),
+        }
+    }
+}
+
+/// Operations a second over drives.
+pub(crate) fn svg(report: &TrainingReport) -> String {
+    let line = |name, colour, dashes, step_s: &dyn Fn(&TrainingRow) -> Option<f64>| Line {
+        name,
+        colour,
+        dashes,
+        points: report
+            .rows
+            .iter()
+            .filter_map(|row| Some((f64::from(row.drives), row.tflops(step_s(row)?))))
+            .collect(),
+    };
+    let lines = vec![
+        line("ours, predicted", "#1b6ca8", "7 4", &|row| {
+            Some(row.ours.step_s)
+        }),
+        line("ours, measured", "#1b6ca8", "", &|row| {
+            Some(row.measured.as_ref()?.step_s)
+        }),
+        line("DeepSpeed, predicted", "#d95f02", "7 4", &|row| {
+            Some(row.deepspeed.step_s)
+        }),
+    ];
+    let lines = lines
+        .into_iter()
+        .filter(|line| !line.points.is_empty())
+        .collect();
+    picture::svg(
+        "TFLOPS over drives",
+        &report.machine.to_string(),
+        &[("training", lines)],
+    )
+}

@@ -1,0 +1,197 @@
+//! Ours is asked from `trainer plan`: one function computes a step's bytes and bound, and it lives there.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+/// The trainer's program.
+#[derive(Clone, Debug)]
+pub(crate) struct Trainer {
+    program: PathBuf,
+}
+
+/// Of what the plan is asked.
+#[derive(Clone, Debug)]
+pub(crate) enum Subject {
+    /// A run file, with settings laid over it.
+    Run { file: PathBuf, sets: Vec<String> },
+    /// A model's config.json alone, everything on drives.
+    Model {
+        config: PathBuf,
+        seq_len: u64,
+        micro_batch: u64,
+        accumulation: u64,
+    },
+}
+
+/// Drives, all together, and what one process computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Given {
+    pub(crate) read_bytes_per_s: f64,
+    pub(crate) write_bytes_per_s: f64,
+    pub(crate) tflops: Option<f64>,
+}
+
+/// A step as it is planned.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub(crate) struct Planned {
+    pub(crate) parameters: f64,
+    pub(crate) tokens: f64,
+    pub(crate) read_bytes: f64,
+    pub(crate) written_bytes: f64,
+    /// The bound, which is what it predicts.
+    pub(crate) step_s: f64,
+    pub(crate) wall: String,
+    /// Forward and backward, computing alone.
+    pub(crate) compute_s: f64,
+    /// Room on devices.
+    pub(crate) device_bytes: u64,
+}
+
+impl Trainer {
+    /// The one named, or the one beside this program.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn find(named: Option<&Path>) -> Result<Self> {
+        let beside = std::env::current_exe()
+            .ok()
+            .and_then(|exe| Some(exe.parent()?.join("trainer")));
+        let program = named
+            .map(Path::to_owned)
+            .or(beside)
+            .context("a folder of this program")?;
+        if !program.is_file() {
+            bail!(
+                "no program at {}: `make build` makes it; or name it with --trainer",
+                program.display()
+            );
+        }
+        Ok(Self { program })
+    }
+
+    pub(crate) fn command(&self) -> Command {
+        Command::new(&self.program)
+    }
+
+    /// Asks for a plan.
+    ///
+    /// # Errors
+    /// It refuses, or says what nobody understands.
+    pub(crate) fn plan(&self, subject: &Subject, given: Given) -> Result<Planned> {
+        let mut command = self.command();
+        command.arg("plan").arg("--json");
+        match subject {
+            Subject::Run { file, sets } => {
+                command.arg(file);
+                for set in sets {
+                    command.args(["--set", set]);
+                }
+            }
+            Subject::Model {
+                config,
+                seq_len,
+                micro_batch,
+                accumulation,
+            } => {
+                command.arg("--model").arg(config);
+                command.args(["--seq-len", &seq_len.to_string()]);
+                command.args(["--micro-batch", &micro_batch.to_string()]);
+                command.args(["--accumulation", &accumulation.to_string()]);
+            }
+        }
+        let rate = |rate: f64| format!("{:.6}GB/s", rate / 1e9);
+        command.args(["--read", &rate(given.read_bytes_per_s)]);
+        command.args(["--write", &rate(given.write_bytes_per_s)]);
+        if let Some(tflops) = given.tflops {
+            command.args(["--tflops", &format!("{tflops:.9}")]);
+        }
+        let output = command
+            .output()
+            .with_context(|| format!("starting {}", self.program.display()))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        if output.stdout.is_empty() {
+            bail!("trainer plan: {}", said.trim());
+        }
+        let plan: Value =
+            serde_json::from_slice(&output.stdout).context("what trainer plan printed")?;
+        planned(&plan).with_context(|| match plan["problems"].as_array() {
+            Some(problems) if !problems.is_empty() => {
+                format!("the plan refuses: {}", plan["problems"])
+            }
+            _ => format!("trainer plan: {}", said.trim()),
+        })
+    }
+}
+
+/// What a report says, of a run or of a model whose state is all on drives.
+fn planned(plan: &Value) -> Result<Planned> {
+    let number = |value: &Value, name: &str| {
+        value[name]
+            .as_f64()
+            .with_context(|| format!("the plan has no number `{name}`"))
+    };
+    let (parameters, tokens) = (
+        number(plan, "parameters")?,
+        number(plan, "tokens_per_step")?,
+    );
+    if let Some(places) = plan["places"].as_array() {
+        let drives = places.iter().find(|place| place["place"] == "drives");
+        let drives = drives.context("the plan has no place `drives`")?;
+        // 6 operations a parameter and token.
+        let flops = plan["hardware"]["tflops"]["value"]
+            .as_f64()
+            .context("the plan's tflops")?
+            * 1e12;
+        return Ok(Planned {
+            parameters,
+            tokens,
+            read_bytes: number(drives, "step_read_bytes")?,
+            written_bytes: number(drives, "step_written_bytes")?,
+            step_s: number(drives, "step_s")?,
+            wall: drives["wall"].as_str().unwrap_or_default().to_owned(),
+            compute_s: 6.0 * parameters * tokens / flops,
+            device_bytes: number(drives, "device_bytes")? as u64,
+        });
+    }
+    let (step, bound) = (&plan["step"], &plan["bound"]);
+    Ok(Planned {
+        parameters,
+        tokens,
+        read_bytes: number(step, "read_bytes")?,
+        written_bytes: number(step, "written_bytes")?,
+        step_s: number(bound, "s")?,
+        wall: bound["wall"].as_str().unwrap_or_default().to_owned(),
+        compute_s: number(bound, "forward_s")? + number(bound, "backward_s")?,
+        device_bytes: number(plan, "device_bytes")? as u64,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_of_runs_and_of_models_are_read_alike() {
+        let run = serde_json::json!({
+            "parameters": 100, "tokens_per_step": 10, "device_bytes": 5000,
+            "step": {"read_bytes": 1400, "written_bytes": 1200},
+            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
+        });
+        let model = serde_json::json!({
+            "parameters": 100, "tokens_per_step": 10,
+            "hardware": {"tflops": {"value": 4e-9}},
+            "places": [
+                {"place": "host", "step_s": 1.0},
+                {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "wall": "device writes"},
+            ],
+        });
+        assert_eq!(planned(&run).unwrap(), planned(&model).unwrap());
+        let said = planned(&serde_json::json!({"fits": false}))
+            .unwrap_err()
+            .to_string();
+        assert!(said.contains("`parameters`"), "{said}");
+    }
+}

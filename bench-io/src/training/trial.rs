@@ -1,0 +1,248 @@
+//! Running the trainer on paced drives: what a step takes there, beside what it was predicted to take.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{Given, Planned, Subject, Trainer};
+use crate::bed::Bed;
+use crate::paced::{Drives, DrivesPlan, OwnDrives, Pace};
+use crate::progress::Progress;
+use crate::scale::Load;
+
+/// Fresh weights, first extents and empty read-ahead: the first steps are not like the others.
+const WARM_STEPS: usize = 3;
+
+/// Of a drive, beside its tiles: an eighth more than an equal part, records, the file system's own blocks.
+const DRIVE_SHARE: f64 = 1.2;
+const DRIVE_SLACK_BYTES: u64 = 192 << 20;
+
+/// What the rates are measured with.
+const BED_FILE_BYTES: u64 = 32 << 20;
+
+/// What is run, and on what.
+#[derive(Clone, Debug)]
+pub(crate) struct TrialPlan {
+    pub(crate) file: PathBuf,
+    pub(crate) sets: Vec<String>,
+    pub(crate) steps: usize,
+    pub(crate) drives: u32,
+    pub(crate) pace: Pace,
+    pub(crate) parts: u32,
+    /// A run that takes longer is ended.
+    pub(crate) patience: Duration,
+}
+
+/// Medians of the steps after the first ones.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Trial {
+    pub(crate) step_s: f64,
+    pub(crate) compute_s: f64,
+    pub(crate) read_bytes: f64,
+    pub(crate) written_bytes: f64,
+    pub(crate) steps: usize,
+}
+
+/// Makes drives, measures them, trains on them, takes them away.
+///
+/// # Errors
+/// No drives, a run that fails, or one that is refused.
+pub(crate) fn run(
+    plan: &TrialPlan,
+    trainer: &Trainer,
+    progress: &Progress,
+) -> Result<(Given, Planned, Trial)> {
+    let count = f64::from(plan.drives);
+    let as_set = Given {
+        read_bytes_per_s: plan.pace.read as f64 * count,
+        write_bytes_per_s: plan.pace.write as f64 * count,
+        tflops: None,
+    };
+    // The plan needs no folder that exists.
+    let folders: Vec<PathBuf> = (0..plan.drives * plan.parts)
+        .map(|index| format!("/drive{index}").into())
+        .collect();
+    let run_folder = tempfile::tempdir().context("a folder for the run")?;
+    let planned = trainer.plan(&subject(plan, &folders, run_folder.path()), as_set)?;
+    ensure!(
+        planned.written_bytes > 0.0,
+        "{}: the run keeps nothing on drives, so they make no difference",
+        plan.file.display()
+    );
+    progress.say("making paced drives");
+    let device_bytes = planned.device_bytes as f64 / count * DRIVE_SHARE;
+    let drives = OwnDrives(Drives::up(&DrivesPlan {
+        name: format!("training-{}", std::process::id()),
+        count: plan.drives,
+        bytes: device_bytes as u64
+            + u64::from(plan.parts) * (2 * BED_FILE_BYTES + DRIVE_SLACK_BYTES),
+        pace: plan.pace,
+        parts: plan.parts,
+        raid0: false,
+    })?);
+    let _inside = drives.0.enter()?;
+    let folders = drives.0.state().folders.clone();
+    let given = measured(&folders, progress)?;
+    let subject = subject(plan, &folders, run_folder.path());
+    let trial = train(plan, trainer, &subject, run_folder.path(), progress)?;
+    // What computing takes was seen in the run; the rest is predicted.
+    let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
+    let given = Given {
+        tflops: Some(flops / 1e12),
+        ..given
+    };
+    Ok((given, trainer.plan(&subject, given)?, trial))
+}
+
+/// Both at once, as a step moves them.
+fn measured(folders: &[PathBuf], progress: &Progress) -> Result<Given> {
+    let bed = Bed::make(folders, BED_FILE_BYTES, progress)?;
+    let trial = bed.try_one("auto", 1 << 20, 16, Load::Both, progress)?;
+    Ok(Given {
+        read_bytes_per_s: trial.read_bytes_per_s,
+        write_bytes_per_s: trial.write_bytes_per_s,
+        tflops: None,
+    })
+}
+
+fn subject(plan: &TrialPlan, folders: &[PathBuf], run_folder: &Path) -> Subject {
+    let paths: Vec<String> = folders
+        .iter()
+        .map(|folder| toml::Value::from(folder.display().to_string()).to_string())
+        .collect();
+    let paths = paths.join(", ");
+    let place = |what: &str| {
+        format!("zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = [{paths}]}}")
+    };
+    let mut sets = vec![place("param"), place("optimizer")];
+    sets.push(format!("train.steps={}", plan.steps));
+    sets.push(format!(
+        "train.run_folder={}",
+        toml::Value::from(run_folder.join("run").display().to_string())
+    ));
+    // What the person sets wins.
+    sets.extend(plan.sets.iter().cloned());
+    Subject::Run {
+        file: plan.file.clone(),
+        sets,
+    }
+}
+
+fn train(
+    plan: &TrialPlan,
+    trainer: &Trainer,
+    subject: &Subject,
+    run_folder: &Path,
+    progress: &Progress,
+) -> Result<Trial> {
+    let Subject::Run { file, sets } = subject else {
+        bail!("a run has a file");
+    };
+    let log = run_folder.join("log");
+    let output = std::fs::File::create(&log).context("a file for what the trainer says")?;
+    let mut command = trainer.command();
+    command.arg("train").arg(file).arg("--fresh");
+    for set in sets {
+        command.args(["--set", set]);
+    }
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(output.try_clone()?)
+        .stderr(output)
+        .spawn()
+        .context("starting the trainer")?;
+    let deadline = Instant::now() + plan.patience;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        let stopped = crate::stop::check();
+        if stopped.is_err() || Instant::now() > deadline {
+            // Its daemon ends with it.
+            let _ = child.kill();
+            let _ = child.wait();
+            stopped?;
+            bail!("the trainer did not end in {} s", plan.patience.as_secs());
+        }
+        progress.say(&format!(
+            "{} drives: training {} steps",
+            plan.drives, plan.steps
+        ));
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let metrics = run_folder.join("run").join("metrics.jsonl");
+    if !status.success() {
+        let said = std::fs::read_to_string(&log).unwrap_or_default();
+        let last: Vec<&str> = said.lines().rev().take(15).collect();
+        let last: Vec<&str> = last.into_iter().rev().collect();
+        bail!("the trainer failed ({status}):\n{}", last.join("\n"));
+    }
+    let text = std::fs::read_to_string(&metrics)
+        .with_context(|| format!("reading {}", metrics.display()))?;
+    trial(&text)
+}
+
+fn trial(metrics: &str) -> Result<Trial> {
+    let lines = metrics
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<Vec<Value>, _>>();
+    let lines = lines.context("the run's metrics")?;
+    let steady = lines.get(WARM_STEPS..).unwrap_or_default();
+    ensure!(
+        steady.len() >= 2,
+        "{} steps: the first {WARM_STEPS} do not count, and of the rest there must be two",
+        lines.len()
+    );
+    let values = |key: &str| {
+        let values = steady.iter().map(|line| line[key].as_f64());
+        values
+            .collect::<Option<Vec<f64>>>()
+            .with_context(|| format!("the run's metrics have no `{key}`"))
+    };
+    let median = |key: &str| -> Result<f64> {
+        let mut values = values(key)?;
+        values.sort_by(f64::total_cmp);
+        Ok(values[values.len() / 2])
+    };
+    // Writes behind a step may be counted with the next one: a mean, where times want a median.
+    let mean =
+        |key: &str| -> Result<f64> { Ok(values(key)?.iter().sum::<f64>() / steady.len() as f64) };
+    Ok(Trial {
+        step_s: median("step_s")?,
+        compute_s: median("forward_s")? + median("backward_s")?,
+        read_bytes: mean("device_read_bytes")?,
+        written_bytes: mean("device_written_bytes")?,
+        steps: steady.len(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_steps_do_not_count() {
+        let line = |step_s: f64| {
+            format!(
+                r#"{{"step_s": {step_s}, "forward_s": 0.1, "backward_s": 0.2, "device_read_bytes": 14, "device_written_bytes": 12}}"#
+            )
+        };
+        let lines: Vec<String> = [9.0, 9.0, 9.0, 1.0, 2.0, 1.5]
+            .into_iter()
+            .map(line)
+            .collect();
+        let found = trial(&lines.join("\n")).unwrap();
+        assert_eq!(
+            (found.step_s, found.steps, found.written_bytes),
+            (1.5, 3, 12.0)
+        );
+        assert!((found.compute_s - 0.3).abs() < 1e-9);
+        assert!(trial(&lines[..4].join("\n")).is_err());
+        assert!(trial("{}\n{}\n{}\n{}\n{}").is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! What could go wrong: bytes are counted another way than the trainer moves them, a prediction has nothing to do with a run,
+//! or drives make no difference. Needs a trainer beside bench-io; running it needs paced drives too.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::lab::{drive, json, program, refused, without_paced_drives};
+
+/// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
+fn trainer() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_BIN_EXE_bench-io")).with_file_name("trainer");
+    let runs = std::process::Command::new(&path).arg("--version").output();
+    if runs.is_ok_and(|output| output.status.success()) {
+        return Some(path);
+    }
+    println!(
+        "skipped: {}: no trainer at {} that runs; `cargo test` of the workspace builds it",
+        std::thread::current().name().unwrap_or("a test"),
+        path.display()
+    );
+    None
+}
+
+/// A run of 2.3 M parameters with all state on drives, and a text for it.
+fn run_file(folder: &Path) -> String {
+    let text = folder.join("text");
+    std::fs::write(
+        &text,
+        "tiles stream through the processor and back. ".repeat(3000),
+    )
+    .unwrap();
+    let file = folder.join("run.toml");
+    let run = format!(
+        r#"
+train_micro_batch_size_per_gpu = 4
+[bf16]
+enabled = true
+[optimizer]
+type = "AdamW"
+params = {{ lr = 1e-3 }}
+[zero_optimization]
+stage = 3
+offload_param = {{ device = "nvme", nvme_path = "/nowhere" }}
+offload_optimizer = {{ device = "nvme", nvme_path = "/nowhere" }}
+[model]
+hidden_size = 128
+intermediate_size = 352
+num_hidden_layers = 12
+num_attention_heads = 4
+num_key_value_heads = 4
+[data]
+files = [{text:?}]
+[train]
+steps = 8
+seq_len = 96
+seed = 1
+run_folder = {:?}
+[offload]
+tile_elems = 16384
+staging_bytes = 8000000
+commit_every = 1
+"#,
+        folder.join("run")
+    );
+    std::fs::write(&file, run).unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
+    if trainer().is_none() {
+        return;
+    }
+    let folder = drive();
+    let file = run_file(folder.path());
+    let report = json(&[
+        "training",
+        &file,
+        "--read=60M",
+        "--write=30M",
+        "--tflops=0.05",
+        "--accumulation=4",
+        "--json",
+    ]);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 4);
+    let number = |value: &Value| value.as_f64().unwrap();
+    for (index, row) in rows.iter().enumerate() {
+        let parameters = number(&row["ours"]["parameters"]);
+        let (theirs, ours) = (&row["deepspeed"], &row["ours"]);
+        assert_eq!(number(&theirs["read_bytes"]), 32.0 * parameters);
+        assert_eq!(number(&theirs["written_bytes"]), 18.0 * parameters);
+        // Of a small model, tiles are padded by some percent.
+        assert!(
+            (1.0..1.12).contains(&(number(&ours["read_bytes"]) / parameters / 14.0)),
+            "{row}"
+        );
+        assert!(
+            (1.0..1.12).contains(&(number(&ours["written_bytes"]) / parameters / 12.0)),
+            "{row}"
+        );
+        let rate = |name: &str| number(&row[name]);
+        let drives = (index + 1) as f64;
+        assert_eq!(
+            (rate("read_bytes_per_s"), rate("write_bytes_per_s")),
+            (60e6 * drives, 30e6 * drives)
+        );
+        let moving_s = number(&theirs["read_bytes"]) / (60e6 * drives)
+            + number(&theirs["written_bytes"]) / (30e6 * drives);
+        let off = number(&theirs["step_s"]) - moving_s - number(&ours["compute_s"]);
+        assert!(off.abs() < 1e-6, "{row}");
+        assert!(
+            number(&ours["step_s"]) >= 0.999 * number(&ours["written_bytes"]) / (30e6 * drives),
+            "{row}"
+        );
+    }
+    assert!(
+        number(&rows[3]["ours"]["step_s"]) < 0.5 * number(&rows[0]["ours"]["step_s"]),
+        "{report}"
+    );
+}
+
+#[test]
+fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
+    if trainer().is_none() || without_paced_drives() {
+        return;
+    }
+    let folder = drive();
+    let file = run_file(folder.path());
+    let out = folder.path().join("out");
+    let report = json(&[
+        "training",
+        "--run",
+        &file,
+        "--read=60M",
+        "--write=30M",
+        "--drives=2",
+        "--steps=6",
+        "--json",
+        "--out",
+        out.to_str().unwrap(),
+    ]);
+    let row = &report["rows"][0];
+    let number = |value: &Value| value.as_f64().unwrap();
+    let (measured, predicted) = (
+        number(&row["measured"]["step_s"]),
+        number(&row["ours"]["step_s"]),
+    );
+    // Not faster than its drives, and not far from what was predicted, on a machine that does other things too.
+    let writing_s = number(&row["measured"]["written_bytes"]) / 60e6;
+    assert!(measured > 0.9 * writing_s, "{row}");
+    assert!((0.5..1.1).contains(&(predicted / measured)), "{row}");
+    let bytes = number(&row["measured"]["written_bytes"]) / number(&row["ours"]["written_bytes"]);
+    assert!((0.9..1.1).contains(&bytes), "{row}");
+    let svg = std::fs::read_to_string(out.join("training.svg")).unwrap();
+    assert!(svg.contains("ours, measured") && svg.contains("DeepSpeed, predicted"));
+}
+
+#[test]
+fn what_cannot_be_predicted_is_refused() {
+    let folder = drive();
+    let file = run_file(folder.path());
+    for (args, why) in [
+        (vec![], "RUN.toml"),
+        (vec![&file[..], "--drives=0"], "--drives 0"),
+        (vec![&file[..], "--tflops=0"], "--tflops 0"),
+        (
+            vec![&file[..], "--trainer=/no/such/trainer"],
+            "no program at /no/such/trainer",
+        ),
+        (vec!["--run", &file[..], "--steps=2"], "5..="),
+    ] {
+        let said = refused(&[&["training"], &args[..]].concat());
+        assert!(said.contains(why), "{args:?}: {said}");
+    }
+    let Some(_) = trainer() else {
+        return;
+    };
+    let in_memory = [
+        "zero_optimization.offload_param={device = \"cpu\"}",
+        "zero_optimization.offload_optimizer={device = \"cpu\"}",
+        "offload={}",
+    ];
+    let mut training = program();
+    training.args(["training", &file]);
+    for set in in_memory {
+        training.args(["--set", set]);
+    }
+    let output = training.output().unwrap();
+    let said = crate::lab::said(&output);
+    assert!(
+        !output.status.success() && said.contains("keeps nothing on drives"),
+        "{said}"
+    );
+    let said = refused(&["training", "/no/such/run.toml"]);
+    assert!(said.contains("/no/such/run.toml"), "{said}");
+}
