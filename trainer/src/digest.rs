@@ -8,6 +8,7 @@ use swapper::TileRange;
 use crate::at_rest::AtRest;
 use crate::config::RunSettings;
 use crate::fingerprint::Fingerprint;
+use crate::long_work::LongWork;
 use crate::run::SaveName;
 use crate::train::TrainError;
 
@@ -39,11 +40,16 @@ fn read(settings: RunSettings, save: Option<SaveName>) -> Result<Digest, TrainEr
     let mut run = AtRest::open(settings, save)?;
     let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
+    let elems: usize = run.units.iter().map(|unit| unit.elems).sum();
+    let elem_bytes = run.master.param_bytes() + run.master.state_bytes();
+    let mut work = LongWork::new("reading the run's tiles", (elems * elem_bytes) as u64, true);
     run.visit(&mut |range: &TileRange, param, state| {
         let (weights, states) = &mut prints[range.unit];
         weights.add(param);
         states.add(state);
+        work.add((range.elems.end - range.elems.start) * elem_bytes as u64);
     })?;
+    drop(work);
     let step = run.state.step;
     run.close()?;
     let unit = |(name, (weights, state)): (String, (Fingerprint, Fingerprint))| UnitDigest {
