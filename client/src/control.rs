@@ -192,7 +192,8 @@ impl<R> Pending<R> {
             .unwrap_or_else(|| self.told(Err(None)))
     }
 
-    fn poll_for(&self, limit: Duration) -> Option<Result<R, ClientError>> {
+    /// The answer, if it comes within `limit`.
+    pub(crate) fn poll_for(&self, limit: Duration) -> Option<Result<R, ClientError>> {
         match self.answer.recv_timeout(limit) {
             Ok(result) => Some(self.told(result)),
             Err(mpsc::RecvTimeoutError::Timeout) => None,

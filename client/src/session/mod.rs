@@ -3,6 +3,7 @@
 //! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon.
 
 mod commit;
+mod damage;
 mod swap;
 mod wait;
 
@@ -51,6 +52,8 @@ pub struct Session {
     life_line: OwnedFd,
     waker: Waker,
     commit: Commit,
+    /// Damaged tiles that the daemon was told of.
+    reported_count: u32,
 }
 
 impl Session {
@@ -125,6 +128,7 @@ impl Session {
                 job,
             },
             working: None,
+            reported_count: 0,
             pool: SlotPool::new(&geometry, settings.classes.len(), regions),
             memory,
             rings: ProcessRings::new(map),

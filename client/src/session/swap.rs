@@ -175,6 +175,7 @@ impl Session {
                 let checked = self
                     .flights
                     .checked(ticket, slot, checksum, &self.info.devices)?;
+                self.report_damage(&checked);
                 done.push(checked);
                 continue;
             }

@@ -305,6 +305,10 @@ impl Offload for Service {
         Err(fault.into())
     }
 
+    async fn report_damage(&self, _: Request<ReportDamageRequest>) -> Answer<ReportDamageReply> {
+        Err(Status::unimplemented("the fake hears nothing"))
+    }
+
     async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
         Err(Status::unimplemented("the fake counts nothing"))
     }

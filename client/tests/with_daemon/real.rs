@@ -180,6 +180,16 @@ pub(crate) fn assert_content(session: &mut Session, tiles: std::ops::Range<u32>,
     }
 }
 
+/// What `offloadd top` sees.
+pub(crate) fn top(daemon: &PrivateDaemon) -> serde_json::Value {
+    let program = fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap();
+    let mut top = Command::new(program);
+    top.args(["top", "--once", "--json", "--interval", "0.1", "--socket"]);
+    let output = top.arg(daemon.socket()).output().unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {words}"))
+}
+
 pub(crate) fn kill_9(daemon: &PrivateDaemon) {
     let pid = rustix::process::Pid::from_raw(daemon.pid() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

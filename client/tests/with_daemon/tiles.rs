@@ -85,6 +85,15 @@ fn a_flipped_byte_on_a_drive_is_named_and_never_handed_out() {
         }
         other => panic!("{other}"),
     }
+    // Who looks after the drives sees it too.
+    let seen = top(&daemon);
+    let damaged = |of: &str| -> Vec<u64> {
+        let all = seen[of].as_array().unwrap().iter();
+        all.map(|one| one["damaged_count"].as_u64().unwrap())
+            .collect()
+    };
+    assert_eq!(damaged("devices").iter().sum::<u64>(), 1);
+    assert_eq!(damaged("jobs"), [1]);
     assert!(done.slot.as_slice().iter().all(|b| *b == 0xff));
     drop(done.slot);
     assert_content(&mut session, 6..TILE_COUNT, 1);

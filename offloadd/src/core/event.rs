@@ -4,7 +4,7 @@
 
 use offload_api::fault::Fault;
 use offload_api::geometry::{Geometry, SlotClass, SlotPlace};
-use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
+use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileIndex};
 use offload_api::ring::entry::{Cqe, Sqe, Urgency};
 
 use crate::blocks::AlignedBytes;
@@ -129,6 +129,13 @@ pub enum Call {
         /// The one that was prepared.
         generation: Generation,
     },
+    /// A tile that was read is not what was written. Nothing is decided by it.
+    ReportDamage {
+        /// Of the session.
+        token: SessionToken,
+        /// What its process found.
+        damage: Damage,
+    },
     /// Ends the session in order.
     Close {
         /// Of the session.
@@ -141,6 +148,23 @@ pub enum Call {
         /// Of the caller's uid.
         job: JobName,
     },
+}
+
+/// A tile that is not what was written, as a process found it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// Where it was read from.
+    pub device: DeviceIndex,
+    /// From the device's start.
+    pub offset: u64,
+    /// In the job's table.
+    pub tile: TileIndex,
+    /// That wrote it.
+    pub generation: Generation,
+    /// Checksum.
+    pub expected: u32,
+    /// Checksum.
+    pub found: u32,
 }
 
 /// What a process asks for when it comes.
@@ -193,6 +217,8 @@ pub enum Reply {
     },
     /// The one before may be overwritten.
     Confirm,
+    /// It was heard.
+    ReportDamage,
     /// The session's I/O has ended.
     Close,
     /// The caller's jobs, by name.

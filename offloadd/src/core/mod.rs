@@ -134,6 +134,9 @@ impl Core {
             Call::Confirm { token, generation } => self
                 .live(peer, token)
                 .and_then(|session| self.confirm(call, session, generation, actions)),
+            Call::ReportDamage { token, damage } => {
+                (self.live(peer, token)).and_then(|_| self.hear_damage(damage))
+            }
             Call::Close { token } => self.live(peer, token).map(|session| {
                 self.end_session(session, Some(call), actions);
                 None
@@ -149,6 +152,14 @@ impl Core {
             }),
             Err(fault) => refuse(call, fault, actions),
         }
+    }
+
+    fn hear_damage(&self, damage: Damage) -> Result<Option<Reply>, Fault> {
+        if damage.device.0 as usize >= self.devices.len() {
+            let what = format!("device {} of {}", damage.device.0, self.devices.len());
+            return Err(Fault::new(FaultKind::Invalid, what));
+        }
+        Ok(Some(Reply::ReportDamage))
     }
 
     fn describe(&self) -> DescribeReply {

@@ -31,7 +31,7 @@ use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::core::{
-    Action, Buffer, Call, CallId, Core, Event, IoId, IoOp, IoResult, Limits, Peer, Reply,
+    Action, Buffer, Call, CallId, Core, Damage, Event, IoId, IoOp, IoResult, Limits, Peer, Reply,
     SessionId, Viewer,
 };
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
@@ -70,6 +70,9 @@ const EVENTS_A_TURN: usize = 64;
 
 /// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
+
+/// Damaged tiles of one job that are told in the log; all are counted.
+const DAMAGE_TOLD_MAX: u64 = 16;
 
 /// Marks the driver's own operations; the core counts its up from 1.
 const WEAR_IO: u64 = 1 << 63;
@@ -184,6 +187,7 @@ enum Counted {
     Nothing,
     Commit(JobPlace),
     Drop(u32, JobName),
+    Damage(JobPlace, u32, Damage),
 }
 
 struct Driver {
@@ -423,7 +427,10 @@ impl Driver {
                             self.ledger.commit_answered(job, reply.is_ok(), now);
                         }
                         (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-                        (Counted::Drop(..) | Counted::Nothing, _) => {}
+                        (Counted::Damage(job, uid, damage), Ok(_)) => {
+                            self.hear_damage(job, uid, damage);
+                        }
+                        (Counted::Drop(..) | Counted::Damage(..) | Counted::Nothing, _) => {}
                     }
                     // An error means that the caller no longer listens.
                     let _ = waiting.answer.send(reply);
@@ -497,18 +504,40 @@ impl Driver {
     }
 
     fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
-        match request {
-            Call::Commit { token, .. } => {
-                let mut sessions = self.sessions.values();
-                let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
-                found.map_or(Counted::Nothing, |session| {
-                    self.ledger.commit_called(session.job, Instant::now());
-                    Counted::Commit(session.job)
-                })
+        let (token, damage) = match request {
+            Call::Commit { token, .. } => (token, None),
+            Call::ReportDamage { token, damage } => (token, Some(*damage)),
+            Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
+            _ => return Counted::Nothing,
+        };
+        let mut sessions = self.sessions.values();
+        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
+        match (found.map(|session| session.job), damage) {
+            (None, _) => Counted::Nothing,
+            (Some(job), Some(damage)) => Counted::Damage(job, peer.uid, damage),
+            (Some(job), None) => {
+                self.ledger.commit_called(job, Instant::now());
+                Counted::Commit(job)
             }
-            Call::DropJob { job } => Counted::Drop(peer.uid, job.clone()),
-            _ => Counted::Nothing,
         }
+    }
+
+    /// Someone must look at that drive. A process that reports without end fills no log.
+    fn hear_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
+        if self.ledger.damaged(job, damage.device) > DAMAGE_TOLD_MAX {
+            return;
+        }
+        tracing::error!(
+            "a damaged tile on device {} at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
+             committed was {:08x}; `offloadd verify` finds what else is damaged",
+            self.core.device_states()[damage.device.0 as usize].path,
+            damage.offset,
+            damage.tile,
+            self.ledger.name(job),
+            damage.generation,
+            damage.found,
+            damage.expected,
+        );
     }
 
     fn look(&self, viewer: Viewer) -> Box<Snapshot> {

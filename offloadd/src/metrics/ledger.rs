@@ -39,6 +39,7 @@ struct Device {
     counts: Counts,
     depth: u64,
     depth_max: u64,
+    damaged_count: u64,
     slowness: Slowness,
 }
 
@@ -54,6 +55,7 @@ struct Job {
     called: Option<Instant>,
     commits: Latencies,
     commit_failed_count: u64,
+    damaged_count: u64,
 }
 
 #[derive(Debug)]
@@ -71,6 +73,7 @@ impl Ledger {
             counts: Counts::default(),
             depth: 0,
             depth_max: 0,
+            damaged_count: 0,
             slowness: Slowness::new(state.read_bytes_per_s, state.write_bytes_per_s, now),
         };
         Self {
@@ -186,6 +189,19 @@ impl Ledger {
         }
     }
 
+    /// A process found a tile of a device damaged. How many its job has found now.
+    pub fn damaged(&mut self, place: JobPlace, device: DeviceIndex) -> u64 {
+        self.devices[device.0 as usize].damaged_count += 1;
+        let job = &mut self.jobs[place.0];
+        job.damaged_count += 1;
+        job.damaged_count
+    }
+
+    /// What the job at a place is called.
+    pub fn name(&self, place: JobPlace) -> &JobName {
+        &self.jobs[place.0].name
+    }
+
     /// A job and what it wrote are gone; the next of its name is another.
     pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
         let device_count = self.devices.len();
@@ -264,6 +280,7 @@ impl Ledger {
         let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
             worn_bytes: (self.wearing).written_bytes(index, device.counts.written.bytes),
             rated_bytes: self.wearing.rated_bytes(index),
+            damaged_count: device.damaged_count,
             state,
             counts: device.counts.clone(),
             queue_depth: device.depth,
@@ -284,6 +301,7 @@ impl Ledger {
             counts: counted.map(|job| job.counts.clone()).unwrap_or_default(),
             commits: counted.map(|job| job.commits.clone()).unwrap_or_default(),
             commit_failed_count: counted.map_or(0, |job| job.commit_failed_count),
+            damaged_count: counted.map_or(0, |job| job.damaged_count),
             state,
         }
     }
@@ -300,6 +318,7 @@ impl Job {
             called: None,
             commits: Latencies::default(),
             commit_failed_count: 0,
+            damaged_count: 0,
         }
     }
 

@@ -53,6 +53,7 @@ impl From<DeviceView> for proto::DeviceMetrics {
             slow: view.slow,
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
+            damaged_count: view.damaged_count,
         }
     }
 }
@@ -89,6 +90,7 @@ impl From<JobView> for proto::JobMetrics {
             commits: Some(view.commits.into()),
             commit_failed_count: view.commit_failed_count,
             worn_bytes: view.worn_bytes,
+            damaged_count: view.damaged_count,
             job_id: state.job_id,
         }
     }
@@ -167,6 +169,7 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             slow: message.slow,
             worn_bytes: message.worn_bytes,
             rated_bytes: message.rated_bytes,
+            damaged_count: message.damaged_count,
         })
     }
 }
@@ -209,6 +212,7 @@ impl TryFrom<proto::JobMetrics> for JobView {
             commits: latencies(message.commits)?,
             commit_failed_count: message.commit_failed_count,
             worn_bytes: message.worn_bytes,
+            damaged_count: message.damaged_count,
         })
     }
 }
@@ -271,6 +275,7 @@ mod tests {
                 slow: true,
                 worn_bytes: 33,
                 rated_bytes: Some(0),
+                damaged_count: 36,
             }],
             jobs: vec![JobView {
                 state: JobState {
@@ -300,6 +305,7 @@ mod tests {
                 commits: traffic(31).latencies,
                 commit_failed_count: 32,
                 worn_bytes: 34,
+                damaged_count: 37,
             }],
         }
     }

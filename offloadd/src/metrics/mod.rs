@@ -93,6 +93,8 @@ pub struct DeviceView {
     pub worn_bytes: u64,
     /// What it is rated for, if the settings say.
     pub rated_bytes: Option<u64>,
+    /// Tiles read from it that were not what was written, as processes found.
+    pub damaged_count: u64,
 }
 
 /// A job at one moment.
@@ -108,4 +110,6 @@ pub struct JobView {
     pub commit_failed_count: u64,
     /// Ever written by it since it was defined.
     pub worn_bytes: u64,
+    /// Tiles that were not what was written, as its processes found.
+    pub damaged_count: u64,
 }

@@ -128,6 +128,12 @@ impl Encoder<'_, '_> {
             bytes,
             rated.collect(),
         )?;
+        self.counter(
+            "offloadd_device_tiles_damaged",
+            "Tiles that were read and were not what was written",
+            None,
+            lines(|d| d.damaged_count as f64),
+        )?;
         self.gauge(
             "offloadd_device_data",
             "Of the store",
@@ -182,6 +188,12 @@ impl Encoder<'_, '_> {
             "Ever written by it since it was defined",
             Some(&Unit::Bytes),
             lines(|job| job.worn_bytes as f64),
+        )?;
+        self.counter(
+            "offloadd_job_tiles_damaged",
+            "Tiles that were read and were not what was written",
+            None,
+            lines(|job| job.damaged_count as f64),
         )?;
         self.gauge(
             "offloadd_job_sessions",

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotClass;
-use offload_api::ids::{Generation, Rank, SessionToken};
+use offload_api::ids::{DeviceIndex, Generation, Rank, SessionToken, TileIndex};
 use offload_api::proto;
 use offload_api::{BLOB_BYTES_MAX, IODEPTH_MAX, PROTOCOL_VERSION};
 use tonic::{Request, Response, Status};
 
 use crate::arena::LockOutlook;
-use crate::core::{self, Call, OpenSession, Peer, Reply, Viewer};
+use crate::core::{self, Call, Damage, OpenSession, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
 use crate::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 
@@ -210,6 +210,26 @@ impl proto::offload_server::Offload for Service {
         };
         call!(self, request, check, Reply::DropJob { freed_bytes } =>
             proto::DropJobReply { freed_bytes })
+    }
+
+    async fn report_damage(
+        &self,
+        request: Request<proto::ReportDamageRequest>,
+    ) -> Result<Response<proto::ReportDamageReply>, Status> {
+        let check = |message: proto::ReportDamageRequest| {
+            Ok::<_, Fault>(Call::ReportDamage {
+                token: token(&message.token)?,
+                damage: Damage {
+                    device: DeviceIndex(message.device),
+                    offset: message.offset,
+                    tile: TileIndex(message.tile),
+                    generation: Generation(message.generation),
+                    expected: message.expected,
+                    found: message.found,
+                },
+            })
+        };
+        call!(self, request, check, Reply::ReportDamage => proto::ReportDamageReply {})
     }
 
     async fn metrics(

@@ -204,6 +204,11 @@ impl Control {
     );
     call!(resume, proto::ResumeRequest, proto::ResumeReply);
     call!(commit, proto::CommitRequest, proto::CommitReply);
+    call!(
+        report_damage,
+        proto::ReportDamageRequest,
+        proto::ReportDamageReply
+    );
     call!(metrics, proto::MetricsRequest, proto::MetricsReply);
     call!(
         close_session,

@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 
+use offload_api::fault::FaultKind;
 use offload_api::ids::SlotIndex;
 use offload_api::proto;
 use offloadd::metrics::Snapshot;
@@ -102,6 +103,56 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     });
     assert_eq!(session.complete().fault, 0);
     assert_eq!(look(&mut control).jobs[0].state.slot_used_count, 0);
+}
+
+#[test]
+fn a_damaged_tile_that_a_process_found_is_counted_and_told_and_a_flood_of_them_is_not() {
+    let store = Store::new(2, "psync");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let session = control.session("tiny");
+    session.begin(&mut control, 2);
+    let report = |token: &[u8], device| proto::ReportDamageRequest {
+        token: token.to_vec(),
+        device,
+        offset: 1 << 20,
+        tile: 1,
+        generation: 3,
+        expected: 0xabcd,
+        found: 0x1234,
+    };
+    for _ in 0..100 {
+        control.report_damage(report(&session.token, 1)).unwrap();
+    }
+    let refused = control
+        .report_damage(report(&session.token, 2))
+        .unwrap_err();
+    assert_eq!(refused.kind, FaultKind::Invalid);
+    let refused = control.report_damage(report(&[9; 16], 1)).unwrap_err();
+    assert_eq!(refused.kind, FaultKind::NotFound);
+    let seen = look(&mut control);
+    assert_eq!(seen.jobs[0].damaged_count, 100);
+    assert_eq!(
+        [0, 1].map(|device| seen.devices[device].damaged_count),
+        [0, 100]
+    );
+    daemon.child.kill().unwrap();
+    let log = BufReader::new(daemon.child.stderr.take().unwrap());
+    let lines = log.lines().map(Result::unwrap);
+    let told: Vec<_> = lines
+        .filter(|line| line.contains("a damaged tile"))
+        .collect();
+    assert_eq!(told.len(), 16);
+    let device = store.devices[1].to_str().unwrap();
+    for word in [
+        device,
+        "tile 1 of job tiny",
+        "generation 3",
+        "00001234",
+        "0000abcd",
+    ] {
+        assert!(told[0].contains(word), "{word}: {}", told[0]);
+    }
 }
 
 #[test]

@@ -107,6 +107,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "slow": device.slow,
             "worn_bytes": device.worn_bytes,
             "rated_bytes": device.rated_bytes,
+            "damaged_count": device.damaged_count,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
@@ -127,6 +128,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "arena_bytes": state.arena_bytes,
             "reserved_bytes": state.reserved_bytes,
             "worn_bytes": job.worn_bytes,
+            "damaged_count": job.damaged_count,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
             "reading_count": state.reading_count,
@@ -276,6 +278,10 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
     if failed > 0 {
         notes.push(format!("{failed} FAILED"));
     }
+    if device.damaged_count > 0 {
+        let (count, s) = plural(device.damaged_count);
+        notes.push(format!("{count} DAMAGED tile{s}"));
+    }
     notes
 }
 
@@ -402,6 +408,7 @@ mod tests {
             slow,
             worn_bytes: 12_300_000_000_000,
             rated_bytes: slow.then_some(600_000_000_000_000),
+            damaged_count: u64::from(slow),
         };
         let counts = Counts {
             read: traffic_of(6_200_000_000 * seconds, 100 * seconds, 1_200_000),
@@ -429,6 +436,7 @@ mod tests {
             commits: traffic_of(0, 41, 23_000_000).latencies,
             commit_failed_count: 0,
             worn_bytes: 1_500_000_000,
+            damaged_count: 0,
         };
         let gathering = CommitState::Gathering {
             ranks_called: 3,
@@ -465,7 +473,7 @@ offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
 device                                read     write  busy queue      read p50/p99     write p50/p99  written ever
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
-..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED
+..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
 job                                   read     write     slots  commit   step written ever  waits for
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
