@@ -22,6 +22,7 @@ pub mod engine;
 pub mod measure;
 pub mod memory;
 pub mod metrics;
+pub mod numa;
 pub mod queue;
 pub mod server;
 pub mod store;

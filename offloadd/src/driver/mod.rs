@@ -37,6 +37,7 @@ use crate::core::{
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::slowness::Change;
 use crate::metrics::{Ledger, Snapshot, Wearing, ledger::JobPlace};
+use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
 use crate::store::definition::JobName;
 
@@ -153,9 +154,13 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
     let thread = std::thread::Builder::new()
         .name("owner".into())
         .spawn(move || {
+            let place = numa::stay_near(&parts.devices);
             // Here and not before: io_uring belongs to the thread that made it.
             let mut driver = match Driver::new(parts, inbox, to_keeper) {
-                Ok((driver, reason)) => {
+                Ok((driver, mut reason)) => {
+                    if let Some(place) = place {
+                        reason = format!("{reason}; {place}");
+                    }
                     let _ = ready.send(Ok((driver.engine.name(), reason)));
                     driver
                 }
