@@ -1,11 +1,40 @@
-//! The one checksum: CRC-32C (Castagnoli), by the CPU's instruction where there is one.
+//! The one checksum: CRC-32C (Castagnoli), by the CPU's carry-less multiplication where there is one.
 //!
 //! A tile's checksum covers all of its bytes, padding included, and is kept in the manifest, never beside the data: a
 //! lost, stale or misdirected write leaves data that does not fit the manifest. Computed where the bytes are made (the
 //! process that writes the tile) and checked where they are used (the process that reads it), so damage on the way, in
 //! memory or on the bus, shows as well as damage on the drive. Every single-bit flip changes it.
+//!
+//! On one core with AVX-512 (EPYC, 2026-11-22): 50 GB/s in the caches and 23.5 out of memory, which is the wall there; by
+//! the crc32 instruction 25 and 12.3.
 
 /// CRC-32C of `bytes`.
 pub fn checksum(bytes: &[u8]) -> u32 {
-    crc32c::crc32c(bytes)
+    crc_fast::crc32_iscsi(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_on_devices_never_changes() {
+        assert_eq!(checksum(b""), 0);
+        assert_eq!(checksum(b"123456789"), 0xe306_9283);
+        assert_eq!(checksum(&[0; 4096]), 0x98f9_4189);
+    }
+
+    /// Other code runs for short and long input, and for each rest behind the last whole vector.
+    #[test]
+    fn every_length_and_alignment_is_as_another_implementation_has_it() {
+        let bytes: Vec<u8> = (0..70_000_u32)
+            .map(|i| (i.wrapping_mul(i) >> 7) as u8)
+            .collect();
+        for start in 0..65 {
+            for length in (0..1100).chain([4096, 65_535, 65_536]) {
+                let part = &bytes[start..start + length];
+                assert_eq!(checksum(part), crc32c::crc32c(part), "{start}, {length}");
+            }
+        }
+    }
 }
