@@ -35,7 +35,7 @@ pub struct Traffic {
     pub failed_count: u64,
     /// Times the kernel put one back and it was tried again.
     pub retried_count: u64,
-    /// Of all, failed ones too, from submission to completion.
+    /// Of all, failed ones too: from when its first piece goes to the device until its last one has ended.
     pub latencies: Latencies,
 }
 
@@ -81,7 +81,7 @@ pub struct DeviceView {
     pub state: DeviceState,
     /// All that has ended.
     pub counts: Counts,
-    /// Operations in flight.
+    /// Operations it has, and those that wait in the daemon until it has room.
     pub queue_depth: u64,
     /// Most there ever were.
     pub queue_depth_max: u64,

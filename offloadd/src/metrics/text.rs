@@ -91,13 +91,13 @@ impl Encoder<'_, '_> {
         let bytes = Some(&Unit::Bytes);
         self.gauge(
             "offloadd_device_queue_depth",
-            "Operations in flight",
+            "Operations the device has, and those that wait in the daemon until it has room",
             None,
             lines(|d| d.queue_depth as f64),
         )?;
         self.gauge(
             "offloadd_device_queue_depth_max",
-            "Most operations that ever were in flight",
+            "Most there ever were of them",
             None,
             lines(|d| d.queue_depth_max as f64),
         )?;
@@ -324,7 +324,7 @@ impl Encoder<'_, '_> {
         )?;
         self.histogram(
             &format!("offloadd_{of}_operation"),
-            "From submission to completion",
+            "From when its first piece goes to the device until its last one has ended",
             ops.iter()
                 .map(|(labels, traffic)| (labels.clone(), &traffic.latencies))
                 .collect(),
