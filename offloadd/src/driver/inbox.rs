@@ -15,6 +15,9 @@ use crate::metrics::Snapshot;
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
 const WAITING_MAX: usize = 1024;
 
+/// Where a look's answer goes.
+pub(super) type LookAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
+
 /// What the owner thread is told.
 #[derive(Debug)]
 pub(super) enum Message {
@@ -25,10 +28,7 @@ pub(super) enum Message {
         answer: oneshot::Sender<Result<Reply, Fault>>,
     },
     /// What goes on.
-    Look {
-        viewer: Viewer,
-        answer: oneshot::Sender<Box<Snapshot>>,
-    },
+    Look { viewer: Viewer, answer: LookAnswer },
     /// The keeper made a session's memory, or could not.
     Made {
         session: SessionId,
@@ -69,7 +69,10 @@ impl DriverHandle {
     ///
     /// # Errors
     /// As [`Self::call`].
-    pub fn look(&self, viewer: Viewer) -> Result<oneshot::Receiver<Box<Snapshot>>, Fault> {
+    pub fn look(
+        &self,
+        viewer: Viewer,
+    ) -> Result<oneshot::Receiver<Result<Arc<Snapshot>, Fault>>, Fault> {
         let (answer, receiver) = oneshot::channel();
         self.hand_over(Message::Look { viewer, answer })?;
         Ok(receiver)

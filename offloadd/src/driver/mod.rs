@@ -49,7 +49,7 @@ mod source;
 
 use attach::Hello;
 pub use inbox::DriverHandle;
-use inbox::{Inbox, Message, stopping};
+use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::{Keeper, Made};
 use session::{Session, State};
 use source::Source;
@@ -71,6 +71,9 @@ const EVENTS_A_TURN: usize = 64;
 
 /// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
+
+/// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
+const LOOKS_APART: Duration = Duration::from_millis(20);
 
 /// Damaged tiles of one job that are told in the log; all are counted.
 const DAMAGE_TOLD_MAX: u64 = 16;
@@ -215,6 +218,9 @@ struct Driver {
     calls_made: u64,
     limits: Limits,
     ledger: Ledger,
+    lookers: Vec<(Viewer, LookAnswer)>,
+    /// When the next look may be.
+    look_at: Instant,
     wear_inflight_count: usize,
     /// The last time is over.
     wear_kept: bool,
@@ -275,6 +281,8 @@ impl Driver {
             calls_made: 0,
             limits,
             ledger,
+            lookers: Vec::new(),
+            look_at: Instant::now(),
             wear_inflight_count: 0,
             wear_kept: false,
             events: VecDeque::new(),
@@ -335,6 +343,7 @@ impl Driver {
             for session in self.sessions.values_mut() {
                 session.ring();
             }
+            self.answer_lookers();
             if self.ended_in_order()? {
                 return Ok(());
             }
@@ -359,6 +368,7 @@ impl Driver {
                 .chain(self.stop_deadline)
                 .chain(self.ledger.judge_at())
                 .chain(self.ledger.keep_wear_at())
+                .chain((!self.lookers.is_empty()).then_some(self.look_at))
                 .chain(accept_again)
                 .min()?;
             next.saturating_duration_since(Instant::now())
@@ -498,8 +508,12 @@ impl Driver {
                     });
                 }
                 Message::Look { viewer, answer } => {
-                    // An error means that nobody looks any more.
-                    let _ = answer.send(self.look(viewer));
+                    if self.lookers.len() < CALLS_MAX {
+                        self.lookers.push((viewer, answer));
+                    } else {
+                        let what = format!("{CALLS_MAX} look at the metrics already");
+                        let _ = answer.send(Err(Fault::new(FaultKind::TooMany, what)));
+                    }
                 }
                 Message::Made { session, made } => self.made(session, made),
                 Message::Stop => self.stop(),
@@ -545,17 +559,36 @@ impl Driver {
         );
     }
 
-    fn look(&self, viewer: Viewer) -> Box<Snapshot> {
+    /// Answers those who look, if some do and it is time: all who see the same get one copy, so that no number of them
+    /// takes the owner thread from those who move tiles.
+    fn answer_lookers(&mut self) {
+        let now = Instant::now();
+        if now < self.look_at {
+            return;
+        }
+        let Some(&(viewer, _)) = self.lookers.first() else {
+            return;
+        };
+        self.look_at = now + LOOKS_APART;
+        let snapshot = Arc::new(self.look(viewer));
+        let same = self.lookers.extract_if(.., |(other, _)| *other == viewer);
+        for (_, answer) in same {
+            // An error means that nobody looks any more.
+            let _ = answer.send(Ok(snapshot.clone()));
+        }
+    }
+
+    fn look(&self, viewer: Viewer) -> Snapshot {
         let (arena_used_bytes, session_count) = self.core.arena_used();
         let jobs = self.core.look(viewer).into_iter();
-        Box::new(Snapshot {
+        Snapshot {
             uptime: self.ledger.started_at().elapsed(),
             arena_used_bytes,
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
             devices: self.ledger.devices(self.core.device_states()),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
-        })
+        }
     }
 
     /// Writes how far the devices are worn to them, if it is time or `at_once`. The next ones wait for these to end.

@@ -29,6 +29,7 @@ pub struct Ledger {
     judged: Instant,
     devices: Vec<Device>,
     jobs: Vec<Job>,
+    places: HashMap<(u32, JobName), usize>,
     inflight: HashMap<IoId, InFlight>,
     wearing: Wearing,
     wear_kept: Instant,
@@ -81,6 +82,7 @@ impl Ledger {
             judged: now,
             devices: devices.iter().map(device).collect(),
             jobs: Vec::new(),
+            places: HashMap::new(),
             inflight: HashMap::new(),
             wearing,
             wear_kept: now,
@@ -94,21 +96,30 @@ impl Ledger {
 
     /// A session of a job begins; its operations are counted at the place given back.
     pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
-        let known = (self.jobs.iter()).position(|job| job.uid == uid && job.name == *name);
-        let place = known.unwrap_or_else(|| {
-            let new = Job::new(uid, name.clone(), self.devices.len());
-            if self.jobs.len() < JOBS_MAX {
-                self.jobs.push(new);
-                return self.jobs.len() - 1;
-            }
+        let key = (uid, name.clone());
+        let place = match self.places.get(&key) {
+            Some(place) => *place,
+            None => self.new_place(key),
+        };
+        self.jobs[place].session_count += 1;
+        JobPlace(place)
+    }
+
+    fn new_place(&mut self, key: (u32, JobName)) -> usize {
+        let new = Job::new(key.0, key.1.clone(), self.devices.len());
+        let place = if self.jobs.len() < JOBS_MAX {
+            self.jobs.push(new);
+            self.jobs.len() - 1
+        } else {
             // There are fewer sessions than places. What it counted is lost.
             let unused = self.jobs.iter().position(|job| job.session_count == 0);
             let place = unused.expect("fewer sessions than places");
-            self.jobs[place] = new;
+            let before = std::mem::replace(&mut self.jobs[place], new);
+            self.places.remove(&(before.uid, before.name));
             place
-        });
-        self.jobs[place].session_count += 1;
-        JobPlace(place)
+        };
+        self.places.insert(key, place);
+        place
     }
 
     /// It has ended, with its last operation.
@@ -205,10 +216,11 @@ impl Ledger {
     /// A job and what it wrote are gone; the next of its name is another.
     pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
         let device_count = self.devices.len();
-        let mut jobs = self.jobs.iter_mut();
-        let dropped =
-            jobs.find(|job| job.uid == uid && job.name == *name && job.session_count == 0);
-        if let Some(job) = dropped {
+        let Some(place) = self.places.get(&(uid, name.clone())) else {
+            return;
+        };
+        let job = &mut self.jobs[*place];
+        if job.session_count == 0 {
             *job = Job::new(uid, name.clone(), device_count);
         }
     }
@@ -233,13 +245,14 @@ impl Ledger {
                 continue;
             }
             let written = jobs.iter().filter_map(|state| {
-                let counted = self.jobs.iter().find(|job| job.is(state));
+                let counted = self.counted(state);
                 Some((
                     state.job_id?,
                     counted.map_or(0, |job| job.written_bytes[index]),
                 ))
             });
-            to_keep.push(self.wearing.keep(index, now_bytes, written));
+            let written: Vec<_> = written.collect();
+            to_keep.push(self.wearing.keep(index, now_bytes, written.into_iter()));
         }
         to_keep
     }
@@ -291,9 +304,14 @@ impl Ledger {
         views.map(view).collect()
     }
 
+    fn counted(&self, state: &JobState) -> Option<&Job> {
+        let place = self.places.get(&(state.uid, state.job.clone()))?;
+        Some(&self.jobs[*place])
+    }
+
     /// A job with what the core says of it.
     pub fn job(&self, state: JobState) -> JobView {
-        let counted = self.jobs.iter().find(|job| job.is(&state));
+        let counted = self.counted(&state);
         let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);
         let ever = |id| self.wearing.job_bytes(id, now_bytes);
         JobView {
@@ -320,10 +338,6 @@ impl Job {
             commit_failed_count: 0,
             damaged_count: 0,
         }
-    }
-
-    fn is(&self, state: &JobState) -> bool {
-        self.uid == state.uid && self.name == state.job
     }
 }
 

@@ -1,6 +1,7 @@
 //! Messages to checked calls, replies to messages. Everything a peer can get wrong in a message is refused here, by name.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotClass;
@@ -244,8 +245,8 @@ impl proto::offload_server::Offload for Service {
             Viewer::Uid(peer.uid)
         };
         let answer = self.driver.look(viewer)?;
-        let snapshot = answer.await.map_err(|_| ended_unanswered())?;
-        Ok(Response::new((*snapshot).into()))
+        let snapshot = answer.await.map_err(|_| ended_unanswered())??;
+        Ok(Response::new(Arc::unwrap_or_clone(snapshot).into()))
     }
 }
 

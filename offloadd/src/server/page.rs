@@ -191,13 +191,16 @@ async fn respond(
         return Ok(refusal);
     }
     let looked = match driver.look(Viewer::All) {
-        Ok(answer) => answer.await.ok(),
+        Ok(answer) => answer.await.ok().and_then(Result::ok),
         Err(_) => None,
     };
     let Some(snapshot) = looked else {
-        return Ok(plain(StatusCode::SERVICE_UNAVAILABLE, "offloadd stops\n"));
+        return Ok(plain(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "offloadd stops or is very busy\n",
+        ));
     };
-    let mut response = Response::new(Full::from(text::text(*snapshot)));
+    let mut response = Response::new(Full::from(text::text(Arc::unwrap_or_clone(snapshot))));
     let content_type = hyper::header::HeaderValue::from_static(text::CONTENT_TYPE);
     response.headers_mut().insert(CONTENT_TYPE, content_type);
     Ok(response)

@@ -2,6 +2,7 @@
 //! not at all, a commit without its duration, a slow drive that nobody names.
 
 use std::io::{BufRead, BufReader};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use offload_api::fault::FaultKind;
@@ -153,6 +154,38 @@ fn a_damaged_tile_that_a_process_found_is_counted_and_told_and_a_flood_of_them_i
     ] {
         assert!(told[0].contains(word), "{word}: {}", told[0]);
     }
+}
+
+#[test]
+fn any_number_of_lookers_keeps_nobody_from_moving_tiles() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 4);
+    let answered = AtomicU64::new(0);
+    let moving = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                let mut control = daemon.control();
+                while moving.load(Ordering::Relaxed) {
+                    assert_eq!(look(&mut control).jobs.len(), 1);
+                    answered.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(1) {
+            fill_tiles(&mut session, 4, working, 3);
+        }
+        moving.store(false, Ordering::Relaxed);
+    });
+    // Each has its answers, fifty a second and not as many as it asks for.
+    let answered = answered.into_inner();
+    assert!((16..=16 * 100).contains(&answered), "{answered}");
+    let counts = look(&mut control).jobs.remove(0).counts;
+    assert!(counts.written.count() >= 100, "{}", counts.written.count());
 }
 
 #[test]
