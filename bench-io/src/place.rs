@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
+use offloadd::config::IODEPTH_DEFAULT;
 
 use crate::noise;
 
@@ -110,6 +111,7 @@ impl OwnDaemon {
                 .map(|path| (path.clone(), file_bytes))
                 .collect(),
             arena_bytes_max: slot_bytes + ARENA_SLACK_BYTES,
+            iodepth_max: IODEPTH_DEFAULT,
             engine: engine.to_owned(),
         })?;
         Ok(Self {

@@ -17,6 +17,7 @@ fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, Client
         folder: folder.to_owned(),
         devices: vec![(folder.join("quote\" and space.tiles"), 1 << 20)],
         arena_bytes_max: 1 << 20,
+        iodepth_max: 64,
         engine: "auto".into(),
     })
 }

@@ -75,6 +75,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         folder: work.path().to_owned(),
         devices: vec![(device.clone(), 2 * shape.total_bytes() + (256 << 20))],
         arena_bytes_max: shape.geometry()?.arena_bytes() + (64 << 20),
+        iodepth_max: IODEPTH_DEFAULT,
         engine: args.engine.clone(),
     })?;
     let (through, about) = workload::run(daemon.socket(), &shape, &progress)?;

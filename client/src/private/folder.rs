@@ -61,6 +61,7 @@ pub(super) fn config_text(
         format!("socket = {}", path_text(socket)?),
         format!("devices = [{}]", devices.join(", ")),
         format!("arena_bytes_max = {}", settings.arena_bytes_max),
+        format!("iodepth_max = {}", settings.iodepth_max),
         format!("engine = {}", quoted(&settings.engine)),
     ];
     for line in lines {

@@ -49,6 +49,8 @@ pub struct PrivateSettings {
     pub devices: Vec<(PathBuf, u64)>,
     /// Host memory all sessions together may take.
     pub arena_bytes_max: u64,
+    /// Operations in flight that one session may ask for.
+    pub iodepth_max: u32,
     /// "auto", "uring", "aio" or "psync".
     pub engine: String,
 }

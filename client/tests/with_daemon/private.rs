@@ -61,6 +61,7 @@ fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
             folder,
             devices: devices.into(),
             arena_bytes_max: ARENA_BYTES_MAX,
+            iodepth_max: 64,
             engine: "psync".into(),
         };
         // Started by a thread that ends at once: the daemon stays.

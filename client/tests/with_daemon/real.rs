@@ -67,6 +67,7 @@ impl Place {
             folder: self.folder.path().to_owned(),
             devices: self.devices(),
             arena_bytes_max: ARENA_BYTES_MAX,
+            iodepth_max: 64,
             engine: "auto".into(),
         }
     }

@@ -28,6 +28,7 @@ fn start(folder: &Path) -> PrivateDaemon {
             .map(|path| (path, DEVICE_BYTES))
             .collect(),
         arena_bytes_max: 64 << 20,
+        iodepth_max: 64,
         engine: "auto".into(),
     })
     .unwrap_or_else(|e| panic!("no private daemon (`cargo build -p offloadd` makes it): {e}"))

@@ -112,6 +112,7 @@ pub fn start_private(
     files: &StoreFiles,
     folder: &Path,
     arena_bytes_max: u64,
+    iodepth_max: u32,
     engine: &str,
 ) -> Result<PrivateDaemon, StoreError> {
     let devices = files
@@ -124,6 +125,7 @@ pub fn start_private(
         folder: folder.to_path_buf(),
         devices,
         arena_bytes_max,
+        iodepth_max,
         engine: engine.to_owned(),
     };
     PrivateDaemon::start(settings).map_err(StoreError::Private)

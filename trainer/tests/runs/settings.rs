@@ -310,3 +310,11 @@ fn help_shows_how_to_use_it() {
         );
     }
 }
+
+#[test]
+fn a_private_daemon_grants_the_iodepth_that_a_run_sets() {
+    let lab = Lab::new();
+    let run = lab.run("deep", &["offload.iodepth=200"]).with(&lab.nvme());
+    let said = run.train();
+    assert!(said.contains("iodepth 200"), "{said}");
+}

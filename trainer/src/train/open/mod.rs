@@ -498,6 +498,7 @@ impl Prepared {
             files,
             &daemon_folder(folder.path()),
             rank_bytes * u64::from(self.ranks.count()),
+            self.plan.swapper.iodepth,
             &self.settings.offload.engine,
         )?;
         Ok(Some(daemon))
