@@ -3,8 +3,8 @@
 
 A step reads and writes at the same time, so its bound is taken from the rates of both at once, not from the two paces.
 
-Takes fio where there is one (io_uring, direct, depth 32 each way). Without it threads of this program with preadv and pwritev
-do the same; the result's "tool" says which it was. Both are started inside the paced group.
+Takes fio where there is one (io_uring, direct, depth 32 each way). Without it `bench-io run` on the same files does the same, one
+for each way; the result's "tool" says which it was. Both are started inside the paced group.
 
 A machine without package registries can be brought one: unpack fio and the libraries that `ldd` misses there, and name the folder
 with `--fio FOLDER/fio` (its libraries are looked for in FOLDER/lib):
@@ -14,19 +14,14 @@ with `--fio FOLDER/fio` (its libraries are looked for in FOLDER/lib):
 """
 
 import json
-import mmap
 import os
 import pathlib
 import shutil
 import subprocess
-import sys
-import threading
-import time
 
 import paced
 
 DEPTH = 32
-THREADS = 8  # each way and drive, without fio: a depth drives reach their rate with at megabytes
 
 
 def measure(state, blocks_bytes, seconds, fio=None):
@@ -45,7 +40,7 @@ def measure(state, blocks_bytes, seconds, fio=None):
 
         def one(block_bytes, read, write):
             work = {"files": [[str(r), str(w)] for r, w in files], "size_bytes": size_bytes, "block_bytes": block_bytes, "seconds": seconds}
-            return with_fio(program, work, read, write) if program else with_threads(work, read, write)
+            return with_fio(program, work, read, write) if program else with_bench_io(work, read, write)
 
         at_once = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
         block_bytes, (read, write) = max(at_once.items(), key=lambda found: sum(found[1]))
@@ -56,7 +51,7 @@ def measure(state, blocks_bytes, seconds, fio=None):
             for file in pair:
                 file.unlink(missing_ok=True)
     return {
-        "tool": "fio" if program else "own threads (no fio here)",
+        "tool": "fio" if program else "bench-io (no fio here)",
         "block_bytes": block_bytes, "drives": len(state["devices"]),
         "pace_read": state["read_bps"] * len(state["devices"]), "pace_write": state["write_bps"] * len(state["devices"]),
         "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "at_once": at_once,
@@ -98,51 +93,18 @@ def with_fio(program, work, read, write):
     return tuple(sum(job[way]["bw_bytes"] for job in found) for way in ("read", "write"))
 
 
-def with_threads(work, read, write):
-    """Starts this file again inside the paced group: the group is the process's."""
-    order = json.dumps({**work, "read": read, "write": write})
-    done = subprocess.run(paced.paced([sys.executable, __file__, order]), capture_output=True, text=True)
-    if done.returncode != 0:
-        raise paced.PacedError(f"measuring: {done.stderr.strip()}")
-    return tuple(json.loads(done.stdout))
-
-
-def move(work):
-    """Bytes a second (read, written), with threads that each move one block at a time."""
-    block_bytes, blocks = work["block_bytes"], work["size_bytes"] // work["block_bytes"]
-    moved = {"read": [], "write": []}
-    start = threading.Barrier(1 + len(work["files"]) * THREADS * (work["read"] + work["write"]))
-    ends = [0.0]
-
-    def go(way, file, first):
-        buffer = mmap.mmap(-1, block_bytes)  # page aligned, as direct I/O wants it
-        buffer[:] = os.urandom(block_bytes)
-        handle = os.open(file, os.O_DIRECT | (os.O_RDONLY if way == "read" else os.O_WRONLY))
-        call = os.preadv if way == "read" else os.pwritev
-        total, block = 0, first
-        start.wait()
-        while time.monotonic() < ends[0]:
-            total += call(handle, [buffer], block % blocks * block_bytes)
-            block += THREADS
-        # The last operations end after the time is over: they count with the time they took.
-        moved[way].append((total, time.monotonic()))
-        os.close(handle)
-
-    threads = []
-    for read_file, write_file in work["files"]:
-        for way, file in (("read", read_file), ("write", write_file)):
-            if work[way]:
-                threads += [threading.Thread(target=go, args=(way, file, first)) for first in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    began = time.monotonic()
-    ends[0] = began + work["seconds"]
-    start.wait()
-    for thread in threads:
-        thread.join()
-    rate = lambda parts: sum(total for total, _ in parts) / (max(end for _, end in parts) - began) if parts else 0
-    return rate(moved["read"]), rate(moved["write"])
-
-
-if __name__ == "__main__":
-    print(json.dumps(move(json.loads(sys.argv[1]))))
+def with_bench_io(work, read, write):
+    """One process for each way, on all drives, both at the same time."""
+    running = []
+    for way, wanted, files in (("read", read, [r for r, _ in work["files"]]), ("write", write, [w for _, w in work["files"]])):
+        if wanted:
+            command = [paced.program, "run", "--target=device", f"--rw={way}", "--overwrite", f"--bs={work['block_bytes']}",
+                       f"--iodepth={DEPTH * len(files)}", f"--runtime={work['seconds']}", "--json", *(f"--filename={file}" for file in files)]
+            running.append((way, subprocess.Popen(paced.paced(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
+    rates = {"read": 0, "write": 0}
+    for way, process in running:
+        said, complaint = process.communicate()
+        if process.returncode != 0:
+            raise paced.PacedError(f"measuring: {complaint.strip()}")
+        rates[way] = json.loads(said)[way]["bytes_per_s"]
+    return rates["read"], rates["write"]

@@ -5,7 +5,7 @@
     table.py --bin DIR --out DIR ROW...         rows: resident, nvme4, nvme4@2 (two processes), pytorch, losses, ...
     table.py --bin DIR --out DIR --model tiny nvme1 pytorch        tries the script itself, on any machine
 
-A row's drives are made for it and taken away after it (paced.py; needs root), and measured reading and writing at once while they are
+A row's drives are made for it and taken away after it (`bench-io paced`; needs root), and measured reading and writing at once while they are
 there (mixed.py; fio where there is one). The bound is `trainer plan`'s with these rates and the row's own time of computing. Peers come
 first when they are named first: a ratio needs both rows in one call. Everything started is ended, also when this is stopped.
 
@@ -50,7 +50,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--list", action="store_true", help="the rows")
-    parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer and offloadd are")
+    parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer, offloadd and bench-io are")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/table"), help="where results and logs go")
     parser.add_argument("--libtorch", type=pathlib.Path, help="the folder of an installed torch")
     parser.add_argument("--fio", help="the program, when it is not in PATH; or \"none\"")
@@ -78,7 +78,7 @@ def main():
         sys.exit("table.py: no GPU here; `--model tiny` tries the script")
     # Stopping is an exception, so that what was made is taken away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("table.py: stopped"))
-    args.out = args.out.resolve()
+    args.out, paced.program = args.out.resolve(), args.bin.resolve() / "bench-io"
     args.out.mkdir(parents=True, exist_ok=True)
     warm_memory(paced.number(args.warm_memory, 1024))
     table = Table(args)

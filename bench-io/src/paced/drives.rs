@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 
 use super::group::{Entered, Group};
 use super::{DrivesPlan, Pace, State, check_name, folder_of, missing, read_state, state_file};
+use crate::stop;
 
 /// A process with an io_uring keeps its files open for some 0.1 s after it has ended, a busy one longer.
 const RELEASE_WAIT: Duration = Duration::from_secs(10);
@@ -128,6 +129,7 @@ impl Drives {
             .collect();
         touch(&files, bytes)?;
         for file in &files {
+            stop::check()?;
             let device = attach(file)?;
             self.state.devices.push(device.into());
             self.note()?;
@@ -141,6 +143,7 @@ impl Drives {
             self.mount(Path::new(&devices[0]), "noatime,nodatacow")?;
         } else {
             for device in &devices {
+                stop::check()?;
                 // Few inodes and no lazy work later: this file system holds some large files.
                 let options = [
                     "-q",
@@ -259,7 +262,7 @@ fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
             let file = &opened[(piece / pieces_a_file) as usize];
             let mut at = piece % pieces_a_file * TOUCH_BYTES;
             let end = (at + TOUCH_BYTES).min(bytes);
-            while at < end {
+            while at < end && stop::check().is_ok() {
                 let now = (end - at).min(zeros.len() as u64);
                 file.write_all_at(&zeros[..now as usize], at)?;
                 at += now;
@@ -277,7 +280,7 @@ fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
     for result in results {
         result.context("filling the drives with memory; is there enough?")?;
     }
-    Ok(())
+    stop::check()
 }
 
 /// Runs a tool to its end. What it printed; its words are in the error.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde_json::Value;
 
@@ -43,6 +44,13 @@ pub(crate) fn drive() -> tempfile::TempDir {
 pub(crate) fn assert_empty(folder: &Path) {
     let left: Vec<_> = std::fs::read_dir(folder).expect("a folder").collect();
     assert!(left.is_empty(), "{left:?}");
+}
+
+/// Held by tests that measure time: one at a time, or they measure each other.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    // Another test failed while it measured; that says nothing about the next.
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether paced drives cannot be made here. Then it says that the test is skipped, and why.

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::lab::{bench_io, json, refused, said, without_paced_drives};
+use crate::lab::{alone, bench_io, json, refused, said, without_paced_drives};
 
 /// A set of this test's own, taken away also when the test fails.
 pub(crate) struct Set(String);
@@ -69,6 +69,7 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     if without_paced_drives() {
         return;
     }
+    let _alone = alone();
     let set = Set::new("exact");
     let folders = set.up(&["2", "64m", "60M", "30M"]);
     assert_eq!(folders.len(), 2);
@@ -101,6 +102,7 @@ fn an_up_that_fails_half_way_leaves_nothing() {
     if without_paced_drives() {
         return;
     }
+    let _alone = alone();
     let set = Set::new("half");
     let path = std::env::var("PATH").unwrap();
     let folder = tempfile::tempdir().unwrap();

@@ -2,7 +2,9 @@
 //! writes destroy what nobody gave up, a result that means little comes without its warning, or a wrong word is found only
 //! after bytes have moved.
 
-use crate::lab::{assert_empty, bench_io, drive, json, refused};
+use std::time::{Duration, Instant};
+
+use crate::lab::{assert_empty, bench_io, drive, json, program, refused};
 
 const SMALL: [&str; 8] = [
     "--bs=64k",
@@ -203,10 +205,44 @@ fn wrong_words_are_refused_before_anything_is_made() {
 }
 
 #[test]
+fn a_measurement_that_is_stopped_leaves_nothing() {
+    let folder = drive();
+    let mut running = program()
+        .args([
+            "run",
+            "--size=16m",
+            "--bs=64k",
+            "--runtime=60",
+            "--directory",
+        ])
+        .arg(folder.path())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let since = Instant::now();
+    while std::fs::read_dir(folder.path()).unwrap().count() == 0 {
+        assert!(since.elapsed().as_secs() < 20, "nothing was made");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // In the middle of whatever it is at.
+    std::thread::sleep(Duration::from_secs(1));
+    let pid = rustix::process::Pid::from_child(&running);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let stopped = Instant::now();
+    let status = running.wait().unwrap();
+    assert!(!status.success());
+    assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
+    assert_empty(folder.path());
+}
+
+#[test]
 fn help_has_examples() {
-    for command in [&["--help"][..], &["run", "--help"]] {
+    let commands = ["run", "scale", "tune", "training", "verify", "paced"];
+    let helps = commands.map(|command| vec![command, "--help"]);
+    for command in helps.iter().chain([&vec!["--help"]]) {
         let output = bench_io(command);
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(said.contains("Examples:\n  bench-io"), "{said}");
+        assert!(said.contains("Examples"), "{command:?}: {said}");
+        assert!(said.contains("\n  bench-io"), "{command:?}: {said}");
     }
 }

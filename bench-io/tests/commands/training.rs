@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::lab::{drive, json, program, refused, without_paced_drives};
+use crate::lab::{alone, drive, json, program, refused, without_paced_drives};
 
 /// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
 fn trainer() -> Option<PathBuf> {
@@ -126,6 +126,7 @@ fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
     if trainer().is_none() || without_paced_drives() {
         return;
     }
+    let _alone = alone();
     let folder = drive();
     let file = run_file(folder.path());
     let out = folder.path().join("out");
