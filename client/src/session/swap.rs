@@ -2,7 +2,7 @@
 
 use offload_api::checksum::checksum;
 use offload_api::fault::FaultKind;
-use offload_api::ids::{Generation, TileIndex};
+use offload_api::ids::{Generation, TicketId, TileIndex};
 use offload_api::ring::entry::{Request, Urgency, Verb};
 
 use super::commit::Commit;
@@ -165,10 +165,7 @@ impl Session {
                     if bytes <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
                 {
                     let found = checksum(&slot.as_slice()[..bytes as usize]);
-                    let checked = self
-                        .flights
-                        .checked(ticket, slot, found, &self.info.devices)?;
-                    done.push(checked);
+                    done.push(self.checked(ticket, slot, found)?);
                 }
                 Arrived::Unchecked(ticket, slot, bytes) => self.sums.begin(ticket, slot, bytes),
             }
@@ -182,11 +179,7 @@ impl Session {
             let flight = self.flights.get_mut(ticket);
             let flight = flight.expect("in flight while it is summed");
             if flight.verb == Verb::SwapIn {
-                let checked = self
-                    .flights
-                    .checked(ticket, slot, checksum, &self.info.devices)?;
-                self.report_damage(&checked);
-                done.push(checked);
+                done.push(self.checked(ticket, slot, checksum)?);
                 continue;
             }
             let request = Request {
@@ -202,5 +195,12 @@ impl Session {
             self.put(&request)?;
         }
         Ok(())
+    }
+
+    /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed.
+    fn checked(&mut self, ticket: TicketId, slot: Slot, found: u32) -> Result<Done, ClientError> {
+        let checked = (self.flights).checked(ticket, slot, found, &self.info.devices)?;
+        self.report_damage(&checked);
+        Ok(checked)
     }
 }
