@@ -3,6 +3,7 @@
 # says so, so nothing here is an error.
 #
 #   strace           refuses system calls
+#   fio              beside which bench-io is measured
 #   clang-N          compiles the GPU kernels for AMD; the newest apt has
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC
 #   NVRTC            compiles the GPU kernels for NVIDIA (90 MB, into target/nvrtc)
@@ -32,6 +33,8 @@ has_clang() {
 }
 
 command -v strace >/dev/null || apt_install strace || echo "no strace: the tests that need it are skipped"
+
+command -v fio >/dev/null || apt_install fio || echo "no fio: the test that compares bench-io with it is skipped"
 
 has_clang || { apt_update && clang=$(newest_clang) && [ -n "$clang" ] && apt_install "$clang"; } ||
     echo "no clang of version 17 or later: the check of GPU kernels for gfx942 is skipped"

@@ -19,6 +19,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io scale --folder /mnt/nvme0 --folder /mnt/nvme1 --out target/scale
   bench-io scale --paced 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
   bench-io scale --paced 4 --read 6.2G --write 3.2G --parts 2 --size 2g --bs 1m,4m,16m
+  bench-io scale --paced 4 --last-half --drives 4                        # unequal drives: the sum is the limit
   bench-io scale --paced 2 --read 60M --write 30M --size 32m --runtime 1 --within 5     # as a test: fails when it is off";
 
 /// Of a drive: its file system's own blocks, the daemon's log.
@@ -47,6 +48,9 @@ pub(crate) struct ScaleArgs {
     /// Loop devices of each paced drive; above some 4 GB/s one is not enough
     #[arg(long, value_name = "N", default_value_t = 1)]
     parts: u32,
+    /// The last paced drive is half as fast as the others
+    #[arg(long)]
+    last_half: bool,
     /// How many drives at a time, with commas between [default: 1 to all]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     drives: Vec<usize>,
@@ -160,6 +164,10 @@ fn check(args: &ScaleArgs) -> Result<()> {
         "--within: only with --paced, as other drives have no pace that was set"
     );
     ensure!(
+        !args.last_half || args.paced.is_some_and(|count| count >= 2),
+        "--last-half: only with --paced 2 or more"
+    );
+    ensure!(
         args.parts >= 1,
         "--parts 0: at least one loop device a drive"
     );
@@ -173,6 +181,7 @@ fn plan(args: &ScaleArgs, folders: Vec<PathBuf>, parts: u32) -> ScalePlan {
         blocks_bytes: args.bs.iter().map(|bs| bs.0 as u32).collect(),
         iodepth: args.iodepth,
         drives: args.drives.clone(),
+        last_half: args.last_half,
         size: part_bytes(args),
         ramp: Duration::from_secs_f64((args.runtime / 4.0).min(0.5)),
         runtime: Duration::from_secs_f64(args.runtime),

@@ -1,6 +1,7 @@
 //! Making the drives and taking them away.
 
 use std::fs::{self, File};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -98,8 +99,16 @@ impl Drives {
     /// # Errors
     /// The group does not take it.
     pub(crate) fn set_pace(&self, pace: Option<Pace>) -> Result<()> {
+        self.set_pace_of(0..self.state.devices.len(), pace)
+    }
+
+    /// The same for some devices, by their place among all.
+    ///
+    /// # Errors
+    /// The group does not take it.
+    pub(crate) fn set_pace_of(&self, devices: Range<usize>, pace: Option<Pace>) -> Result<()> {
         let group = Group::at(&self.state.group);
-        let mut devices = self.state.devices.iter();
+        let mut devices = self.state.devices[devices].iter();
         devices.try_for_each(|device| group.set(device, pace))
     }
 

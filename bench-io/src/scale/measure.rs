@@ -42,7 +42,7 @@ pub(crate) fn measure(
 ) -> Result<ScaleReport> {
     let mut warnings = warnings::before();
     let set_pace = |on: bool| match paced {
-        Some((drives, _)) => drives.set_pace(on.then_some(drives.state().pace)),
+        Some((drives, _)) => pace_drives(plan, drives, on),
         None => Ok(()),
     };
     set_pace(false)?;
@@ -108,9 +108,11 @@ pub(crate) fn measure(
                     progress.say(&format!("{what}: one synchronous thread"));
                     control::run(files, way, bs, plan.size, CONTROL_TIME.min(plan.runtime))
                 });
-                let limit = paced.filter(|_| is_paced).map(|(_, pace)| {
-                    [pace.read, pace.write].map(|rate| (rate * drives as u64) as f64)
-                });
+                let slow = plan.last_half && drives == all;
+                let count = drives as f64 - if slow { 0.5 } else { 0.0 };
+                let limit = paced
+                    .filter(|_| is_paced)
+                    .map(|(_, pace)| [pace.read, pace.write].map(|rate| rate as f64 * count));
                 Ok(Row {
                     drives,
                     load,
@@ -154,6 +156,21 @@ pub(crate) fn measure(
         rows,
         warnings,
     })
+}
+
+/// All at their pace, or the last one at half of it; or all as fast as memory.
+fn pace_drives(plan: &ScalePlan, drives: &Drives, on: bool) -> Result<()> {
+    let pace = drives.state().pace;
+    drives.set_pace(on.then_some(pace))?;
+    if !on || !plan.last_half {
+        return Ok(());
+    }
+    let devices = drives.state().devices.len();
+    let half = Pace {
+        read: (pace.read / 2).max(1),
+        write: (pace.write / 2).max(1),
+    };
+    drives.set_pace_of(devices - plan.parts..devices, Some(half))
 }
 
 /// One drive alone must be at its limit, or the limit is not what was set. fio says it best, where it is.

@@ -64,6 +64,8 @@ pub(crate) struct ScalePlan {
     pub(crate) parts: usize,
     /// How many at a time; empty: 1 to all.
     pub(crate) drives: Vec<usize>,
+    /// The last paced drive is half as fast as the others.
+    pub(crate) last_half: bool,
     pub(crate) blocks_bytes: Vec<u32>,
     pub(crate) iodepth: u32,
     pub(crate) size: u64,

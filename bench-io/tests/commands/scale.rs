@@ -3,7 +3,9 @@
 
 use serde_json::Value;
 
-use crate::lab::{alone, bench_io, program, refused, said, without_paced_drives};
+use crate::lab::{
+    alone, assert_empty, bench_io, json, program, refused, said, without_paced_drives,
+};
 
 const TWO_DRIVES: [&str; 13] = [
     "scale",
@@ -76,6 +78,53 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
 }
 
 #[test]
+fn fio_stands_beside_us_with_the_command_it_was_called_with() {
+    let version = std::process::Command::new("fio").arg("--version").output();
+    if !version.is_ok_and(|output| output.status.success()) {
+        println!("skipped: fio_stands_beside_us_with_the_command_it_was_called_with: no fio");
+        return;
+    }
+    let _alone = alone();
+    let folder = crate::lab::drive();
+    let path = folder.path().to_str().unwrap();
+    let report = json(&[
+        "scale",
+        "--folder",
+        path,
+        "--size=8m",
+        "--bs=64k",
+        "--runtime=0.3",
+        "--json",
+    ]);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 3);
+    for row in rows {
+        let (fio, load) = (&row["fio"], row["load"].as_str().unwrap());
+        let command = fio["command"].as_str().unwrap();
+        for (way, loads) in [("read", ["read", "both"]), ("write", ["write", "both"])] {
+            let goes = loads.contains(&load);
+            assert_eq!(
+                fio[format!("{way}_bytes_per_s")].as_f64().unwrap() > 0.0,
+                goes,
+                "{row}"
+            );
+            assert_eq!(command.contains(&format!("--rw={way} ")), goes, "{command}");
+        }
+        for word in [
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--fixedbufs=1",
+            "--bs=65536",
+            "--iodepth=32",
+        ] {
+            assert!(command.contains(word), "{command}");
+        }
+        assert!(row["limit_bytes_per_s"].is_null());
+    }
+    assert_empty(folder.path());
+}
+
+#[test]
 fn it_fails_when_all_tiles_go_to_one_device() {
     if without_paced_drives() {
         return;
@@ -127,6 +176,7 @@ fn what_cannot_be_measured_is_refused() {
             "at least two operations",
         ),
         (&["--folder=/x", "--within=5"], "--paced"),
+        (&["--paced=1", "--last-half"], "--paced 2 or more"),
         (
             &["--folder=/no/such/folder", "--fio=none"],
             "/no/such/folder",
