@@ -50,7 +50,7 @@ fn it_is_formatted_once_and_its_settings_are_as_asked() {
         "{settings}"
     );
     assert!(
-        settings.contains("arena_bytes_max = 1048576\nengine = \"auto\""),
+        settings.contains("arena_bytes_max = 1048576\niodepth_max = 64\nengine = \"auto\""),
         "{settings}"
     );
 }
