@@ -147,6 +147,38 @@ fn read_ahead_progresses_however_much_is_wanted() {
 }
 
 #[test]
+fn what_was_read_ahead_goes_first_once_it_is_wanted() {
+    let mut bench = Bench::new(1);
+    for id in 0..64 {
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+    }
+    bench.start();
+    // One that waits, one that is in flight whole, one that was never there.
+    for id in [63, 0, 99] {
+        bench.queue.urge(IoId(id), Urgency::Wanted);
+    }
+    let last: Vec<_> = (0..4)
+        .map(|_| {
+            bench.step();
+            bench.pieces.last().unwrap().offset >> 24
+        })
+        .collect();
+    assert_eq!(last, [63; 4]);
+    // And back again: behind the others of its class.
+    bench.queue.urge(IoId(62), Urgency::Wanted);
+    bench.queue.urge(IoId(62), Urgency::Ahead);
+    let mut order = Vec::new();
+    while bench.queue.count() > 0 {
+        if let (id, true) = bench.step() {
+            order.push(id);
+        }
+    }
+    assert_eq!(order.last(), Some(&62));
+    // The first one ended above.
+    assert_eq!(order.len(), 63, "none is lost and none ends twice");
+}
+
+#[test]
 fn reads_and_writes_do_not_take_each_others_place() {
     let mut bench = Bench::new(2);
     for id in 0..20 {

@@ -3,7 +3,7 @@
 use offload_api::checksum::checksum;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Urgency, Verb};
+use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
 
 use super::commit::Commit;
 use super::{Session, broken_ring};
@@ -47,6 +47,28 @@ impl Session {
         slot: Slot,
     ) -> Result<Ticket, (Slot, ClientError)> {
         self.start(Verb::SwapIn, Urgency::Wanted, tile, slot)
+    }
+
+    /// Lets a swap in that has not ended go before what is read ahead, as if it had been started by
+    /// [`Session::swap_in_wanted`]. Nothing happens to one that has ended, or that nobody could still overtake.
+    pub fn hasten(&mut self, ticket: Ticket) -> Result<(), ClientError> {
+        let Some(flight) = self.flights.get_mut(ticket.0) else {
+            return Ok(());
+        };
+        // Without its slot it has arrived, and its bytes are being checked.
+        if flight.verb != Verb::SwapIn || flight.slot.is_none() {
+            return Ok(());
+        }
+        // All operations that were granted keep their room. A daemon so far behind has not come to this one either.
+        let untaken = self.rings.untaken().map_err(broken_ring)?;
+        if untaken + self.info.iodepth >= self.rings.header().entries {
+            return Ok(());
+        }
+        let urge = Urge {
+            ticket: ticket.0,
+            urgency: Urgency::Wanted,
+        };
+        self.put(&urge.to_sqe(self.epoch))
     }
 
     /// Starts writing `tile` from `slot` into the working generation. Its checksum is computed on this side, where the bytes
@@ -94,7 +116,7 @@ impl Session {
         }
         flight.slot = Some(slot);
         let ticket = self.flights.start(flight);
-        self.put(&Request {
+        let request = Request {
             ticket,
             verb,
             urgency,
@@ -102,17 +124,18 @@ impl Session {
             slot: index,
             generation: Generation(0),
             checksum: 0,
-        })
-        .map(|()| Ticket(ticket))
-        .map_err(|error| {
-            let flight = self.flights.end(ticket).expect("started above");
-            (flight.slot.expect("put there above"), error)
-        })
+        };
+        self.put(&request.to_sqe(self.epoch))
+            .map(|()| Ticket(ticket))
+            .map_err(|error| {
+                let flight = self.flights.end(ticket).expect("started above");
+                (flight.slot.expect("put there above"), error)
+            })
     }
 
     /// Asks the daemon.
-    fn put(&mut self, request: &Request) -> Result<(), ClientError> {
-        match self.rings.put(&request.to_sqe(self.epoch)) {
+    fn put(&mut self, entry: &Sqe) -> Result<(), ClientError> {
+        match self.rings.put(entry) {
             Ok(true) => {
                 signal::ring(&self.submission_doorbell);
                 Ok(())
@@ -192,7 +215,7 @@ impl Session {
                 checksum,
             };
             flight.slot = Some(slot);
-            self.put(&request)?;
+            self.put(&request.to_sqe(self.epoch))?;
         }
         Ok(())
     }

@@ -226,3 +226,34 @@ fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
         .step_by(4096)
         .find(|at| bytes[*at..].starts_with(wanted))
 }
+
+#[test]
+fn hastening_takes_no_room_from_operations_that_were_granted() {
+    let place = Place::new();
+    let daemon = place.start();
+    let mut session = open_new(daemon.socket());
+    write(&mut session, 0..TILE_COUNT, 1);
+    let pid = rustix::process::Pid::from_raw(daemon.pid() as i32).unwrap();
+    let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
+    // Nobody takes what is submitted.
+    signal(rustix::process::Signal::STOP);
+    let iodepth = session.info().iodepth;
+    let tickets: Vec<_> = (0..iodepth)
+        .map(|tile| {
+            let slot = session.take_slot(0).unwrap();
+            let ticket = session.swap_in(TileIndex(tile), slot);
+            let ticket = ticket.map_err(|(_, error)| error).unwrap();
+            for _ in 0..100 {
+                session.hasten(ticket).unwrap();
+            }
+            ticket
+        })
+        .collect();
+    signal(rustix::process::Signal::CONT);
+    let done = wait_for(&mut session, iodepth as usize).unwrap();
+    for one in done {
+        assert!(tickets.contains(&one.ticket));
+        one.result.unwrap();
+    }
+    assert_content(&mut session, 0..TILE_COUNT, 1);
+}

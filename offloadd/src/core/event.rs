@@ -336,6 +336,13 @@ pub enum Action {
         /// What goes before what.
         urgency: Urgency,
     },
+    /// An operation that has not ended goes before others, or no longer.
+    Urge {
+        /// Of the [`Action::Io`].
+        io: IoId,
+        /// From now on.
+        urgency: Urgency,
+    },
     /// Put an entry into the session's completion ring.
     Complete {
         /// Whose ring.

@@ -4,7 +4,7 @@ use offload_api::fault::FaultKind;
 use offload_api::geometry::SlotPlace;
 use offload_api::ids::{DeviceIndex, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
-use offload_api::ring::entry::{Cqe, Request, Sqe, Verb};
+use offload_api::ring::entry::{Cqe, Request, Sqe, Urge, Verb};
 
 use super::job::{Activity, JobKey};
 use super::members::poison;
@@ -59,19 +59,45 @@ impl Core {
         if session.stage != Stage::Live {
             return;
         }
-        let request = match Request::check(entry, self.epoch) {
-            Ok(request) => request,
+        let started = if entry.verb == Urge::VERB {
+            Urge::check(entry, self.epoch).map(|urge| {
+                self.urge(id, urge, actions);
+                Ok(())
+            })
+        } else {
+            Request::check(entry, self.epoch).map(|request| self.start_tile(id, request, actions))
+        };
+        match started {
+            Ok(Ok(())) => {}
+            Ok(Err(kind)) => complete(id, refusal(entry.ticket, kind), actions),
             Err(fault) if fault.kind == FaultKind::Protocol => {
                 actions.push(Action::Evict {
                     session: id,
                     why: fault,
                 });
-                return self.end_session(id, None, actions);
+                self.end_session(id, None, actions);
             }
-            Err(fault) => return complete(id, refusal(entry.ticket, fault.kind), actions),
-        };
-        if let Err(kind) = self.start_tile(id, request, actions) {
-            complete(id, refusal(entry.ticket, kind), actions);
+            // It would have no completion: what it was about has none either, in this life.
+            Err(_) if entry.verb == Urge::VERB => {}
+            Err(fault) => complete(id, refusal(entry.ticket, fault.kind), actions),
+        }
+    }
+
+    /// Some hundred operations are looked through; a process urges a few thousand times a second at most.
+    fn urge(&mut self, id: SessionId, urge: Urge, actions: &mut Vec<Action>) {
+        let found = self.operations.iter_mut().find_map(|(io, operation)| {
+            let Operation::Tile(tile) = operation else {
+                return None;
+            };
+            let named = tile.session == id && tile.request.ticket == urge.ticket;
+            named.then_some((*io, tile))
+        });
+        if let Some((io, tile)) = found {
+            tile.request.urgency = urge.urgency;
+            actions.push(Action::Urge {
+                io,
+                urgency: urge.urgency,
+            });
         }
     }
 

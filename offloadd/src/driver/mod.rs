@@ -426,6 +426,7 @@ impl Driver {
                 };
                 self.queue.push(io, urgency);
             }
+            Action::Urge { io, urgency } => self.queue.urge(io, urgency),
             Action::Complete { session, entry } => {
                 let Some(found) = self.sessions.get_mut(&session) else {
                     return;

@@ -162,6 +162,25 @@ impl Queue {
         }
     }
 
+    /// Gives an operation another urgency: its pieces that still wait go with those of that class, behind them. One that was
+    /// handed over or has ended stays as it is.
+    pub fn urge(&mut self, io: IoId, urgency: Urgency) {
+        let named = |whole: &Option<Whole>| whole.as_ref().is_some_and(|w| w.io.id == io);
+        let Some(place) = self.wholes.iter().position(named) else {
+            return;
+        };
+        let whole = self.wholes[place].as_mut().expect("just seen");
+        let before = std::mem::replace(&mut whole.urgency, urgency);
+        if before == urgency || !whole.waits() {
+            return;
+        }
+        let (device, op) = (whole.io.device, whole.io.op);
+        if let Some(way) = self.way(device, op) {
+            way.remove(place, before);
+            way.push(place, urgency);
+        }
+    }
+
     /// Hands over all the devices have room for.
     pub fn start(&mut self, now: Instant, pieces: &mut Vec<Io>) {
         if self.waiting_count == 0 {

@@ -2,7 +2,7 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Urgency, Verb};
+use offload_api::ring::entry::{Request, Urge, Urgency, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
 use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::{self, Committed};
@@ -463,4 +463,54 @@ fn a_failed_flush_ends_the_generation_of_every_job_that_wrote_to_the_device() {
         write_all(&mut world, process, 2);
         world.commit(process, 2).unwrap();
     }
+}
+
+#[test]
+fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
+    let mut world = world();
+    let [one, two] = ["a", "b"].map(|name| {
+        let (process, _) = world.open(&job(name), 0, 1).unwrap();
+        world
+            .define(process, definition(TILES, Committed, 1))
+            .unwrap();
+        world.resume(process, 0).unwrap();
+        process
+    });
+    for process in [one, two] {
+        world.write(process, 1, 1, 5).unwrap();
+    }
+    for process in [one, two] {
+        world.submit_read(process, 1, 3);
+    }
+    let urge = |ticket| Urge {
+        ticket: TicketId(ticket),
+        urgency: Urgency::Wanted,
+    };
+    let epoch = world.epoch;
+    world.submit_raw(one, urge(4).to_sqe(epoch));
+    assert_eq!(world.urged, [], "nothing of this ticket is in flight");
+    world.submit_raw(one, urge(3).to_sqe(epoch));
+    world.submit_raw(two, urge(3).to_sqe(epoch));
+    assert_eq!(world.urged.len(), 2);
+    assert_ne!(world.urged[0], world.urged[1], "each its own");
+    // Of an older daemon's life: nobody waits for an answer.
+    let mut stale = urge(3).to_sqe(epoch);
+    stale.epoch ^= 1;
+    world.submit_raw(one, stale);
+    world.run();
+    for process in [one, two] {
+        let entry = world.completion(process).unwrap();
+        assert_eq!((entry.ticket, outcome(&entry)), (3, Ok(())));
+        assert!(
+            world.completion(process).is_none(),
+            "an urge has no completion"
+        );
+    }
+    // It has ended.
+    world.submit_raw(one, urge(3).to_sqe(epoch));
+    assert_eq!((world.urged.len(), world.evicted.len()), (2, 0));
+    let mut nonsense = urge(3).to_sqe(epoch);
+    nonsense.slot = 1;
+    world.submit_raw(one, nonsense);
+    assert_eq!(world.evicted, [one.session]);
 }

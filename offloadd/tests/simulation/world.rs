@@ -8,7 +8,7 @@ use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
 use offloadd::core::{
-    Action, Call, CallId, Core, Event, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
+    Action, Call, CallId, Core, Event, IoId, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::store::StoreError;
@@ -82,6 +82,7 @@ pub(crate) struct World {
     pub(crate) arenas_take_long: bool,
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
+    pub(crate) urged: Vec<IoId>,
     geometries: HashMap<SessionId, Geometry>,
     pub(crate) made: HashMap<SessionToken, SessionId>,
     pub(crate) epoch: Epoch,
@@ -115,6 +116,7 @@ impl World {
             arenas_take_long: false,
             dropped: Vec::new(),
             evicted: Vec::new(),
+            urged: Vec::new(),
             geometries: HashMap::new(),
             made: HashMap::new(),
             epoch,
@@ -147,6 +149,7 @@ impl World {
                 buffer,
                 urgency: _,
             } => self.engine.submit(io, device, op, offset, bytes, buffer),
+            Action::Urge { io, .. } => self.urged.push(io),
             Action::Complete { session, entry } => self
                 .completions
                 .entry(session)

@@ -22,7 +22,7 @@ pub struct Sqe {
     pub slot: u32,
     /// Of a swap out: the tile's checksum. Otherwise 0.
     pub checksum: u32,
-    /// [`Verb`] as a number.
+    /// [`Verb`] as a number, or [`Urge::VERB`].
     pub verb: u32,
     /// [`Urgency`] as a number.
     pub urgency: u32,
@@ -90,6 +90,18 @@ pub enum Urgency {
 }
 
 impl Urgency {
+    fn check(sqe: &Sqe) -> Result<Self, Fault> {
+        [Self::Ahead, Self::Wanted]
+            .into_iter()
+            .find(|u| u.number() == sqe.urgency)
+            .ok_or_else(|| {
+                Fault::new(
+                    FaultKind::Protocol,
+                    format!("urgency {} is none of 0 and 1", sqe.urgency),
+                )
+            })
+    }
+
     /// Its number in an entry.
     pub fn number(self) -> u32 {
         match self {
@@ -137,16 +149,7 @@ impl Request {
     /// Checks the form of an entry copied out of shared memory. [`FaultKind::StaleEpoch`] for another life of the
     /// daemon, [`FaultKind::Protocol`] for a bad verb or urgency, or a used reserved field.
     pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
-        use crate::removable::{Mechanism, removed};
-        if sqe.epoch != epoch.0 && !removed(Mechanism::Epoch) {
-            return Err(Fault::new(
-                FaultKind::StaleEpoch,
-                format!(
-                    "submission of epoch {:x}, this daemon's is {:x}: open a new session",
-                    sqe.epoch, epoch.0
-                ),
-            ));
-        }
+        check_epoch(sqe, epoch)?;
         let verb = [Verb::SwapIn, Verb::SwapOut]
             .into_iter()
             .find(|v| v.number() == sqe.verb)
@@ -156,22 +159,11 @@ impl Request {
                     format!("verb {} is none of 1 and 2", sqe.verb),
                 )
             })?;
-        let urgency = [Urgency::Ahead, Urgency::Wanted]
-            .into_iter()
-            .find(|u| u.number() == sqe.urgency)
-            .ok_or_else(|| {
-                Fault::new(
-                    FaultKind::Protocol,
-                    format!("urgency {} is none of 0 and 1", sqe.urgency),
-                )
-            })?;
+        let urgency = Urgency::check(sqe)?;
         let unused_set = sqe.reserved != [0; 5]
             || (verb == Verb::SwapIn && (sqe.generation != 0 || sqe.checksum != 0));
         if unused_set {
-            return Err(Fault::new(
-                FaultKind::Protocol,
-                "a reserved field of the submission is not zero",
-            ));
+            return Err(reserved_set());
         }
         Ok(Self {
             ticket: TicketId(sqe.ticket),
@@ -183,6 +175,75 @@ impl Request {
             checksum: sqe.checksum,
         })
     }
+}
+
+/// Gives an operation in flight another urgency: what was read ahead is waited for now. It has no completion, and none in
+/// flight by its ticket means that it has ended meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Urge {
+    /// Of the operation.
+    pub ticket: TicketId,
+    /// From now on.
+    pub urgency: Urgency,
+}
+
+impl Urge {
+    /// Its number beside those of [`Verb`].
+    pub const VERB: u32 = 3;
+
+    /// The entry that stands for it under `epoch`.
+    pub fn to_sqe(self, epoch: Epoch) -> Sqe {
+        Sqe {
+            ticket: self.ticket.0,
+            epoch: epoch.0,
+            generation: 0,
+            tile: 0,
+            slot: 0,
+            checksum: 0,
+            verb: Self::VERB,
+            urgency: self.urgency.number(),
+            reserved: [0; 5],
+        }
+    }
+
+    /// Checks the form of an entry with this verb, as [`Request::check`] does of the others.
+    pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
+        check_epoch(sqe, epoch)?;
+        let urge = Self {
+            ticket: TicketId(sqe.ticket),
+            urgency: Urgency::check(sqe)?,
+        };
+        let form = Sqe {
+            epoch: sqe.epoch,
+            ..urge.to_sqe(epoch)
+        };
+        if *sqe == form {
+            Ok(urge)
+        } else {
+            Err(reserved_set())
+        }
+    }
+}
+
+fn check_epoch(sqe: &Sqe, epoch: Epoch) -> Result<(), Fault> {
+    use crate::removable::{Mechanism, removed};
+    if sqe.epoch == epoch.0 || removed(Mechanism::Epoch) {
+        return Ok(());
+    }
+    Err(Fault::new(
+        FaultKind::StaleEpoch,
+        format!(
+            "submission of epoch {:x}, this daemon's is {:x}: open a new session",
+            sqe.epoch, epoch.0
+        ),
+    ))
+}
+
+fn reserved_set() -> Fault {
+    Fault::new(
+        FaultKind::Protocol,
+        "a reserved field of the submission is not zero",
+    )
 }
 
 #[cfg(test)]
@@ -225,6 +286,34 @@ mod tests {
             }),
             FaultKind::Protocol
         );
+    }
+
+    #[test]
+    fn an_urge_names_a_ticket_and_an_urgency_and_nothing_else() {
+        let urge = Urge {
+            ticket: TicketId(7),
+            urgency: Urgency::Wanted,
+        };
+        let sqe = urge.to_sqe(Epoch(5));
+        assert_eq!(Urge::check(&sqe, Epoch(5)), Ok(urge));
+        let kind = |sqe: Sqe| Urge::check(&sqe, Epoch(5)).unwrap_err().kind;
+        assert_eq!(kind(Sqe { epoch: 6, ..sqe }), FaultKind::StaleEpoch);
+        for sqe in [
+            Sqe { urgency: 2, ..sqe },
+            Sqe { tile: 1, ..sqe },
+            Sqe { slot: 1, ..sqe },
+            Sqe { checksum: 1, ..sqe },
+            Sqe {
+                generation: 1,
+                ..sqe
+            },
+            Sqe {
+                reserved: [1, 0, 0, 0, 0],
+                ..sqe
+            },
+        ] {
+            assert_eq!(kind(sqe), FaultKind::Protocol, "{sqe:?}");
+        }
     }
 
     #[test]

@@ -84,6 +84,11 @@ impl ProcessRings {
         self.submissions.put(&Submissions(&self.map), sqe)
     }
 
+    /// Submissions put in and not taken by the daemon yet.
+    pub fn untaken(&self) -> Result<u32, RingError> {
+        self.submissions.waiting(&Submissions(&self.map))
+    }
+
     /// Takes the oldest completion.
     pub fn take(&mut self) -> Result<Option<Cqe>, RingError> {
         self.completions.take(&Completions(&self.map))
