@@ -22,6 +22,14 @@ const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Starts moving a tile.
 type Swap = fn(&mut Session, TileIndex, Slot) -> Result<Ticket, (Slot, ClientError)>;
 
+/// An operation in flight.
+struct Moving {
+    tile: TileId,
+    slot: SlotNumber,
+    ticket: Ticket,
+    since: Instant,
+}
+
 pub(crate) struct Driver<H> {
     core: Core,
     actions: Vec<Action>,
@@ -33,8 +41,8 @@ pub(crate) struct Driver<H> {
     grad_tiles: Vec<Option<TileIndex>>,
     /// Slot numbers of ranges that are away.
     away: HashMap<u32, [Option<SlotNumber>; 3]>,
-    /// Tile, slot and start of each operation in flight, by the daemon's tile index.
-    inflight: HashMap<TileIndex, (TileId, SlotNumber, Instant)>,
+    /// By the daemon's tile index.
+    inflight: HashMap<TileIndex, Moving>,
     moved_last: Instant,
     stall_max: Duration,
     done: Vec<Done>,
@@ -273,7 +281,12 @@ impl<H: Clone> Driver<H> {
     }
 
     fn moved(&mut self, done: Done) -> Result<(), SwapperError> {
-        let (tile, slot, start) = self
+        let Moving {
+            tile,
+            slot,
+            since: start,
+            ..
+        } = self
             .inflight
             .remove(&done.tile)
             .expect("only what is in flight completes");
@@ -342,6 +355,19 @@ impl<H: Clone> Driver<H> {
                 };
                 self.start(swap, tile, slot)
             }
+            Action::Hasten { tile } => {
+                let index = self.index(tile);
+                let Arena::Session(session) = &mut self.arena else {
+                    panic!("{tile:?} moves without a store");
+                };
+                match self.inflight.get(&index) {
+                    Some(moving) => session
+                        .hasten(moving.ticket)
+                        .map_err(client("hastening a tile")),
+                    // It has ended, and the core will be told.
+                    None => Ok(()),
+                }
+            }
             Action::Write { tile, slot } => self.start(Session::swap_out, tile, slot),
             Action::Update { range, slots, step } => {
                 let lent = self.lend(range, slots.map(Some));
@@ -387,13 +413,18 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    fn start(&mut self, swap: Swap, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
-        let index = match tile.kind {
+    /// The daemon's number of a tile.
+    fn index(&self, tile: TileId) -> TileIndex {
+        match tile.kind {
             Kind::Grad => {
                 self.grad_tiles[tile.range as usize].expect("resident gradients do not move")
             }
             kind => TileIndex(self.layout.table_index(kind, tile.range)),
-        };
+        }
+    }
+
+    fn start(&mut self, swap: Swap, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
+        let index = self.index(tile);
         let bytes = self.slots[tile.kind as usize][slot.0 as usize]
             .take()
             .expect("the core knows where each slot is");
@@ -403,8 +434,15 @@ impl<H: Clone> Driver<H> {
         if self.inflight.is_empty() {
             self.moved_last = Instant::now();
         }
-        swap(session, index, bytes).map_err(|(_, source)| client("moving a tile")(source))?;
-        self.inflight.insert(index, (tile, slot, Instant::now()));
+        let ticket =
+            swap(session, index, bytes).map_err(|(_, source)| client("moving a tile")(source))?;
+        let moving = Moving {
+            tile,
+            slot,
+            ticket,
+            since: Instant::now(),
+        };
+        self.inflight.insert(index, moving);
         Ok(())
     }
 

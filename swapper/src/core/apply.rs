@@ -135,7 +135,10 @@ impl Core {
     pub(super) fn moved(&mut self, tile: TileId) {
         let tiles = &mut self.tiles[tile.kind as usize];
         match tiles.place(tile.range) {
-            Place::Reading => self.reads_inflight -= 1,
+            Place::Reading => {
+                self.reads_inflight -= 1;
+                self.reads_ahead.retain(|&other| other != tile);
+            }
             Place::Writing => {
                 self.writes_inflight[tile.kind as usize] -= 1;
                 tiles.set_dirty(tile.range, None);

@@ -95,6 +95,11 @@ pub enum Action {
         /// The trainer's present operation or its next one uses it: before what is read ahead.
         wanted: bool,
     },
+    /// A tile on its way in, read ahead, is wanted now.
+    Hasten {
+        /// Which.
+        tile: TileId,
+    },
     /// Bring a slot's content to its tile's device.
     Write {
         /// Which.

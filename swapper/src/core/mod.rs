@@ -81,6 +81,8 @@ pub struct Core {
     reads_max: usize,
     writes_max: usize,
     reads_inflight: usize,
+    /// Of them, those read ahead.
+    reads_ahead: Vec<TileId>,
     /// By kind.
     writes_inflight: [usize; 3],
 
@@ -150,6 +152,7 @@ impl Core {
             reads_max: iodepth.div_ceil(2) as usize,
             writes_max: (iodepth / 2) as usize,
             reads_inflight: 0,
+            reads_ahead: Vec::new(),
             writes_inflight: [0; 3],
             plan: Plan::default(),
             ahead: [0; 3],
@@ -198,6 +201,7 @@ impl Core {
         loop {
             self.changed = false;
             self.advance_request(actions);
+            self.hasten(actions);
             self.lend(actions);
             self.start_updates(actions);
             self.start_writes(actions);

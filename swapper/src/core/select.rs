@@ -161,14 +161,26 @@ impl Core {
                 tiles.set_place(one.range, Place::Reading);
                 self.reads_inflight += 1;
                 let (tile, slot) = (tiles.id(one.range), tiles.slot(one.range));
-                actions.push(Action::Read {
-                    tile,
-                    slot,
-                    wanted: position < self.wanted,
-                });
+                let wanted = position < self.wanted;
+                if !wanted {
+                    self.reads_ahead.push(tile);
+                }
+                actions.push(Action::Read { tile, slot, wanted });
             }
             self.changed = true;
         }
+    }
+
+    /// What was read ahead and has become what the trainer waits for, now or next.
+    pub(super) fn hasten(&mut self, actions: &mut Vec<Action>) {
+        let (tiles, wanted) = (&self.tiles, self.wanted);
+        self.reads_ahead.retain(|&tile| {
+            let soon = (tiles[tile.kind as usize].next_use(tile.range) as usize) < wanted;
+            if soon {
+                actions.push(Action::Hasten { tile });
+            }
+            !soon
+        });
     }
 
     /// Moves a kind's cursor to the next use whose tile is on its device. `false`: it stands where gradients will come when those

@@ -16,6 +16,9 @@ struct Bench {
     writes: Option<VecDeque<TileId>>,
     /// Parameters read, in order, and whether they were wanted.
     reads: Vec<(u32, bool)>,
+    /// Reads do not end by themselves.
+    reads_stay: bool,
+    hastened: Vec<u32>,
     done: usize,
 }
 
@@ -40,6 +43,8 @@ impl Bench {
             lent: Vec::new(),
             writes: None,
             reads: Vec::new(),
+            reads_stay: false,
+            hastened: Vec::new(),
             done: 0,
         }
     }
@@ -56,8 +61,11 @@ impl Bench {
                     if tile.kind == Kind::Param {
                         self.reads.push((tile.range, wanted));
                     }
-                    self.event(Event::Moved { tile });
+                    if !self.reads_stay {
+                        self.event(Event::Moved { tile });
+                    }
                 }
+                Action::Hasten { tile } => self.hastened.push(tile.range),
                 Action::Write { tile, .. } => {
                     self.event(Event::Moved { tile });
                 }
@@ -172,8 +180,8 @@ fn parameters_are_written_before_state_so_that_backward_finds_their_slots_free()
     assert_eq!(order, wanted);
 }
 
-#[test]
-fn reads_of_the_next_operation_are_wanted_and_those_behind_it_are_ahead() {
+/// Four units of one range, three slots of each kind.
+fn four_units() -> Bench {
     let core = Core::new(CoreSettings {
         units: (0..4).map(|unit| unit..unit + 1).collect(),
         resident: [(); 3].map(|()| vec![false; 4]),
@@ -182,12 +190,47 @@ fn reads_of_the_next_operation_are_wanted_and_those_behind_it_are_ahead() {
         workers: 1,
         durable: true,
     });
-    let mut bench = Bench {
+    Bench {
         core,
         ..Bench::new(1)
+    }
+}
+
+fn four_gathers() -> Event {
+    Event::Plan((0..4).map(|unit| Op::Gather { unit }).collect())
+}
+
+#[test]
+fn what_is_read_ahead_is_hastened_when_its_operation_comes_next() {
+    let mut bench = four_units();
+    bench.reads_stay = true;
+    bench.event(four_gathers());
+    assert_eq!(bench.reads, [(0, true), (1, false), (2, false)]);
+    assert_eq!(bench.hastened, [0; 0]);
+    let param = |range| {
+        let kind = Kind::Param;
+        Event::Moved {
+            tile: TileId { kind, range },
+        }
     };
-    let gathers = (0..4).map(|unit| Op::Gather { unit }).collect();
-    bench.event(Event::Plan(gathers));
+    // The first is asked for: the second comes next, once.
+    bench.event(Event::Request(Request::Serve(Op::Gather { unit: 0 })));
+    assert_eq!(bench.hastened, [1]);
+    bench.event(param(0));
+    let range = bench.lent.remove(0);
+    bench.event(Event::Returned { range });
+    assert_eq!(bench.hastened, [1]);
+    // The third ends before anybody waits for it.
+    bench.event(param(2));
+    bench.event(param(1));
+    assert!(bench.serve(Op::Gather { unit: 1 }));
+    assert_eq!(bench.hastened, [1]);
+}
+
+#[test]
+fn reads_of_the_next_operation_are_wanted_and_those_behind_it_are_ahead() {
+    let mut bench = four_units();
+    bench.event(four_gathers());
     // The third is behind the second, which comes next while the first is served.
     assert_eq!(bench.reads, [(0, true), (1, false), (2, false)]);
     assert!(bench.serve(Op::Gather { unit: 0 }));

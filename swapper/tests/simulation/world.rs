@@ -306,6 +306,13 @@ impl<'a> Life<'a> {
                 self.ios.push(Io::Read(tile, slot));
                 self.check_iodepth();
             }
+            Action::Hasten { tile } => {
+                let reading = |io: &Io| matches!(io, Io::Read(other, _) if *other == tile);
+                assert!(
+                    self.ios.iter().any(reading),
+                    "{tile:?} is not on its way in"
+                );
+            }
             Action::Write { tile, slot } => {
                 assert!(self.job.durable);
                 let content = self.take(tile.kind, tile.range, slot);
