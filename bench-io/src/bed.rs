@@ -14,10 +14,6 @@ use crate::progress::Progress;
 use crate::scale::Load;
 use crate::target::device::DeviceFiles;
 
-/// Of one trial.
-pub(crate) const RAMP: Duration = Duration::from_millis(250);
-pub(crate) const RUNTIME: Duration = Duration::from_millis(1000);
-
 /// One combination, and what it reached.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Trial {
@@ -43,14 +39,20 @@ pub(crate) struct Bed {
     _folders: Vec<WorkFolder>,
     files: Vec<PathBuf>,
     size: u64,
+    timing: Timing,
 }
 
 impl Bed {
-    /// Makes them in `parents`.
+    /// Makes them in `parents`, for trials of `runtime`.
     ///
     /// # Errors
     /// No room.
-    pub(crate) fn make(parents: &[PathBuf], size: u64, progress: &Progress) -> Result<Self> {
+    pub(crate) fn make(
+        parents: &[PathBuf],
+        size: u64,
+        runtime: Duration,
+        progress: &Progress,
+    ) -> Result<Self> {
         progress.say("making files");
         let (mut folders, mut files) = (Vec::new(), Vec::new());
         for parent in parents {
@@ -67,11 +69,20 @@ impl Bed {
             _folders: folders,
             files,
             size,
+            timing: Timing {
+                ramp: runtime / 4,
+                runtime,
+            },
         })
     }
 
     pub(crate) fn file_bytes(&self) -> u64 {
         self.size
+    }
+
+    /// What one trial takes.
+    pub(crate) fn trial_time(&self) -> Duration {
+        self.timing.ramp + self.timing.runtime
     }
 
     /// Measures one combination on all drives at once.
@@ -115,16 +126,12 @@ impl Bed {
                 depth,
             })
         });
-        let timing = Timing {
-            ramp: RAMP,
-            runtime: RUNTIME,
-        };
         let what = format!(
             "{engine}, {} KiB, iodepth {depth}, {}",
             bs >> 10,
             load.word()
         );
-        let (figures, _) = bench.run(&[streams.collect()], timing, progress, &what)?;
+        let (figures, _) = bench.run(&[streams.collect()], self.timing, progress, &what)?;
         let of = |way: &Option<crate::report::WayReport>| {
             way.as_ref().map_or(0.0, |way| way.bytes_per_s)
         };

@@ -8,13 +8,13 @@
 //! is taken: it needs less memory, and waits less.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
-use crate::bed::{Bed, RAMP, RUNTIME, Trial};
+use crate::bed::{Bed, Trial};
 use crate::progress::Progress;
 use crate::scale::Load;
 
@@ -39,17 +39,18 @@ pub(crate) struct Tuned {
     pub(crate) cut_short: bool,
 }
 
-/// Tries until `deadline` at the latest.
+/// Tries each for `runtime`, and until `deadline` at the latest.
 ///
 /// # Errors
 /// No engine runs here, or an operation fails.
 pub(crate) fn tune(
     folders: &[PathBuf],
     size: u64,
+    runtime: Duration,
     deadline: Instant,
     progress: &Progress,
 ) -> Result<Tuned> {
-    let bed = Bed::make(folders, size, progress)?;
+    let bed = Bed::make(folders, size, runtime, progress)?;
     let mut tuned = Tuned {
         engine: String::new(),
         bs: FIRST_BLOCK_BYTES,
@@ -110,7 +111,7 @@ fn stage(
             continue;
         }
         // Three more are needed at the end.
-        if Instant::now() + 5 * (RAMP + RUNTIME) > deadline {
+        if Instant::now() + 5 * bed.trial_time() > deadline {
             tuned.cut_short = true;
             break;
         }

@@ -219,7 +219,12 @@ fn predicted(
             tflops: args.tflops,
         }
     } else {
-        let bed = Bed::make(&args.folders[..drives as usize], 256 << 20, progress)?;
+        let bed = Bed::make(
+            &args.folders[..drives as usize],
+            256 << 20,
+            Duration::from_secs(1),
+            progress,
+        )?;
         let trial = bed.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
         Given {
             read_bytes_per_s: trial.read_bytes_per_s,

@@ -35,6 +35,9 @@ pub(crate) struct TuneArgs {
     /// Bytes used of each drive, twice
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
+    /// Seconds of each of some 14 trials
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+    runtime: f64,
     /// Leave the settings in this file, which must not exist
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -53,6 +56,11 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         "--size {}: at least 4 MiB",
         args.size
     );
+    ensure!(
+        (0.1..=3.0).contains(&args.runtime),
+        "--runtime {}: seconds, 0.1 to 3",
+        args.runtime
+    );
     if let Some(path) = &args.config {
         ensure!(
             !path.exists(),
@@ -63,11 +71,17 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let mut warnings = warnings::before();
     let progress = Progress::new();
     let size = args.size.0 / 4096 * 4096;
-    let tuned = tune::tune(&args.folders, size, Instant::now() + TIME, &progress)?;
+    let tuned = tune::tune(
+        &args.folders,
+        size,
+        Duration::from_secs_f64(args.runtime),
+        Instant::now() + TIME,
+        &progress,
+    )?;
     drop(progress);
     if tuned.cut_short {
         warnings.push(format!(
-            "after {} s not everything was tried: use a smaller --size",
+            "after {} s not everything was tried: use a smaller --size or --runtime",
             TIME.as_secs()
         ));
     }

@@ -100,7 +100,7 @@ pub(crate) fn run(
 
 /// Both at once, as a step moves them.
 fn measured(folders: &[PathBuf], progress: &Progress) -> Result<Given> {
-    let bed = Bed::make(folders, BED_FILE_BYTES, progress)?;
+    let bed = Bed::make(folders, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
     let trial = bed.try_one("auto", 1 << 20, 16, Load::Both, progress)?;
     Ok(Given {
         read_bytes_per_s: trial.read_bytes_per_s,

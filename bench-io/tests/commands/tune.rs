@@ -11,7 +11,14 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
     let folder = drive();
     let path = folder.path().to_str().unwrap();
     let since = Instant::now();
-    let report = json(&["tune", "--folder", path, "--size=16m", "--json"]);
+    let report = json(&[
+        "tune",
+        "--folder",
+        path,
+        "--size=16m",
+        "--runtime=0.2",
+        "--json",
+    ]);
     assert!(since.elapsed().as_secs() < 60);
     let settings = report["settings"].as_str().unwrap();
     let config = Config::parse(settings, std::path::Path::new("printed")).unwrap();
@@ -52,6 +59,7 @@ fn what_cannot_be_tried_is_refused() {
     let path = folder.path().to_str().unwrap();
     for (args, why) in [
         (vec![], "--folder"),
+        (vec!["--folder", path, "--runtime=60"], "0.1 to 3"),
         (vec!["--folder", path, "--size=1m"], "at least 4 MiB"),
         (vec!["--folder", "/no/such/folder"], "/no/such/folder"),
         (
