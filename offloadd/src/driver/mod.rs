@@ -78,6 +78,10 @@ const LOOKS_APART: Duration = Duration::from_millis(20);
 /// Damaged tiles of one job that are told in the log; all are counted.
 const DAMAGE_TOLD_MAX: u64 = 16;
 
+/// Nobody wonders before that why a stop lasts; and between two words about it.
+const STOP_QUIET: Duration = Duration::from_secs(2);
+const STOP_TOLD_EVERY: Duration = Duration::from_secs(10);
+
 /// Marks the driver's own operations; the core counts its up from 1.
 const WEAR_IO: u64 = 1 << 63;
 
@@ -230,6 +234,8 @@ struct Driver {
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
     stop_deadline: Option<Instant>,
+    /// When a stop that lasts is told next.
+    tell_stop_at: Option<Instant>,
 }
 
 impl Driver {
@@ -291,6 +297,7 @@ impl Driver {
             ended: Vec::new(),
             entries: Vec::new(),
             stop_deadline: None,
+            tell_stop_at: None,
         };
         driver.watch(driver.inbox.wake(), Source::Inbox, EventFlags::IN)?;
         driver.watch(driver.engine.wake(), Source::Engine, EventFlags::IN)?;
@@ -366,6 +373,7 @@ impl Driver {
                 .map(|hello| hello.deadline)
                 .chain(offers)
                 .chain(self.stop_deadline)
+                .chain(self.tell_stop_at)
                 .chain(self.ledger.judge_at())
                 .chain(self.ledger.keep_wear_at())
                 .chain((!self.lookers.is_empty()).then_some(self.look_at))
@@ -800,6 +808,7 @@ impl Driver {
             return;
         }
         self.stop_deadline = Some(Instant::now() + STOP_WAIT);
+        self.tell_stop_at = Some(Instant::now() + STOP_QUIET);
         let _ = epoll::delete(&self.epoll, &self.listener);
         let _ = std::fs::remove_file(&self.descriptor_socket);
         let sessions: Vec<_> = self.sessions.keys().copied().collect();
@@ -829,8 +838,17 @@ impl Driver {
             self.hand_over()?;
             return Ok(self.queue.count() == 0);
         }
-        if Instant::now() >= deadline {
+        let now = Instant::now();
+        if now >= deadline {
             return Err(DriverError::Hanging { inflight_count });
+        }
+        if self.tell_stop_at.is_some_and(|at| at <= now) {
+            self.tell_stop_at = Some(now + STOP_TOLD_EVERY);
+            let left = deadline.saturating_duration_since(now);
+            tracing::info!(
+                "the stop waits for {inflight_count} operations of devices to end, {} s more at most",
+                left.as_secs()
+            );
         }
         Ok(false)
     }

@@ -1,9 +1,14 @@
 //! What takes long says so. What could go wrong: minutes of silence, lines where a program reads, a total that is not the
 //! whole. System calls are delayed by strace, so that little work takes long.
 
+use std::io::Read;
 use std::process::{Command, Output};
+use std::time::Duration;
 
-use crate::common::{Store, fill_tiles, words};
+use offload_api::ids::SlotIndex;
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Store, eventually, fill_tiles, swap_out, words};
 
 /// Runs the program with these calls of it changed; `None` where strace cannot.
 fn slowed(inject: &[&str], arguments: &[&str]) -> Option<Output> {
@@ -72,4 +77,32 @@ fn filling_a_file_that_cannot_be_reserved_says_how_long_it_takes() {
     assert!(output.status.success(), "{}", words(&output));
     assert!(error.contains("filling "), "{error}");
     assert!(error.contains(" % of 64.0 MiB, "), "{error}");
+}
+
+#[test]
+fn a_stop_that_waits_for_a_slow_device_says_so() {
+    let store = Store::new(1, "psync");
+    let mut command = store.serve_command();
+    // A tile takes a second and a half.
+    command.env("OFFLOADD_PACE", "2731,2731");
+    let mut daemon = Daemon::start(command, store.socket());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 2);
+    let bytes = [7; 4096];
+    for tile in 0..2 {
+        let place = session.geometry.place(SlotIndex(tile)).unwrap();
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, tile, working, &bytes));
+    }
+    eventually("both are under way", Duration::from_secs(5), || {
+        let seen = control.metrics(Default::default()).unwrap();
+        seen.jobs[0].writing_count == 2
+    });
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(Duration::from_secs(20)), Some(0));
+    let mut log = String::new();
+    let mut stderr = daemon.child.stderr.take().unwrap();
+    stderr.read_to_string(&mut log).unwrap();
+    assert!(log.contains("the stop waits for "), "{log}");
 }
