@@ -81,10 +81,18 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
         .collect();
-    let device_limits = (store.devices.iter())
+    let device_limits: Vec<_> = (store.devices.iter())
         .zip(&files)
         .map(|(device, file)| DeviceLimits::of(file, &device.superblock))
         .collect();
+    for (device, limits) in store.devices.iter().zip(&device_limits) {
+        let [reads, writes] = limits.window_bytes.map(binary);
+        tracing::info!(
+            "device {}: tiles move in pieces of {}, at most {reads} of reads and {writes} of writes at a time",
+            device.path,
+            binary(limits.piece_bytes.into()),
+        );
+    }
     let descriptor_socket = config.descriptor_socket();
     server::prepare_folder(&config.socket, private)?;
     server::clear_socket(&config.socket)?;
