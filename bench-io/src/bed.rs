@@ -80,6 +80,11 @@ impl Bed {
         self.size
     }
 
+    /// Memory that a trial takes.
+    pub(crate) fn buffer_bytes(&self, bs: u32, depth: u32) -> u64 {
+        u64::from(bs) * u64::from(depth) * self.files.len() as u64
+    }
+
     /// What one trial takes.
     pub(crate) fn trial_time(&self) -> Duration {
         self.timing.ramp + self.timing.runtime

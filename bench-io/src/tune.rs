@@ -23,6 +23,10 @@ const NEAR: f64 = 0.97;
 
 const BLOCKS_BYTES: [u32; 4] = [1 << 20, 2 << 20, 4 << 20, 16 << 20];
 const DEPTHS: [u32; 4] = [4, 8, 16, 32];
+
+/// Buffers take at most this part of the memory that is to be had: a trial must not push others out.
+const MEMORY_PART: u64 = 4;
+
 const FIRST_BLOCK_BYTES: u32 = 4 << 20;
 const FIRST_DEPTH: u32 = 32;
 
@@ -105,9 +109,10 @@ fn stage(
     deadline: Instant,
     progress: &Progress,
 ) -> Result<Option<(u32, u32)>> {
+    let memory = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
     let mut found = Vec::new();
     for &(bs, depth) in settings {
-        if u64::from(bs) > bed.file_bytes() {
+        if u64::from(bs) > bed.file_bytes() || bed.buffer_bytes(bs, depth) > memory / MEMORY_PART {
             continue;
         }
         // Three more are needed at the end.
