@@ -7,7 +7,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -17,13 +17,13 @@ use offload_client::DeviceInfo;
 use offloadd::engine::EngineChoice;
 
 use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
-use crate::machine::{self, IdleTime};
 use crate::pattern::{Pattern, WrongBlock};
 use crate::progress::Progress;
-use crate::report::{CpuUse, Figures};
+use crate::report::Figures;
 use crate::target::Target;
 use crate::target::daemon::DaemonTarget;
 use crate::target::device::{DeviceFiles, DeviceTarget};
+use crate::watch::{Watch, Watched};
 
 /// Between giving an order and its start, so that all threads begin together.
 const START_DELAY: Duration = Duration::from_millis(5);
@@ -194,7 +194,11 @@ impl Bench {
             let orders = worker.orders.as_ref().expect("taken in drop only");
             orders.send(order).ok().context("a job's thread ended")?;
         }
-        let mut watch = Watch::new(self, progress, what, start, timing, moved);
+        let watched = Watched {
+            daemon_pid: self.daemon_pid,
+            block_bytes: self.plan.block_bytes,
+        };
+        let mut watch = Watch::new(watched, progress, what, start, timing, moved);
         let (mut outcome, mut wrong, mut failure) = (Outcome::new(), Vec::new(), None);
         let mut missing = self.workers.len();
         while missing > 0 {
@@ -319,104 +323,4 @@ fn peer_pid(socket: &std::path::Path) -> Option<u32> {
     let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
     let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
     u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
-}
-
-/// Looks at the clock and the processor while jobs run.
-struct Watch<'a> {
-    bench: &'a Bench,
-    progress: &'a Progress,
-    begin: Instant,
-    end: Option<Instant>,
-    at_begin: Option<CpuMoment>,
-    at_end: Option<CpuMoment>,
-    what: String,
-    moved: Arc<[AtomicU64; 2]>,
-}
-
-/// Processor time used up to a moment.
-#[derive(Clone, Copy, Debug)]
-struct CpuMoment {
-    mine_s: f64,
-    daemon_s: Option<f64>,
-    idle: Option<IdleTime>,
-}
-
-impl<'a> Watch<'a> {
-    fn new(
-        bench: &'a Bench,
-        progress: &'a Progress,
-        what: &str,
-        start: Instant,
-        timing: Timing,
-        moved: Arc<[AtomicU64; 2]>,
-    ) -> Self {
-        let begin = start + timing.ramp;
-        let once = timing.runtime.is_zero();
-        Self {
-            bench,
-            progress,
-            begin,
-            end: (!once).then(|| begin + timing.runtime),
-            at_begin: once.then(|| bench.cpu_now()),
-            at_end: None,
-            what: what.to_owned(),
-            moved,
-        }
-    }
-
-    /// Until the next moment that matters, or the next look of whoever watches.
-    fn sleep(&self) -> Duration {
-        let next = match (self.at_begin, self.at_end, self.end) {
-            (None, _, _) => Some(self.begin),
-            (_, None, end) => end,
-            _ => None,
-        };
-        let left = next.map(|next| next.saturating_duration_since(Instant::now()));
-        left.unwrap_or(Duration::MAX)
-            .min(Duration::from_millis(100))
-    }
-
-    fn look(&mut self) {
-        let now = Instant::now();
-        if self.at_begin.is_none() && now >= self.begin {
-            self.at_begin = Some(self.bench.cpu_now());
-        }
-        if self.at_end.is_none() && self.end.is_some_and(|end| now >= end) {
-            self.at_end = Some(self.bench.cpu_now());
-        }
-        let bytes = |way: usize| {
-            self.moved[way].load(Ordering::Relaxed) * u64::from(self.bench.plan.block_bytes)
-        };
-        self.progress
-            .show(&self.what, [bytes(0), bytes(1)], self.begin, self.end);
-    }
-
-    fn used(&self) -> CpuUse {
-        let Some(first) = self.at_begin else {
-            return CpuUse::default();
-        };
-        let last = self.at_end.unwrap_or_else(|| self.bench.cpu_now());
-        let share = |last: IdleTime, first| last.share_since(first);
-        CpuUse {
-            bench_io_s: last.mine_s - first.mine_s,
-            daemon_s: last
-                .daemon_s
-                .zip(first.daemon_s)
-                .map(|(last, first)| last - first),
-            idle_share: last
-                .idle
-                .zip(first.idle)
-                .and_then(|(last, first)| share(last, first)),
-        }
-    }
-}
-
-impl Bench {
-    fn cpu_now(&self) -> CpuMoment {
-        CpuMoment {
-            mine_s: machine::cpu_seconds(std::process::id()).unwrap_or(0.0),
-            daemon_s: self.daemon_pid.and_then(machine::cpu_seconds),
-            idle: IdleTime::now(),
-        }
-    }
 }

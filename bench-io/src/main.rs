@@ -28,6 +28,7 @@ mod stop;
 mod target;
 mod training;
 mod tune;
+mod watch;
 mod words;
 
 use std::process::ExitCode;

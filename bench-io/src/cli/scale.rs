@@ -65,7 +65,7 @@ pub(crate) struct ScaleArgs {
     /// Operations in flight of each drive and direction; through the daemon at most 64 in all
     #[arg(long, value_name = "N", default_value_t = 32)]
     iodepth: u32,
-    /// Bytes used of each drive, four times over
+    /// Bytes used of each drive; it needs five times that
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
     /// Seconds of each measurement

@@ -1,0 +1,118 @@
+//! Looks at the clock and the processor while jobs run: the processor time that counts is of the same seconds as the bytes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::load::Timing;
+use crate::machine::{self, IdleTime};
+use crate::progress::Progress;
+use crate::report::CpuUse;
+
+/// What is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Watched {
+    /// Nothing without a daemon.
+    pub(crate) daemon_pid: Option<u32>,
+    pub(crate) block_bytes: u32,
+}
+
+impl Watched {
+    fn cpu_now(self) -> CpuMoment {
+        CpuMoment {
+            mine_s: machine::cpu_seconds(std::process::id()).unwrap_or(0.0),
+            daemon_s: self.daemon_pid.and_then(machine::cpu_seconds),
+            idle: IdleTime::now(),
+        }
+    }
+}
+
+/// Of one measurement.
+pub(crate) struct Watch<'a> {
+    watched: Watched,
+    progress: &'a Progress,
+    begin: Instant,
+    end: Option<Instant>,
+    at_begin: Option<CpuMoment>,
+    at_end: Option<CpuMoment>,
+    what: String,
+    moved: Arc<[AtomicU64; 2]>,
+}
+
+/// Processor time used up to a moment.
+#[derive(Clone, Copy, Debug)]
+struct CpuMoment {
+    mine_s: f64,
+    daemon_s: Option<f64>,
+    idle: Option<IdleTime>,
+}
+
+impl<'a> Watch<'a> {
+    pub(crate) fn new(
+        watched: Watched,
+        progress: &'a Progress,
+        what: &str,
+        start: Instant,
+        timing: Timing,
+        moved: Arc<[AtomicU64; 2]>,
+    ) -> Self {
+        let begin = start + timing.ramp;
+        let once = timing.runtime.is_zero();
+        Self {
+            watched,
+            progress,
+            begin,
+            end: (!once).then(|| begin + timing.runtime),
+            at_begin: once.then(|| watched.cpu_now()),
+            at_end: None,
+            what: what.to_owned(),
+            moved,
+        }
+    }
+
+    /// Until the next moment that matters, or the next look of whoever watches.
+    pub(crate) fn sleep(&self) -> Duration {
+        let next = match (self.at_begin, self.at_end, self.end) {
+            (None, _, _) => Some(self.begin),
+            (_, None, end) => end,
+            _ => None,
+        };
+        let left = next.map(|next| next.saturating_duration_since(Instant::now()));
+        left.unwrap_or(Duration::MAX)
+            .min(Duration::from_millis(100))
+    }
+
+    pub(crate) fn look(&mut self) {
+        let now = Instant::now();
+        if self.at_begin.is_none() && now >= self.begin {
+            self.at_begin = Some(self.watched.cpu_now());
+        }
+        if self.at_end.is_none() && self.end.is_some_and(|end| now >= end) {
+            self.at_end = Some(self.watched.cpu_now());
+        }
+        let bytes = |way: usize| {
+            self.moved[way].load(Ordering::Relaxed) * u64::from(self.watched.block_bytes)
+        };
+        self.progress
+            .show(&self.what, [bytes(0), bytes(1)], self.begin, self.end);
+    }
+
+    pub(crate) fn used(&self) -> CpuUse {
+        let Some(first) = self.at_begin else {
+            return CpuUse::default();
+        };
+        let last = self.at_end.unwrap_or_else(|| self.watched.cpu_now());
+        let share = |last: IdleTime, first| last.share_since(first);
+        CpuUse {
+            bench_io_s: last.mine_s - first.mine_s,
+            daemon_s: last
+                .daemon_s
+                .zip(first.daemon_s)
+                .map(|(last, first)| last - first),
+            idle_share: last
+                .idle
+                .zip(first.idle)
+                .and_then(|(last, first)| share(last, first)),
+        }
+    }
+}
