@@ -337,3 +337,25 @@ impl fmt::Display for Exported {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_that_do_not_fit_are_refused_with_what_is_free() {
+        let folder = tempfile::tempdir().unwrap();
+        check_space(folder.path(), 1).unwrap();
+        let said = check_space(folder.path(), u64::MAX)
+            .unwrap_err()
+            .to_string();
+        let folder = folder.path().display().to_string();
+        for part in [
+            &*folder,
+            "free, the weights take 17179869184.0 GiB",
+            "free some",
+        ] {
+            assert!(said.contains(part), "{part:?} is not in {said}");
+        }
+    }
+}

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::lab::{Lab, Run, succeed};
 
-fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/data")
         .join(name)
@@ -34,7 +34,7 @@ fn chats(count: u64) -> String {
 }
 
 /// A run on chats, in the tokens of a tokenizer of 360.
-fn chat_run(lab: &Lab, name: &str, sets: &[&str]) -> Run {
+pub(crate) fn chat_run(lab: &Lab, name: &str, sets: &[&str]) -> Run {
     let chats_path = lab.path("chats.jsonl");
     // Written again it would be another file, as far as anybody can tell without reading it.
     if !chats_path.exists() {
@@ -202,4 +202,26 @@ fn what_will_be_learned_can_be_looked_at() {
     );
     assert!(sample.contains("user\n"), "{sample}");
     assert!(run.folder.join("tokens").exists());
+}
+
+#[test]
+fn answers_alone_count_in_fp16_too() {
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=12",
+        "train.seq_len=64",
+        "train_micro_batch_size_per_gpu=2",
+        "gradient_accumulation_steps=2",
+        "data.loss_on=completions",
+    ];
+    let [wide, narrow] = ["fp32", "fp16"].map(|name| {
+        let fp16 = format!("fp16.enabled={}", name == "fp16");
+        let run = chat_run(&lab, name, &sets).with(&[fp16, "fp16.initial_scale_power=8".into()]);
+        run.train();
+        losses(&run)
+    });
+    for (wide, narrow) in wide.iter().zip(&narrow) {
+        assert!((wide / narrow - 1.0).abs() < 0.01, "{wide}, {narrow}");
+    }
+    assert!(wide[11] < wide[0] - 0.5, "{wide:?}");
 }

@@ -1,11 +1,12 @@
 //! An export is there as a whole or not at all, and says what keeps it from being made.
 //!
-//! What could go wrong: a kill leaves a directory that looks like a model; a number that the type cannot hold becomes infinite
+//! What could go wrong: another step's weights come out than the one asked for; the tokenizer stays behind; a kill leaves a directory that looks like a model; a number that the type cannot hold becomes infinite
 //! in silence; an older directory is written over; the run is read while it trains.
 
 use std::time::{Duration, Instant};
 
-use crate::lab::{Lab, finish, spawn, until};
+use crate::data::{chat_run, fixture as data_fixture};
+use crate::lab::{Lab, Run, finish, spawn, until};
 use crate::model_folder::{
     FILE, copy, export, export_command, export_refused, fixture, moving_run, still_run, tensors,
 };
@@ -118,4 +119,40 @@ fn a_run_is_not_exported_while_it_trains() {
     child.kill().expect("killed");
     drop(finish(child));
     assert!(text.contains("another trainer works in "), "{text}");
+}
+
+#[test]
+fn a_save_is_exported_as_it_was() {
+    let lab = Lab::new();
+    let run = moving_run(&lab, "run", &fixture("llama")).with(&lab.nvme());
+    let run = run.with(&["train.save_every=1"]);
+    run.train();
+    let short = moving_run(&lab, "short", &fixture("llama")).with(&["train.steps=1"]);
+    short.train();
+    let exported = |run: &Run, name: &str, more: &[&str]| {
+        export(run, &lab.path(name), more);
+        tensors(&lab.path(name))
+    };
+    let first = exported(&run, "first", &["--save", "1"]);
+    assert!(first == exported(&short, "short-out", &[]));
+    assert!(first != exported(&run, "newest", &[]));
+    let text = export_refused(&run, &lab.path("none"), &["--save", "7"]);
+    assert!(text.contains("7"), "{text}");
+}
+
+#[test]
+fn an_export_has_the_tokenizer_that_the_run_had() {
+    let lab = Lab::new();
+    let run = chat_run(&lab, "run", &["train.steps=1"]);
+    run.train();
+    let out = lab.path("out");
+    export(&run, &out, &[]);
+    for file in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ] {
+        let theirs = std::fs::read(data_fixture("qwen").join(file)).unwrap();
+        assert!(std::fs::read(out.join(file)).unwrap() == theirs, "{file}");
+    }
 }
