@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
-use offloadd::config::IODEPTH_DEFAULT;
 
 use crate::noise;
 
@@ -84,7 +83,8 @@ pub(crate) struct OwnDaemon {
 }
 
 impl OwnDaemon {
-    /// Formats and starts it: room for `tile_bytes` of tiles on each device, twice, and `slot_bytes` of slots in all.
+    /// Formats and starts it: room for `tile_bytes` of tiles on each device, twice, and `slot_bytes` of slots in all;
+    /// `iodepth` is what a session may ask for.
     ///
     /// # Errors
     /// No room, or no daemon program.
@@ -92,6 +92,7 @@ impl OwnDaemon {
         parents: &[PathBuf],
         tile_bytes: u64,
         slot_bytes: u64,
+        iodepth: u32,
         engine: &str,
     ) -> Result<Self> {
         let folders = parents
@@ -111,7 +112,7 @@ impl OwnDaemon {
                 .map(|path| (path.clone(), file_bytes))
                 .collect(),
             arena_bytes_max: slot_bytes + ARENA_SLACK_BYTES,
-            iodepth_max: IODEPTH_DEFAULT,
+            iodepth_max: iodepth,
             engine: engine.to_owned(),
         })?;
         Ok(Self {

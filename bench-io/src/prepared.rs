@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use offloadd::config::IODEPTH_DEFAULT;
 
 use crate::bench::{BenchPlan, TargetPlan};
 use crate::job::{Job, Place};
@@ -74,16 +73,12 @@ impl Prepared {
                 to_fill = false;
             }
             Place::Private(parents) => {
-                ensure!(
-                    job.iodepth <= IODEPTH_DEFAULT,
-                    "iodepth = {}: a private daemon grants each job {IODEPTH_DEFAULT}; use numjobs for more",
-                    job.iodepth
-                );
                 progress.say("formatting a store");
                 daemon = Some(OwnDaemon::start(
                     parents,
                     size,
                     slot_bytes,
+                    job.iodepth,
                     &job.engine_word,
                 )?);
             }

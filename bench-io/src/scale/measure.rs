@@ -260,6 +260,7 @@ impl Store {
             &plan.folders[..folders],
             plan.size,
             slot_bytes,
+            IODEPTH_DEFAULT,
             &plan.engine,
         )?;
         let tile_count = plan.size / u64::from(bs) * folders as u64;

@@ -4,6 +4,9 @@
 
 use std::time::{Duration, Instant};
 
+use offload_client::Daemon;
+use offload_client::private::{PrivateDaemon, PrivateSettings};
+
 use crate::lab::{assert_empty, bench_io, drive, json, program, refused};
 
 const SMALL: [&str; 8] = [
@@ -81,6 +84,7 @@ fn a_run_once_over_moves_all_bytes() {
         "--bs=64k",
         "--size=16m",
         "--runtime=0",
+        "--iodepth=128",
         "--json",
         "--directory",
         path,
@@ -89,6 +93,44 @@ fn a_run_once_over_moves_all_bytes() {
         let report = json(&[&once[..], &["--target", target]].concat());
         assert_eq!(report["read"]["bytes"], 16 << 20, "{target}");
     }
+}
+
+#[test]
+fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
+    let folder = drive();
+    let daemon = PrivateDaemon::start(PrivateSettings {
+        program: None,
+        folder: folder.path().to_owned(),
+        devices: vec![(folder.path().join("tiles"), 128 << 20)],
+        arena_bytes_max: 64 << 20,
+        engine: "auto".into(),
+        iodepth_max: 64,
+    })
+    .unwrap();
+    let socket = daemon.socket().to_str().unwrap();
+    let report = json(&with(&["--socket", socket, "--rw=rw"]));
+    assert_eq!(report["target"], "daemon");
+    assert!(
+        report["read"]["ops"].as_u64() > Some(0) && report["write"]["ops"].as_u64() > Some(0),
+        "{report}"
+    );
+    let device = report["devices"][0]["path"].as_str().unwrap();
+    assert!(device.ends_with("/tiles"), "{device}");
+    let jobs = Daemon::connect(daemon.socket()).unwrap().jobs().unwrap();
+    assert_eq!(jobs, []);
+    let said = refused(&[
+        "run",
+        "--socket",
+        socket,
+        "--bs=64k",
+        "--size=1m",
+        "--iodepth=65",
+    ]);
+    assert!(said.contains("the daemon grants 64"), "{said}");
+    let said = refused(&["run", "--socket", socket, "--size=1g", "--iodepth=2"]);
+    assert!(said.contains("free"), "{said}");
+    let said = refused(&["run", "--socket", "/no/such/socket"]);
+    assert!(said.contains("/no/such/socket"), "{said}");
 }
 
 #[test]
@@ -186,7 +228,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
     let folder = drive();
     let path = folder.path().to_str().unwrap();
     for (args, words) in [
-        (vec!["--iodepth=65"], "a private daemon grants each job 64"),
+        (vec!["--iodepth=1025"], "iodepth = 1025: 1 to 1024"),
         (vec!["--bs=5000"], "a multiple of 4096"),
         (vec!["--bs=4x"], "the unit is none of"),
         (vec!["--rw=sideways"], "randread"),
