@@ -255,9 +255,8 @@ impl Training {
             layout: run.layout.clone(),
             ranges: run.saved_ranges()?,
             tile_bytes: run.plan.memory.table_bytes,
-            newest: newest.then_some(state.step),
         };
-        let saver = Saver::new(parts, ranks.clone());
+        let saver = Saver::new(parts, newest.then_some(state.step), ranks.clone());
         let mut training = Self {
             settings,
             data,

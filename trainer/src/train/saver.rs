@@ -27,23 +27,28 @@ use crate::store::Gib;
 
 /// Saves of one run, and the one that is being made.
 pub(super) struct Saver {
-    saves: Saves,
-    copies: Copies,
+    parts: SaverParts,
     ranks: Arc<Ranks>,
-    /// Steps between saves; 0: none are due.
-    every: u64,
-    /// How many are kept; 0: all.
-    kept: u64,
-    layout: Value,
-    /// Ranges of this rank, if it writes any: what every rank has the first one writes.
-    ranges: Option<usize>,
-    /// Of all ranks.
-    tile_bytes: u64,
     under_way: Option<UnderWay>,
     newest: Option<u64>,
     failed_count: u64,
     first_failure: Option<String>,
     rate: Option<f64>,
+}
+
+/// What a saver is made of.
+pub(super) struct SaverParts {
+    pub(super) saves: Saves,
+    pub(super) copies: Copies,
+    /// Steps between saves; 0: none are due.
+    pub(super) every: u64,
+    /// How many are kept; 0: all.
+    pub(super) kept: u64,
+    pub(super) layout: Value,
+    /// Ranges of this rank, if it writes any: what every rank has the first one writes.
+    pub(super) ranges: Option<usize>,
+    /// Of all ranks.
+    pub(super) tile_bytes: u64,
 }
 
 /// A save that is being made.
@@ -75,40 +80,12 @@ const WRITTEN: u64 = 1;
 const FINISHED: u64 = 2;
 const FAILED: u64 = 3;
 
-/// What a saver is made of.
-pub(super) struct SaverParts {
-    pub(super) saves: Saves,
-    pub(super) copies: Copies,
-    pub(super) every: u64,
-    pub(super) kept: u64,
-    pub(super) layout: Value,
-    pub(super) ranges: Option<usize>,
-    pub(super) tile_bytes: u64,
-    /// The step that has a save already.
-    pub(super) newest: Option<u64>,
-}
-
 impl Saver {
-    pub(super) fn new(parts: SaverParts, ranks: Arc<Ranks>) -> Self {
-        let SaverParts {
-            saves,
-            copies,
-            every,
-            kept,
-            layout,
-            ranges,
-            tile_bytes,
-            newest,
-        } = parts;
+    /// For a run whose step `newest` has a save already.
+    pub(super) fn new(parts: SaverParts, newest: Option<u64>, ranks: Arc<Ranks>) -> Self {
         Self {
-            saves,
-            copies,
+            parts,
             ranks,
-            every,
-            kept,
-            layout,
-            ranges,
-            tile_bytes,
             under_way: None,
             newest,
             failed_count: 0,
@@ -119,7 +96,7 @@ impl Saver {
 
     /// Whether `step` is one that is saved.
     pub(super) fn is_due(&self, step: u64) -> bool {
-        self.every > 0 && step.is_multiple_of(self.every)
+        self.parts.every > 0 && step.is_multiple_of(self.parts.every)
     }
 
     /// Whether `step` has its save, or one is being made.
@@ -142,22 +119,24 @@ impl Saver {
         self.settle(say)?;
         let began = Instant::now();
         let refused = self.ranks.by_first("making room for a save", || {
-            let begun = self.saves.begin(step, self.tile_bytes);
+            let begun = self.parts.saves.begin(step, self.parts.tile_bytes);
             Ok(begun.err().map(|error| error.to_string()))
         })?;
         if let Some(why) = refused {
             self.failed(&why);
             return Ok(false);
         }
-        let work = match self.ranges {
+        let work = match self.parts.ranges {
             None => Work::Written,
-            Some(count) => match TileWriter::create(&self.saves.partial(step), self.ranks.rank()) {
-                Ok(writer) => {
-                    let taken = self.copies.want(count);
-                    Work::Writing(std::thread::spawn(move || write(writer, &taken, count)))
+            Some(count) => {
+                match TileWriter::create(&self.parts.saves.partial(step), self.ranks.rank()) {
+                    Ok(writer) => {
+                        let taken = self.parts.copies.want(count);
+                        Work::Writing(std::thread::spawn(move || write(writer, &taken, count)))
+                    }
+                    Err(error) => Work::Failed(error),
                 }
-                Err(error) => Work::Failed(error),
-            },
+            }
         };
         self.under_way = Some(UnderWay {
             step,
@@ -174,14 +153,14 @@ impl Saver {
     /// # Errors
     /// What the tiles' place says.
     pub(super) fn visit(&self, home: &mut Home) -> Result<(), TrainError> {
-        let copies = &self.copies;
+        let copies = &self.parts.copies;
         home.visit(&mut |range, param, state| copies.offer(range, param, state))?;
         Ok(())
     }
 
     /// The updates of another step are about to run: whatever is copied from here on is not of the save under way.
     pub(super) fn all_came(&self) {
-        self.copies.stop();
+        self.parts.copies.stop();
     }
 
     /// The save under way is of `state`.
@@ -218,10 +197,10 @@ impl Saver {
     /// A rank is gone.
     pub(super) fn settle(&mut self, say: &dyn Fn(&str)) -> Result<(), TrainError> {
         while let Some(save) = &mut self.under_way {
-            self.copies.stop();
+            self.parts.copies.stop();
             if save.state.is_none() {
                 let why = "its step did not end".into();
-                let path = self.saves.partial(save.step);
+                let path = self.parts.saves.partial(save.step);
                 save.work = Work::Failed(SaveError::GivenUp { path, why });
             }
             self.ranks.together("finishing a save", || {
@@ -280,13 +259,13 @@ impl Saver {
         let description = SaveDescription {
             step: save.step,
             unix_s: since.map_or(0, |since| since.as_secs()),
-            layout: self.layout.clone(),
+            layout: self.parts.layout.clone(),
             state: serde_json::to_value(state).expect("plain data"),
             files: files
                 .map(|(told, rank)| SavedFile::of_rank(rank, told[1], told[2]))
                 .collect(),
         };
-        let (saves, kept) = (self.saves.clone(), self.kept);
+        let (saves, kept) = (self.parts.saves.clone(), self.parts.kept);
         save.work = Work::Finishing(std::thread::spawn(move || {
             let path = saves.finish(&description)?;
             saves.keep(kept, description.step)?;
@@ -296,7 +275,7 @@ impl Saver {
 
     /// The save under way failed on `rank`: nothing of it stays.
     fn give_up(&mut self, rank: usize) {
-        self.copies.stop();
+        self.parts.copies.stop();
         let Some(mut save) = self.under_way.take() else {
             return;
         };
@@ -310,7 +289,7 @@ impl Saver {
             )),
         }
         if self.ranks.is_first() {
-            self.saves.give_up(save.step);
+            self.parts.saves.give_up(save.step);
         }
     }
 
