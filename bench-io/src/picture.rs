@@ -76,7 +76,7 @@ fn panel(name: &str, lines: &[Line], left: f64) -> String {
         out,
         r##"<text x="{}" y="{}" font-size="13">{name}</text><path d="M{left} {HEAD} V{} H{}" fill="none" stroke="#222"/>"##,
         left + 8.0,
-        HEAD + 4.0,
+        HEAD - 4.0,
         HEAD + PANEL_HEIGHT,
         left + PANEL_WIDTH
     );
@@ -124,12 +124,13 @@ fn panel(name: &str, lines: &[Line], left: f64) -> String {
     out
 }
 
-/// Three figures.
+/// Two or three figures.
 fn short(rate: f64) -> String {
     match rate {
         rate if rate >= 10.0 => format!("{rate:.0}"),
         rate if rate >= 1.0 => format!("{rate:.1}"),
-        rate => format!("{rate:.2}"),
+        rate if rate >= 0.1 => format!("{rate:.2}"),
+        rate => format!("{rate:.4}"),
     }
 }
 
