@@ -23,39 +23,37 @@ use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
-use offload_api::ids::{DeviceIndex, Epoch};
-use offload_api::ring::entry::{Sqe, Urgency};
+use offload_api::ids::Epoch;
+use offload_api::ring::entry::Sqe;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::core::{
-    Action, Buffer, Call, CallId, Core, Damage, Event, IoId, IoOp, IoResult, Limits, Peer, Reply,
-    SessionId, Viewer,
+    Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Reply, SessionId, Viewer,
 };
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
-use crate::metrics::slowness::Change;
-use crate::metrics::{Ledger, Snapshot, Wearing, ledger::JobPlace};
+use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
 use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
 use crate::store::definition::JobName;
 
 mod attach;
+mod counting;
 mod inbox;
 mod keeper;
+mod lives;
 mod session;
 mod source;
+mod stop;
 
 use attach::Hello;
 pub use inbox::DriverHandle;
 use inbox::{Inbox, LookAnswer, Message, stopping};
-use keeper::{Keeper, Made};
+use keeper::Keeper;
 use session::{Session, State};
 use source::Source;
-
-/// How long a new session may wait for its process to fetch the descriptors.
-const ATTACH_WAIT: Duration = Duration::from_secs(10);
 
 /// How soon a connection that could not be accepted is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -71,16 +69,6 @@ const EVENTS_A_TURN: usize = 64;
 
 /// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
-
-/// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
-const LOOKS_APART: Duration = Duration::from_millis(20);
-
-/// Damaged tiles of one job that are told in the log; all are counted.
-const DAMAGE_TOLD_MAX: u64 = 16;
-
-/// Nobody wonders before that why a stop lasts; and between two words about it.
-const STOP_QUIET: Duration = Duration::from_secs(2);
-const STOP_TOLD_EVERY: Duration = Duration::from_secs(10);
 
 /// Marks the driver's own operations; the core counts its up from 1.
 const WEAR_IO: u64 = 1 << 63;
@@ -531,156 +519,6 @@ impl Driver {
         }
     }
 
-    fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
-        let (token, damage) = match request {
-            Call::Commit { token, .. } => (token, None),
-            Call::ReportDamage { token, damage } => (token, Some(*damage)),
-            Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
-            _ => return Counted::Nothing,
-        };
-        let mut sessions = self.sessions.values();
-        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
-        match (found.map(|session| session.job), damage) {
-            (None, _) => Counted::Nothing,
-            (Some(job), Some(damage)) => Counted::Damage(job, peer.uid, damage),
-            (Some(job), None) => {
-                self.ledger.commit_called(job, Instant::now());
-                Counted::Commit(job)
-            }
-        }
-    }
-
-    /// Someone must look at that drive. A process that reports without end fills no log.
-    fn hear_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
-        if self.ledger.damaged(job, damage.device) > DAMAGE_TOLD_MAX {
-            return;
-        }
-        tracing::error!(
-            "a damaged tile on device {} at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
-             committed was {:08x}; `offloadd verify` finds what else is damaged",
-            self.core.device_states()[damage.device.0 as usize].path,
-            damage.offset,
-            damage.tile,
-            self.ledger.name(job),
-            damage.generation,
-            damage.found,
-            damage.expected,
-        );
-    }
-
-    /// Answers those who look, if some do and it is time: all who see the same get one copy, so that no number of them
-    /// takes the owner thread from those who move tiles.
-    fn answer_lookers(&mut self) {
-        let now = Instant::now();
-        if now < self.look_at {
-            return;
-        }
-        let Some(&(viewer, _)) = self.lookers.first() else {
-            return;
-        };
-        self.look_at = now + LOOKS_APART;
-        let snapshot = Arc::new(self.look(viewer));
-        let same = self.lookers.extract_if(.., |(other, _)| *other == viewer);
-        for (_, answer) in same {
-            // An error means that nobody looks any more.
-            let _ = answer.send(Ok(snapshot.clone()));
-        }
-    }
-
-    fn look(&self, viewer: Viewer) -> Snapshot {
-        let (arena_used_bytes, session_count) = self.core.arena_used();
-        let jobs = self.core.look(viewer).into_iter();
-        Snapshot {
-            uptime: self.ledger.started_at().elapsed(),
-            arena_used_bytes,
-            arena_bytes_max: self.limits.arena_bytes_max,
-            session_count,
-            devices: self.ledger.devices(self.core.device_states()),
-            jobs: jobs.map(|job| self.ledger.job(job)).collect(),
-        }
-    }
-
-    /// Writes how far the devices are worn to them, if it is time or `at_once`. The next ones wait for these to end.
-    fn keep_wear(&mut self, at_once: bool) {
-        let now = Instant::now();
-        let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
-        if !due || self.wear_inflight_count > 0 {
-            return;
-        }
-        let jobs = self.core.look(Viewer::All);
-        for to_keep in self.ledger.keep_wear(&jobs, now) {
-            self.wear_inflight_count += 1;
-            let io = Io {
-                id: IoId(WEAR_IO | u64::from(to_keep.device.0)),
-                device: to_keep.device,
-                op: IoOp::Write,
-                offset: to_keep.offset,
-                bytes: to_keep.blocks.len() as u32,
-                memory: Memory::Meta(to_keep.blocks),
-            };
-            self.queue.push(io, Urgency::Ahead);
-        }
-    }
-
-    /// Says which devices have become slow, which are well again, and which are nearly worn out.
-    fn judge_devices(&mut self) {
-        for (device, share) in self.ledger.newly_worn() {
-            tracing::warn!(
-                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tb_written`): plan to replace it",
-                self.core.device_states()[device.0 as usize].path,
-                100.0 * share
-            );
-        }
-        for (device, change) in self.ledger.judge(Instant::now()) {
-            let DeviceIndex(index) = device;
-            let state = &self.core.device_states()[index as usize];
-            match change {
-                Change::Slow { bytes_per_s, times } => tracing::warn!(
-                    "device {} has become slow: it moves {:.0} MB/s while it is busy and was measured with {:.0} read and \
-                     {:.0} written ({times:.0} times slower): look at its temperature, its health, and who else uses it",
-                    state.path,
-                    bytes_per_s / 1e6,
-                    state.read_bytes_per_s as f64 / 1e6,
-                    state.write_bytes_per_s as f64 / 1e6,
-                ),
-                Change::Well => {
-                    tracing::info!("device {} is as fast as it was measured", state.path);
-                }
-            }
-        }
-    }
-
-    fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {
-        let session = self.sessions.get_mut(&id).expect("kept while it is made");
-        let result = match (made, &session.state) {
-            (Ok(made), State::Dropped) => {
-                self.keeper.free(made);
-                self.remove(id);
-                return;
-            }
-            (Err(_), State::Dropped) => {
-                self.remove(id);
-                return;
-            }
-            (Ok(made), _) => {
-                self.engine.register(&made.arena);
-                session.state = State::Offered {
-                    made,
-                    deadline: Instant::now() + ATTACH_WAIT,
-                };
-                Ok(())
-            }
-            (Err(fault), _) => {
-                self.remove(id);
-                Err(fault)
-            }
-        };
-        self.events.push_back(Event::ArenaMade {
-            session: id,
-            result,
-        });
-    }
-
     fn reap(&mut self) -> Result<(), DriverError> {
         self.engine.reap(&mut self.ended)?;
         let now = Instant::now();
@@ -737,120 +575,6 @@ impl Driver {
         if let Err(error) = taken {
             self.gone(id, &error.to_string());
         }
-    }
-
-    /// A session whose process ended or broke the rules: no more of it, its I/O is waited for.
-    fn gone(&mut self, id: SessionId, why: &str) {
-        let Some(session) = self.sessions.get(&id) else {
-            return;
-        };
-        if !matches!(
-            session.state,
-            State::Attached { .. } | State::Offered { .. }
-        ) {
-            return;
-        }
-        tracing::info!(
-            session = id.0,
-            pid = session.peer.pid,
-            why,
-            "a session ends"
-        );
-        self.detach(id);
-        self.events.push_back(Event::PeerGone { session: id });
-    }
-
-    /// Closes the life line and stops listening to the process. The memory stays.
-    fn detach(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get_mut(&id) else {
-            return;
-        };
-        session.state = match std::mem::replace(&mut session.state, State::Dropped) {
-            State::Attached {
-                made,
-                life_line,
-                process,
-            } => {
-                // The process holds its copies, so that closing ours would not end the watching.
-                let _ = epoll::delete(&self.epoll, &made.submission_doorbell);
-                let _ = epoll::delete(&self.epoll, &life_line);
-                if let Some(process) = process {
-                    let _ = epoll::delete(&self.epoll, &process);
-                }
-                State::Gone { made }
-            }
-            State::Offered { made, .. } => State::Gone { made },
-            other => other,
-        };
-    }
-
-    fn drop_arena(&mut self, id: SessionId) {
-        self.detach(id);
-        let session = self.sessions.get_mut(&id).expect("a live session");
-        match std::mem::replace(&mut session.state, State::Dropped) {
-            // Its memory is on its way: `made` will find it dropped.
-            State::Making | State::Dropped => {}
-            State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
-                self.engine.forget(made.arena.id());
-                self.keeper.free(made);
-                self.remove(id);
-            }
-        }
-    }
-
-    fn remove(&mut self, id: SessionId) {
-        let session = self.sessions.remove(&id).expect("a session");
-        self.ledger.session_ends(session.job);
-    }
-
-    fn stop(&mut self) {
-        if self.stop_deadline.is_some() {
-            return;
-        }
-        self.stop_deadline = Some(Instant::now() + STOP_WAIT);
-        self.tell_stop_at = Some(Instant::now() + STOP_QUIET);
-        let _ = epoll::delete(&self.epoll, &self.listener);
-        let _ = std::fs::remove_file(&self.descriptor_socket);
-        let sessions: Vec<_> = self.sessions.keys().copied().collect();
-        for id in sessions {
-            self.gone(id, "offloadd stops");
-        }
-    }
-
-    /// Whether a stop was asked for and everything has ended. Calls that still wait are told by closing their channels.
-    fn ended_in_order(&mut self) -> Result<bool, DriverError> {
-        let Some(deadline) = self.stop_deadline else {
-            return Ok(false);
-        };
-        // Made after the stop began.
-        let sessions: Vec<_> = self.sessions.keys().copied().collect();
-        for id in sessions {
-            self.gone(id, "offloadd stops");
-        }
-        self.decide();
-        self.hand_over()?;
-        let inflight_count = self.queue.count();
-        if self.sessions.is_empty() && inflight_count == 0 {
-            if std::mem::replace(&mut self.wear_kept, true) {
-                return Ok(true);
-            }
-            self.keep_wear(true);
-            self.hand_over()?;
-            return Ok(self.queue.count() == 0);
-        }
-        let now = Instant::now();
-        if now >= deadline {
-            return Err(DriverError::Hanging { inflight_count });
-        }
-        if self.tell_stop_at.is_some_and(|at| at <= now) {
-            self.tell_stop_at = Some(now + STOP_TOLD_EVERY);
-            let left = deadline.saturating_duration_since(now);
-            tracing::info!(
-                "the stop waits for {inflight_count} operations of devices to end, {} s more at most",
-                left.as_secs()
-            );
-        }
-        Ok(false)
     }
 
     fn watch(&self, fd: impl AsFd, source: Source, flags: EventFlags) -> Result<(), DriverError> {

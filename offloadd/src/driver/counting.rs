@@ -1,0 +1,141 @@
+//! What the driver counts and tells: commits, damage, wear, drives that became slow, and answers for those who look.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::ids::DeviceIndex;
+use offload_api::ring::entry::Urgency;
+
+use super::{Counted, Driver, WEAR_IO};
+use crate::core::{Call, Damage, IoId, IoOp, Peer, Viewer};
+use crate::engine::{Io, Memory};
+use crate::metrics::slowness::Change;
+use crate::metrics::{Snapshot, ledger::JobPlace};
+
+/// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
+const LOOKS_APART: Duration = Duration::from_millis(20);
+
+/// Damaged tiles of one job that are told in the log; all are counted.
+const DAMAGE_TOLD_MAX: u64 = 16;
+
+impl Driver {
+    /// What the answer to `request` will change in the ledger.
+    pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
+        let (token, damage) = match request {
+            Call::Commit { token, .. } => (token, None),
+            Call::ReportDamage { token, damage } => (token, Some(*damage)),
+            Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
+            _ => return Counted::Nothing,
+        };
+        let mut sessions = self.sessions.values();
+        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
+        match (found.map(|session| session.job), damage) {
+            (None, _) => Counted::Nothing,
+            (Some(job), Some(damage)) => Counted::Damage(job, peer.uid, damage),
+            (Some(job), None) => {
+                self.ledger.commit_called(job, Instant::now());
+                Counted::Commit(job)
+            }
+        }
+    }
+
+    /// Someone must look at that drive. A process that reports without end fills no log.
+    pub(super) fn hear_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
+        if self.ledger.damaged(job, damage.device) > DAMAGE_TOLD_MAX {
+            return;
+        }
+        tracing::error!(
+            "a damaged tile on device {} at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
+             committed was {:08x}; `offloadd verify` finds what else is damaged",
+            self.core.device_states()[damage.device.0 as usize].path,
+            damage.offset,
+            damage.tile,
+            self.ledger.name(job),
+            damage.generation,
+            damage.found,
+            damage.expected,
+        );
+    }
+
+    /// Answers those who look, if some do and it is time: all who see the same get one copy, so that no number of them
+    /// takes the owner thread from those who move tiles.
+    pub(super) fn answer_lookers(&mut self) {
+        let now = Instant::now();
+        if now < self.look_at {
+            return;
+        }
+        let Some(&(viewer, _)) = self.lookers.first() else {
+            return;
+        };
+        self.look_at = now + LOOKS_APART;
+        let snapshot = Arc::new(self.look(viewer));
+        let same = self.lookers.extract_if(.., |(other, _)| *other == viewer);
+        for (_, answer) in same {
+            // An error means that nobody looks any more.
+            let _ = answer.send(Ok(snapshot.clone()));
+        }
+    }
+
+    fn look(&self, viewer: Viewer) -> Snapshot {
+        let (arena_used_bytes, session_count) = self.core.arena_used();
+        let jobs = self.core.look(viewer).into_iter();
+        Snapshot {
+            uptime: self.ledger.started_at().elapsed(),
+            arena_used_bytes,
+            arena_bytes_max: self.limits.arena_bytes_max,
+            session_count,
+            devices: self.ledger.devices(self.core.device_states()),
+            jobs: jobs.map(|job| self.ledger.job(job)).collect(),
+        }
+    }
+
+    /// Writes how far the devices are worn to them, if it is time or `at_once`. The next ones wait for these to end.
+    pub(super) fn keep_wear(&mut self, at_once: bool) {
+        let now = Instant::now();
+        let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
+        if !due || self.wear_inflight_count > 0 {
+            return;
+        }
+        let jobs = self.core.look(Viewer::All);
+        for to_keep in self.ledger.keep_wear(&jobs, now) {
+            self.wear_inflight_count += 1;
+            let io = Io {
+                id: IoId(WEAR_IO | u64::from(to_keep.device.0)),
+                device: to_keep.device,
+                op: IoOp::Write,
+                offset: to_keep.offset,
+                bytes: to_keep.blocks.len() as u32,
+                memory: Memory::Meta(to_keep.blocks),
+            };
+            self.queue.push(io, Urgency::Ahead);
+        }
+    }
+
+    /// Says which devices have become slow, which are well again, and which are nearly worn out.
+    pub(super) fn judge_devices(&mut self) {
+        for (device, share) in self.ledger.newly_worn() {
+            tracing::warn!(
+                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tb_written`): plan to replace it",
+                self.core.device_states()[device.0 as usize].path,
+                100.0 * share
+            );
+        }
+        for (device, change) in self.ledger.judge(Instant::now()) {
+            let DeviceIndex(index) = device;
+            let state = &self.core.device_states()[index as usize];
+            match change {
+                Change::Slow { bytes_per_s, times } => tracing::warn!(
+                    "device {} has become slow: it moves {:.0} MB/s while it is busy and was measured with {:.0} read and \
+                     {:.0} written ({times:.0} times slower): look at its temperature, its health, and who else uses it",
+                    state.path,
+                    bytes_per_s / 1e6,
+                    state.read_bytes_per_s as f64 / 1e6,
+                    state.write_bytes_per_s as f64 / 1e6,
+                ),
+                Change::Well => {
+                    tracing::info!("device {} is as fast as it was measured", state.path);
+                }
+            }
+        }
+    }
+}

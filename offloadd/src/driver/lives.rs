@@ -1,0 +1,111 @@
+//! How sessions come and go: memory that was made, a process that is gone, memory that is given back.
+
+use std::time::{Duration, Instant};
+
+use offload_api::fault::Fault;
+use rustix::event::epoll;
+
+use super::Driver;
+use super::keeper::Made;
+use super::session::State;
+use crate::core::{Event, SessionId};
+
+/// How long a new session may wait for its process to fetch the descriptors.
+const ATTACH_WAIT: Duration = Duration::from_secs(10);
+
+impl Driver {
+    pub(super) fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {
+        let session = self.sessions.get_mut(&id).expect("kept while it is made");
+        let result = match (made, &session.state) {
+            (Ok(made), State::Dropped) => {
+                self.keeper.free(made);
+                self.remove(id);
+                return;
+            }
+            (Err(_), State::Dropped) => {
+                self.remove(id);
+                return;
+            }
+            (Ok(made), _) => {
+                self.engine.register(&made.arena);
+                session.state = State::Offered {
+                    made,
+                    deadline: Instant::now() + ATTACH_WAIT,
+                };
+                Ok(())
+            }
+            (Err(fault), _) => {
+                self.remove(id);
+                Err(fault)
+            }
+        };
+        self.events.push_back(Event::ArenaMade {
+            session: id,
+            result,
+        });
+    }
+
+    /// A session whose process ended or broke the rules: no more of it, its I/O is waited for.
+    pub(super) fn gone(&mut self, id: SessionId, why: &str) {
+        let Some(session) = self.sessions.get(&id) else {
+            return;
+        };
+        if !matches!(
+            session.state,
+            State::Attached { .. } | State::Offered { .. }
+        ) {
+            return;
+        }
+        tracing::info!(
+            session = id.0,
+            pid = session.peer.pid,
+            why,
+            "a session ends"
+        );
+        self.detach(id);
+        self.events.push_back(Event::PeerGone { session: id });
+    }
+
+    /// Closes the life line and stops listening to the process. The memory stays.
+    pub(super) fn detach(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get_mut(&id) else {
+            return;
+        };
+        session.state = match std::mem::replace(&mut session.state, State::Dropped) {
+            State::Attached {
+                made,
+                life_line,
+                process,
+            } => {
+                // The process holds its copies, so that closing ours would not end the watching.
+                let _ = epoll::delete(&self.epoll, &made.submission_doorbell);
+                let _ = epoll::delete(&self.epoll, &life_line);
+                if let Some(process) = process {
+                    let _ = epoll::delete(&self.epoll, &process);
+                }
+                State::Gone { made }
+            }
+            State::Offered { made, .. } => State::Gone { made },
+            other => other,
+        };
+    }
+
+    pub(super) fn drop_arena(&mut self, id: SessionId) {
+        self.detach(id);
+        let session = self.sessions.get_mut(&id).expect("a live session");
+        match std::mem::replace(&mut session.state, State::Dropped) {
+            // Its memory is on its way: `made` will find it dropped.
+            State::Making | State::Dropped => {}
+            State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
+                self.engine.forget(made.arena.id());
+                self.keeper.free(made);
+                self.remove(id);
+            }
+        }
+    }
+
+    fn remove(&mut self, id: SessionId) {
+        let session = self.sessions.remove(&id).expect("a session");
+        self.ledger.session_ends(session.job);
+    }
+}
