@@ -6,11 +6,11 @@ A step reads and writes at the same time, so its bound is taken from the rates o
 Takes fio where there is one (io_uring, direct, depth 32 each way). Without it `bench-io run` on the same files does the same, one
 for each way; the result's "tool" says which it was. Both are started inside the paced group.
 
-A machine without package registries can be brought one: unpack fio and the libraries that `ldd` misses there, and name the folder
-with `--fio FOLDER/fio` (its libraries are looked for in FOLDER/lib):
+A machine without package registries can be brought one from a machine that has it, with all its libraries but libc's (Debian's fio has
+sixty), and named with `--fio FOLDER/fio` (its libraries are looked for in FOLDER/lib):
 
-    mkdir -p fio/lib x && cd x && apt-get download fio libaio1 libnuma1 && for p in *.deb; do dpkg -x $p .; done && cd ..
-    cp x/usr/bin/fio fio/ && cp -L x/usr/lib/x86_64-linux-gnu/lib{aio,numa}.so.1 fio/lib/
+    mkdir -p fio/lib && cp "$(command -v fio)" fio/
+    ldd fio/fio | awk '/=>/ {print $3}' | grep -vE '/(libc|libm|libdl|libpthread|librt)\\.so' | xargs -I{} cp -L {} fio/lib/
 """
 
 import json
