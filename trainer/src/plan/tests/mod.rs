@@ -1,0 +1,80 @@
+//! Whole plans, at the figures of a Llama of 1.345 G parameters. What could go wrong: memory is counted twice or not at all,
+//! a choice does not fit the memory it was made for, a run that cannot work is let through.
+
+mod choices;
+mod counts;
+mod refusals;
+
+use serde_json::{Value, json};
+
+use super::choose::STAGING_BYTES_ASSUMED;
+use super::*;
+use crate::config::{RunSettings, check};
+use crate::model::HfModel;
+
+const GIB: u64 = 1 << 30;
+
+/// 1.345 G parameters, 16k tokens a step, bf16.
+fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings {
+    let mut tree = json!({
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": true},
+        "zero_optimization": {
+            "offload_param": {"device": param},
+            "offload_optimizer": {"device": optimizer},
+        },
+        "model": {
+            "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
+            "num_hidden_layers": 24, "num_attention_heads": 16
+        },
+        "data": {"files": ["text"]},
+        "train": {"steps": 100, "seq_len": 2048, "run_folder": "/nonexistent/run"},
+        "offload": {}
+    });
+    for (key, place) in [(param, "offload_param"), (optimizer, "offload_optimizer")] {
+        if key == "nvme" {
+            tree["zero_optimization"][place]["nvme_path"] = json!(["/nvme0"]);
+        }
+    }
+    for (path, value) in changes {
+        let (table, key) = path.split_once('.').expect("a table and a key");
+        tree[table][key] = value.clone();
+    }
+    let ranks = ranks_of(&mut tree);
+    check(tree, "test", ranks).expect("settings")
+}
+
+/// Processes of the run, by a key that only these tests have.
+fn ranks_of(tree: &mut Value) -> Option<u32> {
+    let ranks = tree["train"].as_object_mut()?.remove("ranks")?;
+    Some(ranks.as_u64()? as u32)
+}
+
+/// A machine with one H200 and `drives` drives of 6.2 and 3.2 GB/s.
+fn h200(drives: f64) -> Overrides {
+    Overrides {
+        host_memory_bytes: Some(128 * GIB),
+        gpu_memory_bytes: Some(139 * GIB),
+        read_bytes_per_s: Some(drives * 6.2e9),
+        write_bytes_per_s: Some(drives * 3.2e9),
+        cores: Some(16),
+        tflops: Some(305.0),
+        ..Overrides::default()
+    }
+}
+
+fn plan(settings: &RunSettings, machine: &Overrides) -> Plan {
+    Plan::new(settings, Hardware::new(settings, machine)).expect("a plan")
+}
+
+/// The messages of everything that is refused.
+fn refused(settings: &RunSettings, machine: &Overrides) -> String {
+    let plan = plan(settings, machine);
+    assert!(plan.check().is_err(), "must be refused");
+    let problems: Vec<String> = plan.problems().iter().map(ToString::to_string).collect();
+    problems.join("\n")
+}
+
+fn tflops(plan: &Plan) -> f64 {
+    plan.report().bound.tflops
+}

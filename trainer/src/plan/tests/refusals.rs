@@ -1,0 +1,131 @@
+//! What does not fit or is not there: refused, with what to change.
+
+use super::*;
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_to_change() {
+    let small_gpu = Overrides {
+        gpu_memory_bytes: Some(16 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("none", "none", &[]), &small_gpu);
+    assert!(
+        text.contains(
+            "of GPU memory, 16.0 GiB is available: set zero_optimization.offload_param.device = \"cpu\" and zero_optimization.offload_optimizer.device = \"cpu\": it fits then, at "
+        ),
+        "{text}"
+    );
+    let tiny_gpu = Overrides {
+        gpu_memory_bytes: Some(2 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("cpu", "cpu", &[]), &tiny_gpu);
+    assert!(
+        text.contains("lower train_micro_batch_size_per_gpu"),
+        "{text}"
+    );
+    let small_host = Overrides {
+        host_memory_bytes: Some(8 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&large("cpu", "cpu", &[]), &small_host);
+    assert!(
+        text.contains("of host memory, 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
+        "{text}"
+    );
+    let budget = [
+        ("offload.host_memory", json!("2GiB")),
+        ("offload.gradients", json!("cpu")),
+    ];
+    let text = refused(&large("nvme", "nvme", &budget), &h200(1.0));
+    assert!(
+        text.contains("2.0 GiB is what offload.host_memory allows"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused() {
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    for (key, value, part) in [
+        (
+            "train.device",
+            "gpu",
+            "train.device is \"gpu\", and there is none",
+        ),
+        (
+            "offload.update",
+            "gpu",
+            "offload.update is \"gpu\", and there is no GPU",
+        ),
+        (
+            "offload.update",
+            "shared",
+            "offload.update is \"shared\", and there is no GPU",
+        ),
+    ] {
+        let changes = [(key, json!(value))];
+        let text = refused(&large("cpu", "cpu", &changes), &without);
+        assert!(text.contains(part), "{text}");
+        plan(&large("cpu", "cpu", &changes), &h200(1.0))
+            .check()
+            .unwrap();
+    }
+    // With everything in its memory the update has no choice.
+    let changes = [("offload.update", json!("cpu"))];
+    let text = refused(&large("none", "none", &changes), &h200(1.0));
+    assert!(
+        text.contains("the state lives in GPU memory: leave it out"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
+    // Kept to what was asked: the largest micro-batch of the same step that fits.
+    let here = [
+        ("train.keep", json!("nothing")),
+        ("train.activations", json!("device")),
+    ];
+    let mut in_host = large("cpu", "cpu", &here);
+    let needs = |micro_batch: usize| {
+        let mut split = large("cpu", "cpu", &here);
+        (split.batch.micro_batch, split.batch.micro_batches) = (micro_batch, 32 / micro_batch);
+        plan(&split, &h200(1.0)).gpu_bytes()
+    };
+    assert!(needs(8) < needs(16) && needs(16) < needs(32));
+    (in_host.batch.micro_batch, in_host.batch.micro_batches) = (32, 1);
+    let tight = Overrides {
+        gpu_memory_bytes: Some(needs(8)),
+        ..h200(1.0)
+    };
+    let text = refused(&in_host, &tight);
+    assert!(
+        text.contains("set train_micro_batch_size_per_gpu = 8 with gradient_accumulation_steps = 4: it fits then"),
+        "{text}"
+    );
+
+    // What a drive must hold, it is told to; the advice of a place that fits nowhere is less work a step.
+    let small_host = Overrides {
+        host_memory_bytes: Some(6 * GIB),
+        ..h200(1.0)
+    };
+    let in_host = large("cpu", "cpu", &[]);
+    let text = refused(&in_host, &small_host);
+    assert!(
+        text.contains("offload_optimizer.device = \"nvme\" with an nvme_path: it fits then"),
+        "{text}"
+    );
+    let tiny = Overrides {
+        gpu_memory_bytes: Some(3 * GIB),
+        ..h200(1.0)
+    };
+    let text = refused(&in_host, &tiny);
+    assert!(
+        text.contains("set train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = "),
+        "{text}"
+    );
+}
