@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What paced drives give: reading alone, writing alone, and both at once, past the page cache.
 
 A step reads and writes at the same time, so its bound is taken from the rates of both at once, not from the two paces.
