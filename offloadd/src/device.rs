@@ -15,6 +15,7 @@ use offload_api::BLOCK_BYTES;
 use offload_api::removable::{Mechanism, removed};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::IoOp;
@@ -189,6 +190,40 @@ impl Device {
             }
             Err(e) => Err(failed("reading its first block")(e)),
         }
+    }
+
+    /// Opens the device at `path` for reading only, without a lock: a daemon may be using it. What is read may be in the middle of
+    /// a change; superblocks are not.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn look(path: &Path) -> Result<Self, DeviceError> {
+        let failed = |action| {
+            move |source: io::Error| DeviceError::System {
+                path: path.to_owned(),
+                action,
+                source,
+            }
+        };
+        let kind = std::fs::metadata(path)
+            .map_err(|e| on_open(path, e))?
+            .file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(DeviceError::WrongType {
+                path: path.to_owned(),
+            });
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags((OFlags::DIRECT | OFlags::CLOEXEC).bits() as i32)
+            .open(path)
+            .map_err(|e| on_open(path, e))?;
+        let bytes = block_device_bytes(&file).map_err(failed("asking for its size"))?;
+        Ok(Self {
+            path: path.display().to_string(),
+            file: Arc::new(file),
+            bytes,
+        })
     }
 
     /// Makes (or with `force` takes over) a file of `file_bytes` with its space reserved, or takes a block device as it
@@ -421,7 +456,11 @@ fn has_ended(pid: u32) -> bool {
             .rsplit(')')
             .next()
             .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
-        Err(error) => error.kind() == io::ErrorKind::NotFound,
+        // Hidden from us (a service that sees its own processes only), or gone.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Pid::from_raw(pid as i32).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
+        }
+        Err(_) => false,
     }
 }
 

@@ -14,11 +14,13 @@
 
 pub mod arena;
 pub mod blocks;
+pub mod check;
 pub mod config;
 pub mod core;
 pub mod device;
 pub mod driver;
 pub mod engine;
+pub mod findings;
 pub mod measure;
 pub mod memory;
 pub mod metrics;

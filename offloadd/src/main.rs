@@ -75,6 +75,17 @@ enum Command {
         #[arg(long)]
         private: bool,
     },
+    /// Say whether settings could be served, before a start or a reload; ends with 78 if not
+    #[command(after_help = "Example:
+  offloadd check-config /etc/offloadd/offloadd.toml      # beside a running daemon too; no device is locked or changed
+
+What is wrong is told with the line that mends it; otherwise all settings are printed as they would be served.
+After a change: systemctl reload offloadd, or SIGHUP to the daemon, which says what takes a restart.")]
+    CheckConfig {
+        /// The settings
+        #[arg(value_name = "FILE")]
+        config: PathBuf,
+    },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
     #[command(after_help = "Examples:
   offloadd verify --config /etc/offloadd.toml              # the daemon of this store must not be running
@@ -130,6 +141,7 @@ fn main() -> ExitCode {
         Command::Serve { config, private } => {
             cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
         }
+        Command::CheckConfig { config } => Ok(cli::check_config::run(&config)),
         Command::Verify { config, json } => cli::verify::run(&config, json),
         Command::Top {
             socket,

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::binary;
+use super::service_manager::say_progress;
 
 /// Nobody wonders before that.
 const QUIET: Duration = Duration::from_secs(2);
@@ -76,7 +77,7 @@ impl LongWork {
             Listener::Service => {
                 if let Some(line) = self.line(elapsed, done, total) {
                     tracing::info!("{line}");
-                    let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&line)]);
+                    say_progress(&line);
                 }
             }
         }

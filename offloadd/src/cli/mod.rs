@@ -1,8 +1,11 @@
 //! What each command does, from its arguments to its output.
 
+pub(crate) mod check_config;
 pub(crate) mod format;
 pub(crate) mod long_work;
+mod reload;
 pub(crate) mod serve;
+mod service_manager;
 pub(crate) mod top;
 pub(crate) mod verify;
 

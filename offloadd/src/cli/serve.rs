@@ -2,11 +2,13 @@
 //!
 //! ```text
 //!   settings ─▶ lock devices ─▶ recover ─▶ sockets ─▶ owner thread ─▶ calls ─▶ READY
+//!   SIGHUP ─▶ settings read again (of a private daemon: its parent ended)
 //!   SIGTERM, SIGINT ─▶ no more calls ─▶ I/O in flight ends ─▶ sockets removed ─▶ exit 0
 //! ```
 
 use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +17,7 @@ use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::config::Config;
 use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
-use offloadd::driver::{self, DriverError, Parts, Running};
+use offloadd::driver::{self, DriverError, DriverHandle, Parts, Running};
 use offloadd::memory;
 use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
@@ -27,6 +29,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use super::long_work::{Listener, LongWork, Unit};
+use super::reload;
+use super::service_manager::{
+    keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
+};
 use super::{binary, follow_parent, open_all, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
@@ -37,7 +43,8 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     log_to_stderr();
     abort_on_panic();
     raise_descriptor_limit();
-    let config = Config::read(config)?;
+    let file = config;
+    let config = Config::read(file)?;
     if let Some(total_bytes) = memory::total_bytes()
         && total_bytes < config.arena_bytes_max
     {
@@ -78,6 +85,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for note in &store.notes {
         tracing::warn!("{note}");
     }
+    let positions: Vec<_> = store.devices.iter().map(|device| device.position).collect();
     let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
         .collect();
@@ -138,7 +146,12 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         calls: &config.socket,
         metrics: config.metrics_listen.as_ref(),
     };
-    let result = runtime.block_on(serve(sockets, running, about, parent, &ready));
+    let started = Started {
+        file: file.to_owned(),
+        config: config.clone(),
+        positions,
+    };
+    let result = runtime.block_on(serve(sockets, running, about, parent, started, &ready));
     let _ = std::fs::remove_file(&config.socket);
     result
 }
@@ -149,11 +162,62 @@ struct Sockets<'a> {
     metrics: Option<&'a PageAddress>,
 }
 
+/// What a reload compares with.
+struct Started {
+    file: PathBuf,
+    config: Config,
+    /// Where each device of the store stands in the settings.
+    positions: Vec<usize>,
+}
+
+impl Started {
+    /// Settings that are wrong, or changed where nothing can change, are told and leave everything as it was.
+    fn reload(&self, owner: &DriverHandle) {
+        say_reloading();
+        let done = match reload::read(&self.file, &self.config, &self.positions) {
+            Err(error) => {
+                tracing::error!("the settings stay as they were: {error:#}");
+                "the changed settings are wrong and were not taken up".to_owned()
+            }
+            Ok(reload) => {
+                for refused in &reload.refused {
+                    tracing::warn!("{}: {refused}", self.file.display());
+                }
+                match owner.change(reload.change) {
+                    Err(fault) => format!("the changed settings were not taken up: {fault}"),
+                    Ok(()) if reload.refused.is_empty() => "changed settings taken up".to_owned(),
+                    Ok(()) => format!("settings taken up but for: {}", reload.refused.join(", ")),
+                }
+            }
+        };
+        tracing::info!("{done}");
+        say_ready();
+        let socket = self.config.socket.display();
+        say_status(&format!("serving at {socket}; {done}"));
+    }
+}
+
+/// One reload after the other, beside everything else: looking at a device that hangs must not keep SIGTERM waiting.
+fn start_reloads(started: Started, owner: DriverHandle) -> Result<SyncSender<()>> {
+    // One that waits reads what is there when its turn comes: more say nothing new.
+    let (ask, asked) = sync_channel(1);
+    std::thread::Builder::new()
+        .name("reload".into())
+        .spawn(move || {
+            while asked.recv().is_ok() {
+                started.reload(&owner);
+            }
+        })
+        .context("starting the thread that reads changed settings")?;
+    Ok(ask)
+}
+
 async fn serve(
     sockets: Sockets<'_>,
     running: Running,
     about: About,
     parent: Option<Pid>,
+    started: Started,
     ready: &str,
 ) -> Result<()> {
     let Running { handle, thread, .. } = running;
@@ -170,6 +234,7 @@ async fn serve(
     let (stop, stopped) = watch::channel(false);
     let page = page.map(|page| tokio::spawn(page.serve(handle.clone(), stopped.clone())));
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
+    tokio::spawn(keep_watchdog_quiet(handle.clone()));
     let mut owner = tokio::task::spawn_blocking(move || match thread.join() {
         Ok(result) => result,
         Err(panic) => std::panic::resume_unwind(panic),
@@ -180,10 +245,10 @@ async fn serve(
     if parent.is_some() {
         told.context("the parent process no longer listens")?;
     }
-    // Without systemd there is nobody to tell.
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    say_ready();
     say_status(&format!("serving at {}", sockets.calls.display()));
 
+    let reloads = start_reloads(started, handle.clone())?;
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
     let ended: Result<(), DriverError> = loop {
         let why = tokio::select! {
@@ -201,7 +266,10 @@ async fn serve(
             _ = hang_up.recv() => match parent {
                 Some(parent) if rustix::process::getppid() == Some(parent) => continue,
                 Some(_) => "its parent process ended",
-                None => "SIGHUP",
+                None => {
+                    let _ = reloads.try_send(());
+                    continue;
+                }
             },
             _ = parent_check.tick() => match parent {
                 Some(parent) if rustix::process::getppid() != Some(parent) => {
@@ -212,7 +280,7 @@ async fn serve(
             result = &mut owner => break result.context("the owner thread")?,
         };
         tracing::info!(why, "offloadd stops");
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        say_stopping();
         handle.stop();
         break (&mut owner).await.context("the owner thread")?;
     };
@@ -222,11 +290,6 @@ async fn serve(
         page.await.context("the threads that answer Prometheus")?;
     }
     Ok(ended?)
-}
-
-/// What `systemctl status` shows. Without systemd there is nobody to tell.
-fn say_status(words: &str) {
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(words)]);
 }
 
 fn log_to_stderr() {

@@ -69,6 +69,8 @@ pub enum Event {
         /// How it ended.
         result: IoResult,
     },
+    /// The administrator changed what may be handed out. What is handed out already stays.
+    Limits(Limits),
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
     PeerGone {
         /// Which.

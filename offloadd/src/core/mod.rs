@@ -102,6 +102,7 @@ impl Core {
             Event::Attached { .. } => {}
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
             Event::IoDone { io, result } => self.on_io_done(io, result, actions),
+            Event::Limits(limits) => self.limits = limits,
             Event::PeerGone { session } => self.end_session(session, None, actions),
         }
     }

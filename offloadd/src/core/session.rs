@@ -47,7 +47,8 @@ pub(super) enum Stage {
 
 impl Core {
     pub(super) fn arena_free_bytes(&self) -> u64 {
-        self.limits.arena_bytes_max - self.arena_used_bytes
+        // More than all is used after the limit was lowered.
+        (self.limits.arena_bytes_max).saturating_sub(self.arena_used_bytes)
     }
 
     /// The live session of a token, if it is this peer's.

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Peer, Reply, SessionId, Viewer};
+use crate::core::{Call, Limits, Peer, Reply, SessionId, Viewer};
 use crate::metrics::Snapshot;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
@@ -17,6 +17,15 @@ const WAITING_MAX: usize = 1024;
 
 /// Where a look's answer goes.
 pub(super) type LookAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
+
+/// What a running daemon takes up of changed settings.
+#[derive(Clone, Debug)]
+pub struct Change {
+    /// Of sessions and operations not more than it started with.
+    pub limits: Limits,
+    /// Of each device, in the store's order.
+    pub rated_bytes: Vec<Option<u64>>,
+}
 
 /// What the owner thread is told.
 #[derive(Debug)]
@@ -34,6 +43,10 @@ pub(super) enum Message {
         session: SessionId,
         made: Result<Box<Made>, Fault>,
     },
+    /// The administrator changed the settings.
+    Change(Change),
+    /// Answered after the turn in which it was read.
+    Turn(oneshot::Sender<()>),
     /// End in order.
     Stop,
 }
@@ -75,6 +88,24 @@ impl DriverHandle {
     ) -> Result<oneshot::Receiver<Result<Arc<Snapshot>, Fault>>, Fault> {
         let (answer, receiver) = oneshot::channel();
         self.hand_over(Message::Look { viewer, answer })?;
+        Ok(receiver)
+    }
+
+    /// Takes changed settings up.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn change(&self, change: Change) -> Result<(), Fault> {
+        self.hand_over(Message::Change(change))
+    }
+
+    /// Answered when the owner thread has gone once through all it has to do: it is not stuck.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn turn(&self) -> Result<oneshot::Receiver<()>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        self.hand_over(Message::Turn(answer))?;
         Ok(receiver)
     }
 

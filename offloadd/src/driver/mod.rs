@@ -49,7 +49,7 @@ mod source;
 mod stop;
 
 use attach::Hello;
-pub use inbox::DriverHandle;
+pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
 use session::{Session, State};
@@ -211,6 +211,8 @@ struct Driver {
     limits: Limits,
     ledger: Ledger,
     lookers: Vec<(Viewer, LookAnswer)>,
+    /// Who waits for the end of this turn.
+    turn_waiters: Vec<oneshot::Sender<()>>,
     /// When the next look may be.
     look_at: Instant,
     wear_inflight_count: usize,
@@ -276,6 +278,7 @@ impl Driver {
             limits,
             ledger,
             lookers: Vec::new(),
+            turn_waiters: Vec::new(),
             look_at: Instant::now(),
             wear_inflight_count: 0,
             wear_kept: false,
@@ -341,6 +344,9 @@ impl Driver {
             self.answer_lookers();
             if self.ended_in_order()? {
                 return Ok(());
+            }
+            for waiter in self.turn_waiters.drain(..) {
+                let _ = waiter.send(());
             }
         }
     }
@@ -513,6 +519,12 @@ impl Driver {
                     }
                 }
                 Message::Made { session, made } => self.made(session, made),
+                Message::Change(change) => {
+                    self.limits = change.limits;
+                    self.ledger.rate(&change.rated_bytes);
+                    self.events.push_back(Event::Limits(change.limits));
+                }
+                Message::Turn(waiter) => self.turn_waiters.push(waiter),
                 Message::Stop => self.stop(),
             }
             self.decide();

@@ -62,6 +62,16 @@ impl EngineChoice {
             _ => None,
         }
     }
+
+    /// The setting's word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Uring => "uring",
+            Self::Aio => "aio",
+            Self::Psync => "psync",
+        }
+    }
 }
 
 /// One operation.

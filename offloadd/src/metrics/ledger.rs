@@ -257,6 +257,11 @@ impl Ledger {
         to_keep
     }
 
+    /// What may be written to each device, from now on.
+    pub fn rate(&mut self, rated_bytes: &[Option<u64>]) {
+        self.wearing.rate(rated_bytes);
+    }
+
     /// Devices that have newly come near the end of their rating, and how near.
     pub fn newly_worn(&mut self) -> Vec<(DeviceIndex, f64)> {
         let devices = self.devices.iter().enumerate();

@@ -72,6 +72,16 @@ impl Wearing {
         self.devices[device].worn.rated_bytes
     }
 
+    /// The settings say something else now. A device that was warned of is judged anew.
+    pub fn rate(&mut self, rated_bytes: &[Option<u64>]) {
+        for (device, rated) in self.devices.iter_mut().zip(rated_bytes) {
+            if device.worn.rated_bytes != *rated {
+                device.worn.rated_bytes = *rated;
+                device.warned = false;
+            }
+        }
+    }
+
     /// Ever written by a job, of which `now_bytes` in this life to each device.
     pub fn job_bytes(&self, job_id: u64, now_bytes: &[u64]) -> u64 {
         let before = self.devices.iter().map(|d| d.worn.before.jobs.get(&job_id));
@@ -165,5 +175,11 @@ mod tests {
         assert_eq!(wearing.newly_worn(0, 800), Some(0.8));
         assert_eq!(wearing.newly_worn(0, 900), None);
         assert_eq!(wearing.newly_worn(1, u64::MAX / 2), None, "nobody rated it");
+        // Another rating is another question; the same one is not.
+        wearing.rate(&[Some(2000), Some(1000)]);
+        assert_eq!(wearing.newly_worn(0, 1000), None);
+        assert_eq!(wearing.newly_worn(1, 900), Some(0.9));
+        wearing.rate(&[Some(2000), Some(1000)]);
+        assert_eq!(wearing.newly_worn(1, 950), None);
     }
 }

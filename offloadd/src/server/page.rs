@@ -73,6 +73,16 @@ impl PageAddress {
     }
 }
 
+impl PageAddress {
+    /// What [`Self::parse`] takes.
+    pub fn words(&self) -> String {
+        match self {
+            Self::Unix(_) => self.to_string(),
+            Self::Loopback(address) => address.to_string(),
+        }
+    }
+}
+
 impl std::fmt::Display for PageAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

@@ -149,6 +149,17 @@ pub fn open_watched(
     Ok(store)
 }
 
+/// The devices of one store, in its order, by their superblocks alone: nothing else is read and nothing changed, so that it may
+/// be done beside a daemon.
+pub fn look(blocks: &mut impl Blocks) -> Result<Vec<RecoveredDevice>, StoreError> {
+    let mut reader = Reader {
+        blocks,
+        notes: Vec::new(),
+        repairs: Vec::new(),
+    };
+    reader.devices()
+}
+
 impl<B: Blocks> Reader<'_, B> {
     fn devices(&mut self) -> Result<Vec<RecoveredDevice>, StoreError> {
         let mut devices = (0..self.blocks.count())

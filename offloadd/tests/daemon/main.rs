@@ -7,5 +7,6 @@ mod metrics;
 mod page;
 mod progress;
 mod sessions;
+mod settings;
 mod top;
 mod wear;

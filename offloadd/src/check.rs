@@ -1,0 +1,157 @@
+//! Whether a daemon could serve with settings that hold together by themselves: everything that can be known beside a daemon
+//! that runs with them, without a lock and without changing anything. Of the devices only superblocks are read.
+
+use std::path::Path;
+
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
+
+use crate::arena::lock_outlook;
+use crate::config::Config;
+use crate::device::{Device, DeviceBlocks};
+use crate::findings::{Finding, Severity, worst};
+use crate::memory;
+use crate::server::page::PageAddress;
+use crate::store::recover;
+
+/// Looks at memory, sockets and devices, in this order.
+pub fn check(config: &Config) -> Vec<Finding> {
+    let mut findings = vec![memory_fits(config), memory_locks(config)];
+    findings.push(socket("socket", &config.socket));
+    if let Some(PageAddress::Unix(path)) = &config.metrics_listen {
+        findings.push(socket("metrics.listen", path));
+    }
+    findings.extend(devices(config));
+    findings
+}
+
+fn memory_fits(config: &Config) -> Finding {
+    let what = "arena_bytes_max";
+    let asked = config.arena_bytes_max;
+    match (memory::total_bytes(), memory::available_bytes()) {
+        (Some(total), _) if total < asked => Finding::problem(
+            what,
+            format!("{asked} bytes are more than the {total} bytes of memory that are here"),
+            format!("arena_bytes_max = \"{}MiB\"", (total / 4 * 3) >> 20),
+        ),
+        (_, Some(available)) if available < asked => Finding::hint(
+            what,
+            format!("{asked} bytes, of which {available} are free now: sessions may be refused"),
+            format!("arena_bytes_max = \"{}MiB\"", (available / 4 * 3) >> 20),
+        ),
+        _ => Finding::fine(what, format!("{asked} bytes")),
+    }
+}
+
+fn memory_locks(config: &Config) -> Finding {
+    let what = "require_locked";
+    let outlook = lock_outlook(config.arena_bytes_max);
+    let mend = "LimitMEMLOCK=infinity in the unit, or `ulimit -l` and /etc/security/limits.conf";
+    match (outlook.can_lock, config.require_locked) {
+        (true, _) => Finding::fine(what, "memory can be locked"),
+        (false, true) => Finding::problem(what, outlook.note, mend),
+        (false, false) => Finding::hint(what, outlook.note, mend),
+    }
+}
+
+/// Whether a socket can be made at `path`, in a folder that is there or can be made.
+fn socket(what: &str, path: &Path) -> Finding {
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    let (place, doing) = match folder.exists() {
+        true => (folder, "a socket"),
+        false => (folder.parent().unwrap_or(Path::new("/")), "its folder"),
+    };
+    let is_socket =
+        |found: std::fs::Metadata| std::os::unix::fs::FileTypeExt::is_socket(&found.file_type());
+    if std::fs::symlink_metadata(path).is_ok_and(|found| !is_socket(found)) {
+        return Finding::problem(
+            what,
+            format!("a file that is no socket lies at {}", path.display()),
+            format!("another path, or: rm {}", path.display()),
+        );
+    }
+    match may_write(place) {
+        Ok(()) => Finding::fine(what, path.display().to_string()),
+        Err(why) => Finding::problem(
+            what,
+            format!("{doing} cannot be made in {}: {why}", place.display()),
+            format!(
+                "install -d -o {} {}",
+                rustix::process::geteuid().as_raw(),
+                folder.display()
+            ),
+        ),
+    }
+}
+
+fn may_write(folder: &Path) -> Result<(), Errno> {
+    let access = Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, folder, access, AtFlags::EACCESS)
+}
+
+/// Each device by itself; and, when nothing is wrong with any, whether they are one store.
+fn devices(config: &Config) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut opened = Vec::new();
+    for path in &config.devices {
+        let what = format!("device {}", path.display());
+        match Device::look(path) {
+            Ok(device) => {
+                findings.push(writable(what, path, &device));
+                opened.push(device);
+            }
+            Err(error) => findings.push(Finding::problem(what, error.to_string(), mend_of(path))),
+        }
+    }
+    if worst(&findings) == Severity::Problem {
+        return findings;
+    }
+    findings.push(match recover::look(&mut DeviceBlocks(&opened)) {
+        Ok(store) => Finding::fine(
+            "devices",
+            format!("all {} of store {}", store.len(), store[0].superblock.store),
+        ),
+        Err(error) => Finding::problem(
+            "devices",
+            error.to_string(),
+            "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` makes one",
+        ),
+    });
+    findings
+}
+
+fn writable(what: String, path: &Path, device: &Device) -> Finding {
+    let access = Access::READ_OK | Access::WRITE_OK;
+    match accessat(CWD, path, access, AtFlags::EACCESS) {
+        Ok(()) if device.has_holes() => Finding::hint(
+            what,
+            "it has holes: its space is not reserved, and a full file system would fail writes",
+            format!("fallocate --length {} {}", device.bytes(), path.display()),
+        ),
+        Ok(()) => Finding::fine(what, format!("{} bytes", device.bytes())),
+        Err(Errno::ROFS) => Finding::problem(
+            what,
+            "its file system is read-only for this process; of the service all are that are not named",
+            format!(
+                "systemctl edit offloadd, and there: [Service] ReadWritePaths={}",
+                path.parent().unwrap_or(path).display()
+            ),
+        ),
+        Err(errno) => {
+            let uid = rustix::process::geteuid();
+            let why = format!("uid {uid} may not read and write it: {errno}");
+            Finding::problem(what, why, mend_of(path))
+        }
+    }
+}
+
+fn mend_of(path: &Path) -> String {
+    match path.exists() {
+        true => format!(
+            "chown {} {}",
+            rustix::process::geteuid().as_raw(),
+            path.display()
+        ),
+        false => "mount its drive, or `offloadd format --config FILE --size SIZE`".into(),
+    }
+}

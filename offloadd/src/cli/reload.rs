@@ -1,0 +1,142 @@
+//! SIGHUP: what of changed settings a running daemon takes up, and what it says takes a restart.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use offloadd::check::check;
+use offloadd::config::Config;
+use offloadd::driver::Change;
+use offloadd::findings::Severity;
+
+/// What is to be told to the owner thread, and what was changed in the file and is not taken up.
+#[derive(Debug)]
+pub(super) struct Reload {
+    pub(super) change: Change,
+    pub(super) refused: Vec<String>,
+}
+
+/// Reads `path` again. `started` is what the daemon started with, `positions` the place of each device of the store in it.
+pub(super) fn read(path: &Path, started: &Config, positions: &[usize]) -> Result<Reload> {
+    let config = Config::read(path)?;
+    let problem = check(&config)
+        .into_iter()
+        .find(|finding| finding.severity == Severity::Problem);
+    if let Some(problem) = problem {
+        bail!("{}: {}", problem.what, problem.message);
+    }
+    Ok(compare(started, config, positions))
+}
+
+fn compare(started: &Config, new: Config, positions: &[usize]) -> Reload {
+    let restart = |key: &str| format!("`{key}` takes a restart");
+    let mut refused = Vec::new();
+    let fixed = [
+        ("socket", started.socket != new.socket),
+        ("devices", started.devices != new.devices),
+        ("engine", started.engine != new.engine),
+        (
+            "require_locked",
+            started.require_locked != new.require_locked,
+        ),
+        (
+            "metrics.listen",
+            started.metrics_listen != new.metrics_listen,
+        ),
+    ];
+    refused.extend(
+        fixed
+            .iter()
+            .filter(|(_, changed)| *changed)
+            .map(|(key, _)| restart(key)),
+    );
+    let mut limits = new.limits();
+    // Tables were made for so many.
+    for (key, limit, started) in [
+        (
+            "sessions_max",
+            &mut limits.sessions_max,
+            started.sessions_max,
+        ),
+        ("iodepth_max", &mut limits.iodepth_max, started.iodepth_max),
+    ] {
+        if *limit > started {
+            refused.push(format!(
+                "`{key}` above the {started} it started with takes a restart"
+            ));
+            *limit = started;
+        }
+    }
+    let rated = match started.devices == new.devices {
+        true => &new.rated_bytes,
+        false => &started.rated_bytes,
+    };
+    let change = Change {
+        limits,
+        rated_bytes: positions.iter().map(|&position| rated[position]).collect(),
+    };
+    Reload { change, refused }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STARTED: &str = "
+        socket = \"/run/offloadd/offloadd.sock\"
+        devices = [\"/a\", \"/b\"]
+        arena_bytes_max = \"1GiB\"
+        sessions_max = 8
+        iodepth_max = 16
+        rated_tb_written = [1, 2]
+    ";
+
+    fn compared(from: &str, to: &str) -> Reload {
+        let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
+        let new = STARTED.replace(from, to);
+        assert_ne!(new, STARTED);
+        // The store's first device is the settings' second.
+        compare(&parse(STARTED), parse(&new), &[1, 0])
+    }
+
+    #[test]
+    fn what_can_change_changes() {
+        let reload = compared("1GiB", "2GiB");
+        assert_eq!(reload.change.limits.arena_bytes_max, 2 << 30);
+        assert!(reload.refused.is_empty(), "{:?}", reload.refused);
+        let reload = compared("[1, 2]", "[3, 4]");
+        let rated = [4_000_000_000_000, 3_000_000_000_000].map(Some);
+        assert_eq!(reload.change.rated_bytes, rated);
+        let reload = compared("sessions_max = 8", "sessions_max = 2");
+        assert_eq!(reload.change.limits.sessions_max, 2);
+    }
+
+    #[test]
+    fn what_cannot_is_named_and_stays() {
+        for (from, to, key) in [
+            ("/run/offloadd/", "/run/other/", "socket"),
+            ("\"/a\", \"/b\"", "\"/a\", \"/c\"", "devices"),
+            ("sessions_max", "engine = \"psync\"\nsessions_max", "engine"),
+            (
+                "sessions_max",
+                "require_locked = true\nsessions_max",
+                "require_locked",
+            ),
+            ("sessions_max = 8", "sessions_max = 9", "sessions_max"),
+            ("iodepth_max = 16", "iodepth_max = 17", "iodepth_max"),
+        ] {
+            let reload = compared(from, to);
+            assert_eq!(reload.refused.len(), 1, "{:?}", reload.refused);
+            assert!(
+                reload.refused[0].contains(&format!("`{key}`")),
+                "{:?}",
+                reload.refused
+            );
+            assert_eq!(reload.change.limits.sessions_max, 8);
+            assert_eq!(reload.change.limits.iodepth_max, 16);
+        }
+        let listening = format!("{STARTED}\n[metrics]\nlisten = \"127.0.0.1:9464\"");
+        let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
+        let reload = compare(&parse(STARTED), parse(&listening), &[0, 1]);
+        assert_eq!(reload.refused, ["`metrics.listen` takes a restart"]);
+    }
+}

@@ -1,0 +1,196 @@
+//! Settings before a start and in a running daemon. What could go wrong: a check that passes what a start refuses, or disturbs
+//! a daemon; a reload that takes up half of a file, or ends the daemon; a change that is ignored in silence.
+
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Output;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, open, program, words};
+
+const SOON: Duration = Duration::from_secs(5);
+
+fn check(config: &Path) -> Output {
+    let mut command = program();
+    command.arg("check-config").arg(config).output().unwrap()
+}
+
+/// What is said against these settings.
+fn refusal(config: &Path) -> String {
+    let output = check(config);
+    assert_eq!(output.status.code(), Some(78), "{}", words(&output));
+    assert!(output.stdout.is_empty(), "{}", words(&output));
+    words(&output)
+}
+
+fn change(store: &Store, from: &str, to: &str) {
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    let changed = text.replace(from, to);
+    assert_ne!(changed, text);
+    std::fs::write(&store.config, changed).unwrap();
+}
+
+#[test]
+fn good_settings_are_printed_whole_and_can_be_read_again_beside_a_daemon() {
+    let store = Store::new(2, "auto");
+    let _daemon = store.serve();
+    let output = check(&store.config);
+    assert!(output.status.success(), "{}", words(&output));
+    let resolved = String::from_utf8(output.stdout).unwrap();
+    assert!(resolved.contains("sessions_max = 64\n"), "{resolved}");
+    let again = store.folder.path().join("again.toml");
+    std::fs::write(&again, resolved).unwrap();
+    assert!(check(&again).status.success());
+}
+
+#[test]
+fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
+    let store = Store::new(2, "auto");
+    let good = std::fs::read_to_string(&store.config).unwrap();
+    let device = store.devices[1].display().to_string();
+    let cases = [
+        ("64MiB", "4000TiB", "arena_bytes_max = \""),
+        ("socket = ", "sockets = ", "did you mean `socket`"),
+        ("device1", "device9", "offloadd format"),
+        ("/run/offloadd.sock", "/device0", "no socket lies at"),
+        (
+            "/run/offloadd.sock",
+            "/no/such/run/offloadd.sock",
+            "its folder cannot be made",
+        ),
+        ("/device1", "", "neither a regular file nor a block device"),
+        (
+            "offloadd.sock\"",
+            "offloadd.sock\"\nsessions_max = 0",
+            "sessions_max",
+        ),
+    ];
+    for (from, to, said) in cases {
+        std::fs::write(&store.config, &good).unwrap();
+        change(&store, from, to);
+        let message = refusal(&store.config);
+        assert!(message.contains(said), "{to}: {message}");
+        // As a start would.
+        store.refusal();
+    }
+    std::fs::write(&store.config, &good).unwrap();
+    change(&store, &format!(", {device:?}"), "");
+    let message = refusal(&store.config);
+    assert!(message.contains("device 1 of 2 is missing"), "{message}");
+    let other = Store::new(2, "auto");
+    std::fs::write(&store.config, &good).unwrap();
+    change(&store, &device, other.devices[1].to_str().unwrap());
+    let message = refusal(&store.config);
+    assert!(message.contains("belongs to store"), "{message}");
+    // Every device that is wrong is named, not only the first.
+    std::fs::write(&store.config, good.replace("/device", "/none")).unwrap();
+    let message = refusal(&store.config);
+    assert!(
+        message.contains("none0") && message.contains("none1"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_damaged_store_is_refused_and_left_as_it_is() {
+    let store = Store::new(1, "auto");
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(&store.devices[0])
+        .unwrap();
+    for offset in [0, 64 << 10] {
+        file.write_all_at(&[7; 4096], offset).unwrap();
+    }
+    let before = std::fs::read(&store.devices[0]).unwrap();
+    let message = refusal(&store.config);
+    assert!(
+        message.contains(&store.devices[0].display().to_string()),
+        "{message}"
+    );
+    assert!(std::fs::read(&store.devices[0]).unwrap() == before);
+}
+
+/// All that it said until its end.
+fn last_words(mut daemon: Daemon) -> String {
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let mut said = String::new();
+    daemon
+        .child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    said
+}
+
+#[test]
+fn sighup_takes_up_what_can_change_and_names_what_cannot() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 8);
+    fill_tiles(&mut session, 8, working, 10);
+    assert!(control.arena_free_bytes() > 32 << 20);
+
+    // Less than is used is no reason to take anything away.
+    change(&store, "64MiB", "8KiB");
+    change(&store, "engine", "sessions_max = 1\nengine");
+    daemon.signal(Signal::HUP);
+    eventually("nothing is free any more", SOON, || {
+        control.arena_free_bytes() == 0
+    });
+    session.commit(&mut control, working, b"one");
+    expect_tiles(&mut session, 8, 10);
+    let message = control.open_session(open("other")).unwrap_err().message;
+    assert!(
+        message.contains("1 sessions are open, the limit"),
+        "{message}"
+    );
+
+    change(&store, "8KiB", "128MiB");
+    change(&store, "sessions_max = 1\n", "sessions_max = 1000\n");
+    change(&store, "/run/offloadd.sock", "/elsewhere/offloadd.sock");
+    daemon.signal(Signal::HUP);
+    eventually("there is room again", SOON, || {
+        control.arena_free_bytes() > 100 << 20
+    });
+    let other = control.session("other");
+    drop((session, other));
+    let said = last_words(daemon);
+    assert!(said.contains("`socket` takes a restart"), "{said}");
+    assert!(
+        said.contains("`sessions_max` above the 64 it started with"),
+        "{said}"
+    );
+}
+
+#[test]
+fn wrong_settings_change_nothing_in_a_running_daemon() {
+    let store = Store::new(1, "auto");
+    let notify = store.folder.path().join("notify");
+    let manager = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
+    manager.set_read_timeout(Some(SOON)).unwrap();
+    let mut command = store.serve_command();
+    command.env("NOTIFY_SOCKET", &notify);
+    let daemon = Daemon::start(command, store.socket());
+    change(&store, "64MiB", "64MB");
+    daemon.signal(Signal::HUP);
+    let mut heard = String::new();
+    while !heard.contains("were not taken up") {
+        let mut bytes = [0; 512];
+        let length = manager.recv(&mut bytes).expect(&heard);
+        heard += &String::from_utf8_lossy(&bytes[..length]);
+    }
+    let (reloading, ready) = (heard.find("RELOADING=1"), heard.rfind("READY=1"));
+    assert!(reloading.is_some() && reloading < ready, "{heard}");
+    assert_eq!(daemon.control().arena_free_bytes(), 64 << 20);
+    let said = last_words(daemon);
+    assert!(said.contains("the settings stay as they were"), "{said}");
+    assert!(said.contains("the unit `MB`"), "{said}");
+}
