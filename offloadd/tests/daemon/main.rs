@@ -6,6 +6,7 @@ mod life;
 mod metrics;
 mod page;
 mod progress;
+mod service;
 mod sessions;
 mod settings;
 mod top;
