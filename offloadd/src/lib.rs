@@ -18,6 +18,7 @@ pub mod check;
 pub mod config;
 pub mod core;
 pub mod device;
+pub mod doctor;
 pub mod driver;
 pub mod engine;
 pub mod findings;

@@ -86,6 +86,25 @@ After a change: systemctl reload offloadd, or SIGHUP to the daemon, which says w
         #[arg(value_name = "FILE")]
         config: PathBuf,
     },
+    /// Say what of this machine is in the way of a daemon, or makes it slow; ends with 1 if there are problems
+    #[command(after_help = "Examples:
+  offloadd doctor                                            # of the service, where it is installed
+  offloadd doctor /mnt/nvme0 /mnt/nvme1                      # before there is a store: folders or block devices
+  offloadd doctor --config /etc/offloadd/offloadd.toml --json
+
+Kernel, io_uring, memory limits, huge pages; of each device direct I/O, space, file system, and of the drive beneath it
+link, write cache, scheduler and NUMA node. Nothing is changed; each hint and problem comes with the line that mends it.")]
+    Doctor {
+        /// Folders and devices to look at
+        #[arg(value_name = "PATH")]
+        places: Vec<PathBuf>,
+        /// Look at these settings and their devices as well
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+        /// For programs
+        #[arg(long)]
+        json: bool,
+    },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
     #[command(after_help = "Examples:
   offloadd verify --config /etc/offloadd.toml              # the daemon of this store must not be running
@@ -142,6 +161,11 @@ fn main() -> ExitCode {
             cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
         }
         Command::CheckConfig { config } => Ok(cli::check_config::run(&config)),
+        Command::Doctor {
+            places,
+            config,
+            json,
+        } => cli::doctor::run(config, places, json),
         Command::Verify { config, json } => cli::verify::run(&config, json),
         Command::Top {
             socket,

@@ -31,17 +31,48 @@ fn of_machine(name: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Our control group and those above it; a limit of any of them counts. None without cgroup 2.
+/// A limit of a control group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupLimit {
+    /// From the root of all groups.
+    pub group: PathBuf,
+    /// "memory.max", beyond which is killed, or "memory.high", beyond which is slowed down.
+    pub name: &'static str,
+    /// The limit.
+    pub bytes: u64,
+}
+
+/// The limits of our control group and of those above it. `proc` and `cgroup` are where these are mounted.
+pub fn group_limits(proc: &Path, cgroup: &Path) -> Vec<GroupLimit> {
+    let limit = |folder: &Path, name| {
+        let below = folder.strip_prefix(cgroup).unwrap_or(folder);
+        Some(GroupLimit {
+            group: Path::new("/").join(below),
+            name,
+            bytes: read_number(&folder.join(name))?,
+        })
+    };
+    groups_below(proc, cgroup)
+        .flat_map(|folder| ["memory.max", "memory.high"].map(|name| limit(&folder, name)))
+        .flatten()
+        .collect()
+}
+
 fn groups() -> impl Iterator<Item = PathBuf> {
-    let root = Path::new("/sys/fs/cgroup");
-    let ours = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    groups_below(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+}
+
+/// Our control group and those above it; a limit of any of them counts. None without cgroup 2.
+fn groups_below(proc: &Path, root: &Path) -> impl Iterator<Item = PathBuf> {
+    let ours = std::fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
+    let root = root.to_owned();
     let path = unified_group(&ours).map(|group| root.join(group));
     let mut next = path;
     std::iter::from_fn(move || {
         let folder = next.take()?;
         next = folder
             .parent()
-            .filter(|parent| parent.starts_with(root))
+            .filter(|parent| parent.starts_with(&root))
             .map(Path::to_owned);
         Some(folder)
     })

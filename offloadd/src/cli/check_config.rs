@@ -5,9 +5,10 @@ use std::process::ExitCode;
 
 use offloadd::check::check;
 use offloadd::config::Config;
-use offloadd::findings::{Finding, Severity, worst};
+use offloadd::findings::{Severity, worst};
 
 use super::binary;
+use super::findings::text;
 
 /// As `sysexits.h` has it: something is wrong with the settings.
 const EX_CONFIG: u8 = 78;
@@ -21,8 +22,9 @@ pub(crate) fn run(path: &Path) -> ExitCode {
         }
     };
     let findings = check(&config);
-    for finding in &findings {
-        tell(finding);
+    // What is fine is not worth a line.
+    for finding in findings.iter().filter(|one| one.severity > Severity::Fine) {
+        eprintln!("{}", text(finding));
     }
     if worst(&findings) == Severity::Problem {
         eprintln!("offloadd: {}: cannot be served so", path.display());
@@ -30,22 +32,6 @@ pub(crate) fn run(path: &Path) -> ExitCode {
     }
     print!("{}", resolved(&config));
     ExitCode::SUCCESS
-}
-
-/// What is fine is not worth a line.
-fn tell(finding: &Finding) {
-    if finding.severity == Severity::Fine {
-        return;
-    }
-    eprintln!(
-        "{} {}: {}",
-        finding.severity.name().to_uppercase(),
-        finding.what,
-        finding.message
-    );
-    if let Some(mend) = &finding.mend {
-        eprintln!("        {mend}");
-    }
 }
 
 /// All settings as they would be served, those that are left out too.

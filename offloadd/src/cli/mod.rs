@@ -1,6 +1,8 @@
 //! What each command does, from its arguments to its output.
 
 pub(crate) mod check_config;
+pub(crate) mod doctor;
+mod findings;
 pub(crate) mod format;
 pub(crate) mod long_work;
 mod reload;

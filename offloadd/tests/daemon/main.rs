@@ -1,6 +1,7 @@
 //! Whole daemons on real sockets, files and processes. What could go wrong is said at the top of each part.
 
 mod common;
+mod doctor;
 mod hostile;
 mod life;
 mod metrics;

@@ -1,0 +1,121 @@
+//! What of a machine keeps the daemon from running, from running safely, or from running fast; each with the line that mends it.
+//!
+//! ```text
+//!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── limits of control groups, locking, descriptors
+//!   drives ── the drive beneath each device: link, cache, scheduler, NUMA node, file system, direct I/O
+//! ```
+//!
+//! Nothing is changed. What the kernel says of the machine is read below [`Roots`], so that tests describe machines.
+
+use std::path::{Path, PathBuf};
+
+use crate::config::Config;
+use crate::findings::Finding;
+
+mod drives;
+mod kernel;
+mod memory;
+
+/// Where the kernel describes the machine.
+#[derive(Clone, Debug)]
+pub struct Roots {
+    /// `/proc`
+    pub proc: PathBuf,
+    /// `/sys`
+    pub sys: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Self {
+            proc: "/proc".into(),
+            sys: "/sys".into(),
+        }
+    }
+}
+
+impl Roots {
+    /// A file's one line; `None` where the kernel has none.
+    fn proc(&self, path: &str) -> Option<String> {
+        line(&self.proc.join(path))
+    }
+
+    fn sys(&self, path: &str) -> Option<String> {
+        line(&self.sys.join(path))
+    }
+}
+
+fn line(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    Some(text.trim().to_owned())
+}
+
+/// Of "always [advise] never": advise.
+fn chosen(words: &str) -> Option<&str> {
+    Some(words.split_once('[')?.1.split_once(']')?.0)
+}
+
+/// Everything about the machine, and about the drives beneath `places`: devices, or folders that are to hold some.
+pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
+    let mut findings = vec![kernel::version(roots)];
+    findings.extend(kernel::engines(roots));
+    findings.push(kernel::huge_pages(roots));
+    findings.extend(memory::groups(roots, config));
+    if config.is_none() {
+        findings.push(memory::locking());
+    }
+    findings.push(memory::descriptors(config));
+    findings.extend(drives::examine(roots, places));
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up machine.
+    pub(super) struct Machine {
+        pub(super) roots: Roots,
+        _folder: tempfile::TempDir,
+    }
+
+    impl Machine {
+        /// With these files, and links to folders; paths begin with proc or sys.
+        pub(super) fn new(files: &[(&str, &str)], links: &[(&str, &str)]) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let at = |path: &str| folder.path().join(path);
+            for (path, text) in files {
+                std::fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+                std::fs::write(at(path), format!("{text}\n")).unwrap();
+            }
+            for (path, target) in links {
+                std::fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+                std::fs::create_dir_all(at(target)).unwrap();
+                std::os::unix::fs::symlink(at(target), at(path)).unwrap();
+            }
+            let roots = Roots {
+                proc: at("proc"),
+                sys: at("sys"),
+            };
+            Self {
+                roots,
+                _folder: folder,
+            }
+        }
+    }
+
+    #[test]
+    fn the_chosen_word_stands_in_brackets() {
+        assert_eq!(chosen("always [advise] never"), Some("advise"));
+        assert_eq!(chosen("none"), None);
+        assert_eq!(chosen("]broken["), None);
+    }
+
+    #[test]
+    fn a_machine_that_says_nothing_is_no_reason_to_panic() {
+        let machine = Machine::new(&[], &[]);
+        let folder = tempfile::tempdir().unwrap();
+        let found = examine(&machine.roots, None, &[folder.path().to_owned()]);
+        assert!(found.len() > 6, "{found:?}");
+    }
+}

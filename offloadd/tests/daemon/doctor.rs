@@ -1,0 +1,48 @@
+//! `offloadd doctor` as a program. What could go wrong: an exit code that scripts cannot use, JSON that is none, a problem
+//! without what mends it, something left behind.
+
+use crate::common::{Store, program, words};
+
+#[test]
+fn a_good_store_has_no_problems_and_json_says_so() {
+    let store = Store::new(2, "auto");
+    let mut command = program();
+    command.arg("doctor").arg("--config").arg(&store.config);
+    let output = command.output().unwrap();
+    let said = words(&output);
+    for what in [
+        "io_uring",
+        "huge pages",
+        "direct I/O at ",
+        "all 2 of store",
+        "file system of ",
+    ] {
+        assert!(said.contains(what), "{what}: {said}");
+    }
+    // Where temporary files are in memory that is a problem, and right.
+    let in_memory = said.contains("it is memory");
+    assert_eq!(output.status.success(), !in_memory, "{said}");
+    let output = command.arg("--json").output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = json["findings"].as_array().unwrap();
+    assert!(
+        found
+            .iter()
+            .all(|one| one["severity"] == "fine" || one["mend"].is_string())
+    );
+    assert_eq!(json["worst"] == "problem", in_memory, "{json}");
+}
+
+#[test]
+fn a_problem_ends_with_1_and_the_line_that_mends_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("no/such/folder");
+    let output = program().arg("doctor").arg(&place).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+    assert!(
+        words(&output).contains("\n        mkdir -p "),
+        "{}",
+        words(&output)
+    );
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
