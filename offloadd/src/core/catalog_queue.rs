@@ -9,11 +9,12 @@ use offload_api::ids::DeviceIndex;
 use super::job::{Job, JobKey, Stored};
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, refuse};
-use crate::store::CATALOG_OFFSETS;
-use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
+use crate::blocks::AlignedBytes;
+use crate::store::catalog::{Area, Catalog, Entry, JOBS_MAX};
 use crate::store::definition::JobDefinition;
 use crate::store::manifest::SlotContent;
 use crate::store::tile_table::TileTable;
+use crate::store::{BLOCK, CATALOG_OFFSETS};
 
 /// Changes that wait for the one being written.
 pub(super) const QUEUE_MAX: usize = 256;
@@ -166,7 +167,7 @@ impl Core {
         };
         catalog.entries.push(entry.clone());
         let mut steps = vec![
-            Step::twice(entry.area.definitions(), blocks),
+            first_writes(&entry.area, blocks),
             Step::flush([DeviceIndex(0)]),
         ];
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
@@ -317,6 +318,17 @@ impl Core {
             Work::Drop { call, .. } => refuse(*call, fault.clone(), actions),
         }
     }
+}
+
+/// The definition, twice, and zeros where records and marks will be: what was there before was somebody else's, and whatever
+/// is found there from now on that is neither zeros nor ours was put there by a drive that erred.
+fn first_writes(area: &Area, definition: AlignedBytes) -> Step {
+    let definitions = area
+        .definitions()
+        .map(|offset| (offset, definition.clone()));
+    let slots = (0..2).flat_map(|slot| area.records(slot).into_iter().chain(area.marks(slot)));
+    let zeros = slots.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize)));
+    Step::writes(definitions.into_iter().chain(zeros))
 }
 
 /// One copy, then the other: a power cut leaves a whole one.

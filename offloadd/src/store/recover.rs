@@ -229,7 +229,11 @@ impl<B: Blocks> Reader<'_, B> {
             )
         });
         let path = self.blocks.path(position).to_owned();
-        if let [Err(Unreadable::Blank), Err(Unreadable::Blank)] = &copies {
+        if let [
+            Err(Unreadable::Blank | Unreadable::Foreign),
+            Err(Unreadable::Blank | Unreadable::Foreign),
+        ] = &copies
+        {
             return Err(StoreError::NoStore { path });
         }
         self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
@@ -330,7 +334,10 @@ impl<B: Blocks> Reader<'_, B> {
             // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
             // one. Unsound bytes are still told.
             for (copy, offset) in copies.iter().zip(offsets) {
-                if let Err(why @ (Unreadable::Damaged(_) | Unreadable::Device(_))) = copy {
+                if let Err(
+                    why @ (Unreadable::Damaged(_) | Unreadable::Foreign | Unreadable::Device(_)),
+                ) = copy
+                {
                     let why = why.to_string();
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
                 }

@@ -44,9 +44,12 @@ impl Head {
 /// Why bytes are not the structure that was looked for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
-    /// Nothing of ours: other magic.
+    /// Zeros, or of another job or store.
     #[error("there is none")]
     Blank,
+    /// Nothing of ours: other magic.
+    #[error("it holds bytes that are none of ours")]
+    Foreign,
     /// Sound, but of a later format.
     #[error("it has format version {0}")]
     Newer(u32),
@@ -136,7 +139,8 @@ fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), U
 fn check_head(first: &[u8], bytes_max: u64, magic: [u8; 8]) -> Result<u64, Unreadable> {
     let (head, _) = Head::read_from_prefix(first).map_err(|_| Unreadable::Blank)?;
     if head.magic != magic {
-        return Err(Unreadable::Blank);
+        let zeros = first.iter().all(|&byte| byte == 0);
+        return Err([Unreadable::Foreign, Unreadable::Blank][usize::from(zeros)].clone());
     }
     if head.bytes == 0 || head.bytes % BLOCK != 0 || head.bytes > bytes_max {
         return Err(Unreadable::Damaged(format!(

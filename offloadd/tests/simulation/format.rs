@@ -210,6 +210,46 @@ fn a_structure_with_both_copies_damaged_is_refused_by_name_or_its_generation_is(
 }
 
 #[test]
+fn a_structure_that_a_misdirected_write_covers_whole_is_named_too() {
+    let blocks = own_blocks(&tiny());
+    let tile = AlignedBytes::from_slice(&content(TILE_SEED, 4096));
+    // The record of slot 1, then its mark: without their magic they look like space that was never written.
+    for (pair, named) in [
+        ([6, 7], "record of job golden"),
+        ([8, 9], "mark of generation 1"),
+    ] {
+        let mut disks = tiny();
+        for (device, offset) in pair.map(|index| blocks[index]) {
+            disks.write(device, offset as u64, &tile).unwrap();
+        }
+        let store = recover::read(&mut disks).unwrap();
+        let notes: Vec<_> = store.notes.iter().map(ToString::to_string).collect();
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        for note in notes {
+            assert!(
+                note.contains(named) && note.contains("none of ours"),
+                "{note}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_job_in_space_that_was_anothers_starts_from_nothing_and_nothing_is_named() {
+    // Tiles of a dropped job lie where the next one has its records.
+    let mut disks = formatted();
+    for device in 0..disks.count() {
+        let noise = AlignedBytes::from_slice(&content(3, 1 << 20));
+        disks.write(device, 1 << 20, &noise).unwrap();
+    }
+    let mut world = World::start(disks, SimRandom::new(9));
+    world.begin("new", 3, Durability::Committed);
+    let (mut disks, _) = world.crash(true);
+    let report = verify(&mut disks).unwrap();
+    assert!(report.is_sound(), "{:?}", report.notes);
+}
+
+#[test]
 fn a_newer_version_is_refused_untouched() {
     for (device, offset) in own_blocks(&tiny()) {
         let mut disks = tiny();
