@@ -4,7 +4,7 @@
 //! Not an engine a daemon can choose: tests drive the core with it, one event at a time. A flush of one device does not
 //! flush another.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use offload_api::ids::DeviceIndex;
 
@@ -45,7 +45,7 @@ impl SimRandom {
 }
 
 /// What a disk does instead of an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SimFault {
     /// Answers an errno and moves nothing.
     Errno(i32),
@@ -55,6 +55,20 @@ pub enum SimFault {
     Lost,
     /// Writes this many bytes further on and says nothing. Other operations are done.
     Misdirected(u64),
+    /// Writes answer ENOSPC. Other operations are done.
+    Full,
+    /// As a drive that was pulled out: reads move nothing, the rest answers EIO.
+    Gone,
+}
+
+impl SimFault {
+    /// Whether it changes anything about such an operation.
+    fn meets(self, op: IoOp) -> bool {
+        match self {
+            Self::Errno(_) | Self::Short | Self::Gone => true,
+            Self::Lost | Self::Misdirected(_) | Self::Full => op == IoOp::Write,
+        }
+    }
 }
 
 /// When a fault happens.
@@ -77,6 +91,8 @@ struct SimDevice {
     durable: Vec<u8>,
     /// Written and not flushed, in order.
     unflushed: Vec<(u64, Vec<u8>)>,
+    /// What it does instead of every operation.
+    broken: Option<SimFault>,
 }
 
 /// A set of simulated disks.
@@ -86,6 +102,8 @@ pub struct SimDisks {
     operation_count: u64,
     /// What will go wrong.
     pub plan: Option<SimFaultPlan>,
+    /// What went wrong, and how often.
+    pub happened: BTreeMap<SimFault, u64>,
 }
 
 impl SimDisks {
@@ -97,12 +115,14 @@ impl SimDisks {
                 live: vec![0; bytes as usize],
                 durable: vec![0; bytes as usize],
                 unflushed: Vec::new(),
+                broken: None,
             })
             .collect();
         Self {
             devices,
             operation_count: 0,
             plan: None,
+            happened: BTreeMap::new(),
         }
     }
 
@@ -125,6 +145,10 @@ impl SimDisks {
             .filter(|plan| plan.at == number || (plan.for_good && plan.at < number))
             .map(|plan| plan.fault);
         let device = &mut self.devices[position];
+        let fault = fault.or(device.broken);
+        if let Some(fault) = fault.filter(|fault| fault.meets(op)) {
+            *self.happened.entry(fault).or_default() += 1;
+        }
         let room = (device.live.len() as u64).saturating_sub(offset);
         let mut moved = memory.len().min(room as usize);
         let mut start = offset as usize;
@@ -136,7 +160,10 @@ impl SimDisks {
             (Some(SimFault::Misdirected(by)), IoOp::Write) => {
                 start = (start + by as usize).min(device.live.len() - moved);
             }
-            (Some(SimFault::Lost | SimFault::Misdirected(_)) | None, _) => {}
+            (Some(SimFault::Full), IoOp::Write) => return Err(libc::ENOSPC),
+            (Some(SimFault::Gone), IoOp::Read) => return Ok(0),
+            (Some(SimFault::Gone), _) => return Err(libc::EIO),
+            (Some(SimFault::Lost | SimFault::Misdirected(_) | SimFault::Full) | None, _) => {}
         }
         match op {
             IoOp::Read => memory[..moved].copy_from_slice(&device.live[start..start + moved]),
@@ -184,6 +211,19 @@ impl SimDisks {
         }
     }
 
+    /// From now on the device does this instead of every operation.
+    pub fn break_for_good(&mut self, position: usize, fault: SimFault) {
+        self.devices[position].broken = Some(fault);
+    }
+
+    /// Nothing goes wrong any more.
+    pub fn mend(&mut self) {
+        self.plan = None;
+        for device in &mut self.devices {
+            device.broken = None;
+        }
+    }
+
     /// One bit is the other way round from now on.
     pub fn flip(&mut self, position: usize, offset: u64, bit: u32) {
         let device = &mut self.devices[position];
@@ -203,6 +243,7 @@ impl SimDisks {
             devices: devices.collect(),
             operation_count: 0,
             plan: None,
+            happened: BTreeMap::new(),
         }
     }
 }
@@ -277,6 +318,8 @@ pub struct SimEngine {
     pub disks: SimDisks,
     arenas: HashMap<SessionId, Vec<u8>>,
     inflight: Vec<SimIo>,
+    /// Its operations end after those of the others, nearly always.
+    pub slow: Option<DeviceIndex>,
     /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
     pub strays_count: usize,
 }
@@ -297,6 +340,7 @@ impl SimEngine {
             disks,
             arenas: HashMap::new(),
             inflight: Vec::new(),
+            slow: None,
             strays_count: 0,
         }
     }
@@ -346,7 +390,11 @@ impl SimEngine {
         if self.inflight.is_empty() {
             return None;
         }
-        let chosen = random.below(self.inflight.len());
+        let mut chosen = random.below(self.inflight.len());
+        if self.slow == Some(self.inflight[chosen].device) && !random.one_in(16) {
+            let quick = |io: &SimIo| Some(io.device) != self.slow;
+            chosen = self.inflight.iter().position(quick).unwrap_or(chosen);
+        }
         let mut io = self.inflight.swap_remove(chosen);
         let position = io.device.0 as usize;
         let memory: &mut [u8] = match &mut io.buffer {

@@ -1,12 +1,15 @@
-//! Every operation of a whole story fails once, and from then on for good: EIO, ENOSPC, a short transfer; and it is lost
-//! or lands elsewhere while the device says all is well. Each time a call ends in a typed error or in success, and after
+//! Every operation of a whole story (format, start, definition, writes, commits, confirmations, resume, reads) fails once,
+//! and from then on for good: EIO, ENOSPC, ETIMEDOUT, a short transfer, a full or removed drive; and a write is lost or lands elsewhere while the device says all is well. Each time a call ends in a typed error or in success, and after
 //! a power cut nothing acknowledged is missing; silent faults of tiles are found by their checksums.
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::Call;
 use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
+use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
+use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::verify;
 
 use super::world::{Process, World, content, definition, formatted, job};
@@ -130,14 +133,114 @@ fn every_operation(faults: &[SimFault], silent: bool) {
     }
 }
 
+/// What a device may say of a failed operation.
+const TOLD: [SimFault; 6] = [
+    SimFault::Errno(libc::EIO),
+    SimFault::Errno(libc::ENOSPC),
+    SimFault::Errno(libc::ETIMEDOUT),
+    SimFault::Short,
+    SimFault::Full,
+    SimFault::Gone,
+];
+
+fn format_blank(disks: &mut SimDisks) -> Result<(), StoreError> {
+    let rates = [MeasuredRates::default(); 2];
+    format(disks, StoreId([7; 16]), &rates, 7, false).map(|_| ())
+}
+
+#[test]
+fn a_store_whose_making_failed_anywhere_is_none_or_whole_and_can_be_made_again() {
+    let blank = SimDisks::new(&[5 << 19, 2 << 20]);
+    let mut whole = blank.clone();
+    format_blank(&mut whole).unwrap();
+    assert!(whole.operation_count() > 8);
+    for fault in TOLD {
+        for at in 0..whole.operation_count() {
+            for for_good in [false, true] {
+                let mut disks = blank.clone();
+                disks.plan = Some(SimFaultPlan {
+                    at,
+                    for_good,
+                    fault,
+                });
+                let made = format_blank(&mut disks);
+                let met = !disks.happened.is_empty();
+                assert_eq!(made.is_err(), met, "{fault:?} at {at}: {made:?}");
+                disks.crash(at, Vec::new());
+                disks.mend();
+                if let Err(error) = made {
+                    assert!(error.to_string().contains("sim"), "{error}");
+                    // What was begun is in the way of nobody who says so.
+                    let rates = [MeasuredRates::default(); 2];
+                    format(&mut disks, StoreId([8; 16]), &rates, 7, true).unwrap();
+                }
+                assert!(verify(&mut disks).unwrap().is_sound());
+            }
+        }
+    }
+}
+
+/// Starts, goes on from generation 3 and reads all of it.
+fn go_on(disks: SimDisks) -> (SimDisks, Result<(), FaultKind>) {
+    let mut world = match World::try_start(disks, SimRandom::new(4)) {
+        Ok(world) => world,
+        Err(failed) => return (failed.1, Err(FaultKind::Io)),
+    };
+    let (process, record) = world.open(&job("a"), 0, 1).unwrap();
+    let newest = record.unwrap().generations.last().unwrap().generation;
+    assert_eq!(newest, Generation(3), "what was read is what was committed");
+    let mut read = || {
+        world.resume(process, 3).map_err(|fault| fault.kind)?;
+        for tile in 0..TILES {
+            let bytes = world.read(process, tile)?;
+            assert!(bytes == content(seed(3, tile), bytes.len()));
+        }
+        Ok(())
+    };
+    let read = read();
+    (world.crash(true).0, read)
+}
+
+#[test]
+fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
+    let mut whole = Acknowledged::default();
+    let (disks, _) = story(formatted(), &mut whole);
+    let first = disks.operation_count();
+    let (after, read) = go_on(disks.clone());
+    assert_eq!(read, Ok(()));
+    let mut refused = 0;
+    for fault in TOLD {
+        for at in first..after.operation_count() {
+            for for_good in [false, true] {
+                let mut disks = disks.clone();
+                disks.plan = Some(SimFaultPlan {
+                    at,
+                    for_good,
+                    fault,
+                });
+                let (mut disks, read) = go_on(disks);
+                let told = [
+                    FaultKind::Io,
+                    FaultKind::NoSpace,
+                    FaultKind::Short,
+                    FaultKind::Poisoned,
+                ];
+                assert!(
+                    read.is_ok() || told.contains(&read.unwrap_err()),
+                    "{read:?}"
+                );
+                refused += usize::from(read.is_err());
+                disks.mend();
+                assert_eq!(go_on(disks).1, Ok(()), "{fault:?} at {at}");
+            }
+        }
+    }
+    assert!(refused > 50, "{refused} of them were told");
+}
+
 #[test]
 fn a_failing_operation_is_told_and_loses_nothing_acknowledged() {
-    let faults = [
-        SimFault::Errno(libc::EIO),
-        SimFault::Errno(libc::ENOSPC),
-        SimFault::Short,
-    ];
-    every_operation(&faults, false);
+    every_operation(&TOLD, false);
 }
 
 #[test]

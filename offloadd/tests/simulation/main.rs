@@ -4,13 +4,15 @@
 //! two, memory is given away while a device still writes it, a failed operation is taken for a done one. Each file here
 //! makes one kind of trouble on purpose; `removed` takes a mechanism away and asks that its test then fails.
 //!
-//! `OFFLOADD_SEED=n cargo test --test simulation` runs the one seed of a failure again.
+//! `OFFLOADD_SEEDS=n..m cargo test --test simulation` runs other seeds, or the one of a failure again.
 
 mod crashes;
 mod cuts;
 mod failures;
 mod format;
+mod oracle;
 mod removed;
 mod rules;
 mod scratch;
+mod trouble;
 mod world;

@@ -17,6 +17,8 @@ use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
 
+use super::trouble::Trouble;
+
 pub(crate) const LIMITS: Limits = Limits {
     arena_bytes_max: 64 << 20,
     sessions_max: 8,
@@ -83,6 +85,8 @@ pub(crate) struct World {
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
     pub(crate) urged: Vec<IoId>,
+    /// What the devices do wrong while it runs.
+    pub(crate) trouble: Trouble,
     geometries: HashMap<SessionId, Geometry>,
     pub(crate) made: HashMap<SessionToken, SessionId>,
     pub(crate) epoch: Epoch,
@@ -117,6 +121,7 @@ impl World {
             dropped: Vec::new(),
             evicted: Vec::new(),
             urged: Vec::new(),
+            trouble: Trouble::None,
             geometries: HashMap::new(),
             made: HashMap::new(),
             epoch,
@@ -188,6 +193,7 @@ impl World {
 
     /// Ends one operation, any of them. False when none is in flight.
     pub(crate) fn step(&mut self) -> bool {
+        (self.trouble).before_operation(&mut self.engine, &mut self.random);
         let Some((io, result)) = self.engine.end_one(&mut self.random) else {
             return false;
         };
