@@ -8,6 +8,7 @@
 
 mod crashes;
 mod cuts;
+mod damage;
 mod failures;
 mod format;
 mod oracle;

@@ -1,0 +1,202 @@
+//! Every bit of a store, one after the other: flipped, it is named, or nothing that a store is read for depends on it.
+//!
+//! What is never read has no meaning; which blocks those are is watched while a store is verified. Every bit of the rest
+//! is flipped once. A larger store, whose structures take several blocks, has random bytes of each changed.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use offload_api::ids::Generation;
+use offloadd::blocks::{AlignedBytes, BlockError, Blocks};
+use offloadd::core::Call;
+use offloadd::engine::sim::{SimDisks, SimRandom};
+use offloadd::store::StoreError;
+use offloadd::store::definition::Durability;
+use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::superblock::StoreId;
+use offloadd::store::verify::{Report, verify};
+
+use super::world::{Process, World, definition, formatted, job};
+
+const BLOCK: u64 = 4096;
+
+/// Wear is for people: a copy that is not sound is as good as none, and nothing is decided by it.
+const WEAR: std::ops::Range<u64> = 896 << 10..1 << 20;
+
+/// Notes which blocks are read.
+struct Watched<'a> {
+    disks: &'a mut SimDisks,
+    read: BTreeSet<(usize, u64)>,
+}
+
+impl Blocks for Watched<'_> {
+    fn count(&self) -> usize {
+        self.disks.count()
+    }
+
+    fn path(&self, position: usize) -> &str {
+        self.disks.path(position)
+    }
+
+    fn size_bytes(&self, position: usize) -> u64 {
+        self.disks.size_bytes(position)
+    }
+
+    fn read(
+        &mut self,
+        position: usize,
+        offset: u64,
+        into: &mut AlignedBytes,
+    ) -> Result<(), BlockError> {
+        let blocks = (offset..offset + into.len() as u64).step_by(BLOCK as usize);
+        self.read.extend(blocks.map(|at| (position, at)));
+        self.disks.read(position, offset, into)
+    }
+
+    fn write(&mut self, _: usize, _: u64, _: &AlignedBytes) -> Result<(), BlockError> {
+        panic!("verify changes nothing");
+    }
+
+    fn flush(&mut self, _: usize) -> Result<(), BlockError> {
+        panic!("verify changes nothing");
+    }
+}
+
+fn read_blocks(disks: &mut SimDisks) -> Vec<(usize, u64)> {
+    let mut watched = Watched {
+        disks,
+        read: BTreeSet::new(),
+    };
+    assert!(verify(&mut watched).unwrap().is_sound());
+    watched.read.into_iter().collect()
+}
+
+/// A job of two nodes with `generations` of them, the newest confirmed.
+fn add_job(world: &mut World, name: &str, tiles: u32, generations: u64) -> Process {
+    let (process, _) = world.open(&job(name), 0, 1).unwrap();
+    let tiles_of = definition(tiles, Durability::Committed, 2);
+    world.define(process, tiles_of).unwrap();
+    world.resume(process, 0).unwrap();
+    for generation in 1..=generations {
+        for tile in 0..tiles {
+            let seed = generation * 1000 + u64::from(tile);
+            world.write(process, generation, tile, seed).unwrap();
+        }
+        world.commit(process, generation).unwrap();
+        let confirm = Call::Confirm {
+            token: process.token,
+            generation: Generation(generation),
+        };
+        world.ask(confirm).unwrap();
+    }
+    process
+}
+
+/// That the change at `offset` of `device` was noticed, and whatever is not called damaged is as it was.
+fn assert_named(
+    found: Result<Report, StoreError>,
+    whole: &Report,
+    (path, device_offset): (&str, u64),
+    bit: u64,
+) {
+    let at = format!("bit {bit} of the block at {device_offset} of {path}");
+    let report = match found {
+        Ok(report) => report,
+        Err(error) => {
+            let said = error.to_string();
+            assert!(said.contains(path), "{at}: {said}");
+            return;
+        }
+    };
+    if WEAR.contains(&device_offset) {
+        assert!(report.is_sound(), "{at}");
+        return;
+    }
+    let named = report
+        .notes
+        .iter()
+        .any(|note| note.path == path && note.offset == device_offset)
+        || (report.damaged_tiles.iter()).any(|tile| {
+            let range = tile.offset..tile.offset + u64::from(tile.spec.tile_bytes);
+            tile.path == path && range.contains(&device_offset)
+        });
+    assert!(named, "{at}: {report:?}");
+    assert_eq!(report.job_count, whole.job_count, "{at}");
+    assert_eq!(report.tile_count, whole.tile_count, "{at}");
+}
+
+#[test]
+fn every_single_bit_of_a_small_store_is_named_or_means_nothing() {
+    let mut world = World::start(formatted(), SimRandom::new(9));
+    add_job(&mut world, "small", 2, 2);
+    world.run();
+    let mut disks = world.crash(false).0;
+    let blocks = read_blocks(&mut disks);
+    let whole = verify(&mut disks).unwrap();
+    // Superblocks of two devices, catalog, definition, records and marks of both slots: twice each; wear; two tiles.
+    assert!(blocks.len() >= 4 + 2 + 2 + 4 + 4 + 2 + 3, "{blocks:?}");
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut disks = disks.clone();
+                while let Some(&(device, offset)) = blocks.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    let path = disks.path(device).to_owned();
+                    for bit in 0..8 * BLOCK {
+                        disks.flip(device, offset + bit / 8, (bit % 8) as u32);
+                        assert_named(verify(&mut disks), &whole, (&path, offset), bit);
+                        disks.flip(device, offset + bit / 8, (bit % 8) as u32);
+                    }
+                }
+            });
+        }
+    });
+    assert!(verify(&mut disks).unwrap().is_sound());
+}
+
+#[test]
+fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
+    let mut disks = SimDisks::new(&[32 << 20, 16 << 20]);
+    let rates = [MeasuredRates::default(); 2];
+    format(&mut disks, StoreId([9; 16]), &rates, 7, false).unwrap();
+    let mut world = World::start(disks, SimRandom::new(9));
+    // Definition and record of several blocks; so many jobs that the catalog has several too.
+    let large = add_job(&mut world, "large", 600, 2);
+    world.close(large).unwrap();
+    for index in 0..30 {
+        let process = add_job(&mut world, &format!("small-{index}"), 1, 1);
+        world.close(process).unwrap();
+    }
+    world.run();
+    let (mut disks, mut random) = world.crash(false);
+    let blocks = read_blocks(&mut disks);
+    let whole = verify(&mut disks).unwrap();
+    let random = &mut random;
+    let (mut named_by_tile, mut named_by_note) = (0, 0);
+    for _ in 0..400 {
+        let (device, offset) = blocks[random.below(blocks.len())];
+        let path = disks.path(device).to_owned();
+        let bit = random.below(8 * BLOCK as usize) as u64;
+        disks.flip(device, offset + bit / 8, (bit % 8) as u32);
+        let report = verify(&mut disks).expect("the other copy serves");
+        // A structure of several blocks is named by where it begins.
+        let tiles: Vec<_> = report.damaged_tiles.iter().map(|t| &t.path).collect();
+        let notes: Vec<_> = report.notes.iter().map(|note| &note.path).collect();
+        let count = usize::from(!WEAR.contains(&offset));
+        assert_eq!(
+            tiles.len() + notes.len(),
+            count,
+            "{path} at {offset}: {report:?}"
+        );
+        assert!(tiles.iter().chain(&notes).all(|named| **named == path));
+        assert_eq!(report.tile_count, whole.tile_count);
+        named_by_tile += tiles.len();
+        named_by_note += notes.len();
+        disks.flip(device, offset + bit / 8, (bit % 8) as u32);
+    }
+    assert!(
+        named_by_tile > 10 && named_by_note > 10,
+        "{named_by_tile} {named_by_note}"
+    );
+}
