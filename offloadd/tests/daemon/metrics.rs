@@ -82,12 +82,13 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     let store = Store::new(1, "auto");
     let mut command = store.serve_command();
     // A tile takes a second.
-    command.env("OFFLOADD_PACE", "4096,4096");
+    command.env("OFFLOADD_PACE", "65536,65536");
     let daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
-    let mut session = control.session("tiny");
-    let working = session.begin(&mut control, 2);
-    let bytes = [7; 4096];
+    let reply = control.open_session(open_sized("tiny", 64 << 10)).unwrap();
+    let mut session = Session::attach_sized(&reply, 64 << 10).unwrap();
+    let working = session.begin_sized(&mut control, 2, 64 << 10);
+    let bytes = [7; 64 << 10];
     let place = session.geometry.place(SlotIndex(0)).unwrap();
     session.write_slot(place.offset, &bytes);
     session.submit(swap_out(0, 0, working, &bytes));

@@ -8,7 +8,7 @@ use std::time::Duration;
 use offload_api::ids::SlotIndex;
 use rustix::process::Signal;
 
-use crate::common::{Daemon, Store, eventually, fill_tiles, swap_out, words};
+use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open_sized, swap_out, words};
 
 /// Runs the program with these calls of it changed; `None` where strace cannot.
 fn slowed(inject: &[&str], arguments: &[&str]) -> Option<Output> {
@@ -84,12 +84,13 @@ fn a_stop_that_waits_for_a_slow_device_says_so() {
     let store = Store::new(1, "psync");
     let mut command = store.serve_command();
     // A tile takes a second and a half.
-    command.env("OFFLOADD_PACE", "2731,2731");
+    command.env("OFFLOADD_PACE", "43691,43691");
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
-    let mut session = control.session("tiny");
-    let working = session.begin(&mut control, 2);
-    let bytes = [7; 4096];
+    let reply = control.open_session(open_sized("tiny", 64 << 10)).unwrap();
+    let mut session = Session::attach_sized(&reply, 64 << 10).unwrap();
+    let working = session.begin_sized(&mut control, 2, 64 << 10);
+    let bytes = [7; 64 << 10];
     for tile in 0..2 {
         let place = session.geometry.place(SlotIndex(tile)).unwrap();
         session.write_slot(place.offset, &bytes);
