@@ -260,7 +260,7 @@ fn commit(world: &mut World, known: &mut Known, running: &mut Running) {
         }
     }
     let attempt = world.random.number();
-    let blob = |rank: usize| [&attempt.to_le_bytes()[..], &vec![rank as u8; 10]].concat();
+    let blob = |rank: usize| [&attempt.to_le_bytes()[..], &[rank as u8; 10]].concat();
     let blobs = (0..running.processes.len())
         .map(|rank| (Rank(rank as u32), blob(rank)))
         .collect();
