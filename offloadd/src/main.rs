@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::cli::top::Choice;
 
@@ -117,6 +117,22 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
         #[arg(long)]
         json: bool,
     },
+    /// Print what a shell completes commands with
+    #[command(after_help = "Examples:
+  offloadd completions bash > ~/.local/share/bash-completion/completions/offloadd
+  offloadd completions zsh > ~/.zfunc/_offloadd")]
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the pages of the manual into a folder
+    #[command(after_help = "Example:
+  offloadd man ~/.local/share/man/man8 && man offloadd")]
+    Man {
+        /// Where to
+        #[arg(value_name = "FOLDER")]
+        folder: PathBuf,
+    },
     /// Show what a running daemon's drives and jobs do, once a second
     #[command(after_help = "Examples:
   offloadd top                                                   # Ctrl-C ends
@@ -166,6 +182,12 @@ fn main() -> ExitCode {
             config,
             json,
         } => cli::doctor::run(config, places, json),
+        Command::Completions { shell } => {
+            cli::documents::completions(shell, Arguments::command()).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Man { folder } => {
+            cli::documents::man(&folder, Arguments::command()).map(|()| ExitCode::SUCCESS)
+        }
         Command::Verify { config, json } => cli::verify::run(&config, json),
         Command::Top {
             socket,

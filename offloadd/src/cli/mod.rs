@@ -2,6 +2,7 @@
 
 pub(crate) mod check_config;
 pub(crate) mod doctor;
+pub(crate) mod documents;
 mod findings;
 pub(crate) mod format;
 pub(crate) mod long_work;
