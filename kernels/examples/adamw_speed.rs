@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kernels --example adamw_speed [million elements]`
 //!
-//! A row is the best of several passes over tiles that together exceed every cache. GB/s counts the bytes that must move: each byte read
+//! Each thread steps tiles of its own. A row is the best of several passes over tiles that together exceed every cache. GB/s counts the bytes that must move: each byte read
 //! once and each byte written once, as `adamw` states them a parameter. `sum_squares` beside it is a pure reader.
 
 use std::time::Instant;
@@ -10,6 +10,7 @@ use std::time::Instant;
 use kernels::InstructionSet;
 use kernels::adamw::{Hyper, Master, Tile, init_tile, state_tile_bytes, step_range_with};
 use kernels::reduce::sum_squares_with;
+use rayon::prelude::*;
 
 /// Elements of one tile: 10 MiB of state with the split master, a size drives like.
 const TILE_ELEMS: usize = 1 << 20;
@@ -48,9 +49,9 @@ fn main() {
             }
             for thread_count in thread_counts(core_count) {
                 let seconds = best_seconds(thread_count, |pass| {
-                    for tile in &mut tiles {
-                        tile.step(set, pass + 1);
-                    }
+                    tiles
+                        .par_iter_mut()
+                        .for_each(|tile| tile.step(set, pass + 1));
                 });
                 report(
                     &format!("{master:?}"),

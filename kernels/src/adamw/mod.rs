@@ -11,7 +11,9 @@
 //! Stores are plain ones. The update is in place, so its lines are in the cache when they are written and stores past the cache save no
 //! read: measured with AVX2 on four Zen 3 cores, they ran at a fifth to a half of the speed.
 //!
-//! Promise: the bits of a result depend on the arguments alone, not on instruction set, threads or how a tile is cut into ranges. What
+//! A step runs on the thread that calls it: tiles are many and small, so whoever wants more cores steps several tiles at a time.
+//!
+//! Promise: the bits of a result depend on the arguments alone, not on instruction set or how a tile is cut into ranges. What
 //! they are is said in `scalar.rs`. The floating-point environment must be the default one (no flushing of denormals).
 
 #[cfg(target_arch = "x86_64")]
@@ -29,10 +31,6 @@ use scalar::Scalars;
 pub use crate::InstructionSet;
 pub use layout::{Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes};
 pub(crate) use layout::{PLANE_ALIGN_BYTES, moment_offsets_bytes};
-
-/// Elements one thread takes at a time: 229 to 262 KB over all planes, which fit the L2 of any server core, and 64-byte lines are not
-/// shared by two threads.
-const CHUNK_ELEMS: usize = 16 * 1024;
 
 /// The scalars of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -106,7 +104,7 @@ pub fn step_range(
 pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range: Range<usize>) {
     assert!(set.available(), "this processor has no {set:?}");
     let scalars = Scalars::new(hyper);
-    step_elements(set, &scalars, Elements::of(tile, range));
+    step_chunk(set, &scalars, Elements::of(tile, range));
 }
 
 /// A step's scalars in the order a GPU's kernel takes them (`gpu/source/adamw.cu`).
@@ -123,19 +121,6 @@ pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
         s.minus_decay,
         s.minus_step_size,
     ]
-}
-
-/// Halves the work until a piece is one chunk; rayon's threads share the pieces.
-fn step_elements(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
-    if elements.len() <= CHUNK_ELEMS {
-        return step_chunk(set, scalars, elements);
-    }
-    let middle = (elements.len() / 2).next_multiple_of(CHUNK_ELEMS);
-    let (left, right) = elements.split_at(middle);
-    rayon::join(
-        || step_elements(set, scalars, left),
-        || step_elements(set, scalars, right),
-    );
 }
 
 fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {

@@ -4,9 +4,9 @@
 //! a wrong place, or writes beyond its range. Each kernel is compared with the definition byte by byte, padding included, on numbers
 //! chosen to break it.
 
-use crate::common::{MASTERS, OwnedTile, Random, available_vector_sets, with_threads};
+use crate::common::{MASTERS, OwnedTile, Random, available_vector_sets};
 use kernels::InstructionSet;
-use kernels::adamw::{Hyper, step_range, step_range_with, step_tile};
+use kernels::adamw::{Hyper, step_range, step_range_with};
 use proptest::prelude::*;
 
 const HYPER: Hyper = Hyper {
@@ -101,29 +101,6 @@ proptest! {
         for set in InstructionSet::ALL.into_iter().filter(|set| set.available()) {
             stepped(set, &hyper, &before).assert_same_bits(&defined, &format!("{set:?}"));
         }
-    }
-}
-
-#[test]
-fn the_number_of_threads_changes_no_bit() {
-    for master in MASTERS {
-        let before = OwnedTile::hard(master, 200_001, &mut Random(3));
-        let tiles = [1, 2, 3].map(|thread_count| {
-            let before = &before;
-            with_threads(thread_count, move || {
-                let mut tile = before.clone();
-                let elems = tile.elems;
-                let t = tile.borrow();
-                step_tile(master, &HYPER, t.param, t.state, t.grad, elems);
-                tile
-            })
-        });
-        tiles[1].assert_same_bits(&tiles[0], "two threads and one");
-        tiles[2].assert_same_bits(&tiles[0], "three threads and one");
-        tiles[0].assert_same_bits(
-            &stepped(InstructionSet::Scalar, &HYPER, &before),
-            "one thread and the definition",
-        );
     }
 }
 
