@@ -91,6 +91,13 @@ impl Flights {
         self.places.len() - self.free.len()
     }
 
+    /// One swap in and nothing else is in flight, and its bytes have not come.
+    pub(crate) fn is_a_lone_read(&self) -> bool {
+        let mut flights = self.places.iter().flatten();
+        let read = |flight: &InFlight| flight.verb == Verb::SwapIn && flight.slot.is_some();
+        self.count() == 1 && flights.any(|(_, flight)| read(flight))
+    }
+
     /// Of the job's tiles: what a commit waits for.
     pub(crate) fn swap_out_count(&self) -> usize {
         self.swap_out_count

@@ -427,3 +427,24 @@ fn a_refusal_keeps_its_kind_and_words() {
         Err(ClientError::Protocol { .. })
     ));
 }
+
+/// A lone read is looked for before the session sleeps; one that takes long must not keep a processor.
+#[test]
+fn a_read_that_does_not_come_is_waited_for_asleep() {
+    let daemon = FakeDaemon::start(Manners {
+        answer: Some(|_, _| None),
+        ..Manners::default()
+    });
+    let mut session = open(&daemon);
+    let slot = filled(&mut session, 0);
+    session.swap_in(TileIndex(0), slot).unwrap();
+    let used = || {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+    };
+    let (begin, before) = (Instant::now(), used());
+    session.wait(Duration::from_millis(300)).unwrap();
+    assert!(begin.elapsed() >= Duration::from_millis(300));
+    let burnt = used() - before;
+    assert!(burnt < Duration::from_millis(30), "{burnt:?} of 300 ms");
+}

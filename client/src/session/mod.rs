@@ -13,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use offload_api::awake::Awake;
 use offload_api::fault::FaultKind;
 use offload_api::geometry::Geometry;
 use offload_api::handoff::{self, HandoffError, Received};
@@ -51,6 +52,8 @@ pub struct Session {
     /// Hangs up when the daemon dies or throws this session out.
     life_line: OwnedFd,
     waker: Waker,
+    /// For a lone operation.
+    awake: Awake,
     commit: Commit,
     /// Damaged tiles that the daemon was told of.
     reported_count: u32,
@@ -137,6 +140,7 @@ impl Session {
             completion_doorbell,
             life_line,
             waker,
+            awake: Awake::new(),
             commit: Commit::None,
             control: daemon.control,
         };

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use offload_api::awake::AWAKE_MAX;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Session, broken_ring};
@@ -24,6 +25,12 @@ impl Session {
                 Some(deadline) => deadline.saturating_duration_since(Instant::now()),
                 None => Duration::MAX,
             };
+            // Somebody waits for it, and has nothing else to do.
+            let lone = !left.is_zero() && self.flights.is_a_lone_read();
+            let came = || self.rings.ready().map(|count| count > 0);
+            if lone && (self.awake.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
+                return Ok(());
+            }
             if self.sleep(left)? || left.is_zero() {
                 return Ok(());
             }

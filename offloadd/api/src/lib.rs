@@ -15,6 +15,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod awake;
 pub mod checksum;
 pub mod fault;
 pub mod geometry;

@@ -21,11 +21,11 @@ use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use offload_api::awake::Awake;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
 use offload_api::ids::Epoch;
 use offload_api::ring::entry::Sqe;
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
@@ -45,6 +45,7 @@ mod inbox;
 mod keeper;
 mod lives;
 mod session;
+mod sleep;
 mod source;
 mod stop;
 
@@ -54,9 +55,6 @@ use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
 use session::{Session, State};
 use source::Source;
-
-/// How soon a connection that could not be accepted is tried again.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// Calls that wait for the core's answer; a commit waits for the slowest local rank.
 const CALLS_MAX: usize = 4096;
@@ -223,6 +221,9 @@ struct Driver {
     pieces: Vec<Io>,
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
+    /// For the next submission, after the last operation has ended.
+    awake: Awake,
+    fell_idle: bool,
     stop_deadline: Option<Instant>,
     /// When a stop that lasts is told next.
     tell_stop_at: Option<Instant>,
@@ -287,6 +288,8 @@ impl Driver {
             pieces: Vec::new(),
             ended: Vec::new(),
             entries: Vec::new(),
+            awake: Awake::new(),
+            fell_idle: false,
             stop_deadline: None,
             tell_stop_at: None,
         };
@@ -302,16 +305,7 @@ impl Driver {
         let mut ready = Vec::with_capacity(EVENTS_A_TURN);
         self.judge_devices();
         loop {
-            ready.clear();
-            let wait = self.wait();
-            match epoll::wait(
-                &self.epoll,
-                rustix::buffer::spare_capacity(&mut ready),
-                wait.as_ref(),
-            ) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(system("epoll_wait")(errno.into())),
-            }
+            self.sleep(&mut ready)?;
             for event in &ready {
                 match Source::unpack(event.data) {
                     Source::Inbox => self.read_inbox(),
@@ -349,33 +343,6 @@ impl Driver {
                 let _ = waiter.send(());
             }
         }
-    }
-
-    /// How long nothing needs to be done; `None` for ever.
-    fn wait(&self) -> Option<Timespec> {
-        let left = if !self.busy.is_empty() || self.engine.has_work() {
-            Duration::ZERO
-        } else {
-            let offers = self.sessions.values().filter_map(|s| match s.state {
-                State::Offered { deadline, .. } => Some(deadline),
-                _ => None,
-            });
-            let accept_again = self.accept_again.then(|| Instant::now() + ACCEPT_AGAIN);
-            let next = self
-                .hellos
-                .values()
-                .map(|hello| hello.deadline)
-                .chain(offers)
-                .chain(self.stop_deadline)
-                .chain(self.tell_stop_at)
-                .chain(self.ledger.judge_at())
-                .chain(self.ledger.keep_wear_at())
-                .chain((!self.lookers.is_empty()).then_some(self.look_at))
-                .chain(accept_again)
-                .min()?;
-            next.saturating_duration_since(Instant::now())
-        };
-        Some(Timespec::try_from(left).expect("some seconds"))
     }
 
     /// Tells the core what happened and does what it says, until both are quiet.
@@ -555,6 +522,7 @@ impl Driver {
                 },
             });
         }
+        self.fell_idle = self.queue.count() == 0;
         Ok(())
     }
 

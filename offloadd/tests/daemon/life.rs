@@ -35,6 +35,30 @@ fn sigterm_ends_in_order_and_leaves_no_sockets() {
 }
 
 #[test]
+fn a_daemon_that_is_given_nothing_sleeps() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 1);
+    // After each of these it looks for the next one.
+    for fill in 1..20 {
+        fill_tiles(&mut session, 1, working, fill);
+    }
+    let ticks = || -> u64 {
+        let stat = format!("/proc/{}/stat", daemon.pid().as_raw_nonzero());
+        let stat = std::fs::read_to_string(stat).unwrap();
+        let words: Vec<&str> = stat.rsplit_once(')').unwrap().1.split(' ').collect();
+        words[12].parse::<u64>().unwrap() + words[13].parse::<u64>().unwrap()
+    };
+    let before = ticks();
+    std::thread::sleep(Duration::from_millis(500));
+    // Hundredths of a second.
+    let used = ticks() - before;
+    assert!(used < 10, "{used} of 50 ticks");
+}
+
+#[test]
 fn a_second_daemon_on_a_store_is_refused_by_name() {
     let store = Store::new(1, "psync");
     let daemon = store.serve();

@@ -1,0 +1,188 @@
+//! Staying awake for what comes in a moment.
+//!
+//! To sleep and be woken costs a side 3 us on one processor and 12 across two, more where a processor has to come out of a
+//! deep sleep: as long as the bytes of a small tile take. A lone operation pays that at each of its steps, and nothing else is
+//! done meanwhile. So whoever waits for one looks on for a while first.
+//!
+//! Promises: never longer than [`AWAKE_MAX`], and only where it has paid before: a look that ended without what it waited
+//! for, or during which the kernel gave the processor to somebody else, is followed by ever more sleeps without one. What
+//! waits for nothing, or for slow devices, sleeps as if this were not here.
+
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// A megabyte takes 100 us out of memory and 250 from a fast drive; of what takes longer a wake-up is a small part.
+pub const AWAKE_MAX: Duration = Duration::from_micros(250);
+
+/// Without the processor for longer than this: somebody needed it who does not work for us. Whoever is waited for may run
+/// here meanwhile, and takes less.
+const TAKEN_MAX: Duration = Duration::from_micros(500);
+
+/// After so many misses in a row 2^n - 1 waits go by without a look: what never pays costs a thousandth.
+const LEVEL_MAX: u32 = 10;
+
+/// Hits in a row that make up for one miss.
+const HITS_A_LEVEL: u32 = 16;
+
+/// Whether looks have paid. One for each thing that is waited for.
+#[derive(Debug)]
+pub struct Awake {
+    /// Where there is one processor, who is waited for could not run meanwhile.
+    possible: bool,
+    habit: Habit,
+}
+
+impl Awake {
+    /// Looks at first.
+    pub fn new() -> Self {
+        Self {
+            possible: std::thread::available_parallelism().is_ok_and(|count| count.get() > 1),
+            habit: Habit::default(),
+        }
+    }
+
+    /// Calls `came` until it says yes, at most for `limit`; not even once where it would not pay. Whether it said yes.
+    ///
+    /// # Errors
+    /// Those of `came`.
+    pub fn watch<E>(
+        &mut self,
+        limit: Duration,
+        mut came: impl FnMut() -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        if !self.possible || !self.habit.pays() {
+            return Ok(false);
+        }
+        let limit = limit.min(AWAKE_MAX);
+        let (begin, used) = (Instant::now(), processor_time());
+        let hit = loop {
+            if came()? {
+                break true;
+            }
+            if begin.elapsed() >= limit {
+                break false;
+            }
+            // The kernel may have put whoever is waited for behind us, on the same processor.
+            std::thread::yield_now();
+        };
+        let used = processor_time().saturating_sub(used);
+        let taken = begin.elapsed().saturating_sub(used) > TAKEN_MAX;
+        self.habit.ended(hit && !taken);
+        Ok(hit)
+    }
+}
+
+impl Default for Awake {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Of this thread.
+fn processor_time() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+/// When to look, by what came of the looks before.
+#[derive(Debug, Default)]
+struct Habit {
+    level: u32,
+    hits: u32,
+    /// Waits that go by without a look.
+    resting: u32,
+}
+
+impl Habit {
+    fn pays(&mut self) -> bool {
+        let pays = self.resting == 0;
+        self.resting = self.resting.saturating_sub(1);
+        pays
+    }
+
+    fn ended(&mut self, hit: bool) {
+        if !hit {
+            self.level = (self.level + 1).min(LEVEL_MAX);
+            self.resting = (1 << self.level) - 1;
+            self.hits = 0;
+            return;
+        }
+        self.hits += 1;
+        if self.hits == HITS_A_LEVEL {
+            self.hits = 0;
+            self.level = self.level.saturating_sub(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks within 10,000 waits of which each `hit(nth look)` is what came of it.
+    fn looks(mut hit: impl FnMut(u32) -> bool) -> u32 {
+        let mut habit = Habit::default();
+        let mut count = 0;
+        for _ in 0..10_000 {
+            if habit.pays() {
+                habit.ended(hit(count));
+                count += 1;
+            }
+        }
+        count
+    }
+
+    #[test]
+    fn what_never_pays_is_hardly_tried_and_what_pays_always_is() {
+        assert_eq!(looks(|_| true), 10_000);
+        let never = looks(|_| false);
+        assert!((10..30).contains(&never), "{never} looks");
+        // Two of three are not enough: the third holds up whoever needs the processor.
+        let often = looks(|nth| nth % 3 != 0);
+        assert!(often < 100, "{often} looks");
+        // One in a thousand is chance.
+        let nearly = looks(|nth| nth % 1000 != 999);
+        assert!(nearly > 9_900, "{nearly} looks");
+    }
+
+    #[test]
+    fn what_begins_to_pay_is_found_out() {
+        let mut habit = Habit::default();
+        for _ in 0..LEVEL_MAX {
+            while !habit.pays() {}
+            habit.ended(false);
+        }
+        let waits = (0..2 * (1 << LEVEL_MAX)).take_while(|_| !habit.pays());
+        assert_eq!(waits.count(), (1 << LEVEL_MAX) - 1);
+        for _ in 0..HITS_A_LEVEL * LEVEL_MAX {
+            habit.ended(true);
+            assert!(habit.pays());
+        }
+        habit.ended(false);
+        assert_eq!(habit.resting, 1);
+    }
+
+    #[test]
+    fn a_watch_is_bounded_and_says_what_came() {
+        let mut awake = Awake {
+            possible: true,
+            habit: Habit::default(),
+        };
+        let begin = Instant::now();
+        let long = Duration::from_secs(3600);
+        assert_eq!(awake.watch(long, || Ok::<_, ()>(false)), Ok(false));
+        assert!(begin.elapsed() < Duration::from_secs(60));
+        assert_eq!(awake.habit.level, 1);
+        // The next one rests.
+        assert_eq!(awake.watch(long, || Err(())), Ok(false));
+        let mut looks = 0;
+        let third = awake.watch(long, || {
+            looks += 1;
+            Ok::<_, ()>(looks == 3)
+        });
+        assert_eq!((third, looks), (Ok(true), 3));
+        awake.possible = false;
+        assert_eq!(awake.watch(long, || Err(())), Ok(false));
+    }
+}

@@ -1,0 +1,76 @@
+//! How long the owner thread sleeps, and when it stays awake for a moment instead.
+
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, Event};
+use rustix::io::Errno;
+
+use super::session::State;
+use super::{Driver, DriverError, system};
+
+/// How soon a connection that could not be accepted is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
+/// How long the next submission of whoever moves one tile after the other may take: a megabyte is summed in 20 to 50 us
+/// before it.
+const NEXT_SUBMISSION: Duration = Duration::from_micros(100);
+
+impl Driver {
+    /// Waits until something has happened or is to be done; what happened is in `ready`.
+    pub(super) fn sleep(&mut self, ready: &mut Vec<Event>) -> Result<(), DriverError> {
+        ready.clear();
+        let left = self.left();
+        // Whoever moves one tile after the other comes back at once. While operations are in flight their end is waited for
+        // asleep: on few processors the kernel needs this one to move the bytes.
+        if std::mem::take(&mut self.fell_idle) && left != Some(Duration::ZERO) {
+            let now = Some(&Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            });
+            let came = || match epoll::wait(&self.epoll, spare_capacity(ready), now) {
+                Ok(count) => Ok(count > 0),
+                Err(Errno::INTR) => Ok(false),
+                Err(errno) => Err(errno),
+            };
+            let came = (self.awake).watch(
+                left.map_or(NEXT_SUBMISSION, |left| left.min(NEXT_SUBMISSION)),
+                came,
+            );
+            if came.map_err(|e| system("epoll_wait")(e.into()))? {
+                return Ok(());
+            }
+        }
+        let left = left.map(|left| Timespec::try_from(left).expect("some seconds"));
+        match epoll::wait(&self.epoll, spare_capacity(ready), left.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(system("epoll_wait")(errno.into())),
+        }
+    }
+
+    /// How long nothing needs to be done; `None` for ever.
+    fn left(&self) -> Option<Duration> {
+        if !self.busy.is_empty() || self.engine.has_work() {
+            return Some(Duration::ZERO);
+        }
+        let offers = self.sessions.values().filter_map(|s| match s.state {
+            State::Offered { deadline, .. } => Some(deadline),
+            _ => None,
+        });
+        let accept_again = self.accept_again.then(|| Instant::now() + ACCEPT_AGAIN);
+        let next = self
+            .hellos
+            .values()
+            .map(|hello| hello.deadline)
+            .chain(offers)
+            .chain(self.stop_deadline)
+            .chain(self.tell_stop_at)
+            .chain(self.ledger.judge_at())
+            .chain(self.ledger.keep_wear_at())
+            .chain((!self.lookers.is_empty()).then_some(self.look_at))
+            .chain(accept_again)
+            .min()?;
+        Some(next.saturating_duration_since(Instant::now()))
+    }
+}
