@@ -6,7 +6,8 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
-use offloadd::config::{IODEPTH_DEFAULT, parse_size};
+use offloadd::api::IODEPTH_MAX;
+use offloadd::config::parse_size;
 use offloadd::engine::EngineChoice;
 
 use crate::canonical::bare;
@@ -54,8 +55,8 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         args.tile
     );
     ensure!(
-        (1..=IODEPTH_DEFAULT).contains(&args.iodepth),
-        "--iodepth {}: 1 to {IODEPTH_DEFAULT}, what a private daemon grants",
+        (1..=IODEPTH_MAX).contains(&args.iodepth),
+        "--iodepth {}: 1 to {IODEPTH_MAX}",
         args.iodepth
     );
     let shape = Shape {
@@ -75,7 +76,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         folder: work.path().to_owned(),
         devices: vec![(device.clone(), 2 * shape.total_bytes() + (256 << 20))],
         arena_bytes_max: shape.geometry()?.arena_bytes() + (64 << 20),
-        iodepth_max: IODEPTH_DEFAULT,
+        iodepth_max: args.iodepth,
         engine: args.engine.clone(),
     })?;
     let (through, about) = workload::run(daemon.socket(), &shape, &progress)?;

@@ -62,7 +62,7 @@ pub(crate) struct ScaleArgs {
         value_delimiter = ','
     )]
     bs: Vec<Bytes>,
-    /// Operations in flight of each drive and direction; through the daemon at most 64 in all
+    /// Operations in flight of each drive and direction; through the daemon at most 1024 in all, and one a tile
     #[arg(long, value_name = "N", default_value_t = 32)]
     iodepth: u32,
     /// Bytes used of each drive; it needs five times that

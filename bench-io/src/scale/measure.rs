@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use offloadd::config::IODEPTH_DEFAULT;
+use offloadd::api::IODEPTH_MAX;
 
 use super::{Load, Row, ScalePlan, ScaleReport, control};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
@@ -237,7 +237,7 @@ struct Store {
     bench: Bench,
     _daemon: OwnDaemon,
     tile_count: u64,
-    /// What a session is granted bounds both.
+    /// What a session may ask for, and a tile is moved once at a time: both bound these.
     one_way_depth: u32,
     depth: u32,
 }
@@ -253,22 +253,23 @@ impl Store {
     ) -> Result<Self> {
         set_pace(true)?;
         progress.say("formatting a store");
-        let one_way = (plan.iodepth * folders as u32).min(IODEPTH_DEFAULT);
-        let depth = (2 * one_way).min(IODEPTH_DEFAULT);
-        let slot_bytes = u64::from(bs) * u64::from(depth);
-        let daemon = OwnDaemon::start(
-            &plan.folders[..folders],
-            plan.size,
-            slot_bytes,
-            IODEPTH_DEFAULT,
-            &plan.engine,
-        )?;
         let tile_count = plan.size / u64::from(bs) * folders as u64;
         ensure!(
             tile_count >= 2,
             "size = {}: too small for operations of {bs} bytes",
             plan.size
         );
+        let depth_max = u64::from(IODEPTH_MAX).min(tile_count);
+        let one_way = (u64::from(plan.iodepth) * folders as u64).min(depth_max) as u32;
+        let depth = (2 * u64::from(one_way)).min(depth_max) as u32;
+        let slot_bytes = u64::from(bs) * u64::from(depth);
+        let daemon = OwnDaemon::start(
+            &plan.folders[..folders],
+            plan.size,
+            slot_bytes,
+            depth,
+            &plan.engine,
+        )?;
         let bench = Bench::open(BenchPlan {
             target: TargetPlan::Daemon {
                 socket: daemon.socket().to_owned(),

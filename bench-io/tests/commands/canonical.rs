@@ -15,9 +15,9 @@ fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
 }
 
 #[test]
-fn with_all_that_a_daemon_grants_in_flight_it_gives_its_numbers_and_leaves_nothing() {
+fn with_more_in_flight_than_a_daemon_grants_unasked_it_gives_its_numbers_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let small = ["--size=16MiB", "--tile=64KiB", "--iodepth=64", "--json"];
+    let small = ["--size=16MiB", "--tile=64KiB", "--iodepth=100", "--json"];
     let output = bench_io(folder.path(), &small);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{words}");
@@ -32,11 +32,11 @@ fn with_all_that_a_daemon_grants_in_flight_it_gives_its_numbers_and_leaves_nothi
 }
 
 #[test]
-fn more_in_flight_than_its_daemon_grants_is_refused_before_anything_is_made() {
+fn more_in_flight_than_a_daemon_can_grant_is_refused_before_anything_is_made() {
     let folder = tempfile::tempdir().unwrap();
-    let output = bench_io(folder.path(), &["--iodepth=65"]);
+    let output = bench_io(folder.path(), &["--iodepth=1025"]);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
-    assert!(words.contains("--iodepth 65: 1 to 64"), "{words}");
+    assert!(words.contains("--iodepth 1025: 1 to 1024"), "{words}");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }

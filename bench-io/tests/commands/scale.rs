@@ -19,7 +19,7 @@ const TWO_DRIVES: [&str; 13] = [
     "--within=5",
     "--fio=none",
     "--json",
-    "--iodepth=16",
+    "--iodepth=40",
     "--out",
 ];
 
@@ -56,6 +56,9 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
     let loads = ["read", "write", "both"];
     let expected = [true, false].map(|paced| loads.map(|load| (load, paced)));
     assert_eq!(words, expected.concat());
+    // Of each drive, and no tile twice: half of the 128 when both ways have theirs.
+    let depths = rows.iter().map(|row| row["iodepth"].as_u64().unwrap());
+    assert_eq!(depths.collect::<Vec<_>>(), [80, 80, 128, 80, 80, 128]);
     let rate = |row: usize, way: &str| rows[row]["daemon"][way]["bytes_per_s"].as_f64().unwrap();
     for (row, way, set) in [
         (0, "read", 120e6),
