@@ -105,14 +105,43 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
         #[arg(long)]
         json: bool,
     },
+    /// Say what a store holds: jobs and whose they are, tiles, generations, steps
+    #[command(after_help = "Examples:
+  offloadd inspect                                          # of the service: your jobs, or all for root
+  offloadd inspect --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon, whether it runs or not
+  offloadd inspect --json | jq '.jobs[].generations'")]
+    Inspect {
+        /// Of the store of these settings
+        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+        config: Option<PathBuf>,
+        /// Of the daemon that answers here
+        #[arg(long, value_name = "SOCKET")]
+        socket: Option<PathBuf>,
+        /// For programs
+        #[arg(long)]
+        json: bool,
+    },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
     #[command(after_help = "Examples:
-  offloadd verify --config /etc/offloadd.toml              # the daemon of this store must not be running
-  offloadd verify --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon")]
+  offloadd verify                                           # the service reads beside its work: your jobs, or all for root
+  offloadd verify --rate 1GB/s --json
+  offloadd verify --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon, whether it runs or not
+
+A daemon reads 200 MB/s if nothing else is said, one such scrub at a time, and only what is committed; without a daemon the
+store is locked, read as fast as it can be, and its own structures are looked at as well.")]
     Verify {
-        /// The settings
-        #[arg(long, value_name = "FILE")]
-        config: PathBuf,
+        /// The store of these settings
+        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+        config: Option<PathBuf>,
+        /// By the daemon that answers here
+        #[arg(long, value_name = "SOCKET")]
+        socket: Option<PathBuf>,
+        /// Read at most so much a second, like 200MB/s
+        #[arg(long, value_name = "RATE", value_parser = cli::verify::rate)]
+        rate: Option<u64>,
+        /// Only this job, of a running daemon
+        #[arg(long, value_name = "NAME")]
+        job: Option<String>,
         /// For programs
         #[arg(long)]
         json: bool,
@@ -188,7 +217,24 @@ fn main() -> ExitCode {
         Command::Man { folder } => {
             cli::documents::man(&folder, Arguments::command()).map(|()| ExitCode::SUCCESS)
         }
-        Command::Verify { config, json } => cli::verify::run(&config, json),
+        Command::Inspect {
+            config,
+            socket,
+            json,
+        } => cli::inspect::run(config, socket, json).map(|()| ExitCode::SUCCESS),
+        Command::Verify {
+            config,
+            socket,
+            rate,
+            job,
+            json,
+        } => cli::verify::run(cli::verify::Choice {
+            config,
+            socket,
+            bytes_per_s: rate,
+            job,
+            json,
+        }),
         Command::Top {
             socket,
             config,

@@ -312,4 +312,14 @@ impl Offload for Service {
     async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
         Err(Status::unimplemented("the fake counts nothing"))
     }
+
+    async fn inspect(&self, _: Request<InspectRequest>) -> Answer<InspectReply> {
+        Err(Status::unimplemented("the fake holds nothing"))
+    }
+
+    type ScrubStream = tokio_stream::Empty<Result<ScrubReply, Status>>;
+
+    async fn scrub(&self, _: Request<ScrubRequest>) -> Answer<Self::ScrubStream> {
+        Err(Status::unimplemented("the fake holds nothing"))
+    }
 }

@@ -1,10 +1,13 @@
 //! What each command does, from its arguments to its output.
 
+mod at_rest;
 pub(crate) mod check_config;
+mod connection;
 pub(crate) mod doctor;
 pub(crate) mod documents;
 mod findings;
 pub(crate) mod format;
+pub(crate) mod inspect;
 pub(crate) mod long_work;
 mod reload;
 pub(crate) mod serve;
@@ -12,6 +15,7 @@ mod service_manager;
 pub(crate) mod top;
 pub(crate) mod verify;
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
@@ -54,6 +58,15 @@ fn follow_parent() -> Result<Option<Pid>> {
         bail!("the parent process ended while this one started");
     }
     Ok(parent)
+}
+
+/// A reader that has gone is no error: `offloadd top --json | head -1`.
+fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        result => Ok(result?),
+    }
 }
 
 /// Bytes for people: "12.3 GiB".

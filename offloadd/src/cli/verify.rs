@@ -1,117 +1,341 @@
-//! `offloadd verify`: the store's own check, told to people or programs.
+//! `offloadd verify`: everything a store holds is read and compared, on its devices or, while a daemon has it, by the daemon.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use offload_api::proto;
+use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
-use offloadd::store::verify::{Damage, DamagedTile, Report, verify_watched};
+use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
+use tonic::transport::Channel;
 
+use super::at_rest::{Holder, holder};
+use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, open_all};
 
-pub(crate) fn run(config: &Path, as_json: bool) -> Result<ExitCode> {
-    let config = Config::read(config)?;
-    let devices = open_all(&config.devices)?;
-    let listener = match as_json {
+/// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
+const SCRUB_BYTES_PER_S: u64 = 200_000_000;
+
+/// What people may choose.
+pub(crate) struct Choice {
+    pub(crate) config: Option<PathBuf>,
+    pub(crate) socket: Option<PathBuf>,
+    pub(crate) bytes_per_s: Option<u64>,
+    pub(crate) job: Option<String>,
+    pub(crate) json: bool,
+}
+
+/// What was found, in the words of the daemon, whoever found it.
+#[derive(Default)]
+struct Found {
+    by_daemon: bool,
+    job_count: u64,
+    tile_count: u64,
+    tile_bytes: u64,
+    damaged: Vec<proto::DamagedTile>,
+    /// More than are named.
+    damaged_count: u64,
+    notes: Vec<offloadd::store::twins::Note>,
+    unclean: Vec<proto::JobName>,
+    wear: Vec<Worn>,
+}
+
+struct Worn {
+    path: String,
+    worn_bytes: u64,
+    rated_bytes: Option<u64>,
+}
+
+impl Found {
+    fn is_sound(&self) -> bool {
+        self.damaged_count == 0 && self.notes.is_empty()
+    }
+}
+
+/// "200MB/s" in bytes a second.
+pub(crate) fn rate(words: &str) -> Result<u64, String> {
+    let number = words.trim_end_matches("/s").trim();
+    let split = number
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(number.len());
+    let (digits, unit) = number.split_at(split);
+    let factor = match unit.trim() {
+        "kB" | "KB" => 1e3,
+        "MB" => 1e6,
+        "GB" => 1e9,
+        "MiB" => 1048576.0,
+        "GiB" => 1073741824.0,
+        other => {
+            return Err(format!(
+                "the unit `{other}` is none of kB, MB, GB, MiB, GiB a second"
+            ));
+        }
+    };
+    let number: f64 = digits
+        .parse()
+        .map_err(|_| format!("`{digits}` is no number"))?;
+    let rate = number * factor;
+    // What is slower never ends; what is faster no machine reads.
+    match (1048576.0..=1e13).contains(&rate) {
+        true => Ok(rate as u64),
+        false => Err("from 1MiB/s to 10000GB/s".into()),
+    }
+}
+
+pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
+    let listener = match choice.json {
         true => Listener::Nobody,
         false => Listener::Person,
     };
-    let mut work = LongWork::new("verifying", Unit::Bytes, listener);
-    let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
-        work.at(done, total);
+    let found = runtime()?.block_on(async {
+        match holder(choice.config.as_deref(), choice.socket.clone()).await? {
+            Holder::Daemon(socket, client) => scrub(&socket, client, &choice, listener).await,
+            Holder::Nobody(config) => read(&config, &choice, listener),
+        }
     })?;
-    drop(work);
-    if as_json {
-        println!("{}", to_json(&report, &config));
-    } else {
-        tell(&report, &config);
-    }
-    Ok(if report.is_sound() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
+    super::print(&match choice.json {
+        true => format!("{}\n", to_json(&found)),
+        false => text(&found),
+    })?;
+    Ok(match found.is_sound() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     })
 }
 
-fn tell(report: &Report, config: &Config) {
-    for tile in &report.damaged_tiles {
-        println!("DAMAGED {tile}");
+/// Under the store's lock.
+fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
+    if choice.job.is_some() {
+        bail!("--job is for a running daemon; without one all of the store is verified");
     }
-    for note in &report.notes {
-        println!("DAMAGED {note}");
-    }
-    for (uid, job) in &report.unclean_jobs {
-        println!(
-            "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared"
-        );
-    }
-    for device in &report.wear {
-        let written_bytes = device.wear.written_bytes;
-        let rated = config.rated_bytes[device.position].map_or_else(String::new, |rated| {
-            let share = 100.0 * written_bytes as f64 / rated as f64;
-            format!(", {share:.1} % of what it is rated for")
-        });
-        println!(
-            "{}: {} written since it was formatted{rated}",
-            device.path,
-            binary(written_bytes)
-        );
-    }
-    println!(
-        "{} jobs, {} tiles, {} read: {}",
-        report.job_count,
-        report.tile_count,
-        binary(report.tile_bytes),
-        if report.is_sound() {
-            "sound"
-        } else {
-            "damaged"
+    let devices = open_all(&config.devices)?;
+    let mut work = LongWork::new("verifying", Unit::Bytes, listener);
+    let started = Instant::now();
+    let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
+        work.at(done, total);
+        if let Some(rate) = choice.bytes_per_s {
+            let due = Duration::from_secs_f64(done as f64 / rate as f64);
+            std::thread::sleep(due.saturating_sub(started.elapsed()));
         }
-    );
+    })?;
+    drop(work);
+    let wear = report.wear.iter().map(|device| Worn {
+        path: device.path.clone(),
+        worn_bytes: device.wear.written_bytes,
+        rated_bytes: config.rated_bytes[device.position],
+    });
+    let unclean = report.unclean_jobs.iter().map(|(uid, job)| proto::JobName {
+        uid: *uid,
+        job: job.as_str().into(),
+    });
+    Ok(Found {
+        by_daemon: false,
+        job_count: report.job_count as u64,
+        tile_count: report.tile_count as u64,
+        tile_bytes: report.tile_bytes,
+        damaged_count: report.damaged_tiles.len() as u64,
+        damaged: report
+            .damaged_tiles
+            .iter()
+            .map(proto::DamagedTile::from)
+            .collect(),
+        wear: wear.collect(),
+        unclean: unclean.collect(),
+        notes: report.notes,
+    })
 }
 
-fn to_json(report: &Report, config: &Config) -> Value {
+/// Beside everything else a daemon does.
+async fn scrub(
+    socket: &Path,
+    mut client: OffloadClient<Channel>,
+    choice: &Choice,
+    listener: Listener,
+) -> Result<Found> {
+    let failed = |status: tonic::Status| refusal(socket, &status);
+    let request = proto::ScrubRequest {
+        bytes_per_s: choice.bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S),
+        job: choice.job.clone().unwrap_or_default(),
+    };
+    let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
+    let mut work = LongWork::new("scrubbing", Unit::Bytes, listener);
+    let mut found = Found {
+        by_daemon: true,
+        ..Found::default()
+    };
+    let mut ended = false;
+    while let Some(reply) = answers.message().await.map_err(failed)? {
+        match reply.what {
+            Some(proto::scrub_reply::What::Damaged(tile)) => found.damaged.push(tile),
+            Some(proto::scrub_reply::What::Progress(progress)) => {
+                work.at(progress.done_bytes, progress.total_bytes);
+                found.job_count = progress.job_count;
+                found.tile_count = progress.tile_count;
+                found.tile_bytes = progress.done_bytes;
+                found.damaged_count = progress.damaged_count;
+                found.unclean = progress.unclean_jobs;
+                ended = progress.ended;
+            }
+            None => {}
+        }
+    }
+    drop(work);
+    if !ended {
+        bail!(
+            "the daemon at {} stopped before all was read",
+            socket.display()
+        );
+    }
+    let metrics = client
+        .metrics(proto::MetricsRequest {})
+        .await
+        .map_err(failed)?;
+    let wear = metrics.into_inner().devices.into_iter().map(|device| Worn {
+        path: device.device.unwrap_or_default().path,
+        worn_bytes: device.worn_bytes,
+        rated_bytes: device.rated_bytes,
+    });
+    found.wear = wear.collect();
+    Ok(found)
+}
+
+fn damaged_line(tile: &proto::DamagedTile) -> String {
+    let spec = tile.tile.unwrap_or_default();
+    let wrong = match tile.unreadable.as_str() {
+        "" => format!(
+            "checksum {:08x}, committed was {:08x}",
+            tile.found, tile.expected
+        ),
+        why => why.to_owned(),
+    };
+    format!(
+        "DAMAGED {} bytes at {} of {}: tile {} (unit {}, {}, element {}) of generation {} of job {} of uid {}, written by generation {}: {wrong}\n",
+        spec.tile_bytes,
+        tile.offset,
+        tile.device,
+        tile.index,
+        spec.unit,
+        super::inspect::kind_name(spec.kind),
+        spec.elem_offset,
+        tile.generation,
+        tile.job,
+        tile.uid,
+        tile.written_by,
+    )
+}
+
+fn text(found: &Found) -> String {
+    let mut text: String = found.damaged.iter().map(damaged_line).collect();
+    if found.damaged_count > found.damaged.len() as u64 {
+        let more = found.damaged_count - found.damaged.len() as u64;
+        text += &format!("DAMAGED {more} tiles more\n");
+    }
+    for note in &found.notes {
+        text += &format!("DAMAGED {note}\n");
+    }
+    for proto::JobName { uid, job } in &found.unclean {
+        text += &format!(
+            "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared\n"
+        );
+    }
+    for device in &found.wear {
+        let rated = device.rated_bytes.map_or_else(String::new, |rated| {
+            let share = 100.0 * device.worn_bytes as f64 / rated as f64;
+            format!(", {share:.1} % of what it is rated for")
+        });
+        text += &format!(
+            "{}: {} written since it was formatted{rated}\n",
+            device.path,
+            binary(device.worn_bytes)
+        );
+    }
+    text += &format!(
+        "{} jobs, {} tiles, {} read{}: {}\n",
+        found.job_count,
+        found.tile_count,
+        binary(found.tile_bytes),
+        if found.by_daemon {
+            " by the daemon"
+        } else {
+            ""
+        },
+        if found.is_sound() { "sound" } else { "damaged" }
+    );
+    text
+}
+
+fn to_json(found: &Found) -> Value {
     json!({
-        "sound": report.is_sound(),
-        "job_count": report.job_count,
-        "tile_count": report.tile_count,
-        "tile_bytes": report.tile_bytes,
-        "damaged_tiles": report.damaged_tiles.iter().map(tile_to_json).collect::<Vec<_>>(),
-        "notes": report.notes.iter().map(|note| json!({
+        "sound": found.is_sound(),
+        "by_daemon": found.by_daemon,
+        "job_count": found.job_count,
+        "tile_count": found.tile_count,
+        "tile_bytes": found.tile_bytes,
+        "damaged_count": found.damaged_count,
+        "damaged_tiles": found.damaged.iter().map(tile_to_json).collect::<Vec<_>>(),
+        "notes": found.notes.iter().map(|note| json!({
             "device": note.path,
             "offset": note.offset,
             "what": note.what,
             "why": note.why,
         })).collect::<Vec<_>>(),
-        "wear": report.wear.iter().map(|device| json!({
+        "wear": found.wear.iter().map(|device| json!({
             "device": device.path,
-            "worn_bytes": device.wear.written_bytes,
-            "rated_bytes": config.rated_bytes[device.position],
+            "worn_bytes": device.worn_bytes,
+            "rated_bytes": device.rated_bytes,
         })).collect::<Vec<_>>(),
-        "unclean_jobs": report.unclean_jobs.iter().map(|(uid, job)| json!({
-            "uid": uid,
-            "job": job.as_str(),
+        "unclean_jobs": found.unclean.iter().map(|one| json!({
+            "uid": one.uid,
+            "job": one.job,
         })).collect::<Vec<_>>(),
     })
 }
 
-fn tile_to_json(tile: &DamagedTile) -> Value {
-    let damage = match &tile.damage {
-        Damage::Checksum { expected, found } => json!({ "expected": expected, "found": found }),
-        Damage::Unreadable(why) => json!({ "unreadable": why }),
+fn tile_to_json(tile: &proto::DamagedTile) -> Value {
+    let spec = tile.tile.unwrap_or_default();
+    let damage = match tile.unreadable.as_str() {
+        "" => json!({ "expected": tile.expected, "found": tile.found }),
+        why => json!({ "unreadable": why }),
     };
     json!({
-        "device": tile.path,
+        "device": tile.device,
         "offset": tile.offset,
         "uid": tile.uid,
-        "job": tile.job.as_str(),
-        "tile": tile.tile.0,
-        "tile_bytes": tile.spec.tile_bytes,
-        "generation": tile.generation.0,
-        "written_by": tile.written_by.0,
+        "job": tile.job,
+        "tile": tile.index,
+        "tile_bytes": spec.tile_bytes,
+        "generation": tile.generation,
+        "written_by": tile.written_by,
         "damage": damage,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_have_a_unit_and_bounds() {
+        assert_eq!(rate("200MB/s"), Ok(200_000_000));
+        assert_eq!(rate("1.5 GB/s"), Ok(1_500_000_000));
+        assert_eq!(rate("2MiB"), Ok(2 << 20));
+        for wrong in [
+            "",
+            "200",
+            "MB/s",
+            "1kB/s",
+            "-5MB/s",
+            "1e99GB/s",
+            "20000GB/s",
+            "nanMB/s",
+            "5mb",
+        ] {
+            assert!(rate(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -19,6 +19,7 @@
 mod catalog_queue;
 mod commit;
 mod event;
+mod inspect;
 mod io;
 mod job;
 mod look;
@@ -29,6 +30,7 @@ mod script;
 mod session;
 
 pub use event::*;
+pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
 
 use std::collections::{BTreeMap, HashMap};

@@ -9,8 +9,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Limits, Peer, Reply, SessionId, Viewer};
+use crate::core::{Call, Core, Damage, Limits, Peer, Reply, SessionId, Viewer};
 use crate::metrics::Snapshot;
+use crate::store::definition::JobName;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
 const WAITING_MAX: usize = 1024;
@@ -25,6 +26,15 @@ pub struct Change {
     pub limits: Limits,
     /// Of each device, in the store's order.
     pub rated_bytes: Vec<Option<u64>>,
+}
+
+/// What somebody wants to know of the core, and its own way to the answer.
+pub(super) struct Question(pub(super) Box<dyn FnOnce(&Core) + Send>);
+
+impl std::fmt::Debug for Question {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Question")
+    }
 }
 
 /// What the owner thread is told.
@@ -42,6 +52,14 @@ pub(super) enum Message {
     Made {
         session: SessionId,
         made: Result<Box<Made>, Fault>,
+    },
+    /// Somebody wants to know something of the core.
+    Ask(Question),
+    /// A scrub found a damaged tile.
+    Damaged {
+        uid: u32,
+        job: JobName,
+        damage: Damage,
     },
     /// The administrator changed the settings.
     Change(Change),
@@ -89,6 +107,31 @@ impl DriverHandle {
         let (answer, receiver) = oneshot::channel();
         self.hand_over(Message::Look { viewer, answer })?;
         Ok(receiver)
+    }
+
+    /// Asks the core something that is answered in microseconds.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn ask<R: Send + 'static>(
+        &self,
+        question: impl FnOnce(&Core) -> R + Send + 'static,
+    ) -> Result<oneshot::Receiver<R>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        let question = Question(Box::new(move |core| {
+            // An error means that nobody wants to know any more.
+            let _ = answer.send(question(core));
+        }));
+        self.hand_over(Message::Ask(question))?;
+        Ok(receiver)
+    }
+
+    /// A tile is not what was committed.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn damaged(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
+        self.hand_over(Message::Damaged { uid, job, damage })
     }
 
     /// Takes changed settings up.

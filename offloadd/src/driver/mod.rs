@@ -486,6 +486,11 @@ impl Driver {
                     }
                 }
                 Message::Made { session, made } => self.made(session, made),
+                Message::Ask(question) => (question.0)(&self.core),
+                Message::Damaged { uid, job, damage } => {
+                    let place = self.ledger.place(uid, &job);
+                    self.hear_damage(place, uid, damage);
+                }
                 Message::Change(change) => {
                     self.limits = change.limits;
                     self.ledger.rate(&change.rated_bytes);

@@ -96,13 +96,18 @@ impl Ledger {
 
     /// A session of a job begins; its operations are counted at the place given back.
     pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
+        let place = self.place(uid, name);
+        self.jobs[place.0].session_count += 1;
+        place
+    }
+
+    /// Where a job is counted, whether somebody uses it or not.
+    pub fn place(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let key = (uid, name.clone());
-        let place = match self.places.get(&key) {
+        JobPlace(match self.places.get(&key) {
             Some(place) => *place,
             None => self.new_place(key),
-        };
-        self.jobs[place].session_count += 1;
-        JobPlace(place)
+        })
     }
 
     fn new_place(&mut self, key: (u32, JobName)) -> usize {

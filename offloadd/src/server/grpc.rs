@@ -8,8 +8,10 @@ use offload_api::geometry::SlotClass;
 use offload_api::ids::{DeviceIndex, Generation, Rank, SessionToken, TileIndex};
 use offload_api::proto;
 use offload_api::{BLOB_BYTES_MAX, IODEPTH_MAX, PROTOCOL_VERSION};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
+use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{self, Call, Damage, OpenSession, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
@@ -39,6 +41,7 @@ pub struct About {
 pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
+    pub(super) scrubs: Scrubs,
 }
 
 impl Service {
@@ -237,16 +240,45 @@ impl proto::offload_server::Offload for Service {
         &self,
         request: Request<proto::MetricsRequest>,
     ) -> Result<Response<proto::MetricsReply>, Status> {
-        let peer = peer_of(&request)?;
-        let runs_it = peer.uid == rustix::process::geteuid().as_raw();
-        let viewer = if peer.uid == 0 || runs_it {
-            Viewer::All
-        } else {
-            Viewer::Uid(peer.uid)
-        };
+        let viewer = viewer(peer_of(&request)?);
         let answer = self.driver.look(viewer)?;
         let snapshot = answer.await.map_err(|_| ended_unanswered())??;
         Ok(Response::new(Arc::unwrap_or_clone(snapshot).into()))
+    }
+
+    async fn inspect(
+        &self,
+        request: Request<proto::InspectRequest>,
+    ) -> Result<Response<proto::InspectReply>, Status> {
+        let viewer = viewer(peer_of(&request)?);
+        let answer =
+            (self.driver).ask(move |core| (core.device_states(), core.contents(viewer)))?;
+        let (devices, jobs) = answer.await.map_err(|_| ended_unanswered())?;
+        Ok(Response::new(proto::InspectReply {
+            devices: devices.into_iter().map(proto::Device::from).collect(),
+            jobs: jobs.iter().map(proto::JobContent::from).collect(),
+        }))
+    }
+
+    type ScrubStream = ReceiverStream<Result<proto::ScrubReply, Status>>;
+
+    async fn scrub(
+        &self,
+        request: Request<proto::ScrubRequest>,
+    ) -> Result<Response<Self::ScrubStream>, Status> {
+        let viewer = viewer(peer_of(&request)?);
+        let proto::ScrubRequest { bytes_per_s, job } = request.into_inner();
+        if bytes_per_s < RATE_MIN {
+            let what = format!("{bytes_per_s} bytes a second; at least {RATE_MIN}");
+            return Err(invalid(what).into());
+        }
+        let wish = Wish {
+            viewer,
+            job: (!job.is_empty()).then_some(job),
+            bytes_per_s,
+        };
+        let answers = self.scrubs.start(self.driver.clone(), wish)?;
+        Ok(Response::new(ReceiverStream::new(answers)))
     }
 }
 
@@ -254,6 +286,15 @@ impl proto::offload_server::Offload for Service {
 fn ended_unanswered() -> Fault {
     let what = "offloadd stopped before it answered; what was committed is safe";
     Fault::new(FaultKind::Stopping, what)
+}
+
+/// What a caller may see.
+fn viewer(peer: Peer) -> Viewer {
+    let runs_it = peer.uid == rustix::process::geteuid().as_raw();
+    match peer.uid == 0 || runs_it {
+        true => Viewer::All,
+        false => Viewer::Uid(peer.uid),
+    }
 }
 
 /// Who calls, as the kernel said when the connection was made.

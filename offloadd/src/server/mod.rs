@@ -14,14 +14,17 @@ use tokio_stream::wrappers::UnixListenerStream;
 
 use crate::driver::DriverHandle;
 
+mod content;
 mod grpc;
 pub mod page;
 mod peer;
+mod scrub;
 mod sizes;
 
 pub use grpc::About;
 use grpc::Service;
 use peer::Places;
+use scrub::Scrubs;
 use sizes::Sizes;
 
 /// Calls of one connection at a time: a commit that waits for other ranks, and some besides.
@@ -176,7 +179,11 @@ pub async fn serve(
         .concurrency_limit_per_connection(CALLS_A_CONNECTION)
         .max_concurrent_streams(CALLS_A_CONNECTION as u32)
         .http2_max_header_list_size(16 << 10)
-        .add_service(Sizes::new(Service { driver, about }))
+        .add_service(Sizes::new(Service {
+            driver,
+            about,
+            scrubs: Scrubs::default(),
+        }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
     let patience = async {
         stopped(stop).await;

@@ -29,6 +29,7 @@
 //! checksum are the same in every version.
 
 pub mod catalog;
+pub mod content;
 pub mod definition;
 pub mod format;
 pub mod manifest;

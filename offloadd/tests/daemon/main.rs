@@ -3,6 +3,7 @@
 mod common;
 mod doctor;
 mod hostile;
+mod inspect;
 mod life;
 mod metrics;
 mod page;

@@ -5,7 +5,7 @@
 
 mod table;
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,13 +15,10 @@ use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::Config;
 use offloadd::metrics::Snapshot;
 use tokio::signal::unix::{SignalKind, signal};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
-/// To reach the daemon and to get one answer: it answers in microseconds or hangs.
-const ANSWER_WAIT: Duration = Duration::from_secs(10);
-
-/// A store with a thousand jobs.
-const ANSWER_BYTES_MAX: usize = 64 << 20;
+use super::connection::{ANSWER_WAIT, connect, refusal, runtime};
+use super::print;
 
 /// The screen's other buffer, without a cursor; and back.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
@@ -51,11 +48,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
         Some(config) => Config::read(config)?.socket,
         None => choice.socket,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("starting")?;
-    runtime.block_on(async {
+    runtime()?.block_on(async {
         let mut daemon = Daemon::connect(&socket).await?;
         if choice.once {
             let (before, now) = daemon.look_twice(choice.interval).await?;
@@ -84,22 +77,9 @@ struct Daemon {
 
 impl Daemon {
     async fn connect(socket: &Path) -> Result<Self> {
-        let name = socket.to_str().context("the socket's path must be UTF-8")?;
-        let absolute = std::path::absolute(name)?;
-        let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?;
-        let connecting = tokio::time::timeout(ANSWER_WAIT, endpoint.connect()).await;
-        let channel = connecting
-            .map_err(|_| anyhow::anyhow!("no answer in {} s", ANSWER_WAIT.as_secs()))
-            .and_then(|connected| connected.map_err(root_cause))
-            .with_context(|| {
-                format!(
-                    "no daemon at {name}: does `offloadd serve` run, is this its `socket` (--socket), and may you open it?"
-                )
-            })?;
-        let client = OffloadClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
         Ok(Self {
+            client: connect(socket).await?,
             socket: socket.to_owned(),
-            client,
         })
     }
 
@@ -108,16 +88,7 @@ impl Daemon {
         let answer = tokio::time::timeout(ANSWER_WAIT, asking)
             .await
             .with_context(|| format!("the daemon did not answer in {} s", ANSWER_WAIT.as_secs()))?
-            .map_err(|status| match status.code() {
-                tonic::Code::Unimplemented => {
-                    anyhow::anyhow!("the daemon is older than this offloadd and does not count")
-                }
-                _ => anyhow::anyhow!(
-                    "the daemon at {} has gone: {}",
-                    self.socket.display(),
-                    status.message()
-                ),
-            })?;
+            .map_err(|status| refusal(&self.socket, &status))?;
         Ok(answer.into_inner().try_into()?)
     }
 
@@ -126,15 +97,6 @@ impl Daemon {
         tokio::time::sleep(apart).await;
         Ok((before, self.look().await?))
     }
-}
-
-/// "connection refused" behind "transport error".
-fn root_cause(error: tonic::transport::Error) -> anyhow::Error {
-    let mut cause: &dyn std::error::Error = &error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    anyhow::anyhow!("{cause}")
 }
 
 /// A line of JSON every interval, until nobody reads it.
@@ -194,13 +156,4 @@ fn screen(text: &str) -> String {
     }
     screen.push_str("\x1b[J");
     screen
-}
-
-/// A reader that has gone is no error: `offloadd top --json | head -1`.
-fn print(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        result => Ok(result?),
-    }
 }

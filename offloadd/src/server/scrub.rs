@@ -1,0 +1,316 @@
+//! Reads what is committed while the daemon serves, slowly, and names what is damaged.
+//!
+//! ```text
+//!   owner thread ──"these tiles lie there now"──▶ scrub thread ──read, compare──▶ the caller's stream
+//!        ▲────────"is it still so?"────────────────┘ before anything is called damaged
+//! ```
+//!
+//! The owner thread is asked for some tiles at a time and never waits. Tiles are read beside the queues, by a file of our own,
+//! at a bounded rate. A tile that was written, moved or dropped meanwhile reads as something else: only what does not fit while
+//! the owner thread says that it must is damaged.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::checksum::checksum;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::proto;
+use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tonic::Status;
+
+use crate::blocks::AlignedBytes;
+use crate::core::{At, CommittedTile, Core, Damage, Viewer};
+use crate::device::Device;
+use crate::driver::DriverHandle;
+use crate::store::content::JobContent;
+use crate::store::verify::{Damage as Wrong, DamagedTile};
+
+/// Least rate: below it a scrub would not end.
+pub(super) const RATE_MIN: u64 = 1 << 20;
+
+/// Read at a time, so that others' reads come between.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Between two words to the caller.
+const TOLD_EVERY: Duration = Duration::from_millis(500);
+
+/// Damaged tiles that are named; all are counted.
+const NAMED_MAX: u64 = 10_000;
+
+/// Scrubs of this daemon: one at a time.
+#[derive(Clone, Debug)]
+pub(super) struct Scrubs(Arc<Semaphore>);
+
+impl Default for Scrubs {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(1)))
+    }
+}
+
+/// What is asked for, checked.
+#[derive(Clone, Debug)]
+pub(super) struct Wish {
+    pub(super) viewer: Viewer,
+    /// One job's name; of all otherwise.
+    pub(super) job: Option<String>,
+    pub(super) bytes_per_s: u64,
+}
+
+pub(super) type Answers = mpsc::Receiver<Result<proto::ScrubReply, Status>>;
+
+impl Scrubs {
+    /// Starts one; it ends when nobody listens any more.
+    pub(super) fn start(&self, owner: DriverHandle, wish: Wish) -> Result<Answers, Fault> {
+        let place = self.0.clone().try_acquire_owned().map_err(|_| {
+            let what = "a scrub runs already: one at a time, so that training keeps the drives";
+            Fault::new(FaultKind::TooMany, what)
+        })?;
+        let (answers, receiver) = mpsc::channel(16);
+        let scrub = Scrub {
+            owner,
+            wish,
+            answers,
+            files: HashMap::new(),
+            buffer: AlignedBytes::zeroed(0),
+            pace_from: Instant::now(),
+            told_at: Instant::now(),
+            done: proto::ScrubProgress::default(),
+        };
+        std::thread::Builder::new()
+            .name("scrub".into())
+            .spawn(move || scrub.run(place))
+            .map_err(|error| {
+                let what = format!("starting the thread that scrubs: {error}");
+                Fault::new(FaultKind::NoMemory, what)
+            })?;
+        Ok(receiver)
+    }
+}
+
+struct Scrub {
+    owner: DriverHandle,
+    wish: Wish,
+    answers: mpsc::Sender<Result<proto::ScrubReply, Status>>,
+    files: HashMap<Arc<str>, Device>,
+    buffer: AlignedBytes,
+    pace_from: Instant,
+    told_at: Instant,
+    done: proto::ScrubProgress,
+}
+
+/// Why it ends before its end.
+enum Ended {
+    /// The caller has gone.
+    Unheard,
+    Failed(Fault),
+}
+
+impl From<Fault> for Ended {
+    fn from(fault: Fault) -> Self {
+        Self::Failed(fault)
+    }
+}
+
+impl Scrub {
+    fn run(mut self, _place: OwnedSemaphorePermit) {
+        match self.all() {
+            Ok(()) | Err(Ended::Unheard) => {}
+            Err(Ended::Failed(fault)) => {
+                let _ = self.answers.blocking_send(Err(fault.into()));
+            }
+        }
+    }
+
+    fn all(&mut self) -> Result<(), Ended> {
+        let viewer = self.wish.viewer;
+        let mut jobs = self.ask(move |core| core.contents(viewer))?;
+        if let Some(name) = &self.wish.job {
+            jobs.retain(|job| job.name.as_str() == name);
+            if jobs.is_empty() {
+                let what = format!("no job {name} of yours is in the store");
+                return Err(Fault::new(FaultKind::NotFound, what).into());
+            }
+        }
+        self.done.job_count = jobs.len() as u64;
+        self.done.total_bytes = jobs.iter().map(JobContent::comparable_bytes).sum();
+        self.tell()?;
+        for job in jobs {
+            if job.generations.iter().any(|one| one.overwriting) {
+                self.done.unclean_jobs.push(proto::JobName {
+                    uid: job.uid,
+                    job: job.name.as_str().into(),
+                });
+            }
+            let mut at = At {
+                uid: job.uid,
+                name: job.name,
+                tile: 0,
+            };
+            loop {
+                let asked = at.clone();
+                // Dropped since.
+                let Some(found) = self.ask(move |core| core.committed_tiles(&asked))? else {
+                    break;
+                };
+                for tile in &found.tiles {
+                    let spec = found.definition.tiles()[tile.tile.0 as usize];
+                    if let Some(wrong) = self.compare(&at, tile, spec.tile_bytes)? {
+                        self.damaged(
+                            &at,
+                            tile,
+                            DamagedTile {
+                                path: tile.path.to_string(),
+                                offset: tile.extent.offset,
+                                uid: at.uid,
+                                job: at.name.clone(),
+                                tile: tile.tile,
+                                spec,
+                                generation: tile.generation,
+                                written_by: tile.version.generation,
+                                damage: wrong,
+                            },
+                        )?;
+                    }
+                }
+                match found.next {
+                    Some(next) => at.tile = next,
+                    None => break,
+                }
+            }
+        }
+        self.done.ended = true;
+        self.tell()
+    }
+
+    /// What is wrong with a tile that must be right, if anything is.
+    fn compare(
+        &mut self,
+        at: &At,
+        tile: &CommittedTile,
+        tile_bytes: u32,
+    ) -> Result<Option<Wrong>, Ended> {
+        let read = self.read(tile, tile_bytes)?;
+        self.done.tile_count += 1;
+        let wrong = match read {
+            Err(error) => Wrong::Unreadable(error.to_string()),
+            Ok(()) => {
+                let found = checksum(&self.buffer.as_slice()[..tile_bytes as usize]);
+                let expected = tile.version.checksum;
+                if found == expected {
+                    return Ok(None);
+                }
+                Wrong::Checksum { expected, found }
+            }
+        };
+        let again = At {
+            tile: tile.tile.0 as usize,
+            ..at.clone()
+        };
+        let now = self.ask(move |core| core.committed_tiles(&again))?;
+        let still = now.is_some_and(|now| {
+            let same = |other: &CommittedTile| {
+                (other.tile, other.version, other.extent) == (tile.tile, tile.version, tile.extent)
+            };
+            now.tiles.iter().any(same)
+        });
+        Ok(still.then_some(wrong))
+    }
+
+    fn read(
+        &mut self,
+        tile: &CommittedTile,
+        tile_bytes: u32,
+    ) -> Result<std::io::Result<()>, Ended> {
+        let tile_bytes = tile_bytes as usize;
+        if self.buffer.len() < tile_bytes {
+            self.buffer = AlignedBytes::zeroed(tile_bytes);
+        }
+        if !self.files.contains_key(&tile.path) {
+            match Device::look(Path::new(&*tile.path)) {
+                Ok(device) => self.files.insert(tile.path.clone(), device),
+                Err(error) => return Ok(Err(std::io::Error::other(error))),
+            };
+        }
+        let mut at = 0;
+        let mut result = Ok(());
+        while at < tile_bytes {
+            let end = (at + PIECE_BYTES).min(tile_bytes);
+            let file = self.files[&tile.path].file();
+            let into = &mut self.buffer.as_mut_slice()[at..end];
+            if result.is_ok() {
+                result = file.read_exact_at(into, tile.extent.offset + at as u64);
+            }
+            self.done.done_bytes += (end - at) as u64;
+            self.keep_pace(end - at);
+            at = end;
+            if self.told_at.elapsed() >= TOLD_EVERY {
+                self.tell()?;
+            }
+        }
+        Ok(result)
+    }
+
+    /// Not faster than was asked for, over the last seconds: what was not used before is not made up for.
+    fn keep_pace(&mut self, bytes: usize) {
+        let piece = Duration::from_secs_f64(bytes as f64 / self.wish.bytes_per_s as f64);
+        let now = Instant::now();
+        let due = self.pace_from + piece;
+        if due > now {
+            std::thread::sleep(due - now);
+        }
+        self.pace_from = due.max(now.checked_sub(Duration::from_secs(1)).unwrap_or(now));
+    }
+
+    fn damaged(
+        &mut self,
+        at: &At,
+        tile: &CommittedTile,
+        damaged: DamagedTile,
+    ) -> Result<(), Ended> {
+        self.done.damaged_count += 1;
+        let (expected, found) = match damaged.damage {
+            Wrong::Checksum { expected, found } => (expected, found),
+            Wrong::Unreadable(_) => (tile.version.checksum, 0),
+        };
+        let heard = Damage {
+            device: tile.extent.device,
+            offset: tile.extent.offset,
+            tile: tile.tile,
+            generation: tile.version.generation,
+            expected,
+            found,
+        };
+        self.owner.damaged(at.uid, at.name.clone(), heard)?;
+        if self.done.damaged_count > NAMED_MAX {
+            return Ok(());
+        }
+        let message = proto::scrub_reply::What::Damaged((&damaged).into());
+        self.send(message)
+    }
+
+    fn tell(&mut self) -> Result<(), Ended> {
+        self.told_at = Instant::now();
+        self.send(proto::scrub_reply::What::Progress(self.done.clone()))
+    }
+
+    /// Waits while the caller does not read; the daemon does not wait for us.
+    fn send(&self, what: proto::scrub_reply::What) -> Result<(), Ended> {
+        let reply = proto::ScrubReply { what: Some(what) };
+        (self.answers.blocking_send(Ok(reply))).map_err(|_| Ended::Unheard)
+    }
+
+    fn ask<R: Send + 'static>(
+        &self,
+        question: impl FnOnce(&Core) -> R + Send + 'static,
+    ) -> Result<R, Ended> {
+        let answer = self.owner.ask(question)?;
+        answer.blocking_recv().map_err(|_| {
+            let what = "offloadd stopped before the scrub ended";
+            Ended::Failed(Fault::new(FaultKind::Stopping, what))
+        })
+    }
+}

@@ -1,0 +1,294 @@
+//! What a store holds, and what is damaged in it, while a daemon has it. What could go wrong: a daemon that says something else
+//! than its devices, another user's jobs, damage that is overlooked, tiles called damaged because they were written meanwhile, a
+//! scrub that takes the drives from training, or goes on when nobody listens.
+
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use offload_api::proto;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open_sized, program, words};
+
+const SOON: Duration = Duration::from_secs(5);
+
+fn command(name: &str, store: &Store, more: &[&str]) -> Command {
+    let mut command = program();
+    command
+        .args([name, "--config"])
+        .arg(&store.config)
+        .args(more);
+    command
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", words(output)))
+}
+
+/// A store in which `tiny` has committed `count` tiles twice.
+fn filled(count: u32) -> (Store, Daemon) {
+    let store = Store::new(2, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let mut working = session.begin(&mut control, count);
+    for step in [7, 8] {
+        // No byte of one step is another's of the other.
+        fill_tiles(&mut session, count, working, 20 * step);
+        let blob = format!("{{\"version\":1,\"step\":{step}}}");
+        working = session.commit(&mut control, working, blob.as_bytes());
+    }
+    (store, daemon)
+}
+
+#[test]
+fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
+    let (store, mut daemon) = filled(6);
+    let online = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    let job = &online["jobs"][0];
+    assert_eq!(
+        (&job["job"], &job["uid"]),
+        (&"tiny".into(), &rustix::process::geteuid().as_raw().into())
+    );
+    assert_eq!(job["kinds"][0]["tile_count"], 6);
+    let generation = &job["generations"][0];
+    assert_eq!(job["generations"].as_array().unwrap().len(), 1, "{job}");
+    assert_eq!(
+        (&generation["generation"], &generation["state"]),
+        (&2.into(), &"confirmed".into())
+    );
+    assert_eq!(generation["ranks"][0]["step"], 8);
+    assert_eq!(
+        (&generation["bytes"], &generation["new_bytes"]),
+        (&24576.into(), &24576.into())
+    );
+    let table = words(&command("inspect", &store, &[]).output().unwrap());
+    assert!(
+        table.contains("generation 2, confirmed: step 8 of 1 ranks; 24.0 KiB in 6 tiles"),
+        "{table}"
+    );
+
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let offline = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    assert_eq!(offline, online);
+}
+
+#[test]
+fn another_user_sees_and_scrubs_none_of_our_jobs() {
+    if !rustix::process::geteuid().is_root() {
+        println!(
+            "skipped: {}: only root can become another user",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return;
+    }
+    let (store, daemon) = filled(4);
+    let all = |mode| PermissionsExt::from_mode(mode);
+    std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
+    std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
+    let copy = store.folder.path().join("offloadd");
+    std::fs::copy(env!("CARGO_BIN_EXE_offloadd"), &copy).unwrap();
+    let other = |arguments: &[&str]| {
+        let mut command = Command::new(&copy);
+        command
+            .args(arguments)
+            .arg("--socket")
+            .arg(&daemon.socket)
+            .uid(65534)
+            .gid(65534)
+            .current_dir("/");
+        command.output().unwrap()
+    };
+    assert_eq!(
+        json(&other(&["inspect", "--json"]))["jobs"],
+        Value::Array(Vec::new())
+    );
+    let scrubbed = json(&other(&["verify", "--json"]));
+    assert_eq!(
+        (&scrubbed["job_count"], &scrubbed["tile_count"]),
+        (&0.into(), &0.into())
+    );
+    let named = other(&["verify", "--job", "tiny"]);
+    assert!(
+        words(&named).contains("no job tiny of yours"),
+        "{}",
+        words(&named)
+    );
+    let ours = json(&command("verify", &store, &["--json"]).output().unwrap());
+    assert_eq!(ours["tile_count"], 4);
+}
+
+/// Where the bytes of tile 3, as it was committed last, lie.
+fn place_of_tile_3(store: &Store) -> (PathBuf, u64) {
+    let block = [160 + 3; 4096];
+    for device in &store.devices {
+        let bytes = std::fs::read(device).unwrap();
+        if let Some(place) = bytes.chunks(4096).position(|found| found == block) {
+            return (device.clone(), place as u64 * 4096);
+        }
+    }
+    panic!("tile 3 is on no device");
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_named_while_the_daemon_serves() {
+    let (store, daemon) = filled(8);
+    let sound = command("verify", &store, &["--json"]).output().unwrap();
+    assert!(sound.status.success(), "{}", words(&sound));
+    let found = json(&sound);
+    assert_eq!(
+        (&found["by_daemon"], &found["tile_count"]),
+        (&true.into(), &8.into())
+    );
+
+    let (device, offset) = place_of_tile_3(&store);
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(&device)
+        .unwrap();
+    file.write_all_at(&[160 + 3 + 64], offset + 1234).unwrap();
+    file.sync_all().unwrap();
+    let output = command("verify", &store, &["--json"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+    let found = json(&output);
+    assert_eq!(
+        (&found["sound"], &found["damaged_count"]),
+        (&false.into(), &1.into())
+    );
+    let tile = &found["damaged_tiles"][0];
+    assert_eq!(
+        (&tile["device"], &tile["offset"]),
+        (&device.display().to_string().into(), &offset.into())
+    );
+    assert_eq!((&tile["tile"], &tile["generation"]), (&3.into(), &2.into()));
+    let said = words(
+        &command("verify", &store, &["--job", "tiny"])
+            .output()
+            .unwrap(),
+    );
+    assert!(
+        said.contains("DAMAGED 4096 bytes at ") && said.contains("tile 3 (unit 3, param"),
+        "{said}"
+    );
+    // The administrator is told, as if a process had read it.
+    let metrics = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
+    let counted: u64 = metrics
+        .devices
+        .iter()
+        .map(|device| device.damaged_count)
+        .sum();
+    assert_eq!(counted, 2, "once a scrub");
+}
+
+#[test]
+fn tiles_that_are_written_during_a_scrub_are_not_called_damaged() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let count = 200;
+    let mut working = session.begin(&mut control, count);
+    fill_tiles(&mut session, count, working, 1);
+    working = session.commit(&mut control, working, b"");
+    // 4 ms a tile: all of them are told at once and written several times before the last is read.
+    let mut scrub = command("verify", &store, &["--json", "--rate", "1MiB/s"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut generations = 0;
+    while scrub.try_wait().unwrap().is_none() {
+        fill_tiles(&mut session, count, working, generations);
+        working = session.commit(&mut control, working, b"");
+        generations = generations.wrapping_add(1);
+    }
+    let output = scrub.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(
+        generations >= 2,
+        "{generations} generations were written meanwhile"
+    );
+    assert_eq!(json(&output)["tile_count"], count);
+}
+
+#[test]
+fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open_sized("large", 64 << 10)).unwrap();
+    let mut session = Session::attach_sized(&reply, 64 << 10).unwrap();
+    let working = session.begin_sized(&mut control, 24, 64 << 10);
+    let bytes = vec![5; 64 << 10];
+    let place = session
+        .geometry
+        .place(offload_api::ids::SlotIndex(1))
+        .unwrap();
+    session.write_slot(place.offset, &bytes);
+    for tile in 0..24 {
+        session.submit(crate::common::swap_out(tile, 1, working, &bytes));
+        assert_eq!(session.complete().fault, 0);
+    }
+    session.commit(&mut control, working, b"");
+
+    let slow = || {
+        command("verify", &store, &["--rate", "1MiB/s"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    // Its thread says that it runs; a look by another scrub would take its place.
+    let scrubs = || {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
+        tasks.flatten().any(|task| {
+            std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name == "scrub\n")
+        })
+    };
+    let started = Instant::now();
+    let first = slow();
+    eventually("the first runs", SOON, scrubs);
+    let other = || {
+        words(
+            &command("verify", &store, &["--rate", "1GB/s"])
+                .output()
+                .unwrap(),
+        )
+    };
+    let said = other();
+    assert!(said.contains("a scrub runs already"), "{said}");
+    let output = first.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    let took = started.elapsed();
+    assert!(
+        took >= Duration::from_millis(1300),
+        "1.5 MiB at 1 MiB a second took {took:?}"
+    );
+
+    let mut gone = slow();
+    eventually("another runs", SOON, scrubs);
+    gone.kill().unwrap();
+    gone.wait().unwrap();
+    eventually("nobody listens to it", Duration::from_secs(1), || !scrubs());
+    let said = other();
+    assert!(said.contains("sound"), "{said}");
+}
+
+#[test]
+fn without_a_daemon_and_settings_it_says_where_it_looked() {
+    for name in ["inspect", "verify"] {
+        let output = program()
+            .args([name, "--socket", "/no/such/socket"])
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        assert!(
+            words(&output).contains("no daemon at /no/such/socket"),
+            "{}",
+            words(&output)
+        );
+    }
+}
