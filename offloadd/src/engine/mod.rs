@@ -26,6 +26,7 @@ use crate::core::{IoId, IoOp};
 
 pub mod aio;
 mod inflight;
+mod mishap;
 pub mod paced;
 pub mod psync;
 pub mod sim;
@@ -302,6 +303,9 @@ impl Engine {
 
     /// Takes an operation. It runs after the next [`Self::start`].
     pub fn submit(&mut self, io: Io) {
+        if !matches!(self, Self::Paced(_)) {
+            mishap::before();
+        }
         match self {
             Self::Uring(e) => e.submit(io),
             Self::Aio(e) => e.submit(io),
@@ -331,15 +335,15 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Broken`]: nothing more will come of this engine.
     pub fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
+        let first = done.len();
         match self {
-            Self::Uring(e) => e.reap(done),
-            Self::Aio(e) => e.reap(done),
-            Self::Psync(e) => {
-                e.reap(done);
-                Ok(())
-            }
-            Self::Paced(e) => e.reap(done),
+            Self::Uring(e) => e.reap(done)?,
+            Self::Aio(e) => e.reap(done)?,
+            Self::Psync(e) => e.reap(done),
+            Self::Paced(e) => return e.reap(done),
         }
+        mishap::after(&mut done[first..]);
+        Ok(())
     }
 
     /// Readable when [`Self::reap`] will find something.

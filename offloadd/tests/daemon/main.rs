@@ -6,6 +6,7 @@ mod hostile;
 mod inspect;
 mod life;
 mod metrics;
+mod mishaps;
 mod page;
 mod progress;
 mod service;

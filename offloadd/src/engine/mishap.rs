@@ -1,0 +1,42 @@
+//! What a test makes go wrong with one operation of this process (`offload_api::mishap`): in test builds only.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use offload_api::mishap::{Instead, Mishap, mishap};
+
+use super::IoDone;
+
+static STARTED: AtomicU64 = AtomicU64::new(0);
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
+fn asked_for() -> Option<Mishap> {
+    static ASKED_FOR: OnceLock<Option<Mishap>> = OnceLock::new();
+    *ASKED_FOR.get_or_init(mishap)
+}
+
+/// An operation is about to be given to a device.
+pub(super) fn before() {
+    let Some(mishap) = asked_for() else { return };
+    let number = STARTED.fetch_add(1, Ordering::Relaxed);
+    if mishap.of(number) == Some(Instead::Kill) {
+        let me = rustix::process::getpid();
+        rustix::process::kill_process(me, rustix::process::Signal::KILL)
+            .expect("a process may kill itself");
+    }
+}
+
+/// Operations have ended, and say how.
+pub(super) fn after(done: &mut [IoDone]) {
+    let Some(mishap) = asked_for() else { return };
+    for done in done {
+        let number = ENDED.fetch_add(1, Ordering::Relaxed);
+        match (mishap.of(number), done.outcome) {
+            (Some(Instead::Errno(errno)), _) => done.outcome = Err(errno),
+            // A flush moves nothing, so it cannot move less.
+            (Some(Instead::Short), Ok(0)) => done.outcome = Err(libc::EIO),
+            (Some(Instead::Short), Ok(moved)) => done.outcome = Ok(moved / 2),
+            (Some(Instead::Kill) | None, _) | (Some(Instead::Short), Err(_)) => {}
+        }
+    }
+}
