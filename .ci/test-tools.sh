@@ -6,6 +6,7 @@
 #   fio              beside which bench-io is measured
 #   clang-N          compiles the GPU kernels for AMD; the newest apt has
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC
+#   qemu, busybox, a kernel of Debian's (27 MB, into target/guest): a machine whose power is cut and whose drives are pulled out
 #   NVRTC            compiles the GPU kernels for NVIDIA (90 MB, into target/nvrtc)
 set -u
 cd "$(dirname "$0")/.."
@@ -41,6 +42,44 @@ has_clang || { apt_update && clang=$(newest_clang) && [ -n "$clang" ] && apt_ins
 
 ldconfig -p 2>/dev/null | grep -q 'libamdhip64.so' || apt_install libamdhip64-5 ||
     echo "no HIP runtime: the tests of its loader and its compiler are skipped"
+
+# Where qemu's other tools come from backports, Debian's own emulator does not fit them: then it is taken from there as well.
+backported_qemu() {
+    local lists mirror codename
+    apt_update && lists=$(mktemp -d) && mkdir -p "$lists/partial" || return 1
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -E '/debian/?$' | head -1)
+    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    for suite in "$codename" "$codename-backports"; do
+        echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main"
+    done >"$lists/sources.list"
+    local options=(-oDir::Etc::SourceList="$lists/sources.list" -oDir::Etc::SourceParts=/dev/null -oDir::State::Lists="$lists")
+    apt-get "${options[@]}" update -qq >/dev/null 2>&1 &&
+        DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" install -y -qq --no-install-recommends \
+            -t "$codename-backports" qemu-system-x86 >/dev/null 2>&1
+    local result=$?
+    rm -rf "$lists"
+    return $result
+}
+
+guest_kernel() {
+    [ -e target/guest/vmlinuz ] && return
+    apt_update || return 1
+    local folder package
+    folder=$(mktemp -d) || return 1
+    package=$(apt-cache depends linux-image-cloud-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
+    [ -n "$package" ] && (cd "$folder" && apt-get -oAPT::Sandbox::User=root download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb .) &&
+        mkdir -p target/guest && cp "$folder"/boot/vmlinuz-* target/guest/vmlinuz
+    local result=$?
+    rm -rf "$folder"
+    return $result
+}
+
+command -v qemu-system-x86_64 >/dev/null || apt_install qemu-system-x86 || backported_qemu ||
+    echo "no qemu: the tests that cut the power of a machine are skipped"
+
+command -v busybox >/dev/null || apt_install busybox-static || echo "no busybox: the machine whose power is cut does not start"
+
+guest_kernel || echo "no kernel for a machine whose power is cut: its tests are skipped"
 
 python3 kernels/fetch-libtorch.py --nvrtc target/nvrtc ||
     echo "no NVRTC: the check of GPU kernels for NVIDIA is skipped"

@@ -1,0 +1,147 @@
+//! The machine: two NVMe drives behind root ports of their own, a serial line that we read, QMP to pull a drive out.
+
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::drives::Drives;
+use crate::initramfs;
+
+/// What a machine is made of, if this one has it.
+pub(crate) struct Parts {
+    kernel: PathBuf,
+    busybox: PathBuf,
+}
+
+impl Parts {
+    /// `None`: the test is skipped, and why was said.
+    pub(crate) fn find() -> Option<Self> {
+        let name = std::thread::current().name().unwrap_or("a test").to_owned();
+        let skip = |why: &str| {
+            println!("skipped: {name}: {why}");
+            None
+        };
+        let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
+        if !qemu.is_ok_and(|output| output.status.success()) {
+            return skip("there is no qemu-system-x86_64");
+        }
+        let fetched = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../guest/vmlinuz");
+        let kernel = std::env::var_os("OFFLOADD_GUEST_KERNEL").map_or(fetched, PathBuf::from);
+        if !kernel.exists() {
+            return skip("there is no kernel for a guest (target/guest/vmlinuz)");
+        }
+        let busybox = ["/bin/busybox", "/usr/bin/busybox"].map(PathBuf::from);
+        let Some(busybox) = busybox.into_iter().find(|path| path.exists()) else {
+            return skip("there is no static busybox");
+        };
+        Some(Self { kernel, busybox })
+    }
+
+    /// Boots; `script` runs in the guest.
+    pub(crate) fn boot(&self, folder: &Path, drives: &Drives, script: &str) -> Machine {
+        let initrd = folder.join("initrd");
+        initramfs::write(&initrd, &self.busybox, script);
+        let monitor = folder.join("monitor");
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-no-reboot"])
+            .args([
+                "-machine",
+                "q35",
+                "-accel",
+                "tcg,thread=multi",
+                "-cpu",
+                "max",
+            ])
+            .args([
+                "-smp", "2", "-m", "768", "-display", "none", "-serial", "stdio",
+            ])
+            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&initrd)
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", monitor.display()));
+        for (drive, socket) in drives.sockets.iter().enumerate() {
+            let socket = socket.display();
+            command
+                .args(["-device", &format!("pcie-root-port,id=port{drive},chassis={drive}")])
+                .args(["-blockdev"])
+                .arg(format!("driver=nbd,node-name=node{drive},server.type=unix,server.path={socket}"))
+                .args(["-device"])
+                .arg(format!(
+                    "nvme,id=drive{drive},bus=port{drive},drive=node{drive},serial=s{drive},write-cache=on"
+                ));
+        }
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Machine {
+            child,
+            lines,
+            monitor,
+            started: Instant::now(),
+            said: Vec::new(),
+        }
+    }
+}
+
+/// A running machine, switched off when dropped.
+pub(crate) struct Machine {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    monitor: PathBuf,
+    started: Instant,
+    said: Vec<String>,
+}
+
+/// A machine that takes longer has hung.
+const LONG: Duration = Duration::from_secs(180);
+
+impl Machine {
+    /// The next line that the guest says; `None` when it is off.
+    pub(crate) fn line(&mut self) -> Option<String> {
+        assert!(self.started.elapsed() < LONG, "it hangs: {:#?}", self.said);
+        let line = self.lines.next()?.ok()?.trim().to_owned();
+        self.said.push(line.clone());
+        Some(line)
+    }
+
+    /// All it said, to show in a failure.
+    pub(crate) fn said(&self) -> &[String] {
+        &self.said
+    }
+
+    /// Pulls a drive out.
+    pub(crate) fn pull_out(&self, drive: usize) {
+        let mut monitor = UnixStream::connect(&self.monitor).unwrap();
+        let mut lines = BufReader::new(monitor.try_clone().unwrap()).lines();
+        let mut ask = |command: String| {
+            writeln!(monitor, "{command}").unwrap();
+            loop {
+                let line = lines.next().expect("an answer").unwrap();
+                assert!(!line.contains("\"error\""), "{command}: {line}");
+                if line.contains("\"return\"") {
+                    return;
+                }
+            }
+        };
+        ask(r#"{"execute": "qmp_capabilities"}"#.into());
+        ask(format!(
+            r#"{{"execute": "device_del", "arguments": {{"id": "drive{drive}"}}}}"#
+        ));
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,47 @@
+//! A drive is pulled out while its tiles are read. What could go wrong: zero bytes that a removed NVMe drive answers are
+//! taken for a read, the other drive's tiles are refused too, the daemon dies, a commit without the drive is acknowledged.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use crate::common::Store;
+use crate::drives::Drives;
+use crate::machine::Parts;
+use crate::writer;
+
+#[test]
+fn a_drive_that_is_pulled_out_is_named_and_the_other_serves_on() {
+    if let Some(socket) = std::env::var_os(writer::SOCKET) {
+        return writer::read_until_refused(Path::new(&socket));
+    }
+    let Some(parts) = Parts::find() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::new(2, "psync");
+    let devices = store.devices.iter();
+    let base = devices.map(|path| std::fs::read(path).unwrap()).collect();
+    let drives = Drives::serve(folder.path(), base);
+    let test = "removal::a_drive_that_is_pulled_out_is_named_and_the_other_serves_on";
+    let mut machine = parts.boot(folder.path(), &drives, &writer::script(test, ""));
+    let (mut devices, mut tiles) = (BTreeSet::new(), BTreeSet::new());
+    let (mut refusal, mut alive) = (None, false);
+    while let Some(line) = machine.line() {
+        if line.contains("READING") {
+            machine.pull_out(1);
+        }
+        if let Some((_, what)) = line.split_once("REFUSED tile ") {
+            let words: Vec<_> = what.split(' ').map(str::to_owned).collect();
+            tiles.insert(words[0].clone());
+            devices.insert(words[2].clone());
+        }
+        if let Some((_, why)) = line.split_once("NOT COMMITTED ") {
+            refusal = Some(why.to_owned());
+        }
+        alive |= line.contains("ALIVE true");
+    }
+    let said = machine.said().join("\n");
+    assert_eq!(devices, BTreeSet::from(["1".to_owned()]), "{said}");
+    assert!((1..writer::TILES as usize).contains(&tiles.len()), "{said}");
+    let refusal = refusal.unwrap_or_else(|| panic!("a commit without the drive: {said}"));
+    assert!(refusal.contains("tiles of job guest failed"), "{refusal}");
+    assert!(alive, "{said}");
+}
