@@ -3,7 +3,10 @@
 //! What could go wrong: a commit holds tiles of two steps; a blob belongs to another step than its tiles; the next sample or
 //! the rate is off by one after a resume; a tile written after the commit surfaces; metrics have a step twice or not at all; a
 //! store that was being made is taken for a whole one; a trainer goes on, or hangs, without its daemon. Runs are killed with
-//! -9 at random instants from their start on (the trainer, its daemon, or both) and compared with one that nobody killed.
+//! -9 at random instants from their start on (the trainer, its daemon, or both), daemons also instead of one of their
+//! operations on devices, drawn as well, and compared with one that nobody killed.
+//!
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_any` kills each kind of run so often.
 
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
@@ -138,14 +141,19 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
 fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
     let rarely = ["offload.resident_share=0.5", "offload.commit_every=3"];
     let hit = std::thread::scope(|scope| {
-        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[]).hit(10));
-        let at_once = Kills::new("offload.schedule=at_once", &rarely).hit(10);
+        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[]).hit(kills()));
+        let at_once = Kills::new("offload.schedule=at_once", &rarely).hit(kills());
         at_once + deferred.join().unwrap_or(0)
     });
     assert!(
-        hit >= 20,
+        hit >= 2 * kills(),
         "{hit} kills hit a run, or one of them went wrong"
     );
+}
+
+/// How many must hit each of the runs.
+fn kills() -> usize {
+    std::env::var("OFFLOADD_KILLS").map_or(20, |kills| kills.parse().expect("a number of kills"))
 }
 
 #[test]
@@ -160,6 +168,8 @@ enum Victim {
     Trainer,
     Daemon,
     Both,
+    /// The daemon, instead of this operation of its on a device.
+    Operation(u64),
 }
 
 /// Runs that are killed, and the one that is not.
@@ -242,32 +252,48 @@ impl Kills {
                 drawn <= DRAWN_PER_HIT * hits,
                 "{hit} of {drawn} kills hit a run, {hits} should have: seed {seed}"
             );
-            let victim = match (self.on_store, draw(3)) {
+            let victim = match (self.on_store, draw(4)) {
                 (false, _) | (true, 0) => Victim::Trainer,
                 (true, 1) => Victim::Daemon,
-                (true, _) => Victim::Both,
+                (true, 2) => Victim::Both,
+                // Of some hundred that are left of it.
+                (true, _) => {
+                    let below = draw(10) * draw(100) + 1;
+                    Victim::Operation(draw(below))
+                }
             };
-            // Up to where the run should end, from when there is something to kill: its daemon, mostly. A run without one shows
-            // nothing, and some kills must come as early as they can; while libtorch loads nothing can be hurt.
-            let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
-            let later = train.mul_f64(left * draw(1000) as f64 / 1000.0);
-            let mut child = spawn(run.command("train"));
-            let instant = if self.on_store && draw(8) > 0 {
-                let id = child.id();
-                child = until(child, "its daemon was there", || !children(id).is_empty());
-                later
-            } else {
-                load.mul_f64(0.8) + later
+            let (output, alive) = match victim {
+                Victim::Operation(number) => self.kill_at_operation(&run, number),
+                _ => {
+                    // Up to where the run should end, from when there is something to kill: its daemon, mostly. A run without
+                    // one shows nothing, and some kills must come as early as they can; while libtorch loads nothing can be
+                    // hurt.
+                    let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
+                    let later = train.mul_f64(left * draw(1000) as f64 / 1000.0);
+                    let mut child = spawn(run.command("train"));
+                    let instant = if self.on_store && draw(8) > 0 {
+                        let id = child.id();
+                        child = until(child, "its daemon was there", || !children(id).is_empty());
+                        later
+                    } else {
+                        load.mul_f64(0.8) + later
+                    };
+                    kill_after(child, instant, victim)
+                }
             };
-            let (output, alive) = kill_after(child, instant, victim);
             println!(
-                "{victim:?} after {instant:?}: {alive} daemons, {}, {} steps",
+                "{victim:?}: {alive} daemons, {}, {} steps",
                 output.status,
                 run.steps_written()
             );
             let [out, err] =
                 [&output.stdout, &output.stderr].map(|words| String::from_utf8_lossy(words));
             match (victim, output.status.code()) {
+                (Victim::Operation(_), Some(0)) => {
+                    self.compare(&run, seed);
+                    done += 1;
+                    run = self.run(done);
+                }
                 (_, Some(0)) => {
                     // It was done before the instant came: the machine has less to do than when the time was taken.
                     (load, train) = (load.mul_f64(0.9), train.mul_f64(0.75));
@@ -276,7 +302,7 @@ impl Kills {
                     run = self.run(done);
                 }
                 // Killed a moment after its daemon, the trainer may have ended by itself already.
-                (Victim::Daemon | Victim::Both, Some(code)) if alive > 0 => {
+                (Victim::Daemon | Victim::Both | Victim::Operation(_), Some(code)) if alive > 0 => {
                     assert_eq!(code, 1, "after the daemon's death, seed {seed}: {err}");
                     let says = err.starts_with("trainer: ")
                         && (err.contains("private offloadd: ") || err.contains("offloadd.sock"));
@@ -305,6 +331,13 @@ impl Kills {
         run.train();
         self.compare(&run, seed);
         hit
+    }
+
+    /// Its daemon ends where test builds of it can be told to, and the trainer by itself.
+    fn kill_at_operation(&self, run: &Run, number: u64) -> (Output, usize) {
+        let mut command = run.command("train");
+        command.env("OFFLOADD_MISHAP", format!("kill@{number}"));
+        (finish(spawn(command)), 1)
     }
 
     fn run(&self, number: usize) -> Run {
