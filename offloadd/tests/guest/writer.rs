@@ -17,7 +17,7 @@ pub(crate) const SOCKET: &str = "OFFLOADD_GUEST_SOCKET";
 
 /// Whether generation `generation` writes this tile; the first writes all.
 fn writes(generation: u64, tile: u32) -> bool {
-    generation == 1 || (generation + u64::from(tile)) % 3 != 0
+    generation == 1 || !(generation + u64::from(tile)).is_multiple_of(3)
 }
 
 /// What a tile holds in a generation.
