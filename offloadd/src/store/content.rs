@@ -93,9 +93,12 @@ pub fn step_of(blob: &[u8]) -> Option<u64> {
     struct Said {
         step: u64,
     }
-    serde_json::from_slice::<Said>(blob)
-        .ok()
-        .map(|said| said.step)
+    // A list of one number would do as well, and mean something else.
+    if !blob.trim_ascii_start().starts_with(b"{") {
+        return None;
+    }
+    let said: Said = serde_json::from_slice(blob).ok()?;
+    Some(said.step)
 }
 
 #[cfg(test)]
