@@ -8,6 +8,7 @@ pub(crate) mod documents;
 mod findings;
 pub(crate) mod format;
 pub(crate) mod inspect;
+mod log;
 pub(crate) mod long_work;
 mod reload;
 pub(crate) mod serve;

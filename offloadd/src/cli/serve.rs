@@ -6,7 +6,7 @@
 //!   SIGTERM, SIGINT ─▶ no more calls ─▶ I/O in flight ends ─▶ sockets removed ─▶ exit 0
 //! ```
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
@@ -28,6 +28,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+use super::log;
 use super::long_work::{Listener, LongWork, Unit};
 use super::reload;
 use super::service_manager::{
@@ -40,7 +41,7 @@ const PARENT_CHECK: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let parent = private.then(follow_parent).transpose()?.flatten();
-    log_to_stderr();
+    let _last_lines = log::to_stderr();
     abort_on_panic();
     raise_descriptor_limit();
     let file = config;
@@ -290,16 +291,6 @@ async fn serve(
         page.await.context("the threads that answer Prometheus")?;
     }
     Ok(ended?)
-}
-
-fn log_to_stderr() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .init();
 }
 
 /// A broken invariant in any thread ends the daemon: half of one would keep processes waiting for ever.

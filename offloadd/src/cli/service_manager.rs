@@ -1,5 +1,8 @@
 //! What systemd is told: that the daemon serves, what it does, that it still lives. Without systemd there is nobody to tell.
 
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
 use offloadd::driver::DriverHandle;
@@ -8,32 +11,35 @@ use sd_notify::NotifyState;
 /// A word about work that goes on asks for so much more time, should the start take longer than the unit allows.
 const MORE_TIME: Duration = Duration::from_secs(60);
 
+/// For what is said once.
+const WAIT: Duration = Duration::from_secs(1);
+
 /// Calls are taken.
 pub(super) fn say_ready() {
-    tell(&[NotifyState::Ready]);
+    tell(&[NotifyState::Ready], WAIT);
 }
 
 /// Settings are read again; [`say_ready`] follows.
 pub(super) fn say_reloading() {
     if let Ok(now) = NotifyState::monotonic_usec_now() {
-        tell(&[NotifyState::Reloading, now]);
+        tell(&[NotifyState::Reloading, now], WAIT);
     }
 }
 
 /// No calls are taken any more.
 pub(super) fn say_stopping() {
-    tell(&[NotifyState::Stopping]);
+    tell(&[NotifyState::Stopping], WAIT);
 }
 
 /// What `systemctl status` shows.
 pub(super) fn say_status(words: &str) {
-    tell(&[NotifyState::Status(words)]);
+    tell(&[NotifyState::Status(words)], WAIT);
 }
 
 /// The same of work that takes long and progresses: it is not given up while it does.
 pub(super) fn say_progress(words: &str) {
     let more = NotifyState::ExtendTimeoutUsec(MORE_TIME.as_micros() as u32);
-    tell(&[NotifyState::Status(words), more]);
+    tell(&[NotifyState::Status(words), more], WAIT);
 }
 
 /// Tells again and again that the daemon lives, as often as the unit's `WatchdogSec` asks for: each time after a whole
@@ -50,10 +56,30 @@ pub(super) async fn keep_watchdog_quiet(owner: DriverHandle) {
         if turn.await.is_err() {
             return;
         }
-        tell(&[NotifyState::Watchdog]);
+        // The next one comes soon.
+        tell(&[NotifyState::Watchdog], Duration::ZERO);
     }
 }
 
-fn tell(words: &[NotifyState]) {
-    let _ = sd_notify::notify(words);
+/// Gives up after the time allowed: who does not take what is said must not keep the daemon from serving, nor from ending.
+fn tell(words: &[NotifyState], wait: Duration) {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
+        return;
+    };
+    let told: Vec<String> = words.iter().map(ToString::to_string).collect();
+    let send = || {
+        let address = match name.as_bytes().strip_prefix(b"@") {
+            Some(name) => SocketAddr::from_abstract_name(name)?,
+            None => SocketAddr::from_pathname(&name)?,
+        };
+        let socket = UnixDatagram::unbound()?;
+        if wait.is_zero() {
+            socket.set_nonblocking(true)?;
+        } else {
+            socket.set_write_timeout(Some(wait))?;
+        }
+        socket.send_to_addr(told.join("\n").as_bytes(), &address)
+    };
+    // Nobody there, or nobody who listens: there is nobody to tell that.
+    let _: std::io::Result<usize> = send();
 }

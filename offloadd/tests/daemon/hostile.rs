@@ -185,6 +185,48 @@ fn calls_outside_their_limits_are_refused_by_kind() {
 }
 
 #[test]
+fn a_log_that_nobody_reads_delays_nobody() {
+    let store = Store::new(1, "auto");
+    let mut command = store.serve_command();
+    command.env("RUST_LOG", "trace");
+    // Its log is a pipe of 64 KiB, which is full after some calls.
+    let mut daemon = Daemon::start(command, store.socket());
+    let mut control = daemon.control();
+    for _ in 0..300 {
+        control.arena_free_bytes();
+    }
+    others_are_well(&daemon, "good");
+    drop(control);
+    daemon.signal(rustix::process::Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let mut log = String::new();
+    let mut stderr = daemon.child.stderr.take().unwrap();
+    std::io::Read::read_to_string(&mut stderr, &mut log).unwrap();
+    assert!(
+        log.len() >= 60 << 10,
+        "{} bytes are no full pipe",
+        log.len()
+    );
+}
+
+#[test]
+fn a_service_manager_that_listens_no_more_delays_nobody() {
+    let store = Store::new(1, "auto");
+    let notify = store.folder.path().join("notify");
+    // It takes a dozen messages, then whoever sends one waits.
+    let _manager = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
+    let mut command = store.serve_command();
+    command
+        .env("NOTIFY_SOCKET", &notify)
+        .env("WATCHDOG_USEC", "15000");
+    let mut daemon = Daemon::start(command, store.socket());
+    std::thread::sleep(Duration::from_millis(300));
+    others_are_well(&daemon, "good");
+    daemon.signal(rustix::process::Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+}
+
+#[test]
 fn one_users_connections_are_bounded() {
     let store = Store::new(1, "psync");
     let daemon = store.serve();
