@@ -216,6 +216,8 @@ impl Control {
         proto::CloseSessionReply
     );
 
+    call!(drop_job, proto::DropJobRequest, proto::DropJobReply);
+
     pub(crate) fn arena_free_bytes(&mut self) -> u64 {
         self.describe(proto::DescribeRequest {})
             .unwrap()

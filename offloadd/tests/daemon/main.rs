@@ -1,5 +1,6 @@
 //! Whole daemons on real sockets, files and processes. What could go wrong is said at the top of each part.
 
+mod bytes;
 mod common;
 mod doctor;
 mod hostile;
@@ -12,5 +13,6 @@ mod progress;
 mod service;
 mod sessions;
 mod settings;
+mod soak;
 mod top;
 mod wear;
