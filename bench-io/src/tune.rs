@@ -64,10 +64,7 @@ pub(crate) fn tune(
         cut_short: false,
     };
     let mut best = 0.0;
-    for name in EngineChoice::NAMES
-        .into_iter()
-        .filter(|name| *name != "auto")
-    {
+    for name in EngineChoice::AUTO.map(EngineChoice::name) {
         match bed.try_one(name, FIRST_BLOCK_BYTES, FIRST_DEPTH, Load::Both, progress) {
             Ok(trial) => {
                 // The first named is the one to prefer.

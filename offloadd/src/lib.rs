@@ -19,6 +19,7 @@ pub mod config;
 pub mod core;
 pub mod device;
 pub mod doctor;
+mod drive_queue;
 pub mod driver;
 pub mod engine;
 pub mod findings;

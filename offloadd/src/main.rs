@@ -28,7 +28,7 @@ The settings, all of them, with what they are when left out:
   socket = \"/run/offloadd/offloadd.sock\"      # calls; descriptors go over <socket>.fds beside it
   devices = [\"/mnt/nvme0/offloadd.tiles\", \"/mnt/nvme1/offloadd.tiles\"]
   arena_bytes_max = \"64GiB\"                   # host memory of all sessions together
-  engine = \"auto\"                             # auto, uring, aio, psync
+  engine = \"auto\"                             # auto, uring, aio, psync, polled, sqpoll
   require_locked = false                      # refuse to run when memory cannot be locked
   sessions_max = 64
   iodepth_max = 64                            # operations in flight of one session

@@ -4,11 +4,12 @@
 //! chosen for all: the node of the devices, when all that tell theirs tell the same. Otherwise any CPU is as good.
 
 use std::fs::File;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
+
+use crate::drive_queue::device_number;
 
 /// Where the kernel describes devices and nodes.
 const SYS: &str = "/sys";
@@ -16,7 +17,10 @@ const SYS: &str = "/sys";
 /// Puts the calling thread, and those it starts, near `devices`. What was done and why, for people; `None` on a machine with
 /// one node.
 pub fn stay_near(devices: &[Arc<File>]) -> Option<String> {
-    let numbers: Vec<_> = devices.iter().filter_map(|file| number(file)).collect();
+    let numbers: Vec<_> = devices
+        .iter()
+        .filter_map(|file| device_number(file))
+        .collect();
     let Choice { cpus, why } = choose(Path::new(SYS), &numbers)?;
     if cpus.is_empty() {
         return Some(why);
@@ -72,16 +76,6 @@ fn choose(sys: &Path, numbers: &[(u32, u32)]) -> Option<Choice> {
         }),
         _ => any("the devices' NUMA node has none"),
     }
-}
-
-/// The device, or the one that the file's file system is on.
-fn number(file: &File) -> Option<(u32, u32)> {
-    let metadata = file.metadata().ok()?;
-    let number = match metadata.file_type().is_block_device() {
-        true => metadata.rdev(),
-        false => metadata.dev(),
-    };
-    Some((rustix::fs::major(number), rustix::fs::minor(number)))
 }
 
 /// Of the controller a drive hangs on, or of whatever that hangs on; drives that are made of others tell nothing.

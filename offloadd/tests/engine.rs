@@ -34,8 +34,20 @@ fn file(folder: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
 
 /// Runs `body` on each engine this machine has; says which it has not.
 fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
-    for choice in [EngineChoice::Uring, EngineChoice::Aio, EngineChoice::Psync] {
+    for choice in [
+        EngineChoice::Uring,
+        EngineChoice::Sqpoll,
+        EngineChoice::Polled,
+        EngineChoice::Aio,
+        EngineChoice::Psync,
+    ] {
         match Engine::open(choice, devices, 4096) {
+            // Run as `uring` already.
+            Ok((engine, reason)) if reason.starts_with("instead of ") => println!(
+                "skipped: {}: engine {} {reason}",
+                std::thread::current().name().unwrap_or("a test"),
+                engine.name()
+            ),
             Ok((mut engine, _)) => body(&mut engine),
             Err(error) if choice != EngineChoice::Psync => println!(
                 "skipped: {}: {error}",
@@ -310,6 +322,33 @@ fn the_automatic_choice_says_why() {
     match engine.name() {
         "uring" => assert!(reason.contains("probe read worked"), "{reason}"),
         _ => assert!(reason.contains("instead of uring: "), "{reason}"),
+    }
+}
+
+#[test]
+fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let devices = ["a", "b"].map(|name| file(&folder, name, 1 << 20));
+    let Ok((mut engine, reason)) = Engine::open(EngineChoice::Polled, &devices, 16) else {
+        println!(
+            "skipped: {}: no io_uring here",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return;
+    };
+    match engine.name() {
+        "polled" => assert!(reason.contains("chosen by the settings; "), "{reason}"),
+        name => {
+            assert_eq!(name, "uring");
+            assert!(reason.contains("instead of engine polled: "), "{reason}");
+        }
+    }
+    for device in 0..2 {
+        let block = Memory::Meta(AlignedBytes::zeroed(BLOCK as usize));
+        let mut read = io(7, IoOp::Read, 0, block);
+        read.device = DeviceIndex(device);
+        engine.submit(read);
+        assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(BLOCK));
     }
 }
 

@@ -29,7 +29,7 @@ pub(crate) struct CanonicalArgs {
     /// Operations in flight
     #[arg(long, default_value_t = 16)]
     iodepth: u32,
-    /// auto, uring, aio or psync
+    /// auto, uring, aio, psync, polled or sqpoll
     #[arg(long, default_value = "auto")]
     engine: String,
     /// One JSON object instead of lines to read

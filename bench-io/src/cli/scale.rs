@@ -71,7 +71,7 @@ pub(crate) struct ScaleArgs {
     /// Seconds of each measurement
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     runtime: f64,
-    /// auto, uring, aio or psync: the daemon's engine
+    /// auto, uring, aio, psync, polled or sqpoll: the daemon's engine
     #[arg(long, value_name = "NAME", default_value = "auto")]
     ioengine: String,
     /// The program, when it is not in PATH; or "none"

@@ -38,12 +38,17 @@ const BUFFERS_MAX: u16 = 16_384;
 /// A refused system call is tried again so often, a millisecond apart.
 const ENTER_RETRIES_MAX: u32 = 1000;
 
+/// How long the kernel's thread looks for more (SQPOLL) before it sleeps and has to be woken by a system call.
+const SQPOLL_IDLE_MS: u32 = 10;
+
 /// The engine.
 #[derive(Debug)]
 pub struct Uring {
     ring: Ring,
     wake: OwnedFd,
-    flavour: &'static str,
+    flavour: Flavour,
+    /// How the ring was set up, for people.
+    about: &'static str,
     devices: Vec<Arc<File>>,
     inflight: Inflight,
     kernel_inflight_count: usize,
@@ -53,6 +58,17 @@ pub struct Uring {
     free_buffers: Vec<u16>,
     to_register: VecDeque<(Arc<Arena>, u32)>,
     registration_refused: Option<std::io::Error>,
+}
+
+/// Who finds out that operations wait to begin, and that they have ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flavour {
+    /// A system call, and an interrupt.
+    Plain,
+    /// A system call, and whoever reaps asks the drive. Only for reads and writes of drives that can be asked.
+    Polled,
+    /// A thread of the kernel looks at the submission queue, and takes a processor meanwhile.
+    Sqpoll,
 }
 
 struct Ring(IoUring);
@@ -65,12 +81,16 @@ impl std::fmt::Debug for Ring {
 
 impl Uring {
     /// Sets the ring up.
-    pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
+    pub(super) fn open(
+        devices: &[Arc<File>],
+        inflight_max: usize,
+        flavour: Flavour,
+    ) -> Result<Self, EngineError> {
         let unavailable = |why| EngineError::Unavailable {
-            engine: "uring",
+            engine: flavour.name(),
             why,
         };
-        let (ring, flavour) = set_up().map_err(|e| unavailable(why_not(&e)))?;
+        let (ring, about) = set_up(flavour).map_err(|e| unavailable(why_not(&e)))?;
         let refused =
             |action: &'static str| move |e: std::io::Error| unavailable(format!("{action}: {e}"));
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -92,6 +112,7 @@ impl Uring {
             ring: Ring(ring),
             wake,
             flavour,
+            about,
             devices: devices.to_vec(),
             inflight: Inflight::default(),
             kernel_inflight_count: 0,
@@ -104,9 +125,13 @@ impl Uring {
         })
     }
 
+    pub(super) fn name(&self) -> &'static str {
+        self.flavour.name()
+    }
+
     /// How the ring was set up, for people.
-    pub(super) fn flavour(&self) -> &'static str {
-        self.flavour
+    pub(super) fn about(&self) -> &'static str {
+        self.about
     }
 
     pub(super) fn submit(&mut self, io: Io) {
@@ -148,7 +173,12 @@ impl Uring {
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
         // First the signal, then the queue: what comes between the two signals again.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-        // Runs what the kernel put off (DEFER_TASKRUN): this is where completions appear.
+        self.drain(done)
+    }
+
+    /// The same without the signal.
+    pub(super) fn drain(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
+        // Asks the drive (polled), or runs what the kernel put off (DEFER_TASKRUN): this is where completions appear.
         self.enter()?;
         loop {
             let Some(completion) = self.ring.0.completion().next() else {
@@ -173,6 +203,12 @@ impl Uring {
 
     pub(super) fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
+    }
+
+    /// As if something had ended.
+    pub(super) fn signal(&self) {
+        // Can only fail when 2^64 - 2 signals were not read.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     pub(super) fn inflight_count(&self) -> usize {
@@ -287,6 +323,8 @@ impl Uring {
     fn enter(&mut self) -> Result<(), EngineError> {
         for _ in 0..ENTER_RETRIES_MAX {
             match self.ring.0.submit() {
+                // The kernel's thread takes them when it comes to them.
+                Ok(_) if self.flavour == Flavour::Sqpoll => return Ok(()),
                 Ok(_) if self.ring.0.submission().is_empty() => return Ok(()),
                 Ok(_) => {}
                 Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
@@ -339,21 +377,46 @@ impl Drop for Uring {
     }
 }
 
+impl Flavour {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "uring",
+            Self::Polled => "polled",
+            Self::Sqpoll => "sqpoll",
+        }
+    }
+}
+
 /// A ring of the best kind this kernel has.
-fn set_up() -> std::io::Result<(IoUring, &'static str)> {
+fn set_up(flavour: Flavour) -> std::io::Result<(IoUring, &'static str)> {
     let completions = (KERNEL_INFLIGHT_MAX as u32).next_power_of_two();
+    let special = |builder: &mut io_uring::Builder| match flavour {
+        Flavour::Plain => {}
+        Flavour::Polled => drop(builder.setup_iopoll()),
+        Flavour::Sqpoll => drop(builder.setup_sqpoll(SQPOLL_IDLE_MS)),
+    };
+    if flavour == Flavour::Sqpoll {
+        // Its thread is not interrupted, so there is nothing to defer.
+        let mut watched = IoUring::builder();
+        watched.setup_cqsize(completions).setup_single_issuer();
+        special(&mut watched);
+        let ring = watched.build(SUBMISSION_ENTRIES)?;
+        return Ok((ring, "SQPOLL: a thread of the kernel takes a processor"));
+    }
     let mut best = IoUring::builder();
     best.setup_cqsize(completions)
         .setup_submit_all()
         .setup_single_issuer()
         .setup_defer_taskrun()
         .setup_taskrun_flag();
+    special(&mut best);
     match best.build(SUBMISSION_ENTRIES) {
         Ok(ring) => Ok((ring, "SINGLE_ISSUER and DEFER_TASKRUN")),
         // Kernels before 6.1.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
             let mut plain = IoUring::builder();
             plain.setup_cqsize(completions);
+            special(&mut plain);
             Ok((
                 plain.build(SUBMISSION_ENTRIES)?,
                 "no DEFER_TASKRUN before Linux 6.1",

@@ -1,11 +1,10 @@
 //! What keeps a device busy and not more: the size of a piece, and how many bytes are in flight each way.
 
 use std::fs::File;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::PathBuf;
 
 use offload_api::BLOCK_BYTES;
 
+use crate::drive_queue::queue_number;
 use crate::store::superblock::Superblock;
 
 /// Where a device does not say what it takes as one request, and the most that is worth while: drives reach their rate
@@ -67,23 +66,8 @@ fn window_bytes(bytes_per_s: u64) -> u64 {
 /// The longest request the drive under `file` takes: in sectors, and in pieces of memory, each a page at worst. `None`
 /// where no block device says so.
 fn request_bytes_max(file: &File) -> Option<u64> {
-    let metadata = file.metadata().ok()?;
-    let number = match metadata.file_type().is_block_device() {
-        true => metadata.rdev(),
-        false => metadata.dev(),
-    };
-    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-    let read = |name: &str| -> Option<u64> {
-        // A partition's queue is its disk's.
-        let places = [device.join("queue"), device.join("../queue")];
-        let text = places
-            .iter()
-            .find_map(|queue| std::fs::read_to_string(queue.join(name)).ok())?;
-        text.trim().parse().ok()
-    };
-    let sectors = read("max_sectors_kb")?.checked_mul(1024)?;
-    let segments = read("max_segments")?.checked_mul(u64::from(BLOCK_BYTES))?;
+    let sectors = queue_number(file, "max_sectors_kb")?.checked_mul(1024)?;
+    let segments = queue_number(file, "max_segments")?.checked_mul(u64::from(BLOCK_BYTES))?;
     Some(sectors.min(segments))
 }
 
