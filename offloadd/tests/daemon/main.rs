@@ -3,6 +3,7 @@
 mod bytes;
 mod common;
 mod doctor;
+mod full;
 mod hostile;
 mod inspect;
 mod life;
