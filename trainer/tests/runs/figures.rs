@@ -57,7 +57,9 @@ fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() 
     let steady = &metrics[2..];
     let sum = |key: &str| -> f64 { steady.iter().map(|line| line[key].as_f64().unwrap()).sum() };
     for line in steady {
-        assert_eq!(line["device_written_bytes"], out_bytes, "{line}");
+        // On a busy machine the last writes of a step may end in the next one.
+        let written_bytes = line["device_written_bytes"].as_u64().unwrap();
+        assert!(written_bytes.abs_diff(out_bytes) <= STAGING_BYTES, "{line}");
         // What staging holds at the end of forward and of the step is not read again.
         let (read_bytes, most) = (
             line["device_read_bytes"].as_u64().unwrap(),
@@ -73,6 +75,9 @@ fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() 
         assert!(host_bytes > STAGING_BYTES / 2 + 2 * params, "{line}");
         assert!(line["bound_s"].as_f64().unwrap() > 0.0, "{line}");
     }
+    let all_bytes = (steady.len() as u64 * out_bytes) as f64;
+    let difference = (sum("device_written_bytes") - all_bytes).abs();
+    assert!(difference <= STAGING_BYTES as f64, "{steady:?}");
     // The drive may be faster now than when its rates were taken, but not by that much.
     assert!(sum("bound_s") < 2.0 * sum("step_s"), "{steady:?}");
 }
