@@ -169,7 +169,10 @@ fn another_users_token_and_job_are_not_ours() {
             "sessions::another_users_token_and_job_are_not_ours",
             "--nocapture",
         ])
-        .env(CHILD, format!("{}|{token}", daemon.socket.display()))
+        .env(CHILD, {
+            let (socket, device) = (daemon.socket.display(), store.devices[0].display());
+            format!("{socket}|{token}|{}|{device}", daemon.child.id())
+        })
         .current_dir("/")
         .uid(65534)
         .gid(65534)
@@ -195,7 +198,16 @@ fn another_users_token_and_job_are_not_ours() {
 }
 
 fn other_user(place: &str) {
-    let (socket, token) = place.split_once('|').unwrap();
+    let mut words = place.split('|');
+    let [socket, token, pid, device] = [(); 4].map(|()| words.next().unwrap());
+    // Neither through the daemon's process nor through its devices.
+    let refused = |path: String| {
+        let opened = std::fs::File::open(&path).map(|_| path).unwrap_err();
+        assert_eq!(opened.kind(), std::io::ErrorKind::PermissionDenied);
+    };
+    assert!(std::fs::read_dir(format!("/proc/{pid}/fd")).is_err());
+    refused(format!("/proc/{pid}/mem"));
+    refused(device.to_owned());
     let token: Vec<u8> = (0..16)
         .map(|i| u8::from_str_radix(&token[2 * i..2 * i + 2], 16).unwrap())
         .collect();
@@ -204,12 +216,53 @@ fn other_user(place: &str) {
     let fault = Fault::from(stolen.expect_err("another user's session"));
     assert_eq!(fault.kind, FaultKind::Denied, "{fault}");
     let mut control = Control::connect(socket.as_ref());
-    let closed = control.close_session(proto::CloseSessionRequest { token });
-    let kind = closed.expect_err("another user's session").kind;
-    assert!(
-        [FaultKind::Denied, FaultKind::NotFound].contains(&kind),
-        "{kind:?}"
-    );
+    let tile = proto::Tile {
+        unit: 0,
+        kind: 1,
+        elem_offset: 0,
+        tile_bytes: 4096,
+    };
+    let define = proto::DefineTilesRequest {
+        token: token.clone(),
+        layout: Vec::new(),
+        tiles: vec![tile],
+        durability: 1,
+        nodes: 1,
+    };
+    let resume = proto::ResumeRequest {
+        token: token.clone(),
+        generation: 0,
+    };
+    let commit = proto::CommitRequest {
+        token: token.clone(),
+        generation: 1,
+        blob: Vec::new(),
+    };
+    let damage = proto::ReportDamageRequest {
+        token: token.clone(),
+        ..Default::default()
+    };
+    let answers = [
+        control.define_tiles(define).err(),
+        control.resume(resume).err(),
+        control.commit(commit).err(),
+        control.report_damage(damage).err(),
+        control
+            .close_session(proto::CloseSessionRequest { token })
+            .err(),
+    ];
+    for (call, answer) in answers.into_iter().enumerate() {
+        let kind = answer.expect("another user's session").kind;
+        assert!(
+            [FaultKind::Denied, FaultKind::NotFound].contains(&kind),
+            "call {call}: {kind:?}"
+        );
+    }
+    for job in ["mine", "tiny"] {
+        let job = job.to_owned();
+        let dropped = control.drop_job(proto::DropJobRequest { job });
+        assert_eq!(dropped.unwrap_err().kind, FaultKind::NotFound);
+    }
     // The same name is another job.
     let mine = control.open_session(open("mine")).unwrap();
     assert_eq!(mine.job, None);
