@@ -4,9 +4,11 @@
 
 use std::path::{Path, PathBuf};
 
+pub mod quota;
+
 use serde::Deserialize;
 
-use crate::core::Limits;
+use crate::core::{Limits, Quotas};
 use crate::engine::EngineChoice;
 use crate::server::page::PageAddress;
 
@@ -41,6 +43,8 @@ struct ConfigToml {
     rated_tb_written: Option<Rating>,
     #[serde(default)]
     metrics: MetricsToml,
+    #[serde(default)]
+    quota: quota::QuotasToml,
 }
 
 /// One number for all devices, or one each.
@@ -69,11 +73,20 @@ const KEYS: [&str; 9] = [
     "metrics.listen",
 ];
 
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 enum Size {
     Number(u64),
     Words(String),
+}
+
+impl Size {
+    fn bytes(&self) -> Result<u64, String> {
+        match self {
+            Self::Number(bytes) => Ok(*bytes),
+            Self::Words(words) => parse_size(words),
+        }
+    }
 }
 
 /// Settings that hold together.
@@ -97,6 +110,8 @@ pub struct Config {
     pub rated_bytes: Vec<Option<u64>>,
     /// Where Prometheus may ask; `None`: nowhere.
     pub metrics_listen: Option<PageAddress>,
+    /// What each user and job may have.
+    pub quotas: Quotas,
 }
 
 /// What is wrong with the settings.
@@ -234,12 +249,13 @@ impl ConfigToml {
                 return refuse("devices", format!("{} is there twice", device.display()));
             }
         }
-        let arena_bytes_max = match self.arena_bytes_max {
-            Size::Number(bytes) => bytes,
-            Size::Words(words) => match parse_size(&words) {
-                Ok(bytes) => bytes,
-                Err(message) => return refuse("arena_bytes_max", message),
-            },
+        let arena_bytes_max = match self.arena_bytes_max.bytes() {
+            Ok(bytes) => bytes,
+            Err(message) => return refuse("arena_bytes_max", message),
+        };
+        let quotas = match self.quota.check() {
+            Ok(quotas) => quotas,
+            Err(message) => return refuse("quota", message),
         };
         if arena_bytes_max < u64::from(offload_api::BLOCK_BYTES) {
             return refuse(
@@ -315,6 +331,7 @@ impl ConfigToml {
             iodepth_max,
             rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
             metrics_listen,
+            quotas,
         })
     }
 }
@@ -351,7 +368,9 @@ pub fn parse_size(words: &str) -> Result<u64, String> {
 
 /// The file's keys; those of a table with its name before them.
 fn keys_of(table: &toml::Table) -> impl Iterator<Item = String> {
-    table.iter().flat_map(|(name, value)| match value {
+    // Quotas have users' numbers among their keys, and know their own.
+    let table = table.iter().filter(|(name, _)| *name != "quota");
+    table.flat_map(|(name, value)| match value {
         toml::Value::Table(inner) => (inner.keys()).map(|key| format!("{name}.{key}")).collect(),
         _ => vec![name.clone()],
     })

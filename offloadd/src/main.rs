@@ -34,7 +34,12 @@ The settings, all of them, with what they are when left out:
   iodepth_max = 64                            # operations in flight of one session
   rated_tb_written = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
-  listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach";
+  listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach
+  [quota.default]                             # of each user; [quota.uid.1000]: of this one; [quota.job]: of each job
+  host_bytes_max = \"32GiB\"                  # each key may be left out: no limit
+  device_bytes_max = \"2TiB\"
+  sessions_max = 8
+  inflight_max = 256                          # operations, as much as all sessions' iodepths together";
 
 #[derive(Subcommand)]
 enum Command {

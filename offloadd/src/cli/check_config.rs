@@ -60,5 +60,5 @@ fn resolved(config: &Config) -> String {
     if let Some(listen) = &config.metrics_listen {
         text += &format!("[metrics]\nlisten = {:?}\n", listen.words());
     }
-    text
+    text + &offloadd::config::quota::words(&config.quotas)
 }

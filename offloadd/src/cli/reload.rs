@@ -72,6 +72,7 @@ fn compare(started: &Config, new: Config, positions: &[usize]) -> Reload {
     };
     let change = Change {
         limits,
+        quotas: new.quotas.clone(),
         rated_bytes: positions.iter().map(|&position| rated[position]).collect(),
     };
     Reload { change, refused }

@@ -121,6 +121,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         device_limits,
         engine: config.engine,
         limits: config.limits(),
+        quotas: config.quotas.clone(),
         epoch,
         wearing,
         policy,

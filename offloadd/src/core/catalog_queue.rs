@@ -148,6 +148,12 @@ impl Core {
                 return self.answer_define(&key, &Err(fault), actions);
             }
         };
+        // Asked now, when what waited before it has taken its own.
+        if let Err(fault) = self.admit_device_bytes(&key, reservation.bytes) {
+            self.space
+                .release(&definition, &reservation.area, &reservation.extents);
+            return self.answer_define(&key, &Err(fault), actions);
+        }
         let mut catalog = self.catalog.catalog.clone();
         let job_id = catalog.next_job_id;
         catalog.next_job_id += 1;

@@ -7,6 +7,7 @@ use offload_api::geometry::{Geometry, SlotClass, SlotPlace};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileIndex};
 use offload_api::ring::entry::{Cqe, Sqe, Urgency};
 
+use super::quota::Quotas;
 use crate::blocks::AlignedBytes;
 use crate::store::definition::{JobDefinition, JobName};
 
@@ -71,6 +72,8 @@ pub enum Event {
     },
     /// The administrator changed what may be handed out. What is handed out already stays.
     Limits(Limits),
+    /// The same of what each user and job may have; the first time when the daemon starts.
+    Quotas(Quotas),
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
     PeerGone {
         /// Which.

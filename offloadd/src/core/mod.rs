@@ -24,6 +24,7 @@ mod io;
 mod job;
 mod look;
 mod members;
+mod quota;
 mod resume;
 mod scratch;
 mod script;
@@ -32,6 +33,7 @@ mod session;
 pub use event::*;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
+pub use quota::{Quota, Quotas};
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -51,6 +53,7 @@ use session::Session;
 pub struct Core {
     epoch: Epoch,
     limits: Limits,
+    quotas: Quotas,
     devices: Vec<RecoveredDevice>,
     space: Space,
     catalog: CatalogQueue,
@@ -78,6 +81,7 @@ impl Core {
         Self {
             epoch,
             limits,
+            quotas: Quotas::default(),
             devices: store.devices,
             space: store.space,
             catalog: CatalogQueue::new(store.catalog),
@@ -105,6 +109,7 @@ impl Core {
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
             Event::IoDone { io, result } => self.on_io_done(io, result, actions),
             Event::Limits(limits) => self.limits = limits,
+            Event::Quotas(quotas) => self.quotas = quotas,
             Event::PeerGone { session } => self.end_session(session, None, actions),
         }
     }
@@ -116,7 +121,7 @@ impl Core {
 
     fn on_call(&mut self, call: CallId, peer: Peer, request: Call, actions: &mut Vec<Action>) {
         let answer = match request {
-            Call::Describe => Ok(Some(Reply::Describe(self.describe()))),
+            Call::Describe => Ok(Some(Reply::Describe(self.describe(peer)))),
             Call::Open(open) => self.open(call, peer, open, actions),
             Call::Define { token, definition } => self
                 .live(peer, token)
@@ -165,11 +170,11 @@ impl Core {
         Ok(Some(Reply::ReportDamage))
     }
 
-    fn describe(&self) -> DescribeReply {
+    fn describe(&self, peer: Peer) -> DescribeReply {
         DescribeReply {
             epoch: self.epoch,
             devices: self.device_states(),
-            arena_free_bytes: self.arena_free_bytes(),
+            arena_free_bytes: self.arena_free_bytes_of(peer),
         }
     }
 

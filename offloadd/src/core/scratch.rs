@@ -26,6 +26,12 @@ pub(super) struct ScratchTile {
     activity: Activity,
 }
 
+impl ScratchTile {
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.bytes)
+    }
+}
+
 impl Core {
     pub(super) fn reserve_scratch(
         &mut self,
@@ -54,6 +60,8 @@ impl Core {
             ));
         }
         check_tile_bytes(tile_bytes.iter().copied())?;
+        let asked_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
+        self.admit_device_bytes(&key, asked_bytes)?;
         let extents = self.space.reserve_tiles(tile_bytes).map_err(|no_room| {
             let free: Vec<String> = (self.devices.iter().zip(&no_room.free_bytes))
                 .map(|(device, free)| format!("{} has {free}", device.path))
@@ -79,7 +87,7 @@ impl Core {
             })
             .collect();
         Ok(Some(Reply::ReserveScratch {
-            reserved_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
+            reserved_bytes: asked_bytes,
         }))
     }
 

@@ -45,6 +45,13 @@ pub(super) enum Stage {
     EndingUnmade { open: CallId },
 }
 
+impl Session {
+    /// On devices, of its own.
+    pub(super) fn scratch_bytes(&self) -> u64 {
+        self.scratch.iter().map(ScratchTile::bytes).sum()
+    }
+}
+
 impl Core {
     pub(super) fn arena_free_bytes(&self) -> u64 {
         // More than all is used after the limit was lowered.
@@ -74,7 +81,7 @@ impl Core {
     ) -> Result<Option<Reply>, Fault> {
         let key = JobKey::new(peer.uid, open.job.clone());
         let geometry = self.check_open(&key, &open)?;
-        let iodepth = open.iodepth.min(self.limits.iodepth_max);
+        let iodepth = self.admit_session(&key, &open, geometry.arena_bytes())?;
         // Twice the iodepth: completions that were not taken yet stand beside those in flight.
         let ring_entries = (2 * iodepth).next_power_of_two();
         let id = SessionId(self.number());

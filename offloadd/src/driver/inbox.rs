@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Core, Damage, Limits, Peer, Reply, SessionId, Viewer};
+use crate::core::{Call, Core, Damage, Limits, Peer, Quotas, Reply, SessionId, Viewer};
 use crate::metrics::Snapshot;
 use crate::store::definition::JobName;
 
@@ -24,6 +24,8 @@ pub(super) type LookAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
 pub struct Change {
     /// Of sessions and operations not more than it started with.
     pub limits: Limits,
+    /// Of each user and job.
+    pub quotas: Quotas,
     /// Of each device, in the store's order.
     pub rated_bytes: Vec<Option<u64>>,
 }

@@ -31,7 +31,7 @@ use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::core::{
-    Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Reply, SessionId, Viewer,
+    Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Quotas, Reply, SessionId, Viewer,
 };
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
@@ -86,6 +86,8 @@ pub struct Parts {
     pub engine: EngineChoice,
     /// As the core got them.
     pub limits: Limits,
+    /// Of each user and job.
+    pub quotas: Quotas,
     /// Of this life, for the rings.
     pub epoch: Epoch,
     /// How far the devices are worn.
@@ -241,6 +243,7 @@ impl Driver {
             device_limits,
             engine,
             limits,
+            quotas,
             epoch,
             wearing,
             policy,
@@ -283,7 +286,7 @@ impl Driver {
             look_at: Instant::now(),
             wear_inflight_count: 0,
             wear_kept: false,
-            events: VecDeque::new(),
+            events: VecDeque::from([Event::Quotas(quotas)]),
             actions: Vec::new(),
             pieces: Vec::new(),
             ended: Vec::new(),
@@ -495,6 +498,7 @@ impl Driver {
                     self.limits = change.limits;
                     self.ledger.rate(&change.rated_bytes);
                     self.events.push_back(Event::Limits(change.limits));
+                    self.events.push_back(Event::Quotas(change.quotas));
                 }
                 Message::Turn(waiter) => self.turn_waiters.push(waiter),
                 Message::Stop => self.stop(),

@@ -11,6 +11,7 @@ mod metrics;
 mod mishaps;
 mod page;
 mod progress;
+mod quotas;
 mod service;
 mod sessions;
 mod settings;

@@ -1,0 +1,160 @@
+//! `[quota.default]`, `[quota.job]` and `[quota.uid.1000]` of the settings.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::Size;
+use crate::core::{Quota, Quotas};
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct QuotasToml {
+    #[serde(default)]
+    default: QuotaToml,
+    #[serde(default)]
+    job: QuotaToml,
+    /// Keys of a TOML table are words.
+    #[serde(default)]
+    uid: BTreeMap<String, QuotaToml>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct QuotaToml {
+    host_bytes_max: Option<Size>,
+    device_bytes_max: Option<Size>,
+    sessions_max: Option<u32>,
+    inflight_max: Option<u32>,
+}
+
+impl QuotasToml {
+    pub(super) fn check(&self) -> Result<Quotas, String> {
+        let mut uids = BTreeMap::new();
+        for (word, quota) in &self.uid {
+            let uid = (word.parse())
+                .map_err(|_| format!("uid.{word}: a user's number, like [quota.uid.1000]"))?;
+            uids.insert(uid, quota.check(&format!("uid.{word}"))?);
+        }
+        Ok(Quotas {
+            default: self.default.check("default")?,
+            job: self.job.check("job")?,
+            uids,
+        })
+    }
+}
+
+impl QuotaToml {
+    fn check(&self, name: &str) -> Result<Quota, String> {
+        let size = |key: &str, size: &Option<Size>| {
+            let bytes = size.as_ref().map(Size::bytes).transpose();
+            bytes.map_err(|message| format!("{name}.{key}: {message}"))
+        };
+        Ok(Quota {
+            host_bytes_max: size("host_bytes_max", &self.host_bytes_max)?,
+            device_bytes_max: size("device_bytes_max", &self.device_bytes_max)?,
+            sessions_max: self.sessions_max,
+            inflight_max: self.inflight_max,
+        })
+    }
+}
+
+/// As they would be read again; nothing where there are none.
+pub fn words(quotas: &Quotas) -> String {
+    let table = |name: &str, quota: &Quota| {
+        let Quota {
+            host_bytes_max,
+            device_bytes_max,
+            sessions_max,
+            inflight_max,
+        } = *quota;
+        let line = |key: &str, value: Option<u64>| {
+            value.map_or_else(String::new, |value| format!("{key} = {value}\n"))
+        };
+        let lines = [
+            line("host_bytes_max", host_bytes_max),
+            line("device_bytes_max", device_bytes_max),
+            line("sessions_max", sessions_max.map(u64::from)),
+            line("inflight_max", inflight_max.map(u64::from)),
+        ]
+        .concat();
+        match lines.is_empty() {
+            true => lines,
+            false => format!("[quota.{name}]\n{lines}"),
+        }
+    };
+    let uids = quotas
+        .uids
+        .iter()
+        .map(|(uid, quota)| table(&format!("uid.{uid}"), quota));
+    let both = [table("default", &quotas.default), table("job", &quotas.job)];
+    both.into_iter().chain(uids).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::Config;
+
+    fn parse(quotas: &str) -> Result<Quotas, String> {
+        let text =
+            format!("socket = \"/s\"\ndevices = [\"/d\"]\narena_bytes_max = \"1GiB\"\n{quotas}");
+        let config = Config::parse(&text, Path::new("offloadd.toml"));
+        config
+            .map(|config| config.quotas)
+            .map_err(|error| error.to_string())
+    }
+
+    const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\n\
+                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\n";
+
+    #[test]
+    fn a_users_own_quota_goes_before_the_default_key_by_key() {
+        let quotas = parse(WHOLE).unwrap();
+        assert_eq!(quotas.of(7).host_bytes_max, Some(4 << 30));
+        let own = quotas.of(1000);
+        assert_eq!(
+            (own.host_bytes_max, own.device_bytes_max),
+            (Some(8 << 30), Some(4096))
+        );
+        assert_eq!(own.sessions_max, Some(8));
+        assert_eq!(quotas.job.inflight_max, Some(16));
+        assert_eq!(parse("").unwrap(), Quotas::default());
+    }
+
+    #[test]
+    fn they_are_printed_as_they_are_read() {
+        let quotas = parse(WHOLE).unwrap();
+        assert_eq!(parse(&words(&quotas)).unwrap(), quotas);
+        assert_eq!(words(&Quotas::default()), "");
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused_by_name() {
+        for (text, said) in [
+            (
+                "[quota.uid.alice]\nsessions_max = 1",
+                "uid.alice: a user's number",
+            ),
+            ("[quota.uid.-1]\nsessions_max = 1", "uid.-1"),
+            (
+                "[quota.default]\nhost_bytes = 1",
+                "unknown field `host_bytes`",
+            ),
+            (
+                "[quota.defaults]\nsessions_max = 1",
+                "unknown field `defaults`",
+            ),
+            (
+                "[quota.uid.1]\nhost_bytes_max = \"1GB\"",
+                "uid.1.host_bytes_max",
+            ),
+            ("[quota.uid.1]\nsessions_max = -1", "sessions_max"),
+        ] {
+            let message = parse(text).unwrap_err();
+            assert!(message.contains(said), "{text}: {message}");
+        }
+    }
+}

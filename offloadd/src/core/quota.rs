@@ -1,0 +1,246 @@
+//! What one user, and one job, may take of what there is. Refused when it is asked for, with what is taken already and by whom:
+//! what was given is never taken back, so that a job which started goes on.
+
+use std::collections::BTreeMap;
+
+use offload_api::fault::{Fault, FaultKind};
+
+use super::job::JobKey;
+use super::{Core, OpenSession, Peer};
+
+/// Holders that are named in a refusal.
+const NAMED_MAX: usize = 4;
+
+/// Limits; `None` is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Quota {
+    /// Host memory of all its sessions.
+    pub host_bytes_max: Option<u64>,
+    /// On all devices, with what sessions keep for themselves.
+    pub device_bytes_max: Option<u64>,
+    /// Sessions at a time.
+    pub sessions_max: Option<u32>,
+    /// Operations in flight of all its sessions: as much as their iodepths together.
+    pub inflight_max: Option<u32>,
+}
+
+impl Quota {
+    /// This one, and where it says nothing what `other` says.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            host_bytes_max: self.host_bytes_max.or(other.host_bytes_max),
+            device_bytes_max: self.device_bytes_max.or(other.device_bytes_max),
+            sessions_max: self.sessions_max.or(other.sessions_max),
+            inflight_max: self.inflight_max.or(other.inflight_max),
+        }
+    }
+}
+
+/// All quotas, from the settings.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Quotas {
+    /// Of each user, where his own says nothing.
+    pub default: Quota,
+    /// Of each job.
+    pub job: Quota,
+    /// Of these users.
+    pub uids: BTreeMap<u32, Quota>,
+}
+
+impl Quotas {
+    /// What holds for a user.
+    pub fn of(&self, uid: u32) -> Quota {
+        let own = self.uids.get(&uid).copied().unwrap_or_default();
+        own.or(self.default)
+    }
+}
+
+/// What somebody has.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    host_bytes: u64,
+    sessions: u32,
+    inflight: u32,
+}
+
+/// Whose quota is asked.
+#[derive(Clone, Copy, Debug)]
+enum Whose<'a> {
+    User(u32),
+    Job(&'a JobKey),
+}
+
+impl Whose<'_> {
+    fn has(self, key: &JobKey) -> bool {
+        match self {
+            Self::User(uid) => key.uid == uid,
+            Self::Job(job) => key == job,
+        }
+    }
+}
+
+impl std::fmt::Display for Whose<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::User(uid) => write!(f, "uid {uid}"),
+            Self::Job(key) => write!(f, "job {} of uid {}", key.name, key.uid),
+        }
+    }
+}
+
+impl Core {
+    /// The user's, and the job's.
+    fn quotas_of<'a>(&self, key: &'a JobKey) -> [(Whose<'a>, Quota); 2] {
+        [
+            (Whose::User(key.uid), self.quotas.of(key.uid)),
+            (Whose::Job(key), self.quotas.job),
+        ]
+    }
+
+    fn held(&self, whose: Whose<'_>) -> Held {
+        let sessions = self
+            .sessions
+            .values()
+            .filter(|session| whose.has(&session.key));
+        sessions.fold(Held::default(), |held, session| Held {
+            host_bytes: held.host_bytes + session.geometry.arena_bytes(),
+            sessions: held.sessions + 1,
+            inflight: held.inflight + session.iodepth,
+        })
+    }
+
+    /// On all devices, of jobs and of sessions.
+    fn held_on_devices(&self, whose: Whose<'_>) -> u64 {
+        let jobs = self.jobs.iter().filter(|(key, _)| whose.has(key));
+        let stored = jobs.filter_map(|(_, job)| Some(job.stored.as_ref()?.entry.reserved_bytes));
+        let sessions = self
+            .sessions
+            .values()
+            .filter(|session| whose.has(&session.key));
+        stored.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
+    }
+
+    /// Host memory that `peer` may still take for a session.
+    pub(super) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
+        let free = self.arena_free_bytes();
+        let whose = Whose::User(peer.uid);
+        match self.quotas.of(peer.uid).host_bytes_max {
+            Some(max) => free.min(max.saturating_sub(self.held(whose).host_bytes)),
+            None => free,
+        }
+    }
+
+    /// Whether a session with an arena of `arena_bytes` may come, and how many operations it may have in flight.
+    pub(super) fn admit_session(
+        &self,
+        key: &JobKey,
+        open: &OpenSession,
+        arena_bytes: u64,
+    ) -> Result<u32, Fault> {
+        let mut iodepth = open.iodepth.min(self.limits.iodepth_max);
+        for (whose, quota) in self.quotas_of(key) {
+            let held = self.held(whose);
+            if let Some(max) = quota.sessions_max
+                && held.sessions >= max
+            {
+                let what = format!("{whose} may have {max} sessions and has {}", held.sessions);
+                return Err(self.refused(FaultKind::TooMany, whose, what, "sessions_max"));
+            }
+            if let Some(max) = quota.host_bytes_max
+                && held.host_bytes.saturating_add(arena_bytes) > max
+            {
+                let what = format!(
+                    "rank {} of job {} asks for {arena_bytes} bytes of host memory; {whose} may have {max} and has {}, so \
+                     that {} are free",
+                    open.rank,
+                    key.name,
+                    held.host_bytes,
+                    max.saturating_sub(held.host_bytes)
+                );
+                return Err(self.refused(FaultKind::NoMemory, whose, what, "host_bytes_max"));
+            }
+            if let Some(max) = quota.inflight_max {
+                // Not all that was asked for is no reason to refuse; nothing is.
+                iodepth = iodepth.min(max.saturating_sub(held.inflight));
+                if iodepth == 0 {
+                    let what = format!(
+                        "{whose} may have {max} operations in flight, and its sessions have {} of them",
+                        held.inflight
+                    );
+                    return Err(self.refused(FaultKind::TooMany, whose, what, "inflight_max"));
+                }
+            }
+        }
+        Ok(iodepth)
+    }
+
+    /// Whether `bytes` more on devices may be reserved.
+    pub(super) fn admit_device_bytes(&self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
+        for (whose, quota) in self.quotas_of(key) {
+            let Some(max) = quota.device_bytes_max else {
+                continue;
+            };
+            let held = self.held_on_devices(whose);
+            if held.saturating_add(bytes) > max {
+                let what = format!(
+                    "job {} needs {bytes} bytes on devices; {whose} may have {max} and has {held}, so that {} are free",
+                    key.name,
+                    max.saturating_sub(held)
+                );
+                let held_by = |(other, job): (&JobKey, &super::job::Job)| {
+                    let stored = job.stored.as_ref()?;
+                    whose
+                        .has(other)
+                        .then(|| (other.name.to_string(), stored.entry.reserved_bytes))
+                };
+                let holders = self.jobs.iter().filter_map(held_by).collect();
+                let what = format!("{what}{}", named(holders));
+                return Err(advised(FaultKind::NoSpace, what, "device_bytes_max"));
+            }
+        }
+        Ok(())
+    }
+
+    fn refused(&self, kind: FaultKind, whose: Whose<'_>, what: String, setting: &str) -> Fault {
+        let mut holders: BTreeMap<String, u64> = BTreeMap::new();
+        for session in self
+            .sessions
+            .values()
+            .filter(|session| whose.has(&session.key))
+        {
+            *holders.entry(session.key.name.to_string()).or_default() += match kind {
+                FaultKind::NoMemory => session.geometry.arena_bytes(),
+                _ if setting == "inflight_max" => u64::from(session.iodepth),
+                _ => 1,
+            };
+        }
+        let what = format!("{what}{}", named(holders.into_iter().collect()));
+        advised(kind, what, setting)
+    }
+}
+
+fn advised(kind: FaultKind, what: String, setting: &str) -> Fault {
+    Fault::new(
+        kind,
+        format!(
+            "{what}. Ask for less, end or drop a job, or have the administrator raise its quota's {setting}"
+        ),
+    )
+}
+
+/// " (tiny 5, large 7)", the largest first. Only jobs of one user, to whom this is told.
+fn named(mut holders: Vec<(String, u64)>) -> String {
+    if holders.is_empty() {
+        return String::new();
+    }
+    holders.sort_by_key(|(_, held)| std::cmp::Reverse(*held));
+    let more = holders.len().saturating_sub(NAMED_MAX);
+    let mut words: Vec<_> = (holders.iter().take(NAMED_MAX))
+        .map(|(name, held)| format!("{name} {held}"))
+        .collect();
+    if more > 0 {
+        words.push(format!("{more} more"));
+    }
+    format!(" ({})", words.join(", "))
+}

@@ -1,0 +1,165 @@
+//! What one user and one job may take. What could go wrong: a limit that is not held, held against the wrong one, or not given
+//! back; a refusal that does not say what is free and who has the rest; a raised limit that takes a restart.
+
+use std::time::Duration;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::proto;
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open};
+
+const SOON: Duration = Duration::from_secs(5);
+
+/// A daemon whose settings end with `quotas`.
+fn with(quotas: &str) -> (Store, Daemon) {
+    let store = Store::new(1, "auto");
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text + quotas).unwrap();
+    let daemon = store.serve();
+    (store, daemon)
+}
+
+fn own_uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+fn refused(result: Result<proto::OpenSessionReply, Fault>, kind: FaultKind, words: &[&str]) {
+    let fault = result.expect_err("more than the quota");
+    assert_eq!(fault.kind, kind, "{fault}");
+    for word in words {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+}
+
+#[test]
+fn host_memory_beyond_a_users_quota_is_refused_with_who_holds_it_and_given_back() {
+    let arena_bytes = Store::new(1, "auto")
+        .serve()
+        .control()
+        .session("x")
+        .geometry
+        .arena_bytes();
+    let max = 2 * arena_bytes + 1;
+    let quota = format!("[quota.uid.{}]\nhost_bytes_max = {max}\n", own_uid());
+    let (_store, daemon) = with(&quota);
+    let mut control = daemon.control();
+    assert_eq!(
+        control.arena_free_bytes(),
+        max,
+        "what he may have, not what there is"
+    );
+    let first = control.session("one");
+    let _second = control.session("two");
+    let have = format!(
+        "may have {max} and has {}, so that 1 are free",
+        2 * arena_bytes
+    );
+    let holders = format!("one {arena_bytes}");
+    refused(
+        control.open_session(open("three")),
+        FaultKind::NoMemory,
+        &[&have, &holders, "host_bytes_max"],
+    );
+    drop(first);
+    eventually("its memory is his again", SOON, || {
+        control.arena_free_bytes() > arena_bytes
+    });
+    control.session("three");
+}
+
+#[test]
+fn another_users_quota_is_not_ours() {
+    let quota = format!("[quota.uid.{}]\nsessions_max = 0\n", own_uid() + 1);
+    let (_store, daemon) = with(&quota);
+    daemon.control().session("tiny");
+}
+
+#[test]
+fn sessions_and_operations_in_flight_have_their_limits() {
+    let (_store, daemon) = with(
+        "[quota.default]\nsessions_max = 3\ninflight_max = 10\n[quota.job]\nsessions_max = 1\n",
+    );
+    let mut control = daemon.control();
+    let granted = |reply: &proto::OpenSessionReply| reply.iodepth;
+    let one = control.open_session(open("one")).unwrap();
+    let _one = Session::attach(&one).unwrap();
+    let another_rank = proto::OpenSessionRequest {
+        rank: 1,
+        local_ranks: 1,
+        ..open("one")
+    };
+    let fault = control.open_session(another_rank).unwrap_err();
+    assert!(
+        fault.kind == FaultKind::Busy || fault.message.contains("job one of uid"),
+        "{fault}"
+    );
+    let two = control.open_session(open("two")).unwrap();
+    let _two = Session::attach(&two).unwrap();
+    let three = control.open_session(open("three")).unwrap();
+    let _three = Session::attach(&three).unwrap();
+    // Each asked for 4 and there are 10.
+    assert_eq!([&one, &two, &three].map(granted), [4, 4, 2]);
+    refused(
+        control.open_session(open("four")),
+        FaultKind::TooMany,
+        &["may have 3 sessions and has 3 (", "sessions_max"],
+    );
+}
+
+#[test]
+fn an_operation_too_many_is_refused_before_it_is_made() {
+    let (_store, daemon) = with("[quota.default]\ninflight_max = 4\n");
+    let mut control = daemon.control();
+    let _one = control.session("one");
+    refused(
+        control.open_session(open("two")),
+        FaultKind::TooMany,
+        &["may have 4 operations in flight", "(one 4)", "inflight_max"],
+    );
+}
+
+#[test]
+fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
+    let (store, daemon) = with("[quota.default]\ndevice_bytes_max = \"1MiB\"\n");
+    let mut control = daemon.control();
+    let session = control.session("large");
+    let define = |session: &Session, count: u32| proto::DefineTilesRequest {
+        token: session.token.clone(),
+        layout: Vec::new(),
+        tiles: (0..count)
+            .map(|unit| proto::Tile {
+                unit,
+                kind: 1,
+                elem_offset: 0,
+                tile_bytes: 64 << 10,
+            })
+            .collect(),
+        durability: 1,
+        nodes: 1,
+    };
+    let fault = control.define_tiles(define(&session, 16)).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NoSpace, "{fault}");
+    assert!(
+        fault.message.contains("may have 1048576 and has 0"),
+        "{fault}"
+    );
+    // Nothing of it is kept: the same again, and what fits.
+    let before = control.describe(proto::DescribeRequest {}).unwrap().devices[0].free_bytes;
+    assert!(control.define_tiles(define(&session, 16)).is_err());
+    let after = control.describe(proto::DescribeRequest {}).unwrap().devices[0].free_bytes;
+    assert_eq!(before, after);
+
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text.replace("\"1MiB\"", "\"4MiB\"")).unwrap();
+    daemon.signal(Signal::HUP);
+    eventually("the limit is raised", SOON, || {
+        control.define_tiles(define(&session, 16)).is_ok()
+    });
+    let second = control.session("second");
+    let fault = control.define_tiles(define(&second, 24)).unwrap_err();
+    assert!(fault.message.contains("(large "), "who holds it: {fault}");
+    let mut small = control.session("small");
+    let working = small.begin(&mut control, 2);
+    fill_tiles(&mut small, 2, working, 1);
+}
