@@ -8,7 +8,8 @@
 //! ```
 //!
 //! **Order.** What somebody waits for goes before what is moved ahead of its use; of [`TURNS`] pieces one is of the latter, so
-//! that it progresses whatever comes. Within a class, first come first served.
+//! that it progresses whatever comes. Within a class the sessions take turns, a piece each; within a session,
+//! first come first served.
 //! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill
 //! the place of the other.
 //! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken.
@@ -31,8 +32,8 @@ use crate::core::{IoId, IoOp};
 use crate::engine::{Io, IoDone, Memory};
 
 pub use limits::DeviceLimits;
-use way::Way;
 pub use way::{INFLIGHT_COUNT_MAX, TURNS};
+use way::{Owner, Way};
 
 /// All devices' queues.
 #[derive(Debug)]
@@ -112,6 +113,14 @@ impl Whole {
     }
 }
 
+/// Whose memory is moved.
+fn owner(memory: &Memory) -> Owner {
+    match memory {
+        Memory::Arena { arena, .. } => Some(arena.id()),
+        Memory::Meta(_) | Memory::None => None,
+    }
+}
+
 impl Queue {
     /// Empty queues, one a device in the store's order.
     pub fn new(devices: &[DeviceLimits]) -> Self {
@@ -139,7 +148,7 @@ impl Queue {
             self.wholes.push(None);
             self.wholes.len() - 1
         });
-        let (device, op) = (io.device, io.op);
+        let (device, op, owner) = (io.device, io.op, owner(&io.memory));
         let piece_bytes = match io.memory {
             Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
             // The daemon's own structures: pieces of some megabytes already.
@@ -157,7 +166,7 @@ impl Queue {
         });
         self.waiting_count += 1;
         match self.way(device, op) {
-            Some(way) => way.push(place, urgency),
+            Some(way) => way.push(place, urgency, owner),
             None => self.flushes.push_back(place),
         }
     }
@@ -175,9 +184,10 @@ impl Queue {
             return;
         }
         let (device, op) = (whole.io.device, whole.io.op);
+        let owner = owner(&whole.io.memory);
         if let Some(way) = self.way(device, op) {
             way.remove(place, before);
-            way.push(place, urgency);
+            way.push(place, urgency, owner);
         }
     }
 

@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 
 use offload_api::ring::entry::Urgency;
 
+use crate::arena::ArenaId;
+
 /// Of so many pieces, one is of what is moved ahead of its use while something else is wanted: an eighth of the device,
 /// enough to go on, little enough to be hardly felt.
 pub const TURNS: u32 = 8;
@@ -11,13 +13,56 @@ pub const TURNS: u32 = 8;
 /// Pieces of one way in flight, however small: more do not make a drive faster.
 pub const INFLIGHT_COUNT_MAX: usize = 256;
 
+/// Whose operation it is: a session's, or the daemon's own.
+pub(super) type Owner = Option<ArenaId>;
+
+/// Who waits, of one class: each owner's operations in their order, the owners in turn, a piece each. A session that floods
+/// makes another wait for one piece of its own before each of the other's, however much it has queued.
+#[derive(Debug, Default)]
+struct Turns(VecDeque<(Owner, VecDeque<usize>)>);
+
+impl Turns {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn push(&mut self, place: usize, owner: Owner) {
+        match self.0.iter_mut().find(|(other, _)| *other == owner) {
+            Some((_, places)) => places.push_back(place),
+            None => self.0.push_back((owner, VecDeque::from([place]))),
+        }
+    }
+
+    fn front(&self) -> Option<usize> {
+        self.0.front().map(|(_, places)| places[0])
+    }
+
+    /// The first's piece was taken, the `last` one of its operation or not: the next owner's turn.
+    fn taken(&mut self, last: bool) {
+        let (owner, mut places) = self.0.pop_front().expect("one waits");
+        if last {
+            places.pop_front();
+        }
+        if !places.is_empty() {
+            self.0.push_back((owner, places));
+        }
+    }
+
+    fn remove(&mut self, place: usize) {
+        for (_, places) in &mut self.0 {
+            places.retain(|&other| other != place);
+        }
+        self.0.retain(|(_, places)| !places.is_empty());
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Way {
     window_bytes: u64,
     inflight_bytes: u64,
     inflight_count: usize,
-    wanted: VecDeque<usize>,
-    ahead: VecDeque<usize>,
+    wanted: Turns,
+    ahead: Turns,
     /// Wanted pieces in a row that went before others.
     passed: u32,
 }
@@ -28,20 +73,20 @@ impl Way {
             window_bytes,
             inflight_bytes: 0,
             inflight_count: 0,
-            wanted: VecDeque::new(),
-            ahead: VecDeque::new(),
+            wanted: Turns::default(),
+            ahead: Turns::default(),
             passed: 0,
         }
     }
 
-    pub(super) fn push(&mut self, place: usize, urgency: Urgency) {
-        self.waiting(urgency).push_back(place);
+    pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner) {
+        self.waiting(urgency).push(place, owner);
     }
 
     /// Whose piece is next.
     pub(super) fn next(&self) -> Option<(usize, Urgency)> {
-        let wanted = self.wanted.front().map(|&place| (place, Urgency::Wanted));
-        let ahead = self.ahead.front().map(|&place| (place, Urgency::Ahead));
+        let wanted = self.wanted.front().map(|place| (place, Urgency::Wanted));
+        let ahead = self.ahead.front().map(|place| (place, Urgency::Ahead));
         if self.passed + 1 >= TURNS {
             ahead.or(wanted)
         } else {
@@ -64,9 +109,7 @@ impl Way {
             Urgency::Wanted if !self.ahead.is_empty() => self.passed + 1,
             _ => 0,
         };
-        if last {
-            self.waiting(urgency).pop_front();
-        }
+        self.waiting(urgency).taken(last);
     }
 
     /// A piece has ended.
@@ -77,13 +120,62 @@ impl Way {
 
     /// Whoever is at `place` waits no more.
     pub(super) fn remove(&mut self, place: usize, urgency: Urgency) {
-        self.waiting(urgency).retain(|&other| other != place);
+        self.waiting(urgency).remove(place);
     }
 
-    fn waiting(&mut self, urgency: Urgency) -> &mut VecDeque<usize> {
+    fn waiting(&mut self, urgency: Urgency) -> &mut Turns {
         match urgency {
             Urgency::Wanted => &mut self.wanted,
             Urgency::Ahead => &mut self.ahead,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The order in which operations of (owner, pieces) that all wait are handed over, piece by piece.
+    fn order(waiting: &[(Owner, u32)]) -> Vec<usize> {
+        let mut way = Way::new(u64::MAX);
+        let mut left: Vec<u32> = waiting.iter().map(|(_, pieces)| *pieces).collect();
+        for (place, (owner, _)) in waiting.iter().enumerate() {
+            way.push(place, Urgency::Wanted, *owner);
+        }
+        let mut order = Vec::new();
+        while let Some((place, urgency)) = way.next() {
+            left[place] -= 1;
+            way.hand_over(urgency, 1, left[place] == 0);
+            order.push(place);
+        }
+        order
+    }
+
+    #[test]
+    fn a_session_that_floods_makes_another_wait_for_one_piece_before_each_of_its_own() {
+        let [flood, other] = [ArenaId::of_test(1), ArenaId::of_test(2)].map(Some);
+        let mut waiting = vec![(flood, 4); 100];
+        waiting.push((other, 4));
+        let order = order(&waiting);
+        assert_eq!(order.len(), 404);
+        let last = order.iter().rposition(|&place| place == 100).unwrap();
+        assert_eq!(last, 7, "eight pieces, four of them its own");
+    }
+
+    #[test]
+    fn one_owners_operations_stay_in_their_order_and_nothing_is_lost() {
+        let [one, two] = [ArenaId::of_test(1), ArenaId::of_test(2)].map(Some);
+        assert_eq!(order(&[(one, 2), (one, 1), (one, 1)]), [0, 0, 1, 2]);
+        assert_eq!(
+            order(&[(one, 2), (two, 1), (None, 1), (one, 1)]),
+            [0, 1, 2, 0, 3]
+        );
+        let mut way = Way::new(u64::MAX);
+        way.push(0, Urgency::Ahead, one);
+        way.push(1, Urgency::Ahead, two);
+        way.remove(0, Urgency::Ahead);
+        assert_eq!(way.next(), Some((1, Urgency::Ahead)));
+        way.remove(1, Urgency::Ahead);
+        assert_eq!(way.next(), None);
     }
 }
