@@ -106,17 +106,22 @@ fn devices(config: &Config) -> Vec<Finding> {
     if worst(&findings) == Severity::Problem {
         return findings;
     }
-    findings.push(match recover::look(&mut DeviceBlocks(&opened)) {
-        Ok(store) => Finding::fine(
-            "devices",
-            format!("all {} of store {}", store.len(), store[0].superblock.store),
-        ),
+    let together = match recover::look(&mut DeviceBlocks(&opened)) {
+        Ok((devices, outsiders)) => {
+            findings.extend(outsiders.iter().map(|outsider| {
+                let mend = "devices = [those of the store alone]";
+                Finding::hint("devices", outsider.to_string(), mend)
+            }));
+            let (count, store) = (devices.len(), devices[0].superblock.store);
+            Finding::fine("devices", format!("all {count} of store {store}"))
+        }
         Err(error) => Finding::problem(
             "devices",
             error.to_string(),
             "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` makes one",
         ),
-    });
+    };
+    findings.push(together);
     findings
 }
 

@@ -26,9 +26,11 @@ pub mod findings;
 pub mod measure;
 pub mod memory;
 pub mod metrics;
+pub mod newcomer;
 pub mod numa;
 pub mod queue;
 pub mod server;
+pub mod stopped;
 pub mod store;
 
 /// What both sides agree on, for programs that drive parts of the daemon themselves.

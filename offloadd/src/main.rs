@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use crate::cli::device::DeviceCommand;
 use crate::cli::top::Choice;
 
 mod cli;
@@ -22,6 +23,7 @@ Examples:
   offloadd format /mnt/nvme0/offloadd.tiles /mnt/nvme1/offloadd.tiles --size 500GiB
   offloadd serve --config /etc/offloadd.toml
   offloadd verify --config /etc/offloadd.toml
+  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
   offloadd top
 
 The settings, all of them, with what they are when left out:
@@ -167,6 +169,9 @@ store is locked, read as fast as it can be, and its own structures are looked at
         #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
+    /// Bring devices into a store, take them out, and list them, while jobs run or without a daemon
+    #[command(subcommand)]
+    Device(DeviceCommand),
     /// Show what a running daemon's drives and jobs do, once a second
     #[command(after_help = "Examples:
   offloadd top                                                   # Ctrl-C ends
@@ -240,6 +245,7 @@ fn main() -> ExitCode {
             job,
             json,
         }),
+        Command::Device(command) => cli::device::run(command).map(|()| ExitCode::SUCCESS),
         Command::Top {
             socket,
             config,

@@ -309,6 +309,14 @@ impl Offload for Service {
         Err(Status::unimplemented("the fake hears nothing"))
     }
 
+    async fn add_device(&self, _: Request<AddDeviceRequest>) -> Answer<AddDeviceReply> {
+        Err(Status::unimplemented("the fake has no devices"))
+    }
+
+    async fn drain_device(&self, _: Request<DrainDeviceRequest>) -> Answer<DrainDeviceReply> {
+        Err(Status::unimplemented("the fake has no devices"))
+    }
+
     async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
         Err(Status::unimplemented("the fake counts nothing"))
     }

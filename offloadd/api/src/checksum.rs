@@ -13,6 +13,28 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes)
 }
 
+/// The checksum of bytes that come one piece after the other.
+#[derive(Debug)]
+pub struct Summing(crc_fast::Digest);
+
+impl Summing {
+    /// Of nothing yet.
+    #[expect(clippy::new_without_default)]
+    pub fn new() -> Self {
+        Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
+    }
+
+    /// The next piece.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// As [`checksum`] of all pieces together.
+    pub fn sum(&self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -22,6 +44,16 @@ mod tests {
         assert_eq!(checksum(b""), 0);
         assert_eq!(checksum(b"123456789"), 0xe306_9283);
         assert_eq!(checksum(&[0; 4096]), 0x98f9_4189);
+    }
+
+    #[test]
+    fn pieces_have_the_sum_of_the_whole() {
+        let bytes: Vec<u8> = (0..20_000_u32).map(|i| ((i * i) >> 5) as u8).collect();
+        let mut summing = Summing::new();
+        for piece in bytes.chunks(4096) {
+            summing.add(piece);
+        }
+        assert_eq!(summing.sum(), checksum(&bytes));
     }
 
     /// Other code runs for short and long input, and for each rest behind the last whole vector.

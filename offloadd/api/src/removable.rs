@@ -24,6 +24,12 @@ pub enum Mechanism {
     OutOfPlace,
     /// Tiles are spread over the devices of a store.
     Placement,
+    /// A copied tile is flushed before a definition names it.
+    CopyFlush,
+    /// The extent a tile has left is taken again only when the new definition is durable.
+    LeaveLast,
+    /// Nothing is committed while a definition is written again.
+    ExchangeFirst,
 }
 
 impl Mechanism {
@@ -39,6 +45,9 @@ impl Mechanism {
             Self::ReclaimAfterIo => "reclaim-after-io",
             Self::OutOfPlace => "out-of-place",
             Self::Placement => "placement",
+            Self::CopyFlush => "copy-flush",
+            Self::LeaveLast => "leave-last",
+            Self::ExchangeFirst => "exchange-first",
         }
     }
 }

@@ -95,7 +95,7 @@ fn make_store(
     for (device, superblock) in devices.iter().zip(superblocks) {
         println!(
             "{:>6}  {:>12}  {:>5.2} GB/s  {:>5.2} GB/s  {}",
-            superblock.device_index,
+            superblock.number,
             binary(superblock.data_bytes),
             superblock.read_bytes_per_s as f64 / 1e9,
             superblock.write_bytes_per_s as f64 / 1e9,

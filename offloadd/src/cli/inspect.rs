@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use offload_api::proto;
+use offloadd::core::{DeviceState, Standing};
 use offloadd::device::DeviceBlocks;
 use offloadd::store::content::JobContent;
 use offloadd::store::recover;
@@ -39,15 +40,22 @@ fn read(devices: &[offloadd::device::Device]) -> Result<proto::InspectReply> {
     for note in &store.notes {
         eprintln!("DAMAGED {note}");
     }
-    let device = |(index, device): (usize, &recover::RecoveredDevice)| proto::Device {
-        path: device.path.clone(),
-        block_bytes: offload_api::BLOCK_BYTES,
-        data_bytes: device.superblock.data_bytes,
-        free_bytes: store
-            .space
-            .free_bytes(offload_api::ids::DeviceIndex(index as u32)),
-        read_bytes_per_s: device.superblock.read_bytes_per_s,
-        write_bytes_per_s: device.superblock.write_bytes_per_s,
+    let device = |(index, device): (usize, &recover::RecoveredDevice)| {
+        let state = DeviceState {
+            path: device.path.clone(),
+            block_bytes: offload_api::BLOCK_BYTES,
+            data_bytes: device.superblock.data_bytes,
+            free_bytes: store
+                .space
+                .free_bytes(offload_api::ids::DeviceIndex(index as u32)),
+            read_bytes_per_s: device.superblock.read_bytes_per_s,
+            write_bytes_per_s: device.superblock.write_bytes_per_s,
+            standing: Standing {
+                phase: device.phase,
+                ..Standing::settled(device.superblock.number)
+            },
+        };
+        proto::Device::from(state)
     };
     let jobs = store
         .jobs

@@ -3,6 +3,7 @@
 mod at_rest;
 pub(crate) mod check_config;
 mod connection;
+pub(crate) mod device;
 pub(crate) mod doctor;
 pub(crate) mod documents;
 mod findings;
@@ -34,19 +35,16 @@ fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
 
 /// How far each device of the store is worn, in the store's order.
 fn worn(store: &RecoveredStore, devices: &[Device], config: &Config) -> Vec<Worn> {
-    let worn = store
-        .devices
-        .iter()
-        .enumerate()
-        .map(|(index, device)| Worn {
-            before: Wear::read(
-                &mut DeviceBlocks(devices),
-                device.position,
-                store.id,
-                index as u32,
-            ),
-            rated_bytes: config.rated_bytes[device.position],
-        });
+    let worn = store.devices.iter().map(|device| Worn {
+        number: device.superblock.number,
+        before: Wear::read(
+            &mut DeviceBlocks(devices),
+            device.position,
+            store.id,
+            device.superblock.number,
+        ),
+        rated_bytes: config.rated_bytes[device.position],
+    });
     worn.collect()
 }
 

@@ -86,13 +86,16 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for note in &store.notes {
         tracing::warn!("{note}");
     }
+    for outsider in &store.outsiders {
+        tracing::warn!("device {outsider}");
+    }
     let positions: Vec<_> = store.devices.iter().map(|device| device.position).collect();
     let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
         .collect();
     let device_limits: Vec<_> = (store.devices.iter())
         .zip(&files)
-        .map(|(device, file)| DeviceLimits::of(file, &device.superblock))
+        .map(|(device, file)| DeviceLimits::of(file, &device.superblock.rates()))
         .collect();
     for (device, limits) in store.devices.iter().zip(&device_limits) {
         let [reads, writes] = limits.window_bytes.map(binary);
@@ -115,6 +118,9 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         .build()
         .context("starting the threads that answer calls")?;
     let epoch = draw_epoch()?;
+    let store_id = store.id;
+    // What the engine holds is enough: one that leaves must be closed by that.
+    drop(devices);
     let running = driver::start(Parts {
         core: Core::new(store, epoch, config.limits()),
         devices: files,
@@ -132,6 +138,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         engine_reason: running.engine_reason.clone(),
         lock,
         descriptor_socket,
+        store: store_id,
     };
     let metrics = (config.metrics_listen.as_ref())
         .map_or_else(String::new, |address| format!(", metrics at {address}"));

@@ -1,4 +1,4 @@
-//! Changes of the catalog, one at a time: a job comes, a job goes.
+//! Changes of the catalog, one at a time: a job or a device comes or goes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
+use super::devices::DeviceChange;
 use super::job::{Job, JobKey, Stored};
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, refuse};
@@ -22,8 +23,11 @@ pub(super) const QUEUE_MAX: usize = 256;
 /// Steps of a definition's script before the catalog is touched.
 const STEPS_BEFORE_CATALOG: usize = 2;
 
+/// Of the catalog itself.
+const CATALOG_STEPS: usize = 4;
+
 pub(super) struct CatalogQueue {
-    catalog: Catalog,
+    pub(super) catalog: Catalog,
     busy: bool,
     waiting: VecDeque<Work>,
     /// A write of the catalog failed: which one the devices hold is not known before the next start.
@@ -41,6 +45,7 @@ pub(super) enum Work {
         key: JobKey,
         call: CallId,
     },
+    Device(DeviceChange),
 }
 
 /// What is being written.
@@ -61,6 +66,7 @@ enum What {
         key: JobKey,
         call: CallId,
     },
+    Device(DeviceChange),
 }
 
 impl CatalogQueue {
@@ -95,8 +101,14 @@ impl Core {
         Ok(())
     }
 
-    fn next_change(&mut self, actions: &mut Vec<Action>) {
+    /// The next one, unless tiles move whose job it drops: their copies must not land in space that is given back.
+    pub(super) fn next_change(&mut self, actions: &mut Vec<Action>) {
         while !self.catalog.busy {
+            if let Some(Work::Drop { key, .. }) = self.catalog.waiting.front()
+                && self.mover.is_at(key)
+            {
+                return;
+            }
             let Some(work) = self.catalog.waiting.pop_front() else {
                 return;
             };
@@ -111,6 +123,7 @@ impl Core {
                     local_ranks,
                 } => self.start_define(key, definition, local_ranks, actions),
                 Work::Drop { key, call } => self.start_drop(key, call, actions),
+                Work::Device(change) => self.start_device_change(change, actions),
             }
         }
     }
@@ -161,8 +174,9 @@ impl Core {
         let table = TileTable {
             definition,
             extents: reservation.extents,
+            revision: 0,
         };
-        let blocks = table.encode(job_id);
+        let blocks = table.encode(job_id, &self.numbers());
         let entry = Entry {
             job_id,
             uid: key.uid,
@@ -173,11 +187,11 @@ impl Core {
         };
         catalog.entries.push(entry.clone());
         let mut steps = vec![
-            first_writes(&entry.area, blocks),
-            Step::flush([DeviceIndex(0)]),
+            first_writes(self.home, &entry.area, blocks),
+            Step::flush([self.home]),
         ];
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
-        steps.extend(catalog_steps(&catalog));
+        steps.extend(catalog_steps(self.home, &catalog));
         let what = What::Define { key, entry, table };
         self.write_catalog(CatalogChange { catalog, what }, steps, actions);
     }
@@ -191,10 +205,19 @@ impl Core {
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
         catalog.entries.retain(|entry| entry.job_id != job_id);
-        let steps = catalog_steps(&catalog);
+        let steps = catalog_steps(self.home, &catalog);
         self.jobs.get_mut(&key).expect("droppable").dropping = true;
         let what = What::Drop { key, call };
         self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+    }
+
+    fn start_device_change(&mut self, change: DeviceChange, actions: &mut Vec<Action>) {
+        let mut catalog = self.catalog.catalog.clone();
+        catalog.sequence += 1;
+        if let Some(steps) = self.device_steps(&change, &mut catalog, actions) {
+            let what = What::Device(change);
+            self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+        }
     }
 
     fn write_catalog(
@@ -214,10 +237,18 @@ impl Core {
         actions: &mut Vec<Action>,
     ) {
         self.catalog.busy = false;
+        let before = match &change.what {
+            What::Define { .. } => STEPS_BEFORE_CATALOG,
+            What::Drop { .. } => 0,
+            What::Device(change) => change.steps_before_catalog(),
+        };
+        // After the catalog a device that leaves is only told so.
+        let result = result.or_else(|failed| match failed.steps_done < before + CATALOG_STEPS {
+            true => Err(failed),
+            false => Ok(()),
+        });
         if let Err(failed) = &result {
-            let catalog_untouched = matches!(change.what, What::Define { .. })
-                && failed.steps_done < STEPS_BEFORE_CATALOG;
-            if !catalog_untouched {
+            if failed.steps_done >= before {
                 self.catalog.broken = Some(Fault::new(
                     FaultKind::Poisoned,
                     format!(
@@ -234,6 +265,7 @@ impl Core {
                 self.finish_define(&key, entry, table, result, actions);
             }
             What::Drop { key, call } => self.finish_drop(&key, call, result, actions),
+            What::Device(change) => self.finish_device_change(change, result, actions),
         }
         self.next_change(actions);
     }
@@ -322,29 +354,40 @@ impl Core {
         match work {
             Work::Define { key, .. } => self.answer_define(key, &Err(fault.clone()), actions),
             Work::Drop { call, .. } => refuse(*call, fault.clone(), actions),
+            Work::Device(change) => {
+                if let Some(call) = change.call() {
+                    refuse(call, fault.clone(), actions);
+                }
+            }
         }
     }
 }
 
 /// The definition, twice, and zeros where records and marks will be: what was there before was somebody else's, and whatever
 /// is found there from now on that is neither zeros nor ours was put there by a drive that erred.
-fn first_writes(area: &Area, definition: AlignedBytes) -> Step {
+fn first_writes(home: DeviceIndex, area: &Area, definition: AlignedBytes) -> Step {
     let definitions = area
         .definitions()
         .map(|offset| (offset, definition.clone()));
     let slots = (0..2).flat_map(|slot| area.records(slot).into_iter().chain(area.marks(slot)));
     let zeros = slots.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize)));
-    Step::writes(definitions.into_iter().chain(zeros))
+    Step::writes(home, definitions.into_iter().chain(zeros))
 }
 
 /// One copy, then the other: a power cut leaves a whole one.
-fn catalog_steps(catalog: &Catalog) -> Vec<Step> {
-    let blocks = catalog.encode();
-    let [first, second] = CATALOG_OFFSETS;
+pub(super) fn catalog_steps(home: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
+    let steps = in_turn(home, CATALOG_OFFSETS, catalog.encode());
+    assert_eq!(steps.len(), CATALOG_STEPS);
+    steps
+}
+
+/// The same blocks at two places, the second when the first is durable.
+pub(super) fn in_turn(device: DeviceIndex, offsets: [u64; 2], blocks: AlignedBytes) -> Vec<Step> {
+    let [first, second] = offsets;
     vec![
-        Step::writes([(first, blocks.clone())]),
-        Step::flush([DeviceIndex(0)]),
-        Step::writes([(second, blocks)]),
-        Step::flush([DeviceIndex(0)]),
+        Step::writes(device, [(first, blocks.clone())]),
+        Step::flush([device]),
+        Step::writes(device, [(second, blocks)]),
+        Step::flush([device]),
     ]
 }

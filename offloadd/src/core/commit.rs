@@ -1,7 +1,7 @@
 //! Making a generation durable: all local ranks have called, all writes have ended, then
 //!
 //! ```text
-//!   flush every device written to ──▶ write the record, twice ──▶ flush device 0 ──▶ acknowledge
+//!   flush every device written to ──▶ write the record, twice ──▶ flush the home ──▶ acknowledge
 //! ```
 //!
 //! so that a record that can be read back is true, and an acknowledged one can be read back. With several nodes the record
@@ -102,7 +102,10 @@ impl Core {
         };
         let Some(round) = &mut job.round else { return };
         let complete = round.calls.len() == job.local_ranks as usize;
-        if round.running || !complete || job.writes_inflight_count > 0 || job.script.is_some() {
+        // While its definition is written again, tiles may lie where only the new one says.
+        let exchanging = job.exchanging && !removed(Mechanism::ExchangeFirst);
+        let busy = job.script.is_some() || exchanging;
+        if round.running || !complete || job.writes_inflight_count > 0 || busy {
             return;
         }
         let stored = job.stored.as_ref().expect("it resumed");
@@ -129,6 +132,7 @@ impl Core {
             generation: job.working,
             epoch: self.epoch,
             born_confirmed: stored.table.definition.nodes() == 1,
+            table_revision: stored.table.revision,
             versions: Arc::new(versions),
             blobs: Arc::new(blobs),
         };
@@ -141,11 +145,12 @@ impl Core {
             steps.push(Step::flush(touched));
         }
         steps.push(Step::twice(
+            self.home,
             stored.entry.area.records(slot),
             record.encode(),
         ));
         if !removed(Mechanism::SecondFlush) {
-            steps.push(Step::flush([DeviceIndex(0)]));
+            steps.push(Step::flush([self.home]));
         }
         let purpose = Purpose::Commit {
             key: key.clone(),
@@ -253,7 +258,10 @@ impl Core {
             let mark = newest.record.encode_mark(Mark::Confirmed);
             let area = &job.stored.as_ref().expect("just seen").entry.area;
             let places = area.marks(Record::slot(generation));
-            let steps = vec![Step::twice(places, mark), Step::flush([DeviceIndex(0)])];
+            let steps = vec![
+                Step::twice(self.home, places, mark),
+                Step::flush([self.home]),
+            ];
             self.run_script(Purpose::Confirm { key }, steps, actions);
         }
         Ok(None)

@@ -9,7 +9,10 @@ use offload_api::ring::entry::{Cqe, Sqe, Urgency};
 
 use super::quota::Quotas;
 use crate::blocks::AlignedBytes;
+use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
+use crate::store::format::MeasuredRates;
+use crate::store::superblock::DeviceId;
 
 /// The driver's number for a call that waits for its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -69,7 +72,16 @@ pub enum Event {
         io: IoId,
         /// How it ended.
         result: IoResult,
+        /// The daemon's own bytes that were read into ([`Buffer::Meta`]).
+        read: Option<AlignedBytes>,
     },
+    /// The next tiles may move, if some are to: see [`Core::moves`](super::Core::moves).
+    MoveOn {
+        /// Copy also what jobs will perhaps write again soon.
+        hurry: bool,
+    },
+    /// Tiles that could not be moved are tried again.
+    RetryMoves,
     /// The administrator changed what may be handed out. What is handed out already stays.
     Limits(Limits),
     /// The same of what each user and job may have; the first time when the daemon starts.
@@ -153,6 +165,29 @@ pub enum Call {
         /// Of the caller's uid.
         job: JobName,
     },
+    /// A device comes to the store. The driver has it already, behind those that were there: whatever the answer, its index
+    /// is taken.
+    AddDevice(NewDevice),
+    /// All tiles leave a device, and then it leaves the store. Asked again it goes on.
+    DrainDevice {
+        /// As the settings name it.
+        path: String,
+    },
+}
+
+/// A device that is to come to the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewDevice {
+    /// As the settings will name it.
+    pub path: String,
+    /// Random.
+    pub id: DeviceId,
+    /// From the start of data on, whole blocks.
+    pub data_bytes: u64,
+    /// 0 = unknown.
+    pub rates: MeasuredRates,
+    /// Now.
+    pub created_unix_s: u64,
 }
 
 /// A tile that is not what was written, as a process found it.
@@ -233,6 +268,16 @@ pub enum Reply {
         /// Over all devices.
         freed_bytes: u64,
     },
+    /// The device is of the store; tiles will move to it.
+    AddDevice {
+        /// Of the store, for good.
+        number: u32,
+    },
+    /// Nothing new goes to the device; its tiles will move.
+    DrainDevice {
+        /// That must move.
+        left_bytes: u64,
+    },
 }
 
 /// What the core knows about the daemon; engine and memory notes are the driver's.
@@ -261,6 +306,33 @@ pub struct DeviceState {
     pub read_bytes_per_s: u64,
     /// Measured at format, 0 = unknown.
     pub write_bytes_per_s: u64,
+    /// Its place in the store.
+    pub standing: Standing,
+}
+
+/// A device's place in the store, and what goes on with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Of the store, for good.
+    pub number: u32,
+    /// `None`: it has left the store, or did not come.
+    pub phase: Option<Phase>,
+    /// Of extents that are still to come to it, or to leave it, as far as is known.
+    pub left_bytes: u64,
+    /// Why they do not move.
+    pub stuck: Option<String>,
+}
+
+impl Standing {
+    /// Of a device on which nothing goes on.
+    pub fn settled(number: u32) -> Self {
+        Self {
+            number,
+            phase: Some(Phase::Settled),
+            left_bytes: 0,
+            stuck: None,
+        }
+    }
 }
 
 /// What a new session needs; the server adds where the descriptor socket is.
@@ -379,6 +451,11 @@ pub enum Action {
         /// Granted.
         iodepth: u32,
     },
+    /// The device has left the store, and nothing is in flight on it: close it.
+    ForgetDevice {
+        /// Which.
+        device: DeviceIndex,
+    },
     /// All I/O of the session has ended: unmap, unregister, close.
     DropArena {
         /// Which. Forgotten after this.
@@ -414,7 +491,7 @@ pub enum Buffer {
         /// Where in it.
         place: SlotPlace,
     },
-    /// The daemon's own bytes (records, catalog), all of them.
+    /// The daemon's own bytes (records, catalog, tiles that move), all of them.
     Meta(AlignedBytes),
     /// Of a flush.
     None,

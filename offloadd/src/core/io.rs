@@ -6,11 +6,13 @@ use offload_api::ids::{DeviceIndex, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urge, Verb};
 
+use super::copying::CopyIo;
 use super::job::{Activity, JobKey};
 use super::members::poison;
 use super::script::{Failed, Purpose, ScriptId, Step};
 use super::session::Stage;
 use super::{Action, Buffer, Core, IoId, IoOp, IoResult, SessionId, errno_kind};
+use crate::blocks::AlignedBytes;
 use crate::store::definition::Durability;
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
 use crate::store::tile_table::Extent;
@@ -26,6 +28,8 @@ pub(super) enum Operation {
         offset: u64,
         bytes: u32,
     },
+    /// A piece of a tile that moves to another device.
+    Copy(CopyIo),
 }
 
 /// One tile on its way.
@@ -200,6 +204,8 @@ impl Core {
     }
 
     fn start_write(&mut self, write: ParkedWrite, actions: &mut Vec<Action>) {
+        let TileIo { key, request, .. } = &write.tile;
+        self.spoil_copy(key, request.tile, write.tile.version.which);
         let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
         job.touched[write.tile.extent.device.0 as usize] = true;
         self.issue(write.tile, IoOp::Write, write.place, actions);
@@ -240,7 +246,10 @@ impl Core {
         let record = &stored.newest_marked().expect("it must be marked").record;
         let places = stored.entry.area.marks(Record::slot(record.generation));
         let mark = record.encode_mark(Mark::Overwriting);
-        let steps = vec![Step::twice(places, mark), Step::flush([DeviceIndex(0)])];
+        let steps = vec![
+            Step::twice(self.home, places, mark),
+            Step::flush([self.home]),
+        ];
         self.run_script(Purpose::Overwrite { key: key.clone() }, steps, actions);
     }
 
@@ -301,7 +310,13 @@ impl Core {
         }
     }
 
-    pub(super) fn on_io_done(&mut self, io: IoId, result: IoResult, actions: &mut Vec<Action>) {
+    pub(super) fn on_io_done(
+        &mut self,
+        io: IoId,
+        result: IoResult,
+        read: Option<AlignedBytes>,
+        actions: &mut Vec<Action>,
+    ) {
         let operation = self.operations.remove(&io).expect("an operation in flight");
         match operation {
             Operation::Script {
@@ -316,10 +331,15 @@ impl Core {
                 if let (IoOp::Flush, Some(fault)) = (op, &failed) {
                     self.poison_writers_of(device, fault);
                     self.fail_scripts_of(device, fault);
+                    self.fail_copies_of(device, fault);
                 }
                 self.on_script_io_done(script, failed, actions);
             }
-            Operation::Tile(tile) => self.on_tile_done(&tile, result, actions),
+            Operation::Tile(tile) => {
+                self.on_tile_done(&tile, result, actions);
+                self.free_left(Some(tile.extent));
+            }
+            Operation::Copy(copy) => self.on_copy_done(copy, result, read, actions),
         }
     }
 
@@ -390,7 +410,7 @@ impl Core {
 }
 
 /// Where a write goes: not where what is committed lies.
-fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
+pub(super) fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
     let used = committed.map(|version| version.which);
     match (durability, used) {
         (Durability::None, _) | (_, None) => 0,

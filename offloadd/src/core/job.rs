@@ -8,7 +8,7 @@ use offload_api::ids::{Generation, Rank, TileIndex};
 
 use super::catalog_queue::Work;
 use super::commit::Round;
-use super::io::ParkedWrite;
+use super::io::{ParkedWrite, free_extent};
 use super::script::ScriptId;
 use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply, SessionId};
 use crate::store::catalog::Entry;
@@ -40,6 +40,10 @@ pub(super) struct Job {
     /// Ended sessions stay until their last operation.
     pub(super) members: BTreeMap<Rank, SessionId>,
     pub(super) script: Option<ScriptId>,
+    /// Its definition is written again: nothing is committed meanwhile.
+    pub(super) exchanging: bool,
+    /// Which definition the devices hold is not known before the next start.
+    pub(super) broken: Option<Fault>,
     /// Where the members went on from.
     pub(super) resumed: Option<Generation>,
     pub(super) working: Generation,
@@ -95,6 +99,17 @@ pub(super) enum Activity {
     Writing,
 }
 
+/// What an extent of a tile holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Holds {
+    /// Nothing that anybody will read.
+    Nothing,
+    /// What a record names, and its checksum, if that is known.
+    Bytes(Option<u32>),
+    /// What is being written, or was since the last commit.
+    Moving,
+}
+
 impl TileState {
     pub(super) fn newest(&self) -> Option<Version> {
         self.working.or(self.committed)
@@ -138,6 +153,42 @@ impl Stored {
         newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting))
     }
 
+    pub(super) fn tile_bytes(&self, tile: usize) -> u64 {
+        u64::from(self.table.definition.tiles()[tile].tile_bytes)
+    }
+
+    /// What lies in the first or second extent of a tile. `recorded`: the generations that can be resumed from. Where a slot
+    /// is [`SlotContent::Unknown`], a record that cannot be read now is not counted.
+    pub(super) fn holds(&self, recorded: &[&Marked], tile: usize, which: u8) -> Holds {
+        let state = &self.tiles[tile];
+        let newest = recorded.last();
+        let clean = newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting));
+        let mut recorded = (recorded.iter()).filter_map(|marked| marked.record.versions[tile]);
+        if self.durability() == Durability::None {
+            let newest = state.newest().or(recorded.next_back());
+            return match (state.activity, newest) {
+                (Activity::Writing, _) => Holds::Moving,
+                (_, None) => Holds::Nothing,
+                (_, Some(version)) => {
+                    // Written in place by who did not end in order: the bytes of no one generation.
+                    let known = (clean || state.newest().is_some()) && !state.failed;
+                    Holds::Bytes(known.then_some(version.checksum))
+                }
+            };
+        }
+        let writing = state.activity == Activity::Writing
+            && free_extent(self.durability(), state.committed) == which;
+        let written = state.working.is_some_and(|version| version.which == which);
+        if writing || written {
+            return Holds::Moving;
+        }
+        (recorded.chain(state.committed))
+            .find(|version| version.which == which)
+            .map_or(Holds::Nothing, |version| {
+                Holds::Bytes(Some(version.checksum))
+            })
+    }
+
     pub(super) fn to_job_record(&self) -> JobRecord {
         let generation = |marked: &Marked| GenerationRecord {
             generation: marked.record.generation,
@@ -161,6 +212,8 @@ impl Job {
             local_ranks: 0,
             members: BTreeMap::new(),
             script: None,
+            exchanging: false,
+            broken: None,
             resumed: None,
             working: Generation(0),
             awaiting_confirm: false,
@@ -200,6 +253,9 @@ impl Job {
         local_ranks: u32,
     ) -> Result<(), Fault> {
         let busy = |why: String| Err(Fault::new(FaultKind::Busy, why));
+        if let Some(fault) = &self.broken {
+            return Err(fault.clone());
+        }
         if self.dropping {
             return busy(format!("job {name} is being dropped"));
         }

@@ -56,6 +56,8 @@ impl Core {
             stored: job.stored.take(),
             defining: job.defining.take(),
             dropping: job.dropping,
+            exchanging: job.exchanging,
+            broken: job.broken.take(),
             ..Job::new(device_count)
         };
         assert!(job.writes_inflight_count == 0 || removed(Mechanism::ReclaimAfterIo));

@@ -5,7 +5,9 @@
 //!   Define, DropJob, Resume   ──▶ job, resume ▶ what the store knows      ─┐
 //!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
-//!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┘
+//!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┤
+//!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
+//!   MoveOn                    ──▶ moving, copying ▶ tiles to other devices ─┘
 //!                                 look ◀───── a driver that shows people what goes on
 //! ```
 //!
@@ -18,12 +20,15 @@
 
 mod catalog_queue;
 mod commit;
+mod copying;
+mod devices;
 mod event;
 mod inspect;
 mod io;
 mod job;
 mod look;
 mod members;
+mod moving;
 mod quota;
 mod resume;
 mod scratch;
@@ -33,6 +38,7 @@ mod session;
 pub use event::*;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
+pub use moving::Moves;
 pub use quota::{Quota, Quotas};
 
 use std::collections::{BTreeMap, HashMap};
@@ -41,11 +47,13 @@ use offload_api::BLOCK_BYTES;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, SessionToken};
 
+use crate::store::catalog::Phase;
 use crate::store::placement::Space;
 use crate::store::recover::{RecoveredDevice, RecoveredStore};
 use catalog_queue::CatalogQueue;
 use io::Operation;
 use job::{Job, JobKey};
+use moving::Mover;
 use script::{Script, ScriptId};
 use session::Session;
 
@@ -54,7 +62,11 @@ pub struct Core {
     epoch: Epoch,
     limits: Limits,
     quotas: Quotas,
+    /// Never fewer: one that left keeps its index for this life.
     devices: Vec<RecoveredDevice>,
+    /// Where the catalog and the jobs' areas lie.
+    home: DeviceIndex,
+    mover: Mover,
     space: Space,
     catalog: CatalogQueue,
     jobs: BTreeMap<JobKey, Job>,
@@ -83,6 +95,8 @@ impl Core {
             limits,
             quotas: Quotas::default(),
             devices: store.devices,
+            home: store.home,
+            mover: Mover::default(),
             space: store.space,
             catalog: CatalogQueue::new(store.catalog),
             jobs,
@@ -107,7 +121,9 @@ impl Core {
             // The driver bounds how long a session may stay unattached; nothing is decided by it here.
             Event::Attached { .. } => {}
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
-            Event::IoDone { io, result } => self.on_io_done(io, result, actions),
+            Event::IoDone { io, result, read } => self.on_io_done(io, result, read, actions),
+            Event::MoveOn { hurry } => self.move_on(hurry, actions),
+            Event::RetryMoves => self.mover.retry(),
             Event::Limits(limits) => self.limits = limits,
             Event::Quotas(quotas) => self.quotas = quotas,
             Event::PeerGone { session } => self.end_session(session, None, actions),
@@ -151,6 +167,8 @@ impl Core {
             }),
             Call::ListJobs => Ok(Some(Reply::ListJobs(self.list_jobs(peer)))),
             Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
+            Call::AddDevice(device) => self.add_device(call, device, actions),
+            Call::DrainDevice { path } => self.drain_device(call, &path, actions),
         };
         match answer {
             Ok(None) => {}
@@ -187,6 +205,14 @@ impl Core {
             free_bytes: self.space.free_bytes(DeviceIndex(index as u32)),
             read_bytes_per_s: device.superblock.read_bytes_per_s,
             write_bytes_per_s: device.superblock.write_bytes_per_s,
+            standing: Standing {
+                number: device.superblock.number,
+                phase: device.phase,
+                left_bytes: self.left_bytes(DeviceIndex(index as u32)),
+                stuck: (device.phase != Some(Phase::Settled))
+                    .then(|| self.mover.stuck())
+                    .flatten(),
+            },
         };
         self.devices.iter().enumerate().map(state).collect()
     }

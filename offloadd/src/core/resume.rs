@@ -57,7 +57,7 @@ impl Core {
             return Ok(None);
         }
         stored.check_resume(&key.name, generation)?;
-        let steps = give_up_steps(stored, generation);
+        let steps = give_up_steps(self.home, stored, generation);
         job.resumed = Some(generation);
         job.working = next(generation);
         job.resume_waiters.push((call, session));
@@ -181,7 +181,7 @@ fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
 
 /// Before a write is accepted: whatever claims to be later than `generation` is overwritten, and `generation` itself is
 /// marked, because the one before it is written over from now on.
-fn give_up_steps(stored: &Stored, generation: Generation) -> Vec<Step> {
+fn give_up_steps(home: DeviceIndex, stored: &Stored, generation: Generation) -> Vec<Step> {
     let area = &stored.entry.area;
     let mut writes = Vec::new();
     for (slot, content) in stored.slots.iter().enumerate() {
@@ -200,5 +200,5 @@ fn give_up_steps(stored: &Stored, generation: Generation) -> Vec<Step> {
     if writes.is_empty() {
         return Vec::new();
     }
-    vec![Step::writes(writes), Step::flush([DeviceIndex(0)])]
+    vec![Step::writes(home, writes), Step::flush([home])]
 }

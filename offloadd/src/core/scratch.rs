@@ -99,6 +99,7 @@ impl Core {
         request: Request,
         place: SlotPlace,
     ) -> Result<(TileIo, IoOp), FaultKind> {
+        self.leave_closed(id, index, request.verb);
         let session = self.sessions.get_mut(&id).expect("its submission is taken");
         let job = &self.jobs[&session.key];
         let tile = &mut session.scratch[index];
@@ -141,6 +142,21 @@ impl Core {
             scratch: Some(index),
         };
         Ok((io, op))
+    }
+
+    /// A tile that is to be written anyway leaves a device that is drained, if another has room.
+    fn leave_closed(&mut self, id: SessionId, index: usize, verb: Verb) {
+        let session = self.sessions.get_mut(&id).expect("its submission is taken");
+        let tile = &mut session.scratch[index];
+        let idle = tile.activity == Activity::Idle && verb == Verb::SwapOut;
+        if !idle || !self.space.is_closed(tile.extent.device) {
+            return;
+        }
+        if let Ok(places) = self.space.reserve_tiles(&[tile.bytes]) {
+            self.space.give(tile.extent, u64::from(tile.bytes));
+            tile.extent = places[0];
+            tile.content = None;
+        }
     }
 
     pub(super) fn end_scratch(&mut self, io: &TileIo, index: usize, moved: bool) {

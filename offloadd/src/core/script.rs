@@ -28,10 +28,28 @@ pub(super) struct ScriptId(u64);
 #[derive(Debug)]
 pub(super) enum Purpose {
     Catalog(Box<CatalogChange>),
-    GiveUp { key: JobKey, generation: Generation },
-    Commit { key: JobKey, record: Record },
-    Confirm { key: JobKey },
-    Overwrite { key: JobKey },
+    GiveUp {
+        key: JobKey,
+        generation: Generation,
+    },
+    Commit {
+        key: JobKey,
+        record: Record,
+    },
+    Confirm {
+        key: JobKey,
+    },
+    Overwrite {
+        key: JobKey,
+    },
+    /// Copies of tiles are durable, and what a cut-off commit left is gone.
+    Settle {
+        key: JobKey,
+    },
+    /// A definition's new revision.
+    Exchange {
+        key: JobKey,
+    },
 }
 
 #[derive(Debug)]
@@ -47,27 +65,30 @@ struct MetaIo {
 pub(super) struct Step(VecDeque<MetaIo>);
 
 impl Step {
-    /// Writes of device 0: each is blocks and where they go.
-    pub(super) fn writes(writes: impl IntoIterator<Item = (u64, AlignedBytes)>) -> Self {
+    /// Writes of one device: each is blocks and where they go.
+    pub(super) fn writes(
+        device: DeviceIndex,
+        writes: impl IntoIterator<Item = (u64, AlignedBytes)>,
+    ) -> Self {
         let mut step = Self::default();
         for (offset, bytes) in writes {
             let whole = bytes.len() <= WRITE_BYTES_MAX;
             if whole {
-                step.push(IoOp::Write, DeviceIndex(0), offset, Some(bytes));
+                step.push(IoOp::Write, device, offset, Some(bytes));
                 continue;
             }
             for (index, piece) in bytes.as_slice().chunks(WRITE_BYTES_MAX).enumerate() {
                 let at = offset + (index * WRITE_BYTES_MAX) as u64;
                 let piece = AlignedBytes::from_slice(piece);
-                step.push(IoOp::Write, DeviceIndex(0), at, Some(piece));
+                step.push(IoOp::Write, device, at, Some(piece));
             }
         }
         step
     }
 
-    /// The same blocks at two places of device 0.
-    pub(super) fn twice(offsets: [u64; 2], bytes: AlignedBytes) -> Self {
-        Self::writes([(offsets[0], bytes.clone()), (offsets[1], bytes)])
+    /// The same blocks at two places of one device.
+    pub(super) fn twice(device: DeviceIndex, offsets: [u64; 2], bytes: AlignedBytes) -> Self {
+        Self::writes(device, [(offsets[0], bytes.clone()), (offsets[1], bytes)])
     }
 
     /// Flushes of these devices.
@@ -148,7 +169,7 @@ impl Core {
 
     /// A flush of `device` failed: what any script has written there may be lost, and the next flush would not say so.
     pub(super) fn fail_scripts_of(&mut self, device: DeviceIndex, fault: &Fault) {
-        if device.0 == 0 {
+        if device == self.home {
             for script in self.scripts.values_mut() {
                 script.failed.get_or_insert_with(|| fault.clone());
             }
@@ -241,6 +262,8 @@ impl Core {
             Purpose::Commit { key, record } => self.finish_commit(&key, record, result, actions),
             Purpose::Confirm { key } => self.finish_confirm(&key, result, actions),
             Purpose::Overwrite { key } => self.finish_overwrite(&key, result, actions),
+            Purpose::Settle { key } => self.finish_settle(&key, result, actions),
+            Purpose::Exchange { key } => self.finish_exchange(&key, result, actions),
         }
         if let Some(key) = key {
             self.settle(&key);
@@ -249,9 +272,10 @@ impl Core {
 }
 
 impl Purpose {
+    /// Whose script it is, of which a job has one. The mover's run beside it.
     fn job(&self) -> Option<&JobKey> {
         match self {
-            Self::Catalog(_) => None,
+            Self::Catalog(_) | Self::Settle { .. } | Self::Exchange { .. } => None,
             Self::GiveUp { key, .. }
             | Self::Commit { key, .. }
             | Self::Confirm { key }

@@ -10,7 +10,7 @@ use super::{Counted, Driver, WEAR_IO};
 use crate::core::{Call, Damage, IoId, IoOp, Peer, Viewer};
 use crate::engine::{Io, Memory};
 use crate::metrics::slowness::Change;
-use crate::metrics::{Snapshot, ledger::JobPlace};
+use crate::metrics::{DeviceView, Snapshot, ledger::JobPlace};
 
 /// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
 const LOOKS_APART: Duration = Duration::from_millis(20);
@@ -76,6 +76,13 @@ impl Driver {
         }
     }
 
+    /// Those that left are of no interest to anybody.
+    fn devices_of_store(&self) -> Vec<DeviceView> {
+        let mut views = self.ledger.devices(self.core.device_states());
+        views.retain(|view| view.state.standing.phase.is_some());
+        views
+    }
+
     fn look(&self, viewer: Viewer) -> Snapshot {
         let (arena_used_bytes, session_count) = self.core.arena_used();
         let jobs = self.core.look(viewer).into_iter();
@@ -84,7 +91,7 @@ impl Driver {
             arena_used_bytes,
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
-            devices: self.ledger.devices(self.core.device_states()),
+            devices: self.devices_of_store(),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }
     }

@@ -1,5 +1,6 @@
 //! How other threads reach the owner thread: a bounded queue and an eventfd that wakes it.
 
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -9,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Core, Damage, Limits, Peer, Quotas, Reply, SessionId, Viewer};
+use crate::core::{Call, Core, Damage, Limits, NewDevice, Peer, Quotas, Reply, SessionId, Viewer};
 use crate::metrics::Snapshot;
 use crate::store::definition::JobName;
 
@@ -46,6 +47,13 @@ pub(super) enum Message {
     Call {
         peer: Peer,
         request: Call,
+        answer: oneshot::Sender<Result<Reply, Fault>>,
+    },
+    /// A device that is to come to the store.
+    AddDevice {
+        peer: Peer,
+        file: Arc<File>,
+        device: NewDevice,
         answer: oneshot::Sender<Result<Reply, Fault>>,
     },
     /// What goes on.
@@ -95,6 +103,26 @@ impl DriverHandle {
             answer,
         };
         self.hand_over(message)?;
+        Ok(receiver)
+    }
+
+    /// Brings a device to the store.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn add_device(
+        &self,
+        peer: Peer,
+        file: Arc<File>,
+        device: NewDevice,
+    ) -> Result<oneshot::Receiver<Result<Reply, Fault>>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        self.hand_over(Message::AddDevice {
+            peer,
+            file,
+            device,
+            answer,
+        })?;
         Ok(receiver)
     }
 

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use offload_api::awake::Awake;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
-use offload_api::ids::Epoch;
+use offload_api::ids::{DeviceIndex, Epoch};
 use offload_api::ring::entry::Sqe;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
@@ -37,6 +37,7 @@ use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
 use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
+use crate::store::DEVICES_MAX;
 use crate::store::definition::JobName;
 
 mod attach;
@@ -44,6 +45,7 @@ mod counting;
 mod inbox;
 mod keeper;
 mod lives;
+mod moving;
 mod session;
 mod sleep;
 mod source;
@@ -53,6 +55,7 @@ use attach::Hello;
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
+use moving::Pacing;
 use session::{Session, State};
 use source::Source;
 
@@ -188,6 +191,7 @@ enum Counted {
     Commit(JobPlace),
     Drop(u32, JobName),
     Damage(JobPlace, u32, Damage),
+    AddDevice(DeviceIndex),
 }
 
 struct Driver {
@@ -218,6 +222,7 @@ struct Driver {
     wear_inflight_count: usize,
     /// The last time is over.
     wear_kept: bool,
+    pacing: Pacing,
     events: VecDeque<Event>,
     actions: Vec<Action>,
     pieces: Vec<Io>,
@@ -250,9 +255,10 @@ impl Driver {
             descriptor_socket,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
-        // A write of its wear to each device besides.
-        let operations_max = limits.sessions_max as usize * a_session + devices.len();
-        let inflight_max = Queue::inflight_max(devices.len(), operations_max);
+        // A write of its wear to each device besides. More devices may come.
+        let devices_max = devices.len().max(DEVICES_MAX as usize);
+        let operations_max = limits.sessions_max as usize * a_session + devices_max;
+        let inflight_max = Queue::inflight_max(devices_max, operations_max);
         let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
         let keeper = Keeper::start(handle, epoch, policy, limits.sessions_max)
             .map_err(system("starting the keeper thread"))?;
@@ -286,6 +292,7 @@ impl Driver {
             look_at: Instant::now(),
             wear_inflight_count: 0,
             wear_kept: false,
+            pacing: Pacing::new(Instant::now()),
             events: VecDeque::from([Event::Quotas(quotas)]),
             actions: Vec::new(),
             pieces: Vec::new(),
@@ -330,6 +337,7 @@ impl Driver {
             self.expire();
             self.judge_devices();
             self.keep_wear(false);
+            self.move_tiles();
             if self.accept_again {
                 self.accept();
             }
@@ -418,6 +426,9 @@ impl Driver {
                         (Counted::Damage(job, uid, damage), Ok(_)) => {
                             self.hear_damage(job, uid, damage);
                         }
+                        (Counted::AddDevice(device), reply) => {
+                            self.device_answered(device, reply.as_ref().ok());
+                        }
                         (Counted::Drop(..) | Counted::Damage(..) | Counted::Nothing, _) => {}
                     }
                     // An error means that the caller no longer listens.
@@ -444,6 +455,7 @@ impl Driver {
                 assert!(before.is_none(), "a session is made once");
                 self.keeper.make(session, geometry, ring_entries);
             }
+            Action::ForgetDevice { device } => self.forget_device(device),
             Action::DropArena { session } => self.drop_arena(session),
             Action::Evict { session, why } => {
                 tracing::warn!(session = session.0, %why, "evicted a process");
@@ -480,6 +492,12 @@ impl Driver {
                         request,
                     });
                 }
+                Message::AddDevice {
+                    peer,
+                    file,
+                    device,
+                    answer,
+                } => self.add_device(peer, file, device, answer),
                 Message::Look { viewer, answer } => {
                     if self.lookers.len() < CALLS_MAX {
                         self.lookers.push((viewer, answer));
@@ -528,6 +546,10 @@ impl Driver {
                 result: IoResult {
                     outcome: done.outcome,
                     device_ns: done.device_ns,
+                },
+                read: match done.memory {
+                    Memory::Meta(own) => Some(own),
+                    Memory::Arena { .. } | Memory::None => None,
                 },
             });
         }

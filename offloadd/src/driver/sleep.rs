@@ -68,6 +68,7 @@ impl Driver {
             .chain(self.tell_stop_at)
             .chain(self.ledger.judge_at())
             .chain(self.ledger.keep_wear_at())
+            .chain(self.move_at())
             .chain((!self.lookers.is_empty()).then_some(self.look_at))
             .chain(accept_again)
             .min()?;

@@ -18,6 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
@@ -47,7 +48,9 @@ const INTERRUPTED_MAX: u32 = 100;
 pub struct Aio {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    devices: Vec<Arc<File>>,
+    /// `None`: it was removed.
+    devices: Vec<Option<Arc<File>>>,
+    queues: Vec<Arc<Queue>>,
     inflight: Inflight,
     /// With the threads or the kernel.
     kernel_inflight_count: usize,
@@ -60,7 +63,6 @@ pub struct Aio {
 #[derive(Debug)]
 struct Shared {
     context: Context,
-    queues: Vec<Queue>,
     /// Places of operations that the kernel did not take, and why.
     refused: Mutex<Vec<(usize, i32)>>,
     wake: OwnedFd,
@@ -132,29 +134,46 @@ impl Aio {
             .map_err(|e| refused("eventfd")(e.into()))?;
         let shared = Arc::new(Shared {
             context,
-            queues: devices.iter().map(|_| Queue::default()).collect(),
             refused: Mutex::default(),
             wake,
         });
         let mut engine = Self {
             shared,
             threads: Vec::new(),
-            devices: devices.to_vec(),
+            devices: Vec::new(),
+            queues: Vec::new(),
             inflight: Inflight::default(),
             kernel_inflight_count: 0,
             kernel_inflight_max,
             inflight_max,
             backlog: VecDeque::new(),
         };
-        for device in 0..devices.len() {
-            let shared = engine.shared.clone();
-            let thread = std::thread::Builder::new()
-                .name("aio".into())
-                .spawn(move || shared.run(device))
-                .map_err(refused("starting a thread"))?;
-            engine.threads.push(thread);
+        for device in devices {
+            engine.add(device.clone())?;
         }
         Ok(engine)
+    }
+
+    /// One more device, behind the others, with its thread.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        let queue = Arc::new(Queue::default());
+        let (shared, its_queue) = (self.shared.clone(), queue.clone());
+        let thread = std::thread::Builder::new()
+            .name("aio".into())
+            .spawn(move || shared.run(&its_queue))
+            .map_err(|error| EngineError::Unavailable {
+                engine: "aio",
+                why: format!("starting a thread: {error}"),
+            })?;
+        self.threads.push(thread);
+        self.queues.push(queue);
+        self.devices.push(Some(file));
+        Ok(())
+    }
+
+    /// Nothing is in flight on this device, and nothing will be: closes it.
+    pub(super) fn remove(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize] = None;
     }
 
     pub(super) fn submit(&mut self, io: Io) {
@@ -172,7 +191,7 @@ impl Aio {
         {
             let device = self.inflight.io(place).device.0 as usize;
             let entry = self.entry(place);
-            let queue = &self.shared.queues[device];
+            let queue = &self.queues[device];
             locked(&queue.jobs).waiting.push_back(entry);
             queue.work.notify_one();
             self.kernel_inflight_count += 1;
@@ -221,9 +240,11 @@ impl Aio {
     /// The kernel's entry for the operation at `place` of the table.
     fn entry(&mut self, place: usize) -> Iocb {
         let io = self.inflight.io(place);
+        let file = self.devices[io.device.0 as usize].as_ref();
+        let file = file.expect("nothing is asked of a device that was removed");
         let common = Iocb {
             data: place as u64,
-            fd: self.devices[io.device.0 as usize].as_raw_fd() as u32,
+            fd: file.as_raw_fd() as u32,
             flags: FLAG_WAKE,
             wake_fd: self.shared.wake.as_raw_fd() as u32,
             ..Iocb::default()
@@ -268,7 +289,7 @@ impl Drop for Aio {
                 break;
             }
         }
-        for queue in &self.shared.queues {
+        for queue in &self.queues {
             locked(&queue.jobs).ending = true;
             queue.work.notify_one();
         }
@@ -286,9 +307,8 @@ impl Drop for Aio {
 }
 
 impl Shared {
-    /// Hands over what comes into the queue of `device`, until the engine ends.
-    fn run(&self, device: usize) {
-        let queue = &self.queues[device];
+    /// Hands over what comes into the `queue` of a device, until the engine ends.
+    fn run(&self, queue: &Queue) {
         let mut batch = Vec::with_capacity(BATCH_MAX);
         loop {
             {

@@ -324,6 +324,40 @@ impl Engine {
         Ok(self)
     }
 
+    /// One more device, behind the others.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the engine is as it was.
+    pub fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        match self {
+            Self::Uring(e) => e.add(file),
+            Self::Polled(e) => e.add(file),
+            Self::Aio(e) => e.add(file),
+            Self::Psync(e) => e.add(file),
+            Self::Paced(e) => e.add(file),
+        }
+    }
+
+    /// Nothing is in flight on this device, and nothing will be: closes it, which gives its lock back.
+    ///
+    /// # Errors
+    /// [`EngineError`]; it stays open until the engine ends.
+    pub fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
+        match self {
+            Self::Uring(e) => e.remove(device),
+            Self::Polled(e) => e.remove(device),
+            Self::Aio(e) => {
+                e.remove(device);
+                Ok(())
+            }
+            Self::Psync(e) => {
+                e.remove(device);
+                Ok(())
+            }
+            Self::Paced(e) => e.inner_mut().remove(device),
+        }
+    }
+
     /// As the settings call it.
     pub fn name(&self) -> &'static str {
         match self {

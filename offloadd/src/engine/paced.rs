@@ -13,6 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::pace::{Pace, Paces};
@@ -106,6 +107,15 @@ impl Paced {
         let before = self.due.insert(io.id, (due, now));
         assert!(before.is_none(), "{:?} is in flight already", io.id);
         self.inner.submit(io);
+    }
+
+    /// One more device, behind the others.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        let pace = offload_api::pace::paces().map(|paces| of(&file, &paces));
+        self.inner.add(file)?;
+        self.paces.push(pace.expect("engines are paced only then"));
+        self.free.push([Instant::now(); 2]);
+        Ok(())
     }
 
     fn queue(&mut self, io: &Io, way: usize, rate: u64, now: Instant) -> Instant {

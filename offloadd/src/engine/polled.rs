@@ -13,6 +13,8 @@ use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use offload_api::ids::DeviceIndex;
+
 use super::uring::{Flavour, Uring};
 use super::{EngineError, Io, IoDone};
 use crate::arena::{Arena, ArenaId};
@@ -43,6 +45,26 @@ impl Polled {
         let flushes = Uring::open(devices, inflight_max, Flavour::Plain)?;
         let data = Uring::open(devices, inflight_max, Flavour::Polled)?;
         Ok(Self { data, flushes })
+    }
+
+    /// One more device, behind the others.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        if queue_number(&file, "io_poll") != Some(1) {
+            return Err(EngineError::Unavailable {
+                engine: "polled",
+                why: "the device that came has no queue that can be polled".into(),
+            });
+        }
+        self.data.add(file.clone())?;
+        self.flushes
+            .add(file)
+            .inspect_err(|_| self.data.forget_last())
+    }
+
+    /// Nothing is in flight on this device, and nothing will be: closes it.
+    pub(super) fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
+        self.data.remove(device)?;
+        self.flushes.remove(device)
     }
 
     pub(super) fn about(&self) -> &'static str {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{EngineError, Io, IoDone};
@@ -28,6 +29,8 @@ const INTERRUPTED_MAX: u32 = 100;
 #[derive(Debug)]
 pub struct Psync {
     shared: Arc<Shared>,
+    /// `None`: it was removed.
+    devices: Vec<Option<Arc<File>>>,
     threads: Vec<JoinHandle<()>>,
     inflight_count: usize,
     inflight_max: usize,
@@ -35,7 +38,6 @@ pub struct Psync {
 
 #[derive(Debug)]
 struct Shared {
-    devices: Vec<Arc<File>>,
     jobs: Mutex<Jobs>,
     work: Condvar,
     done: Mutex<Vec<IoDone>>,
@@ -44,23 +46,23 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Jobs {
-    waiting: VecDeque<(Io, Instant)>,
+    waiting: VecDeque<Job>,
     ending: bool,
+}
+
+#[derive(Debug)]
+struct Job {
+    io: Io,
+    file: Arc<File>,
+    since: Instant,
 }
 
 impl Psync {
     /// Starts the threads.
     pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
-        let failed = |action: &'static str| {
-            move |error: std::io::Error| EngineError::Unavailable {
-                engine: "psync",
-                why: format!("{action}: {error}"),
-            }
-        };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed("eventfd")(e.into()))?;
         let shared = Arc::new(Shared {
-            devices: devices.to_vec(),
             jobs: Mutex::default(),
             work: Condvar::new(),
             done: Mutex::default(),
@@ -68,19 +70,34 @@ impl Psync {
         });
         let mut engine = Self {
             shared,
+            devices: Vec::new(),
             threads: Vec::new(),
             inflight_count: 0,
             inflight_max,
         };
-        for _ in 0..(devices.len() * THREADS_A_DEVICE).min(THREADS_MAX) {
-            let shared = engine.shared.clone();
+        for device in devices {
+            engine.add(device.clone())?;
+        }
+        Ok(engine)
+    }
+
+    /// One more device, behind the others, with its threads.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        self.devices.push(Some(file));
+        while self.threads.len() < (self.devices.len() * THREADS_A_DEVICE).min(THREADS_MAX) {
+            let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("psync".into())
                 .spawn(move || shared.run())
                 .map_err(failed("starting a thread"))?;
-            engine.threads.push(thread);
+            self.threads.push(thread);
         }
-        Ok(engine)
+        Ok(())
+    }
+
+    /// Nothing is in flight on this device, and nothing will be: closes it.
+    pub(super) fn remove(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize] = None;
     }
 
     pub(super) fn submit(&mut self, io: Io) {
@@ -88,11 +105,14 @@ impl Psync {
             self.inflight_count < self.inflight_max,
             "more in flight than the engine was opened for"
         );
-        assert!((io.device.0 as usize) < self.shared.devices.len());
+        let file = self.devices[io.device.0 as usize].clone();
+        let file = file.expect("nothing is asked of a device that was removed");
         self.inflight_count += 1;
-        locked(&self.shared.jobs)
-            .waiting
-            .push_back((io, Instant::now()));
+        locked(&self.shared.jobs).waiting.push_back(Job {
+            io,
+            file,
+            since: Instant::now(),
+        });
         self.shared.work.notify_one();
     }
 
@@ -126,8 +146,15 @@ impl Drop for Psync {
 
 impl Shared {
     fn run(&self) {
-        while let Some((mut io, since)) = self.next() {
-            let (outcome, retried_count) = self.perform(&mut io);
+        while let Some(Job {
+            mut io,
+            file,
+            since,
+        }) = self.next()
+        {
+            let (outcome, retried_count) = perform(&mut io, &file);
+            // Before it is told: who closes a device then has closed it.
+            drop(file);
             let ended = IoDone {
                 id: io.id,
                 outcome,
@@ -142,7 +169,7 @@ impl Shared {
     }
 
     /// The oldest job, or `None` when there is none and the engine ends.
-    fn next(&self) -> Option<(Io, Instant)> {
+    fn next(&self) -> Option<Job> {
         let mut jobs = locked(&self.jobs);
         loop {
             if let Some(job) = jobs.waiting.pop_front() {
@@ -154,34 +181,41 @@ impl Shared {
             jobs = self.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
         }
     }
+}
 
-    /// How it ended, and how often it was tried again.
-    fn perform(&self, io: &mut Io) -> (Result<u32, i32>, u32) {
-        let fd = self.devices[io.device.0 as usize].as_raw_fd();
-        let address = io.memory.address(io.bytes).cast::<libc::c_void>();
-        let (bytes, offset) = (io.bytes as usize, io.offset as libc::off_t);
-        for retried_count in 0..INTERRUPTED_MAX {
-            let moved = match io.op {
-                // SAFETY: `address` has room for `bytes` (asserted by `Memory::address`), and `io` owns that memory until
-                // the call is back.
-                IoOp::Read => unsafe { libc::pread(fd, address, bytes, offset) },
-                // SAFETY: as above. The process may change the bytes meanwhile; only the kernel reads them.
-                IoOp::Write => unsafe { libc::pwrite(fd, address, bytes, offset) },
-                // SAFETY: touches no memory.
-                IoOp::Flush => unsafe { libc::fdatasync(fd) as isize },
-            };
-            // Never more than asked, so it fits.
-            if moved >= 0 {
-                return (Ok(moved as u32), retried_count);
-            }
-            let errno = std::io::Error::last_os_error()
-                .raw_os_error()
-                .expect("a failed call sets errno");
-            if errno != libc::EINTR {
-                return (Err(errno), retried_count);
-            }
+/// How it ended, and how often it was tried again.
+fn perform(io: &mut Io, file: &File) -> (Result<u32, i32>, u32) {
+    let fd = file.as_raw_fd();
+    let address = io.memory.address(io.bytes).cast::<libc::c_void>();
+    let (bytes, offset) = (io.bytes as usize, io.offset as libc::off_t);
+    for retried_count in 0..INTERRUPTED_MAX {
+        let moved = match io.op {
+            // SAFETY: `address` has room for `bytes` (asserted by `Memory::address`), and `io` owns that memory until
+            // the call is back.
+            IoOp::Read => unsafe { libc::pread(fd, address, bytes, offset) },
+            // SAFETY: as above. The process may change the bytes meanwhile; only the kernel reads them.
+            IoOp::Write => unsafe { libc::pwrite(fd, address, bytes, offset) },
+            // SAFETY: touches no memory.
+            IoOp::Flush => unsafe { libc::fdatasync(fd) as isize },
+        };
+        // Never more than asked, so it fits.
+        if moved >= 0 {
+            return (Ok(moved as u32), retried_count);
         }
-        (Err(libc::EINTR), INTERRUPTED_MAX)
+        let errno = std::io::Error::last_os_error()
+            .raw_os_error()
+            .expect("a failed call sets errno");
+        if errno != libc::EINTR {
+            return (Err(errno), retried_count);
+        }
+    }
+    (Err(libc::EINTR), INTERRUPTED_MAX)
+}
+
+fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> EngineError {
+    move |error| EngineError::Unavailable {
+        engine: "psync",
+        why: format!("{action}: {error}"),
     }
 }
 

@@ -5,6 +5,7 @@
 //! flush another.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 use offload_api::ids::DeviceIndex;
 
@@ -99,6 +100,8 @@ struct SimDevice {
 #[derive(Clone)]
 pub struct SimDisks {
     devices: Vec<SimDevice>,
+    /// Ever made: each has a name of its own.
+    made_count: usize,
     operation_count: u64,
     /// What will go wrong.
     pub plan: Option<SimFaultPlan>,
@@ -109,21 +112,30 @@ pub struct SimDisks {
 impl SimDisks {
     /// Disks of these sizes, all zeros.
     pub fn new(sizes_bytes: &[u64]) -> Self {
-        let devices = (sizes_bytes.iter().enumerate())
-            .map(|(index, &bytes)| SimDevice {
-                path: format!("sim{index}"),
-                live: vec![0; bytes as usize],
-                durable: vec![0; bytes as usize],
-                unflushed: Vec::new(),
-                broken: None,
-            })
-            .collect();
-        Self {
-            devices,
+        let mut disks = Self {
+            devices: Vec::new(),
+            made_count: 0,
             operation_count: 0,
             plan: None,
             happened: BTreeMap::new(),
+        };
+        for &bytes in sizes_bytes {
+            disks.add(bytes);
         }
+        disks
+    }
+
+    /// One more, all zeros. Its position.
+    pub fn add(&mut self, bytes: u64) -> usize {
+        self.devices.push(SimDevice {
+            path: format!("sim{}", self.made_count),
+            live: vec![0; bytes as usize],
+            durable: vec![0; bytes as usize],
+            unflushed: Vec::new(),
+            broken: None,
+        });
+        self.made_count += 1;
+        self.devices.len() - 1
     }
 
     /// Operations so far, to plan the next fault.
@@ -241,6 +253,7 @@ impl SimDisks {
         let devices = positions.iter().map(|&at| self.devices[at].clone());
         Self {
             devices: devices.collect(),
+            made_count: self.made_count,
             operation_count: 0,
             plan: None,
             happened: BTreeMap::new(),
@@ -320,6 +333,8 @@ pub struct SimEngine {
     inflight: Vec<SimIo>,
     /// Its operations end after those of the others, nearly always.
     pub slow: Option<DeviceIndex>,
+    /// Operations there do not end until this is taken away.
+    pub held: Option<(DeviceIndex, Range<u64>)>,
     /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
     pub strays_count: usize,
 }
@@ -341,6 +356,7 @@ impl SimEngine {
             arenas: HashMap::new(),
             inflight: Vec::new(),
             slow: None,
+            held: None,
             strays_count: 0,
         }
     }
@@ -385,15 +401,28 @@ impl SimEngine {
         });
     }
 
-    /// Ends one operation, any of them: memory is read and written now.
-    pub fn end_one(&mut self, random: &mut SimRandom) -> Option<(IoId, IoResult)> {
-        if self.inflight.is_empty() {
+    /// Ends one operation, any of them: memory is read and written now. With it the daemon's own bytes it was about.
+    pub fn end_one(
+        &mut self,
+        random: &mut SimRandom,
+    ) -> Option<(IoId, IoResult, Option<AlignedBytes>)> {
+        let is_held = |io: &SimIo| {
+            let held = self.held.as_ref();
+            held.is_some_and(|(device, range)| *device == io.device && range.contains(&io.offset))
+        };
+        let free = self
+            .inflight
+            .iter()
+            .enumerate()
+            .filter(|(_, io)| !is_held(io));
+        let free: Vec<usize> = free.map(|(index, _)| index).collect();
+        if free.is_empty() {
             return None;
         }
-        let mut chosen = random.below(self.inflight.len());
+        let mut chosen = free[random.below(free.len())];
         if self.slow == Some(self.inflight[chosen].device) && !random.one_in(16) {
-            let quick = |io: &SimIo| Some(io.device) != self.slow;
-            chosen = self.inflight.iter().position(quick).unwrap_or(chosen);
+            let quick = |at: &&usize| Some(self.inflight[**at].device) != self.slow;
+            chosen = free.iter().find(quick).copied().unwrap_or(chosen);
         }
         let mut io = self.inflight.swap_remove(chosen);
         let position = io.device.0 as usize;
@@ -416,12 +445,17 @@ impl SimEngine {
             outcome,
             device_ns: 1,
         };
-        Some((io.io, result))
+        let own = match io.buffer {
+            Buffer::Meta(bytes) => Some(bytes),
+            Buffer::Slot { .. } | Buffer::None => None,
+        };
+        Some((io.io, result, own))
     }
 
     /// The power goes, or (`power` false) only the daemon is killed: its operations in flight happen or not, and what the
     /// disks were given stays.
     pub fn crash(&mut self, random: &mut SimRandom, power: bool) {
+        self.held = None;
         let mut torn = Vec::new();
         while !self.inflight.is_empty() {
             if power {

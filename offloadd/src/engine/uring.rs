@@ -18,12 +18,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, squeue, types};
+use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
 use super::{EngineError, Io, IoDone, Memory};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
+use crate::store::DEVICES_MAX;
 
 /// Entries handed to the kernel in one system call; more wait one round.
 const SUBMISSION_ENTRIES: u32 = 256;
@@ -34,6 +36,9 @@ const KERNEL_INFLIGHT_MAX: usize = 2048;
 
 /// Registered pieces over all arenas: io_uring's limit is 16,384.
 const BUFFERS_MAX: u16 = 16_384;
+
+/// A place of the table of files without one.
+const NO_FILE: i32 = -1;
 
 /// A refused system call is tried again so often, a millisecond apart.
 const ENTER_RETRIES_MAX: u32 = 1000;
@@ -49,7 +54,8 @@ pub struct Uring {
     flavour: Flavour,
     /// How the ring was set up, for people.
     about: &'static str,
-    devices: Vec<Arc<File>>,
+    /// `None`: it was removed.
+    devices: Vec<Option<Arc<File>>>,
     inflight: Inflight,
     kernel_inflight_count: usize,
     inflight_max: usize,
@@ -99,7 +105,9 @@ impl Uring {
         submitter
             .register_eventfd(wake.as_raw_fd())
             .map_err(refused("registering the wake-up"))?;
-        let fds: Vec<_> = devices.iter().map(|file| file.as_raw_fd()).collect();
+        let mut fds: Vec<_> = devices.iter().map(|file| file.as_raw_fd()).collect();
+        // Room for devices that come later.
+        fds.resize(fds.len().max(DEVICES_MAX as usize), NO_FILE);
         submitter
             .register_files(&fds)
             .map_err(refused("registering the devices"))?;
@@ -113,7 +121,7 @@ impl Uring {
             wake,
             flavour,
             about,
-            devices: devices.to_vec(),
+            devices: devices.iter().cloned().map(Some).collect(),
             inflight: Inflight::default(),
             kernel_inflight_count: 0,
             inflight_max,
@@ -127,6 +135,35 @@ impl Uring {
 
     pub(super) fn name(&self) -> &'static str {
         self.flavour.name()
+    }
+
+    /// One more device, behind the others.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        self.update(self.devices.len(), file.as_raw_fd())?;
+        self.devices.push(Some(file));
+        Ok(())
+    }
+
+    /// Nothing is in flight on this device, and nothing will be: closes it.
+    pub(super) fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
+        self.update(device.0 as usize, NO_FILE)?;
+        self.devices[device.0 as usize] = None;
+        Ok(())
+    }
+
+    /// The one that was added last was not to be: its place is the next one's.
+    pub(super) fn forget_last(&mut self) {
+        // A file that stays registered is replaced by the next.
+        let _ = self.update(self.devices.len() - 1, NO_FILE);
+        self.devices.pop();
+    }
+
+    fn update(&self, place: usize, fd: i32) -> Result<(), EngineError> {
+        let updated = (self.ring.0.submitter()).register_files_update(place as u32, &[fd]);
+        updated.map(drop).map_err(|error| EngineError::Unavailable {
+            engine: self.flavour.name(),
+            why: format!("registering a device that came or went: {error}"),
+        })
     }
 
     /// How the ring was set up, for people.

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
-use super::wearing::{ToKeep, Wearing};
+use super::wearing::{ToKeep, Wearing, Worn};
 use super::{Counts, DeviceView, JobView, Latencies, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
 use crate::store::definition::JobName;
+use crate::store::format::MeasuredRates;
 
 /// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
 pub const JOBS_MAX: usize = 2048;
@@ -42,6 +43,7 @@ struct Device {
     depth_max: u64,
     damaged_count: u64,
     slowness: Slowness,
+    of_store: bool,
 }
 
 #[derive(Debug)]
@@ -70,13 +72,8 @@ struct InFlight {
 impl Ledger {
     /// Counts for these devices from now on.
     pub fn new(devices: &[DeviceState], wearing: Wearing, now: Instant) -> Self {
-        let device = |state: &DeviceState| Device {
-            counts: Counts::default(),
-            depth: 0,
-            depth_max: 0,
-            damaged_count: 0,
-            slowness: Slowness::new(state.read_bytes_per_s, state.write_bytes_per_s, now),
-        };
+        let device =
+            |state: &DeviceState| Device::new(state.read_bytes_per_s, state.write_bytes_per_s, now);
         Self {
             started: now,
             judged: now,
@@ -87,6 +84,30 @@ impl Ledger {
             wearing,
             wear_kept: now,
         }
+    }
+
+    /// One more device comes, behind the others.
+    pub fn add_device(&mut self, rates: &MeasuredRates, now: Instant) {
+        let (read, write) = (rates.read_bytes_per_s, rates.write_bytes_per_s);
+        let mut device = Device::new(read, write, now);
+        device.of_store = false;
+        self.devices.push(device);
+        self.wearing.add(Worn::default());
+        for job in &mut self.jobs {
+            job.written_bytes.push(0);
+        }
+    }
+
+    /// It is of the store: its wear is kept on it.
+    pub fn device_came(&mut self, device: DeviceIndex, number: u32) {
+        let index = device.0 as usize;
+        self.devices[index].of_store = true;
+        self.wearing.number(index, number);
+    }
+
+    /// It is of no store any more: nothing is kept on it.
+    pub fn device_left(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize].of_store = false;
     }
 
     /// When it began.
@@ -235,7 +256,7 @@ impl Ledger {
         let mut devices = self.devices.iter().enumerate();
         let behind = devices.any(|(index, device)| {
             let now_bytes = device.counts.written.bytes;
-            self.wearing.is_behind(index, now_bytes)
+            device.of_store && self.wearing.is_behind(index, now_bytes)
         });
         behind.then(|| self.wear_kept + WEAR_KEPT_EVERY)
     }
@@ -246,7 +267,7 @@ impl Ledger {
         let mut to_keep = Vec::new();
         for (index, device) in self.devices.iter().enumerate() {
             let now_bytes = device.counts.written.bytes;
-            if !self.wearing.is_behind(index, now_bytes) {
+            if !device.of_store || !self.wearing.is_behind(index, now_bytes) {
                 continue;
             }
             let written = jobs.iter().filter_map(|state| {
@@ -335,6 +356,19 @@ impl Ledger {
     }
 }
 
+impl Device {
+    fn new(read_bytes_per_s: u64, write_bytes_per_s: u64, now: Instant) -> Self {
+        Self {
+            counts: Counts::default(),
+            depth: 0,
+            depth_max: 0,
+            damaged_count: 0,
+            slowness: Slowness::new(read_bytes_per_s, write_bytes_per_s, now),
+            of_store: true,
+        }
+    }
+}
+
 impl Job {
     fn new(uid: u32, name: JobName, device_count: usize) -> Self {
         Self {
@@ -364,7 +398,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::core::CommitState;
+    use crate::core::{CommitState, Standing};
     use crate::engine::Memory;
     use crate::metrics::Worn;
     use crate::store::superblock::StoreId;
@@ -378,6 +412,7 @@ mod tests {
             free_bytes: 1 << 30,
             read_bytes_per_s: 1_000_000_000,
             write_bytes_per_s: 1_000_000_000,
+            standing: Standing::settled(0),
         };
         let worn = vec![Worn::default(); 2];
         let wearing = Wearing::new(StoreId([7; 16]), worn);
@@ -443,6 +478,7 @@ mod tests {
             free_bytes: 0,
             read_bytes_per_s: 0,
             write_bytes_per_s: 0,
+            standing: Standing::settled(0),
         });
         let devices = ledger.devices(states.to_vec());
         assert_eq!(devices[1].counts.read, job.counts.read);

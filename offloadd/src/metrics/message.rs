@@ -6,7 +6,8 @@ use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
-use crate::core::{CommitState, DeviceState, JobState};
+use crate::core::{CommitState, DeviceState, JobState, Standing};
+use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
 impl From<Snapshot> for proto::MetricsReply {
@@ -31,6 +32,15 @@ impl From<DeviceState> for proto::Device {
             free_bytes: state.free_bytes,
             read_bytes_per_s: state.read_bytes_per_s,
             write_bytes_per_s: state.write_bytes_per_s,
+            number: state.standing.number,
+            phase: match state.standing.phase {
+                None => proto::DevicePhase::Left,
+                Some(Phase::Settled) => proto::DevicePhase::Settled,
+                Some(Phase::Filling) => proto::DevicePhase::Filling,
+                Some(Phase::Draining) => proto::DevicePhase::Draining,
+            } as i32,
+            left_bytes: state.standing.left_bytes,
+            stuck: state.standing.stuck,
         }
     }
 }
@@ -149,8 +159,20 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
 
     fn try_from(message: proto::DeviceMetrics) -> Result<Self, Misunderstood> {
         let device = (message.device).ok_or_else(|| misunderstood("a device without a name"))?;
+        let standing = Standing {
+            number: device.number,
+            phase: match device.phase() {
+                proto::DevicePhase::Left => None,
+                proto::DevicePhase::Settled => Some(Phase::Settled),
+                proto::DevicePhase::Filling => Some(Phase::Filling),
+                proto::DevicePhase::Draining => Some(Phase::Draining),
+            },
+            left_bytes: device.left_bytes,
+            stuck: device.stuck,
+        };
         Ok(Self {
             state: DeviceState {
+                standing,
                 path: device.path,
                 block_bytes: BLOCK_BYTES,
                 data_bytes: device.data_bytes,
@@ -263,6 +285,7 @@ mod tests {
                     free_bytes: 8,
                     read_bytes_per_s: 9,
                     write_bytes_per_s: 10,
+                    standing: Standing::settled(0),
                 },
                 counts: Counts {
                     read: traffic(11),

@@ -147,6 +147,12 @@ impl Encoder<'_, '_> {
             lines(|d| d.state.free_bytes as f64),
         )?;
         self.gauge(
+            "offloadd_device_to_move",
+            "Of tiles that are still to come to a device that was added, or to leave one that is drained",
+            bytes,
+            lines(|d| d.state.standing.left_bytes as f64),
+        )?;
+        self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
             "Measured at format, 0 = unknown",
             None,

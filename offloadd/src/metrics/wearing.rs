@@ -18,9 +18,11 @@ pub struct Wearing {
     devices: Vec<Device>,
 }
 
-/// What is known of a device when the daemon starts.
+/// What is known of a device when the daemon starts, or when it comes.
 #[derive(Clone, Debug, Default)]
 pub struct Worn {
+    /// In the store.
+    pub number: u32,
     /// As it was kept last.
     pub before: Wear,
     /// From the settings.
@@ -50,16 +52,27 @@ pub struct ToKeep {
 impl Wearing {
     /// `devices` in the store's order.
     pub fn new(store: StoreId, devices: Vec<Worn>) -> Self {
-        let device = |worn: Worn| Device {
+        let mut wearing = Self {
+            store,
+            devices: Vec::new(),
+        };
+        devices.into_iter().for_each(|worn| wearing.add(worn));
+        wearing
+    }
+
+    /// One more device, behind the others.
+    pub fn add(&mut self, worn: Worn) {
+        self.devices.push(Device {
             sequence: worn.before.sequence,
             kept_bytes: worn.before.written_bytes,
             worn,
             warned: false,
-        };
-        Self {
-            store,
-            devices: devices.into_iter().map(device).collect(),
-        }
+        });
+    }
+
+    /// It has a number now.
+    pub fn number(&mut self, device: usize, number: u32) {
+        self.devices[device].worn.number = number;
     }
 
     /// Ever written to a device, of which `now_bytes` in this life.
@@ -103,6 +116,7 @@ impl Wearing {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];
         device.sequence += 1;
+        let number = device.worn.number;
         device.kept_bytes = written_bytes;
         let before = &device.worn.before.jobs;
         let jobs = jobs.map(|(id, now)| (id, before.get(&id).unwrap_or(&0) + now));
@@ -111,7 +125,7 @@ impl Wearing {
             written_bytes,
             jobs: jobs.filter(|(_, bytes)| *bytes > 0).collect(),
         };
-        let (offset, blocks) = wear.encode(self.store, index as u32);
+        let (offset, blocks) = wear.encode(self.store, number);
         ToKeep {
             device: DeviceIndex(index as u32),
             offset,
@@ -144,6 +158,7 @@ mod tests {
             jobs: [(1, 400), (2, 600)].into(),
         };
         let worn = Worn {
+            number: 0,
             before,
             rated_bytes: None,
         };
@@ -167,6 +182,7 @@ mod tests {
     #[test]
     fn a_warning_comes_once_at_four_fifths_of_the_rating() {
         let worn = |rated_bytes| Worn {
+            number: 0,
             before: Wear::default(),
             rated_bytes,
         };

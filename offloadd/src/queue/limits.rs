@@ -5,7 +5,7 @@ use std::fs::File;
 use offload_api::BLOCK_BYTES;
 
 use crate::drive_queue::queue_number;
-use crate::store::superblock::Superblock;
+use crate::store::format::MeasuredRates;
 
 /// Where a device does not say what it takes as one request, and the most that is worth while: drives reach their rate
 /// with less.
@@ -38,8 +38,8 @@ pub struct DeviceLimits {
 
 impl DeviceLimits {
     /// For an opened device that was measured when its store was made.
-    pub fn of(file: &File, superblock: &Superblock) -> Self {
-        let rates = [superblock.read_bytes_per_s, superblock.write_bytes_per_s];
+    pub fn of(file: &File, rates: &MeasuredRates) -> Self {
+        let rates = [rates.read_bytes_per_s, rates.write_bytes_per_s];
         Self {
             piece_bytes: piece_bytes(request_bytes_max(file)),
             window_bytes: rates.map(window_bytes),

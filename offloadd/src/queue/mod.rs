@@ -53,6 +53,15 @@ struct Device {
     ways: [Way; 2],
 }
 
+impl Device {
+    fn new(limits: &DeviceLimits) -> Self {
+        Self {
+            piece_bytes: limits.piece_bytes,
+            ways: limits.window_bytes.map(Way::new),
+        }
+    }
+}
+
 /// An operation as the core knows it.
 #[derive(Debug)]
 struct Whole {
@@ -124,17 +133,18 @@ fn owner(memory: &Memory) -> Owner {
 impl Queue {
     /// Empty queues, one a device in the store's order.
     pub fn new(devices: &[DeviceLimits]) -> Self {
-        let device = |limits: &DeviceLimits| Device {
-            piece_bytes: limits.piece_bytes,
-            ways: limits.window_bytes.map(Way::new),
-        };
         Self {
-            devices: devices.iter().map(device).collect(),
+            devices: devices.iter().map(Device::new).collect(),
             wholes: Vec::new(),
             free: Vec::new(),
             flushes: VecDeque::new(),
             waiting_count: 0,
         }
+    }
+
+    /// One more device, behind the others.
+    pub fn add(&mut self, limits: &DeviceLimits) {
+        self.devices.push(Device::new(limits));
     }
 
     /// Pieces that may be in an engine at a time, beside `flushes_max` flushes.

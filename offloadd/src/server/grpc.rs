@@ -8,6 +8,7 @@ use offload_api::geometry::SlotClass;
 use offload_api::ids::{DeviceIndex, Generation, Rank, SessionToken, TileIndex};
 use offload_api::proto;
 use offload_api::{BLOB_BYTES_MAX, IODEPTH_MAX, PROTOCOL_VERSION};
+use tokio::sync::Mutex;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -15,7 +16,10 @@ use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{self, Call, Damage, OpenSession, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
+use crate::engine::EngineChoice;
+use crate::newcomer::{self, Newcomer};
 use crate::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+use crate::store::superblock::StoreId;
 
 /// Slot classes of one session: a few sizes of tiles.
 const CLASSES_MAX: usize = 64;
@@ -34,6 +38,8 @@ pub struct About {
     pub lock: LockOutlook,
     /// Where processes fetch their descriptors.
     pub descriptor_socket: PathBuf,
+    /// Which one it serves.
+    pub store: StoreId,
 }
 
 /// The service.
@@ -42,6 +48,8 @@ pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
+    /// Whoever brings a device.
+    pub(super) adding: Mutex<()>,
 }
 
 impl Service {
@@ -236,6 +244,28 @@ impl proto::offload_server::Offload for Service {
         call!(self, request, check, Reply::ReportDamage => proto::ReportDamageReply {})
     }
 
+    async fn add_device(
+        &self,
+        request: Request<proto::AddDeviceRequest>,
+    ) -> Result<Response<proto::AddDeviceReply>, Status> {
+        let peer = peer_of(&request)?;
+        may_administer(peer)?;
+        let reply = self.add(peer, request.into_inner()).await?;
+        Ok(Response::new(reply))
+    }
+
+    async fn drain_device(
+        &self,
+        request: Request<proto::DrainDeviceRequest>,
+    ) -> Result<Response<proto::DrainDeviceReply>, Status> {
+        may_administer(peer_of(&request)?)?;
+        let check = |message: proto::DrainDeviceRequest| {
+            Ok::<_, Fault>(Call::DrainDevice { path: message.path })
+        };
+        call!(self, request, check, Reply::DrainDevice { left_bytes } =>
+            proto::DrainDeviceReply { left_bytes })
+    }
+
     async fn metrics(
         &self,
         request: Request<proto::MetricsRequest>,
@@ -280,6 +310,75 @@ impl proto::offload_server::Offload for Service {
         let answers = self.scrubs.start(self.driver.clone(), wish)?;
         Ok(Response::new(ReceiverStream::new(answers)))
     }
+}
+
+impl Service {
+    /// Making and measuring a device takes seconds and blocks: not on the threads that answer calls, nor on the owner's.
+    async fn add(
+        &self,
+        peer: Peer,
+        request: proto::AddDeviceRequest,
+    ) -> Result<proto::AddDeviceReply, Fault> {
+        // One at a time: two of one path would take each other for a stranger.
+        let _turn = self.adding.lock().await;
+        let proto::AddDeviceRequest {
+            path,
+            file_bytes,
+            force,
+        } = request;
+        let described = self.ask(peer, Call::Describe).await?;
+        if let Reply::Describe(described) = described
+            && let Some(known) = (described.devices.iter())
+                .find(|device| device.path == path && device.standing.phase.is_some())
+        {
+            return Err(invalid(format!(
+                "{path} is device {} of the store already",
+                known.standing.number
+            )));
+        }
+        let path = PathBuf::from(path);
+        let (store, engine) = (self.about.store, self.about.engine);
+        let engine = EngineChoice::from_name(engine).unwrap_or_default();
+        let named = path.clone();
+        let newcomer = tokio::task::spawn_blocking(move || {
+            newcomer::prepare(&named, file_bytes, force, store, engine)
+        });
+        let newcomer = newcomer.await.map_err(|_| ended_unanswered())?;
+        let Newcomer { device, new, made } =
+            newcomer.map_err(|error| invalid(error.to_string()))?;
+        let (data_bytes, rates) = (new.data_bytes, new.rates);
+        let answer = self.driver.add_device(peer, device.file().clone(), new);
+        let added = match answer {
+            Ok(answer) => answer.await.unwrap_or_else(|_| Err(ended_unanswered())),
+            Err(fault) => Err(fault),
+        };
+        match added {
+            Ok(Reply::AddDevice { number }) => Ok(proto::AddDeviceReply {
+                number,
+                data_bytes,
+                read_bytes_per_s: rates.read_bytes_per_s,
+                write_bytes_per_s: rates.write_bytes_per_s,
+            }),
+            Ok(other) => unreachable!("the core answered another call: {other:?}"),
+            // Unless the catalog may list it.
+            Err(fault) if made && fault.kind == FaultKind::TooMany => {
+                let _ = std::fs::remove_file(path);
+                Err(fault)
+            }
+            Err(fault) => Err(fault),
+        }
+    }
+}
+
+fn may_administer(peer: Peer) -> Result<(), Fault> {
+    if viewer(peer) == Viewer::All {
+        return Ok(());
+    }
+    let what = format!(
+        "uid {}: devices come and go by root's word, or that of the user who runs offloadd",
+        peer.uid
+    );
+    Err(Fault::new(FaultKind::Denied, what))
 }
 
 /// The owner thread ended with the call unanswered.

@@ -183,6 +183,7 @@ pub async fn serve(
             driver,
             about,
             scrubs: Scrubs::default(),
+            adding: tokio::sync::Mutex::new(()),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
     let patience = async {

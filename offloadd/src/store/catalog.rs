@@ -1,4 +1,4 @@
-//! The jobs of a store. Small, written whole each time: copy A, flush, copy B, flush; the newer sound one counts.
+//! The jobs and the devices of a store. Small, written whole each time: copy A, flush, copy B, flush; the newer sound one counts.
 //!
 //! A power cut leaves the old catalog or the new one. Recovery makes both copies equal again before anything is written,
 //! so copy B is never older than the catalog before the one being written to A.
@@ -7,8 +7,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::definition::{JOB_NAME_BYTES_MAX, JobName};
 use super::sealed::{self, Head, Unreadable};
-use super::superblock::StoreId;
-use super::{BLOCK, CATALOG_BYTES_MAX};
+use super::superblock::{DeviceId, StoreId};
+use super::{BLOCK, CATALOG_BYTES_MAX, DEVICES_MAX};
 use crate::blocks::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
@@ -16,7 +16,10 @@ pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
 /// Jobs of one store: the catalog has a fixed room.
 pub const JOBS_MAX: usize = 1024;
 
-/// All jobs.
+/// Longest path that is kept of a device; of a longer one its beginning.
+const PATH_BYTES_MAX: usize = 256;
+
+/// All jobs and devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
     /// Of the store.
@@ -25,8 +28,45 @@ pub struct Catalog {
     pub sequence: u64,
     /// Never given out yet.
     pub next_job_id: u64,
-    /// In no order.
+    /// Of a device, never given out yet.
+    pub next_number: u32,
+    /// Jobs, in no order.
     pub entries: Vec<Entry>,
+    /// Devices, by number. None in version 1: there the superblocks say.
+    pub devices: Vec<DeviceEntry>,
+}
+
+/// One device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceEntry {
+    /// In the store, never given to another.
+    pub number: u32,
+    /// As in its superblock.
+    pub id: DeviceId,
+    /// What goes on with it.
+    pub phase: Phase,
+    /// What it was called when it came: for messages, when it is missing.
+    pub path: String,
+}
+
+/// What goes on with a device. The numbers are the store's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Phase {
+    /// Nothing.
+    Settled = 1,
+    /// It came, and takes its share of the tiles that were there before.
+    Filling = 2,
+    /// It is to go: its tiles move to others, and nothing new comes.
+    Draining = 3,
+}
+
+impl Phase {
+    fn from_number(number: u32) -> Option<Self> {
+        [Self::Settled, Self::Filling, Self::Draining]
+            .into_iter()
+            .find(|phase| *phase as u32 == number)
+    }
 }
 
 /// One job.
@@ -40,13 +80,13 @@ pub struct Entry {
     pub name: JobName,
     /// The job's area.
     pub area: Area,
-    /// Of the definition's head: binds the definition to this entry.
+    /// Of the head of the definition's revision 0: binds it to this entry. Later ones have its job id and follow it.
     pub definition_crc: u32,
     /// Tiles and area, over all devices.
     pub reserved_bytes: u64,
 }
 
-/// Where a job's own structures lie on device 0.
+/// Where a job's own structures lie, at home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Area {
     /// From the device's start.
@@ -98,7 +138,8 @@ struct RawHeader {
     sequence: u64,
     next_job_id: u64,
     entry_count: u64,
-    reserved: u64,
+    device_count: u32,
+    next_number: u32,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -116,47 +157,78 @@ struct RawEntry {
     reserved: [u32; 3],
 }
 
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawDevice {
+    id: [u8; 16],
+    number: u32,
+    phase: u32,
+    path_bytes: u32,
+    reserved: u32,
+    path: [u8; PATH_BYTES_MAX],
+}
+
 const _: () = assert!(size_of::<RawHeader>() == 80 && size_of::<RawEntry>() == 192);
+const _: () = assert!(size_of::<RawDevice>() == 288);
 const _: () = assert!(
-    (size_of::<RawHeader>() + JOBS_MAX * size_of::<RawEntry>()) as u64 <= CATALOG_BYTES_MAX
+    (size_of::<RawHeader>()
+        + JOBS_MAX * size_of::<RawEntry>()
+        + DEVICES_MAX as usize * size_of::<RawDevice>()) as u64
+        <= CATALOG_BYTES_MAX
 );
 
 impl Catalog {
-    /// Of a new store.
-    pub fn empty(store: StoreId) -> Self {
+    /// Of a new store on `devices`.
+    pub fn empty(store: StoreId, devices: Vec<DeviceEntry>) -> Self {
         Self {
             store,
             sequence: 1,
             next_job_id: 1,
+            next_number: devices.len() as u32,
             entries: Vec::new(),
+            devices,
         }
     }
 
     /// Sealed blocks, at most [`CATALOG_BYTES_MAX`].
     pub fn encode(&self) -> AlignedBytes {
         assert!(self.entries.len() <= JOBS_MAX);
+        assert!((1..=DEVICES_MAX as usize).contains(&self.devices.len()));
         let header = RawHeader {
             head: Head::unsealed(MAGIC),
             store: self.store.0,
             sequence: self.sequence,
             next_job_id: self.next_job_id,
             entry_count: self.entries.len() as u64,
-            reserved: 0,
+            device_count: self.devices.len() as u32,
+            next_number: self.next_number,
         };
         let entries: Vec<RawEntry> = self.entries.iter().map(Entry::to_raw).collect();
-        sealed::seal(&[header.as_bytes(), entries.as_bytes()])
+        let devices: Vec<RawDevice> = self.devices.iter().map(DeviceEntry::to_raw).collect();
+        sealed::seal(&[header.as_bytes(), entries.as_bytes(), devices.as_bytes()])
     }
 
     /// From blocks whose seal is sound.
     pub fn decode(blocks: &AlignedBytes) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
         let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
-        if header.reserved != 0 || header.entry_count > JOBS_MAX as u64 {
+        let device_count = header.device_count;
+        if header.entry_count > JOBS_MAX as u64 {
             return Err(damaged(format!("it claims {} jobs", header.entry_count)));
         }
-        let (entries, padding) =
+        let known = match header.head.version {
+            1 => device_count == 0 && header.next_number == 0,
+            _ => (1..=DEVICES_MAX).contains(&device_count),
+        };
+        if !known {
+            return Err(damaged(format!("it claims {device_count} devices")));
+        }
+        let (entries, rest) =
             <[RawEntry]>::ref_from_prefix_with_elems(rest, header.entry_count as usize)
                 .map_err(|_| damaged(format!("{} jobs do not fit", header.entry_count)))?;
+        let (devices, padding) =
+            <[RawDevice]>::ref_from_prefix_with_elems(rest, device_count as usize)
+                .map_err(|_| damaged(format!("{device_count} devices do not fit")))?;
         if padding.iter().any(|&byte| byte != 0) {
             return Err(damaged("its padding is not zero".into()));
         }
@@ -165,11 +237,50 @@ impl Catalog {
             .map(Entry::from_raw)
             .collect::<Option<Vec<_>>>()
             .ok_or_else(|| damaged("an entry makes no sense".into()))?;
+        let devices = devices
+            .iter()
+            .map(DeviceEntry::from_raw)
+            .collect::<Option<Vec<_>>>()
+            .filter(|devices| devices.is_sorted_by(|a, b| a.number < b.number))
+            .filter(|devices| devices.iter().all(|d| d.number < header.next_number))
+            .ok_or_else(|| damaged("a device makes no sense".into()))?;
         Ok(Self {
             store: StoreId(header.store),
             sequence: header.sequence,
             next_job_id: header.next_job_id,
+            next_number: header.next_number,
             entries,
+            devices,
+        })
+    }
+}
+
+impl DeviceEntry {
+    fn to_raw(&self) -> RawDevice {
+        let mut path = [0; PATH_BYTES_MAX];
+        let mut kept = self.path.len().min(PATH_BYTES_MAX);
+        while !self.path.is_char_boundary(kept) {
+            kept -= 1;
+        }
+        path[..kept].copy_from_slice(&self.path.as_bytes()[..kept]);
+        RawDevice {
+            id: self.id.0,
+            number: self.number,
+            phase: self.phase as u32,
+            path_bytes: kept as u32,
+            reserved: 0,
+            path,
+        }
+    }
+
+    fn from_raw(raw: &RawDevice) -> Option<Self> {
+        let path = raw.path.get(..raw.path_bytes as usize)?;
+        let sound = raw.reserved == 0 && raw.path[path.len()..].iter().all(|&byte| byte == 0);
+        Some(Self {
+            number: raw.number,
+            id: DeviceId(raw.id),
+            phase: Phase::from_number(raw.phase).filter(|_| sound)?,
+            path: std::str::from_utf8(path).ok()?.to_owned(),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Makes a store of a set of devices: superblocks and an empty catalog.
 
-use super::catalog::Catalog;
-use super::superblock::{self, StoreId, Superblock};
+use super::catalog::{Catalog, DeviceEntry, Phase};
+use super::superblock::{self, DeviceId, StoreId, Superblock};
 use super::{BLOCK, CATALOG_OFFSETS, DATA_OFFSET, DEVICES_MAX, SUPERBLOCK_OFFSETS, StoreError};
 use super::{sealed, sealed::Unreadable};
 use crate::blocks::{AlignedBytes, Blocks};
@@ -29,17 +29,11 @@ pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
     for position in 0..count {
         let path = blocks.path(position).to_owned();
         let bytes = blocks.size_bytes(position);
-        let needed_bytes = DATA_OFFSET + DATA_BYTES_MIN;
-        if bytes < needed_bytes {
-            return Err(StoreError::TooSmall {
-                path,
-                bytes,
-                needed_bytes,
-            });
-        }
+        check_size(&path, bytes)?;
         for offset in SUPERBLOCK_OFFSETS {
             match sealed::read(blocks, position, offset, BLOCK, superblock::MAGIC) {
                 Err(Unreadable::Device(error)) => return Err(error.into()),
+                Ok(block) if Superblock::decode(&block).is_ok_and(|found| found.drained) => {}
                 // A damaged superblock is still a sign that the device was somebody's.
                 Ok(_) | Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) if !force => {
                     return Err(StoreError::HoldsStore { path });
@@ -71,7 +65,13 @@ pub fn format(
         }
         blocks.flush(position)?;
     }
-    let catalog = Catalog::empty(id).encode();
+    let devices = (0..count).map(|position| DeviceEntry {
+        number: position as u32,
+        id: DeviceId::default(),
+        phase: Phase::Settled,
+        path: blocks.path(position).to_owned(),
+    });
+    let catalog = Catalog::empty(id, devices.collect()).encode();
     for offset in CATALOG_OFFSETS {
         blocks.write(0, offset, &catalog)?;
     }
@@ -80,9 +80,11 @@ pub fn format(
     for (position, rate) in rates.iter().enumerate() {
         let superblock = Superblock {
             store: id,
-            device_index: position as u32,
-            device_count: count as u32,
-            data_bytes: (blocks.size_bytes(position) - DATA_OFFSET) / BLOCK * BLOCK,
+            number: position as u32,
+            device_count: 0,
+            id: DeviceId::default(),
+            drained: false,
+            data_bytes: data_bytes(blocks.size_bytes(position)),
             read_bytes_per_s: rate.read_bytes_per_s,
             write_bytes_per_s: rate.write_bytes_per_s,
             created_unix_s,
@@ -94,4 +96,22 @@ pub fn format(
         superblocks.push(superblock);
     }
     Ok(superblocks)
+}
+
+/// Refuses a device that is too small to be worth anything.
+pub fn check_size(path: &str, bytes: u64) -> Result<(), StoreError> {
+    let needed_bytes = DATA_OFFSET + DATA_BYTES_MIN;
+    if bytes < needed_bytes {
+        return Err(StoreError::TooSmall {
+            path: path.to_owned(),
+            bytes,
+            needed_bytes,
+        });
+    }
+    Ok(())
+}
+
+/// Room for data of a device of this size, in whole blocks.
+pub fn data_bytes(device_bytes: u64) -> u64 {
+    device_bytes.saturating_sub(DATA_OFFSET) / BLOCK * BLOCK
 }

@@ -27,6 +27,8 @@ pub struct Record {
     pub epoch: Epoch,
     /// Written as confirmed, because there is one node only.
     pub born_confirmed: bool,
+    /// Of the definition it was written under: one that is older is not the job's.
+    pub table_revision: u32,
     /// By tile index; `None` = never written.
     pub versions: Arc<Vec<Option<Version>>>,
     /// By rank.
@@ -64,7 +66,8 @@ struct RawRecord {
     tile_count: u64,
     blob_count: u32,
     born_confirmed: u32,
-    reserved: u64,
+    table_revision: u32,
+    reserved: u32,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -135,6 +138,7 @@ impl Record {
             tile_count: self.versions.len() as u64,
             blob_count: self.blobs.len() as u32,
             born_confirmed: u32::from(self.born_confirmed),
+            table_revision: self.table_revision,
             reserved: 0,
         };
         let versions: Vec<RawVersion> = self.versions.iter().map(to_raw).collect();
@@ -193,6 +197,7 @@ impl Record {
             generation: Generation(header.generation),
             epoch: Epoch(header.epoch),
             born_confirmed: header.born_confirmed == 1,
+            table_revision: header.table_revision,
             versions: Arc::new(versions),
             blobs: Arc::new(blobs),
         })

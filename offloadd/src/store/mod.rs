@@ -3,13 +3,13 @@
 //! ```text
 //! every device   0          superblock, copy A (one block)
 //!                64 KiB     superblock, copy B
-//! device 0 only  128 KiB    catalog, copy A: header, one entry a job
-//!                512 KiB    catalog, copy B
+//! one device     128 KiB    catalog, copy A: header, one entry a job, one entry a device
+//!  (the home)    512 KiB    catalog, copy B
 //! every device   896 KiB    wear, two copies written in turn: see [`wear`]
 //!                960 KiB
-//! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; on device 0 also each job's area:
+//! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; at home also each job's area:
 //!
-//! job's area     definition, copy A │ copy B      tiles and their extents, layout; written once
+//! job's area     definition, copy A │ copy B      tiles and their extents, layout; copy A, flush, copy B, flush
 //!                slot 0: record A │ record B │ mark A │ mark B     even generations
 //!                slot 1: record A │ record B │ mark A │ mark B     odd generations
 //! ```
@@ -22,11 +22,20 @@
 //!   is true, and one that power loss cut off does not read back.
 //! - A *mark* says more about the record beside it without touching it: `confirmed` (every node has this generation), or
 //!   `overwriting` (durability none: its tiles are being written in place, so they are not to be trusted).
+//! - The *catalog* says which devices the store is made of. A device comes by one write of it, after its superblock, and
+//!   goes by one, before its superblock says so: whatever a cut leaves, a device is of the store or it is not. A superblock
+//!   whose device the catalog does not list is of no store.
+//! - A *definition* is written again when tiles move to another device, with a higher revision: the newer sound copy
+//!   counts. Records name the first or the second extent of a tile, so they stay true: an extent is exchanged while it
+//!   holds nothing that a record names, or for one that holds the same bytes, flushed before. The old extent is taken again
+//!   only when both copies of the new definition are durable. A record says the revision it was written under; a
+//!   definition older than that is damage.
 //! - A *generation can be resumed from* when it is the newest, or when the newest is not yet confirmed: from the moment
 //!   the newest is confirmed, the extents of the one before are written again. See [`manifest::resumable`].
 //!
-//! New reader, old data and the other way round: another `version` is refused by number, untouched. The head and its
-//! checksum are the same in every version.
+//! A later `version` is refused by number, untouched, and an earlier one is read: of version 1 the superblocks say how many
+//! devices there are, and definitions have revision 0. What is written is of this version, so an earlier offloadd refuses
+//! it. The head and its checksum are the same in every version.
 
 pub mod catalog;
 pub mod content;
@@ -48,12 +57,12 @@ use offload_api::BLOCK_BYTES;
 pub const BLOCK: u64 = BLOCK_BYTES as u64;
 
 /// Version of everything stored.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Where the two superblocks of a device lie.
 pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, 64 << 10];
 
-/// Where the two catalogs lie, on device 0.
+/// Where the two catalogs lie, on the device that is the store's home.
 pub const CATALOG_OFFSETS: [u64; 2] = [128 << 10, 512 << 10];
 
 /// Room of one catalog.
@@ -136,25 +145,44 @@ pub enum StoreError {
     },
     /// The same device twice, or a copy of it.
     #[error(
-        "{path} and {other_path} are both device {index} of their store: one is listed twice or is a copy"
+        "{path} and {other_path} are both device {number} of their store: one is listed twice or is a copy"
     )]
     Duplicate {
         /// Device.
         path: String,
         /// The other.
         other_path: String,
-        /// Their index.
-        index: u32,
+        /// Theirs in the store.
+        number: u32,
     },
     /// Not all devices are there.
     #[error(
-        "device {index} of {count} is missing from the list: a store opens with all its devices or not at all"
+        "device {number} of the store{} is missing from the list `devices`: add it there. A store opens with all its devices or not at all",
+        known_as(path)
     )]
     Missing {
-        /// Its index.
-        index: u32,
-        /// Devices of the store.
-        count: u32,
+        /// In the store.
+        number: u32,
+        /// What it was called when it came to the store, as far as that is known.
+        path: Option<String>,
+    },
+    /// Beside the devices of a store, one that is of none.
+    #[error(
+        "{path} is not of the store that {other_path} belongs to: take it from the list `devices`, and bring it into the store with `offloadd device add {path}`"
+    )]
+    NotAdded {
+        /// Device.
+        path: String,
+        /// One of the store.
+        other_path: String,
+    },
+    /// Only devices that have left their store.
+    #[error(
+        "{path} was drained: it is of no store any more. List the devices that `offloadd device drain` left, or make a new store with `offloadd format`"
+    )]
+    Drained {
+        /// Device.
+        path: String,
     },
     /// The device has become smaller.
     #[error(
@@ -184,4 +212,8 @@ pub enum StoreError {
     /// A request outside the limits.
     #[error("{0}")]
     Invalid(String),
+}
+
+fn known_as(path: &Option<String>) -> String {
+    (path.as_ref()).map_or_else(String::new, |path| format!(" ({path} when it came)"))
 }

@@ -19,6 +19,8 @@ use super::tile_table::{Extent, stored_bytes};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Space {
     devices: Vec<DeviceSpace>,
+    /// Where jobs' areas lie.
+    home: DeviceIndex,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,12 +30,14 @@ struct DeviceSpace {
     free_bytes: u64,
     /// See [`rate`]; 0 = unknown.
     rate: u64,
+    /// Nothing new goes there.
+    closed: bool,
 }
 
 /// Everything a job needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reservation {
-    /// On device 0.
+    /// At home.
     pub area: Area,
     /// Of each tile.
     pub extents: Vec<[Extent; 2]>,
@@ -58,6 +62,12 @@ pub fn rate(read_bytes_per_s: u64, write_bytes_per_s: u64) -> u64 {
     (read * write).checked_div(read + write).unwrap_or(0) as u64
 }
 
+impl DeviceSpace {
+    fn room_bytes(&self) -> u64 {
+        if self.closed { 0 } else { self.free_bytes }
+    }
+}
+
 /// How many bytes each device is to get, and has.
 #[derive(Debug)]
 struct Deal {
@@ -74,17 +84,37 @@ impl Deal {
 }
 
 impl Space {
-    /// All of the data of each device: `(data_bytes, rate)`.
-    pub fn new(devices: impl IntoIterator<Item = (u64, u64)>) -> Self {
-        let devices = devices
-            .into_iter()
-            .map(|(data_bytes, rate)| DeviceSpace {
-                free: BTreeMap::from([(DATA_OFFSET, data_bytes)]),
-                free_bytes: data_bytes,
-                rate,
-            })
-            .collect();
-        Self { devices }
+    /// Of no device yet.
+    pub fn new(home: DeviceIndex) -> Self {
+        Self {
+            devices: Vec::new(),
+            home,
+        }
+    }
+
+    /// One more device, all of its data free.
+    pub fn add(&mut self, data_bytes: u64, rate: u64) {
+        self.devices.push(DeviceSpace {
+            free: BTreeMap::from([(DATA_OFFSET, data_bytes)]),
+            free_bytes: data_bytes,
+            rate,
+            closed: false,
+        });
+    }
+
+    /// Nothing new goes to `device` from now on.
+    pub fn close(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize].closed = true;
+    }
+
+    /// What comes may go to `device` again.
+    pub fn open(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize].closed = false;
+    }
+
+    /// Whether nothing new goes to `device`.
+    pub fn is_closed(&self, device: DeviceIndex) -> bool {
+        self.devices[device.0 as usize].closed
     }
 
     /// Free bytes of `device`.
@@ -155,7 +185,7 @@ impl Space {
             *self = before;
             NoRoom {
                 needed_bytes: area,
-                free_bytes: self.devices.iter().map(|d| d.free_bytes).collect(),
+                free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
             }
         })
     }
@@ -170,7 +200,7 @@ impl Space {
             *self = before;
             NoRoom {
                 needed_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
-                free_bytes: self.devices.iter().map(|d| d.free_bytes).collect(),
+                free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
             }
         })
     }
@@ -182,7 +212,7 @@ impl Space {
                 self.give(*extent, u64::from(tile.tile_bytes));
             }
         }
-        self.give(area_extent(area), area.bytes());
+        self.give(self.area_extent(area), area.bytes());
     }
 
     /// Takes what a stored job holds: `false` when something of it is taken or impossible.
@@ -194,7 +224,7 @@ impl Space {
         extents: &[[Extent; 2]],
     ) -> bool {
         let copies = definition.durability().extents_a_tile();
-        self.take(area_extent(area), area.bytes())
+        self.take(self.area_extent(area), area.bytes())
             && definition
                 .tiles()
                 .iter()
@@ -209,7 +239,7 @@ impl Space {
 
     fn try_reserve(&mut self, definition: &JobDefinition, local_ranks: u32) -> Option<Reservation> {
         let mut area = area_at(0, definition, local_ranks);
-        area.offset = self.first_fit(0, area.bytes())?;
+        area.offset = self.first_fit(self.home.0 as usize, area.bytes())?;
         let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
         let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
@@ -229,17 +259,20 @@ impl Space {
 
     /// Each device's share of all `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
     fn deal(&self, tiles: impl Iterator<Item = u32>, copies: usize) -> Deal {
+        self.deal_bytes(tiles.map(u128::from).sum(), copies)
+    }
+
+    fn deal_bytes(&self, mut left_bytes: u128, copies: usize) -> Deal {
         let count = self.devices.len();
         let any_unknown = self.devices.iter().any(|d| d.rate == 0);
         let rates: Vec<_> = (self.devices.iter())
             .map(|d| if any_unknown { 1 } else { u128::from(d.rate) })
             .collect();
-        let mut left_bytes: u128 = tiles.map(u128::from).sum();
         let mut shares = vec![0; count];
         let mut open: Vec<usize> = (0..count).collect();
         loop {
             let together: u128 = open.iter().map(|&device| rates[device]).sum();
-            let room = |device: usize| self.devices[device].free_bytes / copies as u64;
+            let room = |device: usize| self.devices[device].room_bytes() / copies as u64;
             let share = |device: usize| (left_bytes * rates[device] / together.max(1)) as u64;
             let (full, rest): (Vec<_>, Vec<_>) = open
                 .iter()
@@ -262,6 +295,106 @@ impl Space {
                 .sum::<u128>();
             open = rest;
         }
+    }
+
+    /// Where tiles of a job that is there already are to lie, of those that are to move: all that lie on a closed device,
+    /// and of the other devices' tiles so many that each device of `filling` has its share; evenly over the whole table.
+    /// Takes nothing.
+    pub fn targets(
+        &self,
+        tiles: &[(u32, [DeviceIndex; 2])],
+        copies: usize,
+        filling: &[DeviceIndex],
+    ) -> Vec<(u32, DeviceIndex)> {
+        let count = self.devices.len();
+        let mut current = vec![0_u64; count];
+        for (bytes, devices) in tiles {
+            // Of each of both extents half, so that it is one tile in all.
+            for device in devices {
+                current[device.0 as usize] += u64::from(*bytes) / 2;
+            }
+        }
+        let deal = self.deal_among(&current, copies);
+        let wanted = &deal.shares;
+        let is_filling = |device: usize| filling.iter().any(|f| f.0 as usize == device);
+        // Of a device's tiles, so many parts of 2^32 go.
+        let mut parts = vec![0_u64; count];
+        for device in 0..count {
+            let surplus = current[device].saturating_sub(wanted[device]);
+            let gives = !is_filling(device) && !filling.is_empty() && surplus > 0;
+            if self.devices[device].closed {
+                parts[device] = 1 << 32;
+            } else if gives {
+                parts[device] = ((u128::from(surplus) << 32) / u128::from(current[device])) as u64;
+            }
+        }
+        let mut owed = vec![0_u64; count];
+        let mut targets = Vec::new();
+        for (index, &(bytes, devices)) in tiles.iter().enumerate() {
+            let bytes = u64::from(bytes);
+            let [first, second] = devices.map(|device| device.0 as usize);
+            let half = |device: usize| is_filling(device) || self.devices[device].closed;
+            if first != second && (half(first) || half(second)) {
+                // Half of it has moved: the other half follows.
+                let stays = |device: usize| !self.devices[device].closed;
+                let target = [first, second].into_iter().filter(|&device| stays(device));
+                if let Some(target) = target.max_by_key(|&device| is_filling(device)) {
+                    targets.push((index as u32, DeviceIndex(target as u32)));
+                    continue;
+                }
+            }
+            owed[first] += parts[first];
+            if owed[first] < 1 << 32 {
+                continue;
+            }
+            let leaves = self.devices[first].closed;
+            let may_take = |device: &usize| {
+                let open = *device != first && !self.devices[*device].closed;
+                open && (leaves || is_filling(*device)) && current[*device] < wanted[*device]
+            };
+            let lack = |device: &usize| {
+                let lacking = u128::from(wanted[*device] - current[*device]);
+                (lacking << 32) / u128::from(wanted[*device])
+            };
+            let taker = (0..count).filter(may_take).max_by_key(lack);
+            // What leaves a closed device must go somewhere, even where the shares are full.
+            let somewhere = || (0..count).find(|&d| leaves && !self.devices[d].closed);
+            let Some(taker) = taker.or_else(somewhere) else {
+                continue;
+            };
+            owed[first] -= 1 << 32;
+            current[first] = current[first].saturating_sub(bytes);
+            current[taker] += bytes;
+            targets.push((index as u32, DeviceIndex(taker as u32)));
+        }
+        targets
+    }
+
+    /// Takes an extent on `device`, or where the most room is if `anywhere` is as good.
+    pub fn take_on(&mut self, device: DeviceIndex, bytes: u64, anywhere: bool) -> Option<Extent> {
+        let on = |space: &mut Self, device: usize| {
+            let offset = space.first_fit(device, bytes)?;
+            Some(Extent {
+                device: DeviceIndex(device as u32),
+                offset,
+            })
+        };
+        if let Some(extent) = on(self, device.0 as usize) {
+            return Some(extent);
+        }
+        let mut others: Vec<usize> = (0..self.devices.len()).filter(|_| anywhere).collect();
+        others.sort_by_key(|&device| std::cmp::Reverse(self.devices[device].room_bytes()));
+        others.into_iter().find_map(|device| on(self, device))
+    }
+
+    /// The shares of tiles that lie so already, and take room only where there are not so many yet.
+    fn deal_among(&self, current: &[u64], copies: usize) -> Deal {
+        let mut all = self.clone();
+        for (device, bytes) in all.devices.iter_mut().zip(current) {
+            device.free_bytes += copies as u64 * bytes;
+        }
+        let bytes: u64 = current.iter().sum();
+        all.deal_bytes(u128::from(bytes), copies)
     }
 
     /// Takes one tile's extents on the device that is the emptiest for its share.
@@ -289,10 +422,17 @@ impl Space {
         Some(places)
     }
 
+    fn area_extent(&self, area: &Area) -> Extent {
+        Extent {
+            device: self.home,
+            offset: area.offset,
+        }
+    }
+
     fn first_fit(&mut self, device: usize, bytes: u64) -> Option<u64> {
-        let (&offset, _) = self.devices[device]
-            .free
-            .iter()
+        let found = &self.devices[device];
+        let (&offset, _) = (found.free.iter())
+            .filter(|_| !found.closed)
             .find(|(_, length)| **length >= bytes)?;
         let extent = Extent {
             device: DeviceIndex(device as u32),
@@ -300,13 +440,6 @@ impl Space {
         };
         assert!(self.take(extent, bytes));
         Some(offset)
-    }
-}
-
-fn area_extent(area: &Area) -> Extent {
-    Extent {
-        device: DeviceIndex(0),
-        offset: area.offset,
     }
 }
 
@@ -323,6 +456,14 @@ mod tests {
     use super::super::definition::{Durability, TileKind, TileSpec};
     use super::*;
 
+    fn space<const N: usize>(devices: [(u64, u64); N]) -> Space {
+        let mut space = Space::new(DeviceIndex(0));
+        for (data_bytes, rate) in devices {
+            space.add(data_bytes, rate);
+        }
+        space
+    }
+
     fn definition(tiles: u32, tile_bytes: u32) -> JobDefinition {
         let tile = |unit| TileSpec {
             unit,
@@ -336,7 +477,7 @@ mod tests {
 
     #[test]
     fn tiles_go_to_devices_in_proportion_to_their_rates_and_alternate() {
-        let mut space = Space::new([(1 << 30, 300), (1 << 30, 100)]);
+        let mut space = space([(1 << 30, 300), (1 << 30, 100)]);
         let reservation = space.reserve(&definition(400, 1 << 20), 1).unwrap();
         let on_first = reservation
             .extents
@@ -358,7 +499,7 @@ mod tests {
 
     #[test]
     fn a_device_with_little_room_has_tiles_all_along_the_table() {
-        let mut space = Space::new([(1 << 30, 100), (100 << 20, 100), (1 << 30, 200)]);
+        let mut space = space([(1 << 30, 100), (100 << 20, 100), (1 << 30, 200)]);
         let reservation = space.reserve(&definition(400, 1 << 20), 1).unwrap();
         let devices: Vec<u32> = (reservation.extents.iter())
             .map(|e| e[0].device.0)
@@ -384,7 +525,7 @@ mod tests {
 
     #[test]
     fn what_is_given_back_can_be_taken_again_and_nothing_overlaps() {
-        let mut space = Space::new([(64 << 20, 0), (64 << 20, 0)]);
+        let mut space = space([(64 << 20, 0), (64 << 20, 0)]);
         let fresh = space.clone();
         let definition = definition(10, 1 << 20);
         let one = space.reserve(&definition, 2).unwrap();
@@ -408,7 +549,7 @@ mod tests {
 
     #[test]
     fn single_tiles_are_spread_too_and_take_all_or_nothing() {
-        let mut space = Space::new([(4 << 20, 300), (4 << 20, 100)]);
+        let mut space = space([(4 << 20, 300), (4 << 20, 100)]);
         let fresh = space.clone();
         let extents = space.reserve_tiles(&[1 << 20; 4]).unwrap();
         let on_first = extents.iter().filter(|e| e.device.0 == 0).count();
@@ -424,7 +565,7 @@ mod tests {
 
     #[test]
     fn a_job_that_does_not_fit_takes_nothing() {
-        let mut space = Space::new([(4 << 20, 0), (64 << 20, 0)]);
+        let mut space = space([(4 << 20, 0), (64 << 20, 0)]);
         let fresh = space.clone();
         let no_room = space.reserve(&definition(100, 1 << 20), 1).unwrap_err();
         assert!(no_room.needed_bytes > 200 << 20);

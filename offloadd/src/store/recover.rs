@@ -6,13 +6,13 @@
 use offload_api::ids::{DeviceIndex, Generation};
 
 use super::StoreError;
-use super::catalog::{self, Catalog, Entry};
+use super::catalog::{self, Catalog, DeviceEntry, Entry, Phase};
 use super::manifest::{self, Mark, Marked, Record, SlotContent};
 use super::placement::{Space, rate};
 use super::sealed::{self, Unreadable};
-use super::superblock::{self, StoreId, Superblock};
+use super::superblock::{self, DeviceId, StoreId, Superblock};
 use super::tile_table::{self, TileTable};
-use super::twins::{Consequence, Note, Reader, Repair};
+use super::twins::{Consequence, Copy, Note, Reader, Repair};
 use super::{BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS};
 use crate::blocks::{AlignedBytes, Blocks};
 
@@ -23,6 +23,10 @@ pub struct RecoveredStore {
     pub id: StoreId,
     /// In the store's order: a [`DeviceIndex`] is an index of this list.
     pub devices: Vec<RecoveredDevice>,
+    /// Where the catalog and the jobs' areas lie.
+    pub home: DeviceIndex,
+    /// Listed by the settings, and of no store.
+    pub outsiders: Vec<Outsider>,
     /// The newest one.
     pub catalog: Catalog,
     /// One an entry of the catalog, in its order.
@@ -43,6 +47,31 @@ pub struct RecoveredDevice {
     pub path: String,
     /// What it says of itself.
     pub superblock: Superblock,
+    /// What goes on with it; `None`: it has left the store in this life, or has not come yet.
+    pub phase: Option<Phase>,
+}
+
+/// A device that is of no store, though its superblock names the one of the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outsider {
+    /// Device.
+    pub path: String,
+    /// It left in order; otherwise it was cut off while it came or went.
+    pub drained: bool,
+}
+
+impl std::fmt::Display for Outsider {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { path, drained } = self;
+        match drained {
+            true => write!(f, "{path} was drained and is of no store any more")?,
+            false => write!(
+                f,
+                "{path} is not of the store: it was cut off while it came or went (`offloadd device add {path}` brings it in)"
+            )?,
+        }
+        f.write_str("; take it from the list `devices`. It is left alone")
+    }
 }
 
 /// A job of the store.
@@ -79,23 +108,38 @@ fn read_watched(
         notes: Vec::new(),
         repairs: Vec::new(),
     };
-    let devices = reader.devices()?;
-    let id = devices[0].superblock.store;
-    let home = devices[0].position;
-    let catalog = reader.catalog(home, id)?;
-    let mut space = Space::new(devices.iter().map(|device| {
+    let superblocks = reader.superblocks()?;
+    let (home_position, mut catalog) = reader.newest_catalog(&superblocks)?;
+    let id = catalog.store;
+    let (devices, outsiders) = reader.devices(superblocks, &mut catalog)?;
+    let home = devices.iter().position(|d| d.position == home_position);
+    let Some(home) = home.map(|index| DeviceIndex(index as u32)) else {
+        return Err(StoreError::Contradiction(format!(
+            "{} holds the newest catalog, which does not list it",
+            reader.blocks.path(home_position)
+        )));
+    };
+    let numbers: Vec<u32> = devices.iter().map(|d| d.superblock.number).collect();
+    let mut space = Space::new(home);
+    for (index, device) in devices.iter().enumerate() {
         let Superblock {
             data_bytes,
             read_bytes_per_s,
             write_bytes_per_s,
             ..
         } = device.superblock;
-        (data_bytes, rate(read_bytes_per_s, write_bytes_per_s))
-    }));
+        space.add(data_bytes, rate(read_bytes_per_s, write_bytes_per_s));
+        if device.phase == Some(Phase::Draining) {
+            space.close(DeviceIndex(index as u32));
+        }
+    }
     let mut jobs = Vec::with_capacity(catalog.entries.len());
+    for (entry, device) in catalog.devices.iter_mut().zip(&devices) {
+        entry.path.clone_from(&device.path);
+    }
     for entry in &catalog.entries {
-        check_area(entry, &devices[0])?;
-        let table = reader.table(home, entry)?;
+        check_area(entry, &devices[home.0 as usize])?;
+        let table = reader.table(home_position, entry, &numbers)?;
         if !space.retake(&table.definition, &entry.area, &table.extents) {
             return Err(StoreError::Contradiction(format!(
                 "job {} of uid {} holds space that another job holds or no device has",
@@ -103,8 +147,8 @@ fn read_watched(
             )));
         }
         let slots = [
-            reader.slot(home, entry, &table, 0)?,
-            reader.slot(home, entry, &table, 1)?,
+            reader.slot(home_position, entry, &table, 0)?,
+            reader.slot(home_position, entry, &table, 1)?,
         ];
         jobs.push(RecoveredJob {
             entry: entry.clone(),
@@ -117,6 +161,8 @@ fn read_watched(
     Ok(RecoveredStore {
         id,
         devices,
+        home,
+        outsiders,
         catalog,
         jobs,
         space,
@@ -149,73 +195,169 @@ pub fn open_watched(
     Ok(store)
 }
 
-/// The devices of one store, in its order, by their superblocks alone: nothing else is read and nothing changed, so that it may
-/// be done beside a daemon.
-pub fn look(blocks: &mut impl Blocks) -> Result<Vec<RecoveredDevice>, StoreError> {
+/// The devices of one store, in its order, and those of none, by their superblocks and the catalog alone: nothing else is
+/// read and nothing changed, so that it may be done beside a daemon.
+pub fn look(blocks: &mut impl Blocks) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
     let mut reader = Reader {
         blocks,
         notes: Vec::new(),
         repairs: Vec::new(),
     };
-    reader.devices()
+    let superblocks = reader.superblocks()?;
+    let (_, mut catalog) = reader.newest_catalog(&superblocks)?;
+    reader.devices(superblocks, &mut catalog)
 }
 
 impl<B: Blocks> Reader<'_, B> {
-    fn devices(&mut self) -> Result<Vec<RecoveredDevice>, StoreError> {
-        let mut devices = (0..self.blocks.count())
-            .map(|position| {
-                Ok(RecoveredDevice {
-                    position,
-                    path: self.blocks.path(position).to_owned(),
-                    superblock: self.superblock(position)?,
-                })
-            })
-            .collect::<Result<Vec<_>, StoreError>>()?;
-        let Some(first) = devices.first().cloned() else {
-            return Err(StoreError::Invalid(
-                "a store has at least one device".into(),
-            ));
+    /// The superblock of each device that has one, by position. All of one store, none twice.
+    fn superblocks(&mut self) -> Result<Vec<(usize, Superblock)>, StoreError> {
+        let mut found: Vec<(usize, Superblock)> = Vec::new();
+        let mut blank = None;
+        for position in 0..self.blocks.count() {
+            match self.superblock(position) {
+                Ok(superblock) => found.push((position, superblock)),
+                Err(StoreError::NoStore { path }) => {
+                    blank.get_or_insert(path);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let path = |position: usize| self.blocks.path(position).to_owned();
+        let first = found.iter().find(|(_, superblock)| !superblock.drained);
+        let &(first, Superblock { store, .. }) = match (first, &blank, found.first()) {
+            (Some(first), ..) => first,
+            (None, Some(_), _) => {
+                let path = blank.expect("just seen");
+                return Err(StoreError::NoStore { path });
+            }
+            (None, None, Some((position, _))) => {
+                let path = path(*position);
+                return Err(StoreError::Drained { path });
+            }
+            (None, None, None) => {
+                return Err(StoreError::Invalid(
+                    "a store has at least one device".into(),
+                ));
+            }
         };
-        let (store, count) = (first.superblock.store, first.superblock.device_count);
-        for device in &devices {
-            if device.superblock.store != store || device.superblock.device_count != count {
+        if let Some(blank) = blank {
+            return Err(StoreError::NotAdded {
+                path: blank,
+                other_path: path(first),
+            });
+        }
+        for (index, (position, superblock)) in found.iter().enumerate() {
+            if superblock.store != store && !superblock.drained {
                 return Err(StoreError::Foreign {
-                    path: device.path.clone(),
-                    found: device.superblock.store.to_string(),
-                    other_path: first.path,
+                    path: path(*position),
+                    found: superblock.store.to_string(),
+                    other_path: path(first),
                     expected: store.to_string(),
                 });
             }
-            let found_bytes = self.blocks.size_bytes(device.position);
-            let expected_bytes = DATA_OFFSET + device.superblock.data_bytes;
-            if found_bytes < expected_bytes {
+            let found_bytes = self.blocks.size_bytes(*position);
+            let expected_bytes = DATA_OFFSET + superblock.data_bytes;
+            if found_bytes < expected_bytes && !superblock.drained {
                 return Err(StoreError::Shrunk {
-                    path: device.path.clone(),
+                    path: path(*position),
                     found_bytes,
                     expected_bytes,
                 });
             }
-        }
-        devices.sort_by_key(|device| device.superblock.device_index);
-        for pair in devices.windows(2) {
-            if pair[0].superblock.device_index == pair[1].superblock.device_index {
+            let same = |(_, other): &&(usize, Superblock)| {
+                (other.store, other.number, other.id)
+                    == (superblock.store, superblock.number, superblock.id)
+            };
+            if let Some((other, _)) = found[..index].iter().find(same) {
                 return Err(StoreError::Duplicate {
-                    path: pair[0].path.clone(),
-                    other_path: pair[1].path.clone(),
-                    index: pair[0].superblock.device_index,
+                    path: path(*position),
+                    other_path: path(*other),
+                    number: superblock.number,
                 });
             }
         }
-        for index in 0..count {
-            if devices
-                .get(index as usize)
-                .map(|d| d.superblock.device_index)
-                != Some(index)
-            {
-                return Err(StoreError::Missing { index, count });
+        found.retain(|(_, superblock)| superblock.store == store || superblock.drained);
+        Ok(found)
+    }
+
+    /// The store's newest catalog and the position it was found at. Of version 1, or from before its home moved, it may lie
+    /// beside an older one.
+    fn newest_catalog(
+        &mut self,
+        found: &[(usize, Superblock)],
+    ) -> Result<(usize, Catalog), StoreError> {
+        let store = (found.iter().find(|(_, s)| !s.drained))
+            .map(|(_, superblock)| superblock.store)
+            .expect("a device of a store");
+        let mut newest: Option<(usize, Catalog)> = None;
+        for &(position, superblock) in found {
+            if superblock.drained {
+                continue;
+            }
+            let Some(catalog) = self.catalog(position, store)? else {
+                continue;
+            };
+            let newer = (newest.as_ref()).is_none_or(|(_, n)| n.sequence < catalog.sequence);
+            if newer {
+                newest = Some((position, catalog));
             }
         }
-        Ok(devices)
+        if let Some(newest) = newest {
+            return Ok(newest);
+        }
+        // A store is formatted with its catalog on the first device; who knows the others' numbers knows its own.
+        let first = found.iter().find(|(_, s)| s.number == 0 && !s.drained);
+        match first {
+            None => Err(StoreError::Missing {
+                number: 0,
+                path: None,
+            }),
+            Some((position, _)) => Err(StoreError::Damaged {
+                what: "catalog".into(),
+                path: self.blocks.path(*position).to_owned(),
+                first: Unreadable::Blank.to_string(),
+                second: Unreadable::Blank.to_string(),
+            }),
+        }
+    }
+
+    /// The devices the catalog lists, all of them, by number; and those that it does not.
+    fn devices(
+        &mut self,
+        found: Vec<(usize, Superblock)>,
+        catalog: &mut Catalog,
+    ) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
+        if catalog.devices.is_empty() {
+            list_founders(&found, catalog)?;
+        }
+        let mut devices = Vec::new();
+        for entry in &catalog.devices {
+            let listed = |(_, superblock): &&(usize, Superblock)| {
+                (superblock.number, superblock.id) == (entry.number, entry.id)
+                    && !superblock.drained
+            };
+            let Some(&(position, superblock)) = found.iter().find(listed) else {
+                return Err(StoreError::Missing {
+                    number: entry.number,
+                    path: (!entry.path.is_empty()).then(|| entry.path.clone()),
+                });
+            };
+            devices.push(RecoveredDevice {
+                position,
+                path: self.blocks.path(position).to_owned(),
+                superblock,
+                phase: Some(entry.phase),
+            });
+        }
+        let listed = |position| devices.iter().any(|device| device.position == position);
+        let outsiders = (found.iter())
+            .filter(|(position, _)| !listed(*position))
+            .map(|(position, superblock)| Outsider {
+                path: self.blocks.path(*position).to_owned(),
+                drained: superblock.drained,
+            })
+            .collect();
+        Ok((devices, outsiders))
     }
 
     fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
@@ -239,39 +381,51 @@ impl<B: Blocks> Reader<'_, B> {
         self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
     }
 
-    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Catalog, StoreError> {
+    /// `None`: this device has none.
+    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Option<Catalog>, StoreError> {
         let copies = CATALOG_OFFSETS.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
                 let catalog = Catalog::decode(blocks)?;
-                if catalog.store != id {
-                    return Err(Unreadable::Damaged(format!(
-                        "it is of store {}",
-                        catalog.store
-                    )));
+                // Left by another store, on a device that is not the home of this one.
+                match catalog.store == id {
+                    true => Ok(catalog),
+                    false => Err(Unreadable::Foreign),
                 }
-                Ok(catalog)
             };
             self.copy(position, offset, CATALOG_BYTES_MAX, catalog::MAGIC, decode)
         });
+        let nothing = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank | Unreadable::Foreign));
+        if copies.iter().all(nothing) {
+            return Ok(None);
+        }
         self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
             catalog.sequence
         })
+        .map(Some)
     }
 
-    fn table(&mut self, position: usize, entry: &Entry) -> Result<TileTable, StoreError> {
+    fn table(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        numbers: &[u32],
+    ) -> Result<TileTable, StoreError> {
         let offsets = entry.area.definitions();
         let bytes = entry.area.definition_bytes;
         let copies = offsets.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
-                if blocks.len() as u64 != bytes || sealed::crc_of(blocks) != entry.definition_crc {
+                let table = TileTable::decode(blocks, entry.job_id, numbers)?;
+                let first = table.revision == 0;
+                let bound = !first || sealed::crc_of(blocks) == entry.definition_crc;
+                if blocks.len() as u64 != bytes || !bound {
                     return Err(Unreadable::Damaged("it is not the catalog's".into()));
                 }
-                TileTable::decode(blocks, entry.job_id)
+                Ok(table)
             };
             self.copy(position, offset, bytes, tile_table::MAGIC, decode)
         });
         let what = format!("definition of {}", of_job(entry));
-        self.newest(&what, position, offsets, copies, |_| 0)
+        self.newest(&what, position, offsets, copies, |table| table.revision)
     }
 
     fn slot(
@@ -311,6 +465,14 @@ impl<B: Blocks> Reader<'_, B> {
         let record = self.newest(&what, position, offsets, copies, |r: &Record| {
             (r.generation, r.epoch)
         })?;
+        if table.revision < record.table_revision {
+            return Err(StoreError::Damaged {
+                what: format!("definition of {}", of_job(entry)),
+                path: self.blocks.path(position).to_owned(),
+                first: format!("it has revision {}", table.revision),
+                second: format!("{what} was written under {}", record.table_revision),
+            });
+        }
         let mark = self.mark(position, entry, &record, slot)?;
         Ok(SlotContent::Sound(Marked { record, mark }))
     }
@@ -349,7 +511,30 @@ impl<B: Blocks> Reader<'_, B> {
     }
 }
 
-/// The area must lie in device 0's data and be large enough to hold what its own numbers claim, before it is read.
+/// Of version 1 the superblocks say how many devices there are.
+fn list_founders(found: &[(usize, Superblock)], catalog: &mut Catalog) -> Result<(), StoreError> {
+    let founders = found.iter().filter(|(_, superblock)| {
+        superblock.store == catalog.store && superblock.id == DeviceId::default()
+    });
+    let count = founders.map(|(_, s)| s.device_count).max().unwrap_or(0);
+    if count == 0 {
+        return Err(StoreError::Contradiction(
+            "neither the catalog nor a superblock says how many devices there are".into(),
+        ));
+    }
+    catalog.next_number = count;
+    catalog.devices = (0..count)
+        .map(|number| DeviceEntry {
+            number,
+            id: DeviceId::default(),
+            phase: Phase::Settled,
+            path: String::new(),
+        })
+        .collect();
+    Ok(())
+}
+
+/// The area must lie in the home's data and be large enough to hold what its own numbers claim, before it is read.
 fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), StoreError> {
     let area = &entry.area;
     let fits = area.offset >= DATA_OFFSET

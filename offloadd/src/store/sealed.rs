@@ -14,7 +14,7 @@ use crate::blocks::{AlignedBytes, BlockError, Blocks};
 pub struct Head {
     /// Which structure.
     pub magic: [u8; 8],
-    /// [`FORMAT_VERSION`].
+    /// [`FORMAT_VERSION`], or an earlier one.
     pub version: u32,
     /// CRC-32C of all `bytes`, taken with this field zero.
     pub crc: u32,
@@ -126,8 +126,11 @@ fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), U
             head.crc
         )));
     }
-    if head.version != FORMAT_VERSION {
+    if head.version > FORMAT_VERSION {
         return Err(Unreadable::Newer(head.version));
+    }
+    if head.version == 0 {
+        return Err(Unreadable::Damaged("there never was a version 0".into()));
     }
     if head.reserved != 0 {
         return Err(Unreadable::Damaged("a reserved field is not zero".into()));

@@ -1,7 +1,10 @@
 //! Which store a device belongs to, and how it is cut up. Two equal copies a device.
+//!
+//! The store's catalog has the last word: a device that it does not list is of no store.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::format::MeasuredRates;
 use super::sealed::{self, Head, Unreadable};
 use super::{BLOCK, DATA_OFFSET, DEVICES_MAX};
 use crate::blocks::AlignedBytes;
@@ -19,15 +22,24 @@ impl std::fmt::Display for StoreId {
     }
 }
 
+/// Random bytes drawn when a device comes to a store; zeros of those it was formatted with. A number and it are one device
+/// for ever: a device that was cut off while it came is not taken for the one that came later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceId(pub [u8; 16]);
+
 /// A device's superblock, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
     /// Of the store.
     pub store: StoreId,
-    /// Of this device in the store.
-    pub device_index: u32,
-    /// Devices of the store.
+    /// Of this device in the store, never given to another.
+    pub number: u32,
+    /// Devices of the store: of version 1, whose catalogs do not list them; 0 since.
     pub device_count: u32,
+    /// Tells it from another of this number.
+    pub id: DeviceId,
+    /// It has left the store, in order.
+    pub drained: bool,
     /// From [`DATA_OFFSET`] on, whole blocks.
     pub data_bytes: u64,
     /// Measured at format, 0 = unknown.
@@ -43,34 +55,44 @@ pub struct Superblock {
 struct Raw {
     head: Head,
     store: [u8; 16],
-    device_index: u32,
+    number: u32,
     device_count: u32,
     block_bytes: u32,
-    reserved: u32,
+    drained: u32,
     data_offset: u64,
     data_bytes: u64,
     read_bytes_per_s: u64,
     write_bytes_per_s: u64,
     created_unix_s: u64,
+    id: [u8; 16],
 }
 
-const _: () = assert!(size_of::<Raw>() == 104);
+const _: () = assert!(size_of::<Raw>() == 120);
 
 impl Superblock {
+    /// As they were measured when the device came.
+    pub fn rates(&self) -> MeasuredRates {
+        MeasuredRates {
+            read_bytes_per_s: self.read_bytes_per_s,
+            write_bytes_per_s: self.write_bytes_per_s,
+        }
+    }
+
     /// One sealed block.
     pub fn encode(&self) -> AlignedBytes {
         let raw = Raw {
             head: Head::unsealed(MAGIC),
             store: self.store.0,
-            device_index: self.device_index,
+            number: self.number,
             device_count: self.device_count,
             block_bytes: BLOCK_BYTES,
-            reserved: 0,
+            drained: u32::from(self.drained),
             data_offset: DATA_OFFSET,
             data_bytes: self.data_bytes,
             read_bytes_per_s: self.read_bytes_per_s,
             write_bytes_per_s: self.write_bytes_per_s,
             created_unix_s: self.created_unix_s,
+            id: self.id.0,
         };
         sealed::seal(&[raw.as_bytes()])
     }
@@ -78,15 +100,18 @@ impl Superblock {
     /// From a block whose seal is sound.
     pub fn decode(block: &AlignedBytes) -> Result<Self, Unreadable> {
         let (raw, rest) = Raw::ref_from_prefix(block.as_slice()).expect("a block");
-        let sound = raw.reserved == 0
+        let listed = match raw.head.version {
+            1 => (1..=DEVICES_MAX).contains(&raw.device_count) && raw.number < raw.device_count,
+            _ => raw.device_count == 0,
+        };
+        let sound = listed
+            && raw.drained <= 1
             && rest.iter().all(|&byte| byte == 0)
             && raw.block_bytes == BLOCK_BYTES
             && raw.data_offset == DATA_OFFSET
             && raw.data_bytes % BLOCK == 0
             && raw.data_bytes > 0
-            && raw.data_bytes < 1 << 60
-            && (1..=DEVICES_MAX).contains(&raw.device_count)
-            && raw.device_index < raw.device_count;
+            && raw.data_bytes < 1 << 60;
         if !sound {
             return Err(Unreadable::Damaged(
                 "its checksum fits, its fields make no sense".into(),
@@ -94,8 +119,10 @@ impl Superblock {
         }
         Ok(Self {
             store: StoreId(raw.store),
-            device_index: raw.device_index,
+            number: raw.number,
             device_count: raw.device_count,
+            id: DeviceId(raw.id),
+            drained: raw.drained == 1,
             data_bytes: raw.data_bytes,
             read_bytes_per_s: raw.read_bytes_per_s,
             write_bytes_per_s: raw.write_bytes_per_s,

@@ -1,4 +1,7 @@
-//! A definition as it is stored: the job's tiles with their extents, and its layout. Written once, never changed.
+//! A definition as it is stored: the job's tiles with their extents, and its layout. The tiles and the layout never change;
+//! the extents do when tiles move to another device, with a higher revision.
+//!
+//! In memory a device is known by its place in the list of this life of the daemon, on the devices by its number.
 
 use std::sync::Arc;
 
@@ -29,6 +32,8 @@ pub struct TileTable {
     pub definition: Arc<JobDefinition>,
     /// Of each tile; with durability none both are the same one.
     pub extents: Vec<[Extent; 2]>,
+    /// How often extents were exchanged.
+    pub revision: u32,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -37,7 +42,8 @@ struct RawHeader {
     head: Head,
     job_id: u64,
     tile_count: u64,
-    layout_bytes: u64,
+    layout_bytes: u32,
+    revision: u32,
     durability: u32,
     nodes: u32,
 }
@@ -68,15 +74,16 @@ pub fn stored_bytes(definition: &JobDefinition) -> u64 {
 }
 
 impl TileTable {
-    /// Sealed blocks, [`stored_bytes`] long.
-    pub fn encode(&self, job_id: u64) -> AlignedBytes {
+    /// Sealed blocks, [`stored_bytes`] long. `numbers`: of the devices, by their index.
+    pub fn encode(&self, job_id: u64, numbers: &[u32]) -> AlignedBytes {
         let definition = &self.definition;
         assert_eq!(definition.tiles().len(), self.extents.len());
         let header = RawHeader {
             head: Head::unsealed(MAGIC),
             job_id,
             tile_count: definition.tiles().len() as u64,
-            layout_bytes: definition.layout().len() as u64,
+            layout_bytes: definition.layout().len() as u32,
+            revision: self.revision,
             durability: definition.durability() as u32,
             nodes: definition.nodes(),
         };
@@ -89,7 +96,7 @@ impl TileTable {
                 kind: tile.kind as u32,
                 elem_offset: tile.elem_offset,
                 tile_bytes: tile.tile_bytes,
-                devices: extents.map(|extent| extent.device.0),
+                devices: extents.map(|extent| numbers[extent.device.0 as usize]),
                 reserved: 0,
                 offsets: extents.map(|extent| extent.offset),
             })
@@ -97,8 +104,8 @@ impl TileTable {
         sealed::seal(&[header.as_bytes(), tiles.as_bytes(), definition.layout()])
     }
 
-    /// From blocks whose seal is sound; `job_id` must be the one in them.
-    pub fn decode(blocks: &AlignedBytes, job_id: u64) -> Result<Self, Unreadable> {
+    /// From blocks whose seal is sound; `job_id` must be the one in them. `numbers`: as of [`Self::encode`].
+    pub fn decode(blocks: &AlignedBytes, job_id: u64, numbers: &[u32]) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
         let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.job_id != job_id {
@@ -107,7 +114,7 @@ impl TileTable {
                 header.job_id
             )));
         }
-        if header.tile_count > TILES_MAX as u64 || header.layout_bytes > LAYOUT_BYTES_MAX as u64 {
+        if header.tile_count > TILES_MAX as u64 || header.layout_bytes > LAYOUT_BYTES_MAX as u32 {
             return Err(damaged("it claims more than fits".into()));
         }
         let (raw_tiles, rest) =
@@ -128,10 +135,19 @@ impl TileTable {
                 elem_offset: raw.elem_offset,
                 tile_bytes: raw.tile_bytes,
             });
-            extents.push([0, 1].map(|which| Extent {
-                device: DeviceIndex(raw.devices[which]),
-                offset: raw.offsets[which],
-            }));
+            let extent = |which: usize| {
+                let number = raw.devices[which];
+                let index = numbers.iter().position(|known| *known == number);
+                let device = index.map(|index| DeviceIndex(index as u32));
+                Some(Extent {
+                    device: device?,
+                    offset: raw.offsets[which],
+                })
+            };
+            let (Some(first), Some(second)) = (extent(0), extent(1)) else {
+                return Err(damaged("a tile lies on a device the store has not".into()));
+            };
+            extents.push([first, second]);
         }
         let durability = Durability::from_number(header.durability)
             .ok_or_else(|| damaged(format!("durability {}", header.durability)))?;
@@ -140,6 +156,7 @@ impl TileTable {
         Ok(Self {
             definition: Arc::new(definition),
             extents,
+            revision: header.revision,
         })
     }
 }

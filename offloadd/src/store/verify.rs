@@ -160,11 +160,10 @@ fn job_bytes(job: &RecoveredJob) -> u64 {
 }
 
 fn wear(blocks: &mut impl Blocks, store: &RecoveredStore) -> Vec<DeviceWear> {
-    let devices = store.devices.iter().enumerate();
-    let wear = devices.map(|(index, device)| DeviceWear {
+    let wear = store.devices.iter().map(|device| DeviceWear {
         position: device.position,
         path: device.path.clone(),
-        wear: Wear::read(blocks, device.position, store.id, index as u32),
+        wear: Wear::read(blocks, device.position, store.id, device.superblock.number),
     });
     wear.collect()
 }

@@ -215,7 +215,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
         &["device9: there is no such file", "offloadd format"],
     );
     let one = whole.replace(&format!(", {:?}", store.devices[1]), "");
-    refused_with(&one, &["device 1 of 2 is missing"]);
+    refused_with(&one, &["device 1 of the store"]);
 
     // One superblock is mended from the other, and told; both gone is no store.
     std::fs::write(&store.config, &whole).unwrap();

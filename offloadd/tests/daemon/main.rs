@@ -4,6 +4,7 @@ mod bytes;
 mod common;
 mod doctor;
 mod full;
+mod growth;
 mod hostile;
 mod inspect;
 mod life;

@@ -1,5 +1,5 @@
-//! Random jobs, ranks, deaths, kills, power cuts and devices that fail or lie, checked by an oracle that knows what was
-//! acknowledged.
+//! Random jobs, ranks, deaths, kills, power cuts, devices that come and go, and devices that fail or lie, checked by an oracle
+//! that knows what was acknowledged.
 //!
 //! After each crash: the store recovers, no generation is older than the newest acknowledged one, every generation offered
 //! was begun, and each of its tiles and blobs is exactly what that attempt at it brought. What a device said of itself may
@@ -15,11 +15,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use offload_api::checksum::checksum;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, Rank};
+use offloadd::blocks::Blocks;
 use offloadd::core::{Call, CallId, Event, Reply};
 use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
+use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
+use offloadd::store::format::MeasuredRates;
 use offloadd::store::twins::Consequence;
 use offloadd::store::verify::verify;
+use offloadd::store::{CATALOG_OFFSETS, StoreError, recover};
 
 use super::oracle::{Known, Snapshot};
 use super::trouble::{Trouble, told};
@@ -58,7 +62,56 @@ struct Running {
     poisoned: bool,
 }
 
-fn life(world: &mut World, known: &mut [Known], steps: usize) {
+/// Most devices that a store here has.
+const DISKS_MAX: usize = 4;
+
+/// A device comes or goes, as far as its call is made, or some tiles move.
+fn grow(world: &mut World) {
+    let states = world.core.device_states();
+    let members = states.iter().filter(|d| d.standing.phase.is_some());
+    let members: Vec<String> = members.map(|device| device.path.clone()).collect();
+    match world.random.below(8) {
+        0 if members.len() < DISKS_MAX => {
+            let speed = 1 + world.random.below(3) as u64;
+            let rates = MeasuredRates {
+                read_bytes_per_s: speed,
+                write_bytes_per_s: speed,
+            };
+            world.add_disk(2 << 20, rates);
+        }
+        // Not the one with the catalog.
+        1 if members.len() > 2 => {
+            let which = 1 + world.random.below(members.len() - 1);
+            world.drain_call(&members[which]);
+        }
+        _ => {
+            let hurry = world.random.one_in(2);
+            world.event(Event::MoveOn { hurry });
+        }
+    }
+}
+
+/// The disks that a person would list: those on which there is something.
+fn listed(mut disks: SimDisks) -> SimDisks {
+    let begun = |position: &usize| {
+        let start = &disks.bytes(*position)[..CATALOG_OFFSETS[0] as usize];
+        start.iter().any(|byte| *byte != 0)
+    };
+    let begun: Vec<usize> = (0..disks.count()).filter(begun).collect();
+    if begun.len() < disks.count() {
+        disks = disks.pick(&begun);
+    }
+    match recover::look(&mut disks) {
+        // It was cut off before its superblock was whole.
+        Err(StoreError::NotAdded { path, .. } | StoreError::Damaged { path, .. }) => {
+            let others = (0..disks.count()).filter(|position| disks.path(*position) != path);
+            disks.pick(&others.collect::<Vec<_>>())
+        }
+        _ => disks,
+    }
+}
+
+fn life(world: &mut World, known: &mut [Known], grows: bool, steps: usize) {
     let mut running: Vec<_> = known.iter_mut().map(|k| begin(world, k)).collect();
     for _ in 0..steps {
         let which = world.random.below(known.len());
@@ -77,6 +130,7 @@ fn life(world: &mut World, known: &mut [Known], steps: usize) {
             9..=15 => submit(world, known, job),
             16 | 17 if job.commits.is_empty() => commit(world, known, job),
             18 if world.random.one_in(6) => job.poisoned = true,
+            19 if grows => grow(world),
             _ => {
                 world.step();
             }
@@ -433,17 +487,22 @@ fn run_seed(seed: u64, mix: &mut Mix) {
     let mut known: Vec<Known> = (0..1 + random.below(2))
         .map(|index| Known::random(&format!("job-{index}"), &mut random))
         .collect();
+    // A device that fails or lies while tiles move is in `growth`.
+    let grows = matches!(trouble, Trouble::None) && random.one_in(2);
     for _ in 0..LIVES {
         let Some(mut world) = start(disks, random, trouble) else {
             mix.count(UNREADABLE, 1);
             return;
         };
         let steps = 20 + world.random.below(150);
-        life(&mut world, &mut known, steps);
+        life(&mut world, &mut known, grows, steps);
         let power = !world.random.one_in(4);
         mix.count(if power { "power cuts" } else { "kills" }, 1);
         (disks, random) = world.crash(power);
         disks.mend();
+        if grows {
+            disks = listed(disks);
+        }
         mix.faults_of(&mut disks);
         let lost = match verify(&mut disks) {
             Ok(report) => {
@@ -469,6 +528,20 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         Trouble::None | Trouble::Failing => Trouble::None,
     };
     if let Some(mut world) = start(disks, random, over) {
+        for known in &mut known {
+            begin(&mut world, known);
+        }
+        if !grows {
+            return;
+        }
+        // What was begun ends, once nobody is in the way.
+        (disks, random) = world.crash(false);
+        let mut world = World::start(disks, random);
+        world.move_all();
+        let states = world.core.device_states().into_iter();
+        let phases = states.filter_map(|device| device.standing.phase);
+        let unsettled: Vec<_> = phases.filter(|phase| *phase != Phase::Settled).collect();
+        assert_eq!(unsettled, []);
         for known in &mut known {
             begin(&mut world, known);
         }

@@ -4,7 +4,7 @@
 use offload_api::checksum::checksum;
 use offload_api::ids::Generation;
 use offloadd::blocks::{AlignedBytes, Blocks};
-use offloadd::core::Call;
+use offloadd::core::{Call, Reply};
 use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
@@ -15,6 +15,8 @@ use offloadd::store::{SUPERBLOCK_OFFSETS, StoreError, recover};
 use super::world::{Process, World, content, definition, formatted, job};
 
 const GOLDEN: &str = include_str!("golden.txt");
+/// The same store, as version 1 of the format had it.
+const GOLDEN_V1: &str = include_str!("golden_v1.txt");
 const TILE_SEED: u64 = 5;
 
 /// One job of one tile, of two nodes, one generation, confirmed. Everything is fixed.
@@ -84,9 +86,35 @@ fn the_bytes_of_a_store_never_change() {
 
 #[test]
 fn the_golden_store_still_opens() {
+    opens(&mut of_lines(GOLDEN));
+}
+
+#[test]
+fn a_store_of_version_1_opens_and_is_gone_on_with_and_grows() {
+    let mut disks = of_lines(GOLDEN_V1);
+    opens(&mut disks);
+    let mut world = World::start(disks, SimRandom::new(1));
+    let (process, record) = world.open(&job("golden"), 0, 1).unwrap();
+    assert_eq!(record.unwrap().generations.len(), 1);
+    world.resume(process, 1).unwrap();
+    // The lines are without the tile.
+    commit(&mut world, process, 2);
+    let call = world.add_disk(2 << 20, MeasuredRates::default());
+    assert_eq!(world.answer(call), Ok(Reply::AddDevice { number: 2 }));
+    world.move_all();
+    commit(&mut world, process, 3);
+    let (mut disks, random) = world.crash(true);
+    assert!(verify(&mut disks).unwrap().is_sound());
+    let mut world = World::start(disks, random);
+    let (process, _) = world.open(&job("golden"), 0, 1).unwrap();
+    world.resume(process, 3).unwrap();
+    world.expect_tile(process, 0, TILE_SEED);
+}
+
+fn of_lines(lines: &str) -> SimDisks {
     let mut disks = SimDisks::new(&[5 << 19, 2 << 20]);
     let mut blocks = std::collections::BTreeMap::new();
-    for line in GOLDEN.lines() {
+    for line in lines.lines() {
         let mut words = line.split(' ');
         let device: usize = words.next().unwrap().parse().unwrap();
         let offset = usize::from_str_radix(words.next().unwrap(), 16).unwrap();
@@ -102,7 +130,11 @@ fn the_golden_store_still_opens() {
         let block = AlignedBytes::from_slice(&block);
         disks.write(device, offset as u64, &block).unwrap();
     }
-    let store = recover::read(&mut disks).unwrap();
+    disks
+}
+
+fn opens(disks: &mut SimDisks) {
+    let store = recover::read(disks).unwrap();
     assert_eq!((store.notes.len(), store.jobs.len()), (0, 1));
     let marked = store.jobs[0].slots[1].sound().unwrap();
     assert!(marked.confirmed());
@@ -256,7 +288,7 @@ fn a_newer_version_is_refused_untouched() {
         let mut block = AlignedBytes::zeroed(4096);
         disks.read(device, offset as u64, &mut block).unwrap();
         let bytes = block.as_mut_slice();
-        bytes[8] = 2;
+        bytes[8] = 3;
         bytes[12..16].fill(0);
         let crc = checksum(bytes);
         bytes[12..16].copy_from_slice(&crc.to_le_bytes());
@@ -264,7 +296,7 @@ fn a_newer_version_is_refused_untouched() {
         let before = dump(&disks);
         let error = recover::open(&mut disks).unwrap_err();
         assert!(
-            matches!(error, StoreError::NewerVersion { version: 2, .. }),
+            matches!(error, StoreError::NewerVersion { version: 3, .. }),
             "a newer block at {offset} of device {device}: {error}"
         );
         assert_eq!(dump(&disks), before);
@@ -276,10 +308,14 @@ fn devices_that_are_not_one_whole_store_are_refused_by_name() {
     let whole = tiny();
     let refused = |mut disks: SimDisks| recover::read(&mut disks).unwrap_err();
     let missing = refused(whole.pick(&[0]));
-    assert_eq!(missing, StoreError::Missing { index: 1, count: 2 });
+    let path = Some("sim1".to_owned());
+    assert_eq!(missing, StoreError::Missing { number: 1, path });
+    let missing = refused(whole.pick(&[1]));
+    let path = None;
+    assert_eq!(missing, StoreError::Missing { number: 0, path });
     assert!(matches!(
         refused(whole.pick(&[0, 1, 1])),
-        StoreError::Duplicate { index: 1, .. }
+        StoreError::Duplicate { number: 1, .. }
     ));
     assert!(matches!(
         refused(SimDisks::new(&[4 << 20])),

@@ -11,6 +11,7 @@ mod cuts;
 mod damage;
 mod failures;
 mod format;
+mod growth;
 mod oracle;
 mod removed;
 mod rules;

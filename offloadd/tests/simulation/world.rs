@@ -5,17 +5,21 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
-use offload_api::ids::{Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex};
+use offload_api::ids::{
+    DeviceIndex, Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex,
+};
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
+use offloadd::blocks::Blocks;
 use offloadd::core::{
-    Action, Call, CallId, Core, Event, IoId, JobRecord, Limits, OpenSession, Peer, Reply, SessionId,
+    Action, Call, CallId, Core, Event, IoId, JobRecord, Limits, Moves, NewDevice, OpenSession,
+    Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
-use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::format::{MeasuredRates, data_bytes, format};
 use offloadd::store::recover;
-use offloadd::store::superblock::StoreId;
+use offloadd::store::superblock::{DeviceId, StoreId};
 
 use super::trouble::Trouble;
 
@@ -87,6 +91,10 @@ pub(crate) struct World {
     pub(crate) urged: Vec<IoId>,
     /// What the devices do wrong while it runs.
     pub(crate) trouble: Trouble,
+    /// Of the disks, by device.
+    pub(crate) positions: Vec<usize>,
+    /// Positions of those that left in this life.
+    pub(crate) left: Vec<usize>,
     geometries: HashMap<SessionId, Geometry>,
     pub(crate) made: HashMap<SessionToken, SessionId>,
     pub(crate) epoch: Epoch,
@@ -111,7 +119,11 @@ impl World {
             Err(error) => return Err(Box::new((error, disks))),
         };
         let epoch = Epoch(random.number());
+        let positions = store.devices.iter().map(|device| device.position);
+        let positions = positions.collect();
         Ok(Self {
+            positions,
+            left: Vec::new(),
             core: Core::new(store, epoch, LIMITS),
             engine: SimEngine::new(disks),
             random,
@@ -127,6 +139,46 @@ impl World {
             epoch,
             next_call: 1,
         })
+    }
+
+    /// A new disk comes to the store, as far as its call is made.
+    pub(crate) fn add_disk(&mut self, bytes: u64, rates: MeasuredRates) -> CallId {
+        let position = self.engine.disks.add(bytes);
+        self.positions.push(position);
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&self.random.number().to_le_bytes());
+        let path = self.engine.disks.path(position).to_owned();
+        self.call(Call::AddDevice(NewDevice {
+            path,
+            id: DeviceId(id),
+            data_bytes: data_bytes(bytes),
+            rates,
+            created_unix_s: 8,
+        }))
+    }
+
+    pub(crate) fn drain_call(&mut self, path: &str) -> CallId {
+        let path = path.to_owned();
+        self.call(Call::DrainDevice { path })
+    }
+
+    /// Lets tiles move until none is to, or those that are wait.
+    pub(crate) fn move_all(&mut self) {
+        for _ in 0..1000 {
+            let before = self.core.moved_bytes();
+            self.event(Event::MoveOn { hurry: true });
+            self.run();
+            let waits = self.core.moves() == Moves::Waiting && self.core.moved_bytes() == before;
+            if matches!(self.core.moves(), Moves::None | Moves::Stopped) || waits {
+                // What is waited for may have been the last commit of a device.
+                self.event(Event::MoveOn { hurry: true });
+                self.run();
+                if self.core.moved_bytes() == before {
+                    return;
+                }
+            }
+        }
+        panic!("tiles move without end");
     }
 
     /// The power goes, or only the daemon dies. What is left are the disks.
@@ -153,7 +205,13 @@ impl World {
                 bytes,
                 buffer,
                 urgency: _,
-            } => self.engine.submit(io, device, op, offset, bytes, buffer),
+            } => {
+                let position = self.positions[device.0 as usize];
+                assert!(!self.left.contains(&position), "a device that left is used");
+                let at = DeviceIndex(position as u32);
+                self.engine.submit(io, at, op, offset, bytes, buffer);
+            }
+            Action::ForgetDevice { device } => self.left.push(self.positions[device.0 as usize]),
             Action::Urge { io, .. } => self.urged.push(io),
             Action::Complete { session, entry } => self
                 .completions
@@ -194,10 +252,10 @@ impl World {
     /// Ends one operation, any of them. False when none is in flight.
     pub(crate) fn step(&mut self) -> bool {
         (self.trouble).before_operation(&mut self.engine, &mut self.random);
-        let Some((io, result)) = self.engine.end_one(&mut self.random) else {
+        let Some((io, result, read)) = self.engine.end_one(&mut self.random) else {
             return false;
         };
-        self.event(Event::IoDone { io, result });
+        self.event(Event::IoDone { io, result, read });
         true
     }
 

@@ -70,20 +70,20 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
 }
 
 /// The connection.
-struct Daemon {
-    socket: PathBuf,
-    client: OffloadClient<Channel>,
+pub(crate) struct Daemon {
+    pub(crate) socket: PathBuf,
+    pub(crate) client: OffloadClient<Channel>,
 }
 
 impl Daemon {
-    async fn connect(socket: &Path) -> Result<Self> {
+    pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         Ok(Self {
             client: connect(socket).await?,
             socket: socket.to_owned(),
         })
     }
 
-    async fn look(&mut self) -> Result<Snapshot> {
+    pub(crate) async fn look(&mut self) -> Result<Snapshot> {
         let asking = self.client.metrics(proto::MetricsRequest {});
         let answer = tokio::time::timeout(ANSWER_WAIT, asking)
             .await
@@ -92,7 +92,7 @@ impl Daemon {
         Ok(answer.into_inner().try_into()?)
     }
 
-    async fn look_twice(&mut self, apart: Duration) -> Result<(Snapshot, Snapshot)> {
+    pub(crate) async fn look_twice(&mut self, apart: Duration) -> Result<(Snapshot, Snapshot)> {
         let before = self.look().await?;
         tokio::time::sleep(apart).await;
         Ok((before, self.look().await?))

@@ -3,8 +3,9 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use offloadd::core::CommitState;
+use offloadd::core::{CommitState, Standing};
 use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use offloadd::store::catalog::Phase;
 use serde_json::{Value, json};
 
 use crate::cli::binary;
@@ -110,6 +111,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": device.damaged_count,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,
+            "left_bytes": device.state.standing.left_bytes,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
             "measured_write_bytes_per_s": device.state.write_bytes_per_s,
         });
@@ -275,6 +277,16 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             rate(state.write_bytes_per_s as f64)
         ));
     }
+    let Standing {
+        phase, left_bytes, ..
+    } = &device.state.standing;
+    if let Some(Phase::Filling | Phase::Draining) = phase {
+        let what = match phase {
+            Some(Phase::Draining) => "drained",
+            _ => "filled",
+        };
+        notes.push(format!("{what}, {} to move", binary(*left_bytes)));
+    }
     if failed > 0 {
         notes.push(format!("{failed} FAILED"));
     }
@@ -400,6 +412,7 @@ mod tests {
                 free_bytes: 1 << 39,
                 read_bytes_per_s: 6_200_000_000,
                 write_bytes_per_s: 3_200_000_000,
+                standing: Standing::settled(0),
             },
             counts,
             queue_depth: 12,

@@ -1,0 +1,450 @@
+//! `offloadd device`: devices come to a store and leave it, with a daemon that serves it or without.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::{Args, Subcommand};
+use offload_api::proto;
+use offloadd::config::Config;
+use offloadd::core::{DeviceState, Reply};
+use offloadd::newcomer::{Newcomer, prepare};
+use offloadd::stopped::Stopped;
+use offloadd::store::catalog::Phase;
+use serde_json::{Value, json};
+
+use super::connection::{refusal, runtime};
+use super::long_work::{Listener, LongWork, Unit};
+use super::top::Daemon;
+use super::{binary, open_all};
+
+/// How long two looks at tiles that move are apart.
+const LOOKS_APART: Duration = Duration::from_secs(1);
+
+#[derive(Subcommand)]
+pub(crate) enum DeviceCommand {
+    /// Bring a device into a store; tiles of the jobs that are there move to it, in proportion to its rate
+    #[command(after_help = "Examples:
+  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
+  offloadd device add /dev/disk/by-id/nvme-SERIAL2 --socket /run/offloadd/offloadd.sock
+
+Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
+belongs into `devices` of the settings: the store opens with all its devices or not at all.
+What is cut off can be run again.")]
+    Add {
+        /// A file to make, or a block device
+        #[arg(value_name = "DEVICE")]
+        path: PathBuf,
+        /// Of the file, like 500GiB; a block device is taken whole
+        #[arg(long, value_name = "SIZE", value_parser = offloadd::config::parse_size)]
+        size: Option<u64>,
+        /// Overwrite what is on it
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+    /// Move all tiles of a device to the others, after which it is of the store no more
+    #[command(after_help = "Examples:
+  offloadd device drain /mnt/nvme0/offloadd.tiles --config /etc/offloadd.toml
+  offloadd device list --config /etc/offloadd.toml        # how far it is
+
+Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
+is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.")]
+    Drain {
+        /// As the settings name it
+        #[arg(value_name = "DEVICE")]
+        path: PathBuf,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+    /// Show the devices of a store, what is on them, and how far tiles that move are
+    List {
+        /// For programs
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+}
+
+#[derive(Args)]
+pub(crate) struct WhichStore {
+    /// The store of these settings, with its daemon or without
+    #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+    config: Option<PathBuf>,
+    /// The store of the daemon that answers there
+    #[arg(
+        long,
+        value_name = "SOCKET",
+        default_value = "/run/offloadd/offloadd.sock"
+    )]
+    socket: PathBuf,
+}
+
+/// How a store is reached.
+enum Way {
+    Served(Box<Daemon>),
+    Stopped(Box<Config>),
+}
+
+pub(crate) fn run(command: DeviceCommand) -> Result<()> {
+    let runtime = runtime()?;
+    match command {
+        DeviceCommand::Add {
+            path,
+            size,
+            force,
+            store,
+        } => {
+            let path = std::path::absolute(path)?;
+            match runtime.block_on(way(&store))? {
+                Way::Served(mut daemon) => {
+                    runtime.block_on(add_served(&mut daemon, &path, size, force))
+                }
+                Way::Stopped(config) => add_stopped(&config, &path, size, force),
+            }
+        }
+        DeviceCommand::Drain { path, store } => {
+            let path = std::path::absolute(path)?;
+            match runtime.block_on(way(&store))? {
+                Way::Served(mut daemon) => runtime.block_on(drain_served(&mut daemon, &path)),
+                Way::Stopped(config) => drain_stopped(&config, &path),
+            }
+        }
+        DeviceCommand::List { json, store } => {
+            let lines = match runtime.block_on(way(&store))? {
+                Way::Served(mut daemon) => runtime.block_on(lines_served(&mut daemon))?,
+                Way::Stopped(config) => lines_stopped(&config)?,
+            };
+            match json {
+                true => println!("{}", to_json(&lines)),
+                false => print!("{}", table(&lines)),
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Through the daemon, if one answers at the settings' socket.
+async fn way(store: &WhichStore) -> Result<Way> {
+    let Some(config) = &store.config else {
+        return Ok(Way::Served(Box::new(Daemon::connect(&store.socket).await?)));
+    };
+    let config = Config::read(config)?;
+    if !config.socket.exists() {
+        return Ok(Way::Stopped(Box::new(config)));
+    }
+    // A daemon that was killed leaves its socket: the devices' locks say whether one is there.
+    Ok(match Daemon::connect(&config.socket).await {
+        Ok(daemon) => Way::Served(Box::new(daemon)),
+        Err(_) => Way::Stopped(Box::new(config)),
+    })
+}
+
+fn utf8(path: &Path) -> Result<String> {
+    let text = path.to_str().context("a device's path must be UTF-8")?;
+    Ok(text.to_owned())
+}
+
+async fn add_served(
+    daemon: &mut Daemon,
+    path: &Path,
+    file_bytes: Option<u64>,
+    force: bool,
+) -> Result<()> {
+    let request = proto::AddDeviceRequest {
+        path: utf8(path)?,
+        file_bytes,
+        force,
+    };
+    let asked = daemon.client.add_device(request).await;
+    let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    let reply = reply.into_inner();
+    say_added(
+        path,
+        reply.number,
+        reply.data_bytes,
+        [reply.read_bytes_per_s, reply.write_bytes_per_s],
+    );
+    println!("Tiles move to it while jobs run; `offloadd device list` shows how far they are.");
+    Ok(())
+}
+
+fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
+    let [read, write] = rates.map(|rate| rate as f64 / 1e9);
+    println!(
+        "device {number}: {}, {} for tiles, reads {read:.2} GB/s, writes {write:.2} GB/s",
+        path.display(),
+        binary(data_bytes)
+    );
+    println!(
+        "Add it to `devices` in the settings before the next start: \"{}\"",
+        path.display()
+    );
+}
+
+async fn drain_served(daemon: &mut Daemon, path: &Path) -> Result<()> {
+    let request = proto::DrainDeviceRequest { path: utf8(path)? };
+    let asked = daemon.client.drain_device(request).await;
+    let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    println!(
+        "{} leave {} while jobs run; `offloadd device list` shows how far they are.",
+        binary(reply.into_inner().left_bytes),
+        path.display()
+    );
+    say_drained(path);
+    Ok(())
+}
+
+fn say_drained(path: &Path) {
+    println!(
+        "When it is of the store no more, take it from `devices` in the settings: \"{}\"",
+        path.display()
+    );
+}
+
+fn open_stopped(config: &Config) -> Result<Stopped> {
+    let stopped = Stopped::open(open_all(&config.devices)?)?;
+    for outsider in stopped.outsiders() {
+        eprintln!("offloadd: device {outsider}");
+    }
+    Ok(stopped)
+}
+
+fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: bool) -> Result<()> {
+    // An add that was cut off may be listed already: what is not of the store yet is opened below.
+    let mut config = config.clone();
+    let begun = cut_off(&config, path);
+    if begun {
+        config.devices.retain(|listed| listed != path);
+    }
+    let mut stopped = open_stopped(&config)?;
+    let name = utf8(path)?;
+    let known = stopped.devices().into_iter().find(|d| d.path == name);
+    if let Some(known) = known {
+        println!(
+            "{name} is device {} of the store already",
+            known.standing.number
+        );
+        return move_all(&mut stopped);
+    }
+    let Newcomer { device, new, made } =
+        prepare(path, file_bytes, force, stopped.id(), config.engine)?;
+    let (data_bytes, rates) = (new.data_bytes, new.rates);
+    match stopped.add(device, new) {
+        Ok(Reply::AddDevice { number }) => say_added(
+            path,
+            number,
+            data_bytes,
+            [rates.read_bytes_per_s, rates.write_bytes_per_s],
+        ),
+        Ok(other) => unreachable!("the core answered another call: {other:?}"),
+        Err(fault) => {
+            if made {
+                let again = open_all(&config.devices).ok().map(Stopped::open);
+                if again.is_some_and(|store| store.is_ok()) {
+                    let _ = std::fs::remove_file(path);
+                }
+            }
+            bail!("{}", fault.message);
+        }
+    }
+    move_all(&mut stopped)
+}
+
+/// Whether the settings list a device that is not of the store yet, as after an add that was cut off.
+fn cut_off(config: &Config, path: &Path) -> bool {
+    let listed = config.devices.iter().any(|device| device == path);
+    if !listed || !path.exists() {
+        return listed;
+    }
+    let others = config.devices.iter().filter(|device| *device != path);
+    let others: Vec<PathBuf> = others.cloned().collect();
+    !others.is_empty()
+        && open_all(&others).is_ok_and(|devices| {
+            let mut blocks = offloadd::device::DeviceBlocks(&devices);
+            offloadd::store::recover::look(&mut blocks).is_ok()
+        })
+}
+
+fn drain_stopped(config: &Config, path: &Path) -> Result<()> {
+    let mut stopped = open_stopped(config)?;
+    let name = utf8(path)?;
+    if stopped
+        .outsiders()
+        .iter()
+        .any(|outsider| outsider.path == name)
+    {
+        println!("{name} is of the store no more");
+        return Ok(());
+    }
+    match stopped.drain(&name) {
+        Ok(Reply::DrainDevice { left_bytes }) => {
+            println!("{} leave {name}", binary(left_bytes));
+        }
+        Ok(other) => unreachable!("the core answered another call: {other:?}"),
+        Err(fault) => bail!("{}", fault.message),
+    }
+    move_all(&mut stopped)?;
+    let left = (stopped.devices().into_iter())
+        .any(|device| device.path == name && device.standing.phase.is_none());
+    if !left {
+        bail!("{name} is not empty yet: run the same again");
+    }
+    println!("{name} is empty and of the store no more: take it from `devices` in the settings");
+    Ok(())
+}
+
+fn move_all(stopped: &mut Stopped) -> Result<()> {
+    let left = stopped.devices().into_iter().map(|d| d.standing.left_bytes);
+    let total_bytes: u64 = left.sum();
+    let mut work = LongWork::new("moving tiles", Unit::Bytes, Listener::Person);
+    let moved = stopped.move_all(&mut |moved_bytes| {
+        work.at(moved_bytes, total_bytes.max(moved_bytes));
+    });
+    drop(work);
+    if let Err(error) = stopped.keep_wear() {
+        eprintln!("offloadd: how far a device is worn could not be kept on it: {error}");
+    }
+    moved.map_err(|fault| anyhow!("{}", fault.message))
+}
+
+/// A device as people see it.
+struct Line {
+    state: DeviceState,
+    worn_bytes: u64,
+    rated_bytes: Option<u64>,
+    /// That move, a second; `None`: nobody looked.
+    moving_bytes_per_s: Option<u64>,
+}
+
+impl Line {
+    fn phase(&self) -> &'static str {
+        match self.state.standing.phase {
+            None => "left",
+            Some(Phase::Settled) => "settled",
+            Some(Phase::Filling) => "filling",
+            Some(Phase::Draining) => "draining",
+        }
+    }
+
+    fn left(&self) -> Option<Duration> {
+        let rate = self.moving_bytes_per_s.filter(|rate| *rate > 0)?;
+        Some(Duration::from_secs(self.state.standing.left_bytes / rate))
+    }
+}
+
+async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
+    let mut before = daemon.look().await?;
+    let settled = |d: &DeviceState| matches!(d.standing.phase, None | Some(Phase::Settled));
+    let moving = before.devices.iter().any(|view| !settled(&view.state));
+    let mut now = before.clone();
+    if moving {
+        (before, now) = daemon.look_twice(LOOKS_APART).await?;
+    }
+    let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
+    let lines = now.devices.into_iter().enumerate();
+    let lines = lines.map(|(index, view)| {
+        let earlier = (before.devices.get(index)).map(|d| d.state.standing.left_bytes);
+        let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.standing.left_bytes));
+        Line {
+            moving_bytes_per_s: moved_bytes
+                .filter(|_| apart > 0.0)
+                .map(|bytes| (bytes as f64 / apart) as u64),
+            worn_bytes: view.worn_bytes,
+            rated_bytes: view.rated_bytes,
+            state: view.state,
+        }
+    });
+    let lines = lines.filter(|line| line.state.standing.phase.is_some());
+    Ok(lines.collect())
+}
+
+fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
+    let stopped = open_stopped(config)?;
+    let lines = stopped.devices().into_iter().map(|state| {
+        let listed = config
+            .devices
+            .iter()
+            .position(|d| d.to_str() == Some(&state.path));
+        Line {
+            worn_bytes: stopped.worn_bytes(&state),
+            rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
+            moving_bytes_per_s: None,
+            state,
+        }
+    });
+    Ok(lines.collect())
+}
+
+fn table(lines: &[Line]) -> String {
+    let mut text = format!(
+        "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {:>10}  path\n",
+        "device", "state", "data", "free", "written", "to move"
+    );
+    for line in lines {
+        let DeviceState {
+            path,
+            data_bytes,
+            free_bytes,
+            standing,
+            ..
+        } = &line.state;
+        let to_move = match standing.left_bytes {
+            0 => String::new(),
+            left => binary(left),
+        };
+        text += &format!(
+            "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
+            standing.number,
+            line.phase(),
+            binary(*data_bytes),
+            binary(*free_bytes),
+            binary(line.worn_bytes),
+        );
+    }
+    for line in lines {
+        let standing = &line.state.standing;
+        if let Some(left) = line.left() {
+            text += &format!(
+                "device {}: about {} s left\n",
+                standing.number,
+                left.as_secs() + 1
+            );
+        }
+        if let Some(stuck) = &standing.stuck {
+            text += &format!("device {}: {stuck}\n", standing.number);
+        }
+    }
+    text
+}
+
+fn to_json(lines: &[Line]) -> Value {
+    let devices = lines.iter().map(|line| {
+        let DeviceState {
+            path,
+            data_bytes,
+            free_bytes,
+            read_bytes_per_s,
+            write_bytes_per_s,
+            standing,
+            ..
+        } = &line.state;
+        json!({
+            "device": path,
+            "number": standing.number,
+            "phase": line.phase(),
+            "data_bytes": data_bytes,
+            "free_bytes": free_bytes,
+            "read_bytes_per_s": read_bytes_per_s,
+            "write_bytes_per_s": write_bytes_per_s,
+            "worn_bytes": line.worn_bytes,
+            "rated_bytes": line.rated_bytes,
+            "left_bytes": standing.left_bytes,
+            "left_s": line.left().map(|left| left.as_secs() + 1),
+            "stuck": standing.stuck,
+        })
+    });
+    json!({ "devices": devices.collect::<Vec<_>>() })
+}

@@ -1,0 +1,494 @@
+//! Some tiles of one job move to other extents, all together or none.
+//!
+//! ```text
+//!   copy what a record names, a few tiles at a time ──▶ flush ──▶ definition with the new extents: copy A, flush, copy B,
+//!   flush ──▶ the old extents are free
+//! ```
+//!
+//! An extent that holds nothing is exchanged without a copy: a tile that is written anyway moves by itself. A tile that is
+//! written while it is copied stays where it is until the next time. From the moment the new definition is being written,
+//! writes go where it says, and nothing is committed until it is durable.
+
+use std::collections::{HashSet, VecDeque};
+
+use offload_api::checksum::Summing;
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, TileIndex};
+use offload_api::removable::{Mechanism, removed};
+use offload_api::ring::entry::Urgency;
+
+use super::catalog_queue::in_turn;
+use super::io::Operation;
+use super::job::{Holds, JobKey};
+use super::members::poison;
+use super::script::{Failed, Purpose, Step};
+use super::{Action, Buffer, Core, IoId, IoOp, IoResult};
+use crate::blocks::AlignedBytes;
+use crate::store::BLOCK;
+use crate::store::definition::Durability;
+use crate::store::manifest::{SlotContent, resumable};
+use crate::store::tile_table::Extent;
+
+/// Tiles being copied at a time: a read and a write of each device are in flight then.
+const COPIES_MAX: usize = 4;
+
+/// Of each, in memory and in flight.
+const PIECE_BYTES: u32 = 4 << 20;
+
+/// What moves together.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) key: JobKey,
+    places: Vec<Place>,
+    /// Of `places`, not begun.
+    waiting: VecDeque<usize>,
+    inflight_count: usize,
+    /// Nothing of it counts.
+    failed: Option<Fault>,
+    /// Slots of records that were cut off: zeroed before anything else is.
+    cleared: Vec<usize>,
+}
+
+/// One extent on its way.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) tile: u32,
+    pub(super) which: u8,
+    pub(super) from: Extent,
+    pub(super) to: Extent,
+    pub(super) bytes: u32,
+    /// `None`: it holds nothing.
+    pub(super) copy: Option<Copying>,
+    /// Why it stays where it is.
+    stays: Option<Stays>,
+}
+
+#[derive(Debug)]
+enum Stays {
+    /// It was written meanwhile.
+    Written,
+    /// It cannot be read, or is not what was committed.
+    Lost(Fault),
+}
+
+/// How far a copy is.
+#[derive(Debug)]
+pub(super) struct Copying {
+    /// `None`: nobody knows what it must be.
+    expected: Option<u32>,
+    summing: Summing,
+    done_bytes: u32,
+}
+
+/// A piece of a copy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CopyIo {
+    place: usize,
+    op: IoOp,
+    bytes: u32,
+}
+
+impl Place {
+    /// Of an extent that holds `content`: nothing, or bytes with a checksum that may be known.
+    pub(super) fn new(
+        tile: u32,
+        which: u8,
+        [from, to]: [Extent; 2],
+        bytes: u32,
+        content: Option<Option<u32>>,
+    ) -> Self {
+        Self {
+            tile,
+            which,
+            from,
+            to,
+            bytes,
+            copy: content.map(|expected| Copying {
+                expected,
+                summing: Summing::new(),
+                done_bytes: 0,
+            }),
+            stays: None,
+        }
+    }
+
+    fn piece_bytes(&self) -> u32 {
+        let done_bytes = self.copy.as_ref().map_or(0, |copy| copy.done_bytes);
+        (self.bytes - done_bytes).min(PIECE_BYTES)
+    }
+}
+
+impl Core {
+    pub(super) fn start_batch(
+        &mut self,
+        key: JobKey,
+        places: Vec<Place>,
+        actions: &mut Vec<Action>,
+    ) {
+        let copies = places.iter().enumerate().filter(|(_, p)| p.copy.is_some());
+        let waiting = copies.map(|(index, _)| index).collect();
+        let stored = self.jobs[&key].stored.as_ref().expect("it has tiles");
+        let unknown = |(_, slot): &(usize, &SlotContent)| matches!(slot, SlotContent::Unknown);
+        let cleared = stored.slots.iter().enumerate().filter(unknown);
+        let cleared = cleared.map(|(slot, _)| slot).collect();
+        self.mover.batch = Some(Batch {
+            key,
+            places,
+            waiting,
+            inflight_count: 0,
+            failed: None,
+            cleared,
+        });
+        self.copy_on(actions);
+    }
+
+    fn batch(&mut self) -> &mut Batch {
+        self.mover.batch.as_mut().expect("tiles move")
+    }
+
+    fn copy_on(&mut self, actions: &mut Vec<Action>) {
+        let batch = self.batch();
+        while batch.failed.is_none() && batch.inflight_count < COPIES_MAX {
+            let Some(place) = batch.waiting.pop_front() else {
+                break;
+            };
+            if batch.places[place].stays.is_some() {
+                continue;
+            }
+            batch.inflight_count += 1;
+            return self.read_piece(place, actions);
+        }
+        if batch.inflight_count == 0 {
+            self.settle_copies(actions);
+        }
+    }
+
+    fn read_piece(&mut self, place: usize, actions: &mut Vec<Action>) {
+        let bytes = self.batch().places[place].piece_bytes();
+        let buffer = AlignedBytes::zeroed(bytes as usize);
+        self.copy_io(place, IoOp::Read, buffer, actions);
+        // More may begin beside it.
+        self.copy_on(actions);
+    }
+
+    fn copy_io(&mut self, index: usize, op: IoOp, buffer: AlignedBytes, actions: &mut Vec<Action>) {
+        let io = IoId(self.number());
+        let place = &self.batch().places[index];
+        let done_bytes = place.copy.as_ref().map_or(0, |copy| copy.done_bytes);
+        let extent = match op {
+            IoOp::Read => place.from,
+            IoOp::Write | IoOp::Flush => place.to,
+        };
+        let bytes = buffer.len() as u32;
+        actions.push(Action::Io {
+            io,
+            device: extent.device,
+            op,
+            offset: extent.offset + u64::from(done_bytes),
+            bytes,
+            buffer: Buffer::Meta(buffer),
+            urgency: Urgency::Ahead,
+        });
+        let copy = CopyIo {
+            place: index,
+            op,
+            bytes,
+        };
+        self.operations.insert(io, Operation::Copy(copy));
+    }
+
+    pub(super) fn on_copy_done(
+        &mut self,
+        copy: CopyIo,
+        result: IoResult,
+        read: Option<AlignedBytes>,
+        actions: &mut Vec<Action>,
+    ) {
+        let place = &self.batch().places[copy.place];
+        let extent = match copy.op {
+            IoOp::Read => place.from,
+            IoOp::Write | IoOp::Flush => place.to,
+        };
+        let failed = (result.outcome != Ok(copy.bytes)).then(|| {
+            let CopyIo { op, bytes, .. } = copy;
+            self.device_fault(op, extent.device, extent.offset, bytes, result.outcome)
+        });
+        let what = self.what_moves(copy.place);
+        let batch = self.batch();
+        let place = &mut batch.places[copy.place];
+        match (copy.op, failed) {
+            (IoOp::Read, None) if batch.failed.is_none() && place.stays.is_none() => {
+                let bytes = read.expect("a copy reads into the daemon's own bytes");
+                let copying = place.copy.as_mut().expect("it is copied");
+                copying.summing.add(bytes.as_slice());
+                return self.copy_io(copy.place, IoOp::Write, bytes, actions);
+            }
+            (IoOp::Read, Some(fault)) if place.stays.is_none() => {
+                place.stays = Some(Stays::Lost(fault))
+            }
+            (IoOp::Write, Some(fault)) => {
+                batch.failed.get_or_insert(fault);
+            }
+            (IoOp::Write, None) if batch.failed.is_none() && place.stays.is_none() => {
+                let copying = place.copy.as_mut().expect("it is copied");
+                copying.done_bytes += copy.bytes;
+                if copying.done_bytes < place.bytes {
+                    return self.read_piece(copy.place, actions);
+                }
+                let found = copying.summing.sum();
+                if copying.expected.is_some_and(|expected| expected != found) {
+                    place.stays = Some(Stays::Lost(Fault::new(
+                        FaultKind::Damaged,
+                        format!("{what} is damaged: checksum {found:08x}, committed was another"),
+                    )));
+                }
+            }
+            _ => {}
+        }
+        self.batch().inflight_count -= 1;
+        self.copy_on(actions);
+    }
+
+    fn what_moves(&self, place: usize) -> String {
+        let batch = self.mover.batch.as_ref().expect("tiles move");
+        let Place { tile, from, .. } = &batch.places[place];
+        format!(
+            "tile {tile} of job {} of uid {} at {} of {}",
+            batch.key.name,
+            batch.key.uid,
+            from.offset,
+            self.path(from.device)
+        )
+    }
+
+    /// The job writes where a copy is made from.
+    pub(super) fn spoil_copy(&mut self, key: &JobKey, tile: TileIndex, which: u8) {
+        let Some(batch) = self.mover.batch.as_mut().filter(|batch| batch.key == *key) else {
+            return;
+        };
+        let same = |place: &&mut Place| place.tile == tile.0 && place.which == which;
+        if let Some(place) = batch.places.iter_mut().find(same)
+            && place.copy.is_some()
+        {
+            place.stays = Some(Stays::Written);
+        }
+    }
+
+    /// A flush of `device` failed: copies there may be lost, and the next flush would not say so.
+    pub(super) fn fail_copies_of(&mut self, device: DeviceIndex, fault: &Fault) {
+        if let Some(batch) = &mut self.mover.batch
+            && batch.places.iter().any(|place| place.to.device == device)
+        {
+            batch.failed.get_or_insert_with(|| fault.clone());
+        }
+    }
+
+    /// All copies have ended: they are made durable, and records that were cut off are cleared away, because they may name
+    /// the extents that are given up.
+    fn settle_copies(&mut self, actions: &mut Vec<Action>) {
+        let home = self.home;
+        let Batch {
+            key,
+            places,
+            failed,
+            cleared,
+            ..
+        } = self.mover.batch.as_mut().expect("tiles move");
+        if let Some(fault) = failed.take() {
+            return self.end_batch(Some(fault), actions);
+        }
+        let key = key.clone();
+        let copied = places
+            .iter()
+            .filter(|p| p.copy.is_some() && p.stays.is_none());
+        let mut flushed: Vec<_> = copied.map(|place| place.to.device).collect();
+        let job = self
+            .jobs
+            .get_mut(&key)
+            .expect("dropped only when no tile moves");
+        let stored = job.stored.as_ref().expect("it has tiles");
+        let mut writes = Vec::new();
+        for &slot in cleared.iter() {
+            let area = &stored.entry.area;
+            let places = area.records(slot).into_iter().chain(area.marks(slot));
+            writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
+        }
+        let mut steps = Vec::new();
+        if !writes.is_empty() {
+            // A commit writes there too.
+            job.exchanging = true;
+            steps.push(Step::writes(home, writes));
+            flushed.push(home);
+        }
+        flushed.sort_unstable_by_key(|device| device.0);
+        flushed.dedup();
+        if !removed(Mechanism::CopyFlush) {
+            steps.push(Step::flush(flushed));
+        }
+        self.run_script(Purpose::Settle { key }, steps, actions);
+    }
+
+    pub(super) fn finish_settle(
+        &mut self,
+        key: &JobKey,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let batch = self.mover.batch.as_mut().expect("tiles move");
+        let cleared = std::mem::take(&mut batch.cleared);
+        let failed = batch.failed.take();
+        let job = self
+            .jobs
+            .get_mut(key)
+            .expect("dropped only when no tile moves");
+        job.exchanging = false;
+        if let Some(fault) = result.err().map(|failed| failed.fault).or(failed) {
+            return self.end_batch(Some(fault), actions);
+        }
+        let stored = job.stored.as_mut().expect("it has tiles");
+        for slot in cleared {
+            if let SlotContent::Unknown = stored.slots[slot] {
+                stored.slots[slot] = SlotContent::Empty;
+            }
+        }
+        self.exchange(key, actions);
+    }
+
+    /// Writes the definition with the new extents of all places that can still change.
+    fn exchange(&mut self, key: &JobKey, actions: &mut Vec<Action>) {
+        let numbers = self.numbers();
+        let batch = self.mover.batch.as_mut().expect("tiles move");
+        let job = self
+            .jobs
+            .get_mut(key)
+            .expect("dropped only when no tile moves");
+        let stored = job.stored.as_mut().expect("it has tiles");
+        let unknown = |slot: &SlotContent| matches!(slot, SlotContent::Unknown);
+        if job.poison.is_some() || stored.slots.iter().any(unknown) {
+            // A record that failed may be there tomorrow, and name what looks free.
+            return self.end_batch(None, actions);
+        }
+        let mut given_up = Vec::new();
+        let recorded = resumable(&stored.slots);
+        batch.places.retain_mut(|place| {
+            let holds = stored.holds(&recorded, place.tile as usize, place.which);
+            let moves = match holds {
+                Holds::Moving => false,
+                Holds::Nothing => place.copy.is_none() || place.stays.is_none(),
+                Holds::Bytes(_) => place.copy.is_some() && place.stays.is_none(),
+            };
+            if !moves {
+                if let Some(Stays::Lost(fault)) = place.stays.take() {
+                    (self.mover.stuck).add(stored.entry.job_id, place.tile, place.which, fault);
+                }
+                given_up.push((place.to, place.bytes));
+            }
+            moves
+        });
+        if batch.places.is_empty() {
+            self.give_all(given_up);
+            return self.end_batch(None, actions);
+        }
+        let in_place = stored.durability() == Durability::None;
+        for place in &batch.places {
+            let extents = &mut stored.table.extents[place.tile as usize];
+            extents[usize::from(place.which)] = place.to;
+            if in_place {
+                *extents = [place.to; 2];
+            }
+        }
+        stored.table.revision += 1;
+        job.exchanging = true;
+        let blocks = stored.table.encode(stored.entry.job_id, &numbers);
+        let steps = in_turn(self.home, stored.entry.area.definitions(), blocks);
+        if removed(Mechanism::LeaveLast) {
+            let left = batch.places.iter().map(|place| (place.from, place.bytes));
+            let left: Vec<_> = left.collect();
+            self.give_all(left);
+        }
+        self.give_all(given_up);
+        let key = key.clone();
+        self.run_script(Purpose::Exchange { key }, steps, actions);
+    }
+
+    pub(super) fn finish_exchange(
+        &mut self,
+        key: &JobKey,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let batch = self.mover.batch.take().expect("tiles move");
+        let job = self
+            .jobs
+            .get_mut(key)
+            .expect("dropped only when no tile moves");
+        job.exchanging = false;
+        match result {
+            Ok(()) => {
+                if !removed(Mechanism::LeaveLast) {
+                    let left = batch.places.iter().map(|place| (place.from, place.bytes));
+                    self.mover.left.extend(left);
+                }
+                self.free_left(None);
+            }
+            Err(failed) => {
+                // Both extents of each stay taken: which definition the devices hold is not known.
+                let fault = poison(&key.name, "moving its tiles", &failed.fault);
+                job.broken = Some(Fault::new(
+                    FaultKind::Poisoned,
+                    format!(
+                        "job {}: where its tiles lie could not be written ({}): start offloadd again on sound devices",
+                        key.name, failed.fault.message
+                    ),
+                ));
+                job.poison.get_or_insert(fault);
+                self.mover.stop(&failed.fault);
+            }
+        }
+        self.try_commit(key, actions);
+        self.next_change(actions);
+    }
+
+    /// Nothing of it counts: its new extents are given back. With a fault nothing moves until somebody asks again.
+    fn end_batch(&mut self, fault: Option<Fault>, actions: &mut Vec<Action>) {
+        let batch = self.mover.batch.take().expect("tiles move");
+        if let Some(fault) = fault {
+            self.mover.stop(&fault);
+        }
+        let given_up = batch.places.into_iter();
+        self.give_all(given_up.map(|place| (place.to, place.bytes)));
+        let key = batch.key;
+        self.try_commit(&key, actions);
+        self.next_change(actions);
+    }
+
+    fn give_all(&mut self, extents: impl IntoIterator<Item = (Extent, u32)>) {
+        for (extent, bytes) in extents {
+            self.space.give(extent, u64::from(bytes));
+        }
+    }
+
+    /// Frees extents that tiles have left, once no read of them is under way. `ended`: an operation there has; `None`: look
+    /// at all.
+    pub(super) fn free_left(&mut self, ended: Option<Extent>) {
+        if self.mover.left.is_empty() {
+            return;
+        }
+        if let Some(extent) = ended
+            && !self.mover.left.iter().any(|(left, _)| *left == extent)
+        {
+            return;
+        }
+        let used: HashSet<Extent> = (self.operations.values())
+            .filter_map(|operation| match operation {
+                Operation::Tile(tile) => Some(tile.extent),
+                Operation::Script { .. } | Operation::Copy(_) => None,
+            })
+            .collect();
+        let left = std::mem::take(&mut self.mover.left);
+        let (kept, free): (Vec<_>, Vec<_>) =
+            (left.into_iter()).partition(|(extent, _)| used.contains(extent));
+        self.mover.left = kept;
+        self.give_all(free);
+    }
+}

@@ -1,0 +1,298 @@
+//! What the store is made of: a device comes, a device goes.
+//!
+//! ```text
+//!   add:    superblock ──▶ catalog (filling) ──▶ tiles move to it ──▶ catalog (settled)
+//!   drain:  catalog (draining) ──▶ tiles leave it ──▶ catalog without it ──▶ superblock says so
+//! ```
+//!
+//! One write of the catalog decides, so a cut leaves a store with the device or without it; what was begun goes on at the
+//! next start.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+
+use super::catalog_queue::{Work, catalog_steps};
+use super::script::{Failed, Step};
+use super::{Action, CallId, Core, NewDevice, Reply, refuse};
+use crate::blocks::AlignedBytes;
+use crate::store::catalog::{Catalog, DeviceEntry, Phase};
+use crate::store::placement::rate;
+use crate::store::recover::RecoveredDevice;
+use crate::store::superblock::Superblock;
+use crate::store::{BLOCK, CATALOG_OFFSETS, DEVICES_MAX, SUPERBLOCK_OFFSETS};
+
+/// A change of the catalog's list of devices.
+#[derive(Clone, Debug)]
+pub(super) enum DeviceChange {
+    Add {
+        call: CallId,
+        device: DeviceIndex,
+    },
+    Drain {
+        call: CallId,
+        device: DeviceIndex,
+    },
+    /// It has its share.
+    Settle {
+        device: DeviceIndex,
+    },
+    /// Nothing is on it any more.
+    Remove {
+        device: DeviceIndex,
+    },
+}
+
+impl DeviceChange {
+    /// Who waits for it.
+    pub(super) fn call(&self) -> Option<CallId> {
+        match self {
+            Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
+            Self::Settle { .. } | Self::Remove { .. } => None,
+        }
+    }
+
+    /// Steps of its script before the catalog is touched.
+    pub(super) fn steps_before_catalog(&self) -> usize {
+        match self {
+            Self::Add { .. } => 2,
+            Self::Drain { .. } | Self::Settle { .. } | Self::Remove { .. } => 0,
+        }
+    }
+}
+
+impl Core {
+    /// Of the devices, by index: what definitions call them.
+    pub(super) fn numbers(&self) -> Vec<u32> {
+        let numbers = self.devices.iter().map(|d| d.superblock.number);
+        numbers.collect()
+    }
+
+    /// Whether one more device has room in this life of the daemon: those that left keep their index until it ends.
+    pub fn check_growth(&self) -> Result<(), Fault> {
+        if self.devices.len() < DEVICES_MAX as usize {
+            return Ok(());
+        }
+        Err(Fault::new(
+            FaultKind::TooMany,
+            format!(
+                "{} devices are or were of the store since offloadd was started, the limit: drain one, or start it again",
+                self.devices.len()
+            ),
+        ))
+    }
+
+    pub(super) fn add_device(
+        &mut self,
+        call: CallId,
+        new: NewDevice,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let device = DeviceIndex(self.devices.len() as u32);
+        let rates = new.rates;
+        self.devices.push(RecoveredDevice {
+            position: device.0 as usize,
+            path: new.path,
+            superblock: Superblock {
+                store: self.catalog.catalog.store,
+                // Given when its turn comes.
+                number: u32::MAX,
+                device_count: 0,
+                id: new.id,
+                drained: false,
+                data_bytes: new.data_bytes,
+                read_bytes_per_s: rates.read_bytes_per_s,
+                write_bytes_per_s: rates.write_bytes_per_s,
+                created_unix_s: new.created_unix_s,
+            },
+            phase: None,
+        });
+        let rate = rate(rates.read_bytes_per_s, rates.write_bytes_per_s);
+        self.space.add(new.data_bytes, rate);
+        self.space.close(device);
+        for job in self.jobs.values_mut() {
+            job.touched.push(false);
+        }
+        let change = DeviceChange::Add { call, device };
+        self.change_catalog(Work::Device(change), actions)?;
+        Ok(None)
+    }
+
+    pub(super) fn drain_device(
+        &mut self,
+        call: CallId,
+        path: &str,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
+        let Some(index) = found else {
+            let known: Vec<&str> = (self.devices.iter().filter(|d| d.phase.is_some()))
+                .map(|device| device.path.as_str())
+                .collect();
+            return Err(Fault::new(
+                FaultKind::NotFound,
+                format!(
+                    "the store has no device {path}; it has {}",
+                    known.join(", ")
+                ),
+            ));
+        };
+        let device = DeviceIndex(index as u32);
+        if self.space.is_closed(device) {
+            if self.devices[index].phase != Some(Phase::Draining) {
+                let what = format!("{path} is just about to be drained: ask again");
+                return Err(Fault::new(FaultKind::Busy, what));
+            }
+            self.mover.retry();
+            let left_bytes = self.bytes_on(device);
+            return Ok(Some(Reply::DrainDevice { left_bytes }));
+        }
+        if device == self.home {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "{path} holds the store's catalog and the records of its jobs, which cannot move yet: it cannot be drained. Any other device of the store can"
+                ),
+            ));
+        }
+        self.check_room_without(device)?;
+        // From now on nothing new comes.
+        self.space.close(device);
+        let change = DeviceChange::Drain { call, device };
+        if let Err(fault) = self.change_catalog(Work::Device(change), actions) {
+            self.space.open(device);
+            return Err(fault);
+        }
+        Ok(None)
+    }
+
+    /// Writes into `catalog` what changes; the steps that make it so. `None`: it was refused.
+    pub(super) fn device_steps(
+        &mut self,
+        change: &DeviceChange,
+        catalog: &mut Catalog,
+        actions: &mut Vec<Action>,
+    ) -> Option<Vec<Step>> {
+        match *change {
+            DeviceChange::Add { call, device } => {
+                if catalog.devices.len() >= DEVICES_MAX as usize {
+                    let what = format!("the store has {DEVICES_MAX} devices, as many as it can");
+                    refuse(call, Fault::new(FaultKind::TooMany, what), actions);
+                    return None;
+                }
+                let number = catalog.next_number;
+                catalog.next_number += 1;
+                let new = &mut self.devices[device.0 as usize];
+                new.superblock.number = number;
+                catalog.devices.push(DeviceEntry {
+                    number,
+                    id: new.superblock.id,
+                    phase: Phase::Filling,
+                    path: new.path.clone(),
+                });
+                let blocks = new.superblock.encode();
+                let superblocks = SUPERBLOCK_OFFSETS.map(|offset| (offset, blocks.clone()));
+                // What a store of before left there is nobody's.
+                let zeros = AlignedBytes::zeroed(BLOCK as usize);
+                let catalogs = CATALOG_OFFSETS.map(|offset| (offset, zeros.clone()));
+                let mut steps = vec![
+                    Step::writes(device, superblocks.into_iter().chain(catalogs)),
+                    Step::flush([device]),
+                ];
+                steps.extend(catalog_steps(self.home, catalog));
+                Some(steps)
+            }
+            DeviceChange::Drain { device, .. } => {
+                self.entry_of(catalog, device).phase = Phase::Draining;
+                Some(catalog_steps(self.home, catalog))
+            }
+            DeviceChange::Settle { device } => {
+                // It may be drained by now.
+                if self.devices[device.0 as usize].phase != Some(Phase::Filling) {
+                    return None;
+                }
+                self.entry_of(catalog, device).phase = Phase::Settled;
+                Some(catalog_steps(self.home, catalog))
+            }
+            DeviceChange::Remove { device } => {
+                // Asked for twice, while the first waited.
+                if self.devices[device.0 as usize].phase != Some(Phase::Draining) {
+                    return None;
+                }
+                let superblock = &mut self.devices[device.0 as usize].superblock;
+                let number = superblock.number;
+                superblock.drained = true;
+                let blocks = superblock.encode();
+                catalog.devices.retain(|entry| entry.number != number);
+                let mut steps = catalog_steps(self.home, catalog);
+                // A device that is drained because it dies may not take it: the catalog has the last word.
+                steps.push(Step::twice(device, SUPERBLOCK_OFFSETS, blocks));
+                steps.push(Step::flush([device]));
+                Some(steps)
+            }
+        }
+    }
+
+    fn entry_of<'a>(&self, catalog: &'a mut Catalog, device: DeviceIndex) -> &'a mut DeviceEntry {
+        let number = self.devices[device.0 as usize].superblock.number;
+        let mut entries = catalog.devices.iter_mut();
+        (entries.find(|entry| entry.number == number)).expect("it is of the store")
+    }
+
+    pub(super) fn finish_device_change(
+        &mut self,
+        change: DeviceChange,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        let (DeviceChange::Add { device, .. }
+        | DeviceChange::Drain { device, .. }
+        | DeviceChange::Settle { device }
+        | DeviceChange::Remove { device }) = change;
+        if let Err(failed) = result {
+            if let DeviceChange::Drain { .. } = change {
+                self.space.open(device);
+            }
+            self.mover.stop(&failed.fault);
+            if let Some(call) = change.call() {
+                refuse(call, failed.fault, actions);
+            }
+            return;
+        }
+        let state = &mut self.devices[device.0 as usize];
+        let answer = match change {
+            DeviceChange::Add { call, .. } => {
+                state.phase = Some(Phase::Filling);
+                let number = state.superblock.number;
+                self.space.open(device);
+                Some((call, Reply::AddDevice { number }))
+            }
+            DeviceChange::Drain { call, .. } => {
+                state.phase = Some(Phase::Draining);
+                let left_bytes = self.bytes_on(device);
+                Some((call, Reply::DrainDevice { left_bytes }))
+            }
+            DeviceChange::Settle { .. } => {
+                state.phase = Some(Phase::Settled);
+                None
+            }
+            DeviceChange::Remove { .. } => {
+                state.phase = None;
+                actions.push(Action::ForgetDevice { device });
+                None
+            }
+        };
+        self.mover.retry();
+        if let Some((call, reply)) = answer {
+            actions.push(Action::Reply {
+                call,
+                reply: Ok(reply),
+            });
+        }
+    }
+
+    /// Of extents on `device`: tiles of jobs and of sessions.
+    pub(super) fn bytes_on(&self, device: DeviceIndex) -> u64 {
+        let data_bytes = self.devices[device.0 as usize].superblock.data_bytes;
+        data_bytes - self.space.free_bytes(device)
+    }
+}

@@ -1,0 +1,392 @@
+//! Which tiles are to move, and when that is done: all from a device that is drained, and to one that came its share.
+//!
+//! A plan is made for each job, and worked off some tiles at a time; whoever drives says when. It is not stored: after a
+//! restart, or when something changed, it is made again from where the tiles lie then. Jobs in session first get their next
+//! extents on the new device, so that what they write moves by itself; what they have not written when two generations
+//! are over, or when there is a hurry, is copied, and so is everything of jobs that nobody runs.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Generation};
+
+use super::catalog_queue::Work;
+use super::copying::{Batch, Place};
+use super::devices::DeviceChange;
+use super::io::Operation;
+use super::job::{Holds, Job, JobKey, Stored};
+use super::{Action, Core};
+use crate::store::catalog::Phase;
+use crate::store::manifest::{SlotContent, resumable};
+use crate::store::tile_table::Extent;
+
+/// Copied together: large enough that writing the definition is little beside it, small enough that a job which ends or is
+/// dropped does not wait long.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// The definition is written anew for each batch: of a large one a batch has so many times the bytes.
+const DEFINITION_TIMES: u64 = 16;
+
+/// Everything about tiles that move.
+#[derive(Debug, Default)]
+pub(super) struct Mover {
+    plan: Option<VecDeque<JobPlan>>,
+    pub(super) batch: Option<Batch>,
+    /// Extents that tiles have left and that may still be read.
+    pub(super) left: Vec<(Extent, u32)>,
+    pub(super) stuck: Stuck,
+    /// Why nothing moves until somebody asks again.
+    stopped: Option<String>,
+    /// Moved in this life, with a copy or without.
+    moved_bytes: u64,
+}
+
+/// Extents that cannot be moved in this life.
+#[derive(Debug, Default)]
+pub(super) struct Stuck {
+    /// By job id, tile and which.
+    places: BTreeMap<(u64, u32, u8), ()>,
+    first: Option<String>,
+}
+
+#[derive(Debug)]
+struct JobPlan {
+    key: JobKey,
+    tiles: VecDeque<(u32, DeviceIndex)>,
+    /// The working generation when its free extents were exchanged last.
+    spared: Option<Generation>,
+}
+
+/// What a driver needs to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moves {
+    /// No tile is to move.
+    None,
+    /// Some are: [`super::Event::MoveOn`] begins with the next ones.
+    Waiting,
+    /// Some do.
+    Moving,
+    /// None does, because of a failure that people are told; asking again tries again.
+    Stopped,
+}
+
+impl Stuck {
+    pub(super) fn add(&mut self, job_id: u64, tile: u32, which: u8, fault: Fault) {
+        self.places.insert((job_id, tile, which), ());
+        self.first.get_or_insert(fault.message);
+    }
+}
+
+impl Mover {
+    /// What was given up is tried again, and everything is planned anew.
+    pub(super) fn retry(&mut self) {
+        self.plan = None;
+        self.stopped = None;
+        self.stuck = Stuck::default();
+    }
+
+    pub(super) fn stop(&mut self, fault: &Fault) {
+        self.stopped = Some(fault.message.clone());
+    }
+
+    /// Why tiles do not move.
+    pub(super) fn stuck(&self) -> Option<String> {
+        let places = self.stuck.places.len();
+        let lost = (self.stuck.first.as_ref()).map(|first| {
+            format!("{places} extents cannot be moved and stay until they are written again or their job is dropped; the first: {first}")
+        });
+        self.stopped.clone().or(lost)
+    }
+
+    /// Whether tiles of this job move now.
+    pub(super) fn is_at(&self, key: &JobKey) -> bool {
+        self.batch.as_ref().is_some_and(|batch| batch.key == *key)
+    }
+}
+
+impl Core {
+    /// Whether tiles are to move.
+    pub fn moves(&self) -> Moves {
+        let some = (self.devices.iter())
+            .any(|d| matches!(d.phase, Some(Phase::Filling | Phase::Draining)));
+        match (&self.mover.batch, &self.mover.stopped) {
+            (Some(_), _) => Moves::Moving,
+            (None, _) if !some => Moves::None,
+            (None, Some(_)) => Moves::Stopped,
+            (None, None) => Moves::Waiting,
+        }
+    }
+
+    /// Moved since the daemon started, with a copy or without.
+    pub fn moved_bytes(&self) -> u64 {
+        self.mover.moved_bytes
+    }
+
+    /// Of extents that are still to come to `device`, or to leave it.
+    pub(super) fn left_bytes(&self, device: DeviceIndex) -> u64 {
+        match self.devices[device.0 as usize].phase {
+            None | Some(Phase::Settled) => 0,
+            Some(Phase::Draining) => self.bytes_on(device),
+            Some(Phase::Filling) => {
+                let plan = self.mover.plan.iter().flatten();
+                let of_job = |job: &JobPlan| -> u64 {
+                    let Some(stored) = self.jobs.get(&job.key).and_then(|j| j.stored.as_ref())
+                    else {
+                        return 0;
+                    };
+                    let copies = stored.durability().extents_a_tile();
+                    let to_it = job.tiles.iter().filter(|(_, target)| *target == device);
+                    let left = to_it.map(|(tile, _)| {
+                        let extents = &stored.table.extents[*tile as usize][..copies];
+                        let away = extents.iter().filter(|e| e.device != device).count();
+                        away as u64 * stored.tile_bytes(*tile as usize)
+                    });
+                    left.sum()
+                };
+                plan.map(of_job).sum()
+            }
+        }
+    }
+
+    fn filling(&self) -> Vec<DeviceIndex> {
+        self.in_phase(Phase::Filling)
+    }
+
+    fn in_phase(&self, phase: Phase) -> Vec<DeviceIndex> {
+        let devices = self.devices.iter().enumerate();
+        devices
+            .filter(|(_, device)| device.phase == Some(phase))
+            .map(|(index, _)| DeviceIndex(index as u32))
+            .collect()
+    }
+
+    pub(super) fn move_on(&mut self, hurry: bool, actions: &mut Vec<Action>) {
+        if self.moves() != Moves::Waiting {
+            return;
+        }
+        let filling = self.filling();
+        let mut plan = match self.mover.plan.take() {
+            Some(plan) => plan,
+            None => self.plan_moves(&filling),
+        };
+        // Each job once: those that wait for their next commit are asked again later.
+        for _ in 0..plan.len() {
+            let mut job = plan.pop_front().expect("counted");
+            let places = self.next_places(&mut job, hurry);
+            let key = job.key.clone();
+            if !job.tiles.is_empty() {
+                plan.push_back(job);
+            }
+            if !places.is_empty() {
+                self.mover.plan = Some(plan);
+                self.mover.moved_bytes += places.iter().map(|p| u64::from(p.bytes)).sum::<u64>();
+                return self.start_batch(key, places, actions);
+            }
+        }
+        if plan.is_empty() && self.mover.stopped.is_none() {
+            self.finish_moves(actions);
+        } else {
+            self.mover.plan = Some(plan);
+        }
+    }
+
+    fn plan_moves(&self, filling: &[DeviceIndex]) -> VecDeque<JobPlan> {
+        let jobs = self.jobs.iter().filter_map(|(key, job)| {
+            let stored = job.stored.as_ref()?;
+            let tiles = self.plan_job(stored, filling);
+            (!tiles.is_empty()).then(|| JobPlan {
+                key: key.clone(),
+                tiles,
+                spared: None,
+            })
+        });
+        jobs.collect()
+    }
+
+    fn plan_job(&self, stored: &Stored, filling: &[DeviceIndex]) -> VecDeque<(u32, DeviceIndex)> {
+        let specs = stored.table.definition.tiles().iter();
+        let tiles: Vec<(u32, [DeviceIndex; 2])> = (specs.zip(&stored.table.extents))
+            .map(|(spec, extents)| (spec.tile_bytes, extents.map(|extent| extent.device)))
+            .collect();
+        let copies = stored.durability().extents_a_tile();
+        let targets = self.space.targets(&tiles, copies, filling);
+        targets.into()
+    }
+
+    /// The next extents of a job that can move, each with its new place taken. Tiles that have moved leave the plan.
+    fn next_places(&mut self, plan: &mut JobPlan, hurry: bool) -> Vec<Place> {
+        let Some((job, stored)) = (self.jobs.get(&plan.key))
+            .and_then(|job| Some((job, job.stored.as_ref()?)))
+            .filter(|(job, _)| !job.dropping && job.broken.is_none())
+        else {
+            plan.tiles.clear();
+            return Vec::new();
+        };
+        if !job.may_move(stored) {
+            return Vec::new();
+        }
+        let in_session = job.resumed.is_some();
+        let working = job.working;
+        let job_id = stored.entry.job_id;
+        let copies = stored.durability().extents_a_tile();
+        let definition_bytes = stored.entry.area.definition_bytes;
+        let bytes_max = BATCH_BYTES.max(DEFINITION_TIMES * definition_bytes);
+        let recorded = resumable(&stored.slots);
+        let may_copy = !in_session
+            || hurry
+            || (plan.spared).is_some_and(|generation| working.0 >= generation.0 + 2);
+        let mut spare = Vec::new();
+        let mut copied = Vec::new();
+        let mut copied_bytes = 0;
+        let stuck = &self.mover.stuck.places;
+        plan.tiles.retain(|&(tile, target)| {
+            let extents = &stored.table.extents[tile as usize];
+            let bytes = stored.tile_bytes(tile as usize);
+            let mut stays = false;
+            for which in 0..copies as u8 {
+                let from = extents[usize::from(which)];
+                if from.device == target || stuck.contains_key(&(job_id, tile, which)) {
+                    continue;
+                }
+                // It left, and found room elsewhere only.
+                let takes = self.devices[target.0 as usize].phase == Some(Phase::Filling);
+                if !takes && !self.space.is_closed(from.device) {
+                    continue;
+                }
+                stays = true;
+                let place = (tile, which, from, target, bytes);
+                match stored.holds(&recorded, tile as usize, which) {
+                    Holds::Moving => {}
+                    Holds::Nothing => spare.push((place, None)),
+                    Holds::Bytes(checksum) if may_copy && copied_bytes < bytes_max => {
+                        copied_bytes += bytes;
+                        copied.push((place, Some(checksum)));
+                    }
+                    Holds::Bytes(_) => {}
+                }
+            }
+            stays
+        });
+        if in_session {
+            plan.spared.get_or_insert(working);
+            // What is free is exchanged at once for all tiles, so that the writes of this generation go there.
+            if !spare.is_empty() {
+                copied.clear();
+            }
+        }
+        self.take_places(plan, spare.into_iter().chain(copied).collect())
+    }
+
+    fn take_places(&mut self, plan: &mut JobPlan, wanted: Vec<Wanted>) -> Vec<Place> {
+        let mut places = Vec::new();
+        for ((tile, which, from, target, bytes), content) in wanted {
+            let leaves = self.space.is_closed(from.device);
+            match self.space.take_on(target, bytes, leaves) {
+                Some(to) => {
+                    places.push(Place::new(tile, which, [from, to], bytes as u32, content));
+                }
+                // What others took meanwhile is no reason to stop: it has its share, as far as there is room.
+                None if !leaves => plan.tiles.retain(|(other, _)| *other != tile),
+                None => {
+                    let what = format!(
+                        "{} bytes of a tile of job {} find no room on the other devices: drop a job or add a device",
+                        bytes, plan.key.name
+                    );
+                    self.mover.stop(&Fault::new(FaultKind::NoSpace, what));
+                    break;
+                }
+            }
+        }
+        places
+    }
+
+    /// Everything has moved that can: devices that came are as the others, and empty ones go.
+    fn finish_moves(&mut self, actions: &mut Vec<Action>) {
+        let filling = self.filling();
+        let draining = self.in_phase(Phase::Draining);
+        let empty: Vec<_> = (draining.iter().copied())
+            .filter(|device| self.is_empty(*device))
+            .collect();
+        if self.mover.stuck.first.is_some() && empty.len() < draining.len() {
+            // Told until somebody asks again.
+            self.mover.stopped = self.mover.stuck();
+        }
+        for device in &empty {
+            // What jobs wrote there and have not committed has moved, flushed.
+            for job in self.jobs.values_mut() {
+                job.touched[device.0 as usize] = false;
+            }
+        }
+        let settle = filling
+            .into_iter()
+            .map(|device| DeviceChange::Settle { device });
+        let remove = empty
+            .into_iter()
+            .map(|device| DeviceChange::Remove { device });
+        for change in settle.chain(remove).collect::<Vec<_>>() {
+            // Refused: too many wait, or the catalog is broken. It is asked again at the next turn, or said already.
+            let _ = self.change_catalog(Work::Device(change), actions);
+        }
+    }
+
+    /// No tile of a job or session is on `device`, and nothing moves there.
+    fn is_empty(&self, device: DeviceIndex) -> bool {
+        let busy = self.operations.values().any(|operation| match operation {
+            Operation::Tile(tile) => tile.extent.device == device,
+            Operation::Script { device: at, .. } => *at == device,
+            Operation::Copy(_) => true,
+        });
+        !busy && self.bytes_on(device) == 0
+    }
+
+    /// Refused with the numbers when the tiles of `device` do not fit on the others.
+    pub(super) fn check_room_without(&self, device: DeviceIndex) -> Result<(), Fault> {
+        let mut trial = self.space.clone();
+        trial.close(device);
+        let room: Vec<(usize, u64)> = (0..self.devices.len())
+            .filter(|&other| self.devices[other].phase.is_some())
+            .map(|other| DeviceIndex(other as u32))
+            .filter(|other| !trial.is_closed(*other))
+            .map(|other| (other.0 as usize, trial.free_bytes(other)))
+            .collect();
+        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
+        let fits = stored.into_iter().all(|stored| {
+            let copies = stored.durability().extents_a_tile();
+            (stored.table.extents.iter().enumerate()).all(|(tile, extents)| {
+                let bytes = stored.tile_bytes(tile);
+                let leaving = extents[..copies].iter().filter(|e| e.device == device);
+                let mut all = leaving.map(|_| trial.take_on(device, bytes, true));
+                all.all(|taken| taken.is_some())
+            })
+        });
+        if fits {
+            return Ok(());
+        }
+        let free: Vec<String> = (room.iter())
+            .map(|(other, free)| format!("{} has {free}", self.devices[*other].path))
+            .collect();
+        Err(Fault::new(
+            FaultKind::NoSpace,
+            format!(
+                "{} bytes lie on {}; free: {}. Drop a job or add a device first",
+                self.bytes_on(device),
+                self.path(device),
+                free.join(", ")
+            ),
+        ))
+    }
+}
+
+/// Tile, which, from, target, bytes; and what it holds.
+type Wanted = ((u32, u8, Extent, DeviceIndex, u64), Option<Option<u32>>);
+
+impl Job {
+    /// Whether a record that failed, or is being written by those who are gone, may name what looks free.
+    fn may_move(&self, stored: &Stored) -> bool {
+        let unknown = |slot: &SlotContent| matches!(slot, SlotContent::Unknown);
+        if self.members.is_empty() {
+            return self.script.is_none();
+        }
+        self.poison.is_none() && !stored.slots.iter().any(unknown)
+    }
+}

@@ -1,0 +1,183 @@
+//! Devices that come and go, and when their tiles move: as fast as it goes while nobody else is there, otherwise a quarter
+//! of the time, so that jobs keep their share.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+use tokio::sync::oneshot;
+
+use super::inbox::stopping;
+use super::{CALLS_MAX, Counted, Driver, Waiting};
+use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
+use crate::queue::DeviceLimits;
+
+/// While sessions are open, moving rests so many times as long as it took.
+const RESTS: u32 = 3;
+
+/// However long it took.
+const REST_MAX: Duration = Duration::from_secs(10);
+
+/// Where all that is left waits for its job's next write or commit, it is asked so often.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// After that it is copied, whether its job will write it or not.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What failed is tried again so often.
+const RETRY: Duration = Duration::from_secs(60);
+
+/// When tiles move next.
+#[derive(Debug)]
+pub(super) struct Pacing {
+    next: Instant,
+    /// When those that move began.
+    began: Option<Instant>,
+    /// When some moved last.
+    progress: Instant,
+    told_stopped: bool,
+}
+
+impl Pacing {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            next: now,
+            began: None,
+            progress: now,
+            told_stopped: false,
+        }
+    }
+}
+
+impl Driver {
+    /// When [`Self::move_tiles`] is wanted next.
+    pub(super) fn move_at(&self) -> Option<Instant> {
+        match self.core.moves() {
+            Moves::Waiting | Moves::Stopped if self.stop_deadline.is_none() => {
+                Some(self.pacing.next)
+            }
+            _ => None,
+        }
+    }
+
+    /// Lets the next tiles move, if some are to and it is time.
+    pub(super) fn move_tiles(&mut self) {
+        if self.stop_deadline.is_some() {
+            return;
+        }
+        let now = Instant::now();
+        match self.core.moves() {
+            Moves::Moving => {}
+            Moves::None => self.pacing.progress = now,
+            Moves::Stopped => {
+                if !std::mem::replace(&mut self.pacing.told_stopped, true) {
+                    let states = self.core.device_states();
+                    let why = states.into_iter().find_map(|state| state.standing.stuck);
+                    tracing::error!(
+                        "tiles do not move to or from a device: {}; tried again every {} s",
+                        why.unwrap_or_default(),
+                        RETRY.as_secs()
+                    );
+                    self.pacing.next = now + RETRY;
+                } else if now >= self.pacing.next {
+                    self.pacing.next = now + RETRY;
+                    self.events.push_back(Event::RetryMoves);
+                    self.decide();
+                }
+            }
+            Moves::Waiting => {
+                if let Some(began) = self.pacing.began.take() {
+                    let took = now.saturating_duration_since(began);
+                    let rests = if self.sessions.is_empty() { 0 } else { RESTS };
+                    self.pacing.next = now + (took * rests).min(REST_MAX);
+                    self.pacing.progress = now;
+                    self.pacing.told_stopped = false;
+                }
+                if now < self.pacing.next {
+                    return;
+                }
+                let hurry = now.saturating_duration_since(self.pacing.progress) > PATIENCE;
+                self.events.push_back(Event::MoveOn { hurry });
+                self.decide();
+                match self.core.moves() {
+                    Moves::Moving => self.pacing.began = Some(now),
+                    _ => self.pacing.next = now + ASK_AGAIN,
+                }
+            }
+        }
+    }
+
+    /// The engine, the queue and the counts have it before the core does; its index is taken whatever the core says.
+    pub(super) fn add_device(
+        &mut self,
+        peer: Peer,
+        file: Arc<File>,
+        device: NewDevice,
+        answer: oneshot::Sender<Result<Reply, Fault>>,
+    ) {
+        if self.stop_deadline.is_some() {
+            let _ = answer.send(Err(stopping()));
+            return;
+        }
+        let limits = DeviceLimits::of(&file, &device.rates);
+        let room = if self.calls.len() < CALLS_MAX {
+            self.core.check_growth()
+        } else {
+            let what = format!("{CALLS_MAX} calls wait for their answer already");
+            Err(Fault::new(FaultKind::TooMany, what))
+        };
+        let added = room.and_then(|()| {
+            (self.engine.add(file)).map_err(|e| Fault::new(FaultKind::Io, e.to_string()))
+        });
+        if let Err(fault) = added {
+            let _ = answer.send(Err(fault));
+            return;
+        }
+        let index = DeviceIndex(self.core.device_states().len() as u32);
+        self.queue.add(&limits);
+        self.ledger.add_device(&device.rates, Instant::now());
+        let call = CallId(self.calls_made);
+        self.calls_made += 1;
+        let counted = Counted::AddDevice(index);
+        self.calls.insert(call, Waiting { answer, counted });
+        self.events.push_back(Event::Call {
+            call,
+            peer,
+            request: Call::AddDevice(device),
+        });
+    }
+
+    pub(super) fn device_answered(&mut self, device: DeviceIndex, reply: Option<&Reply>) {
+        let path = |driver: &Self| {
+            let state = driver.core.device_states().swap_remove(device.0 as usize);
+            state.path
+        };
+        if let Some(Reply::AddDevice { number }) = reply {
+            self.ledger.device_came(device, *number);
+            tracing::info!(
+                "device {} came to the store; tiles move to it. Add it to `devices` in the settings before the next start",
+                path(self)
+            );
+        } else {
+            self.close_device(device);
+        }
+    }
+
+    pub(super) fn forget_device(&mut self, device: DeviceIndex) {
+        let state = self.core.device_states().swap_remove(device.0 as usize);
+        tracing::info!(
+            "device {} was drained and is of the store no more: take it from `devices` in the settings",
+            state.path
+        );
+        self.ledger.device_left(device);
+        self.close_device(device);
+    }
+
+    fn close_device(&mut self, device: DeviceIndex) {
+        if let Err(error) = self.engine.remove(device) {
+            tracing::warn!(%error, "a device that left stays open until offloadd ends");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Makes a device ready to come to a store: its file, its lock, that nothing of anybody is on it, its rates.
+//!
+//! What was cut off can be run again: a file that holds nothing yet, and a device whose superblock names the store that does
+//! not list it, are taken as they are.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::blocks::{AlignedBytes, Blocks};
+use crate::core::NewDevice;
+use crate::device::{Device, DeviceBlocks, DeviceError};
+use crate::engine::EngineChoice;
+use crate::measure::{MeasureError, measure};
+use crate::store::format::{check_size, data_bytes};
+use crate::store::sealed::{self, Unreadable};
+use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
+use crate::store::{BLOCK, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError};
+
+/// The device cannot come.
+#[derive(Debug, thiserror::Error)]
+pub enum NewcomerError {
+    /// The path does not say the same everywhere.
+    #[error("{0}: name a device by its absolute path")]
+    NotAbsolute(String),
+    /// It cannot be opened or made.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// It holds something, or is too small.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// It cannot be measured.
+    #[error(transparent)]
+    Measure(#[from] MeasureError),
+    /// The kernel gives no random bytes.
+    #[error("random bytes for the device's id: {0}")]
+    Random(rustix::io::Errno),
+}
+
+/// A device that is ready.
+#[derive(Debug)]
+pub struct Newcomer {
+    /// Open and locked.
+    pub device: Device,
+    /// What the core is told.
+    pub new: NewDevice,
+    /// The file was made for this.
+    pub made: bool,
+}
+
+/// Opens or makes the device at `path` for store `id`. A file is made with `file_bytes`. Without `force` one that holds
+/// something is refused. Takes some seconds: it is measured.
+///
+/// # Errors
+/// [`NewcomerError`]; a file that was made for this is gone again then.
+pub fn prepare(
+    path: &Path,
+    file_bytes: Option<u64>,
+    force: bool,
+    id: StoreId,
+    engine: EngineChoice,
+) -> Result<Newcomer, NewcomerError> {
+    if !path.is_absolute() {
+        return Err(NewcomerError::NotAbsolute(path.display().to_string()));
+    }
+    let made = !path.exists();
+    let ready = open(path, file_bytes, force, id).and_then(|device| {
+        let rates = measure(&device, DATA_OFFSET, engine)?;
+        let mut random = [0; 16];
+        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+            .map_err(NewcomerError::Random)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let new = NewDevice {
+            path: device.path().to_owned(),
+            id: DeviceId(random),
+            data_bytes: data_bytes(device.bytes()),
+            rates,
+            created_unix_s: now.map_or(0, |time| time.as_secs()),
+        };
+        Ok(Newcomer { device, new, made })
+    });
+    if ready.is_err() && made {
+        let _ = std::fs::remove_file(path);
+    }
+    ready
+}
+
+fn open(
+    path: &Path,
+    file_bytes: Option<u64>,
+    force: bool,
+    id: StoreId,
+) -> Result<Device, NewcomerError> {
+    if !path.exists() {
+        let device = Device::create(path, file_bytes, false)?;
+        check_size(device.path(), device.bytes())?;
+        return Ok(device);
+    }
+    let device = Device::open(path)?;
+    let mut blocks = [device];
+    if !force {
+        check_blank(&mut DeviceBlocks(&blocks), path, id)?;
+    }
+    if file_bytes.is_some_and(|bytes| bytes != blocks[0].bytes()) {
+        // It was cut off while it was made, or is to have another size. A block device is what it is.
+        drop(blocks);
+        blocks = [Device::create(path, file_bytes, true)?];
+    }
+    let [device] = blocks;
+    check_size(device.path(), device.bytes())?;
+    Ok(device)
+}
+
+/// Refuses what may be somebody's: of another store, of this one, or a file with anything at its beginning.
+fn check_blank(blocks: &mut impl Blocks, path: &Path, id: StoreId) -> Result<(), NewcomerError> {
+    let holds = || StoreError::HoldsStore {
+        path: path.display().to_string(),
+    };
+    let bytes = blocks.size_bytes(0);
+    let mut blank = true;
+    for offset in SUPERBLOCK_OFFSETS {
+        if offset + BLOCK > bytes {
+            continue;
+        }
+        match sealed::read(blocks, 0, offset, BLOCK, superblock::MAGIC) {
+            Ok(block) => {
+                let found = Superblock::decode(&block).map_err(|_| holds())?;
+                // Whoever opened the store has all its devices open: this one is none of them.
+                if !found.drained && found.store != id {
+                    return Err(holds().into());
+                }
+                blank = false;
+            }
+            // What else may lie there is looked for below.
+            Err(Unreadable::Blank | Unreadable::Foreign) => {}
+            Err(Unreadable::Device(error)) => return Err(StoreError::from(error).into()),
+            Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) => return Err(holds().into()),
+        }
+    }
+    let file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    if blank && file && bytes > 0 {
+        let mut start = AlignedBytes::zeroed((DATA_OFFSET.min(bytes) / BLOCK * BLOCK) as usize);
+        blocks.read(0, 0, &mut start).map_err(StoreError::from)?;
+        if start.as_slice().iter().any(|&byte| byte != 0) {
+            return Err(DeviceError::Exists {
+                path: path.to_owned(),
+            }
+            .into());
+        }
+    }
+    Ok(())
+}

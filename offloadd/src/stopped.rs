@@ -1,0 +1,255 @@
+//! A store that no daemon serves, changed by the same decisions: the core's actions, one operation after the other.
+//!
+//! For devices that come and go; sessions there are none. Whatever ends the program, the store is whole, and what was begun
+//! goes on with the next daemon or when it is asked again.
+
+use std::collections::VecDeque;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Epoch};
+
+use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use crate::core::{
+    Action, Buffer, Call, CallId, Core, DeviceState, Event, IoOp, IoResult, Limits, Moves,
+    NewDevice, Peer, Reply,
+};
+use crate::device::{Device, DeviceBlocks};
+use crate::store::StoreError;
+use crate::store::recover::{self, Outsider};
+use crate::store::superblock::StoreId;
+use crate::store::wear::Wear;
+
+/// The store, recovered and locked.
+pub struct Stopped {
+    core: Core,
+    store: StoreId,
+    outsiders: Vec<Outsider>,
+    /// By index; `None`: it has left.
+    devices: Vec<Option<Device>>,
+    /// To each.
+    written_bytes: Vec<u64>,
+    reply: Option<Result<Reply, Fault>>,
+    calls_made: u64,
+}
+
+impl Stopped {
+    /// Recovers the store on `devices`.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open(devices: Vec<Device>) -> Result<Self, StoreError> {
+        let store = recover::open(&mut DeviceBlocks(&devices))?;
+        let (id, outsiders) = (store.id, store.outsiders.clone());
+        let mut listed: Vec<Option<Device>> = devices.into_iter().map(Some).collect();
+        let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
+        let devices = (positions.iter()).map(|&position| listed[position].take());
+        let devices: Vec<_> = devices.collect();
+        // No session comes and so no record is written: nothing bears this number.
+        let epoch = Epoch(1);
+        let limits = Limits {
+            arena_bytes_max: 0,
+            sessions_max: 0,
+            iodepth_max: 1,
+        };
+        Ok(Self {
+            written_bytes: vec![0; devices.len()],
+            devices,
+            core: Core::new(store, epoch, limits),
+            store: id,
+            outsiders,
+            reply: None,
+            calls_made: 0,
+        })
+    }
+
+    /// Which store.
+    pub fn id(&self) -> StoreId {
+        self.store
+    }
+
+    /// Listed, and of no store.
+    pub fn outsiders(&self) -> &[Outsider] {
+        &self.outsiders
+    }
+
+    /// Its devices, those that left too.
+    pub fn devices(&self) -> Vec<DeviceState> {
+        self.core.device_states()
+    }
+
+    /// How much was ever written to a device.
+    pub fn worn_bytes(&self, device: &DeviceState) -> u64 {
+        let numbers = self.devices().into_iter().map(|d| d.standing.number);
+        let index = numbers.clone().position(|n| n == device.standing.number);
+        let opened = index.and_then(|index| Some((index, self.devices[index].as_ref()?)));
+        opened.map_or(0, |(index, opened)| {
+            let kept = self.wear_of(opened, device.standing.number);
+            kept.written_bytes + self.written_bytes[index]
+        })
+    }
+
+    fn wear_of(&self, device: &Device, number: u32) -> Wear {
+        let mut blocks = DeviceBlocks(std::slice::from_ref(device));
+        Wear::read(&mut blocks, 0, self.store, number)
+    }
+
+    /// Brings a device that was made ready.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn add(&mut self, device: Device, new: NewDevice) -> Result<Reply, Fault> {
+        self.core.check_growth()?;
+        self.devices.push(Some(device));
+        self.written_bytes.push(0);
+        self.call(Call::AddDevice(new))
+    }
+
+    /// Begins to drain the device at `path`.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn drain(&mut self, path: &str) -> Result<Reply, Fault> {
+        let path = path.to_owned();
+        self.call(Call::DrainDevice { path })
+    }
+
+    /// Moves all tiles that are to move. `watch` is told how many bytes were moved.
+    ///
+    /// # Errors
+    /// Why some cannot move.
+    pub fn move_all(&mut self, watch: &mut dyn FnMut(u64)) -> Result<(), Fault> {
+        let mut idle_turns = 0;
+        loop {
+            let moved_bytes = self.core.moved_bytes();
+            match self.core.moves() {
+                Moves::None => return Ok(()),
+                // After the last tile two turns end a drain: one sees that all is done, one that the catalog says so.
+                Moves::Waiting if idle_turns < 4 => {}
+                Moves::Waiting | Moves::Moving | Moves::Stopped => {
+                    let states = self.core.device_states().into_iter();
+                    let why = states.filter_map(|state| state.standing.stuck).next();
+                    let why = why.unwrap_or_else(|| "some tiles do not move".into());
+                    return Err(Fault::new(FaultKind::Io, why));
+                }
+            }
+            self.carry_out(Event::MoveOn { hurry: true });
+            watch(self.core.moved_bytes());
+            idle_turns = match self.core.moved_bytes() == moved_bytes {
+                true => idle_turns + 1,
+                false => 0,
+            };
+        }
+    }
+
+    /// Keeps on the devices what was written to them. Nothing depends on it.
+    ///
+    /// # Errors
+    /// A device failed.
+    pub fn keep_wear(&mut self) -> Result<(), BlockError> {
+        for (index, state) in self.devices().into_iter().enumerate() {
+            let Some(device) = &self.devices[index] else {
+                continue;
+            };
+            if self.written_bytes[index] == 0 || state.standing.phase.is_none() {
+                continue;
+            }
+            let mut wear = self.wear_of(device, state.standing.number);
+            wear.sequence += 1;
+            wear.written_bytes += std::mem::take(&mut self.written_bytes[index]);
+            let (offset, blocks) = wear.encode(self.store, state.standing.number);
+            DeviceBlocks(std::slice::from_ref(device)).write(0, offset, &blocks)?;
+        }
+        Ok(())
+    }
+
+    fn call(&mut self, request: Call) -> Result<Reply, Fault> {
+        self.calls_made += 1;
+        let uid = rustix::process::geteuid().as_raw();
+        self.carry_out(Event::Call {
+            call: CallId(self.calls_made),
+            peer: Peer { uid, pid: 0 },
+            request,
+        });
+        let reply = self.reply.take();
+        reply.expect("everything it waits for has ended")
+    }
+
+    fn carry_out(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        let mut actions = Vec::new();
+        while let Some(event) = events.pop_front() {
+            self.core.on_event(event, &mut actions);
+            for action in actions.drain(..) {
+                match action {
+                    Action::Io {
+                        io,
+                        device,
+                        op,
+                        offset,
+                        buffer,
+                        ..
+                    } => {
+                        let mut own = match buffer {
+                            Buffer::Meta(own) => Some(own),
+                            Buffer::None => None,
+                            Buffer::Slot { .. } => unreachable!("there are no sessions"),
+                        };
+                        let result = perform(
+                            &mut self.devices,
+                            &mut self.written_bytes,
+                            device,
+                            op,
+                            offset,
+                            own.as_mut(),
+                        );
+                        events.push_back(Event::IoDone {
+                            io,
+                            result,
+                            read: own,
+                        });
+                    }
+                    Action::Reply { reply, .. } => self.reply = Some(reply),
+                    Action::ForgetDevice { device } => self.devices[device.0 as usize] = None,
+                    Action::Urge { .. }
+                    | Action::Complete { .. }
+                    | Action::MakeArena { .. }
+                    | Action::DropArena { .. }
+                    | Action::Evict { .. } => unreachable!("there are no sessions"),
+                }
+            }
+        }
+    }
+}
+
+fn perform(
+    devices: &mut [Option<Device>],
+    written_bytes: &mut [u64],
+    device: DeviceIndex,
+    op: IoOp,
+    offset: u64,
+    own: Option<&mut AlignedBytes>,
+) -> IoResult {
+    let index = device.0 as usize;
+    let opened = devices[index].as_ref();
+    let opened = opened.expect("nothing is asked of a device that left");
+    let mut blocks = DeviceBlocks(std::slice::from_ref(opened));
+    let (done, bytes) = match (op, own) {
+        (IoOp::Read, Some(own)) => (blocks.read(0, offset, own), own.len() as u32),
+        (IoOp::Write, Some(own)) => {
+            written_bytes[index] += own.len() as u64;
+            (blocks.write(0, offset, own), own.len() as u32)
+        }
+        _ => (blocks.flush(0), 0),
+    };
+    let outcome = match done {
+        Ok(()) => Ok(bytes),
+        Err(BlockError { cause, .. }) => match cause {
+            BlockErrorCause::Errno(errno) => Err(errno),
+            BlockErrorCause::Short(moved) => Ok(moved as u32),
+        },
+    };
+    IoResult {
+        outcome,
+        device_ns: 0,
+    }
+}

@@ -1,0 +1,212 @@
+//! Devices come to a store and leave it while a process writes. What could go wrong: a tile is lost on the way or at the next
+//! start, a daemon that stops serving, a device that never empties or stays locked, counts that go on about it.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use offload_api::proto;
+use offloadd::metrics::{DeviceView, Snapshot};
+use offloadd::store::catalog::Phase;
+use rustix::process::Signal;
+
+use crate::common::{
+    Control, Session, Store, engines, expect_tiles, fill_tiles, open, program, words,
+};
+
+const TILES: u32 = 30;
+
+/// A thousand generations are written in less.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn device(store: &Store, verb: &str, path: &Path, more: &[&str]) -> std::process::Output {
+    program()
+        .args(["device", verb])
+        .arg(path)
+        .arg("--config")
+        .arg(&store.config)
+        .args(more)
+        .output()
+        .unwrap()
+}
+
+fn view(control: &mut Control, path: &Path) -> Option<DeviceView> {
+    let reply = control.metrics(proto::MetricsRequest {}).unwrap();
+    let snapshot = Snapshot::try_from(reply).unwrap();
+    let mut views = snapshot.devices.into_iter();
+    views.find(|view| Path::new(&view.state.path) == path)
+}
+
+/// Writes and commits generation after generation until `done`; the newest one.
+fn write_until(
+    session: &mut Session,
+    control: &mut Control,
+    mut working: u64,
+    mut done: impl FnMut(&mut Control) -> bool,
+) -> u64 {
+    let end = Instant::now() + LIMIT;
+    while !done(control) {
+        assert!(Instant::now() < end, "not within {LIMIT:?}");
+        fill_tiles(session, TILES, working, working as u8);
+        expect_tiles(session, TILES, working as u8);
+        working = session.commit(control, working, b"");
+    }
+    working - 1
+}
+
+fn come_and_go(engine: &str) {
+    let mut store = Store::new(2, engine);
+    let new = store.folder.path().join("device2");
+    let old = store.devices[1].clone();
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    let working = session.begin(&mut control, TILES);
+    let newest = write_until(&mut session, &mut control, working, |_| true).max(1);
+    fill_tiles(&mut session, TILES, newest, newest as u8);
+    let working = session.commit(&mut control, newest, b"");
+
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(
+        words(&output).contains("Add it to `devices`"),
+        "{}",
+        words(&output)
+    );
+    let again = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(
+        words(&again).contains("of the store already"),
+        "{}",
+        words(&again)
+    );
+    let newest = write_until(&mut session, &mut control, working, |control| {
+        let found = view(control, &new).unwrap();
+        found.state.standing.phase == Some(Phase::Settled)
+    });
+    let found = view(&mut control, &new).unwrap();
+    let held_bytes = found.state.data_bytes - found.state.free_bytes;
+    assert!(
+        held_bytes >= 2 * 4096 * u64::from(TILES) / 8,
+        "{held_bytes}"
+    );
+    assert!(found.worn_bytes > 0);
+
+    let output = device(&store, "drain", &old, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    let newest = write_until(&mut session, &mut control, newest + 1, |control| {
+        view(control, &old).is_none()
+    });
+    // Closed and unlocked: another store may have it.
+    let output = program()
+        .arg("format")
+        .arg(&old)
+        .args(["--size", "8MiB", "--force"])
+        .output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    let list = program()
+        .args(["device", "list", "--json", "--config"])
+        .arg(&store.config)
+        .output();
+    let list: serde_json::Value = serde_json::from_slice(&list.unwrap().stdout).expect("JSON");
+    let listed: Vec<_> = (list["devices"].as_array().unwrap().iter())
+        .map(|device| device["number"].as_u64().unwrap())
+        .collect();
+    assert_eq!(listed, [0, 2]);
+
+    daemon.signal(Signal::KILL);
+    daemon.wait(LIMIT);
+    drop(session);
+    store.devices = vec![store.devices[0].clone()];
+    store.write_config(&store.socket(), engine);
+    let refusal = store.refusal();
+    let named = format!("device 2 of the store ({} when it came)", new.display());
+    assert!(refusal.contains(&named), "{refusal}");
+    store.devices.push(new);
+    store.write_config(&store.socket(), engine);
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    session.resume(&mut control, newest);
+    expect_tiles(&mut session, TILES, newest as u8);
+}
+
+#[test]
+fn devices_come_and_go_while_a_process_writes() {
+    for engine in engines() {
+        come_and_go(engine);
+    }
+}
+
+#[test]
+fn without_a_daemon_devices_come_and_go_too() {
+    let mut store = Store::new(2, "auto");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    let working = session.begin(&mut control, TILES);
+    fill_tiles(&mut session, TILES, working, 7);
+    session.commit(&mut control, working, b"");
+    drop(session);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+
+    let new = store.folder.path().join("device2");
+    // Somebody's file is not taken.
+    std::fs::write(&new, [1; 4096]).unwrap();
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(
+        words(&output).contains("exists already"),
+        "{}",
+        words(&output)
+    );
+    std::fs::remove_file(&new).unwrap();
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    let refusal = store.refusal();
+    assert!(
+        refusal.contains("is missing from the list `devices`"),
+        "{refusal}"
+    );
+    store.devices.push(new);
+    store.write_config(&store.socket(), "auto");
+
+    let home = store.devices[0].clone();
+    let output = device(&store, "drain", &home, &[]);
+    assert!(
+        words(&output).contains("holds the store's catalog"),
+        "{}",
+        words(&output)
+    );
+    let gone = store.devices[1].clone();
+    let output = device(&store, "drain", &gone, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    // Still listed, it is warned of and left alone.
+    let list = program()
+        .args(["device", "list", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    let told = words(&list);
+    assert!(
+        told.contains("was drained") && list.status.success(),
+        "{told}"
+    );
+    store.devices.remove(1);
+    store.write_config(&store.socket(), "auto");
+    std::fs::remove_file(gone).unwrap();
+    let verify = program()
+        .args(["verify", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(words(&verify).contains("30 tiles"), "{}", words(&verify));
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    session.resume(&mut control, working);
+    expect_tiles(&mut session, TILES, 7);
+}
