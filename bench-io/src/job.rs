@@ -64,8 +64,6 @@ pub(crate) enum TargetKind {
     Device,
     /// The same through offloadd and shared memory, with checksums
     Daemon,
-    /// Through offloadd into a GPU's memory, and out of it
-    Gpu,
 }
 
 /// A job as it is asked for, unchecked. Field names are fio's.
@@ -155,8 +153,6 @@ pub(crate) struct Job {
     pub(crate) size: Option<u64>,
     pub(crate) direct: bool,
     pub(crate) place: Place,
-    /// Bytes end and begin in a GPU's memory, not in host memory.
-    pub(crate) gpu: bool,
 }
 
 /// Where the bytes are.
@@ -265,10 +261,7 @@ impl JobWords {
         };
         let place = match target {
             TargetKind::Device => {
-                ensure!(
-                    self.socket.is_none(),
-                    "socket: only with target = daemon or gpu"
-                );
+                ensure!(self.socket.is_none(), "socket: only with target = daemon");
                 if self.filename.is_empty() {
                     Place::NewFiles(folders)
                 } else {
@@ -285,7 +278,7 @@ impl JobWords {
                     Place::Files(self.filename)
                 }
             }
-            TargetKind::Daemon | TargetKind::Gpu => {
+            TargetKind::Daemon => {
                 if let Some(file) = self.filename.first() {
                     bail!(
                         "filename = {}: a daemon has its own files; name folders with directory, or a socket",
@@ -342,7 +335,6 @@ impl JobWords {
             size,
             direct,
             place,
-            gpu: target == TargetKind::Gpu,
         })
     }
 }
@@ -392,7 +384,6 @@ mod tests {
             ("direct = 0", "direct = 0"),
             ("target = \"daemon\"\nfilename = \"/x\"", "filename"),
             ("target = \"device\"\nsocket = \"/x\"", "socket"),
-            ("target = \"gpu\"\nfilename = \"/x\"", "filename"),
             ("rw = \"write\"\nfilename = \"/x\"", "--overwrite"),
             (
                 "filename = \"/x\"\ndirectory = \"/y\"",

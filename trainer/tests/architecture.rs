@@ -16,7 +16,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("swapper", &["offload-client"]),
     ("kernels", &[]),
     ("trainer", &["swapper", "kernels"]),
-    ("bench-io", &["offload-client", "offloadd", "kernels"]),
+    ("bench-io", &["offload-client", "offloadd"]),
 ];
 
 /// Folders and files in which `unsafe` may stand.

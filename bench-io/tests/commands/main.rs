@@ -1,7 +1,6 @@
 //! The commands of bench-io as a person calls them.
 
 mod canonical;
-mod gpu;
 mod lab;
 mod paced;
 mod run;
