@@ -4,7 +4,7 @@
 //! (it outlives its process while its last writes end, up to 0.1 s) is waited for, a living one's is named. Everything
 //! that makes a device unusable is found here, with its path and what to do.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -131,21 +131,8 @@ impl Device {
     /// # Errors
     /// [`DeviceError`]; the lock is given back then.
     pub fn open(path: &Path) -> Result<Self, DeviceError> {
-        let failed = |action| {
-            move |source: io::Error| DeviceError::System {
-                path: path.to_owned(),
-                action,
-                source,
-            }
-        };
-        let kind = std::fs::metadata(path)
-            .map_err(|e| on_open(path, e))?
-            .file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            return Err(DeviceError::WrongType {
-                path: path.to_owned(),
-            });
-        }
+        let failed = |action| failed(path, action);
+        let kind = kind_of(path)?;
         let mut flags = OFlags::DIRECT | OFlags::CLOEXEC;
         if kind.is_block_device() && !removed(Mechanism::Lock) {
             // Keeps mounts and RAID away as well.
@@ -198,27 +185,13 @@ impl Device {
     /// # Errors
     /// [`DeviceError`].
     pub fn look(path: &Path) -> Result<Self, DeviceError> {
-        let failed = |action| {
-            move |source: io::Error| DeviceError::System {
-                path: path.to_owned(),
-                action,
-                source,
-            }
-        };
-        let kind = std::fs::metadata(path)
-            .map_err(|e| on_open(path, e))?
-            .file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            return Err(DeviceError::WrongType {
-                path: path.to_owned(),
-            });
-        }
+        kind_of(path)?;
         let file = OpenOptions::new()
             .read(true)
             .custom_flags((OFlags::DIRECT | OFlags::CLOEXEC).bits() as i32)
             .open(path)
             .map_err(|e| on_open(path, e))?;
-        let bytes = block_device_bytes(&file).map_err(failed("asking for its size"))?;
+        let bytes = block_device_bytes(&file).map_err(failed(path, "asking for its size"))?;
         Ok(Self {
             path: path.display().to_string(),
             file: Arc::new(file),
@@ -245,13 +218,7 @@ impl Device {
         force: bool,
         watch: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, DeviceError> {
-        let failed = |action| {
-            move |source: io::Error| DeviceError::System {
-                path: path.to_owned(),
-                action,
-                source,
-            }
-        };
+        let failed = |action| failed(path, action);
         let found = match std::fs::metadata(path) {
             Ok(metadata) => Some(metadata.file_type()),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
@@ -318,13 +285,7 @@ impl Device {
         file_bytes: u64,
         watch: &mut dyn FnMut(u64, u64),
     ) -> Result<(), DeviceError> {
-        let failed = |action| {
-            move |source: io::Error| DeviceError::System {
-                path: path.to_owned(),
-                action,
-                source,
-            }
-        };
+        let failed = |action| failed(path, action);
         let file_bytes = file_bytes / u64::from(BLOCK_BYTES) * u64::from(BLOCK_BYTES);
         let have_bytes = self.file.metadata().map_err(failed("stat"))?.blocks() * 512;
         let statistics =
@@ -379,6 +340,29 @@ fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
+/// Whether it is a file or a block device, as a device must be.
+fn kind_of(path: &Path) -> Result<FileType, DeviceError> {
+    let kind = std::fs::metadata(path)
+        .map_err(|e| on_open(path, e))?
+        .file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Err(DeviceError::WrongType {
+            path: path.to_owned(),
+        });
+    }
+    Ok(kind)
+}
+
+/// Makes an error of `action` on `path` of what the system says.
+fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
+    let path = path.to_owned();
+    move |source| DeviceError::System {
+        path,
+        action,
+        source,
+    }
+}
+
 /// What an errno of `open` or `stat` means here.
 fn on_open(path: &Path, error: io::Error) -> DeviceError {
     let path = path.to_owned();
@@ -425,11 +409,7 @@ fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
             }
             Err(Errno::INTR) => {}
             Err(errno) => {
-                return Err(DeviceError::System {
-                    path: path.to_owned(),
-                    action: "locking it",
-                    source: errno.into(),
-                });
+                return Err(failed(path, "locking it")(errno.into()));
             }
         }
     }

@@ -5,9 +5,8 @@
 //!   flushes ───────▶ a ring as usual   ── wake() as usual: a drive is not asked for these
 //! ```
 //!
-//! It takes a whole processor as long as anything is in flight, and saves the interrupt and its way to the thread, some 5 us
-//! an operation. That pays for small tiles on the fastest drives and for nothing else, so it is chosen by the settings alone,
-//! and by nobody who does not ask. Drives need queues for it (`nvme.poll_queues=N` on the kernel's command line).
+//! It takes a whole processor as long as anything is in flight, and saves the interrupt and its way to the thread: little
+//! beside what a tile of megabytes takes, so it is chosen by the settings alone, and by nobody who does not ask. Drives need queues for it (`nvme.poll_queues=N` on the kernel's command line).
 
 use std::fs::File;
 use std::os::fd::BorrowedFd;
