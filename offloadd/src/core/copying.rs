@@ -127,17 +127,13 @@ impl Core {
     ) {
         let copies = places.iter().enumerate().filter(|(_, p)| p.copy.is_some());
         let waiting = copies.map(|(index, _)| index).collect();
-        let stored = self.jobs[&key].stored.as_ref().expect("it has tiles");
-        let unknown = |(_, slot): &(usize, &SlotContent)| matches!(slot, SlotContent::Unknown);
-        let cleared = stored.slots.iter().enumerate().filter(unknown);
-        let cleared = cleared.map(|(slot, _)| slot).collect();
         self.mover.batch = Some(Batch {
             key,
             places,
             waiting,
             inflight_count: 0,
             failed: None,
-            cleared,
+            cleared: Vec::new(),
         });
         self.copy_on(actions);
     }
@@ -307,6 +303,12 @@ impl Core {
             .get_mut(&key)
             .expect("dropped only when no tile moves");
         let stored = job.stored.as_ref().expect("it has tiles");
+        // What is cut off now: a rank that came since the batch began clears it itself, and commits there.
+        if job.members.is_empty() && job.script.is_none() {
+            let unknown = |(_, slot): &(usize, &SlotContent)| matches!(slot, SlotContent::Unknown);
+            let found = stored.slots.iter().enumerate().filter(unknown);
+            cleared.extend(found.map(|(slot, _)| slot));
+        }
         let mut writes = Vec::new();
         for &slot in cleared.iter() {
             let area = &stored.entry.area;

@@ -221,6 +221,8 @@ impl Core {
                 let superblock = &mut self.devices[device.0 as usize].superblock;
                 let number = superblock.number;
                 superblock.drained = true;
+                // Of version 1, which it is written without.
+                superblock.device_count = 0;
                 let blocks = superblock.encode();
                 catalog.devices.retain(|entry| entry.number != number);
                 let mut steps = catalog_steps(self.home, catalog);

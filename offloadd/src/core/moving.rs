@@ -52,6 +52,8 @@ pub(super) struct Stuck {
 #[derive(Debug)]
 struct JobPlan {
     key: JobKey,
+    /// Of the job it was made for: another may come to have its name.
+    job_id: u64,
     tiles: VecDeque<(u32, DeviceIndex)>,
     /// The working generation when its free extents were exchanged last.
     spared: Option<Generation>,
@@ -130,8 +132,7 @@ impl Core {
             Some(Phase::Filling) => {
                 let plan = self.mover.plan.iter().flatten();
                 let of_job = |job: &JobPlan| -> u64 {
-                    let Some(stored) = self.jobs.get(&job.key).and_then(|j| j.stored.as_ref())
-                    else {
+                    let Some((_, stored)) = self.planned(job) else {
                         return 0;
                     };
                     let copies = stored.durability().extents_a_tile();
@@ -196,6 +197,7 @@ impl Core {
             let tiles = self.plan_job(stored, filling);
             (!tiles.is_empty()).then(|| JobPlan {
                 key: key.clone(),
+                job_id: stored.entry.job_id,
                 tiles,
                 spared: None,
             })
@@ -213,11 +215,17 @@ impl Core {
         targets.into()
     }
 
+    /// The job that `plan` was made for, if it is still there.
+    fn planned(&self, plan: &JobPlan) -> Option<(&Job, &Stored)> {
+        let job = self.jobs.get(&plan.key)?;
+        let stored = job.stored.as_ref()?;
+        (stored.entry.job_id == plan.job_id).then_some((job, stored))
+    }
+
     /// The next extents of a job that can move, each with its new place taken. Tiles that have moved leave the plan.
     fn next_places(&mut self, plan: &mut JobPlan, hurry: bool) -> Vec<Place> {
-        let Some((job, stored)) = (self.jobs.get(&plan.key))
-            .and_then(|job| Some((job, job.stored.as_ref()?)))
-            .filter(|(job, _)| !job.dropping && job.broken.is_none())
+        let Some((job, stored)) =
+            (self.planned(plan)).filter(|(job, _)| !job.dropping && job.broken.is_none())
         else {
             plan.tiles.clear();
             return Vec::new();

@@ -99,7 +99,7 @@ impl Core {
         request: Request,
         place: SlotPlace,
     ) -> Result<(TileIo, IoOp), FaultKind> {
-        self.leave_closed(id, index, request.verb);
+        self.leave_closed(id, index, request.verb, place.bytes);
         let session = self.sessions.get_mut(&id).expect("its submission is taken");
         let job = &self.jobs[&session.key];
         let tile = &mut session.scratch[index];
@@ -145,11 +145,17 @@ impl Core {
     }
 
     /// A tile that is to be written anyway leaves a device that is drained, if another has room.
-    fn leave_closed(&mut self, id: SessionId, index: usize, verb: Verb) {
+    fn leave_closed(&mut self, id: SessionId, index: usize, verb: Verb, slot_bytes: u64) {
         let session = self.sessions.get_mut(&id).expect("its submission is taken");
+        let refused = self.jobs[&session.key].unusable().is_some();
         let tile = &mut session.scratch[index];
         let idle = tile.activity == Activity::Idle && verb == Verb::SwapOut;
-        if !idle || !self.space.is_closed(tile.extent.device) {
+        // A write that is refused changes nothing.
+        if refused
+            || slot_bytes < u64::from(tile.bytes)
+            || !idle
+            || !self.space.is_closed(tile.extent.device)
+        {
             return;
         }
         if let Ok(places) = self.space.reserve_tiles(&[tile.bytes]) {

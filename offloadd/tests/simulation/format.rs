@@ -109,6 +109,18 @@ fn a_store_of_version_1_opens_and_is_gone_on_with_and_grows() {
     let (process, _) = world.open(&job("golden"), 0, 1).unwrap();
     world.resume(process, 3).unwrap();
     world.expect_tile(process, 0, TILE_SEED);
+    // One of its first devices leaves, written as version 2 has it.
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    for generation in 4..8 {
+        commit(&mut world, process, generation);
+        world.move_all();
+    }
+    assert_eq!(world.left, [1]);
+    let (mut disks, _) = world.crash(true);
+    let store = recover::read(&mut disks).unwrap();
+    assert_eq!((store.devices.len(), store.outsiders.len()), (2, 1));
+    assert!(store.outsiders[0].drained);
 }
 
 fn of_lines(lines: &str) -> SimDisks {

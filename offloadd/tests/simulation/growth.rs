@@ -428,3 +428,63 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     world.resume(process, 2).unwrap();
     expect_all(&mut world, process, 2, SLOTS);
 }
+
+#[test]
+fn a_job_that_takes_a_planned_ones_name_is_another_job() {
+    let mut world = World::start(formatted(), SimRandom::new(11));
+    for name in ["one", "two"] {
+        let process = world.begin(name, 30, Durability::Committed);
+        write_all(&mut world, process, 1, 30);
+        world.close(process).unwrap();
+    }
+    added(&mut world);
+    // Some tiles of the first move, the second waits in the plan.
+    world.event(Event::MoveOn { hurry: false });
+    let dropped = world.ask(Call::DropJob { job: job("two") });
+    assert!(matches!(dropped, Ok(Reply::DropJob { .. })), "{dropped:?}");
+    let process = world.begin("two", 2, Durability::Committed);
+    write_all(&mut world, process, 1, 2);
+    assert_eq!(world.core.device_states().len(), 3);
+    world.move_all();
+    expect_all(&mut world, process, 1, 2);
+    let (mut disks, _) = world.crash(true);
+    assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
+}
+
+/// Records that were cut off are cleared away before tiles move; what a rank that came meanwhile commits there is none of them.
+#[test]
+fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
+    let mut world = World::start(formatted(), SimRandom::new(12));
+    let process = world.begin("one", SLOTS, Durability::Committed);
+    write_all(&mut world, process, 1, SLOTS);
+    write_all(&mut world, process, 2, SLOTS);
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    let (mut disks, random) = world.crash(true);
+    let store = recover::read(&mut disks).unwrap();
+    let stored = &store.jobs[0];
+    // The newer record was cut off. A tile of the older one, on the device that is drained.
+    let damaged: Vec<u64> = stored.entry.area.records(0).into_iter().collect();
+    let record = &stored.slots[1].sound().unwrap().record;
+    let placed = (record.versions.iter().zip(&stored.table.extents))
+        .map(|(version, extents)| extents[usize::from(version.unwrap().which)]);
+    let copied = placed.into_iter().find(|extent| extent.device.0 == 1);
+    let copied = copied.expect("some lie there");
+    for offset in damaged {
+        disks.flip(0, offset + 64, 0);
+    }
+    let mut world = World::start(disks, random);
+    world.engine.held = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
+    world.event(Event::MoveOn { hurry: true });
+    world.run();
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 1).unwrap();
+    write_all(&mut world, process, 2, SLOTS);
+    world.engine.held = None;
+    world.run();
+    let (disks, random) = world.crash(true);
+    let mut world = World::start(disks, random);
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 2).unwrap();
+    expect_all(&mut world, process, 2, SLOTS);
+}
