@@ -220,6 +220,8 @@ struct Driver {
     /// When the next look may be.
     look_at: Instant,
     wear_inflight_count: usize,
+    /// Devices that left the store and are still open.
+    left: Vec<DeviceIndex>,
     /// The last time is over.
     wear_kept: bool,
     pacing: Pacing,
@@ -291,6 +293,7 @@ impl Driver {
             turn_waiters: Vec::new(),
             look_at: Instant::now(),
             wear_inflight_count: 0,
+            left: Vec::new(),
             wear_kept: false,
             pacing: Pacing::new(Instant::now()),
             events: VecDeque::from([Event::Quotas(quotas)]),
@@ -342,6 +345,7 @@ impl Driver {
                 self.accept();
             }
             self.decide();
+            self.close_left();
             self.hand_over()?;
             for session in self.sessions.values_mut() {
                 session.ring();

@@ -172,7 +172,16 @@ impl Driver {
             state.path
         );
         self.ledger.device_left(device);
-        self.close_device(device);
+        self.left.push(device);
+    }
+
+    /// Closes devices that left, once nothing on its way is for them: how worn they are is written until then.
+    pub(super) fn close_left(&mut self) {
+        if self.wear_inflight_count == 0 {
+            for device in std::mem::take(&mut self.left) {
+                self.close_device(device);
+            }
+        }
     }
 
     fn close_device(&mut self, device: DeviceIndex) {

@@ -83,8 +83,8 @@ impl Psync {
 
     /// One more device, behind the others, with its threads.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        self.devices.push(Some(file));
-        while self.threads.len() < (self.devices.len() * THREADS_A_DEVICE).min(THREADS_MAX) {
+        let devices = self.devices.len() + 1;
+        while self.threads.len() < (devices * THREADS_A_DEVICE).min(THREADS_MAX) {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new()
                 .name("psync".into())
@@ -92,6 +92,8 @@ impl Psync {
                 .map_err(failed("starting a thread"))?;
             self.threads.push(thread);
         }
+        // Refused, it has no place: the next one's would be another.
+        self.devices.push(Some(file));
         Ok(())
     }
 
