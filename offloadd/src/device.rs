@@ -19,6 +19,7 @@ use rustix::process::{Pid, test_kill_process};
 
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::IoOp;
+use crate::store::DATA_OFFSET;
 
 /// How long a predecessor that still lives may take to give its lock back.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -94,6 +95,14 @@ pub enum DeviceError {
     /// The file exists, and nobody said to overwrite it.
     #[error("device {path}: exists already; `--force` overwrites it and everything in it")]
     Exists {
+        /// As named.
+        path: PathBuf,
+    },
+    /// Something is at the beginning of a block device, and nobody said to overwrite it.
+    #[error(
+        "device {path}: something is at its beginning (a file system, partitions, a store); `--force` overwrites it and everything on it"
+    )]
+    NotBlank {
         /// As named.
         path: PathBuf,
     },
@@ -259,6 +268,24 @@ impl Device {
     /// As the settings name it.
     pub fn path(&self) -> &str {
         &self.path
+    }
+
+    /// Refuses a device that has anything where file systems, tables of partitions and stores begin.
+    ///
+    /// # Errors
+    /// [`DeviceError::NotBlank`], or it cannot be read.
+    pub fn check_blank(&self) -> Result<(), DeviceError> {
+        let path = Path::new(&self.path);
+        let bytes = DATA_OFFSET.min(self.bytes) / u64::from(BLOCK_BYTES) * u64::from(BLOCK_BYTES);
+        let mut start = AlignedBytes::zeroed(bytes as usize);
+        let read = self.file.read_exact_at(start.as_mut_slice(), 0);
+        read.map_err(failed(path, "reading its beginning"))?;
+        match start.as_slice().iter().all(|&byte| byte == 0) {
+            true => Ok(()),
+            false => Err(DeviceError::NotBlank {
+                path: path.to_owned(),
+            }),
+        }
     }
 
     /// Its size.

@@ -110,7 +110,8 @@ fn open(
     Ok(device)
 }
 
-/// Refuses what may be somebody's: of another store, of this one, or a file with anything at its beginning.
+/// Refuses what may be somebody's: of another store, of this one, or with anything at its beginning (a file system, a table
+/// of partitions).
 fn check_blank(blocks: &mut impl Blocks, path: &Path, id: StoreId) -> Result<(), NewcomerError> {
     let holds = || StoreError::HoldsStore {
         path: path.display().to_string(),
@@ -136,15 +137,16 @@ fn check_blank(blocks: &mut impl Blocks, path: &Path, id: StoreId) -> Result<(),
             Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) => return Err(holds().into()),
         }
     }
-    let file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
-    if blank && file && bytes > 0 {
+    if blank && bytes > 0 {
         let mut start = AlignedBytes::zeroed((DATA_OFFSET.min(bytes) / BLOCK * BLOCK) as usize);
         blocks.read(0, 0, &mut start).map_err(StoreError::from)?;
         if start.as_slice().iter().any(|&byte| byte != 0) {
-            return Err(DeviceError::Exists {
-                path: path.to_owned(),
-            }
-            .into());
+            let path = path.to_owned();
+            let is_file = std::fs::metadata(&path).is_ok_and(|found| found.is_file());
+            return Err(match is_file {
+                true => DeviceError::Exists { path }.into(),
+                false => DeviceError::NotBlank { path }.into(),
+            });
         }
     }
     Ok(())

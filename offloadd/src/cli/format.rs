@@ -73,6 +73,9 @@ fn make_store(
         })
         .collect::<Result<Vec<_>, _>>()?;
     store::format::check(&mut DeviceBlocks(&devices), force)?;
+    if !force {
+        devices.iter().try_for_each(Device::check_blank)?;
+    }
     let rates = measure_together(&devices, engine)?;
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())

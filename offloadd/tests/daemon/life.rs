@@ -448,6 +448,20 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     };
     store.devices = vec![device.0.clone().into()];
     store.write_config(&store.socket(), "auto");
+    // Where ext4 says that it is there.
+    let foreign = |byte: u8| {
+        let mut block = vec![0; 4096];
+        block[1080] = byte;
+        std::fs::write(&device.0, &block).unwrap();
+    };
+    foreign(0x53);
+    let refused = program().arg("format").arg(&device.0).output().unwrap();
+    assert!(
+        !refused.status.success() && words(&refused).contains("something is at its beginning"),
+        "{}",
+        words(&refused)
+    );
+    foreign(0);
     let output = program().arg("format").arg(&device.0).output().unwrap();
     assert!(output.status.success(), "{}", words(&output));
     assert!(
