@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
-use crate::core::{self, Call, Damage, OpenSession, Peer, Reply, Viewer};
+use crate::core::{self, Call, Damage, DeviceState, OpenSession, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
 use crate::newcomer::{self, Newcomer};
@@ -78,6 +78,7 @@ impl proto::offload_server::Offload for Service {
         request: Request<proto::DescribeRequest>,
     ) -> Result<Response<proto::DescribeReply>, Status> {
         let about = &self.about;
+        let viewer = viewer(peer_of(&request)?);
         call!(self, request, |_| Ok::<_, Fault>(Call::Describe), Reply::Describe(reply) =>
         proto::DescribeReply {
             protocol_version: PROTOCOL_VERSION,
@@ -85,7 +86,7 @@ impl proto::offload_server::Offload for Service {
             epoch: reply.epoch.0,
             engine: about.engine.into(),
             engine_reason: about.engine_reason.clone(),
-            devices: reply.devices.into_iter().map(proto::Device::from).collect(),
+            devices: devices(viewer, reply.devices),
             arena_free_bytes: reply.arena_free_bytes,
             memory_locked: about.lock.can_lock,
             memory_note: about.lock.note.clone(),
@@ -96,6 +97,7 @@ impl proto::offload_server::Offload for Service {
         &self,
         request: Request<proto::OpenSessionRequest>,
     ) -> Result<Response<proto::OpenSessionReply>, Status> {
+        let viewer = viewer(peer_of(&request)?);
         call!(self, request, open, Reply::Open(reply) => proto::OpenSessionReply {
             token: reply.token.0.to_vec(),
             epoch: reply.epoch.0,
@@ -104,7 +106,7 @@ impl proto::offload_server::Offload for Service {
             ring_entries: reply.ring_entries,
             iodepth: reply.iodepth,
             block_bytes: reply.block_bytes,
-            devices: reply.devices.into_iter().map(proto::Device::from).collect(),
+            devices: devices(viewer, reply.devices),
             job: reply.job.map(job),
         })
     }
@@ -273,7 +275,11 @@ impl proto::offload_server::Offload for Service {
         let viewer = viewer(peer_of(&request)?);
         let answer = self.driver.look(viewer)?;
         let snapshot = answer.await.map_err(|_| ended_unanswered())??;
-        Ok(Response::new(Arc::unwrap_or_clone(snapshot).into()))
+        let mut reply = proto::MetricsReply::from(Arc::unwrap_or_clone(snapshot));
+        for device in reply.devices.iter_mut().filter_map(|d| d.device.as_mut()) {
+            hide_names(viewer, device);
+        }
+        Ok(Response::new(reply))
     }
 
     async fn inspect(
@@ -283,9 +289,9 @@ impl proto::offload_server::Offload for Service {
         let viewer = viewer(peer_of(&request)?);
         let answer =
             (self.driver).ask(move |core| (core.device_states(), core.contents(viewer)))?;
-        let (devices, jobs) = answer.await.map_err(|_| ended_unanswered())?;
+        let (states, jobs) = answer.await.map_err(|_| ended_unanswered())?;
         Ok(Response::new(proto::InspectReply {
-            devices: devices.into_iter().map(proto::Device::from).collect(),
+            devices: devices(viewer, states),
             jobs: jobs.iter().map(proto::JobContent::from).collect(),
         }))
     }
@@ -385,6 +391,23 @@ fn may_administer(peer: Peer) -> Result<(), Fault> {
 fn ended_unanswered() -> Fault {
     let what = "offloadd stopped before it answered; what was committed is safe";
     Fault::new(FaultKind::Stopping, what)
+}
+
+/// Devices as `viewer` may see them.
+fn devices(viewer: Viewer, states: Vec<DeviceState>) -> Vec<proto::Device> {
+    let seen = |state| {
+        let mut device = proto::Device::from(state);
+        hide_names(viewer, &mut device);
+        device
+    };
+    states.into_iter().map(seen).collect()
+}
+
+/// Why tiles stay names jobs, which are nobody else's business.
+fn hide_names(viewer: Viewer, device: &mut proto::Device) {
+    if let (Viewer::Uid(_), Some(stuck)) = (viewer, &mut device.stuck) {
+        *stuck = "tiles of it do not move; whoever runs the daemon is told which".into();
+    }
 }
 
 /// What a caller may see.

@@ -19,6 +19,7 @@ use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::proto;
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
@@ -37,6 +38,10 @@ const PIECE_BYTES: usize = 1 << 20;
 
 /// Between two words to the caller.
 const TOLD_EVERY: Duration = Duration::from_millis(500);
+
+/// A caller who reads nothing for so long is not waiting for it.
+const HEARD_WITHIN: Duration = Duration::from_secs(30);
+const HEARD_POLL: Duration = Duration::from_millis(20);
 
 /// Damaged tiles that are named; all are counted.
 const NAMED_MAX: u64 = 10_000;
@@ -297,10 +302,18 @@ impl Scrub {
         self.send(proto::scrub_reply::What::Progress(self.done.clone()))
     }
 
-    /// Waits while the caller does not read; the daemon does not wait for us.
+    /// Waits for a caller who does not read, the daemon not for us; not for ever, as others want to scrub too.
     fn send(&self, what: proto::scrub_reply::What) -> Result<(), Ended> {
-        let reply = proto::ScrubReply { what: Some(what) };
-        (self.answers.blocking_send(Ok(reply))).map_err(|_| Ended::Unheard)
+        let mut reply = Ok(proto::ScrubReply { what: Some(what) });
+        let limit = Instant::now() + HEARD_WITHIN;
+        loop {
+            match self.answers.try_send(reply) {
+                Ok(()) => return Ok(()),
+                Err(TrySendError::Full(unsent)) if Instant::now() < limit => reply = unsent,
+                Err(_) => return Err(Ended::Unheard),
+            }
+            std::thread::sleep(HEARD_POLL);
+        }
     }
 
     fn ask<R: Send + 'static>(
