@@ -273,19 +273,21 @@ impl Device {
     /// Refuses a device that has anything where file systems, tables of partitions and stores begin.
     ///
     /// # Errors
-    /// [`DeviceError::NotBlank`], or it cannot be read.
+    /// [`DeviceError::Exists`] for a file, [`DeviceError::NotBlank`] for a block device; or it cannot be read.
     pub fn check_blank(&self) -> Result<(), DeviceError> {
         let path = Path::new(&self.path);
         let bytes = DATA_OFFSET.min(self.bytes) / u64::from(BLOCK_BYTES) * u64::from(BLOCK_BYTES);
         let mut start = AlignedBytes::zeroed(bytes as usize);
         let read = self.file.read_exact_at(start.as_mut_slice(), 0);
         read.map_err(failed(path, "reading its beginning"))?;
-        match start.as_slice().iter().all(|&byte| byte == 0) {
-            true => Ok(()),
-            false => Err(DeviceError::NotBlank {
-                path: path.to_owned(),
-            }),
+        if start.as_slice().iter().all(|&byte| byte == 0) {
+            return Ok(());
         }
+        let path = path.to_owned();
+        Err(match kind_of(&path)?.is_file() {
+            true => DeviceError::Exists { path },
+            false => DeviceError::NotBlank { path },
+        })
     }
 
     /// Its size.

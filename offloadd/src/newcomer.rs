@@ -6,7 +6,6 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::blocks::{AlignedBytes, Blocks};
 use crate::core::NewDevice;
 use crate::device::{Device, DeviceBlocks, DeviceError};
 use crate::engine::EngineChoice;
@@ -95,34 +94,32 @@ fn open(
         check_size(device.path(), device.bytes())?;
         return Ok(device);
     }
-    let device = Device::open(path)?;
-    let mut blocks = [device];
+    let mut device = Device::open(path)?;
     if !force {
-        check_blank(&mut DeviceBlocks(&blocks), path, id)?;
+        check_blank(&device, id)?;
     }
-    if file_bytes.is_some_and(|bytes| bytes != blocks[0].bytes()) {
-        // It was cut off while it was made, or is to have another size. A block device is what it is.
-        drop(blocks);
-        blocks = [Device::create(path, file_bytes, true)?];
+    if file_bytes.is_some_and(|bytes| bytes != device.bytes()) {
+        // It was cut off while it was made, or is to have another size. A block device is what it is. Its lock is given back.
+        drop(device);
+        device = Device::create(path, file_bytes, true)?;
     }
-    let [device] = blocks;
     check_size(device.path(), device.bytes())?;
     Ok(device)
 }
 
 /// Refuses what may be somebody's: of another store, of this one, or with anything at its beginning (a file system, a table
 /// of partitions).
-fn check_blank(blocks: &mut impl Blocks, path: &Path, id: StoreId) -> Result<(), NewcomerError> {
+fn check_blank(device: &Device, id: StoreId) -> Result<(), NewcomerError> {
     let holds = || StoreError::HoldsStore {
-        path: path.display().to_string(),
+        path: device.path().to_owned(),
     };
-    let bytes = blocks.size_bytes(0);
+    let mut blocks = DeviceBlocks(std::slice::from_ref(device));
     let mut blank = true;
     for offset in SUPERBLOCK_OFFSETS {
-        if offset + BLOCK > bytes {
+        if offset + BLOCK > device.bytes() {
             continue;
         }
-        match sealed::read(blocks, 0, offset, BLOCK, superblock::MAGIC) {
+        match sealed::read(&mut blocks, 0, offset, BLOCK, superblock::MAGIC) {
             Ok(block) => {
                 let found = Superblock::decode(&block).map_err(|_| holds())?;
                 // Whoever opened the store has all its devices open: this one is none of them.
@@ -137,17 +134,8 @@ fn check_blank(blocks: &mut impl Blocks, path: &Path, id: StoreId) -> Result<(),
             Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) => return Err(holds().into()),
         }
     }
-    if blank && bytes > 0 {
-        let mut start = AlignedBytes::zeroed((DATA_OFFSET.min(bytes) / BLOCK * BLOCK) as usize);
-        blocks.read(0, 0, &mut start).map_err(StoreError::from)?;
-        if start.as_slice().iter().any(|&byte| byte != 0) {
-            let path = path.to_owned();
-            let is_file = std::fs::metadata(&path).is_ok_and(|found| found.is_file());
-            return Err(match is_file {
-                true => DeviceError::Exists { path }.into(),
-                false => DeviceError::NotBlank { path }.into(),
-            });
-        }
+    if blank {
+        device.check_blank()?;
     }
     Ok(())
 }
