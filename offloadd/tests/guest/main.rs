@@ -9,6 +9,7 @@
 //! Needs qemu-system-x86_64, a static busybox and a kernel with nvme built in (`.ci/test-tools.sh` fetches them; the kernel
 //! is `target/guest/vmlinuz` or `OFFLOADD_GUEST_KERNEL`). Where one is missing the tests say so and are skipped.
 
+// The daemon's tests need all of it, these a part.
 #[allow(dead_code)]
 #[path = "../daemon/common.rs"]
 mod common;
