@@ -5,7 +5,7 @@
 //! extents on the new device, so that what they write moves by itself; what they have not written when two generations
 //! are over, or when there is a hurry, is copied, and so is everything of jobs that nobody runs.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
@@ -45,7 +45,7 @@ pub(super) struct Mover {
 #[derive(Debug, Default)]
 pub(super) struct Stuck {
     /// By job id, tile and which.
-    places: BTreeMap<(u64, u32, u8), ()>,
+    places: BTreeSet<(u64, u32, u8)>,
     first: Option<String>,
 }
 
@@ -74,7 +74,7 @@ pub enum Moves {
 
 impl Stuck {
     pub(super) fn add(&mut self, job_id: u64, tile: u32, which: u8, fault: Fault) {
-        self.places.insert((job_id, tile, which), ());
+        self.places.insert((job_id, tile, which));
         self.first.get_or_insert(fault.message);
     }
 }
@@ -253,7 +253,7 @@ impl Core {
             let mut stays = false;
             for which in 0..copies as u8 {
                 let from = extents[usize::from(which)];
-                if from.device == target || stuck.contains_key(&(job_id, tile, which)) {
+                if from.device == target || stuck.contains(&(job_id, tile, which)) {
                     continue;
                 }
                 // It left, and found room elsewhere only.
