@@ -49,23 +49,13 @@ impl Awake {
     pub fn watch<E>(
         &mut self,
         limit: Duration,
-        mut came: impl FnMut() -> Result<bool, E>,
+        came: impl FnMut() -> Result<bool, E>,
     ) -> Result<bool, E> {
         if !self.possible || !self.habit.pays() {
             return Ok(false);
         }
-        let limit = limit.min(AWAKE_MAX);
         let (begin, used) = (Instant::now(), processor_time());
-        let hit = loop {
-            if came()? {
-                break true;
-            }
-            if begin.elapsed() >= limit {
-                break false;
-            }
-            // The kernel may have put whoever is waited for behind us, on the same processor.
-            std::thread::yield_now();
-        };
+        let hit = look(limit, || begin.elapsed(), came)?;
         let used = processor_time().saturating_sub(used);
         let taken = begin.elapsed().saturating_sub(used) > TAKEN_MAX;
         self.habit.ended(hit && !taken);
@@ -76,6 +66,25 @@ impl Awake {
 impl Default for Awake {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// At least once, until `limit` or [`AWAKE_MAX`] since the begin.
+fn look<E>(
+    limit: Duration,
+    since_begin: impl Fn() -> Duration,
+    mut came: impl FnMut() -> Result<bool, E>,
+) -> Result<bool, E> {
+    let limit = limit.min(AWAKE_MAX);
+    loop {
+        if came()? {
+            return Ok(true);
+        }
+        if since_begin() >= limit {
+            return Ok(false);
+        }
+        // The kernel may have put whoever is waited for behind us, on the same processor.
+        std::thread::yield_now();
     }
 }
 
@@ -118,6 +127,8 @@ impl Habit {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     /// Looks within 10,000 waits of which each `hit(nth look)` is what came of it.
@@ -163,25 +174,44 @@ mod tests {
         assert_eq!(habit.resting, 1);
     }
 
+    /// What came of looks for `limit` of which the nth sees it and each takes 10 us, and how many there were.
+    fn looked(limit: Duration, nth: u64) -> (Result<bool, ()>, u64) {
+        let looks = Cell::new(0);
+        let came = look(
+            limit,
+            || Duration::from_micros(10) * looks.get() as u32,
+            || {
+                looks.set(looks.get() + 1);
+                Ok(looks.get() == nth)
+            },
+        );
+        (came, looks.get())
+    }
+
     #[test]
-    fn a_watch_is_bounded_and_says_what_came() {
+    fn looks_go_on_until_it_came_or_the_limit() {
+        let long = Duration::from_secs(3600);
+        assert_eq!(looked(long, 3), (Ok(true), 3));
+        assert_eq!(looked(long, 25), (Ok(true), 25));
+        assert_eq!(looked(long, 26), (Ok(false), 25));
+        assert_eq!(looked(Duration::from_micros(50), 26), (Ok(false), 5));
+        assert_eq!(looked(Duration::ZERO, 1), (Ok(true), 1));
+        assert_eq!(look(long, || Duration::ZERO, || Err(())), Err(()));
+    }
+
+    #[test]
+    fn a_watch_follows_its_habit() {
         let mut awake = Awake {
             possible: true,
             habit: Habit::default(),
         };
-        let begin = Instant::now();
         let long = Duration::from_secs(3600);
         assert_eq!(awake.watch(long, || Ok::<_, ()>(false)), Ok(false));
-        assert!(begin.elapsed() < Duration::from_secs(60));
         assert_eq!(awake.habit.level, 1);
         // The next one rests.
         assert_eq!(awake.watch(long, || Err(())), Ok(false));
-        let mut looks = 0;
-        let third = awake.watch(long, || {
-            looks += 1;
-            Ok::<_, ()>(looks == 3)
-        });
-        assert_eq!((third, looks), (Ok(true), 3));
+        assert_eq!(awake.watch(long, || Ok::<_, ()>(true)), Ok(true));
+        assert_eq!(awake.watch(long, || Err(())), Err(()));
         awake.possible = false;
         assert_eq!(awake.watch(long, || Err(())), Ok(false));
     }
