@@ -380,7 +380,7 @@ mod tests {
         let mut fake = Fake::default();
         let timing = Timing {
             ramp: Duration::ZERO,
-            runtime: Duration::from_millis(20),
+            runtime: Duration::from_millis(200),
         };
         let moved = [AtomicU64::new(0), AtomicU64::new(0)];
         let mut streams = [Stream::new(&narrow)];

@@ -14,7 +14,7 @@ use offload_client::{
 const TILE_BYTES: u32 = 8192;
 /// Longer than any of these tests may take: a wait that ends only by it has failed.
 const LONG: Duration = Duration::from_secs(30);
-const SOON: Duration = Duration::from_secs(2);
+const SOON: Duration = Duration::from_secs(15);
 
 fn settings(daemon: &FakeDaemon) -> SessionSettings {
     SessionSettings {

@@ -197,7 +197,7 @@ fn a_killed_rank_ends_the_streams_of_the_others_and_is_named() {
         );
         drop((gpus, comm));
         assert!(
-            began.elapsed() < Duration::from_secs(6),
+            began.elapsed() < Duration::from_secs(15),
             "{:?}",
             began.elapsed()
         );

@@ -35,7 +35,7 @@ fn connecting_fails(
         let error = connect(patience).map(|_| ()).unwrap_err();
         assert!(holds(&error), "{error:?}");
         assert!(
-            began.elapsed() < Duration::from_secs(6),
+            began.elapsed() < Duration::from_secs(15),
             "{:?}",
             began.elapsed()
         );
@@ -149,7 +149,7 @@ fn an_address_that_cannot_be_used_is_named() {
         let error = Comm::connect(world(rank), at, IMPATIENT)
             .map(|_| ())
             .unwrap_err();
-        assert!(began.elapsed() < Duration::from_secs(6));
+        assert!(began.elapsed() < Duration::from_secs(15));
         error.to_string()
     };
     // Of a network for documentation: no machine has it.

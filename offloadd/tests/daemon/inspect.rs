@@ -272,7 +272,7 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
     eventually("another runs", SOON, scrubs);
     gone.kill().unwrap();
     gone.wait().unwrap();
-    eventually("nobody listens to it", Duration::from_secs(1), || !scrubs());
+    eventually("nobody listens to it", SOON, || !scrubs());
     let said = other();
     assert!(said.contains("sound"), "{said}");
 }

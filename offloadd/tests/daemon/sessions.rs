@@ -64,7 +64,7 @@ fn a_dead_process_gives_its_memory_and_its_rank_back() {
     assert_eq!(fault.kind, FaultKind::Busy);
     // As the kernel does for a dead process.
     drop(session);
-    eventually("its memory is free", Duration::from_secs(1), || {
+    eventually("its memory is free", SOON, || {
         control.arena_free_bytes() == free_bytes
     });
     control.session("tiny");
@@ -281,7 +281,7 @@ fn a_session_nobody_comes_for_is_given_up() {
     let free_bytes = control.arena_free_bytes();
     let reply = control.open_session(open("tiny")).unwrap();
     assert!(control.arena_free_bytes() < free_bytes);
-    eventually("its memory is free", Duration::from_secs(12), || {
+    eventually("its memory is free", 10 * SOON, || {
         std::thread::sleep(Duration::from_millis(100));
         control.arena_free_bytes() == free_bytes
     });
@@ -483,7 +483,7 @@ fn a_dead_process_is_dead_even_when_its_child_holds_the_life_line() {
     assert!(control.arena_free_bytes() < free_bytes);
     process.kill().unwrap();
     process.wait().unwrap();
-    eventually("its memory is free", Duration::from_secs(1), || {
+    eventually("its memory is free", SOON, || {
         control.arena_free_bytes() == free_bytes
     });
     let child = rustix::process::Pid::from_raw(child).unwrap();

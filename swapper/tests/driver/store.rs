@@ -14,6 +14,8 @@ use swapper::{
 use crate::toy;
 
 const DEVICE_BYTES: u64 = 16 << 20;
+/// What does not hang; a stall unasked for is waited out for two minutes.
+const SOON: Duration = Duration::from_secs(30);
 
 fn devices(folder: &Path) -> Vec<PathBuf> {
     vec![folder.join("a.tiles"), folder.join("b.tiles")]
@@ -234,7 +236,7 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
             }
         };
         let waited = killer.join().unwrap().elapsed();
-        assert!(waited < Duration::from_secs(5), "{waited:?} for {failed}");
+        assert!(waited < SOON, "{waited:?} for {failed}");
         assert!(matches!(failed, SwapperError::Client { .. }), "{failed}");
         drop(swapper);
         drop(daemon);
@@ -395,7 +397,7 @@ fn a_commit_that_waits_for_another_rank_can_be_cancelled() {
         });
         toy::train_step(&mut swapper, 1).unwrap();
         let error = swapper.drain().unwrap_err();
-        assert!(since.elapsed() < Duration::from_secs(10));
+        assert!(since.elapsed() < SOON);
         assert_eq!(error.to_string(), "rank 1 does not answer");
         assert!(matches!(swapper.drain(), Err(SwapperError::Stopped)));
         drop(other);
@@ -421,7 +423,7 @@ fn a_daemon_that_hangs_is_an_error_and_no_hang() {
     let waited = since.elapsed();
     signal("-CONT");
     assert!(matches!(error, SwapperError::Stalled { .. }), "{error}");
-    assert!(waited < Duration::from_secs(3), "{waited:?}");
+    assert!(waited < SOON, "{waited:?}");
 }
 
 #[test]
@@ -527,7 +529,7 @@ fn reopen(settings: &SwapperSettings) -> (Swapper<u64>, swapper::Opened, u64) {
     loop {
         match toy::open(settings) {
             Ok(opened) => return opened,
-            Err(error) if since.elapsed() > Duration::from_secs(2) => panic!("{error}"),
+            Err(error) if since.elapsed() > SOON => panic!("{error}"),
             Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }
