@@ -1,8 +1,8 @@
-//! Lets the trainer and its tests find libtorch at run time, where kernels' build script found it.
+//! Lets the trainer and its tests find libtorch at run time, where the build script of kernels-torch found it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    let runpath = std::env::var("DEP_OFFLOAD_KERNELS_RUNPATH")
-        .expect("kernels is built with its feature torch");
+    let runpath =
+        std::env::var("DEP_OFFLOAD_TORCH_RUNPATH").expect("kernels-torch names libtorch's folder");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }

@@ -10,7 +10,7 @@ const _: () = assert!(cfg!(target_endian = "little"), "tiles are little endian")
 ///
 /// # Safety
 /// The type has no padding, no invalid bit pattern, no pointer and no interior mutability.
-pub(crate) unsafe trait Plain: Copy + Send + Sync {}
+pub unsafe trait Plain: Copy + Send + Sync {}
 
 // SAFETY: integers and floats have only valid bit patterns and no padding.
 unsafe impl Plain for u16 {}
@@ -22,7 +22,7 @@ unsafe impl Plain for f32 {}
 /// `bytes` as numbers.
 ///
 /// Panics if the length is no multiple of the number's size or the start is not aligned to it.
-pub(crate) fn view<T: Plain>(bytes: &[u8]) -> &[T] {
+pub fn view<T: Plain>(bytes: &[u8]) -> &[T] {
     let count = checked_count::<T>(bytes);
     // SAFETY: checked_count saw the alignment and that count numbers fill the slice; Plain says every bit pattern is a T;
     // the lifetime and the shared borrow are those of `bytes`.
@@ -30,7 +30,7 @@ pub(crate) fn view<T: Plain>(bytes: &[u8]) -> &[T] {
 }
 
 /// As [`view`], to write through.
-pub(crate) fn view_mut<T: Plain>(bytes: &mut [u8]) -> &mut [T] {
+pub fn view_mut<T: Plain>(bytes: &mut [u8]) -> &mut [T] {
     let count = checked_count::<T>(bytes);
     // SAFETY: as in view; the borrow is exclusive as that of `bytes` is, and every T leaves valid bytes behind.
     unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast::<T>(), count) }

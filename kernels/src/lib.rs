@@ -1,5 +1,5 @@
-//! Arithmetic on memory: everything here takes bytes and gives bytes, and knows nothing of files or steps of a run.
-//! `collective` does it together with other processes.
+//! Arithmetic on memory: everything here takes bytes and gives bytes, and knows nothing of files or steps of a run, nor of torch
+//! (`kernels/torch` does).
 //!
 //! ```text
 //!   grad tile ──▶ reduce::sum_squares ──▶ (norm, clip) ──┐
@@ -12,19 +12,15 @@
 //! Promise: a result is a function of its arguments alone. The instruction set, the number of threads and where a range is cut
 //! change no bit of it. The plain definitions in `adamw/scalar.rs` and `reduce/scalar.rs` say what the bits are.
 //!
-//! `unsafe` is denied but in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs`, `torch`, `gpu` and `collective`.
+//! `unsafe` is denied but in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs` and `gpu`.
 #![deny(unsafe_code)]
 
 pub mod adamw;
-mod cast;
-pub mod collective;
+pub mod cast;
 #[allow(unsafe_code)]
 pub mod gpu;
 mod instruction_set;
 pub mod number;
 pub mod reduce;
-#[cfg(feature = "torch")]
-#[allow(unsafe_code)]
-pub mod torch;
 
 pub use instruction_set::InstructionSet;

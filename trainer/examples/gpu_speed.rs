@@ -6,7 +6,7 @@
 use std::process::{Command, ExitCode};
 
 use kernels::gpu::{DeviceBuffer, Gpu};
-use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
+use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
 use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, Work,
     device_working_bytes, kept_bytes_a_token, set_up,

@@ -1,7 +1,7 @@
 //! The GPU a process computes on: found at run time, or the reason why the processor computes.
 
 use kernels::gpu::{Gpu, GpuError};
-use kernels::torch::TorchError;
+use kernels_torch::TorchError;
 
 use crate::config::DeviceChoice;
 
@@ -43,7 +43,7 @@ pub(crate) fn open(
         Err(error) => return Err(error.into()),
     };
     let name = || gpu.info().name.clone();
-    kernels::torch::load_gpu_half().map_err(|error| AcceleratorError::Torch {
+    kernels_torch::load_gpu_half().map_err(|error| AcceleratorError::Torch {
         name: name(),
         error,
     })?;

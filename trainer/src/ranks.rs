@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use kernels::collective::{CollectiveError, Comm, Patience, Rendezvous, World};
+use kernels_torch::collective::{CollectiveError, Comm, Patience, Rendezvous, World};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

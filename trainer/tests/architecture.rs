@@ -15,7 +15,8 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("offload-client", &["offload-api"]),
     ("swapper", &["offload-client"]),
     ("kernels", &[]),
-    ("trainer", &["swapper", "kernels"]),
+    ("kernels-torch", &["kernels"]),
+    ("trainer", &["swapper", "kernels", "kernels-torch"]),
     ("bench-io", &["offload-client", "offloadd"]),
 ];
 
@@ -29,6 +30,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "offloadd/src/engine/psync.rs",
     "client/src/mapping.rs",
     "kernels/src/",
+    "kernels/torch/src/",
 ];
 
 fn root() -> PathBuf {

@@ -6,7 +6,7 @@
 use std::process::Command;
 
 use kernels::gpu::Gpu;
-use kernels::torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
+use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Keep, Tokens, UnitWeights, set_up,
 };

@@ -223,7 +223,7 @@ impl DeviceBuffer {
 
 impl DeviceAt<'_> {
     /// The device's address of this place. Panics unless `bytes` bytes from it on are within the buffer.
-    pub(crate) fn address(self, bytes: usize) -> u64 {
+    pub fn address(self, bytes: usize) -> u64 {
         let end = self.offset_bytes.checked_add(bytes);
         assert!(
             end.is_some_and(|end| end <= self.buffer.bytes()),

@@ -138,8 +138,11 @@ impl Gpu {
         &self.0.runtime.driver
     }
 
-    /// Makes this device the calling thread's; every call to the driver comes after one of these.
-    pub(crate) fn make_current(&self) -> Result<(), GpuError> {
+    /// Makes this device the calling thread's; every call to the driver, also by a library on top of it, comes after one of these.
+    ///
+    /// # Errors
+    /// The call failed.
+    pub fn make_current(&self) -> Result<(), GpuError> {
         self.0
             .runtime
             .make_current(self.0.info.index, self.0.context)

@@ -11,7 +11,7 @@ use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 ///
 /// # Errors
 /// Each place that was tried, with the loader's answer.
-pub(crate) fn open_first(
+pub fn open_first(
     names: &[&str],
     folders: &[PathBuf],
 ) -> Result<(&'static Library, String), Vec<String>> {
@@ -46,7 +46,7 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, String> {
 }
 
 /// Folders of the libraries that are loaded and whose file name starts with `prefix`.
-pub(crate) fn folders_of_loaded(prefix: &str) -> Vec<PathBuf> {
+pub fn folders_of_loaded(prefix: &str) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     folders_in_maps(&maps, prefix)
 }
@@ -70,7 +70,7 @@ pub(super) fn folders_beside_torch() -> Vec<PathBuf> {
 }
 
 /// Where a vendor's toolkit lies: as its environment variables say, else where its installer puts it.
-pub(crate) fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
+pub fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
     let (variables, usual, lib): (&[&str], &str, &str) = match vendor {
         Vendor::Cuda => (&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", "lib64"),
         Vendor::Hip => (&["ROCM_PATH", "HIP_PATH"], "/opt/rocm", "lib"),

@@ -20,10 +20,8 @@ mod buffer;
 mod compiler;
 mod device;
 mod error;
-#[cfg(feature = "torch")]
-pub mod fused;
 mod kernels;
-pub(crate) mod library;
+pub mod library;
 mod module;
 mod runtime;
 mod shelf;

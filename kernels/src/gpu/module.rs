@@ -127,7 +127,7 @@ impl Function {
     /// # Safety
     /// `args` are as many and of such types as the kernel declares; every address among them is of device memory that is long enough
     /// for what the kernel does with it and stays allocated until it has run.
-    pub(crate) unsafe fn launch(
+    pub unsafe fn launch(
         &self,
         grid: [u32; 3],
         block: [u32; 3],

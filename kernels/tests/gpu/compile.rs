@@ -8,7 +8,7 @@ use std::process::Command;
 
 use kernels::gpu::{CompileOptions, Compiler, GpuError, PRELUDE, SOURCES, Vendor};
 
-use crate::device::scratch;
+use crate::on_stand_in::scratch;
 
 /// The compiler, or a line that says what is missing.
 fn compiler(vendor: Vendor) -> Option<Compiler> {

@@ -5,7 +5,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kernels::adamw::{Hyper, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, Stream};
-use tempfile::TempDir;
 
 use crate::shared::OwnedTile;
 
@@ -101,13 +100,6 @@ fn get(gpu: &Gpu, stream: &Stream, from: &DeviceBuffer, to: &mut [u8]) {
     let untouched = before.iter().chain(after).all(|byte| *byte == AROUND);
     assert!(untouched, "something was written outside the tile");
     to.copy_from_slice(inner);
-}
-
-/// A folder for a test's files: cargo's, or the system's where this program was carried to another machine.
-pub(crate) fn scratch() -> TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))
-        .or_else(|_| tempfile::tempdir())
-        .unwrap()
 }
 
 /// Bytes on the device, at `offset_bytes` of a buffer of their own.

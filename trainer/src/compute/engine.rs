@@ -1,8 +1,8 @@
 //! Forward and backward of each unit.
 
 use kernels::gpu::DeviceBuffer;
-use kernels::gpu::fused::Fused;
-use kernels::torch::{use_gpu, vjp};
+use kernels_torch::fused::Fused;
+use kernels_torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
 use super::block;
@@ -23,8 +23,8 @@ use crate::model::{Dropout, Member, ModelConfig, Positions, UnitLayout, unit_lay
 /// # Errors
 /// What torch throws.
 pub fn set_up(threads: usize) -> Result<(), ComputeError> {
-    kernels::torch::set_threads(threads)?;
-    Ok(kernels::torch::set_deterministic(true)?)
+    kernels_torch::set_threads(threads)?;
+    Ok(kernels_torch::set_deterministic(true)?)
 }
 
 /// A model's arithmetic, without its weights.

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use kernels::gpu::DeviceBuffer;
-use kernels::torch::{device_view, with_tensor_over};
+use kernels_torch::{device_view, with_tensor_over};
 use tch::{Device, Kind, Tensor};
 
 use super::values::adjacent;

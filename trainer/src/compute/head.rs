@@ -1,7 +1,7 @@
 //! The final norm, the output projection and the loss. Logits are the largest thing a step computes (a row has
 //! `vocab_size` numbers), so they exist for one slice of rows at a time: forward, loss, gradient, gone.
 
-use kernels::torch::vjp;
+use kernels_torch::vjp;
 use tch::{Kind, Reduction, Tensor};
 
 use super::ComputeError;

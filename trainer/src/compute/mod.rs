@@ -51,7 +51,7 @@ pub use tokens::{IGNORED, Tokens};
 pub use values::{Activation, AwayActivation, Dtype, Keep, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
-use kernels::torch::TorchError;
+use kernels_torch::TorchError;
 
 /// What computes.
 #[derive(Clone, Debug)]

@@ -9,7 +9,7 @@
 //! slice has its own rows or columns of them. Parts of the result are summed in fp32 at least and rounded once, in another
 //! order than the whole product sums: the loss agrees within the rounding of sums, not bit for bit.
 
-use kernels::torch::vjp;
+use kernels_torch::vjp;
 use tch::Tensor;
 
 use super::block::Block;

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use kernels::gpu::{DeviceBuffer, Shelf, Stream};
-use kernels::torch::{HostBuffer, device_view};
+use kernels_torch::{HostBuffer, device_view};
 use tch::{Kind, Tensor};
 
 use super::explicit::Kept;

@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use kernels::collective::FOLDER_VARIABLE;
+use kernels_torch::collective::FOLDER_VARIABLE;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 pub use supervise::Failure;

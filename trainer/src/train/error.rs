@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use kernels::collective::CollectiveError;
 use kernels::gpu::GpuError;
+use kernels_torch::collective::CollectiveError;
 use swapper::{SwapperError, TileError};
 
 use crate::accelerator::AcceleratorError;

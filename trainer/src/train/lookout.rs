@@ -5,7 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kernels::collective::Comm;
+use kernels_torch::collective::Comm;
 use swapper::Canceller;
 
 /// Between two looks. Whoever is gone is known some seconds after; this adds little.

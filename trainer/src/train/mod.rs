@@ -18,7 +18,7 @@ mod watch;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kernels::collective::GpuComm;
+use kernels_torch::collective::GpuComm;
 use swapper::{StepRates, bound_s};
 
 pub use error::TrainError;

@@ -1,7 +1,7 @@
 //! Positions and attention.
 
-use kernels::gpu::fused::Turn;
-use kernels::torch::vjp;
+use kernels_torch::fused::Turn;
+use kernels_torch::vjp;
 use tch::Tensor;
 
 use super::ops::Ops;

@@ -1,7 +1,7 @@
 //! What is done element by element: in torch's operators, which say what is meant, or in fused kernels, which do the same
 //! in one pass over memory and are held against them.
 
-use kernels::gpu::fused::{Fused, Turn};
+use kernels_torch::fused::{Fused, Turn};
 use tch::{Kind, Tensor};
 
 use crate::compute::ComputeError;

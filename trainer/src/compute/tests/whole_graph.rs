@@ -1,6 +1,6 @@
 //! Block by block against one autograd graph over the whole model: the same bits.
 
-use kernels::torch::vjp;
+use kernels_torch::vjp;
 use tch::{Reduction, Tensor};
 
 use super::*;

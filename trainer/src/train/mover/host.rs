@@ -7,9 +7,9 @@
 use std::time::Instant;
 
 use kernels::adamw::Master;
-use kernels::collective::Pending;
 use kernels::reduce::{GradType, sum_squares};
-use kernels::torch::HostBuffer;
+use kernels_torch::HostBuffer;
+use kernels_torch::collective::Pending;
 use swapper::Swapper;
 
 use super::super::TrainError;

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kernels::collective::{CollectiveError, Comm, GpuComm, Pending};
 use kernels::gpu::{DeviceAt, DeviceBuffer, Stream};
 use kernels::reduce::GradType;
-use kernels::torch::HostBuffer;
+use kernels_torch::HostBuffer;
+use kernels_torch::collective::{CollectiveError, Comm, GpuComm, Pending};
 use swapper::{UnitShape, shard_elems};
 
 use crate::compute::UnitWeights;

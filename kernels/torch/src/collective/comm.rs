@@ -1,0 +1,297 @@
+//! A rank's calls. One of the places allowed to use `unsafe`: it gives Gloo pointers into buffers that a [`Pending`] then owns.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::link::Link;
+use super::pending::{Memory, Pending};
+use super::{CollectiveError, Patience, Rendezvous, World};
+use crate::HostBuffer;
+use kernels::reduce::GradType;
+
+/// Bytes of one broadcast at most, so that a wrong length is refused before memory is sized by it.
+const BROADCAST_BYTES_MAX: u64 = 1 << 30;
+
+/// This rank's connection with all others.
+///
+/// All ranks make the same calls in the same order; within a rank that is the order of the calls that start them. After the first error
+/// every call returns that error. A run of one process needs no network and has no errors.
+pub struct Comm {
+    world: World,
+    link: Option<Arc<Link>>,
+}
+
+impl Comm {
+    /// Connects this rank with all others; returns when all are connected.
+    ///
+    /// # Errors
+    /// A folder or address that cannot be used; ranks that do not come or are gone, by their numbers; what torch or Gloo says.
+    pub fn connect(
+        world: World,
+        at: &Rendezvous,
+        patience: Patience,
+    ) -> Result<Comm, CollectiveError> {
+        let link = match at {
+            Rendezvous::Alone => {
+                assert_eq!(world.ranks, 1, "several processes need a place to meet");
+                None
+            }
+            at => Some(Arc::new(Link::open(world, at, patience)?)),
+        };
+        Ok(Comm { world, link })
+    }
+
+    /// A run of one process.
+    pub fn alone() -> Comm {
+        Comm {
+            world: World::ALONE,
+            link: None,
+        }
+    }
+
+    /// Which rank this is.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Fills the first `elems` elements of `buffer` with every rank's shard, one after the other; this rank's own is in its place already.
+    ///
+    /// Panics if `elems` is not a whole shard a rank, or a view of the buffer is alive.
+    ///
+    /// # Errors
+    /// The first failure of this connection. The buffer is lost.
+    pub fn all_gather_start(
+        &self,
+        mut buffer: HostBuffer,
+        elems: usize,
+    ) -> Result<Pending, CollectiveError> {
+        let bytes = self.checked_bytes(&buffer, elems);
+        let Some(link) = self.link.as_ref().filter(|_| bytes > 0) else {
+            return Ok(Pending::done(buffer));
+        };
+        let memory = buffer.bytes_mut().as_mut_ptr();
+        let shard_bytes = bytes / self.world.ranks as usize;
+        let name = format!("an all-gather of {bytes} bytes");
+        let started = link.start(name, |group| {
+            // SAFETY: `memory` has `bytes` = ranks x shard_bytes bytes (checked_bytes). The buffer goes to the Pending below, which neither
+            // touches nor frees it before the operation has ended, and leaks it when that cannot be known. When starting itself fails
+            // Gloo has not taken it up.
+            unsafe { group.all_gather(memory, shard_bytes) }
+        })?;
+        Ok(Pending::started(
+            Arc::clone(link),
+            started,
+            Memory::Whole(buffer),
+        ))
+    }
+
+    /// Puts, in place of this rank's shard of the first `elems` elements of `buffer`, the sum of all ranks' values there: added in fp32
+    /// in the ranks' order and rounded once. The other shards are as they were.
+    ///
+    /// Panics if `elems` is not a whole shard a rank, a view of the buffer is alive, or the buffer's elements are not of `grad_type`.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory. The buffer is lost.
+    pub fn reduce_scatter_start(
+        &self,
+        mut buffer: HostBuffer,
+        elems: usize,
+        grad_type: GradType,
+    ) -> Result<Pending, CollectiveError> {
+        let bytes = self.checked_bytes(&buffer, elems);
+        assert_eq!(
+            buffer.elem_bytes(),
+            grad_type.elem_bytes(),
+            "the buffer holds {grad_type:?}"
+        );
+        let Some(link) = self.link.as_ref().filter(|_| bytes > 0) else {
+            return Ok(Pending::done(buffer));
+        };
+        let name = format!("a reduce-scatter of {bytes} bytes");
+        let mut scratch = match link.take_scratch(bytes) {
+            Some(scratch) => scratch,
+            None => new_buffer(bytes, &name)?,
+        };
+        let from = buffer.bytes_mut().as_mut_ptr();
+        let to = scratch.bytes_mut().as_mut_ptr();
+        let started = link.start(name, |group| {
+            // SAFETY: both have `bytes` bytes or more (checked_bytes; asked for above), a multiple of the ranks, in separate buffers,
+            // which go to the Pending below as in all_gather_start.
+            unsafe { group.all_to_all(from, to, bytes) }
+        })?;
+        Ok(Pending::started(
+            Arc::clone(link),
+            started,
+            Memory::Parts {
+                buffer,
+                scratch,
+                bytes,
+                grad_type,
+            },
+        ))
+    }
+
+    /// Replaces each value by its sum over the ranks, added in the ranks' order: the same bits on every rank.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory.
+    pub fn all_reduce_sum_f64(&self, values: &mut [f64]) -> Result<(), CollectiveError> {
+        let own: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let all = self.all_gather_bytes(&own)?;
+        for (i, value) in values.iter_mut().enumerate() {
+            let of_rank = |bytes: &Vec<u8>| {
+                f64::from_le_bytes(bytes[i * 8..i * 8 + 8].try_into().expect("eight bytes"))
+            };
+            *value = all
+                .iter()
+                .map(of_rank)
+                .reduce(|sum, x| sum + x)
+                .expect("at least one rank");
+        }
+        Ok(())
+    }
+
+    /// Every rank's bytes, in the ranks' order. All give equally many.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory.
+    pub fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        if self.link.is_none() || own.is_empty() {
+            return Ok(vec![own.to_vec(); self.world.ranks as usize]);
+        }
+        let bytes = own.len() * self.world.ranks as usize;
+        let mut buffer = new_buffer(bytes, "gathering values")?;
+        let place = self.world.rank as usize * own.len();
+        buffer.bytes_mut()[place..place + own.len()].copy_from_slice(own);
+        let mut buffer = self.all_gather_start(buffer, bytes)?.wait()?;
+        let parts = buffer.bytes_mut().chunks_exact(own.len());
+        Ok(parts.map(<[u8]>::to_vec).collect())
+    }
+
+    /// Rank `root`'s bytes, on every rank; what the others give is not looked at.
+    ///
+    /// Panics if there are more than 1 GiB.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory.
+    pub fn broadcast_bytes(&self, root: u32, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        let Some(link) = &self.link else {
+            return Ok(bytes);
+        };
+        let lengths = self.all_gather_bytes(&(bytes.len() as u64).to_le_bytes())?;
+        let length = &lengths[root as usize];
+        let length = u64::from_le_bytes(length[..].try_into().expect("eight bytes"));
+        assert!(
+            length <= BROADCAST_BYTES_MAX,
+            "a broadcast of {length} bytes"
+        );
+        let count = length as usize;
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        let name = format!("a broadcast of {count} bytes from rank {root}");
+        let mut buffer = new_buffer(count, &name)?;
+        if root == self.world.rank {
+            buffer.bytes_mut().copy_from_slice(&bytes);
+        }
+        let memory = buffer.bytes_mut().as_mut_ptr();
+        let started = link.start(name, |group| {
+            // SAFETY: `memory` has `count` bytes in a buffer that goes to the Pending below, as in all_gather_start.
+            unsafe { group.broadcast(memory, count, root) }
+        })?;
+        let pending = Pending::started(Arc::clone(link), started, Memory::Whole(buffer));
+        Ok(pending.wait()?.bytes_mut().to_vec())
+    }
+
+    /// Returns when every rank has come here.
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn barrier(&self) -> Result<(), CollectiveError> {
+        self.all_gather_bytes(&[0]).map(|_| ())
+    }
+
+    /// Checks that every rank has the same `value`, shown in the error.
+    ///
+    /// # Errors
+    /// A rank that has another one than rank 0; the first failure of this connection.
+    pub fn same_everywhere(&self, what: &str, value: &str) -> Result<(), CollectiveError> {
+        let lengths = self.all_gather_bytes(&(value.len() as u64).to_le_bytes())?;
+        let lengths = lengths
+            .iter()
+            .map(|length| u64::from_le_bytes(length[..].try_into().expect("eight bytes")) as usize);
+        let lengths: Vec<usize> = lengths.collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let mut own = value.as_bytes().to_vec();
+        own.resize(longest, 0);
+        let values = self.all_gather_bytes(&own)?;
+        let shown = |rank: usize| String::from_utf8_lossy(&values[rank][..lengths[rank]]);
+        for rank in 1..values.len() {
+            if shown(rank) != shown(0) {
+                return Err(CollectiveError::Disagree {
+                    what: what.to_owned(),
+                    rank: rank as u32,
+                    expected: shown(0).into_owned(),
+                    found: shown(rank).into_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// What has become of a rank that is gone, if one is: for a thread that looks while another waits for something else than
+    /// an operation of this connection.
+    pub fn gone(&self) -> Option<CollectiveError> {
+        self.link.as_ref()?.gone("looking after the ranks")
+    }
+
+    /// Tells the others that this rank gives up, and why: their calls return that within seconds.
+    pub fn give_up(&self, reason: &str) {
+        if let Some(link) = &self.link {
+            link.end(reason);
+        }
+    }
+
+    /// Ends the connection together with all others.
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn close(self) -> Result<(), CollectiveError> {
+        self.barrier()?;
+        self.give_up("it had finished");
+        Ok(())
+    }
+
+    pub(super) fn patience(&self) -> Patience {
+        let link = self.link.as_ref();
+        link.map_or_else(Patience::default, |link| link.patience)
+    }
+
+    pub(super) fn link(&self) -> Option<Arc<Link>> {
+        self.link.clone()
+    }
+
+    /// Bytes of the first `elems` elements.
+    fn checked_bytes(&self, buffer: &HostBuffer, elems: usize) -> usize {
+        assert!(
+            elems <= buffer.elems(),
+            "{elems} elements in a buffer of {}",
+            buffer.elems()
+        );
+        assert!(
+            elems.is_multiple_of(self.world.ranks as usize),
+            "{elems} elements are no whole shard for each of {} ranks",
+            self.world.ranks
+        );
+        elems * buffer.elem_bytes()
+    }
+}
+
+fn new_buffer(bytes: usize, op: &str) -> Result<HostBuffer, CollectiveError> {
+    HostBuffer::zeros(Kind::Uint8, bytes).map_err(|error| CollectiveError::Backend {
+        op: op.to_owned(),
+        message: error.to_string(),
+    })
+}

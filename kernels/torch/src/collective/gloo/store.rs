@@ -1,0 +1,183 @@
+//! c10d's stores: small values by name, seen by all ranks.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::net::TcpListener;
+use std::os::fd::IntoRawFd;
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::time::Duration;
+
+use super::{ffi, milliseconds, text};
+use crate::collective::CollectiveError;
+use crate::ffi::take_message;
+
+/// Small values by name, seen by all ranks.
+pub(in crate::collective) struct Store {
+    raw: NonNull<c_void>,
+    place: String,
+}
+
+// SAFETY: c10d's stores lock what they share and belong to no thread.
+unsafe impl Send for Store {}
+
+impl Store {
+    /// A store in a file of `folder`, for ranks of one node.
+    ///
+    /// # Errors
+    /// What torch throws.
+    pub(in crate::collective) fn in_folder(
+        folder: &Path,
+        ranks: u32,
+        timeout: Duration,
+    ) -> Result<Store, CollectiveError> {
+        let place = folder.display().to_string();
+        let path = folder.join("store");
+        let Some(path) = path.to_str() else {
+            return Err(failed("opening the store", &place, "the path is not UTF-8"));
+        };
+        Store::made(place, |raw| {
+            let path = text(path);
+            // SAFETY: the text ends with NUL and lives through the call; `raw` has room for a pointer.
+            unsafe {
+                ffi::offload_store_folder(path.as_ptr(), ranks as c_int, milliseconds(timeout), raw)
+            }
+        })
+    }
+
+    /// A store at a TCP address: run here on `listener`, or elsewhere.
+    ///
+    /// # Errors
+    /// What torch throws, among it that nobody answers within `timeout`.
+    pub(in crate::collective) fn over_tcp(
+        host: &str,
+        port: u16,
+        listener: Option<TcpListener>,
+        prefix: &str,
+        timeout: Duration,
+    ) -> Result<Store, CollectiveError> {
+        let listen_fd = listener.map_or(-1, TcpListener::into_raw_fd);
+        Store::made(format!("{host}:{port}"), |raw| {
+            let (host, prefix) = (text(host), text(prefix));
+            // SAFETY: the texts end with NUL and live through the call; the socket was given up to the store just now; `raw` has room
+            // for a pointer.
+            unsafe {
+                ffi::offload_store_tcp(
+                    host.as_ptr(),
+                    c_int::from(port),
+                    listen_fd,
+                    milliseconds(timeout),
+                    prefix.as_ptr(),
+                    raw,
+                )
+            }
+        })
+    }
+
+    fn made(
+        place: String,
+        make: impl FnOnce(*mut *mut c_void) -> *mut c_char,
+    ) -> Result<Store, CollectiveError> {
+        let mut raw = ptr::null_mut();
+        let message = make(&mut raw);
+        // SAFETY: just returned by the shim, used only here.
+        if let Some(message) = unsafe { take_message(message) } {
+            return Err(failed("opening the store", &place, &message));
+        }
+        Ok(Store {
+            raw: NonNull::new(raw).expect("the shim made a store"),
+            place,
+        })
+    }
+
+    /// Folder, or host and port.
+    pub(in crate::collective) fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Puts `bytes` under `key`.
+    ///
+    /// # Errors
+    /// A store that is gone.
+    pub(in crate::collective) fn set(
+        &self,
+        key: &str,
+        bytes: &[u8],
+    ) -> Result<(), CollectiveError> {
+        let key = text(key);
+        // SAFETY: the store is live; key and bytes live through the call.
+        let message = unsafe {
+            ffi::offload_store_set(self.raw.as_ptr(), key.as_ptr(), bytes.as_ptr(), bytes.len())
+        };
+        self.check("writing to the store", message)
+    }
+
+    /// Copies what is under `key` into `bytes`, as far as there is room; how many bytes there are, or `None` without such a key.
+    ///
+    /// # Errors
+    /// A store that is gone.
+    pub(in crate::collective) fn get(
+        &self,
+        key: &str,
+        bytes: &mut [u8],
+    ) -> Result<Option<usize>, CollectiveError> {
+        let key = text(key);
+        let mut count = 0;
+        // SAFETY: the store is live; the key lives through the call; `bytes` has the room that is said.
+        let message = unsafe {
+            ffi::offload_store_get(
+                self.raw.as_ptr(),
+                key.as_ptr(),
+                bytes.as_mut_ptr(),
+                bytes.len(),
+                &mut count,
+            )
+        };
+        self.check("reading from the store", message)?;
+        Ok((count != usize::MAX).then_some(count))
+    }
+
+    /// Adds `amount` to the number under `key` (0 without one); the sum.
+    ///
+    /// # Errors
+    /// A store that is gone.
+    pub(in crate::collective) fn add(
+        &self,
+        key: &str,
+        amount: i64,
+    ) -> Result<i64, CollectiveError> {
+        let key = text(key);
+        let mut sum = 0;
+        // SAFETY: the store is live; the key lives through the call; `sum` has room for the result.
+        let message =
+            unsafe { ffi::offload_store_add(self.raw.as_ptr(), key.as_ptr(), amount, &mut sum) };
+        self.check("counting in the store", message)?;
+        Ok(sum)
+    }
+
+    pub(super) fn raw(&self) -> *mut c_void {
+        self.raw.as_ptr()
+    }
+
+    fn check(&self, op: &'static str, message: *mut c_char) -> Result<(), CollectiveError> {
+        // SAFETY: just returned by the shim (the callers are in this file), used only here.
+        match unsafe { take_message(message) } {
+            None => Ok(()),
+            Some(message) => Err(failed(op, &self.place, &message)),
+        }
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: ours alone, and not used again; a group keeps its own reference.
+        unsafe { ffi::offload_store_free(self.raw.as_ptr()) };
+    }
+}
+
+fn failed(op: &'static str, place: &str, message: &str) -> CollectiveError {
+    CollectiveError::Rendezvous {
+        op,
+        place: place.to_owned(),
+        message: message.to_owned(),
+    }
+}

@@ -1,0 +1,206 @@
+//! What all calls of a rank share: the group, the heartbeats, the operation they have come to, and the first failure.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
+
+use super::connect::{Connected, LOOK, blame, connect};
+use super::gloo::{Group, Operation, Store};
+use super::pulse::Pulse;
+use super::{CollectiveError, Patience, Rendezvous, World};
+use crate::HostBuffer;
+
+/// Operations in flight at most: every one holds a buffer of a unit.
+const IN_FLIGHT_MAX: usize = 16;
+
+/// What all calls of a rank share.
+pub(super) struct Link {
+    pub(super) world: World,
+    pub(super) patience: Patience,
+    state: Mutex<State>,
+    pulse: Pulse,
+    /// The store itself, where this rank runs it.
+    store: Mutex<Option<Store>>,
+}
+
+struct State {
+    /// `None` once it was given up.
+    group: Option<Group>,
+    /// Operations started, by all ranks in the same order.
+    started: u64,
+    in_flight: usize,
+    /// What broke the group. Ranks that go on after it would not be in the same operation any more.
+    broken: Option<CollectiveError>,
+    /// Buffers to receive into, to be used again.
+    scratch: Vec<HostBuffer>,
+}
+
+/// An operation under way.
+pub(super) struct Started {
+    op: Operation,
+    /// Its number.
+    number: u64,
+    name: String,
+}
+
+impl Link {
+    pub(super) fn open(
+        world: World,
+        at: &Rendezvous,
+        patience: Patience,
+    ) -> Result<Link, CollectiveError> {
+        let Connected {
+            group,
+            pulse,
+            store,
+        } = connect(world, at, patience)?;
+        Ok(Link {
+            world,
+            patience,
+            state: Mutex::new(State {
+                group: Some(group),
+                started: 0,
+                in_flight: 0,
+                broken: None,
+                scratch: Vec::new(),
+            }),
+            pulse,
+            store: Mutex::new(store),
+        })
+    }
+
+    /// Starts an operation with `start`, as the next in this rank's order.
+    pub(super) fn start(
+        &self,
+        name: String,
+        start: impl FnOnce(&mut Group) -> Result<Operation, String>,
+    ) -> Result<Started, CollectiveError> {
+        let mut state = self.lock();
+        if let Some(error) = &state.broken {
+            return Err(error.clone());
+        }
+        assert!(
+            state.in_flight < IN_FLIGHT_MAX,
+            "at most {IN_FLIGHT_MAX} operations in flight"
+        );
+        state.started += 1;
+        let number = state.started;
+        self.pulse.reached(number);
+        let group = state.group.as_mut().expect("there until it is broken");
+        match start(group) {
+            Ok(op) => {
+                state.in_flight += 1;
+                Ok(Started { op, number, name })
+            }
+            Err(message) => {
+                drop(state);
+                Err(self.fail(&name, message))
+            }
+        }
+    }
+
+    /// Waits until `started` has ended well. After an error the operation may be under way still.
+    pub(super) fn wait(&self, started: &Started) -> Result<(), CollectiveError> {
+        let ended = self.wait_for(started);
+        let mut state = self.lock();
+        state.in_flight -= 1;
+        if let Err(error) = &ended {
+            state.broken.get_or_insert_with(|| error.clone());
+        }
+        ended
+    }
+
+    fn wait_for(&self, started: &Started) -> Result<(), CollectiveError> {
+        let began = Instant::now();
+        let broken = self.lock().broken.clone();
+        loop {
+            match started.op.wait(LOOK) {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(message)) => return Err(self.fail(&started.name, message)),
+                None => {}
+            }
+            // Somebody waited for an earlier one already: not as long again.
+            if let Some(error) = &broken {
+                return Err(error.clone());
+            }
+            if let Some(gone) = self.pulse.verdict(&started.name) {
+                return Err(gone);
+            }
+            let waited = began.elapsed();
+            if waited < self.patience.operation {
+                continue;
+            }
+            let (op, waited_s) = (started.name.clone(), waited.as_secs_f64());
+            let ranks = self.pulse.behind(started.number);
+            return Err(if ranks.is_empty() {
+                CollectiveError::Slow { waited_s, op }
+            } else {
+                CollectiveError::Behind {
+                    ranks,
+                    waited_s,
+                    op,
+                }
+            });
+        }
+    }
+
+    /// What a failure of Gloo's comes from: a rank that is gone, or else Gloo itself.
+    fn fail(&self, name: &str, message: String) -> CollectiveError {
+        let error =
+            blame(&self.pulse, self.patience, name).unwrap_or_else(|| CollectiveError::Backend {
+                op: name.to_owned(),
+                message,
+            });
+        self.lock().broken.get_or_insert(error).clone()
+    }
+
+    /// A buffer of at least `bytes` bytes to receive into, if one is left from before.
+    pub(super) fn take_scratch(&self, bytes: usize) -> Option<HostBuffer> {
+        let scratch = &mut self.lock().scratch;
+        let found = scratch.iter().position(|buffer| buffer.elems() >= bytes)?;
+        Some(scratch.swap_remove(found))
+    }
+
+    pub(super) fn give_scratch(&self, buffer: HostBuffer) {
+        // No more than operations were in flight at a time.
+        self.lock().scratch.push(buffer);
+    }
+
+    /// The rank that is gone, if one is known to be.
+    pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
+        self.pulse.verdict(op)
+    }
+
+    /// After something failed: the rank that is gone, once that is known.
+    pub(super) fn blame(&self, op: &str) -> Option<CollectiveError> {
+        blame(&self.pulse, self.patience, op)
+    }
+
+    /// Tells the others that this rank ends.
+    pub(super) fn end(&self, reason: &str) {
+        self.pulse.end(reason);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics with the lock")
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.pulse.end(if std::thread::panicking() {
+            "it panicked"
+        } else {
+            "it ended early, without saying why"
+        });
+        if self.store.get_mut().is_ok_and(|store| store.is_some()) {
+            // The others read in it why this rank ends.
+            self.pulse.wait_for_ends();
+        }
+        let state = self.state.get_mut().unwrap_or_else(|e| e.into_inner());
+        if let (Some(_), Some(group)) = (&state.broken, state.group.take()) {
+            // Gloo's threads may sit in an operation that nobody will complete, until its timeout. Nobody has to wait for them: what
+            // they touch was leaked.
+            std::thread::spawn(move || drop(group));
+        }
+    }
+}

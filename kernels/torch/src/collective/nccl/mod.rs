@@ -1,0 +1,224 @@
+//! Collectives between GPUs: NCCL, or RCCL for AMD, opened at run time. One of the places allowed to use `unsafe`.
+//!
+//! ```text
+//!   Comm (Gloo) ── the communicator's id ──▶ GpuComm ── all_gather, reduce_scatter ──▶ a Stream
+//!       └── heartbeats ──▶ watchdog: a rank is gone, or NCCL failed ──▶ abort, so that no stream waits for ever
+//! ```
+//!
+//! The calls enqueue and return. After an abort what the stream leaves in memory is no result: [`GpuComm::check`] says so, and is asked
+//! after waiting for a stream and before its results are used for good.
+#![allow(unsafe_code)]
+
+mod table;
+mod watchdog;
+
+use std::sync::Arc;
+
+use self::table::{SUM, Table, UniqueId};
+use self::watchdog::{Shared, Watchdog};
+use super::connect::left_alone;
+use super::{CollectiveError, Comm};
+use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
+use kernels::reduce::GradType;
+
+/// All ranks' GPUs, connected with each other.
+///
+/// All ranks make the same calls in the same order. Dropped last on every rank, or by all after a failure.
+pub struct GpuComm {
+    shared: Arc<Shared>,
+    gpu: Gpu,
+    rank: usize,
+    ranks: usize,
+    _watchdog: Watchdog,
+}
+
+/// How numbers are stored in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Number {
+    U8 = 1,
+    Fp16 = 6,
+    Fp32 = 7,
+    Fp64 = 8,
+    Bf16 = 9,
+}
+
+impl GpuComm {
+    /// Connects `gpu` with those of all other ranks of `comm`; each has its own.
+    ///
+    /// # Errors
+    /// No library ([`CollectiveError::NoLibrary`]); a rank that is gone; what NCCL says.
+    pub fn connect(comm: &Comm, gpu: &Gpu) -> Result<GpuComm, CollectiveError> {
+        const OP: &str = "connecting the GPUs";
+        let table = Table::open(gpu.info().vendor)?;
+        comm.same_everywhere("NCCL's version", &table.version()?.to_string())?;
+        let mut id = UniqueId([0; 128]);
+        let world = *comm.world();
+        if world.rank == 0 {
+            // SAFETY: the place is live for the call.
+            let code = unsafe { (table.unique_id)(&mut id) };
+            table.check(code, "making a communicator's id")?;
+        }
+        let id = comm.broadcast_bytes(0, id.0.to_vec())?;
+        let id = UniqueId(id[..].try_into().expect("as many as were sent"));
+        // On a thread, as it blocks until all ranks have come, and one may die on the way.
+        let its_gpu = gpu.clone();
+        let connecting = move || {
+            current(&its_gpu)?;
+            let mut handle = 0;
+            // SAFETY: the place is live for the call; rank and ranks are a world's.
+            let code = unsafe {
+                (table.init_rank)(&mut handle, world.ranks as i32, id, world.rank as i32)
+            };
+            table.check(code, OP)?;
+            Ok(handle)
+        };
+        let handle = left_alone(comm.patience().connect, OP, connecting, || comm.gone())?;
+        let shared = Arc::new(Shared::new(table, handle, comm.link()));
+        let made = GpuComm {
+            _watchdog: Watchdog::start(Arc::clone(&shared)),
+            shared,
+            gpu: gpu.clone(),
+            rank: world.rank as usize,
+            ranks: world.ranks as usize,
+        };
+        made.warm_up(comm)?;
+        Ok(made)
+    }
+
+    /// Enqueues on `stream`: fills `elems` elements of `elem_bytes` bytes from `at` on with every rank's shard, one after the other; this
+    /// rank's own is in its place already.
+    ///
+    /// Panics if that is not a whole shard a rank, or is not within the buffer.
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn all_gather(
+        &self,
+        stream: &Stream,
+        at: DeviceAt<'_>,
+        elems: usize,
+        elem_bytes: usize,
+    ) -> Result<(), CollectiveError> {
+        let (address, shard) = self.place(at, elems, elem_bytes);
+        let shard_bytes = shard * elem_bytes;
+        let own = address + (self.rank * shard_bytes) as u64;
+        self.enqueue(shard_bytes, |table, handle| {
+            // SAFETY: the communicator is live; all of the memory is allocated (place) and the caller's buffer outlives the stream's work,
+            // since freeing it waits for the device. Own lies where NCCL has it for a gather in place.
+            unsafe {
+                let number = Number::U8 as i32;
+                (table.all_gather)(own, address, shard_bytes, number, handle, stream.raw())
+            }
+        })
+    }
+
+    /// Enqueues on `stream`: puts, in place of this rank's shard of the `elems` elements from `at` on, the sum of all ranks' values there.
+    /// The other shards are undefined after. The order of adding is NCCL's, the same in every run on the same machines.
+    ///
+    /// Panics as [`GpuComm::all_gather`].
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn reduce_scatter(
+        &self,
+        stream: &Stream,
+        at: DeviceAt<'_>,
+        elems: usize,
+        grad_type: GradType,
+    ) -> Result<(), CollectiveError> {
+        let (address, shard) = self.place(at, elems, grad_type.elem_bytes());
+        let own = address + (self.rank * shard * grad_type.elem_bytes()) as u64;
+        let number = match grad_type {
+            GradType::Bf16 => Number::Bf16,
+            GradType::Fp16 => Number::Fp16,
+            GradType::Fp32 => Number::Fp32,
+        };
+        self.enqueue(shard, |table, handle| {
+            // SAFETY: as in all_gather.
+            unsafe {
+                let number = number as i32;
+                (table.reduce_scatter)(address, own, shard, number, SUM, handle, stream.raw())
+            }
+        })
+    }
+
+    /// Enqueues on `stream`: replaces `count` f64 from `at` on by their sums over the ranks.
+    ///
+    /// Panics if they are not within the buffer.
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn all_reduce_sum_f64(
+        &self,
+        stream: &Stream,
+        at: DeviceAt<'_>,
+        count: usize,
+    ) -> Result<(), CollectiveError> {
+        let address = at.address(count * 8);
+        self.enqueue(count, |table, handle| {
+            // SAFETY: as in all_gather.
+            unsafe {
+                let number = Number::Fp64 as i32;
+                (table.all_reduce)(address, address, count, number, SUM, handle, stream.raw())
+            }
+        })
+    }
+
+    /// Whether all went well so far; asked after waiting for a stream, before what it left in memory counts.
+    ///
+    /// # Errors
+    /// The rank that is gone, or what NCCL says: the results of the streams are none.
+    pub fn check(&self) -> Result<(), CollectiveError> {
+        self.shared.check()
+    }
+
+    /// Its address, and elements of a shard.
+    fn place(&self, at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> (u64, usize) {
+        assert!(
+            elems.is_multiple_of(self.ranks),
+            "{elems} elements are no whole shard for each of {} ranks",
+            self.ranks
+        );
+        (at.address(elems * elem_bytes), elems / self.ranks)
+    }
+
+    fn enqueue(
+        &self,
+        count: usize,
+        call: impl FnOnce(&Table, usize) -> i32,
+    ) -> Result<(), CollectiveError> {
+        current(&self.gpu)?;
+        if count == 0 {
+            return self.check();
+        }
+        self.shared.enqueue(call)
+    }
+
+    /// The first operation of a kind connects what it needs, and may wait for a rank that is gone: here and not within a step.
+    fn warm_up(&self, comm: &Comm) -> Result<(), CollectiveError> {
+        let failed = |error: GpuError| failed("warming up", &error);
+        let stream = self.gpu.stream().map_err(failed)?;
+        let bytes = self.ranks * 256;
+        let buffer = self.gpu.alloc(bytes).map_err(failed)?;
+        stream.fill_zero(buffer.at(0), bytes).map_err(failed)?;
+        self.all_gather(&stream, buffer.at(0), bytes, 1)?;
+        self.reduce_scatter(&stream, buffer.at(0), bytes / 4, GradType::Fp32)?;
+        self.all_reduce_sum_f64(&stream, buffer.at(0), bytes / 8)?;
+        // The watchdog ends it when a rank is gone.
+        stream.synchronize().map_err(failed)?;
+        self.check()?;
+        comm.barrier()
+    }
+}
+
+fn current(gpu: &Gpu) -> Result<(), CollectiveError> {
+    gpu.make_current()
+        .map_err(|error| failed("choosing the GPU", &error))
+}
+
+fn failed(op: &str, error: &GpuError) -> CollectiveError {
+    CollectiveError::Backend {
+        op: op.to_owned(),
+        message: error.to_string(),
+    }
+}

@@ -1,0 +1,151 @@
+//! The functions of NCCL and RCCL, which have the same names and arguments: one table, opened at run time.
+//!
+//! Handles are pointers; here they are `usize`, which is passed the same way and may be sent to other threads.
+
+use std::ffi::{CStr, c_char};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::collective::CollectiveError;
+use kernels::gpu::Vendor;
+use kernels::gpu::library::{folders_of_loaded, folders_of_toolkit, open_first};
+
+/// NCCL's ncclUniqueId: where the ranks of a communicator meet.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct UniqueId(pub(super) [u8; 128]);
+
+/// `ncclSum`, the first of the operations.
+pub(super) const SUM: i32 = 0;
+
+macro_rules! table {
+    ($($field:ident($($argument:ty),*) = $name:literal;)*) => {
+        /// The functions we call. 0 is success.
+        pub(super) struct Table {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> i32,)*
+            error_text: unsafe extern "C" fn(i32) -> *const c_char,
+        }
+
+        impl Table {
+            /// Finds every function, or says which one the library lacks. The library must stay loaded for good.
+            fn of(library: &'static Library) -> Result<Self, String> {
+                Ok(Self {
+                    // SAFETY: nccl.h and rccl.h declare functions of these names with these arguments, an int-sized enum as result
+                    // and the C calling convention.
+                    $($field: unsafe {
+                        symbol::<unsafe extern "C" fn($($argument),*) -> i32>(library, $name)?
+                    },)*
+                    // SAFETY: as above; it returns static text.
+                    error_text: unsafe { symbol(library, "ncclGetErrorString")? },
+                })
+            }
+        }
+    };
+}
+
+table! {
+    version(*mut i32) = "ncclGetVersion";
+    unique_id(*mut UniqueId) = "ncclGetUniqueId";
+    init_rank(*mut usize, i32, UniqueId, i32) = "ncclCommInitRank";
+    destroy(usize) = "ncclCommDestroy";
+    abort(usize) = "ncclCommAbort";
+    async_error(usize, *mut i32) = "ncclCommGetAsyncError";
+    all_gather(u64, u64, usize, i32, usize, usize) = "ncclAllGather";
+    reduce_scatter(u64, u64, usize, i32, i32, usize, usize) = "ncclReduceScatter";
+    all_reduce(u64, u64, usize, i32, i32, usize, usize) = "ncclAllReduce";
+}
+
+impl Table {
+    /// The library for GPUs of `vendor`, opened once.
+    ///
+    /// # Errors
+    /// [`CollectiveError::NoLibrary`] with every place that was tried; a library that is not the one we know.
+    pub(super) fn open(vendor: Vendor) -> Result<&'static Table, CollectiveError> {
+        static CUDA: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
+        static HIP: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
+        let opened = match vendor {
+            Vendor::Cuda => CUDA.get_or_init(|| load(&["libnccl.so.2"], &folders(vendor))),
+            Vendor::Hip => {
+                HIP.get_or_init(|| load(&["librccl.so.1", "librccl.so"], &folders(vendor)))
+            }
+        };
+        opened.as_ref().map_err(Clone::clone)
+    }
+
+    /// An answer of the library as a result.
+    pub(super) fn check(&self, code: i32, op: &str) -> Result<(), CollectiveError> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: the library answers every number with static text.
+        let text = unsafe { (self.error_text)(code) };
+        let text = if text.is_null() {
+            "no text".into()
+        } else {
+            // SAFETY: not NULL, ends with NUL and is never freed.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy()
+        };
+        Err(CollectiveError::Backend {
+            op: op.to_owned(),
+            message: format!("{text} (error {code}; NCCL_DEBUG=WARN says more)"),
+        })
+    }
+
+    /// Such as 22809 for 2.28.9.
+    pub(super) fn version(&self) -> Result<u32, CollectiveError> {
+        let mut version = 0;
+        // SAFETY: the place is live for the call.
+        let code = unsafe { (self.version)(&mut version) };
+        self.check(code, "asking NCCL's version")?;
+        Ok(version.unsigned_abs())
+    }
+}
+
+pub(super) fn load(names: &[&str], folders: &[PathBuf]) -> Result<Table, CollectiveError> {
+    let (library, name) =
+        open_first(names, folders).map_err(|tried| CollectiveError::NoLibrary { tried })?;
+    Table::of(library).map_err(|lacks| CollectiveError::NoLibrary {
+        tried: vec![format!("{name}: {lacks}")],
+    })
+}
+
+/// Where pip puts NCCL beside a loaded torch, torch's own folder (RCCL is in it), and the toolkit's.
+fn folders(vendor: Vendor) -> Vec<PathBuf> {
+    let beside = folders_of_loaded("libc10")
+        .into_iter()
+        .flat_map(|lib| [lib.join("../../nvidia/nccl/lib"), lib]);
+    beside.chain(folders_of_toolkit(vendor)).collect()
+}
+
+/// # Safety
+/// `T` is a function pointer of the type that `name` has in `library`.
+unsafe fn symbol<T: Copy>(library: &'static Library, name: &str) -> Result<T, String> {
+    // SAFETY: the caller's promise; the library is never unloaded, so the copy stays good.
+    unsafe { library.get::<T>(name) }
+        .map(|symbol| *symbol)
+        .map_err(|_| format!("it lacks {name}: its version is not one we know"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_not_there_or_is_another_one_is_an_error_that_names_it() {
+        let error = load(&["libnccl-not-here.so.2"], &["/nowhere-at-all".into()]).map(|_| ());
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("libnccl-not-here.so.2"), "{text}");
+        assert!(text.contains("/nowhere-at-all"), "{text}");
+        // The C library is there, and is none of ours.
+        let text = load(&["libc.so.6"], &[])
+            .map(|_| ())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("libc.so.6: it lacks ncclGetVersion"),
+            "{text}"
+        );
+    }
+}

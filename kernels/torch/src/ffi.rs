@@ -1,0 +1,85 @@
+//! The C functions of shim.cpp, as they are. Callers beside this file check what each one asks for.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use super::{TorchError, first_line};
+
+/// `at::Tensor *`, the same pointer as `tch::Tensor::as_ptr`.
+pub(crate) type RawTensor = *mut c_void;
+
+unsafe extern "C" {
+    /// Fills `results` (`input_count` places) with new tensors. NULL, or a message to free.
+    pub(crate) fn offload_vjp(
+        outputs: *const RawTensor,
+        grad_outputs: *const RawTensor,
+        output_count: usize,
+        inputs: *const RawTensor,
+        input_count: usize,
+        results: *mut RawTensor,
+    ) -> *mut c_char;
+
+    /// How many tensors share the memory of `tensor`, itself included: clones and views.
+    pub(crate) fn offload_share_count(tensor: RawTensor) -> usize;
+
+    pub(crate) fn offload_set_deterministic(on: c_int) -> *mut c_char;
+
+    pub(crate) fn offload_set_threads(count: c_int) -> *mut c_char;
+
+    /// Makes GPU number `index` the calling thread's, and sets torch to plain IEEE products on it.
+    pub(crate) fn offload_use_gpu(index: c_int) -> *mut c_char;
+
+    /// The most bytes torch had allocated, and reserved, since the last reset.
+    pub(crate) fn offload_gpu_memory(
+        index: c_int,
+        allocated_peak: *mut u64,
+        reserved_peak: *mut u64,
+        reset: c_int,
+    ) -> *mut c_char;
+
+    pub(crate) fn offload_gpu_empty_cache() -> *mut c_char;
+
+    /// A tensor over device memory; when its storage goes `release(owner)` is called, on whatever thread that is. On an
+    /// error it is never called.
+    pub(crate) fn offload_gpu_tensor(
+        address: *mut c_void,
+        scalar_type: c_int,
+        sizes: *const i64,
+        strides: *const i64,
+        dims: usize,
+        index: c_int,
+        owner: *mut c_void,
+        release: extern "C" fn(*mut c_void),
+        result: *mut RawTensor,
+    ) -> *mut c_char;
+
+    fn offload_free_message(message: *mut c_char);
+}
+
+/// Turns a shim's message into an error and frees it.
+///
+/// # Safety
+/// `message` is NULL or came from a shim function just now and is used nowhere else.
+pub(crate) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(), TorchError> {
+    // SAFETY: the caller's promise is the same.
+    match unsafe { take_message(message) } {
+        None => Ok(()),
+        Some(message) => Err(TorchError::Torch { op, message }),
+    }
+}
+
+/// The first line of a shim's message, which is freed; `None` for NULL.
+///
+/// # Safety
+/// `message` is NULL or came from a shim function just now and is used nowhere else.
+pub(crate) unsafe fn take_message(message: *mut c_char) -> Option<String> {
+    if message.is_null() {
+        return None;
+    }
+    // SAFETY: not NULL, and the shim returns NUL-terminated text (the caller's promise).
+    let text = unsafe { CStr::from_ptr(message) }
+        .to_string_lossy()
+        .into_owned();
+    // SAFETY: the shim allocated it, nobody else has it (the caller's promise), and `text` is a copy.
+    unsafe { offload_free_message(message) };
+    Some(first_line(&text))
+}

@@ -1,0 +1,119 @@
+// What tch does not offer, as plain C functions. Each catches every C++ exception and returns its text
+// (NULL when all went well), to be freed with offload_free_message.
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "guarded.h"
+
+namespace {
+
+std::vector<at::Tensor> gather(void *const *tensors, size_t count) {
+    std::vector<at::Tensor> list;
+    list.reserve(count);
+    for (size_t i = 0; i < count; i++) list.push_back(*static_cast<at::Tensor *>(tensors[i]));
+    return list;
+}
+
+} // namespace
+
+extern "C" {
+
+char *offload_vjp(void *const *outputs, void *const *grad_outputs, size_t output_count, void *const *inputs,
+                  size_t input_count, void **results) {
+    return guarded([&] {
+        auto grads = torch::autograd::grad(gather(outputs, output_count), gather(inputs, input_count),
+                                           gather(grad_outputs, output_count), /*retain_graph=*/false,
+                                           /*create_graph=*/false, /*allow_unused=*/false);
+        TORCH_CHECK(grads.size() == input_count, "autograd returned ", grads.size(), " gradients for ", input_count,
+                    " inputs");
+        // Nothing below throws but new itself, so on an error no result is leaked half written.
+        std::vector<std::unique_ptr<at::Tensor>> owned;
+        owned.reserve(input_count);
+        for (auto &grad : grads) owned.push_back(std::make_unique<at::Tensor>(std::move(grad)));
+        for (size_t i = 0; i < input_count; i++) results[i] = owned[i].release();
+    });
+}
+
+// A clone shares the tensor itself, a view its storage only.
+size_t offload_share_count(void *raw) {
+    auto *tensor = static_cast<at::Tensor *>(raw);
+    return std::max(tensor->use_count(), tensor->storage().use_count());
+}
+
+char *offload_set_deterministic(int on) {
+    return guarded([&] {
+        at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/false);
+        // It would fill every fresh tensor with NaN: a help in finding bugs that costs a pass over memory.
+        at::globalContext().setDeterministicFillUninitializedMemory(false);
+        at::globalContext().setDeterministicCuDNN(on != 0);
+        at::globalContext().setBenchmarkCuDNN(false);
+    });
+}
+
+char *offload_set_threads(int count) {
+    return guarded([&] { at::set_num_threads(count); });
+}
+
+// torch calls a HIP device a CUDA device too, so there is one kind of device here.
+char *offload_use_gpu(int index) {
+    return guarded([&] {
+        at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+        c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA)
+            .setDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)));
+        at::globalContext().setAllowTF32CuBLAS(false);
+        at::globalContext().setAllowTF32CuDNN(false);
+    });
+}
+
+char *offload_gpu_memory(int index, uint64_t *allocated_peak, uint64_t *reserved_peak, int reset) {
+    return guarded([&] {
+        auto *allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+        auto device = static_cast<c10::DeviceIndex>(index);
+        auto stats = allocator->getDeviceStats(device);
+        auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+        *allocated_peak = static_cast<uint64_t>(stats.allocated_bytes[all].peak);
+        *reserved_peak = static_cast<uint64_t>(stats.reserved_bytes[all].peak);
+        if (reset != 0) allocator->resetPeakStats(device);
+    });
+}
+
+char *offload_gpu_empty_cache() {
+    return guarded([&] { c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache(); });
+}
+
+// On an error `release` is not called: the caller still owns `owner`.
+char *offload_gpu_tensor(void *address, int scalar_type, const int64_t *sizes, const int64_t *strides, size_t dims,
+                         int index, void *owner, void (*release)(void *), void **result) {
+    return guarded([&] {
+        c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
+        auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(scalar_type)).device(device);
+        auto tensor = std::make_unique<at::Tensor>();
+        // Until the tensor stands, freeing it must not free what the caller still owns.
+        auto armed = std::make_shared<bool>(false);
+        *tensor = at::from_blob(
+            address, at::IntArrayRef(sizes, dims), at::IntArrayRef(strides, dims),
+            [owner, release, armed](void *) {
+                if (*armed) release(owner);
+            },
+            options, device);
+        *armed = true;
+        *result = tensor.release();
+    });
+}
+
+void offload_free_message(char *message) { std::free(message); }
+
+} // extern "C"

@@ -1,0 +1,154 @@
+//! What could go wrong: a rank dies, is stopped, gives up or hangs, and the others wait for ever, or blame another one.
+//!
+//! One rank of three does so to itself; the others must return an error that names it, in time, from whatever they were waiting for.
+
+use std::time::{Duration, Instant};
+
+use kernels::reduce::GradType;
+use kernels_torch::HostBuffer;
+use kernels_torch::collective::{CollectiveError, Comm, Patience};
+use tch::Kind;
+
+use crate::lab::{Meet, PATIENCE, all_succeed, connect, is_rank_of, run, signal_myself};
+
+/// Many of them, so that the network's own buffers do not swallow them.
+const ELEMS: usize = 3 << 20;
+
+/// One step of work together, twice over; errors as they come.
+fn work(comm: &Comm) -> Result<(), CollectiveError> {
+    let buffer = |kind| HostBuffer::zeros(kind, ELEMS).unwrap();
+    let gather = comm.all_gather_start(buffer(Kind::BFloat16), ELEMS)?;
+    let scatter = comm.reduce_scatter_start(buffer(Kind::Float), ELEMS, GradType::Fp32)?;
+    comm.all_reduce_sum_f64(&mut [1.0])?;
+    gather.wait()?;
+    scatter.wait()?;
+    comm.barrier()
+}
+
+/// Rank `bad` does `act` after some steps; all others must fail with an error that `holds`, within `limit` of the last step that went
+/// well. `patience` is theirs.
+fn the_others_name(
+    test: &str,
+    meet: Meet,
+    bad: u32,
+    patience: Patience,
+    limit: Duration,
+    act: impl Fn(Comm),
+    holds: impl Fn(&CollectiveError) -> bool,
+) {
+    if is_rank_of(test) {
+        let comm = connect(patience).unwrap();
+        for _ in 0..3 {
+            work(&comm).unwrap();
+        }
+        if comm.world().rank == bad {
+            act(comm);
+            std::process::exit(0);
+        }
+        let began = Instant::now();
+        let error = work(&comm).unwrap_err();
+        let took = began.elapsed();
+        assert!(holds(&error), "{error:?}");
+        assert!(took < limit, "{took:?}: {error}");
+        // It stays broken, and says the same.
+        assert_eq!(comm.barrier().unwrap_err(), error);
+        drop(comm);
+        let took = began.elapsed();
+        assert!(took < limit + SOON, "ending took {took:?}");
+        std::process::exit(0);
+    }
+    all_succeed(&run(test, 3, meet, &[]), |rank| rank != bad);
+}
+
+/// Less than the patience with an operation.
+const SOON: Duration = Duration::from_secs(15);
+
+#[test]
+fn a_killed_rank_is_named_by_all_others() {
+    let name = "gone::a_killed_rank_is_named_by_all_others";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 1, .. });
+    let act = |_comm: Comm| signal_myself("KILL");
+    the_others_name(name, Meet::Folder, 1, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_rank_killed_with_an_operation_under_way_is_named() {
+    let name = "gone::a_rank_killed_with_an_operation_under_way_is_named";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 0, .. });
+    let act = |comm: Comm| {
+        let buffer = HostBuffer::zeros(Kind::BFloat16, ELEMS).unwrap();
+        let _gather = comm.all_gather_start(buffer, ELEMS).unwrap();
+        signal_myself("KILL");
+    };
+    the_others_name(name, Meet::Folder, 0, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_stopped_rank_is_named_by_all_others() {
+    let name = "gone::a_stopped_rank_is_named_by_all_others";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 2, .. });
+    let act = |_comm: Comm| signal_myself("STOP");
+    the_others_name(name, Meet::Folder, 2, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_killed_rank_is_named_over_tcp_by_its_silence() {
+    let name = "gone::a_killed_rank_is_named_over_tcp_by_its_silence";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 1, .. });
+    let act = |_comm: Comm| signal_myself("KILL");
+    the_others_name(name, Meet::Tcp, 1, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn the_rank_that_runs_the_store_is_named_when_it_is_killed() {
+    let name = "gone::the_rank_that_runs_the_store_is_named_when_it_is_killed";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 0, .. });
+    let act = |_comm: Comm| signal_myself("KILL");
+    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn the_rank_that_runs_the_store_is_named_when_it_is_stopped() {
+    let name = "gone::the_rank_that_runs_the_store_is_named_when_it_is_stopped";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 0, .. });
+    let act = |_comm: Comm| signal_myself("STOP");
+    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_rank_that_gives_up_is_named_with_its_reason() {
+    let name = "gone::a_rank_that_gives_up_is_named_with_its_reason";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 1, reason, .. } if reason == "no space left on /mnt/nvme0");
+    let act = |comm: Comm| comm.give_up("no space left on /mnt/nvme0");
+    the_others_name(name, Meet::Folder, 1, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_rank_that_runs_the_store_and_gives_up_is_named_with_its_reason() {
+    let name = "gone::a_rank_that_runs_the_store_and_gives_up_is_named_with_its_reason";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 0, reason, .. } if reason == "the disk is full");
+    let act = |comm: Comm| {
+        comm.give_up("the disk is full");
+        drop(comm);
+    };
+    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+}
+
+#[test]
+fn a_rank_that_just_ends_is_named() {
+    let name = "gone::a_rank_that_just_ends_is_named";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 2, reason, .. } if reason.contains("without saying why"));
+    the_others_name(name, Meet::Folder, 2, PATIENCE, SOON, drop, holds);
+}
+
+#[test]
+fn a_rank_that_is_alive_but_does_not_come_is_named() {
+    let name = "gone::a_rank_that_is_alive_but_does_not_come_is_named";
+    let holds = |error: &CollectiveError| matches!(error, CollectiveError::Behind { ranks, .. } if ranks == &[1]);
+    let patience = Patience {
+        operation: Duration::from_secs(2),
+        ..PATIENCE
+    };
+    let act = |_: Comm| std::thread::sleep(Duration::from_secs(6));
+    the_others_name(name, Meet::Folder, 1, patience, SOON, act, holds);
+}

@@ -1,0 +1,190 @@
+// A stand-in for libnccl.so.2: the functions our table takes, for processes of one machine whose "device" is the stand-in for a driver
+// (kernels/tests/gpu/stand_in/driver.cc), for tests without GPUs.
+//
+// As NCCL's kernels do, an operation waits for its peers without a bound when its turn on the stream comes; only an abort ends it. What
+// an aborted operation leaves in memory is nonsense on purpose.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <functional>
+#include <sched.h>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+// Of the stand-in for the driver.
+extern "C" int stand_in_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument);
+
+namespace {
+
+enum { INVALID_ARGUMENT = 4, SYSTEM_ERROR = 2 };
+enum { U8 = 1, FP16 = 6, FP32 = 7, FP64 = 8, BF16 = 9 };
+const int RANKS_MAX = 8;
+const size_t SLOT_BYTES = size_t(1) << 20;
+
+struct Id {
+    char path[128];
+};
+
+// One file, mapped by all ranks: how many steps each has done, and a slot of bytes for each.
+struct Meeting {
+    std::atomic<uint64_t> steps[RANKS_MAX];
+    alignas(64) unsigned char slot[RANKS_MAX][SLOT_BYTES];
+};
+
+struct Comm {
+    Meeting *meeting;
+    int rank, ranks;
+    uint64_t steps = 0;
+    std::atomic<bool> aborted{false};
+};
+
+// Waits until all ranks have done as many steps as this one. False: aborted.
+bool step(Comm *comm) {
+    comm->meeting->steps[comm->rank] = ++comm->steps;
+    for (int rank = 0; rank < comm->ranks; rank++)
+        while (comm->meeting->steps[rank] < comm->steps) {
+            if (comm->aborted) return false;
+            sched_yield();
+        }
+    return !comm->aborted;
+}
+
+size_t width(int type) { return type == U8 ? 1 : type == FP64 ? 8 : type == FP32 ? 4 : 2; }
+
+float from_half(uint16_t bits) {
+    int exponent = bits >> 10 & 31;
+    float fraction = (bits & 1023) / 1024.0f;
+    float value = exponent == 0 ? fraction * 0x1p-14f : (1 + fraction) * __builtin_ldexpf(1, exponent - 15);
+    return bits & 0x8000 ? -value : value;
+}
+// For numbers that are exact in it, as the tests' are.
+uint16_t to_half(float value) {
+    uint16_t sign = value < 0 ? 0x8000 : 0;
+    value = __builtin_fabsf(value);
+    if (value == 0) return sign;
+    int exponent = __builtin_ilogbf(value);
+    return sign | uint16_t(exponent + 15) << 10 | uint16_t((value / __builtin_ldexpf(1, exponent) - 1) * 1024);
+}
+double get(int type, const unsigned char *at) {
+    uint16_t half;
+    uint32_t word;
+    float single;
+    double wide;
+    switch (type) {
+        case FP64: return memcpy(&wide, at, 8), wide;
+        case FP32: return memcpy(&single, at, 4), single;
+        case FP16: return memcpy(&half, at, 2), from_half(half);
+        default: return memcpy(&half, at, 2), word = uint32_t(half) << 16, memcpy(&single, &word, 4), single;
+    }
+}
+void put(int type, unsigned char *at, double value) {
+    float single = float(value);
+    uint32_t word;
+    uint16_t half;
+    switch (type) {
+        case FP64: memcpy(at, &value, 8); break;
+        case FP32: memcpy(at, &single, 4); break;
+        case FP16: half = to_half(single), memcpy(at, &half, 2); break;
+        default: memcpy(&word, &single, 4), half = uint16_t(word >> 16), memcpy(at, &half, 2);
+    }
+}
+
+enum Kind { GATHER, SCATTER, REDUCE };
+
+struct Operation {
+    Comm *comm;
+    Kind kind;
+    unsigned char *from, *to;
+    size_t count;
+    int type;
+
+    // Every rank shows a piece of its input, then every rank reads from all pieces.
+    bool pieces(size_t bytes, const std::function<const unsigned char *(size_t)> &input,
+                const std::function<void(int, size_t, const unsigned char *, size_t)> &see) {
+        for (size_t start = 0; start < bytes; start += SLOT_BYTES) {
+            size_t length = bytes - start < SLOT_BYTES ? bytes - start : SLOT_BYTES;
+            memcpy(comm->meeting->slot[comm->rank], input(start), length);
+            if (!step(comm)) return false;
+            for (int rank = 0; rank < comm->ranks; rank++) see(rank, start, comm->meeting->slot[rank], length);
+            if (!step(comm)) return false;
+        }
+        return true;
+    }
+
+    void run() {
+        size_t bytes = count * width(type), all = bytes * (kind == SCATTER ? comm->ranks : 1);
+        std::vector<double> sums(kind == GATHER ? 0 : all / width(type));
+        // A copy, as the result may lie over the input.
+        std::vector<unsigned char> input(from, from + all);
+        bool done = pieces(
+            all, [&](size_t start) { return input.data() + start; },
+            [&](int rank, size_t start, const unsigned char *piece, size_t length) {
+                if (kind == GATHER) return (void)memcpy(to + rank * bytes + start, piece, length);
+                for (size_t i = 0; i < length; i += width(type)) sums[(start + i) / width(type)] += get(type, piece + i);
+            });
+        size_t first = kind == SCATTER ? comm->rank * count : 0;
+        for (size_t i = 0; kind != GATHER && i < count; i++) put(type, to + i * width(type), sums[first + i]);
+        if (!done) memset(to, 0xEE, bytes);
+    }
+};
+
+int enqueue(Operation operation, size_t result_bytes, size_t stream) {
+    if (operation.comm->aborted) return INVALID_ARGUMENT;
+    auto run = [](void *argument) {
+        auto *operation = static_cast<Operation *>(argument);
+        operation->run();
+        delete operation;
+    };
+    auto address = reinterpret_cast<unsigned long long>(operation.to);
+    return stand_in_enqueue(stream, address, result_bytes, run, new Operation(operation)) ? INVALID_ARGUMENT : 0;
+}
+
+unsigned char *at(unsigned long long address) { return reinterpret_cast<unsigned char *>(address); }
+Comm *comm_of(size_t handle) { return reinterpret_cast<Comm *>(handle); }
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int ncclGetVersion(int *version) { return *version = 22809, 0; }
+API const char *ncclGetErrorString(int) { return "an error of the stand-in"; }
+API int ncclGetUniqueId(Id *id) {
+    const char *folder = getenv("KERNELS_STAND_IN");
+    snprintf(id->path, sizeof id->path, "%s/meeting-%d", folder ? folder : ".", getpid());
+    int file = open(id->path, O_CREAT | O_EXCL | O_RDWR, 0600);
+    if (file < 0 || ftruncate(file, sizeof(Meeting))) return SYSTEM_ERROR;
+    return close(file), 0;
+}
+API int ncclCommInitRank(size_t *handle, int ranks, Id id, int rank) {
+    if (ranks > RANKS_MAX || rank >= ranks) return INVALID_ARGUMENT;
+    int file = open(id.path, O_RDWR);
+    if (file < 0) return SYSTEM_ERROR;
+    void *mapped = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (mapped == MAP_FAILED) return SYSTEM_ERROR;
+    auto *comm = new Comm{static_cast<Meeting *>(mapped), rank, ranks};
+    step(comm);
+    return *handle = reinterpret_cast<size_t>(comm), 0;
+}
+API int ncclCommDestroy(size_t) { return 0; }
+// Not deleted: an operation that is under way looks at it.
+API int ncclCommAbort(size_t handle) { return comm_of(handle)->aborted = true, 0; }
+API int ncclCommGetAsyncError(size_t, int *error) { return *error = 0, 0; }
+API int ncclAllGather(unsigned long long from, unsigned long long to, size_t count, int type, size_t comm, size_t stream) {
+    size_t bytes = count * width(type) * comm_of(comm)->ranks;
+    return enqueue({comm_of(comm), GATHER, at(from), at(to), count, type}, bytes, stream);
+}
+API int ncclReduceScatter(unsigned long long from, unsigned long long to, size_t count, int type, int operation, size_t comm,
+                          size_t stream) {
+    if (operation != 0) return INVALID_ARGUMENT;
+    return enqueue({comm_of(comm), SCATTER, at(from), at(to), count, type}, count * width(type), stream);
+}
+API int ncclAllReduce(unsigned long long from, unsigned long long to, size_t count, int type, int operation, size_t comm, size_t stream) {
+    if (operation != 0) return INVALID_ARGUMENT;
+    return enqueue({comm_of(comm), REDUCE, at(from), at(to), count, type}, count * width(type), stream);
+}

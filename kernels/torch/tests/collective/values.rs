@@ -1,0 +1,254 @@
+//! What could go wrong: a shard in the wrong place, a tail lost or overwritten, a sum in another order or rounded more than once, an
+//! operation that takes another's bytes. Every value is compared with what one process computes alone.
+
+use half::{bf16, f16};
+use kernels::reduce::GradType;
+use kernels_torch::HostBuffer;
+use kernels_torch::collective::Comm;
+use tch::Kind;
+
+use crate::lab::{Meet, on_ranks};
+
+const RANKS: &[u32] = &[1, 2, 3, 4];
+
+/// Elements of a shard: none, one, odd, and more than one packet of the network.
+const SHARD_ELEMS: [usize; 5] = [0, 1, 7, 4099, 150_001];
+
+/// Behind what is gathered the buffer has more, which must stay as it is.
+const TAIL_ELEMS: usize = 3;
+
+/// A value that says where it comes from, exact in every format.
+fn value(rank: usize, elem: usize) -> f32 {
+    let whole = (rank * 31 + elem * 7) % 255;
+    whole as f32 - 100.0
+}
+
+fn encode(kind: Kind, value: f32) -> Vec<u8> {
+    match kind {
+        Kind::Float => value.to_le_bytes().to_vec(),
+        Kind::Double => f64::from(value).to_le_bytes().to_vec(),
+        Kind::BFloat16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+        Kind::Half => f16::from_f32(value).to_le_bytes().to_vec(),
+        other => panic!("not tried: {other:?}"),
+    }
+}
+
+/// A buffer with `value` of each element's number.
+pub(crate) fn filled(kind: Kind, elems: usize, value: impl Fn(usize) -> f32) -> HostBuffer {
+    let mut buffer = HostBuffer::zeros(kind, elems).unwrap();
+    let bytes: Vec<u8> = (0..elems)
+        .flat_map(|elem| encode(kind, value(elem)))
+        .collect();
+    buffer.bytes_mut().copy_from_slice(&bytes);
+    buffer
+}
+
+fn who(comm: &Comm) -> (usize, usize) {
+    (comm.world().rank as usize, comm.world().ranks as usize)
+}
+
+#[test]
+fn every_shard_arrives_in_its_place_on_every_rank() {
+    const NAME: &str = "values::every_shard_arrives_in_its_place_on_every_rank";
+    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+        let (rank, ranks) = who(&comm);
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
+            for shard in SHARD_ELEMS {
+                let elems = ranks * shard;
+                let mine = |elem: usize| match elem {
+                    elem if elem >= elems => 77.0,
+                    elem if elem / shard == rank => value(rank, elem % shard),
+                    _ => -1.0,
+                };
+                let buffer = filled(kind, elems + TAIL_ELEMS, mine);
+                let mut all = comm
+                    .all_gather_start(buffer, elems)
+                    .unwrap()
+                    .wait()
+                    .unwrap();
+                let expected = |elem: usize| match elem {
+                    elem if elem >= elems => 77.0,
+                    elem => value(elem / shard, elem % shard),
+                };
+                let mut expected = filled(kind, elems + TAIL_ELEMS, expected);
+                assert!(
+                    all.bytes_mut() == expected.bytes_mut(),
+                    "{kind:?}, shards of {shard} elements"
+                );
+            }
+        }
+        comm.close().unwrap();
+    });
+}
+
+/// Values whose sum depends on the order.
+fn rough(rank: usize, elem: usize) -> f32 {
+    let mut bits =
+        (rank as u32 + 1).wrapping_mul(2_654_435_761) ^ (elem as u32 + 1).wrapping_mul(40_503);
+    bits ^= bits << 13;
+    bits ^= bits >> 17;
+    bits ^= bits << 5;
+    let exponent = [1.0f32, 1e3, 1e-3, 1e5][(bits >> 8) as usize % 4];
+    (bits as f32 / u32::MAX as f32 - 0.5) * exponent
+}
+
+/// A value as it comes back from its format.
+fn stored(grad_type: GradType, value: f32) -> f32 {
+    match grad_type {
+        GradType::Fp32 => value,
+        GradType::Bf16 => bf16::from_f32(value).to_f32(),
+        GradType::Fp16 => f16::from_f32(value).to_f32(),
+    }
+}
+
+#[test]
+fn every_rank_gets_the_sum_of_its_shard_in_the_ranks_order() {
+    const NAME: &str = "values::every_rank_gets_the_sum_of_its_shard_in_the_ranks_order";
+    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+        let (rank, ranks) = who(&comm);
+        for (grad_type, kind) in [
+            (GradType::Fp32, Kind::Float),
+            (GradType::Bf16, Kind::BFloat16),
+            (GradType::Fp16, Kind::Half),
+        ] {
+            for shard in SHARD_ELEMS {
+                let elems = ranks * shard;
+                let grads = filled(kind, elems + TAIL_ELEMS, |elem| rough(rank, elem));
+                let pending = comm.reduce_scatter_start(grads, elems, grad_type);
+                let mut sums = pending.unwrap().wait().unwrap();
+                let expected = |elem: usize| {
+                    let own = elem < elems && elem / shard == rank;
+                    if !own || ranks == 1 {
+                        return rough(rank, elem);
+                    }
+                    (0..ranks)
+                        .map(|rank| stored(grad_type, rough(rank, elem)))
+                        .reduce(|sum, x| sum + x)
+                        .unwrap()
+                };
+                let mut expected = filled(kind, elems + TAIL_ELEMS, expected);
+                assert!(
+                    sums.bytes_mut() == expected.bytes_mut(),
+                    "{grad_type:?}, shards of {shard} elements"
+                );
+            }
+        }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn sums_of_f64_have_the_same_bits_on_every_rank() {
+    const NAME: &str = "values::sums_of_f64_have_the_same_bits_on_every_rank";
+    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+        let (rank, ranks) = who(&comm);
+        let x = |rank: usize, i: usize| f64::from(rough(rank, i)) * 1e9 + 1.0 / 3.0;
+        for count in [0, 1, 40] {
+            let mut values: Vec<f64> = (0..count).map(|i| x(rank, i)).collect();
+            comm.all_reduce_sum_f64(&mut values).unwrap();
+            for (i, value) in values.iter().enumerate() {
+                let expected = (1..ranks).fold(x(0, i), |sum, rank| sum + x(rank, i));
+                assert_eq!(value.to_bits(), expected.to_bits());
+            }
+        }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn several_operations_go_on_at_once_and_end_in_any_order() {
+    const NAME: &str = "values::several_operations_go_on_at_once_and_end_in_any_order";
+    on_ranks(NAME, &[3], Meet::Folder, |comm| {
+        let (rank, ranks) = who(&comm);
+        for round in 0..10 {
+            // Not together: one rank or another is late.
+            std::thread::sleep(std::time::Duration::from_millis(
+                ((rank + round) % 3) as u64 * 3,
+            ));
+            let elems = 3 * 5000;
+            let gather = |shift: usize| {
+                let buffer = filled(Kind::Float, elems, |elem| value(rank + shift, elem));
+                comm.all_gather_start(buffer, elems).unwrap()
+            };
+            let (first, second) = (gather(0), gather(10));
+            let grads = filled(Kind::Float, elems, |elem| rough(rank, elem));
+            let sum = comm
+                .reduce_scatter_start(grads, elems, GradType::Fp32)
+                .unwrap();
+            // Nobody waits for this one.
+            drop(gather(20));
+            let mut values = [rank as f64];
+            comm.all_reduce_sum_f64(&mut values).unwrap();
+            assert_eq!(values, [3.0]);
+            let mut sum = sum.wait().unwrap();
+            let expected = |elem: usize| match elem / 5000 {
+                shard if shard == rank => {
+                    (1..ranks).fold(rough(0, elem), |s, r| s + rough(r, elem))
+                }
+                _ => rough(rank, elem),
+            };
+            assert!(sum.bytes_mut() == filled(Kind::Float, elems, expected).bytes_mut());
+            for (pending, shift) in [(second, 10), (first, 0)] {
+                let mut all = pending.wait().unwrap();
+                let expected = |elem: usize| value(elem / 5000 + shift, elem);
+                assert!(all.bytes_mut() == filled(Kind::Float, elems, expected).bytes_mut());
+            }
+        }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn everyone_has_what_one_rank_broadcasts() {
+    const NAME: &str = "values::everyone_has_what_one_rank_broadcasts";
+    on_ranks(NAME, RANKS, Meet::Tcp, |comm| {
+        let (rank, ranks) = who(&comm);
+        for root in 0..ranks {
+            for length in [0, 1, 100_000] {
+                let of = |rank: usize| vec![rank as u8 + 1; length];
+                // The others' own length must not matter.
+                let own = if rank == root {
+                    of(rank)
+                } else {
+                    vec![9; rank]
+                };
+                let found = comm.broadcast_bytes(root as u32, own).unwrap();
+                assert_eq!(found, of(root));
+            }
+        }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_barrier_waits_for_the_last_and_differences_are_named() {
+    const NAME: &str = "values::a_barrier_waits_for_the_last_and_differences_are_named";
+    on_ranks(NAME, &[3], Meet::Folder, |comm| {
+        let (rank, _) = who(&comm);
+        comm.barrier().unwrap();
+        let folder = std::env::var(kernels_torch::collective::FOLDER_VARIABLE).unwrap();
+        let late = std::path::Path::new(&folder).join("late");
+        if rank == 1 {
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            std::fs::write(&late, "").unwrap();
+        }
+        comm.barrier().unwrap();
+        assert!(late.exists(), "it did not wait for rank 1");
+
+        comm.same_everywhere("the model", "a llama").unwrap();
+        let own = if rank == 2 {
+            "another llama"
+        } else {
+            "a llama"
+        };
+        let error = comm
+            .same_everywhere("the model", own)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "the model is not the same on all ranks: rank 0 has a llama, rank 2 has another llama"
+        );
+        comm.close().unwrap();
+    });
+}
