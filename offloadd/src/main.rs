@@ -128,6 +128,29 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
         #[arg(long)]
         json: bool,
     },
+    /// Go on without a record that a device does not give: until then its job is not gone on from
+    #[command(after_help = "Examples:
+  offloadd inspect                                          # names the jobs, their records and generations
+  offloadd give-up qwen                                     # yours, of the service
+  offloadd give-up qwen --uid 1000                          # of another: root and who runs the daemon may
+  offloadd give-up qwen --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon
+
+The record may be the newest generation: start the daemon again first, the device may give it then. Nothing else of the job
+is lost; it goes on from the newest generation that can be read.")]
+    GiveUp {
+        /// The job
+        #[arg(value_name = "JOB")]
+        job: String,
+        /// Its owner, if it is not you
+        #[arg(long)]
+        uid: Option<u32>,
+        /// Of the store of these settings
+        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+        config: Option<PathBuf>,
+        /// Of the daemon that answers here
+        #[arg(long, value_name = "SOCKET")]
+        socket: Option<PathBuf>,
+    },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
     #[command(after_help = "Examples:
   offloadd verify                                           # the service reads beside its work: your jobs, or all for root
@@ -232,6 +255,12 @@ fn main() -> ExitCode {
             socket,
             json,
         } => cli::inspect::run(config, socket, json).map(|()| ExitCode::SUCCESS),
+        Command::GiveUp {
+            job,
+            uid,
+            config,
+            socket,
+        } => cli::give_up::run(job, uid, config, socket).map(|()| ExitCode::SUCCESS),
         Command::Verify {
             config,
             socket,

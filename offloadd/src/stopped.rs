@@ -1,12 +1,12 @@
 //! A store that no daemon serves, changed by the same decisions: the core's actions, one operation after the other.
 //!
-//! For devices that come and go; sessions there are none. Whatever ends the program, the store is whole, and what was begun
+//! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store is whole, and what was begun
 //! goes on with the next daemon or when it is asked again.
 
 use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, Epoch};
+use offload_api::ids::{DeviceIndex, Epoch, Generation};
 
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::{
@@ -15,6 +15,7 @@ use crate::core::{
 };
 use crate::device::{Device, DeviceBlocks};
 use crate::store::StoreError;
+use crate::store::definition::JobName;
 use crate::store::recover::{self, Outsider};
 use crate::store::superblock::StoreId;
 use crate::store::wear::Wear;
@@ -111,6 +112,17 @@ impl Stopped {
     pub fn drain(&mut self, path: &str) -> Result<Reply, Fault> {
         let path = path.to_owned();
         self.call(Call::DrainDevice { path })
+    }
+
+    /// Forgets records of a job that could not be read. What it can be gone on from then; 0: nothing.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn give_up(&mut self, uid: u32, job: JobName) -> Result<Generation, Fault> {
+        match self.call(Call::GiveUp { uid, job })? {
+            Reply::GiveUp { newest_generation } => Ok(newest_generation),
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
     }
 
     /// Moves all tiles that are to move. `watch` is told how many bytes were moved.

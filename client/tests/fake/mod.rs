@@ -305,6 +305,10 @@ impl Offload for Service {
         Err(fault.into())
     }
 
+    async fn give_up(&self, _: Request<GiveUpRequest>) -> Answer<GiveUpReply> {
+        Err(Status::unimplemented("the fake keeps no records"))
+    }
+
     async fn report_damage(&self, _: Request<ReportDamageRequest>) -> Answer<ReportDamageReply> {
         Err(Status::unimplemented("the fake hears nothing"))
     }

@@ -135,7 +135,14 @@ fn draw(content: &proto::InspectReply) -> String {
             job.nodes,
             if job.nodes == 1 { "" } else { "s" }
         );
-        if job.generations.is_empty() {
+        for record in &job.unreadable {
+            let _ = writeln!(
+                text,
+                "  DAMAGED {record}; it may be the newest: start offloadd again if the device gives it now, or `offloadd give-up {}`",
+                job.job
+            );
+        }
+        if job.generations.is_empty() && job.unreadable.is_empty() {
             let _ = writeln!(text, "  nothing committed");
         }
         for generation in &job.generations {
@@ -202,5 +209,6 @@ fn job_to_json(job: &proto::JobContent) -> Value {
         "nodes": job.nodes,
         "kinds": kinds.collect::<Vec<_>>(),
         "generations": generations.collect::<Vec<_>>(),
+        "unreadable": job.unreadable,
     })
 }

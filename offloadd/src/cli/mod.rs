@@ -8,6 +8,7 @@ pub(crate) mod doctor;
 pub(crate) mod documents;
 mod findings;
 pub(crate) mod format;
+pub(crate) mod give_up;
 pub(crate) mod inspect;
 mod log;
 pub(crate) mod long_work;

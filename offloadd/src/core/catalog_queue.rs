@@ -198,7 +198,7 @@ impl Core {
 
     fn start_drop(&mut self, key: JobKey, call: CallId, actions: &mut Vec<Action>) {
         // Sessions may have come while this waited.
-        let job_id = match self.droppable(&key) {
+        let job_id = match self.closed(&key) {
             Ok(stored) => stored.entry.job_id,
             Err(fault) => return refuse(call, fault, actions),
         };
@@ -206,7 +206,7 @@ impl Core {
         catalog.sequence += 1;
         catalog.entries.retain(|entry| entry.job_id != job_id);
         let steps = catalog_steps(self.home, &catalog);
-        self.jobs.get_mut(&key).expect("droppable").dropping = true;
+        self.jobs.get_mut(&key).expect("it is stored").dropping = true;
         let what = What::Drop { key, call };
         self.write_catalog(CatalogChange { catalog, what }, steps, actions);
     }

@@ -165,6 +165,13 @@ pub enum Call {
         /// Of the caller's uid.
         job: JobName,
     },
+    /// Forgets records of a job that the device did not give at the start: perhaps its newest generation.
+    GiveUp {
+        /// Its owner; whether the caller may is the server's to know.
+        uid: u32,
+        /// The job.
+        job: JobName,
+    },
     /// A device comes to the store. The driver has it already, behind those that were there: whatever the answer, its index
     /// is taken.
     AddDevice(NewDevice),
@@ -267,6 +274,11 @@ pub enum Reply {
     DropJob {
         /// Over all devices.
         freed_bytes: u64,
+    },
+    /// The records are forgotten.
+    GiveUp {
+        /// What the job can be gone on from; 0 = nothing.
+        newest_generation: Generation,
     },
     /// The device is of the store; tiles will move to it.
     AddDevice {

@@ -153,6 +153,14 @@ impl Stored {
         newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting))
     }
 
+    /// Why its tiles stay and nobody goes on from it: a record that the device did not give.
+    pub(super) fn unreadable(&self) -> Option<&str> {
+        self.slots.iter().find_map(|slot| match slot {
+            SlotContent::Unreadable(why) => Some(why.as_str()),
+            SlotContent::Empty | SlotContent::Unknown | SlotContent::Sound(_) => None,
+        })
+    }
+
     pub(super) fn tile_bytes(&self, tile: usize) -> u64 {
         u64::from(self.table.definition.tiles()[tile].tile_bytes)
     }
@@ -352,12 +360,13 @@ impl Core {
         key: JobKey,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
-        self.droppable(&key)?;
+        self.closed(&key)?;
         self.change_catalog(Work::Drop { key, call }, actions)?;
         Ok(None)
     }
 
-    pub(super) fn droppable(&self, key: &JobKey) -> Result<&Stored, Fault> {
+    /// What is stored of a job that nobody has open.
+    pub(super) fn closed(&self, key: &JobKey) -> Result<&Stored, Fault> {
         let job = self.jobs.get(key);
         let Some((job, stored)) = job.and_then(|job| Some((job, job.stored.as_ref()?))) else {
             return Err(Fault::new(

@@ -23,6 +23,7 @@ mod commit;
 mod copying;
 mod devices;
 mod event;
+mod give_up;
 mod inspect;
 mod io;
 mod job;
@@ -167,6 +168,7 @@ impl Core {
             }),
             Call::ListJobs => Ok(Some(Reply::ListJobs(self.list_jobs(peer)))),
             Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
+            Call::GiveUp { uid, job } => self.give_up(call, JobKey::new(uid, job), actions),
             Call::AddDevice(device) => self.add_device(call, device, actions),
             Call::DrainDevice { path } => self.drain_device(call, &path, actions),
         };

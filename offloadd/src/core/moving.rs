@@ -230,6 +230,14 @@ impl Core {
             plan.tiles.clear();
             return Vec::new();
         };
+        if let Some(why) = stored.unreadable() {
+            // Nobody knows which extents it names.
+            let fault = stays(&plan.key, why);
+            for (tile, _) in plan.tiles.drain(..) {
+                (self.mover.stuck).add(plan.job_id, tile, 0, fault.clone());
+            }
+            return Vec::new();
+        }
         if !job.may_move(stored) {
             return Vec::new();
         }
@@ -383,6 +391,15 @@ impl Core {
             ),
         ))
     }
+}
+
+/// Of a job with a record that the device did not give.
+fn stays(key: &JobKey, why: &str) -> Fault {
+    let JobKey { uid, name } = key;
+    let what = format!(
+        "job {name} of uid {uid}: {why}; its tiles stay until the record can be read when offloadd starts, or `offloadd give-up {name}` forgets it"
+    );
+    Fault::new(FaultKind::Damaged, what)
 }
 
 /// Tile, which, from, target, bytes; and what it holds.

@@ -133,6 +133,14 @@ impl Core {
 impl Stored {
     /// Whether `generation` can be gone on from.
     fn check_resume(&self, name: &JobName, generation: Generation) -> Result<(), Fault> {
+        if let Some(why) = self.unreadable() {
+            return Err(Fault::new(
+                FaultKind::Damaged,
+                format!(
+                    "job {name}: {why}. It may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd give-up {name}` goes on without it; or drop the job"
+                ),
+            ));
+        }
         if !self.clean() {
             return Err(Fault::new(
                 FaultKind::Unclean,
@@ -173,7 +181,8 @@ impl Stored {
 
 fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
     match slot {
-        SlotContent::Empty => false,
+        // Nobody resumes beside one that cannot be read.
+        SlotContent::Empty | SlotContent::Unreadable(_) => false,
         SlotContent::Unknown => true,
         SlotContent::Sound(marked) => marked.record.generation > generation,
     }

@@ -11,7 +11,7 @@ use offload_api::ring::entry::Urgency;
 use super::catalog_queue::CatalogChange;
 use super::io::Operation;
 use super::job::JobKey;
-use super::{Action, Buffer, Core, IoId, IoOp};
+use super::{Action, Buffer, CallId, Core, IoId, IoOp};
 use crate::blocks::AlignedBytes;
 use crate::store::manifest::Record;
 
@@ -41,6 +41,11 @@ pub(super) enum Purpose {
     },
     Overwrite {
         key: JobKey,
+    },
+    /// Records that could not be read are forgotten.
+    Forget {
+        key: JobKey,
+        call: CallId,
     },
     /// Copies of tiles are durable, and what a cut-off commit left is gone.
     Settle {
@@ -262,6 +267,7 @@ impl Core {
             Purpose::Commit { key, record } => self.finish_commit(&key, record, result, actions),
             Purpose::Confirm { key } => self.finish_confirm(&key, result, actions),
             Purpose::Overwrite { key } => self.finish_overwrite(&key, result, actions),
+            Purpose::Forget { key, call } => self.finish_forget(&key, call, result, actions),
             Purpose::Settle { key } => self.finish_settle(&key, result, actions),
             Purpose::Exchange { key } => self.finish_exchange(&key, result, actions),
         }
@@ -279,7 +285,8 @@ impl Purpose {
             Self::GiveUp { key, .. }
             | Self::Commit { key, .. }
             | Self::Confirm { key }
-            | Self::Overwrite { key } => Some(key),
+            | Self::Overwrite { key }
+            | Self::Forget { key, .. } => Some(key),
         }
     }
 }

@@ -94,6 +94,8 @@ struct SimDevice {
     unflushed: Vec<(u64, Vec<u8>)>,
     /// What it does instead of every operation.
     broken: Option<SimFault>,
+    /// Reads that touch such a range answer EIO until it is written.
+    unreadable: Vec<Range<u64>>,
 }
 
 /// A set of simulated disks.
@@ -133,6 +135,7 @@ impl SimDisks {
             durable: vec![0; bytes as usize],
             unflushed: Vec::new(),
             broken: None,
+            unreadable: Vec::new(),
         });
         self.made_count += 1;
         self.devices.len() - 1
@@ -176,6 +179,13 @@ impl SimDisks {
             (Some(SimFault::Gone), IoOp::Read) => return Ok(0),
             (Some(SimFault::Gone), _) => return Err(libc::EIO),
             (Some(SimFault::Lost | SimFault::Misdirected(_) | SimFault::Full) | None, _) => {}
+        }
+        let touched = start as u64..(start + moved) as u64;
+        let touches = |bad: &Range<u64>| bad.start < touched.end && touched.start < bad.end;
+        match op {
+            IoOp::Read if device.unreadable.iter().any(touches) => return Err(libc::EIO),
+            IoOp::Write => device.unreadable.retain(|bad| !touches(bad)),
+            IoOp::Read | IoOp::Flush => {}
         }
         match op {
             IoOp::Read => memory[..moved].copy_from_slice(&device.live[start..start + moved]),
@@ -228,11 +238,17 @@ impl SimDisks {
         self.devices[position].broken = Some(fault);
     }
 
+    /// As a drive whose cells have failed: this range cannot be read until it is written.
+    pub fn wear_out(&mut self, position: usize, range: Range<u64>) {
+        self.devices[position].unreadable.push(range);
+    }
+
     /// Nothing goes wrong any more.
     pub fn mend(&mut self) {
         self.plan = None;
         for device in &mut self.devices {
             device.broken = None;
+            device.unreadable.clear();
         }
     }
 

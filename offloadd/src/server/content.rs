@@ -36,6 +36,7 @@ impl From<&JobContent> for proto::JobContent {
                 .iter()
                 .map(|one| generation(job, one))
                 .collect(),
+            unreadable: job.unreadable.clone(),
         }
     }
 }

@@ -226,6 +226,26 @@ impl proto::offload_server::Offload for Service {
             proto::DropJobReply { freed_bytes })
     }
 
+    async fn give_up(
+        &self,
+        request: Request<proto::GiveUpRequest>,
+    ) -> Result<Response<proto::GiveUpReply>, Status> {
+        let peer = peer_of(&request)?;
+        let check = |message: proto::GiveUpRequest| {
+            let uid = message.uid.unwrap_or(peer.uid);
+            if uid != peer.uid && viewer(peer) != Viewer::All {
+                let what = format!("uid {}: the job is of uid {uid}", peer.uid);
+                return Err(Fault::new(FaultKind::Denied, what));
+            }
+            Ok(Call::GiveUp {
+                uid,
+                job: JobName::new(message.job)?,
+            })
+        };
+        call!(self, request, check, Reply::GiveUp { newest_generation } =>
+            proto::GiveUpReply { newest_generation: newest_generation.0 })
+    }
+
     async fn report_damage(
         &self,
         request: Request<proto::ReportDamageRequest>,

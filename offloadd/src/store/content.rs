@@ -25,6 +25,8 @@ pub struct JobContent {
     pub definition: Arc<JobDefinition>,
     /// That can be resumed from, oldest first, at most two.
     pub generations: Vec<GenerationContent>,
+    /// Records that the device did not give, and why: one may be the newest.
+    pub unreadable: Vec<String>,
 }
 
 /// A generation of it.
@@ -54,6 +56,10 @@ impl JobContent {
                 versions: marked.record.versions.clone(),
                 blobs: marked.record.blobs.clone(),
             });
+        let unreadable = slots.iter().filter_map(|slot| match slot {
+            SlotContent::Unreadable(why) => Some(why.clone()),
+            SlotContent::Empty | SlotContent::Unknown | SlotContent::Sound(_) => None,
+        });
         Self {
             uid: entry.uid,
             name: entry.name.clone(),
@@ -61,6 +67,7 @@ impl JobContent {
             reserved_bytes: entry.reserved_bytes,
             definition: definition.clone(),
             generations: generations.collect(),
+            unreadable: unreadable.collect(),
         }
     }
 

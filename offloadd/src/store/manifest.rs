@@ -256,6 +256,9 @@ pub enum SlotContent {
     Empty,
     /// Bytes that are no record, or may be one tomorrow: cut off by power loss, damaged, or a write that failed.
     Unknown,
+    /// The device did not give what is there: perhaps the newest record, acknowledged, with any extents. It stays until
+    /// somebody gives it up. Why, for people.
+    Unreadable(String),
     /// A record.
     Sound(Marked),
 }
@@ -265,7 +268,7 @@ impl SlotContent {
     pub fn sound(&self) -> Option<&Marked> {
         match self {
             Self::Sound(marked) => Some(marked),
-            Self::Empty | Self::Unknown => None,
+            Self::Empty | Self::Unknown | Self::Unreadable(_) => None,
         }
     }
 }

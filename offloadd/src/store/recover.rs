@@ -451,16 +451,27 @@ impl<B: Blocks> Reader<'_, B> {
         let what = format!("record of {}, slot {slot}", of_job(entry));
         self.refuse_newer(&what, position, &copies)?;
         if let [Err(first), Err(second)] = &copies {
-            if matches!(first, Unreadable::Blank) && matches!(second, Unreadable::Blank) {
+            let blank = |why: &Unreadable| matches!(why, Unreadable::Blank);
+            if blank(first) && blank(second) {
                 return Ok(SlotContent::Empty);
             }
+            // Both copies are durable before a commit is acknowledged: beside zeros there is nothing to lose.
+            let withheld = |why: &Unreadable| matches!(why, Unreadable::Device(_));
+            let undecided =
+                (withheld(first) || withheld(second)) && !blank(first) && !blank(second);
+            let consequence = match undecided {
+                true => Consequence::Undecided,
+                false => Consequence::GenerationLost,
+            };
             for (why, offset) in [first, second].into_iter().zip(offsets) {
-                if !matches!(why, Unreadable::Blank) {
-                    let why = why.to_string();
-                    self.note(position, offset, &what, why, Consequence::GenerationLost);
+                if !blank(why) {
+                    self.note(position, offset, &what, why.to_string(), consequence);
                 }
             }
-            return Ok(SlotContent::Unknown);
+            return Ok(match undecided {
+                true => SlotContent::Unreadable(format!("{what}: {first}; {second}")),
+                false => SlotContent::Unknown,
+            });
         }
         let record = self.newest(&what, position, offsets, copies, |r: &Record| {
             (r.generation, r.epoch)

@@ -26,6 +26,8 @@ pub enum Consequence {
     Mended,
     /// Neither copy of a record is whole: power loss during a commit that was not acknowledged, or damage to both.
     GenerationLost,
+    /// The device does not give a record that may be the newest: its job waits for somebody's word.
+    Undecided,
 }
 
 impl std::fmt::Display for Note {
@@ -34,6 +36,9 @@ impl std::fmt::Display for Note {
             Consequence::Mended => "the other copy serves",
             Consequence::GenerationLost => {
                 "a commit was cut off before it was acknowledged, or both copies are damaged; the generation before it serves"
+            }
+            Consequence::Undecided => {
+                "it may be the newest generation: its job is not gone on from, and its tiles stay where they are, until it can be read or is given up (`offloadd give-up`)"
             }
         };
         let Self {

@@ -79,6 +79,30 @@ fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
 }
 
 #[test]
+fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
+    let (store, mut daemon) = filled(2);
+    let told = |arguments: &[&str]| {
+        let output = command("give-up", &store, arguments).output().unwrap();
+        assert!(!output.status.success(), "{}", words(&output));
+        words(&output)
+    };
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    for daemon in [Some(store.serve()), None] {
+        let said = told(&["tiny"]);
+        assert!(said.contains("nothing to give up"), "{said}");
+        let said = told(&["other"]);
+        assert!(said.contains("has no job other"), "{said}");
+        let said = told(&["a/b"]);
+        assert!(said.contains("job name \"a/b\""), "{said}");
+        if let Some(mut daemon) = daemon {
+            daemon.signal(Signal::TERM);
+            assert_eq!(daemon.wait(SOON), Some(0));
+        }
+    }
+}
+
+#[test]
 fn another_user_sees_and_scrubs_none_of_our_jobs() {
     if !rustix::process::geteuid().is_root() {
         println!(
@@ -108,6 +132,10 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
         json(&other(&["inspect", "--json"]))["jobs"],
         Value::Array(Vec::new())
     );
+    let refused = words(&other(&["give-up", "tiny"]));
+    assert!(refused.contains("uid 65534 has no job tiny"), "{refused}");
+    let refused = words(&other(&["give-up", "tiny", "--uid", "0"]));
+    assert!(refused.contains("the job is of uid 0"), "{refused}");
     let scrubbed = json(&other(&["verify", "--json"]));
     assert_eq!(
         (&scrubbed["job_count"], &scrubbed["tile_count"]),

@@ -17,4 +17,5 @@ mod removed;
 mod rules;
 mod scratch;
 mod trouble;
+mod unreadable;
 mod world;

@@ -1,0 +1,72 @@
+//! A record that the device did not give at the start stays until somebody decides: it may be the newest one, and name any
+//! extent of its job's tiles. Here is the decision to go on without it.
+
+use offload_api::fault::{Fault, FaultKind};
+
+use super::job::JobKey;
+use super::script::{Failed, Purpose, Step};
+use super::{Action, CallId, Core, Reply, refuse};
+use crate::blocks::AlignedBytes;
+use crate::store::BLOCK;
+use crate::store::manifest::SlotContent;
+
+impl Core {
+    pub(super) fn give_up(
+        &mut self,
+        call: CallId,
+        key: JobKey,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let stored = self.closed(&key)?;
+        let area = &stored.entry.area;
+        let mut writes = Vec::new();
+        for (slot, content) in stored.slots.iter().enumerate() {
+            if let SlotContent::Unreadable(_) = content {
+                let places = area.records(slot).into_iter().chain(area.marks(slot));
+                writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
+            }
+        }
+        if writes.is_empty() {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "job {} has no record that could not be read: there is nothing to give up",
+                    key.name
+                ),
+            ));
+        }
+        let steps = vec![Step::writes(self.home, writes), Step::flush([self.home])];
+        self.run_script(Purpose::Forget { key, call }, steps, actions);
+        Ok(None)
+    }
+
+    pub(super) fn finish_forget(
+        &mut self,
+        key: &JobKey,
+        call: CallId,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        if let Err(Failed { fault, .. }) = result {
+            let what = format!(
+                "the record of job {} could not be written over ({}): it stays as it is. Drop the job, or mend the device",
+                key.name, fault.message
+            );
+            return refuse(call, Fault::new(fault.kind, what), actions);
+        }
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let stored = job.stored.as_mut().expect("it has records");
+        for slot in &mut stored.slots {
+            if let SlotContent::Unreadable(_) = slot {
+                *slot = SlotContent::Empty;
+            }
+        }
+        let newest_generation = stored.newest();
+        // Its tiles stayed because of it.
+        self.mover.retry();
+        actions.push(Action::Reply {
+            call,
+            reply: Ok(Reply::GiveUp { newest_generation }),
+        });
+    }
+}

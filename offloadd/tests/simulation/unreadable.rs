@@ -1,0 +1,172 @@
+//! A record that its device does not give when the daemon starts. What could go wrong: it was the newest one, acknowledged,
+//! and somebody writes over it, or over the tiles it names, before anyone has decided. So it stays, its job's tiles stay, and
+//! who asks is told what to do.
+
+use offload_api::fault::FaultKind;
+use offload_api::ids::Generation;
+use offloadd::core::{Call, Event, Moves, Reply, Viewer};
+use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
+use offloadd::store::definition::Durability;
+use offloadd::store::format::MeasuredRates;
+use offloadd::store::recover;
+use offloadd::store::tile_table::Extent;
+use offloadd::store::twins::Consequence;
+
+use super::world::{PEER, World, formatted, job};
+
+const TILES: u32 = 6;
+
+fn seed(generation: u64, tile: u32) -> u64 {
+    100 * generation + u64::from(tile)
+}
+
+/// A store with two generations of a job, of which the newer one's record can no longer be read.
+fn worn_out() -> SimDisks {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    let process = world.begin("one", TILES, Durability::Committed);
+    for generation in 1..=2 {
+        for tile in 0..TILES {
+            world
+                .write(process, generation, tile, seed(generation, tile))
+                .unwrap();
+        }
+        world.commit(process, generation).unwrap();
+    }
+    let (mut disks, _) = world.crash(true);
+    let store = recover::read(&mut disks).unwrap();
+    let home = store[store.home].position;
+    for offset in store.jobs[0].entry.area.records(0) {
+        disks.wear_out(home, offset..offset + 4096);
+    }
+    disks
+}
+
+fn extents(disks: &mut SimDisks) -> Vec<[Extent; 2]> {
+    let store = recover::read(disks).unwrap();
+    store.jobs[0].table.extents.clone()
+}
+
+/// Opens the job and goes on from `generation`, whose tiles must be there; or the kind of the refusal.
+fn goes_on(world: &mut World, generation: u64) -> Result<(), FaultKind> {
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    let resumed = world.resume(process, generation);
+    if resumed.is_ok() {
+        for tile in 0..TILES {
+            world.expect_tile(process, tile, seed(generation, tile));
+        }
+    }
+    world.close(process).unwrap();
+    resumed.map(|_| ()).map_err(|fault| fault.kind)
+}
+
+fn give_up(world: &mut World, uid: u32) -> Result<Reply, offload_api::fault::Fault> {
+    let job = job("one");
+    world.ask(Call::GiveUp { uid, job })
+}
+
+#[test]
+fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
+    let mut disks = worn_out();
+    let store = recover::read(&mut disks).unwrap();
+    let consequences: Vec<_> = store.notes.iter().map(|note| note.consequence).collect();
+    assert_eq!(consequences, [Consequence::Undecided; 2]);
+    let mut world = World::start(disks, SimRandom::new(2));
+    let (process, record) = world.open(&job("one"), 0, 1).unwrap();
+    assert_eq!(record.unwrap().generations.len(), 1);
+    for generation in [0, 1, 2] {
+        let fault = world.resume(process, generation).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::Damaged);
+        for word in ["job one", "slot 0", "sim0", "offloadd give-up one", "drop"] {
+            assert!(fault.message.contains(word), "{word}: {fault}");
+        }
+    }
+    // Who has it open may not be surprised.
+    assert_eq!(
+        give_up(&mut world, PEER.uid).unwrap_err().kind,
+        FaultKind::Busy
+    );
+    let seen = world.core.contents(Viewer::All);
+    assert_eq!(seen[0].unreadable.len(), 1, "{:?}", seen[0].unreadable);
+    let (mut disks, random) = world.crash(true);
+    disks.mend();
+    let mut world = World::start(disks, random);
+    assert_eq!(goes_on(&mut world, 2), Ok(()));
+}
+
+#[test]
+fn its_jobs_tiles_stay_while_others_move() {
+    let mut disks = worn_out();
+    let before = extents(&mut disks);
+    let mut world = World::start(disks, SimRandom::new(3));
+    let other = world.begin("two", TILES, Durability::Committed);
+    for tile in 0..TILES {
+        world.write(other, 1, tile, seed(1, tile)).unwrap();
+    }
+    world.commit(other, 1).unwrap();
+    world.close(other).unwrap();
+    let call = world.add_disk(2 << 20, MeasuredRates::default());
+    world.answer(call).unwrap();
+    world.move_all();
+    assert_eq!(world.core.moves(), Moves::None);
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    world.move_all();
+    // Told by name, and nothing spins.
+    assert_eq!(world.core.moves(), Moves::Stopped);
+    let states = world.core.device_states();
+    let why = states[1].standing.stuck.clone().unwrap();
+    assert!(why.contains("job one of uid 1000"), "{why}");
+    assert!(why.contains("offloadd give-up one"), "{why}");
+    assert!(states[1].standing.left_bytes > 0);
+    let (mut disks, random) = world.crash(true);
+    assert_eq!(extents(&mut disks), before);
+    disks.mend();
+    let mut world = World::start(disks, random);
+    assert_eq!(goes_on(&mut world, 2), Ok(()));
+}
+
+#[test]
+fn given_up_it_is_gone_for_good_and_its_tiles_move_again() {
+    let mut world = World::start(worn_out(), SimRandom::new(4));
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    world.move_all();
+    assert_eq!(world.core.moves(), Moves::Stopped);
+    // Another user's job of this name there is not.
+    assert_eq!(
+        give_up(&mut world, 1001).unwrap_err().kind,
+        FaultKind::NotFound
+    );
+    let newest_generation = Generation(1);
+    assert_eq!(
+        give_up(&mut world, PEER.uid),
+        Ok(Reply::GiveUp { newest_generation })
+    );
+    // Once is enough.
+    assert_eq!(
+        give_up(&mut world, PEER.uid).unwrap_err().kind,
+        FaultKind::Invalid
+    );
+    world.event(Event::MoveOn { hurry: true });
+    world.move_all();
+    assert_eq!(world.left, [1]);
+    assert_eq!(goes_on(&mut world, 1), Ok(()));
+    let (disks, random) = world.crash(true);
+    let mut world = World::start(disks.pick(&[0]), random);
+    assert_eq!(goes_on(&mut world, 2), Err(FaultKind::WrongGeneration));
+    assert_eq!(goes_on(&mut world, 1), Ok(()));
+}
+
+#[test]
+fn it_stays_where_even_writing_over_it_fails() {
+    let mut world = World::start(worn_out(), SimRandom::new(5));
+    let broken = SimFault::Errno(libc::EIO);
+    world.engine.disks.break_for_good(0, broken);
+    let fault = give_up(&mut world, PEER.uid).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Io);
+    assert!(fault.message.contains("it stays as it is"), "{fault}");
+    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Damaged));
+    world.engine.disks.mend();
+    let job = job("one");
+    assert!(world.ask(Call::DropJob { job }).is_ok());
+}
