@@ -1,13 +1,13 @@
 //! What is in flight: which slot belongs to which ticket, and what a completion means.
 
 use std::io;
+use std::path::PathBuf;
 
 use offload_api::fault::FaultKind;
-use offload_api::ids::{Generation, TicketId, TileIndex};
+use offload_api::ids::{DeviceIndex, Generation, TicketId, TileIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::entry::{Cqe, Verb};
 
-use crate::types::DeviceInfo;
 use crate::{ClientError, Slot, TileError};
 
 /// Names one operation in flight. It owns nothing: dropping it frees nothing and the [`Done`] still comes.
@@ -58,6 +58,9 @@ impl InFlight {
         self.verb == Verb::SwapOut && !self.scratch
     }
 }
+
+/// What people call a device. Asked only where something failed.
+pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
 
 /// What a completion asks for.
 #[derive(Debug)]
@@ -143,7 +146,7 @@ impl Flights {
     pub(crate) fn arrived(
         &mut self,
         cqe: &Cqe,
-        devices: &[DeviceInfo],
+        name: &mut NameDevice<'_>,
     ) -> Result<Arrived, ClientError> {
         let ticket = TicketId(cqe.ticket);
         let unknown = || {
@@ -163,26 +166,22 @@ impl Flights {
             flight.arrived = Some(*cqe);
             return Ok(Arrived::Unchecked(ticket, slot, flight.tile_bytes));
         }
-        Ok(Arrived::Done(self.done(
-            ticket,
-            slot,
-            cqe,
-            cqe.checksum,
-            devices,
-        )?))
+        let done = self.done(ticket, slot, cqe, cqe.checksum, name)?;
+        Ok(Arrived::Done(done))
     }
 
-    /// The end of a swap in whose bytes came to checksum `found`.
+    /// The end of a swap in whose bytes came to checksum `found`, and where they came from.
     pub(crate) fn checked(
         &mut self,
         ticket: TicketId,
         slot: Slot,
         found: u32,
-        devices: &[DeviceInfo],
-    ) -> Result<Done, ClientError> {
+        name: &mut NameDevice<'_>,
+    ) -> Result<(Done, DeviceIndex), ClientError> {
         let flight = self.get_mut(ticket).expect("in flight until it is checked");
         let cqe = flight.arrived.take().expect("it has arrived");
-        self.done(ticket, slot, &cqe, found, devices)
+        let done = self.done(ticket, slot, &cqe, found, name)?;
+        Ok((done, DeviceIndex(cqe.device)))
     }
 
     fn done(
@@ -191,10 +190,10 @@ impl Flights {
         mut slot: Slot,
         cqe: &Cqe,
         found: u32,
-        devices: &[DeviceInfo],
+        name: &mut NameDevice<'_>,
     ) -> Result<Done, ClientError> {
         let flight = self.end(ticket).expect("asked for just now");
-        let result = outcome(cqe, &flight, found, devices)?;
+        let result = outcome(cqe, &flight, found, name)?;
         if flight.verb == Verb::SwapIn && result.is_err() {
             slot.as_mut_slice().fill(0xff);
         }
@@ -212,13 +211,9 @@ fn outcome(
     cqe: &Cqe,
     flight: &InFlight,
     found: u32,
-    devices: &[DeviceInfo],
+    name: &mut NameDevice<'_>,
 ) -> Result<Result<Moved, TileError>, ClientError> {
-    let device = || {
-        devices
-            .get(cqe.device as usize)
-            .map_or_else(|| "(no device)".into(), |d| d.path.clone())
-    };
+    let mut device = || name(DeviceIndex(cqe.device));
     let (verb, tile, offset) = (flight.verb, flight.tile, cqe.offset);
     if cqe.fault == 0 {
         if cqe.moved_bytes != flight.tile_bytes {

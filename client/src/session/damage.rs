@@ -1,14 +1,16 @@
 //! Tells the daemon of a tile that is not what was written: this side finds it, and who looks after the drives reads the
 //! daemon's log and counts.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use offload_api::ids::DeviceIndex;
 use offload_api::proto;
 
 use super::Session;
-use crate::control::SHORT_WAIT;
-use crate::{Done, TileError};
+use crate::control::{Control, SHORT_WAIT};
+use crate::types::DeviceInfo;
+use crate::{Done, TileError, convert};
 
 /// Told of one session: more of a failed drive say nothing new.
 const REPORTS_MAX: u32 = 16;
@@ -16,29 +18,48 @@ const REPORTS_MAX: u32 = 16;
 /// A process mostly ends over a damaged tile, so its word must be out before. The daemon answers within microseconds.
 const HEARD_WAIT: Duration = Duration::from_millis(500);
 
+/// What people call a device. One that came to the store after the session opened is asked for once.
+pub(super) fn name_of(
+    device: DeviceIndex,
+    known: &mut Vec<DeviceInfo>,
+    control: &Control,
+) -> PathBuf {
+    let index = device.0 as usize;
+    if index >= known.len() {
+        let asking = control.begin("Describe", SHORT_WAIT, |mut client| async move {
+            client.describe(proto::DescribeRequest {}).await
+        });
+        if let Some(Ok(reply)) = asking.poll_for(HEARD_WAIT) {
+            *known = reply.devices.into_iter().map(convert::device).collect();
+        }
+    }
+    known.get(index).map_or_else(
+        || format!("device {index} of the store (offloadd did not say which)").into(),
+        |device| device.path.clone(),
+    )
+}
+
 impl Session {
     /// Nothing depends on whether it is heard.
-    pub(super) fn report_damage(&mut self, done: &Done) {
+    pub(super) fn report_damage(&mut self, done: &Done, device: DeviceIndex) {
         let Err(TileError::Damaged {
-            device,
             offset,
             tile,
             generation,
             expected,
             found,
+            ..
         }) = &done.result
         else {
             return;
         };
-        let devices = &self.info.devices;
-        let index = devices.iter().position(|known| known.path == *device);
-        let Some(index) = index.filter(|_| self.reported_count < REPORTS_MAX) else {
+        if self.reported_count == REPORTS_MAX {
             return;
-        };
+        }
         self.reported_count += 1;
         let request = proto::ReportDamageRequest {
             token: self.token.clone(),
-            device: DeviceIndex(index as u32).0,
+            device: device.0,
             offset: *offset,
             tile: tile.0,
             generation: generation.0,

@@ -6,6 +6,7 @@ use offload_api::ids::{Generation, TicketId, TileIndex};
 use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
 
 use super::commit::Commit;
+use super::damage::name_of;
 use super::{Session, broken_ring};
 use crate::flight::{Arrived, InFlight};
 use crate::sums::{ALONE_BYTES_MAX, Summed};
@@ -182,7 +183,9 @@ impl Session {
     /// whose checksum is ready are passed on.
     pub fn poll(&mut self, done: &mut Vec<Done>) -> Result<(), ClientError> {
         while let Some(cqe) = self.rings.take().map_err(broken_ring)? {
-            match self.flights.arrived(&cqe, &self.info.devices)? {
+            let known = &mut self.info.devices;
+            let mut name = |device| name_of(device, known, &self.control);
+            match self.flights.arrived(&cqe, &mut name)? {
                 Arrived::Done(one) => done.push(one),
                 Arrived::Unchecked(ticket, slot, bytes)
                     if bytes <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
@@ -222,8 +225,10 @@ impl Session {
 
     /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed.
     fn checked(&mut self, ticket: TicketId, slot: Slot, found: u32) -> Result<Done, ClientError> {
-        let checked = (self.flights).checked(ticket, slot, found, &self.info.devices)?;
-        self.report_damage(&checked);
-        Ok(checked)
+        let known = &mut self.info.devices;
+        let mut name = |device| name_of(device, known, &self.control);
+        let (done, device) = (self.flights).checked(ticket, slot, found, &mut name)?;
+        self.report_damage(&done, device);
+        Ok(done)
     }
 }

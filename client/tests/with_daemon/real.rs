@@ -181,10 +181,14 @@ pub(crate) fn assert_content(session: &mut Session, tiles: std::ops::Range<u32>,
     }
 }
 
+/// A command of the program that serves.
+pub(crate) fn offloadd_of(daemon: &PrivateDaemon) -> Command {
+    Command::new(fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap())
+}
+
 /// What `offloadd top` sees.
 pub(crate) fn top(daemon: &PrivateDaemon) -> serde_json::Value {
-    let program = fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap();
-    let mut top = Command::new(program);
+    let mut top = offloadd_of(daemon);
     top.args(["top", "--once", "--json", "--interval", "0.1", "--socket"]);
     let output = top.arg(daemon.socket()).output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr);

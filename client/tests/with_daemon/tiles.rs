@@ -100,6 +100,45 @@ fn a_flipped_byte_on_a_drive_is_named_and_never_handed_out() {
 }
 
 #[test]
+fn damage_on_a_device_that_came_after_the_session_is_named_and_told() {
+    let place = Place::new();
+    let daemon = place.start();
+    let mut session = open_new(daemon.socket());
+    let new = place.folder.path().join("new.tiles");
+    let mut add = offloadd_of(&daemon);
+    add.args(["device", "add", "--size", "32MiB", "--socket"]);
+    let output = add.arg(daemon.socket()).arg(&new).output().unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    // What is written moves there by itself.
+    let until = Instant::now() + 2 * LONG;
+    let mut seed = 0;
+    let (tile, at) = loop {
+        seed += 1;
+        assert!(Instant::now() < until, "no tile came to the new device");
+        write(&mut session, 0..TILE_COUNT, seed);
+        session.commit(Vec::new()).unwrap();
+        let bytes = std::fs::read(&new).unwrap();
+        let mut found = (0..TILE_COUNT).map(|tile| (tile, find(&bytes, &content(tile, seed))));
+        if let Some((tile, at)) = found.find_map(|(tile, at)| Some((tile, at?))) {
+            break (tile, at as u64);
+        }
+    };
+    let file = std::fs::OpenOptions::new().write(true).open(&new).unwrap();
+    file.write_all_at(&[content(tile, seed)[777] ^ 1], at + 777)
+        .unwrap();
+    file.sync_all().unwrap();
+    match read(&mut session, tile).result.unwrap_err() {
+        TileError::Damaged { device, offset, .. } => assert_eq!((device, offset), (new, at)),
+        other => panic!("{other}"),
+    }
+    let seen = top(&daemon);
+    let devices = seen["devices"].as_array().unwrap().iter();
+    let damaged: Vec<_> = devices.map(|one| one["damaged_count"].clone()).collect();
+    assert_eq!(damaged, [0, 0, 1]);
+}
+
+#[test]
 fn without_checksums_the_flipped_byte_is_handed_out() {
     assert_depends_on(
         "tiles::a_flipped_byte_on_a_drive_is_named_and_never_handed_out",
