@@ -23,6 +23,9 @@ put "$here/tmpfiles.conf" /usr/lib/tmpfiles.d/offloadd.conf 644
 put "$here/offloadd.toml" /etc/offloadd/offloadd.toml 644
 put "$here/raw-drives.conf" /usr/share/doc/offloadd/raw-drives.conf 644
 put "$here/copyright" /usr/share/doc/offloadd/copyright 644
+for license in LICENSE-MIT LICENSE-APACHE; do
+    put "$here/../../$license" "/usr/share/doc/offloadd/$license" 644
+done
 put "$here/../../configs/grafana.json" /usr/share/doc/offloadd/grafana.json 644
 
 "$binary" man "$tree/usr/share/man/man8"

@@ -93,6 +93,17 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
     ] {
         assert!(has(name), "{name}: {found:?}");
     }
+    let copyright = tree.join("usr/share/doc/offloadd/copyright");
+    let copyright = std::fs::read_to_string(copyright).unwrap();
+    for (license, words) in [
+        ("LICENSE-MIT", "Permission is hereby granted"),
+        ("LICENSE-APACHE", "Apache License"),
+    ] {
+        let place = format!("usr/share/doc/offloadd/{license}");
+        assert!(copyright.contains(&format!("/{place}")), "{copyright}");
+        let text = std::fs::read_to_string(tree.join(&place)).unwrap();
+        assert!(text.contains(words), "{place}");
+    }
     let commands = commands();
     assert!(commands.len() >= 7, "{commands:?}");
     for command in &commands {
