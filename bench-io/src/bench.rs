@@ -51,6 +51,8 @@ pub(crate) enum TargetPlan {
         socket: PathBuf,
         /// Of each job.
         tile_count: u32,
+        /// On to a GPU.
+        gpu: bool,
     },
 }
 
@@ -294,7 +296,11 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
             };
             (Box::new(target), about)
         }
-        TargetPlan::Daemon { socket, tile_count } => {
+        TargetPlan::Daemon {
+            socket,
+            tile_count,
+            gpu,
+        } => {
             let job = format!("bench-io-{}-{index}", std::process::id());
             let target = DaemonTarget::open(
                 socket,
@@ -302,15 +308,18 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
                 plan.block_bytes,
                 *tile_count,
                 plan.depth,
+                *gpu,
                 plan.pattern,
             )?;
+            let gpu = target.gpu().map(|gpu| format!("; {gpu}"));
+            let gpu = gpu.unwrap_or_default();
             let info = target.info();
             let note = match info.memory_locked {
                 true => String::new(),
                 false => format!("; {}", info.memory_note),
             };
             let about = Opened {
-                about: format!("{} ({}){note}", info.engine, info.engine_reason),
+                about: format!("{} ({}){note}{gpu}", info.engine, info.engine_reason),
                 devices: info.devices.clone(),
             };
             (Box::new(target), about)

@@ -64,6 +64,8 @@ pub(crate) enum TargetKind {
     Device,
     /// The same through offloadd and shared memory, with checksums
     Daemon,
+    /// Through offloadd into a GPU's memory, and out of it
+    Gpu,
 }
 
 /// A job as it is asked for, unchecked. Field names are fio's.
@@ -153,6 +155,8 @@ pub(crate) struct Job {
     pub(crate) size: Option<u64>,
     pub(crate) direct: bool,
     pub(crate) place: Place,
+    /// Bytes end and begin in a GPU's memory, not in host memory.
+    pub(crate) gpu: bool,
 }
 
 /// Where the bytes are.
@@ -261,7 +265,10 @@ impl JobWords {
         };
         let place = match target {
             TargetKind::Device => {
-                ensure!(self.socket.is_none(), "socket: only with target = daemon");
+                ensure!(
+                    self.socket.is_none(),
+                    "socket: only with target = daemon or gpu"
+                );
                 if self.filename.is_empty() {
                     Place::NewFiles(folders)
                 } else {
@@ -278,7 +285,7 @@ impl JobWords {
                     Place::Files(self.filename)
                 }
             }
-            TargetKind::Daemon => {
+            TargetKind::Daemon | TargetKind::Gpu => {
                 if let Some(file) = self.filename.first() {
                     bail!(
                         "filename = {}: a daemon has its own files; name folders with directory, or a socket",
@@ -335,6 +342,7 @@ impl JobWords {
             size,
             direct,
             place,
+            gpu: target == TargetKind::Gpu,
         })
     }
 }
@@ -384,6 +392,7 @@ mod tests {
             ("direct = 0", "direct = 0"),
             ("target = \"daemon\"\nfilename = \"/x\"", "filename"),
             ("target = \"device\"\nsocket = \"/x\"", "socket"),
+            ("target = \"gpu\"\nfilename = \"/x\"", "filename"),
             ("rw = \"write\"\nfilename = \"/x\"", "--overwrite"),
             (
                 "filename = \"/x\"\ndirectory = \"/y\"",

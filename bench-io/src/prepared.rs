@@ -102,6 +102,7 @@ impl Prepared {
                     socket,
                     tile_count: u32::try_from(tile_count)
                         .context("too many tiles; use a larger bs")?,
+                    gpu: job.gpu,
                 };
                 (target, tile_count, job.iodepth)
             }
@@ -126,7 +127,8 @@ impl Prepared {
         Ok(Self {
             word: match target {
                 TargetPlan::Device { .. } => "device",
-                TargetPlan::Daemon { .. } => "daemon",
+                TargetPlan::Daemon { gpu: false, .. } => "daemon",
+                TargetPlan::Daemon { gpu: true, .. } => "gpu",
             },
             plan: BenchPlan {
                 target,

@@ -17,7 +17,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     ("trainer", &["swapper", "kernels", "kernels-torch"]),
-    ("bench-io", &["offload-client", "offloadd"]),
+    ("bench-io", &["kernels", "offload-client", "offloadd"]),
 ];
 
 /// Folders and files in which `unsafe` may stand.

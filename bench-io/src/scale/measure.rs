@@ -274,6 +274,7 @@ impl Store {
             target: TargetPlan::Daemon {
                 socket: daemon.socket().to_owned(),
                 tile_count: u32::try_from(tile_count).context("too many tiles; use a larger bs")?,
+                gpu: false,
             },
             block_bytes: bs,
             depth,

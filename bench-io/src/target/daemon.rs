@@ -1,4 +1,5 @@
-//! A session of a daemon: shared rings, an arena, checksums. Blocks are the tiles of a job of its own.
+//! A session of a daemon: shared rings, an arena, checksums. Blocks are the tiles of a job of its own; where a GPU is measured too,
+//! they end and begin there.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,12 +10,15 @@ use offload_client::{
     SessionSettings, Slot, SlotClass, Tile, TileIndex, TileKind, Verb,
 };
 
+use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
 use crate::noise;
 use crate::pattern::{Pattern, WrongBlock};
 
 /// A session and the tiles it moves.
 pub(crate) struct DaemonTarget {
+    /// Before the session: its copiers hold slots.
+    gpu: Option<GpuMemory>,
     /// `None` while it is closed.
     session: Option<Session>,
     socket: std::path::PathBuf,
@@ -30,16 +34,17 @@ pub(crate) struct DaemonTarget {
 }
 
 impl DaemonTarget {
-    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes`, `depth` in flight.
+    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes`, `depth` in flight; with `gpu` they go on to a GPU.
     ///
     /// # Errors
-    /// The daemon is not there, has no room, or grants less than `depth`.
+    /// The daemon is not there, has no room, or grants less than `depth`; there is no GPU.
     pub(crate) fn open(
         socket: &Path,
         job: &str,
         tile_bytes: u32,
         tile_count: u32,
         depth: u32,
+        gpu: bool,
         pattern: Option<Pattern>,
     ) -> Result<Self> {
         let mut session = Session::open(SessionSettings {
@@ -75,7 +80,12 @@ impl DaemonTarget {
             durability: Durability::Committed,
             nodes: 1,
         })?;
+        let gpu = match gpu {
+            true => Some(GpuMemory::open(&session, depth, tile_bytes)?),
+            false => None,
+        };
         let mut target = Self {
+            gpu,
             session: Some(session),
             socket: socket.to_owned(),
             job: job.to_owned(),
@@ -97,6 +107,11 @@ impl DaemonTarget {
         &self.info
     }
 
+    /// The GPU at the end of the way.
+    pub(crate) fn gpu(&self) -> Option<&str> {
+        self.gpu.as_ref().map(GpuMemory::about)
+    }
+
     fn session(&mut self) -> Result<&mut Session> {
         self.session.as_mut().context("the session is open")
     }
@@ -112,19 +127,11 @@ impl DaemonTarget {
         }
         Ok(())
     }
-}
 
-impl Target for DaemonTarget {
-    fn start(&mut self, flight: Flight) -> Result<()> {
-        let (pattern, tile_bytes) = (self.pattern, self.tile_bytes);
+    /// Between its slot and its device.
+    fn swap(&mut self, slot: Slot, flight: Flight) -> Result<()> {
+        let (index, tile) = (slot.index().0 as usize, TileIndex(flight.block as u32));
         let session = self.session()?;
-        let mut slot = session.take_slot(0).context("more operations than slots")?;
-        let index = slot.index().0 as usize;
-        let tile = TileIndex(flight.block as u32);
-        if let (Some(pattern), Way::Write) = (pattern, flight.way) {
-            let offset = flight.block * u64::from(tile_bytes);
-            pattern.fill(slot.as_mut_slice(), 0, offset);
-        }
         let started = match flight.way {
             Way::Read => session.swap_in(tile, slot),
             Way::Write => session.swap_out(tile, slot),
@@ -139,26 +146,73 @@ impl Target for DaemonTarget {
         Ok(())
     }
 
+    /// It is where it was to go.
+    fn end(&mut self, slot: Slot, flight: Flight, ended: &mut Vec<Flight>) -> Result<()> {
+        if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
+            let offset = flight.block * u64::from(self.tile_bytes);
+            let bytes = &slot.as_slice()[..self.tile_bytes as usize];
+            self.wrong.extend(pattern.check(bytes, 0, offset));
+        }
+        self.session()?.give_slot(slot);
+        ended.push(flight);
+        Ok(())
+    }
+}
+
+impl Target for DaemonTarget {
+    fn start(&mut self, flight: Flight) -> Result<()> {
+        let (pattern, tile_bytes) = (self.pattern, self.tile_bytes);
+        let session = self.session()?;
+        let mut slot = session.take_slot(0).context("more operations than slots")?;
+        if let (Some(pattern), Way::Write) = (pattern, flight.way) {
+            let offset = flight.block * u64::from(tile_bytes);
+            pattern.fill(slot.as_mut_slice(), 0, offset);
+        }
+        match (&mut self.gpu, flight.way) {
+            (Some(gpu), Way::Write) => gpu.start(slot, flight, pattern.is_some()),
+            _ => self.swap(slot, flight),
+        }
+    }
+
     fn wait(&mut self, limit: Duration, ended: &mut Vec<Flight>) -> Result<()> {
         let mut done = std::mem::take(&mut self.done);
+        // A copy takes less than a tile takes on a device: while there are any, they are what ends next.
+        let copying = self.gpu.as_ref().is_some_and(GpuMemory::is_busy);
         let session = self.session()?;
         session.poll(&mut done)?;
-        if done.is_empty() {
+        if done.is_empty() && !copying {
             session.wait(limit)?;
             session.poll(&mut done)?;
         }
+        let copied = match (&mut self.gpu, copying) {
+            (Some(gpu), true) => gpu.wait(if done.is_empty() {
+                limit
+            } else {
+                Duration::ZERO
+            })?,
+            _ => Vec::new(),
+        };
         for one in done.drain(..) {
             one.result?;
             let index = one.slot.index().0 as usize;
             let flight = self.flights[index].take();
             let flight = flight.context("a slot of an operation that was started")?;
-            if let (Some(pattern), Verb::SwapIn) = (self.pattern, one.verb) {
-                let offset = flight.block * u64::from(self.tile_bytes);
-                let bytes = &one.slot.as_slice()[..self.tile_bytes as usize];
-                self.wrong.extend(pattern.check(bytes, 0, offset));
+            match (&mut self.gpu, one.verb) {
+                (Some(gpu), Verb::SwapIn) => gpu.start(one.slot, flight, self.pattern.is_some())?,
+                _ => self.end(one.slot, flight, ended)?,
             }
-            self.session()?.give_slot(one.slot);
-            ended.push(flight);
+        }
+        for Copied {
+            slot,
+            flight,
+            result,
+        } in copied
+        {
+            result?;
+            match flight.way {
+                Way::Read => self.end(slot, flight, ended)?,
+                Way::Write => self.swap(slot, flight)?,
+            }
         }
         self.done = done;
         Ok(())
@@ -183,6 +237,8 @@ impl Target for DaemonTarget {
 /// Gives the job's room back: a store that others use keeps nothing of a measurement.
 impl Drop for DaemonTarget {
     fn drop(&mut self) {
+        // Its copiers hold slots of the session.
+        self.gpu = None;
         let mut give_back = || -> Result<()> {
             let Some(session) = self.session.take() else {
                 bail!("closed already");

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Two implementations: [`device::DeviceTarget`] is an engine alone, [`daemon::DaemonTarget`] a session with its shared rings and
-//! checksums. Both keep one buffer an operation in flight, so what they cost beside the drive can be compared.
+//! checksums, to which [`gpu::GpuMemory`] adds the way into a GPU. Both keep one buffer an operation in flight, so what they cost beside
+//! the drive can be compared.
 
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use crate::pattern::{Pattern, WrongBlock};
 
 pub(crate) mod daemon;
 pub(crate) mod device;
+pub(crate) mod gpu;
 
 /// One direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,7 @@
 //! The commands of bench-io as a person calls them.
 
 mod canonical;
+mod gpu;
 mod lab;
 mod paced;
 mod run;

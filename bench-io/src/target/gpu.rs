@@ -1,0 +1,198 @@
+//! The last part of a tile's way: from its slot into a GPU's memory before it counts as read, out of it before it is written.
+//!
+//! ```text
+//!   read    device ──▶ slot ──▶ GPU          a session moves tiles between devices and slots; copiers, threads with a
+//!   write   GPU ──▶ slot ──▶ device          stream each, between slots and the GPU, while more tiles are on their way
+//! ```
+//!
+//! Tiles that are checked go through the GPU and come back from it into a slot that was emptied, so that what is compared was there.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Registration, Stream};
+use offload_client::{Session, Slot};
+
+use super::{Flight, Way};
+
+/// Two keep the bus busy both ways.
+const COPIERS: usize = 2;
+
+/// A slot on its way to or from the GPU, with the operation it is for.
+struct Copy {
+    slot: Slot,
+    flight: Flight,
+    checked: bool,
+}
+
+/// The same when it is there.
+pub(crate) struct Copied {
+    pub(crate) slot: Slot,
+    pub(crate) flight: Flight,
+    pub(crate) result: Result<(), GpuError>,
+}
+
+/// A GPU's memory, a place in it for each slot, and who copies.
+pub(crate) struct GpuMemory {
+    about: String,
+    outstanding: usize,
+    /// `None` once it is to end.
+    orders: Option<Sender<Copy>>,
+    copied: Receiver<Copied>,
+    copiers: Vec<JoinHandle<()>>,
+    /// The slots' memory, pinned; unpinned after the copiers ended.
+    _pinned: Registration,
+}
+
+impl GpuMemory {
+    /// A place for each of `slots` slots of `slot_bytes`, and `session`'s arena pinned for copies.
+    ///
+    /// # Errors
+    /// There is no GPU, it lacks the memory, or pinning is refused.
+    pub(crate) fn open(session: &Session, slots: u32, slot_bytes: u32) -> Result<Self> {
+        let gpu = Gpu::open(0).context("--target gpu")?;
+        let arena = session.memory();
+        let pinned = gpu.register(arena.address(), arena.bytes(), Box::new(arena.clone()))?;
+        let memory = gpu.alloc(slots as usize * slot_bytes as usize)?;
+        let (orders, to_do) = channel();
+        let (say, copied) = channel();
+        let to_do = Arc::new(Mutex::new(to_do));
+        let mut copiers = Vec::new();
+        for index in 0..COPIERS {
+            let copier = Copier {
+                stream: gpu.stream()?,
+                gpu: gpu.clone(),
+                memory: memory.clone(),
+                slot_bytes: slot_bytes as usize,
+                to_do: Arc::clone(&to_do),
+                say: say.clone(),
+            };
+            let thread = std::thread::Builder::new().name(format!("copy-{index}"));
+            copiers.push(
+                thread
+                    .spawn(move || copier.run())
+                    .context("starting a thread")?,
+            );
+        }
+        let info = gpu.info();
+        Ok(Self {
+            about: format!("{} ({})", info.name, info.driver),
+            outstanding: 0,
+            orders: Some(orders),
+            copied,
+            copiers,
+            _pinned: pinned,
+        })
+    }
+
+    /// The GPU and its driver.
+    pub(crate) fn about(&self) -> &str {
+        &self.about
+    }
+
+    /// Whether a copy is on its way.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.outstanding > 0
+    }
+
+    /// Starts the GPU's part of `flight`. With `checked` its bytes go there and back.
+    ///
+    /// # Errors
+    /// The copiers ended.
+    pub(crate) fn start(&mut self, slot: Slot, flight: Flight, checked: bool) -> Result<()> {
+        let copy = Copy {
+            slot,
+            flight,
+            checked,
+        };
+        let orders = self.orders.as_ref().context("taken in drop only")?;
+        orders.send(copy).ok().context("the copiers ended")?;
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    /// What is there by now; waits at most `limit` for the first.
+    ///
+    /// # Errors
+    /// The copiers ended.
+    pub(crate) fn wait(&mut self, limit: Duration) -> Result<Vec<Copied>> {
+        use std::sync::mpsc::RecvTimeoutError::{Disconnected, Timeout};
+        let mut copied = Vec::new();
+        match self.copied.recv_timeout(limit) {
+            Ok(first) => copied.push(first),
+            Err(Timeout) => {}
+            Err(Disconnected) => bail!("the copiers ended"),
+        }
+        copied.extend(self.copied.try_iter());
+        self.outstanding -= copied.len();
+        Ok(copied)
+    }
+}
+
+impl Drop for GpuMemory {
+    fn drop(&mut self) {
+        drop(self.orders.take());
+        for copier in self.copiers.drain(..) {
+            // A panic was printed by its thread.
+            let _ = copier.join();
+        }
+    }
+}
+
+/// Copies one slot after the other.
+struct Copier {
+    gpu: Gpu,
+    stream: Stream,
+    memory: DeviceBuffer,
+    slot_bytes: usize,
+    to_do: Arc<Mutex<Receiver<Copy>>>,
+    say: Sender<Copied>,
+}
+
+impl Copier {
+    fn run(self) {
+        loop {
+            // The lock is held while waiting: one waits for the queue, the other for it.
+            let next = self
+                .to_do
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .recv();
+            let Ok(mut copy) = next else { return };
+            let result = self.copy(&mut copy);
+            let Copy { slot, flight, .. } = copy;
+            let copied = Copied {
+                slot,
+                flight,
+                result,
+            };
+            if self.say.send(copied).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn copy(&self, copy: &mut Copy) -> Result<(), GpuError> {
+        let place = copy.slot.index().0 as usize * self.slot_bytes;
+        let bytes = &mut copy.slot.as_mut_slice()[..self.slot_bytes];
+        let (up, down) = match copy.flight.way {
+            Way::Read => (true, copy.checked),
+            Way::Write => (copy.checked, true),
+        };
+        if up {
+            self.gpu
+                .upload(&self.stream, &self.memory, &[(place, bytes)])?;
+        }
+        if up && down {
+            bytes.fill(0);
+        }
+        if down {
+            self.gpu
+                .download(&self.stream, &self.memory, &mut [(place, bytes)])?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,124 @@
+//! `--target gpu`: tiles go on into a GPU's memory and come out of it, here on the stand-in for its driver that `kernels` tests with.
+//!
+//! What could go wrong: a read counts before its bytes are on the GPU, a slot's place there is another's, a machine without a GPU gets
+//! a riddle, the program needs libtorch because the trainer, built beside it, does.
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::lab::{drive, program, said};
+
+/// Builds the stand-in into `folder`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
+fn stand_in(folder: &Path) -> Result<(), String> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/tests/gpu/stand_in");
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let header = format!("-DKERNEL_HEADER=\"{}\"", source.join("kernel.h").display());
+    let built = Command::new(&compiler)
+        .args([
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-Wl,-soname,libcuda.so.1",
+            &header,
+        ])
+        .arg(source.join("driver.cc"))
+        .arg("-o")
+        .arg(folder.join("libcuda.so.1"))
+        .output()
+        .map_err(|error| format!("{compiler}: {error}"))?;
+    assert!(built.status.success(), "{}", said(&built));
+    symlink("libcuda.so.1", folder.join("libnvrtc.so.13")).expect("a link");
+    Ok(())
+}
+
+#[test]
+fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
+    let libraries = tempfile::tempdir().expect("a folder");
+    if let Err(reason) = stand_in(libraries.path()) {
+        println!("skipped: {reason}: bench-io --target gpu on a stand-in for a GPU's driver");
+        return;
+    }
+    let folder = drive();
+    let with_gpu = |words: &[&str]| {
+        let output = program()
+            .args(words)
+            .args(["--target", "gpu", "--size", "16m", "--bs", "256k", "--json"])
+            .arg("--directory")
+            .arg(folder.path())
+            .env("LD_LIBRARY_PATH", libraries.path())
+            .output()
+            .expect("bench-io starts");
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        serde_json::from_slice::<Value>(&output.stdout).expect("one JSON object")
+    };
+    let verified = with_gpu(&["verify"]);
+    assert_eq!(verified["wrong_blocks"], 0, "{verified}");
+    assert_eq!(verified["bytes"], 2 * (16 << 20), "{verified}");
+    let measured = with_gpu(&["run", "--rw", "rw", "--runtime", "0.3", "--ramp_time", "0"]);
+    let text = measured.to_string();
+    assert!(text.contains("stand-in"), "{text}");
+    assert!(
+        measured["read"]["ops"].as_u64().is_some_and(|ops| ops > 0),
+        "{text}"
+    );
+    assert!(
+        measured["write"]["ops"].as_u64().is_some_and(|ops| ops > 0),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_machine_without_a_gpu_is_told_so() {
+    let hidden = tempfile::tempdir().expect("a folder");
+    for library in [
+        "libcuda.so.1",
+        "libcuda.so",
+        "libamdhip64.so",
+        "libamdhip64.so.7",
+        "libamdhip64.so.6",
+        "libamdhip64.so.5",
+    ] {
+        std::fs::write(hidden.path().join(library), "").expect("a file");
+    }
+    let folder = drive();
+    let output = program()
+        .args([
+            "run",
+            "--target",
+            "gpu",
+            "--size",
+            "16m",
+            "--runtime",
+            "0.1",
+            "--directory",
+        ])
+        .arg(folder.path())
+        .env("LD_LIBRARY_PATH", hidden.path())
+        .output()
+        .expect("bench-io starts");
+    assert!(!output.status.success());
+    let said = said(&output);
+    assert!(
+        said.contains("--target gpu") && said.contains("libcuda.so.1"),
+        "{said}"
+    );
+}
+
+/// Features are one for all that is built together, and `make build` builds the trainer beside: none of its torch may end here.
+#[test]
+fn the_program_needs_no_libtorch() {
+    let needed = Command::new("ldd")
+        .arg(env!("CARGO_BIN_EXE_bench-io"))
+        .output();
+    let needed = needed.expect("ldd comes with the C library");
+    let needed = String::from_utf8_lossy(&needed.stdout);
+    assert!(needed.contains("libc.so"), "{needed}");
+    assert!(
+        !needed.contains("torch") && !needed.contains("libc10"),
+        "{needed}"
+    );
+}
