@@ -167,6 +167,9 @@ impl Core {
                 .release(&definition, &reservation.area, &reservation.extents);
             return self.answer_define(&key, &Err(fault), actions);
         }
+        if let Some(defining) = (self.jobs.get_mut(&key)).and_then(|job| job.defining.as_mut()) {
+            defining.reserved_bytes = reservation.bytes;
+        }
         let mut catalog = self.catalog.catalog.clone();
         let job_id = catalog.next_job_id;
         catalog.next_job_id += 1;

@@ -65,6 +65,8 @@ pub(super) struct Job {
 
 pub(super) struct Defining {
     definition: Arc<JobDefinition>,
+    /// On devices, from the moment it is being written.
+    pub(super) reserved_bytes: u64,
     pub(super) waiters: Vec<CallId>,
 }
 
@@ -248,6 +250,13 @@ impl Job {
         }
     }
 
+    /// On devices, also of a definition that is being written.
+    pub(super) fn reserved_bytes(&self) -> u64 {
+        let stored = self.stored.as_ref().map(|s| s.entry.reserved_bytes);
+        let defining = self.defining.as_ref().map(|d| d.reserved_bytes);
+        stored.or(defining).unwrap_or(0)
+    }
+
     /// Why nothing can be written or committed any more.
     pub(super) fn unusable(&self) -> Option<&Fault> {
         self.poison.as_ref().or(self.gone.as_ref())
@@ -339,6 +348,7 @@ impl Core {
         let definition = Arc::new(definition);
         job.defining = Some(Defining {
             definition: definition.clone(),
+            reserved_bytes: 0,
             waiters: vec![call],
         });
         let work = Work::Define {

@@ -113,12 +113,12 @@ impl Core {
     /// On all devices, of jobs and of sessions.
     fn held_on_devices(&self, whose: Whose<'_>) -> u64 {
         let jobs = self.jobs.iter().filter(|(key, _)| whose.has(key));
-        let stored = jobs.filter_map(|(_, job)| Some(job.stored.as_ref()?.entry.reserved_bytes));
+        let reserved = jobs.map(|(_, job)| job.reserved_bytes());
         let sessions = self
             .sessions
             .values()
             .filter(|session| whose.has(&session.key));
-        stored.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
+        reserved.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
     }
 
     /// Host memory that `peer` may still take for a session.
@@ -129,6 +129,12 @@ impl Core {
             Some(max) => free.min(max.saturating_sub(self.held(whose).host_bytes)),
             None => free,
         }
+    }
+
+    /// Local ranks of a job that are not here, the next one counted.
+    fn ranks_to_come(&self, key: &JobKey, local_ranks: u32) -> u32 {
+        let here = (self.jobs.get(key)).map_or(0, |job| job.members.len() as u32);
+        local_ranks.saturating_sub(here).max(1)
     }
 
     /// Whether a session with an arena of `arena_bytes` may come, and how many operations it may have in flight.
@@ -161,12 +167,14 @@ impl Core {
                 return Err(self.refused(FaultKind::NoMemory, whose, what, "host_bytes_max"));
             }
             if let Some(max) = quota.inflight_max {
-                // Not all that was asked for is no reason to refuse; nothing is.
-                iodepth = iodepth.min(max.saturating_sub(held.inflight));
+                // Not all that was asked for is no reason to refuse; nothing is. What the first took the others would lack.
+                let to_come = self.ranks_to_come(key, open.local_ranks);
+                iodepth = iodepth.min(max.saturating_sub(held.inflight) / to_come);
                 if iodepth == 0 {
                     let what = format!(
-                        "{whose} may have {max} operations in flight, and its sessions have {} of them",
-                        held.inflight
+                        "{whose} may have {max} operations in flight, its sessions have {} of them, and {to_come} ranks of \
+                         job {} are to come",
+                        held.inflight, key.name
                     );
                     return Err(self.refused(FaultKind::TooMany, whose, what, "inflight_max"));
                 }
@@ -189,10 +197,8 @@ impl Core {
                     max.saturating_sub(held)
                 );
                 let held_by = |(other, job): (&JobKey, &super::job::Job)| {
-                    let stored = job.stored.as_ref()?;
-                    whose
-                        .has(other)
-                        .then(|| (other.name.to_string(), stored.entry.reserved_bytes))
+                    let bytes = job.reserved_bytes();
+                    (whose.has(other) && bytes > 0).then(|| (other.name.to_string(), bytes))
                 };
                 let holders = self.jobs.iter().filter_map(held_by).collect();
                 let what = format!("{what}{}", named(holders));

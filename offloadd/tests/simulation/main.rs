@@ -13,6 +13,7 @@ mod failures;
 mod format;
 mod growth;
 mod oracle;
+mod quotas;
 mod removed;
 mod rules;
 mod scratch;

@@ -1,0 +1,131 @@
+//! What users and jobs may have, where several ask at once. What could go wrong: two get what one of them may have, because
+//! the first one's is still being written; the first rank takes what all ranks of its job may have.
+
+use offload_api::fault::{Fault, FaultKind};
+use offloadd::core::{Call, Event, OpenSession, Quota, Quotas, Reply};
+use offloadd::engine::sim::SimRandom;
+use offloadd::store::definition::Durability;
+
+use super::world::{World, definition, formatted, job};
+
+fn with(default: Quota, job: Quota) -> World {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    world.event(Event::Quotas(Quotas {
+        default,
+        job,
+        ..Quotas::default()
+    }));
+    world
+}
+
+#[test]
+fn a_definition_that_is_being_written_counts() {
+    let mut world = with(Quota::default(), Quota::default());
+    let first = world.open(&job("first"), 0, 1).unwrap().0;
+    let tiles = || definition(6, Durability::Committed, 1);
+    let Reply::Define { reserved_bytes } = world.define(first, tiles()).unwrap() else {
+        panic!("another reply than asked for");
+    };
+    world.event(Event::Quotas(Quotas {
+        default: Quota {
+            device_bytes_max: Some(2 * reserved_bytes + 8192),
+            ..Quota::default()
+        },
+        ..Quotas::default()
+    }));
+    let second = world.open(&job("second"), 0, 1).unwrap().0;
+    let defining = world.call(Call::Define {
+        token: second.token,
+        definition: tiles(),
+    });
+    let scratch = |world: &mut World, bytes: &[u32]| {
+        let (token, tile_bytes) = (first.token, bytes.to_vec());
+        world.call(Call::ReserveScratch { token, tile_bytes })
+    };
+    // Nothing of the definition has ended; what needs no device is answered at once.
+    let call = scratch(&mut world, &[8192, 4096]);
+    let fault = world.replies.remove(&call).expect("at once").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NoSpace);
+    for word in ["8192 are free", "second ", "first "] {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+    let call = scratch(&mut world, &[8192]);
+    assert!(world.replies[&call].is_ok());
+    assert_eq!(world.answer(defining), Ok(Reply::Define { reserved_bytes }));
+}
+
+#[test]
+fn a_definition_that_failed_counts_no_more() {
+    let mut world = with(Quota::default(), Quota::default());
+    let first = world.open(&job("first"), 0, 1).unwrap().0;
+    let defining = world.call(Call::Define {
+        token: first.token,
+        definition: definition(6, Durability::Committed, 1),
+    });
+    world.event(Event::Quotas(Quotas {
+        default: Quota {
+            device_bytes_max: Some(1 << 19),
+            ..Quota::default()
+        },
+        ..Quotas::default()
+    }));
+    let broken = offloadd::engine::sim::SimFault::Errno(libc::EIO);
+    world.engine.disks.break_for_good(0, broken);
+    assert_eq!(world.answer(defining).unwrap_err().kind, FaultKind::Io);
+    world.engine.disks.mend();
+    let again = world.define(first, definition(6, Durability::Committed, 1));
+    assert!(again.is_ok(), "{again:?}");
+}
+
+/// What each rank of a job gets that asks for so many.
+fn granted(world: &mut World, name: &str, asked: &[u32]) -> Vec<Result<u32, Fault>> {
+    let ranks = asked.len() as u32;
+    let open = |(rank, iodepth)| {
+        let request = world.open_request(&job(name), rank, ranks);
+        match world.ask(Call::Open(OpenSession { iodepth, ..request })) {
+            Ok(Reply::Open(reply)) => Ok(reply.iodepth),
+            Ok(other) => panic!("{other:?}"),
+            Err(fault) => Err(fault),
+        }
+    };
+    (0..ranks).zip(asked.iter().copied()).map(open).collect()
+}
+
+fn inflight(max: u32) -> Quota {
+    Quota {
+        inflight_max: Some(max),
+        ..Quota::default()
+    }
+}
+
+#[test]
+fn operations_in_flight_are_parted_among_the_ranks_of_a_job() {
+    for (default, job) in [
+        (Quota::default(), inflight(10)),
+        (inflight(10), Quota::default()),
+    ] {
+        let mut world = with(default, job);
+        let got = granted(&mut world, "one", &[8, 8, 8, 8]);
+        assert_eq!(got, [Ok(2), Ok(2), Ok(3), Ok(3)]);
+    }
+    let mut world = with(Quota::default(), inflight(10));
+    // Who wants little leaves the more, and a job alone has all.
+    let got = granted(&mut world, "one", &[1, 8, 8]);
+    assert_eq!(got, [Ok(1), Ok(4), Ok(5)]);
+    assert_eq!(granted(&mut world, "two", &[16]), [Ok(10)]);
+}
+
+#[test]
+fn fewer_operations_than_ranks_are_refused_to_the_first_of_them() {
+    let mut world = with(Quota::default(), inflight(3));
+    let got = granted(&mut world, "one", &[8, 8, 8, 8]);
+    let fault = got[0].clone().unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TooMany);
+    for word in [
+        "may have 3 operations",
+        "4 ranks of job one",
+        "inflight_max",
+    ] {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+}
