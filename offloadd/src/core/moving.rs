@@ -5,7 +5,7 @@
 //! extents on the new device, so that what they write moves by itself; what they have not written when two generations
 //! are over, or when there is a hurry, is copied, and so is everything of jobs that nobody runs.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
@@ -30,7 +30,9 @@ const DEFINITION_TIMES: u64 = 16;
 /// Everything about tiles that move.
 #[derive(Debug, Default)]
 pub(super) struct Mover {
+    /// Empty: all that could move has.
     plan: Option<VecDeque<JobPlan>>,
+    plans_made: u64,
     pub(super) batch: Option<Batch>,
     /// Extents that tiles have left and that may still be read.
     pub(super) left: Vec<(Extent, u32)>,
@@ -55,6 +57,8 @@ struct JobPlan {
     /// Of the job it was made for: another may come to have its name.
     job_id: u64,
     tiles: VecDeque<(u32, DeviceIndex)>,
+    /// Still to come to each target, as it was when the tiles were last gone through: people ask often.
+    left_bytes: BTreeMap<DeviceIndex, u64>,
     /// The working generation when its free extents were exchanged last.
     spared: Option<Generation>,
 }
@@ -119,6 +123,11 @@ impl Core {
         }
     }
 
+    /// How often all tiles were gone through for those that are to move.
+    pub fn plans_made(&self) -> u64 {
+        self.mover.plans_made
+    }
+
     /// Moved since the daemon started, with a copy or without.
     pub fn moved_bytes(&self) -> u64 {
         self.mover.moved_bytes
@@ -131,20 +140,8 @@ impl Core {
             Some(Phase::Draining) => self.bytes_on(device),
             Some(Phase::Filling) => {
                 let plan = self.mover.plan.iter().flatten();
-                let of_job = |job: &JobPlan| -> u64 {
-                    let Some((_, stored)) = self.planned(job) else {
-                        return 0;
-                    };
-                    let copies = stored.durability().extents_a_tile();
-                    let to_it = job.tiles.iter().filter(|(_, target)| *target == device);
-                    let left = to_it.map(|(tile, _)| {
-                        let extents = &stored.table.extents[*tile as usize][..copies];
-                        let away = extents.iter().filter(|e| e.device != device).count();
-                        away as u64 * stored.tile_bytes(*tile as usize)
-                    });
-                    left.sum()
-                };
-                plan.map(of_job).sum()
+                let left = plan.filter_map(|job| job.left_bytes.get(&device));
+                left.sum()
             }
         }
     }
@@ -168,7 +165,10 @@ impl Core {
         let filling = self.filling();
         let mut plan = match self.mover.plan.take() {
             Some(plan) => plan,
-            None => self.plan_moves(&filling),
+            None => {
+                self.mover.plans_made += 1;
+                self.plan_moves(&filling)
+            }
         };
         // Each job once: those that wait for their next commit are asked again later.
         for _ in 0..plan.len() {
@@ -184,10 +184,12 @@ impl Core {
                 return self.start_batch(key, places, actions);
             }
         }
-        if plan.is_empty() && self.mover.stopped.is_none() {
+        // Kept when it is empty too: what a session keeps for itself may hold a device for long, and nothing is to be
+        // looked for meanwhile.
+        let ended = plan.is_empty();
+        self.mover.plan = Some(plan);
+        if ended && self.mover.stopped.is_none() {
             self.finish_moves(actions);
-        } else {
-            self.mover.plan = Some(plan);
         }
     }
 
@@ -198,6 +200,7 @@ impl Core {
             (!tiles.is_empty()).then(|| JobPlan {
                 key: key.clone(),
                 job_id: stored.entry.job_id,
+                left_bytes: left_bytes(stored, &tiles),
                 tiles,
                 spared: None,
             })
@@ -255,6 +258,7 @@ impl Core {
         let mut copied = Vec::new();
         let mut copied_bytes = 0;
         let stuck = &self.mover.stuck.places;
+        plan.left_bytes.clear();
         plan.tiles.retain(|&(tile, target)| {
             let extents = &stored.table.extents[tile as usize];
             let bytes = stored.tile_bytes(tile as usize);
@@ -270,6 +274,7 @@ impl Core {
                     continue;
                 }
                 stays = true;
+                *plan.left_bytes.entry(target).or_default() += bytes;
                 let place = (tile, which, from, target, bytes);
                 match stored.holds(&recorded, tile as usize, which) {
                     Holds::Moving => {}
@@ -295,6 +300,7 @@ impl Core {
 
     fn take_places(&mut self, plan: &mut JobPlan, wanted: Vec<Wanted>) -> Vec<Place> {
         let mut places = Vec::new();
+        let mut no_room = HashSet::new();
         for ((tile, which, from, target, bytes), content) in wanted {
             let leaves = self.space.is_closed(from.device);
             match self.space.take_on(target, bytes, leaves) {
@@ -302,7 +308,9 @@ impl Core {
                     places.push(Place::new(tile, which, [from, to], bytes as u32, content));
                 }
                 // What others took meanwhile is no reason to stop: it has its share, as far as there is room.
-                None if !leaves => plan.tiles.retain(|(other, _)| *other != tile),
+                None if !leaves => {
+                    no_room.insert(tile);
+                }
                 None => {
                     let what = format!(
                         "{} bytes of a tile of job {} find no room on the other devices: drop a job or add a device",
@@ -312,6 +320,11 @@ impl Core {
                     break;
                 }
             }
+        }
+        if !no_room.is_empty() {
+            plan.tiles.retain(|(tile, _)| !no_room.contains(tile));
+            let stored = self.planned(plan).map(|(_, stored)| stored);
+            plan.left_bytes = stored.map_or_else(BTreeMap::new, |s| left_bytes(s, &plan.tiles));
         }
         places
     }
@@ -391,6 +404,18 @@ impl Core {
             ),
         ))
     }
+}
+
+/// Of the extents of `tiles` that do not lie on their target, by target.
+fn left_bytes(stored: &Stored, tiles: &VecDeque<(u32, DeviceIndex)>) -> BTreeMap<DeviceIndex, u64> {
+    let copies = stored.durability().extents_a_tile();
+    let mut left = BTreeMap::new();
+    for &(tile, target) in tiles {
+        let extents = &stored.table.extents[tile as usize][..copies];
+        let away = extents.iter().filter(|extent| extent.device != target);
+        *left.entry(target).or_default() += away.count() as u64 * stored.tile_bytes(tile as usize);
+    }
+    left
 }
 
 /// Of a job with a record that the device did not give.

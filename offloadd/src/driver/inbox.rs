@@ -244,6 +244,11 @@ impl Inbox {
         let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
     }
 
+    /// More may be there than was taken.
+    pub(super) fn ring(&self) {
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
+
     /// The oldest message.
     pub(super) fn take(&self) -> Option<Message> {
         self.queue.try_recv().ok()

@@ -65,6 +65,9 @@ const CALLS_MAX: usize = 4096;
 /// Submissions taken from one ring before the next one's turn.
 const ENTRIES_A_TURN: usize = 64;
 
+/// Messages taken before rings and devices have their turn: what others send meanwhile wakes us again.
+const MESSAGES_A_TURN: usize = 256;
+
 /// Events taken from the kernel at a time.
 const EVENTS_A_TURN: usize = 64;
 
@@ -470,7 +473,13 @@ impl Driver {
 
     fn read_inbox(&mut self) {
         self.inbox.hush();
-        while let Some(message) = self.inbox.take() {
+        for taken in 0.. {
+            if taken == MESSAGES_A_TURN {
+                return self.inbox.ring();
+            }
+            let Some(message) = self.inbox.take() else {
+                return;
+            };
             match message {
                 Message::Call {
                     peer,
