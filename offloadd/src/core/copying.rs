@@ -391,6 +391,14 @@ impl Core {
             self.give_all(given_up);
             return self.end_batch(None, actions);
         }
+        let Some(revision) = stored.table.revision.checked_add(1) else {
+            self.give_all(given_up);
+            let what = format!(
+                "the definition of job {} of uid {} was written as often as it can be: its tiles stay until the job is dropped",
+                key.name, key.uid
+            );
+            return self.end_batch(Some(Fault::new(FaultKind::TooMany, what)), actions);
+        };
         let in_place = stored.durability() == Durability::None;
         for place in &batch.places {
             let extents = &mut stored.table.extents[place.tile as usize];
@@ -399,7 +407,7 @@ impl Core {
                 *extents = [place.to; 2];
             }
         }
-        stored.table.revision += 1;
+        stored.table.revision = revision;
         job.exchanging = true;
         let blocks = stored.table.encode(stored.entry.job_id, &numbers);
         let steps = in_turn(self.home, stored.entry.area.definitions(), blocks);

@@ -11,7 +11,7 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
-use super::catalog_queue::{Work, catalog_steps};
+use super::catalog_queue::{Work, catalog_steps, in_turn};
 use super::script::{Failed, Step};
 use super::{Action, CallId, Core, NewDevice, Reply, refuse};
 use crate::blocks::AlignedBytes;
@@ -180,7 +180,12 @@ impl Core {
                     return None;
                 }
                 let number = catalog.next_number;
-                catalog.next_number += 1;
+                let Some(next) = number.checked_add(1) else {
+                    let what = "every number that a device can have was given to one, and none is given twice: make a new store of these devices";
+                    refuse(call, Fault::new(FaultKind::TooMany, what), actions);
+                    return None;
+                };
+                catalog.next_number = next;
                 let new = &mut self.devices[device.0 as usize];
                 new.superblock.number = number;
                 catalog.devices.push(DeviceEntry {
@@ -227,8 +232,8 @@ impl Core {
                 catalog.devices.retain(|entry| entry.number != number);
                 let mut steps = catalog_steps(self.home, catalog);
                 // A device that is drained because it dies may not take it: the catalog has the last word.
-                steps.push(Step::twice(device, SUPERBLOCK_OFFSETS, blocks));
-                steps.push(Step::flush([device]));
+                // One copy after the other, so that a cut leaves a whole one.
+                steps.extend(in_turn(device, SUPERBLOCK_OFFSETS, blocks));
                 Some(steps)
             }
         }

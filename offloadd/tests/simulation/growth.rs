@@ -10,7 +10,9 @@ use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::verify::verify;
-use offloadd::store::{BLOCK, DATA_OFFSET, StoreError, recover};
+use offloadd::store::{
+    BLOCK, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError, recover,
+};
 
 use super::world::{Process, SLOTS, World, formatted, job};
 
@@ -324,6 +326,13 @@ fn scratch_leaves_a_drained_device_when_it_is_written_or_ends() {
     world.answer(call).unwrap();
     world.move_all();
     assert!(world.left.is_empty(), "scratch is still there");
+    // It may lie there for hours; the tiles of all jobs are not gone through again and again meanwhile.
+    let plans = world.core.plans_made();
+    for _ in 0..50 {
+        world.event(Event::MoveOn { hurry: true });
+        world.run();
+    }
+    assert_eq!(world.core.plans_made(), plans);
     for tile in 2..6 {
         world.expect_tile(process, tile, u64::from(tile));
         world.write(process, 1, tile, 10 + u64::from(tile)).unwrap();
@@ -487,4 +496,138 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     world.resume(process, 2).unwrap();
     expect_all(&mut world, process, 2, SLOTS);
+}
+
+#[test]
+fn what_is_left_to_come_is_told_and_ends_at_nothing() {
+    let mut world = World::start(formatted(), SimRandom::new(12));
+    let process = world.begin("one", 60, Durability::Committed);
+    write_all(&mut world, process, 1, 60);
+    world.close(process).unwrap();
+    added(&mut world);
+    let left = |world: &World| world.core.device_states()[2].standing.left_bytes;
+    world.event(Event::MoveOn { hurry: false });
+    let mut before = left(&world);
+    // A third of 60 tiles of 6 KiB on average, twice.
+    let expected = 60 / 3 * 6144 * 2;
+    assert!(
+        (expected * 3 / 4..expected * 5 / 4).contains(&before),
+        "{before} of about {expected}"
+    );
+    while world.core.moves() != Moves::None {
+        world.run();
+        world.event(Event::MoveOn { hurry: true });
+        assert!(left(&world) <= before);
+        before = left(&world);
+    }
+    assert_eq!(left(&world), 0);
+}
+
+#[test]
+fn a_device_without_room_for_its_share_takes_what_it_can_and_is_settled() {
+    let mut world = World::start(formatted(), SimRandom::new(13));
+    let process = world.begin("one", 60, Durability::Committed);
+    write_all(&mut world, process, 1, 60);
+    world.add_disk(DATA_OFFSET + 4 * BLOCK, MeasuredRates::default());
+    world.run();
+    world.event(Event::MoveOn { hurry: false });
+    // Somebody takes what was meant for it.
+    let states = world.core.device_states();
+    assert!(states[2].free_bytes < 4 * BLOCK, "{states:?}");
+    world.move_all();
+    for generation in 2..5 {
+        write_all(&mut world, process, generation, 60);
+        world.move_all();
+    }
+    assert_eq!(world.core.moves(), Moves::None);
+    let settled = &world.core.device_states()[2];
+    assert_eq!(settled.standing.phase, Some(Phase::Settled));
+    assert_eq!(settled.standing.left_bytes, 0);
+    expect_all(&mut world, process, 4, 60);
+}
+
+#[test]
+fn a_device_that_leaves_is_told_so_one_copy_after_the_other() {
+    let mut world = World::start(formatted(), SimRandom::new(17));
+    world.drain_call("sim1");
+    let copy = |disks: &SimDisks, which: usize| {
+        let at = SUPERBLOCK_OFFSETS[which] as usize;
+        disks.bytes(1)[at..at + BLOCK as usize].to_vec()
+    };
+    let before = copy(&world.engine.disks, 1);
+    let mut seen = 0;
+    while world.left.is_empty() {
+        if !world.step() {
+            world.event(Event::MoveOn { hurry: true });
+        }
+        let after = copy(&world.engine.disks, 1);
+        if after == before {
+            continue;
+        }
+        // The second is being written: the first survives every power cut.
+        for seed in 0..20 {
+            let mut disks = world.engine.disks.clone();
+            disks.crash(seed, Vec::new());
+            assert!(copy(&disks, 0) == after, "seed {seed}");
+        }
+        seen += 1;
+    }
+    assert!(seen > 0);
+}
+
+/// A store whose numbers are nearly at their end, as nobody will see it.
+fn at_the_end(change: impl Fn(&mut recover::RecoveredStore)) -> SimDisks {
+    let mut world = World::start(formatted(), SimRandom::new(14));
+    let process = world.begin("one", 20, Durability::Committed);
+    write_all(&mut world, process, 1, 20);
+    let (mut disks, _) = world.crash(true);
+    let mut store = recover::read(&mut disks).unwrap();
+    change(&mut store);
+    let numbers: Vec<u32> = store.devices.iter().map(|d| d.superblock.number).collect();
+    let catalog = store.catalog.encode();
+    let job = &store.jobs[0];
+    let definition = job.table.encode(job.entry.job_id, &numbers);
+    for offset in CATALOG_OFFSETS {
+        disks.write(0, offset, &catalog).unwrap();
+    }
+    for offset in job.entry.area.definitions() {
+        disks.write(0, offset, &definition).unwrap();
+    }
+    disks.flush(0).unwrap();
+    disks
+}
+
+#[test]
+fn where_numbers_of_devices_end_a_device_is_refused() {
+    let disks = at_the_end(|store| store.catalog.next_number = u32::MAX);
+    let mut world = World::start(disks, SimRandom::new(15));
+    let call = world.add_disk(DISK_BYTES, MeasuredRates::default());
+    let fault = world.answer(call).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TooMany);
+    assert!(fault.message.contains("none is given twice"), "{fault}");
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 1).unwrap();
+    expect_all(&mut world, process, 1, 20);
+}
+
+#[test]
+fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
+    let disks = at_the_end(|store| store.jobs[0].table.revision = u32::MAX);
+    let mut world = World::start(disks, SimRandom::new(16));
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    world.move_all();
+    assert_eq!(world.core.moves(), Moves::Stopped);
+    let why = world.core.device_states()[1].standing.stuck.clone();
+    assert!(why.unwrap().contains("job one of uid 1000"));
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 1).unwrap();
+    write_all(&mut world, process, 2, 20);
+    expect_all(&mut world, process, 2, 20);
+    world.close(process).unwrap();
+    assert!(world.ask(Call::DropJob { job: job("one") }).is_ok());
+    let call = world.drain_call("sim1");
+    world.answer(call).unwrap();
+    world.move_all();
+    assert_eq!(world.left, [1]);
 }
