@@ -1,5 +1,6 @@
 //! `offloadd device`: devices come to a store and leave it, with a daemon that serves it or without.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -231,6 +232,10 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
     }
     let Newcomer { device, new, made } =
         prepare(path, file_bytes, force, stopped.id(), config.engine)?;
+    if made && let Err(error) = give_to_owner(path, &config) {
+        let _ = std::fs::remove_file(path);
+        return Err(error);
+    }
     let (data_bytes, rates) = (new.data_bytes, new.rates);
     match stopped.add(device, new) {
         Ok(Reply::AddDevice { number }) => say_added(
@@ -241,6 +246,8 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
         ),
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => {
+            // With its locks: whether the store opens without the new file is to be seen.
+            drop(stopped);
             if made {
                 let again = open_all(&config.devices).ok().map(Stopped::open);
                 if again.is_some_and(|store| store.is_ok()) {
@@ -251,6 +258,23 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
         }
     }
     move_all(&mut stopped)
+}
+
+/// A file that root made belongs to whom the store's other files belong to: his daemon could not open it otherwise.
+fn give_to_owner(path: &Path, config: &Config) -> Result<()> {
+    let owner = (config.devices.iter())
+        .filter_map(|device| std::fs::metadata(device).ok())
+        .find(std::fs::Metadata::is_file);
+    let Some(owner) = owner.filter(|_| rustix::process::geteuid().is_root()) else {
+        return Ok(());
+    };
+    std::os::unix::fs::chown(path, Some(owner.uid()), Some(owner.gid())).with_context(|| {
+        format!(
+            "giving {} to uid {}, who has the other devices of the store",
+            path.display(),
+            owner.uid()
+        )
+    })
 }
 
 /// Whether the settings list a device that is not of the store yet, as after an add that was cut off.

@@ -162,6 +162,8 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     let result = runtime.block_on(serve(sockets, running, about, parent, started, &ready));
     let _ = std::fs::remove_file(&config.socket);
+    // Somebody's device may still be measured: nothing waits for it, and it can be brought again.
+    runtime.shutdown_background();
     result
 }
 
