@@ -20,6 +20,7 @@ use rustix::process::{Pid, test_kill_process};
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::IoOp;
 use crate::store::DATA_OFFSET;
+use crate::volatile;
 
 /// How long a predecessor that still lives may take to give its lock back.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -554,18 +555,22 @@ impl Blocks for DeviceBlocks<'_> {
         offset: u64,
         from: &AlignedBytes,
     ) -> Result<(), BlockError> {
+        volatile::writes(&self.0[position].file, offset, from.len());
         self.whole(position, IoOp::Write, offset, from.len(), |file, moved| {
             file.write_at(&from.as_slice()[moved..], offset + moved as u64)
         })
     }
 
     fn flush(&mut self, position: usize) -> Result<(), BlockError> {
-        self.0[position].file.sync_data().map_err(|e| BlockError {
+        let device = &self.0[position];
+        device.file.sync_data().map_err(|e| BlockError {
             op: IoOp::Flush,
-            path: self.0[position].path.clone(),
+            path: device.path.clone(),
             offset: 0,
             asked_bytes: 0,
             cause: BlockErrorCause::Errno(e.raw_os_error().unwrap_or(Errno::IO.raw_os_error())),
-        })
+        })?;
+        volatile::flushed(&device.file);
+        Ok(())
     }
 }

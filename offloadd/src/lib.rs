@@ -32,6 +32,7 @@ pub mod queue;
 pub mod server;
 pub mod stopped;
 pub mod store;
+mod volatile;
 
 /// What both sides agree on, for programs that drive parts of the daemon themselves.
 pub use offload_api as api;

@@ -2,6 +2,7 @@
 //!
 //! `OFFLOADD_MISHAP=kill@17` ends the process with SIGKILL instead of its 17th operation on a device; `EIO@17` answers an
 //! errno in its place (any of the names below), `short@17` half of what was asked; `EIO@17+` that one and all later ones.
+//! `cut@17` is a power cut: of what devices were given and not told to flush, any sectors are lost, and the process ends.
 //!
 //! Only with the feature `removable`, which only test builds have.
 
@@ -10,6 +11,8 @@
 pub enum Instead {
     /// The process is killed.
     Kill,
+    /// The power goes.
+    Cut,
     /// The device answers this.
     Errno(i32),
     /// The device moves half.
@@ -33,6 +36,7 @@ impl Mishap {
         let (what, at) = text.split_once('@')?;
         let instead = match what {
             "kill" => Instead::Kill,
+            "cut" => Instead::Cut,
             "short" => Instead::Short,
             "EIO" => Instead::Errno(5),
             "ENOSPC" => Instead::Errno(28),

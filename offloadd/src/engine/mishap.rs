@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use offload_api::mishap::{Instead, Mishap, mishap};
 
-use super::IoDone;
+use super::{Io, IoDone};
+use crate::volatile;
 
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
@@ -16,14 +17,23 @@ fn asked_for() -> Option<Mishap> {
 }
 
 /// An operation is about to be given to a device.
-pub(super) fn before() {
+pub(super) fn before(io: &Io) {
     let Some(mishap) = asked_for() else { return };
     let number = STARTED.fetch_add(1, Ordering::Relaxed);
-    if mishap.of(number) == Some(Instead::Kill) {
-        let me = rustix::process::getpid();
-        rustix::process::kill_process(me, rustix::process::Signal::KILL)
-            .expect("a process may kill itself");
+    match mishap.of(number) {
+        Some(Instead::Kill) => end(),
+        Some(Instead::Cut) => {
+            volatile::cut(number);
+            end();
+        }
+        _ => volatile::begins(io),
     }
+}
+
+fn end() {
+    let me = rustix::process::getpid();
+    rustix::process::kill_process(me, rustix::process::Signal::KILL)
+        .expect("a process may kill itself");
 }
 
 /// Operations have ended, and say how.
@@ -36,7 +46,8 @@ pub(super) fn after(done: &mut [IoDone]) {
             // A flush moves nothing, so it cannot move less.
             (Some(Instead::Short), Ok(0)) => done.outcome = Err(libc::EIO),
             (Some(Instead::Short), Ok(moved)) => done.outcome = Ok(moved / 2),
-            (Some(Instead::Kill) | None, _) | (Some(Instead::Short), Err(_)) => {}
+            (Some(Instead::Kill | Instead::Cut) | None, _) | (Some(Instead::Short), Err(_)) => {}
         }
+        volatile::has_ended(done);
     }
 }

@@ -210,6 +210,7 @@ impl Engine {
         devices: &[Arc<File>],
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
+        crate::volatile::devices(devices);
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
         let Some(paces) = offload_api::pace::paces() else {
             return Ok((engine, reason));
@@ -372,7 +373,7 @@ impl Engine {
     /// Takes an operation. It runs after the next [`Self::start`].
     pub fn submit(&mut self, io: Io) {
         if !matches!(self, Self::Paced(_)) {
-            mishap::before();
+            mishap::before(&io);
         }
         match self {
             Self::Uring(e) => e.submit(io),

@@ -99,6 +99,11 @@ pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
 }
 
 impl Run {
+    /// What is laid over the run file.
+    pub(crate) fn sets(&self) -> &[String] {
+        &self.sets
+    }
+
     pub(crate) fn with(mut self, sets: &[impl AsRef<str>]) -> Self {
         self.sets
             .extend(sets.iter().map(|set| set.as_ref().to_owned()));

@@ -4,6 +4,7 @@
 mod activations;
 mod advice;
 mod bits;
+mod cuts;
 mod daemon;
 mod damage;
 mod data;

@@ -1,0 +1,211 @@
+//! Whole trainings go on from what two drives hold after a power cut.
+//!
+//! What could go wrong: a commit was acknowledged whose tiles a drive had not flushed, so that the run goes on from mixed
+//! tiles, from an older step, or not at all; what the run folder lost with it, which nobody flushes, is missed. The daemon of
+//! a run keeps what it has not flushed and, instead of one of its operations on devices, takes any of those sectors back and
+//! dies (`OFFLOADD_MISHAP=cut@N`, test builds only). Each image so made is trained from to the end, and compared with a run
+//! that nobody cut.
+//!
+//! `OFFLOADD_POWER_TRAININGS=50 cargo test -p trainer --test runs crash_image` tries so many.
+
+use std::process::Output;
+
+use crate::lab::{Lab, Run, finish, spawn};
+
+const STEPS: u64 = 12;
+
+/// Trainings whose power is cut.
+struct Cuts {
+    lab: Lab,
+    whole: Run,
+    digest: String,
+    random: u64,
+    /// Operations in which a cut is drawn: about as many as a start has.
+    operations: u64,
+}
+
+/// What became of one image.
+#[derive(Debug)]
+enum Outcome {
+    /// The start came to its end before the operation.
+    NotCut,
+    /// From this step on, with this many in the metrics before.
+    WentOn { step: u64, steps_written: u64 },
+    /// It was refused, or ended elsewhere than the run that nobody cut.
+    Wrong(String),
+}
+
+impl Cuts {
+    fn new(seed: u64) -> Self {
+        let lab = Lab::new();
+        let whole = lab.run("whole", &[&format!("train.steps={STEPS}")]);
+        whole.train();
+        let digest = whole.digest();
+        Self {
+            lab,
+            whole,
+            digest,
+            random: seed,
+            operations: 400,
+        }
+    }
+
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random = (self.random)
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) % below
+    }
+
+    /// A run on two drives; every other one is of the other schedule.
+    fn run(&self, image: u64) -> Run {
+        let folders = ["drive", "other"].map(|name| {
+            let folder = self.lab.path(&format!("{name}-{image}"));
+            std::fs::create_dir(&folder).unwrap();
+            format!("\"{}\"", folder.display())
+        });
+        let places = folders.join(", ");
+        let store = ["param", "optimizer"].map(|what| {
+            format!(
+                "zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = [{places}]}}"
+            )
+        });
+        let schedule = ["deferred", "at_once"][image as usize % 2];
+        let sets = [
+            format!("train.steps={STEPS}"),
+            format!("offload.schedule={schedule}"),
+        ];
+        let run = self.lab.run(&format!("cut-{image}"), &[]);
+        run.with(&sets).with(&store)
+    }
+
+    /// Makes one image and trains from it.
+    fn image(&mut self, image: u64, removed: &str) -> Outcome {
+        let run = self.run(image);
+        // Most images are of stores that have lived: a young one is cut while it is made, mostly.
+        let lived = self.draw(4);
+        if lived > 0 {
+            let until = [format!("train.stop_after={lived}")];
+            let begun = self.lab.run(&format!("cut-{image}"), &[]);
+            begun.with(&run.sets()).with(&until).train();
+        }
+        let operation = self.draw(self.operations);
+        let output = self.cut(&run, operation, removed);
+        if output.status.success() {
+            // The machine has more to do than the one before: there is no such operation.
+            self.operations = (self.operations * 3 / 4).max(50);
+            return Outcome::NotCut;
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let of_its_daemon = ["private offloadd", "offloadd.sock"].map(|name| said.contains(name));
+        assert!(of_its_daemon.contains(&true), "not its power: {said}");
+        let steps_written = run.steps_written();
+        self.forget_unflushed(&run);
+        let output = finish(spawn(run.command("train")));
+        let [out, err] = [output.stdout, output.stderr]
+            .map(|words| String::from_utf8(words).expect("what it says is text"));
+        if !output.status.success() {
+            return Outcome::Wrong(err);
+        }
+        let step = out.lines().find_map(|l| l.strip_prefix("resumed at step "));
+        let step = step.map_or(0, |step| step.parse().unwrap());
+        // The commit of a step may be on its way while the next one's line is written, and no longer.
+        if step + 2 < steps_written {
+            let why = format!("step {step} of {steps_written} that were written");
+            return Outcome::Wrong(why);
+        }
+        if run.digest() != self.digest {
+            return Outcome::Wrong(format!("from step {step} on it trains something else"));
+        }
+        self.compare_metrics(&run);
+        Outcome::WentOn {
+            step,
+            steps_written,
+        }
+    }
+
+    fn cut(&self, run: &Run, operation: u64, removed: &str) -> Output {
+        let mut command = run.command("train");
+        command
+            .env("OFFLOADD_MISHAP", format!("cut@{operation}"))
+            .env("OFFLOADD_REMOVED", removed);
+        finish(spawn(command))
+    }
+
+    /// What nobody flushes is lost as well, from anywhere on: lines of metrics, and tokens that were made.
+    fn forget_unflushed(&mut self, run: &Run) {
+        let metrics = run.folder.join("metrics.jsonl");
+        if let Ok(text) = std::fs::read(&metrics) {
+            let kept = self.draw(text.len() as u64 + 1) as usize;
+            std::fs::write(&metrics, &text[..kept]).unwrap();
+        }
+        let Ok(tokens) = std::fs::read_dir(run.folder.join("tokens")) else {
+            return;
+        };
+        for file in tokens.map(|entry| entry.unwrap().path()) {
+            let mut bytes = std::fs::read(&file).unwrap();
+            let kept = self.draw(2 * bytes.len() as u64) as usize;
+            let lost = kept.min(bytes.len());
+            bytes[lost..].fill(0);
+            std::fs::write(&file, bytes).unwrap();
+        }
+    }
+
+    /// Steps that the metrics still have are the very steps of the run that nobody cut.
+    fn compare_metrics(&self, run: &Run) {
+        let whole = self.whole.metrics();
+        let lines = run.metrics();
+        assert_eq!(lines.last().unwrap()["step"], STEPS);
+        for line in lines {
+            let step = line["step"].as_u64().unwrap() as usize;
+            for key in ["loss", "grad_norm", "lr", "tokens"] {
+                assert_eq!(line[key], whole[step - 1][key], "{key} of step {step}");
+            }
+        }
+    }
+}
+
+fn seed() -> u64 {
+    let seed = std::env::var("TRAINER_SEED").map_or_else(
+        |_| u64::from(std::process::id()),
+        |seed| seed.parse().unwrap(),
+    );
+    println!("TRAINER_SEED={seed} draws the same operations and losses");
+    seed
+}
+
+#[test]
+fn a_training_goes_on_from_any_crash_image_bit_for_bit() {
+    let images = std::env::var("OFFLOADD_POWER_TRAININGS")
+        .map_or(5, |images| images.parse().expect("a number of images"));
+    let mut cuts = Cuts::new(seed());
+    let (mut drawn, mut went_on, mut later) = (0, 0, 0);
+    while went_on < images || later == 0 {
+        assert!(drawn < 10 * images, "{went_on} of {drawn} were cut");
+        match cuts.image(drawn, "") {
+            Outcome::NotCut => {}
+            Outcome::WentOn {
+                step,
+                steps_written,
+            } => {
+                println!("image {drawn}: from step {step}, {steps_written} were written");
+                went_on += 1;
+                later += u64::from(step > 0);
+            }
+            Outcome::Wrong(why) => panic!("image {drawn}: {why}"),
+        }
+        drawn += 1;
+    }
+    println!("{went_on} of {drawn} starts were cut and went on, {later} of them after step 0");
+}
+
+#[test]
+fn without_the_first_flush_a_crash_image_is_of_two_steps() {
+    let mut cuts = Cuts::new(seed());
+    for image in 0..20 {
+        if let Outcome::Wrong(why) = cuts.image(image, "first-flush") {
+            return println!("image {image}: {why}");
+        }
+    }
+    panic!("nobody missed the first flush");
+}
