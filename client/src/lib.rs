@@ -84,6 +84,7 @@ pub use offload_api::checksum::checksum;
 pub use offload_api::fault::{Fault, FaultKind};
 pub use offload_api::geometry::SlotClass;
 pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, TileIndex};
+pub use offload_api::kill_point;
 pub use offload_api::ring::entry::Verb;
 pub use offload_api::{
     BLOB_BYTES_MAX, BLOCK_BYTES, IODEPTH_MAX, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX,

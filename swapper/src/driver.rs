@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
+use offload_client::kill_point::{Point, reach};
 use offload_client::{ClientError, Done, Session, Slot, Ticket, TileIndex, Verb};
 
 use crate::SwapperError;
@@ -271,6 +272,7 @@ impl<H: Clone> Driver<H> {
         self.done = done;
         if let Some(committed) = committed {
             let committed = committed.map_err(client("committing"))?;
+            reach(Point::Committed);
             if let Some(start) = self.commit_begun.take() {
                 self.record(|_| Span::since(SpanKind::Commit, start));
             }
@@ -368,7 +370,10 @@ impl<H: Clone> Driver<H> {
                     None => Ok(()),
                 }
             }
-            Action::Write { tile, slot } => self.start(Session::swap_out, tile, slot),
+            Action::Write { tile, slot } => {
+                reach(Point::Writing);
+                self.start(Session::swap_out, tile, slot)
+            }
             Action::Update { range, slots, step } => {
                 let lent = self.lend(range, slots.map(Some));
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
@@ -395,6 +400,7 @@ impl<H: Clone> Driver<H> {
                 let Arena::Session(session) = &mut self.arena else {
                     panic!("a commit without a store");
                 };
+                reach(Point::Committing);
                 self.commit_begun = Some(Instant::now());
                 session.begin_commit(blob).map_err(client("committing"))
             }

@@ -42,7 +42,9 @@ pub use layout::{
     Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
     resident, shard_elems, shard_of,
 };
-pub use offload_client::{ArenaMemory, ClientError, Daemon, Durability, TileError, private};
+pub use offload_client::{
+    ArenaMemory, ClientError, Daemon, Durability, TileError, kill_point, private,
+};
 pub use schedule::{Op, Schedule, StepProgram};
 pub use settings::{
     Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,

@@ -6,6 +6,8 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use offload_client::kill_point::{Point, reach};
+
 use crate::layout::{Kind, Layout};
 use crate::lend::{Message, UpdateJob};
 use crate::owner::Inbox;
@@ -38,6 +40,7 @@ pub(crate) fn run<H>(
                 &grad.as_slice()[..layout.content_bytes(Kind::Grad, range)],
                 &hyper,
             );
+            reach(Point::Updated);
         }));
         let message = match result {
             Ok(()) => Message::Updated {

@@ -21,6 +21,7 @@ pub mod fault;
 pub mod geometry;
 pub mod handoff;
 pub mod ids;
+pub mod kill_point;
 pub mod mishap;
 pub mod pace;
 pub mod removable;

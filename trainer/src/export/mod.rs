@@ -17,6 +17,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
+use swapper::kill_point::{Point, reach};
 
 use crate::compute::Dtype;
 use crate::long_work::LongWork;
@@ -158,6 +159,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
         bytes,
     };
     reader.close()?;
+    reach(Point::NamingExport);
     partial.finish(&export.out)?;
     Ok(done)
 }
@@ -182,6 +184,7 @@ pub(crate) fn write_weights(
     reader.visit(&mut |range, param, state| {
         if failed.is_none() {
             failed = writer.tile(range, param, state).err();
+            reach(Point::Exporting);
             work.add((range.elems.end - range.elems.start) * element.size_bytes() as u64);
         }
     })?;

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels_torch::collective::GpuComm;
+use swapper::kill_point::{Point, reach};
 use swapper::{StepRates, bound_s};
 
 pub use error::TrainError;
@@ -408,6 +409,7 @@ impl Training {
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;
         if let Some(shown) = &mut self.shown {
+            reach(Point::Telling);
             shown.metrics.write(&metrics)?;
             let samples = self.run.state.next_sample;
             shown.monitors.step(&metrics, samples)?;
@@ -517,12 +519,14 @@ impl Training {
                 MetricsFile::path(self.run.folder.path()).display()
             ));
         }
+        reach(Point::Closing);
         self.run.close()?;
         self.saver.result()
     }
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
+        reach(Point::Draining);
         (self.ranks).together("committing the last step", || Ok(self.run.home.drain()?))?;
         self.settle_saves()?;
         let step = self.run.state.step;

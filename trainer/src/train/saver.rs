@@ -17,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
+use swapper::kill_point::{Point, reach};
 
 use super::TrainError;
 use crate::copies::{Copies, Taken};
@@ -267,7 +268,9 @@ impl Saver {
         };
         let (saves, kept) = (self.parts.saves.clone(), self.parts.kept);
         save.work = Work::Finishing(std::thread::spawn(move || {
+            reach(Point::NamingSave);
             let path = saves.finish(&description)?;
+            reach(Point::SaveNamed);
             saves.keep(kept, description.step)?;
             Ok(path)
         }));
@@ -349,6 +352,7 @@ fn write(mut writer: TileWriter, taken: &Taken, count: usize) -> Result<SavedFil
         };
         let (param, state) = copy.bytes.split_at(copy.param_bytes);
         writer.add(&copy.range, param, state)?;
+        reach(Point::Saving);
         // Whoever copies may have done with it.
         let _ = taken.empty.send(copy.bytes);
     }

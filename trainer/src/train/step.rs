@@ -5,6 +5,7 @@
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
+use swapper::kill_point::{Point, reach};
 
 use super::TrainError;
 use super::clock::Clock;
@@ -288,6 +289,7 @@ impl Stepper {
                     .forward
                     .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
                 mover.used(block)?;
+                reach(Point::Forward);
                 let used = std::mem::replace(flow, outputs);
                 if pass.goes_back {
                     block_inputs.push(inputs.keep(block_inputs.len(), used)?);
@@ -339,6 +341,7 @@ impl Stepper {
                         .collect()
                 })?;
                 mover.used(block)?;
+                reach(Point::Backward);
                 grads[block] = Some(block_grads);
             }
             Turn::Reduce(unit) => {

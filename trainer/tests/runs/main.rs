@@ -21,6 +21,7 @@ mod overflow;
 mod paced;
 mod parity;
 mod plan;
+mod points;
 mod ranks;
 mod ranks_gpu;
 mod resume;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
+use swapper::kill_point::{Point, reach};
 
 use super::super::DataError;
 use crate::run::make_folder;
@@ -104,6 +105,7 @@ impl Claim {
 
     /// Gives the file its name.
     pub(in crate::data) fn keep(mut self) -> Result<(), DataError> {
+        reach(Point::Tokens);
         fs::rename(&self.temporary, &self.path).map_err(|source| DataError::Cache {
             verb: "write",
             path: self.path.clone(),

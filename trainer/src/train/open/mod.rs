@@ -12,6 +12,7 @@ use std::sync::Arc;
 use kernels::gpu::Gpu;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
 use swapper::{Backing, Daemon};
 
@@ -262,6 +263,7 @@ impl Prepared {
                 let model = self.settings.model_folder.as_deref();
                 ModelFiles::of(run.folder.path()).keep(model, tokenizer)?;
             }
+            reach(Point::Describing);
             Ok(run.folder.describe(&description)?)
         })?;
         if let Some(first) = first {
@@ -272,6 +274,7 @@ impl Prepared {
                 false => Ok(()),
             })?;
         }
+        reach(Point::Opened);
         Ok((run, resumed))
     }
 
@@ -328,6 +331,7 @@ impl Prepared {
             return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
         }
         let daemon = self.private_daemon(&folder)?;
+        reach(Point::Opening);
         let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
         let started = Started {
             steps,

@@ -8,6 +8,7 @@ use kernels::gpu::Registration;
 use rayon::prelude::*;
 use serde_json::Value;
 use swapper::Blank;
+use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
 
 use super::super::TrainError;
@@ -97,6 +98,7 @@ impl OpenRun {
                 let mut masters = vec![0f32; elems.len()];
                 first.fill(&units[range.unit], range.unit, elems, &mut masters)?;
                 init_tile(master, &masters, param, state);
+                reach(Point::Filling);
                 Ok::<(), TrainError>(())
             })?;
             work.add(blanks.iter().map(bytes_of).sum());

@@ -1,0 +1,148 @@
+//! Named points of a training process at which a test may kill it, in every phase of a run: in test builds only.
+//!
+//! `OFFLOADD_KILL=committing@3` ends the process with SIGKILL when it comes by that point for the third time.
+
+/// Where a process may be killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Point {
+    /// Tokens are made and have no name yet.
+    Tokens,
+    /// The store's daemon serves; the run has no session yet.
+    Opening,
+    /// A run is about to get its record.
+    Describing,
+    /// One more tile has its first weights.
+    Filling,
+    /// The run is open where it stands.
+    Opened,
+    /// A block's forward was computed.
+    Forward,
+    /// A block's backward was computed.
+    Backward,
+    /// A tile was updated.
+    Updated,
+    /// A tile is about to be written behind.
+    Writing,
+    /// A generation is about to be committed.
+    Committing,
+    /// A commit was acknowledged, and nobody acted on it yet.
+    Committed,
+    /// A step's line is about to be written.
+    Telling,
+    /// One more tile of a save was written.
+    Saving,
+    /// The tiles of a save are written, and it has no name yet.
+    NamingSave,
+    /// A save has its name; older ones are still there.
+    SaveNamed,
+    /// What is pending is about to be applied and committed.
+    Draining,
+    /// All is kept, and the run is about to be closed.
+    Closing,
+    /// One more tile's weights were exported.
+    Exporting,
+    /// An export is whole and has no name yet.
+    NamingExport,
+}
+
+impl Point {
+    /// All of them, in the order in which a process comes by.
+    pub const ALL: [Self; 19] = [
+        Self::Tokens,
+        Self::Opening,
+        Self::Describing,
+        Self::Filling,
+        Self::Opened,
+        Self::Forward,
+        Self::Backward,
+        Self::Updated,
+        Self::Writing,
+        Self::Committing,
+        Self::Committed,
+        Self::Telling,
+        Self::Saving,
+        Self::NamingSave,
+        Self::SaveNamed,
+        Self::Draining,
+        Self::Closing,
+        Self::Exporting,
+        Self::NamingExport,
+    ];
+
+    /// Its name in `OFFLOADD_KILL`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tokens => "tokens",
+            Self::Opening => "opening",
+            Self::Describing => "describing",
+            Self::Filling => "filling",
+            Self::Opened => "opened",
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Updated => "updated",
+            Self::Writing => "writing",
+            Self::Committing => "committing",
+            Self::Committed => "committed",
+            Self::Telling => "telling",
+            Self::Saving => "saving",
+            Self::NamingSave => "naming-save",
+            Self::SaveNamed => "save-named",
+            Self::Draining => "draining",
+            Self::Closing => "closing",
+            Self::Exporting => "exporting",
+            Self::NamingExport => "naming-export",
+        }
+    }
+}
+
+/// The process reaches `point`. Panics when what a test asked for makes no sense: it must not believe in a kill that never
+/// comes.
+#[cfg(feature = "removable")]
+pub fn reach(point: Point) {
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    static ASKED_FOR: OnceLock<Option<(Point, u64)>> = OnceLock::new();
+    static PASSED: AtomicU64 = AtomicU64::new(0);
+    let asked_for = ASKED_FOR.get_or_init(|| {
+        let text = std::env::var("OFFLOADD_KILL").ok()?;
+        let parsed = parse(&text);
+        Some(parsed.unwrap_or_else(|| panic!("OFFLOADD_KILL={text}: it is POINT@NUMBER")))
+    });
+    let Some((at, number)) = *asked_for else {
+        return;
+    };
+    if point == at && PASSED.fetch_add(1, Ordering::Relaxed) + 1 == number {
+        let me = rustix::process::getpid();
+        rustix::process::kill_process(me, rustix::process::Signal::KILL)
+            .expect("a process may kill itself");
+    }
+}
+
+/// The process reaches `point`: nothing happens, in this build.
+#[cfg(not(feature = "removable"))]
+pub const fn reach(_point: Point) {}
+
+#[cfg(any(test, feature = "removable"))]
+fn parse(text: &str) -> Option<(Point, u64)> {
+    let (name, number) = text.split_once('@')?;
+    let point = Point::ALL.into_iter().find(|point| point.name() == name)?;
+    let number = number.parse().ok()?;
+    (number > 0).then_some((point, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_point_has_a_name_of_its_own() {
+        for point in Point::ALL {
+            let text = format!("{}@7", point.name());
+            assert_eq!(parse(&text), Some((point, 7)));
+        }
+        for nonsense in ["", "forward", "forward@0", "forward@x", "nowhere@1"] {
+            assert_eq!(parse(nonsense), None, "{nonsense}");
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A trainer is killed with -9 at each named point of every phase (`offload_api::kill_point`, test builds only).
+//!
+//! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
+//! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a save, an export. After each kill
+//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest save.
+//!
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
+
+use std::collections::HashMap;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
+
+use offload_api::kill_point::Point;
+use trainer::run::{SaveName, Saves};
+
+use crate::lab::{Lab, Run, finish, spawn, succeed};
+
+const STEPS: u64 = 40;
+
+/// Kills `command` when it comes by `point` for the `number`th time; `false`: it came to its end before.
+fn killed(mut command: Command, point: Point, number: u64) -> bool {
+    command.env("OFFLOADD_KILL", format!("{}@{number}", point.name()));
+    let output = finish(spawn(command));
+    let ended = output.status.success();
+    assert!(
+        ended || output.status.signal() == Some(9),
+        "{}@{number}: {}",
+        point.name(),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    !ended
+}
+
+/// A run that nobody kills, each of its steps kept, and one that is.
+struct Killed {
+    lab: Lab,
+    whole: Run,
+    digests: HashMap<u64, String>,
+    sets: Vec<String>,
+    random: u64,
+}
+
+impl Killed {
+    fn new(sets: &[&str], seed: u64) -> Self {
+        let lab = Lab::new();
+        let steps = format!("train.steps={STEPS}");
+        let whole = lab.run(
+            "whole",
+            &[&steps, "train.save_every=1", "train.saves_kept=0"],
+        );
+        whole.train();
+        let mut all = lab.nvme();
+        all.extend([
+            steps,
+            "train.save_every=2".into(),
+            "train.saves_kept=2".into(),
+        ]);
+        all.extend(sets.iter().map(|set| (*set).to_owned()));
+        Self {
+            lab,
+            whole,
+            digests: HashMap::new(),
+            sets: all,
+            random: seed,
+        }
+    }
+
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random = (self.random)
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) % below
+    }
+
+    fn run(&self, number: u64) -> Run {
+        let run = self.lab.run(&format!("killed-{number}"), &[]);
+        run.with(&self.sets)
+    }
+
+    /// What a digest says must be what the run that nobody killed had after that step.
+    fn compare(&mut self, digest: &str, after: &str) {
+        let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
+        let step: u64 = step.expect("a digest names its step").parse().unwrap();
+        // Of first weights there is no save.
+        if step > 0 {
+            let whole = &self.whole;
+            let expected = self.digests.entry(step);
+            let expected = expected.or_insert_with(|| whole.digest_of(Some(SaveName::Step(step))));
+            assert_eq!(digest, expected, "{after}");
+        }
+    }
+
+    /// Kills at every point of training once, each start going on from where the one before was killed.
+    fn round(&mut self, number: u64) -> u64 {
+        let mut run = self.run(number);
+        let mut kills = 0;
+        let of_training = |point: &Point| !matches!(point, Point::Exporting | Point::NamingExport);
+        for point in Point::ALL.into_iter().filter(of_training) {
+            let times = match point {
+                Point::Filling | Point::Forward | Point::Backward => 3,
+                Point::Updated | Point::Writing | Point::Saving => 6,
+                Point::Committing | Point::Committed | Point::Telling => 2,
+                _ => 1,
+            };
+            let times = 1 + self.draw(times);
+            if matches!(point, Point::Draining | Point::Closing) {
+                let stop = format!("train.stop_after={}", STEPS.min(run.steps_written() + 1));
+                run = run.with(&[stop]);
+            }
+            let after = format!("{}@{times} of run {number}", point.name());
+            let met = killed(run.command("train"), point, times);
+            assert!(met, "{after}: it never came by");
+            kills += 1;
+            println!("{after}: {} steps were written", run.steps_written());
+            let committed = !matches!(
+                point,
+                Point::Tokens | Point::Opening | Point::Describing | Point::Filling
+            );
+            if committed {
+                let digest = run.digest();
+                self.compare(&digest, &after);
+            }
+            if let Some(save) = Saves::of(&run.folder).newest().unwrap() {
+                let digest = run.digest_of(Some(SaveName::Folder(save)));
+                self.compare(&digest, &after);
+            }
+        }
+        let run = self.run(number);
+        run.train();
+        let digest = run.digest();
+        assert!(digest.starts_with(&format!("step {STEPS}\n")), "{digest}");
+        self.compare(&digest, "the end");
+        for key in ["loss", "grad_norm", "lr", "tokens"] {
+            assert_eq!(self.whole.bits(key), run.bits(key), "{key} of run {number}");
+        }
+        kills
+    }
+}
+
+#[test]
+fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
+    let wanted = std::env::var("OFFLOADD_KILLS")
+        .map_or(1, |kills| kills.parse().expect("a number of kills"));
+    let seed = u64::from(std::process::id());
+    let kills = |sets: &'static [&'static str]| {
+        move || {
+            let mut killed = Killed::new(sets, seed);
+            let mut kills = 0;
+            let mut rounds = 0;
+            while kills < wanted {
+                kills += killed.round(rounds);
+                rounds += 1;
+            }
+            println!("{kills} kills in {rounds} runs of {sets:?}");
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(kills(&["offload.schedule=deferred"]));
+        scope.spawn(kills(&[
+            "offload.schedule=at_once",
+            "offload.resident_share=0.5",
+            "offload.commit_every=2",
+        ]));
+    });
+}
+
+/// Names and contents.
+fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        (name, std::fs::read(&path).unwrap())
+    });
+    let mut contents: Vec<_> = entries.collect();
+    contents.sort();
+    contents
+}
+
+#[test]
+fn an_export_killed_at_its_points_is_not_there_and_can_be_made() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]).with(&lab.nvme());
+    run.train();
+    let export = |out: &str| {
+        let mut command = run.program();
+        command.arg("export").arg(&run.folder);
+        command.arg("--out").arg(lab.path(out));
+        command
+    };
+    succeed(export("whole"));
+    for (point, number) in [(Point::Exporting, 3), (Point::NamingExport, 1)] {
+        assert!(killed(export("out"), point, number), "{}", point.name());
+        assert!(!lab.path("out").exists(), "{}", point.name());
+    }
+    succeed(export("out"));
+    assert_eq!(contents(&lab.path("whole")), contents(&lab.path("out")));
+    assert!(!lab.path("out.partial").exists());
+}
+
+#[test]
+fn another_runs_weights_are_brought_whole_whenever_that_is_killed() {
+    let lab = Lab::new();
+    let first = lab.run("first", &[]).with(&lab.nvme());
+    first.train();
+    let second = |name: &str| {
+        let run = lab.run(name, &[]).with(&lab.nvme());
+        let mut command = run.command("train");
+        command.arg("--from").arg(&first.folder);
+        (run, command)
+    };
+    let (whole, command) = second("whole");
+    succeed(command);
+    let points = [
+        (Point::Exporting, 2),
+        (Point::Opening, 1),
+        (Point::Describing, 1),
+        (Point::Filling, 2),
+    ];
+    for (point, number) in points {
+        assert!(
+            killed(second("killed").1, point, number),
+            "{}",
+            point.name()
+        );
+    }
+    let (run, command) = second("killed");
+    succeed(command);
+    assert_eq!(whole.bits("loss"), run.bits("loss"));
+    assert_eq!(whole.digest(), run.digest());
+    assert!(!run.folder.join("first-weights").exists());
+}
