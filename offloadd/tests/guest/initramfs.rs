@@ -52,10 +52,12 @@ impl Archive {
     }
 }
 
-/// Writes one that runs `script` (of busybox's shell), then switches the machine off.
-pub(crate) fn write(to: &Path, busybox: &Path, script: &str) {
+/// Writes one that has `more` files besides (name, content) and runs `script` (of busybox's shell), then switches the machine off.
+pub(crate) fn write(to: &Path, busybox: &Path, more: &[(&str, Vec<u8>)], script: &str) {
     let mut archive = Archive::default();
-    for folder in ["bin", "dev", "proc", "sys", "tmp", "run", "lib", "lib64"] {
+    for folder in [
+        "bin", "dev", "proc", "sys", "tmp", "run", "lib", "lib64", "payload",
+    ] {
         archive.folder(folder);
     }
     archive.folder("lib/x86_64-linux-gnu");
@@ -69,6 +71,9 @@ pub(crate) fn write(to: &Path, busybox: &Path, script: &str) {
         let content = std::fs::read(&library).unwrap();
         archive.program(library.to_str().unwrap().trim_start_matches('/'), &content);
     }
+    for (name, content) in more {
+        archive.program(name, content);
+    }
     let init = format!(
         "#!/bin/busybox sh\n\
          /bin/busybox mount -t proc proc /proc\n\
@@ -78,7 +83,6 @@ pub(crate) fn write(to: &Path, busybox: &Path, script: &str) {
          export PATH=/bin\n\
          /bin/busybox --install -s /bin\n\
          ip link set lo up\n\
-         (sleep 150; echo the machine took too long; poweroff -f) &\n\
          {script}\n\
          /bin/busybox poweroff -f\n"
     );
@@ -87,12 +91,23 @@ pub(crate) fn write(to: &Path, busybox: &Path, script: &str) {
     std::fs::write(to, &archive.bytes).unwrap();
 }
 
+/// The daemon as the guest has it, written into `folder`.
+pub(crate) fn stripped_daemon(folder: &Path) -> PathBuf {
+    let to = folder.join("offloadd");
+    let daemon = Path::new(env!("CARGO_BIN_EXE_offloadd"));
+    stripped(daemon, &to);
+    to
+}
+
 /// Without what only debuggers read: the guest unpacks a tenth.
 fn stripped(program: &Path, scratch: &Path) -> Vec<u8> {
     let mut strip = Command::new("strip");
     strip.arg("-o").arg(scratch).arg(program);
     let stripped = strip.status().is_ok_and(|status| status.success());
-    std::fs::read(if stripped { scratch } else { program }).unwrap()
+    if !stripped {
+        std::fs::copy(program, scratch).unwrap();
+    }
+    std::fs::read(scratch).unwrap()
 }
 
 fn libraries(program: &Path) -> Vec<PathBuf> {

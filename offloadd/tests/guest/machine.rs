@@ -42,7 +42,45 @@ impl Parts {
     /// Boots; `script` runs in the guest.
     pub(crate) fn boot(&self, folder: &Path, drives: &Drives, script: &str) -> Machine {
         let initrd = folder.join("initrd");
-        initramfs::write(&initrd, &self.busybox, script);
+        let bounded =
+            format!("(sleep 150; echo the machine took too long; poweroff -f) &\n{script}");
+        initramfs::write(&initrd, &self.busybox, &[], &bounded);
+        let blocks: Vec<_> = (drives.sockets.iter())
+            .map(|socket| {
+                format!(
+                    "driver=nbd,server.type=unix,server.path={}",
+                    socket.display()
+                )
+            })
+            .collect();
+        self.start(folder, &blocks, LONG)
+    }
+
+    /// Boots the system on the drive `image`, which changes, with `files` (name, content) laid into it.
+    pub(crate) fn boot_system(
+        &self,
+        folder: &Path,
+        image: &Path,
+        files: &[(&str, Vec<u8>)],
+        long: Duration,
+    ) -> Machine {
+        let script = "mkdir /new\n\
+             mount -t ext4 /dev/nvme0n1 /new || exec sh\n\
+             cp -a /payload/. /bin/writer /new/payload\n\
+             mount --move /dev /new/dev\n\
+             umount /proc /sys /tmp\n\
+             exec switch_root /new /payload/init";
+        initramfs::write(&folder.join("initrd"), &self.busybox, files, script);
+        let block = format!(
+            "driver=raw,file.driver=file,file.filename={},file.cache.direct=off",
+            image.display()
+        );
+        self.start(folder, &[block], long)
+    }
+
+    /// Boots `initrd` in `folder`.
+    fn start(&self, folder: &Path, blocks: &[String], long: Duration) -> Machine {
+        let initrd = folder.join("initrd");
         let monitor = folder.join("monitor");
         let mut command = Command::new("qemu-system-x86_64");
         command
@@ -56,7 +94,7 @@ impl Parts {
                 "max",
             ])
             .args([
-                "-smp", "2", "-m", "768", "-display", "none", "-serial", "stdio",
+                "-smp", "2", "-m", "1024", "-display", "none", "-serial", "stdio",
             ])
             .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"])
             .arg("-kernel")
@@ -65,12 +103,11 @@ impl Parts {
             .arg(&initrd)
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", monitor.display()));
-        for (drive, socket) in drives.sockets.iter().enumerate() {
-            let socket = socket.display();
+        for (drive, block) in blocks.iter().enumerate() {
             command
                 .args(["-device", &format!("pcie-root-port,id=port{drive},chassis={drive}")])
                 .args(["-blockdev"])
-                .arg(format!("driver=nbd,node-name=node{drive},server.type=unix,server.path={socket}"))
+                .arg(format!("{block},node-name=node{drive}"))
                 .args(["-device"])
                 .arg(format!(
                     "nvme,id=drive{drive},bus=port{drive},drive=node{drive},serial=s{drive},write-cache=on"
@@ -87,6 +124,7 @@ impl Parts {
             lines,
             monitor,
             started: Instant::now(),
+            long,
             said: Vec::new(),
         }
     }
@@ -98,6 +136,7 @@ pub(crate) struct Machine {
     lines: Lines<BufReader<ChildStdout>>,
     monitor: PathBuf,
     started: Instant,
+    long: Duration,
     said: Vec<String>,
 }
 
@@ -107,7 +146,11 @@ const LONG: Duration = Duration::from_secs(180);
 impl Machine {
     /// The next line that the guest says; `None` when it is off.
     pub(crate) fn line(&mut self) -> Option<String> {
-        assert!(self.started.elapsed() < LONG, "it hangs: {:#?}", self.said);
+        assert!(
+            self.started.elapsed() < self.long,
+            "it hangs: {:#?}",
+            self.said
+        );
         let line = self.lines.next()?.ok()?.trim().to_owned();
         self.said.push(line.clone());
         Some(line)

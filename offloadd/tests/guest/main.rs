@@ -18,4 +18,5 @@ mod initramfs;
 mod machine;
 mod power;
 mod removal;
+mod service;
 mod writer;

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes target/guest/debian.ext4, a Debian with systemd, in which the test `service` installs the package and lets systemd run the
+# daemon. As root with apt (100 MB of packages; it installs debootstrap and e2fsprogs); a minute or two, once:
+#
+#   offloadd/tests/guest/debian.sh && cargo test -p offloadd --test guest service -- --nocapture
+set -eu
+cd "$(dirname "$0")/../../.."
+image=target/guest/debian.ext4
+[ -e "$image" ] && { echo "$image is there"; exit 0; }
+for program in debootstrap mkfs.ext4; do
+    command -v "$program" >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends debootstrap e2fsprogs >/dev/null; }
+done
+.ci/test-tools.sh
+root=$(mktemp -d)
+trap 'rm -rf "$root" "$image.new"' EXIT
+chmod 755 "$root"
+# The release of this machine, whose libc what is built here needs.
+codename=$(. /etc/os-release && [ "$ID" = debian ] && echo "$VERSION_CODENAME" || echo bookworm)
+debootstrap --variant=minbase --include=systemd,systemd-sysv,udev,procps,passwd "$codename" "$root"
+# What takes long in an emulated processor and is of no use here.
+rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+for unit in apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer e2scrub_all.timer e2scrub_reap.service; do
+    ln -sf /dev/null "$root/etc/systemd/system/$unit"
+done
+echo guest >"$root/etc/hostname"
+mkdir "$root/payload"
+mkfs.ext4 -q -F -d "$root" "$image.new" 1200M
+mv "$image.new" "$image"
+echo "$image"
