@@ -87,7 +87,7 @@ impl Cuts {
         if lived > 0 {
             let until = [format!("train.stop_after={lived}")];
             let begun = self.lab.run(&format!("cut-{image}"), &[]);
-            begun.with(&run.sets()).with(&until).train();
+            begun.with(run.sets()).with(&until).train();
         }
         let operation = self.draw(self.operations);
         let output = self.cut(&run, operation, removed);
