@@ -161,7 +161,6 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         positions,
     };
     let result = runtime.block_on(serve(sockets, running, about, parent, started, &ready));
-    let _ = std::fs::remove_file(&config.socket);
     // Somebody's device may still be measured: nothing waits for it, and it can be brought again.
     runtime.shutdown_background();
     result
@@ -242,6 +241,7 @@ async fn serve(
         None => None,
     };
     let listener = server::bind(sockets.calls)?;
+    let _place = server::Place::of(sockets.calls);
     let (stop, stopped) = watch::channel(false);
     let page = page.map(|page| tokio::spawn(page.serve(handle.clone(), stopped.clone())));
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));

@@ -3,7 +3,7 @@
 //! Bounded: connections a user, calls of a connection, bytes of a message, calls that wait for the owner thread.
 
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -18,12 +18,14 @@ mod content;
 mod grpc;
 pub mod page;
 mod peer;
+mod place;
 mod scrub;
 mod sizes;
 
 pub use grpc::About;
 use grpc::Service;
 use peer::Places;
+pub use place::{Place, clear_socket};
 use scrub::Scrubs;
 use sizes::Sizes;
 
@@ -76,42 +78,6 @@ pub enum SocketError {
         /// The errno.
         source: io::Error,
     },
-}
-
-/// Makes `path` free to be bound: a dead daemon's socket goes, a living one's is an error.
-///
-/// # Errors
-/// [`SocketError`].
-pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
-    let failed = |action| {
-        move |source| SocketError::System {
-            path: path.to_owned(),
-            action,
-            source,
-        }
-    };
-    match std::fs::symlink_metadata(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(failed("looking for a predecessor's")(e)),
-        Ok(found) if !found.file_type().is_socket() => {
-            return Err(SocketError::NoSocket {
-                path: path.to_owned(),
-            });
-        }
-        Ok(_) => {}
-    }
-    match std::os::unix::net::UnixStream::connect(path) {
-        Ok(stream) => {
-            let pid = rustix::net::sockopt::socket_peercred(&stream)
-                .map_or(0, |peer| peer.pid.as_raw_nonzero().get());
-            Err(SocketError::Taken {
-                path: path.to_owned(),
-                pid,
-            })
-        }
-        // ECONNREFUSED: nobody listens. EPROTOTYPE: a socket of the other kind; its daemon is told apart by the first one.
-        Err(_) => std::fs::remove_file(path).map_err(failed("removing a dead daemon's")),
-    }
 }
 
 /// Sees to the socket's folder: made if missing; of a private daemon nobody else may enter it.
