@@ -19,6 +19,9 @@ pub const JOBS_MAX: usize = 2048;
 /// How often wear is kept while something is written: what a killed daemon forgets.
 const WEAR_KEPT_EVERY: Duration = Duration::from_secs(60);
 
+/// And not more than this of a device, however fast it is: a ten-thousandth of what a drive of a terabyte is rated for.
+const WEAR_KEPT_BYTES: u64 = 64 << 30;
+
 /// A job's place in the ledger, as long as a session of it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobPlace(usize);
@@ -253,12 +256,17 @@ impl Ledger {
 
     /// When [`Self::keep_wear`] is wanted next; `None` while nothing new was written.
     pub fn keep_wear_at(&self) -> Option<Instant> {
-        let mut devices = self.devices.iter().enumerate();
-        let behind = devices.any(|(index, device)| {
-            let now_bytes = device.counts.written.bytes;
-            device.of_store && self.wearing.is_behind(index, now_bytes)
+        let devices = self.devices.iter().enumerate();
+        let of_store = devices.filter(|(_, device)| device.of_store);
+        let behind = of_store.map(|(index, device)| {
+            self.wearing
+                .behind_bytes(index, device.counts.written.bytes)
         });
-        behind.then(|| self.wear_kept + WEAR_KEPT_EVERY)
+        match behind.max().unwrap_or(0) {
+            0 => None,
+            WEAR_KEPT_BYTES.. => Some(self.wear_kept),
+            _ => Some(self.wear_kept + WEAR_KEPT_EVERY),
+        }
     }
 
     /// What is to be written to the devices so that their wear is known later. `jobs`: all of the store.
@@ -267,7 +275,7 @@ impl Ledger {
         let mut to_keep = Vec::new();
         for (index, device) in self.devices.iter().enumerate() {
             let now_bytes = device.counts.written.bytes;
-            if !device.of_store || !self.wearing.is_behind(index, now_bytes) {
+            if !device.of_store || self.wearing.behind_bytes(index, now_bytes) == 0 {
                 continue;
             }
             let written = jobs.iter().filter_map(|state| {
@@ -541,6 +549,36 @@ mod tests {
         assert_eq!(kept.len(), 1, "nothing was written to the other device");
         let kept = Wear::decode(&kept[0].blocks, StoreId([7; 16]), 0).unwrap();
         assert_eq!((kept.written_bytes, kept.jobs), (12288, [(4, 4096)].into()));
+        assert_eq!(ledger.keep_wear_at(), None);
+    }
+
+    #[test]
+    fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
+        let mut ledger = ledger();
+        let now = Instant::now();
+        let mut next_io = 0;
+        let mut write = |ledger: &mut Ledger, bytes: u32| {
+            next_io += 1;
+            let id = IoId(next_io);
+            ledger.started(id, DeviceIndex(0), IoOp::Write, bytes, None, now);
+            let done = IoDone {
+                id,
+                outcome: Ok(bytes),
+                device_ns: 1,
+                retried_count: 0,
+                memory: Memory::None,
+            };
+            ledger.ended(&done, now);
+        };
+        ledger.keep_wear(&[], now);
+        assert_eq!(ledger.keep_wear_at(), None);
+        write(&mut ledger, 4096);
+        assert_eq!(ledger.keep_wear_at(), Some(now + WEAR_KEPT_EVERY));
+        for _ in 0..WEAR_KEPT_BYTES >> 30 {
+            write(&mut ledger, 1 << 30);
+        }
+        assert_eq!(ledger.keep_wear_at(), Some(now));
+        assert_eq!(ledger.keep_wear(&[], now).len(), 1);
         assert_eq!(ledger.keep_wear_at(), None);
     }
 

@@ -101,9 +101,9 @@ impl Wearing {
         before.flatten().sum::<u64>() + now_bytes.iter().sum::<u64>()
     }
 
-    /// Whether more was written to a device than was kept.
-    pub fn is_behind(&self, device: usize, now_bytes: u64) -> bool {
-        self.written_bytes(device, now_bytes) > self.devices[device].kept_bytes
+    /// Written to a device and not kept: what a kill would forget.
+    pub fn behind_bytes(&self, device: usize, now_bytes: u64) -> u64 {
+        self.written_bytes(device, now_bytes) - self.devices[device].kept_bytes
     }
 
     /// The device's wear as it is now. `jobs`: those of the store, with what each wrote to this device in this life.
@@ -163,15 +163,15 @@ mod tests {
             rated_bytes: None,
         };
         let mut wearing = Wearing::new(STORE, vec![worn]);
-        assert!(!wearing.is_behind(0, 0));
-        assert!(wearing.is_behind(0, 50));
+        assert_eq!(wearing.behind_bytes(0, 0), 0);
+        assert_eq!(wearing.behind_bytes(0, 50), 50);
         assert_eq!(wearing.job_bytes(2, &[50]), 650);
         // Job 1 was dropped, job 3 is new, job 4 wrote nothing.
         let kept = wearing.keep(0, 50, [(2, 30), (3, 20), (4, 0)].into_iter());
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (5, 1050));
         assert_eq!(again.jobs, [(2, 630), (3, 20)].into());
-        assert!(!wearing.is_behind(0, 50));
+        assert_eq!(wearing.behind_bytes(0, 50), 0);
         // This life's bytes are not counted twice when it is kept again.
         let kept = wearing.keep(0, 60, [(2, 40), (3, 20)].into_iter());
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
