@@ -22,6 +22,12 @@ const SESSIONS_MAX: u32 = 1024;
 /// Operations in flight of one session, when the file does not say.
 pub const IODEPTH_DEFAULT: u32 = 64;
 
+/// What users' scrubs may read together, when the file does not say: little beside what one NVMe drive gives.
+pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
+
+/// Least of it: below it a scrub would not end.
+const SCRUB_BYTES_PER_S_MIN: u64 = 1 << 20;
+
 /// A unix socket's path, with `.fds` behind it, must fit 107 bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 103;
 
@@ -42,6 +48,8 @@ struct ConfigToml {
     #[serde(default)]
     rated_tb_written: Option<Rating>,
     #[serde(default)]
+    scrub_bytes_per_s_max: Option<Size>,
+    #[serde(default)]
     metrics: MetricsToml,
     #[serde(default)]
     quota: quota::QuotasToml,
@@ -61,7 +69,7 @@ struct MetricsToml {
     listen: Option<String>,
 }
 
-const KEYS: [&str; 9] = [
+const KEYS: [&str; 10] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -70,6 +78,7 @@ const KEYS: [&str; 9] = [
     "sessions_max",
     "iodepth_max",
     "rated_tb_written",
+    "scrub_bytes_per_s_max",
     "metrics.listen",
 ];
 
@@ -108,6 +117,8 @@ pub struct Config {
     pub iodepth_max: u32,
     /// What may be written to each device before it is worn out, in the order of `devices`; `None`: nobody said.
     pub rated_bytes: Vec<Option<u64>>,
+    /// What the scrubs of all users may read together; root and who runs the daemon read as fast as they ask.
+    pub scrub_bytes_per_s_max: u64,
     /// Where Prometheus may ask; `None`: nowhere.
     pub metrics_listen: Option<PageAddress>,
     /// What each user and job may have.
@@ -304,6 +315,17 @@ impl ConfigToml {
                 format!("{tb}; from 0.001 to 1000000 (TB)"),
             );
         }
+        let scrub_bytes_per_s_max = match &self.scrub_bytes_per_s_max {
+            None => SCRUB_BYTES_PER_S_DEFAULT,
+            Some(size) => match size.bytes() {
+                Ok(bytes) if bytes >= SCRUB_BYTES_PER_S_MIN => bytes,
+                Ok(bytes) => {
+                    let message = format!("{bytes}; at least 1MiB, or a scrub would not end");
+                    return refuse("scrub_bytes_per_s_max", message);
+                }
+                Err(message) => return refuse("scrub_bytes_per_s_max", message),
+            },
+        };
         let rated_bytes = |tb: Option<f64>| tb.map(|tb| (tb * 1e12) as u64);
         let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
             None => None,
@@ -330,6 +352,7 @@ impl ConfigToml {
             sessions_max,
             iodepth_max,
             rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
+            scrub_bytes_per_s_max,
             metrics_listen,
             quotas,
         })
@@ -398,6 +421,7 @@ mod tests {
         sessions_max = 16
         iodepth_max = 32
         rated_tb_written = [600, 1200.5]
+        scrub_bytes_per_s_max = "100MiB"
         [metrics]
         listen = "127.0.0.1:9464"
     "#;
@@ -424,6 +448,7 @@ mod tests {
         assert_eq!(config.rated_bytes, rated_bytes.map(Some));
         let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
         assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
+        assert_eq!(config.scrub_bytes_per_s_max, 100 << 20);
         let listen = config.metrics_listen.unwrap();
         assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
     }
@@ -453,6 +478,8 @@ mod tests {
             ("psync", "libaio", "engine"),
             ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
+            ("100MiB", "100MB", "scrub_bytes_per_s_max"),
+            ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
             ("[600, 1200.5]", "[600]", "rated_tb_written"),
             ("[600, 1200.5]", "0", "rated_tb_written"),
             ("[600, 1200.5]", "-1", "rated_tb_written"),

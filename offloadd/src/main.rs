@@ -35,6 +35,7 @@ The settings, all of them, with what they are when left out:
   sessions_max = 64
   iodepth_max = 64                            # operations in flight of one session
   rated_tb_written = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
+  scrub_bytes_per_s_max = \"512MiB\"            # what `offloadd verify` of all users reads together, a second
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
   listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach
   [quota.default]                             # of each user; [quota.uid.1000]: of this one; [quota.job]: of each job
@@ -157,7 +158,8 @@ is lost; it goes on from the newest generation that can be read.")]
   offloadd verify --rate 1GB/s --json
   offloadd verify --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon, whether it runs or not
 
-A daemon reads 200 MB/s if nothing else is said, one such scrub at a time, and only what is committed; without a daemon the
+A daemon reads 200 MB/s if nothing else is said, for each user once at a time, for users together not more than
+`scrub_bytes_per_s_max` of its settings, and only what is committed; without a daemon the
 store is locked, read as fast as it can be, and its own structures are looked at as well.")]
     Verify {
         /// The store of these settings

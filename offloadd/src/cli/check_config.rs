@@ -38,7 +38,7 @@ pub(crate) fn run(path: &Path) -> ExitCode {
 fn resolved(config: &Config) -> String {
     let mut text = format!(
         "socket = {:?}\ndevices = {:?}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
-         iodepth_max = {}\n",
+         iodepth_max = {}\nscrub_bytes_per_s_max = {} # {}\n",
         config.socket,
         config.devices,
         config.arena_bytes_max,
@@ -47,6 +47,8 @@ fn resolved(config: &Config) -> String {
         config.require_locked,
         config.sessions_max,
         config.iodepth_max,
+        config.scrub_bytes_per_s_max,
+        binary(config.scrub_bytes_per_s_max),
     );
     if let Some(rated) = config
         .rated_bytes

@@ -39,6 +39,10 @@ fn compare(started: &Config, new: Config, positions: &[usize]) -> Reload {
             started.require_locked != new.require_locked,
         ),
         (
+            "scrub_bytes_per_s_max",
+            started.scrub_bytes_per_s_max != new.scrub_bytes_per_s_max,
+        ),
+        (
             "metrics.listen",
             started.metrics_listen != new.metrics_listen,
         ),
@@ -121,6 +125,11 @@ mod tests {
                 "sessions_max",
                 "require_locked = true\nsessions_max",
                 "require_locked",
+            ),
+            (
+                "sessions_max",
+                "scrub_bytes_per_s_max = \"1GiB\"\nsessions_max",
+                "scrub_bytes_per_s_max",
             ),
             ("sessions_max = 8", "sessions_max = 9", "sessions_max"),
             ("iodepth_max = 16", "iodepth_max = 17", "iodepth_max"),

@@ -139,6 +139,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         lock,
         descriptor_socket,
         store: store_id,
+        scrub_bytes_per_s_max: config.scrub_bytes_per_s_max,
     };
     let metrics = (config.metrics_listen.as_ref())
         .map_or_else(String::new, |address| format!(", metrics at {address}"));

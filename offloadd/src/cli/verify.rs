@@ -41,6 +41,9 @@ struct Found {
     /// More than are named.
     damaged_count: u64,
     notes: Vec<offloadd::store::twins::Note>,
+    /// Tiles that nobody could look at, and why.
+    unread_count: u64,
+    unread: Vec<String>,
     unclean: Vec<proto::JobName>,
     wear: Vec<Worn>,
 }
@@ -53,7 +56,16 @@ struct Worn {
 
 impl Found {
     fn is_sound(&self) -> bool {
-        self.damaged_count == 0 && self.notes.is_empty()
+        self.damaged_count == 0 && self.notes.is_empty() && self.unread_count == 0
+    }
+
+    fn verdict(&self) -> &'static str {
+        match (self.is_sound(), self.unread_count) {
+            (true, _) => "sound",
+            (false, 0) => "damaged",
+            (false, _) if self.damaged_count == 0 && self.notes.is_empty() => "not all was read",
+            (false, _) => "damaged, and not all was read",
+        }
     }
 }
 
@@ -147,6 +159,7 @@ fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
         wear: wear.collect(),
         unclean: unclean.collect(),
         notes: report.notes,
+        ..Found::default()
     })
 }
 
@@ -169,6 +182,7 @@ async fn scrub(
         ..Found::default()
     };
     let mut ended = false;
+    let mut told_less = false;
     while let Some(reply) = answers.message().await.map_err(failed)? {
         match reply.what {
             Some(proto::scrub_reply::What::Damaged(tile)) => found.damaged.push(tile),
@@ -179,6 +193,16 @@ async fn scrub(
                 found.tile_bytes = progress.done_bytes;
                 found.damaged_count = progress.damaged_count;
                 found.unclean = progress.unclean_jobs;
+                found.unread_count = progress.unread_count;
+                found.unread = progress.unread;
+                let wished = choice.bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S);
+                let less = progress.bytes_per_s > 0 && progress.bytes_per_s < wished;
+                if less && !std::mem::replace(&mut told_less, true) && !choice.json {
+                    eprintln!(
+                        "offloadd: {} a second is read: the daemon's `scrub_bytes_per_s_max` is for all users together",
+                        binary(progress.bytes_per_s)
+                    );
+                }
                 ended = progress.ended;
             }
             None => {}
@@ -238,6 +262,15 @@ fn text(found: &Found) -> String {
     for note in &found.notes {
         text += &format!("DAMAGED {note}\n");
     }
+    for why in &found.unread {
+        text += &format!("NOT READ {why}\n");
+    }
+    if found.unread_count > 0 {
+        text += &format!(
+            "NOT READ {} tiles lie on devices that could not be opened: nothing is known of them\n",
+            found.unread_count
+        );
+    }
     for proto::JobName { uid, job } in &found.unclean {
         text += &format!(
             "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared\n"
@@ -264,7 +297,7 @@ fn text(found: &Found) -> String {
         } else {
             ""
         },
-        if found.is_sound() { "sound" } else { "damaged" }
+        found.verdict()
     );
     text
 }
@@ -278,6 +311,8 @@ fn to_json(found: &Found) -> Value {
         "tile_bytes": found.tile_bytes,
         "damaged_count": found.damaged_count,
         "damaged_tiles": found.damaged.iter().map(tile_to_json).collect::<Vec<_>>(),
+        "unread_count": found.unread_count,
+        "unread": found.unread,
         "notes": found.notes.iter().map(|note| json!({
             "device": note.path,
             "offset": note.offset,

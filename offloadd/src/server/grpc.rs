@@ -40,6 +40,8 @@ pub struct About {
     pub descriptor_socket: PathBuf,
     /// Which one it serves.
     pub store: StoreId,
+    /// What users' scrubs may read together.
+    pub scrub_bytes_per_s_max: u64,
 }
 
 /// The service.
@@ -322,14 +324,15 @@ impl proto::offload_server::Offload for Service {
         &self,
         request: Request<proto::ScrubRequest>,
     ) -> Result<Response<Self::ScrubStream>, Status> {
-        let viewer = viewer(peer_of(&request)?);
+        let peer = peer_of(&request)?;
         let proto::ScrubRequest { bytes_per_s, job } = request.into_inner();
         if bytes_per_s < RATE_MIN {
             let what = format!("{bytes_per_s} bytes a second; at least {RATE_MIN}");
             return Err(invalid(what).into());
         }
         let wish = Wish {
-            viewer,
+            uid: peer.uid,
+            viewer: viewer(peer),
             job: (!job.is_empty()).then_some(job),
             bytes_per_s,
         };

@@ -139,6 +139,7 @@ pub async fn serve(
     stop: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
     let places = Places::default();
+    let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
     let incoming =
         UnixListenerStream::new(listener).filter_map(move |accepted| places.admit(accepted));
     let serving = tonic::transport::Server::builder()
@@ -148,7 +149,7 @@ pub async fn serve(
         .add_service(Sizes::new(Service {
             driver,
             about,
-            scrubs: Scrubs::default(),
+            scrubs,
             adding: tokio::sync::Mutex::new(()),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));

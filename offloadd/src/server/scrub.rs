@@ -6,21 +6,21 @@
 //! ```
 //!
 //! The owner thread is asked for some tiles at a time and never waits. Tiles are read beside the queues, by a file of our own,
-//! at a bounded rate. A tile that was written, moved or dropped meanwhile reads as something else: only what does not fit while
+//! at a bounded rate, and a device that cannot be opened for that says nothing about what lies on it. A tile that was written, moved or dropped meanwhile reads as something else: only what does not fit while
 //! the owner thread says that it must is damaged.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
 use offload_api::proto;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
 use crate::blocks::AlignedBytes;
@@ -46,19 +46,54 @@ const HEARD_POLL: Duration = Duration::from_millis(20);
 /// Damaged tiles that are named; all are counted.
 const NAMED_MAX: u64 = 10_000;
 
-/// Scrubs of this daemon: one at a time.
-#[derive(Clone, Debug)]
-pub(super) struct Scrubs(Arc<Semaphore>);
+/// Scrubs at a time: each is a thread.
+const SCRUBS_MAX: usize = 16;
 
-impl Default for Scrubs {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(1)))
+/// Scrubs of this daemon: one of each user, so that nobody keeps another from looking after his own.
+#[derive(Clone, Debug)]
+pub(super) struct Scrubs {
+    running: Arc<Mutex<BTreeSet<(Class, u32)>>>,
+    /// Of all users' together.
+    bytes_per_s_max: u64,
+}
+
+/// Whose rate has a ceiling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Class {
+    /// Root, and who runs the daemon.
+    Administrator,
+    User,
+}
+
+/// One running scrub; over when dropped.
+#[derive(Debug)]
+struct Place {
+    scrubs: Scrubs,
+    who: (Class, u32),
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.scrubs.lock().remove(&self.who);
+    }
+}
+
+impl Place {
+    /// What a scrub that wants `wished` may read a second now.
+    fn bytes_per_s(&self, wished: u64) -> u64 {
+        if self.who.0 == Class::Administrator {
+            return wished;
+        }
+        let running = self.scrubs.lock();
+        let users = running.range((Class::User, 0)..).count() as u64;
+        wished.min(self.scrubs.bytes_per_s_max / users.max(1))
     }
 }
 
 /// What is asked for, checked.
 #[derive(Clone, Debug)]
 pub(super) struct Wish {
+    pub(super) uid: u32,
     pub(super) viewer: Viewer,
     /// One job's name; of all otherwise.
     pub(super) job: Option<String>,
@@ -68,16 +103,49 @@ pub(super) struct Wish {
 pub(super) type Answers = mpsc::Receiver<Result<proto::ScrubReply, Status>>;
 
 impl Scrubs {
+    pub(super) fn new(bytes_per_s_max: u64) -> Self {
+        Self {
+            running: Arc::default(),
+            bytes_per_s_max,
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<(Class, u32)>> {
+        self.running.lock().expect("nobody panics while holding it")
+    }
+
+    fn place(&self, viewer: Viewer, uid: u32) -> Result<Place, Fault> {
+        let class = match viewer {
+            Viewer::All => Class::Administrator,
+            Viewer::Uid(_) => Class::User,
+        };
+        let mut running = self.lock();
+        let busy = |what: String| Err(Fault::new(FaultKind::TooMany, what));
+        if running.contains(&(class, uid)) {
+            return busy(format!(
+                "a scrub of uid {uid} runs already: one at a time, so that training keeps the drives"
+            ));
+        }
+        if running.len() >= SCRUBS_MAX {
+            return busy(format!(
+                "{SCRUBS_MAX} users' scrubs run, as many as may: try again later"
+            ));
+        }
+        running.insert((class, uid));
+        Ok(Place {
+            scrubs: self.clone(),
+            who: (class, uid),
+        })
+    }
+
     /// Starts one; it ends when nobody listens any more.
     pub(super) fn start(&self, owner: DriverHandle, wish: Wish) -> Result<Answers, Fault> {
-        let place = self.0.clone().try_acquire_owned().map_err(|_| {
-            let what = "a scrub runs already: one at a time, so that training keeps the drives";
-            Fault::new(FaultKind::TooMany, what)
-        })?;
+        let place = self.place(wish.viewer, wish.uid)?;
         let (answers, receiver) = mpsc::channel(16);
         let scrub = Scrub {
             owner,
             wish,
+            place,
             answers,
             files: HashMap::new(),
             buffer: AlignedBytes::zeroed(0),
@@ -87,7 +155,7 @@ impl Scrubs {
         };
         std::thread::Builder::new()
             .name("scrub".into())
-            .spawn(move || scrub.run(place))
+            .spawn(move || scrub.run())
             .map_err(|error| {
                 let what = format!("starting the thread that scrubs: {error}");
                 Fault::new(FaultKind::NoMemory, what)
@@ -99,8 +167,10 @@ impl Scrubs {
 struct Scrub {
     owner: DriverHandle,
     wish: Wish,
+    place: Place,
     answers: mpsc::Sender<Result<proto::ScrubReply, Status>>,
-    files: HashMap<Arc<str>, Device>,
+    /// By index: a path may be another device's by now. `None`: it cannot be opened.
+    files: HashMap<DeviceIndex, Option<Device>>,
     buffer: AlignedBytes,
     pace_from: Instant,
     told_at: Instant,
@@ -121,7 +191,7 @@ impl From<Fault> for Ended {
 }
 
 impl Scrub {
-    fn run(mut self, _place: OwnedSemaphorePermit) {
+    fn run(mut self) {
         match self.all() {
             Ok(()) | Err(Ended::Unheard) => {}
             Err(Ended::Failed(fault)) => {
@@ -198,7 +268,10 @@ impl Scrub {
         tile: &CommittedTile,
         tile_bytes: u32,
     ) -> Result<Option<Wrong>, Ended> {
-        let read = self.read(tile, tile_bytes)?;
+        let Some(read) = self.read(tile, tile_bytes)? else {
+            self.done.unread_count += 1;
+            return Ok(None);
+        };
         self.done.tile_count += 1;
         let wrong = match read {
             Err(error) => Wrong::Unreadable(error.to_string()),
@@ -225,29 +298,42 @@ impl Scrub {
         Ok(still.then_some(wrong))
     }
 
+    /// The file of a device, looked for once.
+    fn open(&mut self, tile: &CommittedTile) {
+        let unread = &mut self.done.unread;
+        let look = || match Device::look(Path::new(&*tile.path)) {
+            Ok(device) => Some(device),
+            Err(error) => {
+                unread.push(error.to_string());
+                None
+            }
+        };
+        (self.files.entry(tile.extent.device)).or_insert_with(look);
+    }
+
+    /// `None`: nobody could look.
     fn read(
         &mut self,
         tile: &CommittedTile,
         tile_bytes: u32,
-    ) -> Result<std::io::Result<()>, Ended> {
+    ) -> Result<Option<std::io::Result<()>>, Ended> {
         let tile_bytes = tile_bytes as usize;
         if self.buffer.len() < tile_bytes {
             self.buffer = AlignedBytes::zeroed(tile_bytes);
         }
-        if !self.files.contains_key(&tile.path) {
-            match Device::look(Path::new(&*tile.path)) {
-                Ok(device) => self.files.insert(tile.path.clone(), device),
-                Err(error) => return Ok(Err(std::io::Error::other(error))),
-            };
-        }
+        self.open(tile);
         let mut at = 0;
         let mut result = Ok(());
         while at < tile_bytes {
             let end = (at + PIECE_BYTES).min(tile_bytes);
-            let file = self.files[&tile.path].file();
+            let Some(device) = &self.files[&tile.extent.device] else {
+                return Ok(None);
+            };
             let into = &mut self.buffer.as_mut_slice()[at..end];
             if result.is_ok() {
-                result = file.read_exact_at(into, tile.extent.offset + at as u64);
+                result = device
+                    .file()
+                    .read_exact_at(into, tile.extent.offset + at as u64);
             }
             self.done.done_bytes += (end - at) as u64;
             self.keep_pace(end - at);
@@ -256,12 +342,13 @@ impl Scrub {
                 self.tell()?;
             }
         }
-        Ok(result)
+        Ok(Some(result))
     }
 
-    /// Not faster than was asked for, over the last seconds: what was not used before is not made up for.
+    /// Not faster than was asked for and may be, over the last seconds: what was not used before is not made up for.
     fn keep_pace(&mut self, bytes: usize) {
-        let piece = Duration::from_secs_f64(bytes as f64 / self.wish.bytes_per_s as f64);
+        let rate = self.place.bytes_per_s(self.wish.bytes_per_s);
+        let piece = Duration::from_secs_f64(bytes as f64 / rate as f64);
         let now = Instant::now();
         let due = self.pace_from + piece;
         if due > now {
@@ -299,6 +386,7 @@ impl Scrub {
 
     fn tell(&mut self) -> Result<(), Ended> {
         self.told_at = Instant::now();
+        self.done.bytes_per_s = self.place.bytes_per_s(self.wish.bytes_per_s);
         self.send(proto::scrub_reply::What::Progress(self.done.clone()))
     }
 
@@ -325,5 +413,32 @@ impl Scrub {
             let what = "offloadd stopped before the scrub ended";
             Ended::Failed(Fault::new(FaultKind::Stopping, what))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_user_has_one_and_users_share_their_ceiling() {
+        let scrubs = Scrubs::new(100 << 20);
+        let user = |uid| scrubs.place(Viewer::Uid(uid), uid);
+        let root = scrubs.place(Viewer::All, 0).unwrap();
+        let first = user(1000).unwrap();
+        assert_eq!(first.bytes_per_s(1 << 40), 100 << 20);
+        let second = user(1001).unwrap();
+        // Half each; who wants less has what he wants, and an administrator what he asks for.
+        assert_eq!(first.bytes_per_s(1 << 40), 50 << 20);
+        assert_eq!(second.bytes_per_s(7), 7);
+        assert_eq!(root.bytes_per_s(1 << 40), 1 << 40);
+        let fault = user(1000).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::TooMany);
+        assert!(fault.message.contains("a scrub of uid 1000"), "{fault}");
+        assert!(scrubs.place(Viewer::All, 0).is_err());
+        drop(first);
+        assert_eq!(second.bytes_per_s(1 << 40), 100 << 20);
+        let places: Vec<_> = (2000..).map_while(|uid| user(uid).ok()).collect();
+        assert_eq!(places.len() + 2, SCRUBS_MAX);
     }
 }

@@ -102,31 +102,57 @@ fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
     }
 }
 
-#[test]
-fn another_user_sees_and_scrubs_none_of_our_jobs() {
+/// Commands of another user; `None`, and said: only root can become one.
+fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Output> {
     if !rustix::process::geteuid().is_root() {
         println!(
             "skipped: {}: only root can become another user",
             std::thread::current().name().unwrap_or("a test")
         );
-        return;
+        return None;
     }
-    let (store, daemon) = filled(4);
     let all = |mode| PermissionsExt::from_mode(mode);
     std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
     std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
     let copy = store.folder.path().join("offloadd");
     std::fs::copy(env!("CARGO_BIN_EXE_offloadd"), &copy).unwrap();
-    let other = |arguments: &[&str]| {
+    let socket = daemon.socket.clone();
+    Some(move |arguments: &[&str]| {
         let mut command = Command::new(&copy);
         command
             .args(arguments)
             .arg("--socket")
-            .arg(&daemon.socket)
+            .arg(&socket)
             .uid(65534)
             .gid(65534)
             .current_dir("/");
         command.output().unwrap()
+    })
+}
+
+#[test]
+fn users_read_not_more_than_they_may_together() {
+    let store = Store::new(1, "auto");
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text + "scrub_bytes_per_s_max = \"1MiB\"\n").unwrap();
+    let daemon = store.serve();
+    let Some(other) = another_user(&store, &daemon) else {
+        return;
+    };
+    let less = "1.0 MiB a second is read: the daemon's `scrub_bytes_per_s_max`";
+    let told = words(&other(&["verify", "--rate", "1GB/s"]));
+    assert!(told.contains(less), "{told}");
+    let told = words(&other(&["verify", "--rate", "1MiB/s"]));
+    assert!(!told.contains(less), "as fast as was asked: {told}");
+    let told = words(&command("verify", &store, &[]).output().unwrap());
+    assert!(!told.contains(less), "who runs the daemon: {told}");
+}
+
+#[test]
+fn another_user_sees_and_scrubs_none_of_our_jobs() {
+    let (store, daemon) = filled(4);
+    let Some(other) = another_user(&store, &daemon) else {
+        return;
     };
     assert_eq!(
         json(&other(&["inspect", "--json"]))["jobs"],
@@ -214,6 +240,34 @@ fn a_flipped_bit_is_found_and_named_while_the_daemon_serves() {
 }
 
 #[test]
+fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
+    let (store, daemon) = filled(8);
+    let device = &store.devices[0];
+    let aside = store.folder.path().join("aside");
+    std::fs::rename(device, &aside).unwrap();
+    let output = command("verify", &store, &["--json"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+    let found = json(&output);
+    assert_eq!(found["damaged_count"], 0, "{found}");
+    let unread = found["unread_count"].as_u64().unwrap();
+    assert_eq!(found["tile_count"], 8 - unread, "{found}");
+    let why = found["unread"][0].as_str().unwrap();
+    assert!(why.contains(&device.display().to_string()), "{why}");
+    let said = words(&command("verify", &store, &[]).output().unwrap());
+    for word in ["NOT READ device ", "not all was read"] {
+        assert!(said.contains(word) && !said.contains("DAMAGED"), "{said}");
+    }
+    let metrics = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
+    assert!(metrics.devices.iter().all(|one| one.damaged_count == 0));
+    std::fs::rename(&aside, device).unwrap();
+    let found = json(&command("verify", &store, &["--json"]).output().unwrap());
+    assert_eq!(
+        (&found["sound"], &found["tile_count"]),
+        (&true.into(), &8.into())
+    );
+}
+
+#[test]
 fn tiles_that_are_written_during_a_scrub_are_not_called_damaged() {
     let store = Store::new(1, "auto");
     let daemon = store.serve();
@@ -287,7 +341,7 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
         )
     };
     let said = other();
-    assert!(said.contains("a scrub runs already"), "{said}");
+    assert!(said.contains("runs already: one at a time"), "{said}");
     let output = first.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", words(&output));
     let took = started.elapsed();
