@@ -3,11 +3,14 @@
 use std::io;
 use std::path::PathBuf;
 
+use offload_api::BLOCK_BYTES;
+use offload_api::checksum::Summing;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{DeviceIndex, Generation, TicketId, TileIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::entry::{Cqe, Verb};
 
+use crate::sums::ALONE_BYTES_MAX;
 use crate::{ClientError, Slot, TileError};
 
 /// Names one operation in flight. It owns nothing: dropping it frees nothing and the [`Done`] still comes.
@@ -51,11 +54,61 @@ pub(crate) struct InFlight {
     pub(crate) slot: Option<Slot>,
     /// What the daemon said of a read whose checksum is computed.
     pub(crate) arrived: Option<Cqe>,
+    /// How far a read has come that is under way.
+    pub(crate) coming: Coming,
+}
+
+/// The first bytes of a lone read, which are there before the others.
+#[derive(Debug, Default)]
+pub(crate) struct Coming {
+    /// As the daemon said.
+    there_bytes: u32,
+    summed_bytes: u32,
+    summing: Option<Summing>,
+}
+
+impl Coming {
+    /// Sums what is there of `slot`, at most `bytes_max` more. Whether there was anything to sum.
+    fn advance(&mut self, slot: &Slot, bytes_max: u32) -> bool {
+        let end = (self.there_bytes).min(self.summed_bytes.saturating_add(bytes_max));
+        if end == self.summed_bytes {
+            return false;
+        }
+        let new = slot.part(self.summed_bytes as usize..end as usize);
+        self.summing.get_or_insert_with(Summing::new).add(new);
+        self.summed_bytes = end;
+        true
+    }
+
+    /// What is not summed yet of `bytes`.
+    pub(crate) fn left_bytes(&self, bytes: u32) -> u32 {
+        bytes - self.summed_bytes
+    }
+
+    /// The checksum of the first `bytes` of `slot`, of which all are there now.
+    pub(crate) fn sum(mut self, slot: &Slot, bytes: u32) -> u32 {
+        self.there_bytes = bytes;
+        self.advance(slot, bytes);
+        self.summing.unwrap_or_else(Summing::new).sum()
+    }
 }
 
 impl InFlight {
     fn is_of_a_generation(&self) -> bool {
         self.verb == Verb::SwapOut && !self.scratch
+    }
+
+    /// A lone read has come as far as `cqe` says.
+    fn part(&mut self, cqe: &Cqe) -> Result<(), ClientError> {
+        let (before, now) = (self.coming.there_bytes, cqe.moved_bytes);
+        if now < before || now >= self.tile_bytes || !now.is_multiple_of(BLOCK_BYTES) {
+            return Err(ClientError::protocol(format!(
+                "{now} of {} bytes of tile {} were said to be there, {before} before",
+                self.tile_bytes, self.tile
+            )));
+        }
+        self.coming.there_bytes = now;
+        Ok(())
     }
 }
 
@@ -67,8 +120,10 @@ pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
 pub(crate) enum Arrived {
     /// Nothing more.
     Done(Done),
+    /// Nothing yet: more is to come.
+    Part,
     /// The checksum of these bytes, then [`Flights::checked`].
-    Unchecked(TicketId, Slot, u32),
+    Unchecked(TicketId, Slot, u32, Coming),
 }
 
 /// Slots lent to the kernel. A ticket's low half is a place in this table, its high half tells uses of a place apart.
@@ -99,6 +154,18 @@ impl Flights {
         let mut flights = self.places.iter().flatten();
         let read = |flight: &InFlight| flight.verb == Verb::SwapIn && flight.slot.is_some();
         self.count() == 1 && flights.any(|(_, flight)| read(flight))
+    }
+
+    /// Sums what has come of a lone read and is not summed, as long as that does not take long. Whether there was anything.
+    pub(crate) fn sum_what_came(&mut self) -> bool {
+        let mut flights = self.places.iter_mut().flatten();
+        let Some((_, flight)) = flights.next() else {
+            return false;
+        };
+        let Some(slot) = &flight.slot else {
+            return false;
+        };
+        !removed(Mechanism::Checksum) && flight.coming.advance(slot, ALONE_BYTES_MAX)
     }
 
     /// Of the job's tiles: what a commit waits for.
@@ -156,6 +223,9 @@ impl Flights {
             ))
         };
         let flight = self.get_mut(ticket).ok_or_else(unknown)?;
+        if cqe.is_part() && flight.verb == Verb::SwapIn && flight.slot.is_some() {
+            return flight.part(cqe).map(|()| Arrived::Part);
+        }
         // Its bytes are being summed: the daemon has not been asked yet, or has answered already.
         let slot = flight.slot.take().ok_or_else(unknown)?;
         let check = flight.verb == Verb::SwapIn
@@ -164,7 +234,9 @@ impl Flights {
             && !removed(Mechanism::Checksum);
         if check {
             flight.arrived = Some(*cqe);
-            return Ok(Arrived::Unchecked(ticket, slot, flight.tile_bytes));
+            let coming = std::mem::take(&mut flight.coming);
+            let bytes = flight.tile_bytes;
+            return Ok(Arrived::Unchecked(ticket, slot, bytes, coming));
         }
         let done = self.done(ticket, slot, cqe, cqe.checksum, name)?;
         Ok(Arrived::Done(done))
@@ -266,6 +338,110 @@ mod tests {
     use super::*;
     use crate::{MemoryArena, SlotClass};
 
+    /// A lone read of `bytes` that comes in parts which end at `ends`, each summed when it has come if `eager`.
+    fn come(ends: &[u32], bytes: &[u8], expected: u32, eager: bool) -> Done {
+        let class = SlotClass {
+            slot_bytes: 1 << 21,
+            slot_count: 1,
+        };
+        let mut arena = MemoryArena::new(&[class]).unwrap();
+        let mut slot = arena.take_slot(0).unwrap();
+        slot.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+        let mut flights = Flights::new(2);
+        let ticket = flights.start(InFlight {
+            verb: Verb::SwapIn,
+            tile: TileIndex(0),
+            tile_bytes: bytes.len() as u32,
+            scratch: false,
+            generation: Generation(1),
+            slot: Some(slot),
+            arrived: None,
+            coming: Coming::default(),
+        });
+        let mut cqe = Cqe {
+            ticket: ticket.0,
+            fault: 0,
+            errno: 0,
+            device: 0,
+            checksum: expected,
+            offset: 0,
+            generation: 1,
+            asked_bytes: bytes.len() as u32,
+            moved_bytes: 0,
+            device_ns: 0,
+            reserved: 0,
+        };
+        let mut name = |_| PathBuf::from("device");
+        for &end in ends {
+            cqe.moved_bytes = end;
+            let part = flights.arrived(&cqe, &mut name).unwrap();
+            assert!(matches!(part, Arrived::Part), "{part:?}");
+            if eager {
+                assert!(flights.sum_what_came(), "something came");
+                while flights.sum_what_came() {}
+            }
+        }
+        cqe.moved_bytes = bytes.len() as u32;
+        let Arrived::Unchecked(ticket, slot, length, coming) =
+            flights.arrived(&cqe, &mut name).unwrap()
+        else {
+            panic!("it is there");
+        };
+        let early = ends.last().filter(|_| eager).copied();
+        assert_eq!(coming.left_bytes(length), length - early.unwrap_or(0));
+        let found = coming.sum(&slot, length);
+        flights.checked(ticket, slot, found, &mut name).unwrap().0
+    }
+
+    const LONG: u32 = (1 << 20) + 8192;
+
+    fn noise() -> Vec<u8> {
+        let byte = |i: u32| (i.wrapping_mul(i) >> 7) as u8;
+        (0..LONG).map(byte).collect()
+    }
+
+    #[test]
+    fn parts_that_are_summed_as_they_come_have_the_sum_of_the_whole() {
+        let bytes = noise();
+        let sum = offload_api::checksum::checksum(&bytes);
+        let splits: [&[u32]; 5] = [
+            &[],
+            &[4096],
+            &[512 << 10, 768 << 10, 896 << 10],
+            &[LONG - 4096],
+            &[4096, 8192, 65_536, LONG - 4096],
+        ];
+        for ends in splits {
+            for eager in [false, true] {
+                let done = come(ends, &bytes, sum, eager);
+                assert_eq!(done.result.unwrap().bytes, LONG, "{ends:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn damage_in_any_part_is_named() {
+        let bytes = noise();
+        let sum = offload_api::checksum::checksum(&bytes);
+        let ends = [512 << 10, 768 << 10, 896 << 10];
+        for at in [0, ends[0] - 1, ends[0], ends[1], ends[2], LONG - 1] {
+            let mut damaged = bytes.clone();
+            damaged[at as usize] ^= 4;
+            let is = offload_api::checksum::checksum(&damaged);
+            for eager in [false, true] {
+                let done = come(&ends, &damaged, sum, eager);
+                let Err(TileError::Damaged {
+                    expected, found, ..
+                }) = done.result
+                else {
+                    panic!("byte {at} was changed");
+                };
+                assert_eq!((expected, found), (sum, is));
+                assert!(done.slot.as_slice().iter().all(|byte| *byte == 0xff));
+            }
+        }
+    }
+
     #[test]
     fn a_ticket_ends_once_and_an_old_one_never_takes_a_newer_ones_slot() {
         let mut arena = MemoryArena::new(&[SlotClass {
@@ -283,6 +459,7 @@ mod tests {
                 generation: Generation(1),
                 slot: arena.take_slot(0),
                 arrived: None,
+                coming: Coming::default(),
             })
         };
         let first = start(&mut flights, Verb::SwapOut);

@@ -4,6 +4,7 @@
 //! lasts as long as the region is borrowed and nobody else in this process sees its bytes. Who else may write them is the
 //! caller's rule: while a region is in flight the session owns it and gives out no slice.
 
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -67,6 +68,14 @@ impl Region {
         // and fresh pages are zero; no other region overlaps, so no `&mut` to these bytes exists beside `&self`. The
         // daemon and the kernel write them only while the region is in flight, when the session borrows no slice of it.
         unsafe { std::slice::from_raw_parts(self.start(), self.bytes) }
+    }
+
+    /// Bytes that are there while the rest of a region in flight still arrives.
+    pub(crate) fn part(&self, place: Range<usize>) -> &[u8] {
+        assert!(place.start <= place.end && place.end <= self.bytes);
+        // SAFETY: as in `as_slice`, of these bytes alone: the device has moved them (the daemon said so, and nothing moves
+        // them again before the region is another operation's), and what it still writes is not part of the slice.
+        unsafe { std::slice::from_raw_parts(self.start().add(place.start), place.len()) }
     }
 
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {

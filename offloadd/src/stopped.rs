@@ -226,6 +226,7 @@ impl Stopped {
                     | Action::Complete { .. }
                     | Action::MakeArena { .. }
                     | Action::DropArena { .. }
+                    | Action::TellPart { .. }
                     | Action::Evict { .. } => unreachable!("there are no sessions"),
                 }
             }

@@ -1,6 +1,5 @@
 //! Slots, and tiles on their way between slots and devices.
 
-use offload_api::checksum::checksum;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TicketId, TileIndex};
 use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
@@ -8,7 +7,7 @@ use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
 use super::commit::Commit;
 use super::damage::name_of;
 use super::{Session, broken_ring};
-use crate::flight::{Arrived, InFlight};
+use crate::flight::{Arrived, Coming, InFlight};
 use crate::sums::{ALONE_BYTES_MAX, Summed};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
@@ -108,6 +107,7 @@ impl Session {
             generation: working,
             slot: None,
             arrived: None,
+            coming: Coming::default(),
         };
         if verb == Verb::SwapOut {
             // The daemon is asked in `poll`, when it can be told the checksum.
@@ -187,13 +187,14 @@ impl Session {
             let mut name = |device| name_of(device, known, &self.control);
             match self.flights.arrived(&cqe, &mut name)? {
                 Arrived::Done(one) => done.push(one),
-                Arrived::Unchecked(ticket, slot, bytes)
-                    if bytes <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
+                Arrived::Part => {}
+                Arrived::Unchecked(ticket, slot, bytes, coming)
+                    if coming.left_bytes(bytes) <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
                 {
-                    let found = checksum(&slot.as_slice()[..bytes as usize]);
+                    let found = coming.sum(&slot, bytes);
                     done.push(self.checked(ticket, slot, found)?);
                 }
-                Arrived::Unchecked(ticket, slot, bytes) => self.sums.begin(ticket, slot, bytes),
+                Arrived::Unchecked(ticket, slot, bytes, _) => self.sums.begin(ticket, slot, bytes),
             }
         }
         while let Some(summed) = self.sums.take() {

@@ -27,6 +27,9 @@ impl Session {
             };
             // Somebody waits for it, and has nothing else to do.
             let lone = !left.is_zero() && self.flights.is_a_lone_read();
+            if lone && self.flights.sum_what_came() {
+                continue;
+            }
             let came = || self.rings.ready().map(|count| count > 0);
             if lone && (self.awake.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
                 return Ok(());

@@ -34,7 +34,7 @@ pub mod proto {
 }
 
 /// Raised whenever a message, the rings or the handoff change their meaning. Other versions are refused by number.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// Tiles, slots and extents are multiples of this: the largest logical block any drive we open may have.
 pub const BLOCK_BYTES: u32 = 4096;

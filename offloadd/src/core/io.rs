@@ -10,7 +10,7 @@ use super::copying::CopyIo;
 use super::job::{Activity, JobKey};
 use super::members::poison;
 use super::script::{Failed, Purpose, ScriptId, Step};
-use super::session::Stage;
+use super::session::{Session, Stage};
 use super::{Action, Buffer, Core, IoId, IoOp, IoResult, SessionId, errno_kind};
 use crate::blocks::AlignedBytes;
 use crate::store::definition::Durability;
@@ -343,6 +343,25 @@ impl Core {
         }
     }
 
+    /// Told to a process that waits for nothing else: it sums what is there while the rest arrives.
+    pub(super) fn on_io_part(&mut self, io: IoId, bytes: u32, actions: &mut Vec<Action>) {
+        let Some(Operation::Tile(tile)) = self.operations.get(&io) else {
+            return;
+        };
+        let listens =
+            |session: &Session| session.stage == Stage::Live && session.inflight_count == 1;
+        if tile.request.verb == Verb::SwapIn
+            && self.sessions.get(&tile.session).is_some_and(listens)
+        {
+            let result = IoResult {
+                outcome: Ok(bytes),
+                device_ns: 0,
+            };
+            let (session, entry) = (tile.session, entry(tile, None, result));
+            actions.push(Action::TellPart { session, entry });
+        }
+    }
+
     fn on_tile_done(&mut self, io: &TileIo, result: IoResult, actions: &mut Vec<Action>) {
         let fault = match result.outcome {
             Ok(moved) if moved == io.bytes => None,
@@ -358,20 +377,7 @@ impl Core {
         let reads = io.request.verb == Verb::SwapIn;
         let session = &self.sessions[&io.session];
         if session.stage == Stage::Live {
-            let entry = Cqe {
-                ticket: io.request.ticket.0,
-                fault: fault.map_or(0, |kind| kind as u32),
-                errno: result.outcome.err().unwrap_or(0),
-                device: io.extent.device.0,
-                checksum: if reads { io.version.checksum } else { 0 },
-                offset: io.extent.offset,
-                generation: if reads { io.version.generation.0 } else { 0 },
-                asked_bytes: io.bytes,
-                moved_bytes: result.outcome.unwrap_or(0),
-                device_ns: result.device_ns,
-                reserved: 0,
-            };
-            complete(io.session, entry, actions);
+            complete(io.session, entry(io, fault, result), actions);
         }
         self.try_drop(io.session, actions);
         if !reads {
@@ -416,6 +422,24 @@ pub(super) fn free_extent(durability: Durability, committed: Option<Version>) ->
         (Durability::None, _) | (_, None) => 0,
         (_, Some(used)) if removed(Mechanism::OutOfPlace) => used,
         (_, Some(used)) => 1 - used,
+    }
+}
+
+/// What the process is told of an operation that reached a device.
+fn entry(io: &TileIo, fault: Option<FaultKind>, result: IoResult) -> Cqe {
+    let reads = io.request.verb == Verb::SwapIn;
+    Cqe {
+        ticket: io.request.ticket.0,
+        fault: fault.map_or(0, |kind| kind as u32),
+        errno: result.outcome.err().unwrap_or(0),
+        device: io.extent.device.0,
+        checksum: if reads { io.version.checksum } else { 0 },
+        offset: io.extent.offset,
+        generation: if reads { io.version.generation.0 } else { 0 },
+        asked_bytes: io.bytes,
+        moved_bytes: result.outcome.unwrap_or(0),
+        device_ns: result.device_ns,
+        reserved: 0,
     }
 }
 

@@ -123,6 +123,7 @@ impl Core {
             Event::Attached { .. } => {}
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read, actions),
+            Event::IoPart { io, bytes } => self.on_io_part(io, bytes, actions),
             Event::MoveOn { hurry } => self.move_on(hurry, actions),
             Event::RetryMoves => self.mover.retry(),
             Event::Limits(limits) => self.limits = limits,

@@ -36,7 +36,7 @@ use crate::core::{
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
 use crate::numa;
-use crate::queue::{DeviceLimits, Queue};
+use crate::queue::{DeviceLimits, Ended, Queue};
 use crate::store::DEVICES_MAX;
 use crate::store::definition::JobName;
 
@@ -422,6 +422,11 @@ impl Driver {
                     self.gone(session, &error.to_string());
                 }
             }
+            Action::TellPart { session, entry } => {
+                if let Some(session) = self.sessions.get_mut(&session) {
+                    session.put_part(&entry);
+                }
+            }
             Action::Reply { call, reply } => {
                 if let Some(waiting) = self.calls.remove(&call) {
                     match (waiting.counted, &reply) {
@@ -542,8 +547,13 @@ impl Driver {
         self.engine.reap(&mut self.ended)?;
         let now = Instant::now();
         for piece in self.ended.drain(..) {
-            let Some(done) = self.queue.ended(piece, now) else {
-                continue;
+            let done = match self.queue.ended(piece, now) {
+                Ended::Whole(done) => done,
+                Ended::Part { id: io, bytes } => {
+                    self.events.push_back(Event::IoPart { io, bytes });
+                    continue;
+                }
+                Ended::Nothing => continue,
             };
             if done.id.0 & WEAR_IO != 0 {
                 self.wear_inflight_count -= 1;

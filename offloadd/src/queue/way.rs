@@ -26,6 +26,10 @@ impl Turns {
         self.0.is_empty()
     }
 
+    fn count(&self) -> usize {
+        self.0.iter().map(|(_, places)| places.len()).sum()
+    }
+
     fn push(&mut self, place: usize, owner: Owner) {
         match self.0.iter_mut().find(|(other, _)| *other == owner) {
             Some((_, places)) => places.push_back(place),
@@ -81,6 +85,11 @@ impl Way {
 
     pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner) {
         self.waiting(urgency).push(place, owner);
+    }
+
+    /// One operation waits, and nothing is in flight.
+    pub(super) fn has_one_alone(&self) -> bool {
+        self.inflight_count == 0 && self.wanted.count() + self.ahead.count() == 1
     }
 
     /// Whose piece is next.

@@ -338,6 +338,9 @@ impl Session {
         let end = Instant::now() + Duration::from_secs(10);
         loop {
             if let Some(cqe) = self.rings.take().unwrap() {
+                if cqe.is_part() {
+                    continue;
+                }
                 return cqe;
             }
             assert!(Instant::now() < end, "no completion in 10 s");

@@ -514,3 +514,40 @@ fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
     world.submit_raw(one, nonsense);
     assert_eq!(world.evicted, [one.session]);
 }
+
+#[test]
+fn who_waits_for_one_read_alone_is_told_how_far_it_has_come() {
+    let mut world = world();
+    let (process, _) = world.open(&job("a"), 0, 1).unwrap();
+    world
+        .define(process, definition(TILES, Committed, 1))
+        .unwrap();
+    world.resume(process, 0).unwrap();
+    for tile in [1, 2] {
+        world.write(process, tile, 1, 5).unwrap();
+    }
+    world.submit_read(process, 1, 3);
+    let urge = Urge {
+        ticket: TicketId(3),
+        urgency: Urgency::Wanted,
+    };
+    let epoch = world.epoch;
+    world.submit_raw(process, urge.to_sqe(epoch));
+    let io = world.urged[0];
+    let part = || Event::IoPart { io, bytes: 512 };
+    world.event(part());
+    let (session, told) = world.parts[0];
+    assert_eq!((session, told.ticket), (process.session, 3));
+    assert_eq!((told.moved_bytes, told.is_part()), (512, true));
+    // It waits for another as well.
+    world.submit_read(process, 2, 4);
+    world.event(part());
+    world.run();
+    // It has ended.
+    world.event(part());
+    assert_eq!(world.parts.len(), 1);
+    for _ in 0..2 {
+        let entry = world.completion(process).unwrap();
+        assert_eq!((entry.is_part(), outcome(&entry)), (false, Ok(())));
+    }
+}

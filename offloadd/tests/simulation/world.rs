@@ -89,6 +89,8 @@ pub(crate) struct World {
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
     pub(crate) urged: Vec<IoId>,
+    /// Sessions that were told how far a read has come.
+    pub(crate) parts: Vec<(SessionId, Cqe)>,
     /// What the devices do wrong while it runs.
     pub(crate) trouble: Trouble,
     /// Of the disks, by device.
@@ -133,6 +135,7 @@ impl World {
             dropped: Vec::new(),
             evicted: Vec::new(),
             urged: Vec::new(),
+            parts: Vec::new(),
             trouble: Trouble::None,
             geometries: HashMap::new(),
             made: HashMap::new(),
@@ -213,6 +216,7 @@ impl World {
             }
             Action::ForgetDevice { device } => self.left.push(self.positions[device.0 as usize]),
             Action::Urge { io, .. } => self.urged.push(io),
+            Action::TellPart { session, entry } => self.parts.push((session, entry)),
             Action::Complete { session, entry } => self
                 .completions
                 .entry(session)
