@@ -125,14 +125,6 @@ pub struct Arena {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ArenaId(u64);
 
-#[cfg(test)]
-impl ArenaId {
-    /// Of no arena.
-    pub(crate) fn of_test(number: u64) -> Self {
-        Self(number)
-    }
-}
-
 // SAFETY: the mapping belongs to this value, and no method reads or writes its bytes.
 unsafe impl Send for Arena {}
 // SAFETY: as above: `&self` gives addresses out, not bytes.

@@ -42,7 +42,8 @@ The settings, all of them, with what they are when left out:
   host_bytes_max = \"32GiB\"                  # each key may be left out: no limit
   device_bytes_max = \"2TiB\"
   sessions_max = 8
-  inflight_max = 256                          # operations, as much as all sessions' iodepths together";
+  inflight_max = 256                          # operations, as much as all sessions' iodepths together
+  share = 100                                 # 1 to 10000: of what a drive moves, beside other users; a user's jobs get equal parts";
 
 #[derive(Subcommand)]
 enum Command {

@@ -11,12 +11,22 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Urgency;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp};
+use offloadd::core::{IoId, IoOp, SessionId};
 use offloadd::engine::sim::SimRandom;
 use offloadd::engine::{Io, IoDone, Memory};
-use offloadd::queue::{DeviceLimits, Ended, INFLIGHT_COUNT_MAX, Queue, TURNS};
+use offloadd::queue::{DeviceLimits, Ended, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
 
 const MIB: u32 = 1 << 20;
+
+/// A user with one process.
+fn owner(uid: u32, share: u32) -> Owner {
+    Owner::Session {
+        uid,
+        share,
+        job: u64::from(uid),
+        session: SessionId(u64::from(uid)),
+    }
+}
 
 struct Bench {
     queue: Queue,
@@ -65,7 +75,7 @@ impl Bench {
             bytes,
             memory,
         };
-        self.queue.push(io, urgency);
+        self.queue.push(io, urgency, owner(1, 100));
     }
 
     fn start(&mut self) {
@@ -266,7 +276,7 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
         bytes: 2 * MIB,
         memory: Memory::Meta(AlignedBytes::zeroed(2 << 20)),
     };
-    bench.queue.push(own, Urgency::Wanted);
+    bench.queue.push(own, Urgency::Wanted, Owner::Daemon);
     bench.start();
     assert_eq!(bench.pieces[0].bytes, 2 * MIB);
     assert_eq!(bench.end(0, Ok(2 * MIB)).unwrap().outcome, Ok(2 * MIB));

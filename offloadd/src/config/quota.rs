@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::Size;
-use crate::core::{Quota, Quotas};
+use crate::core::{Quota, Quotas, SHARE_MAX};
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -26,6 +26,7 @@ struct QuotaToml {
     device_bytes_max: Option<Size>,
     sessions_max: Option<u32>,
     inflight_max: Option<u32>,
+    share: Option<u32>,
 }
 
 impl QuotasToml {
@@ -50,11 +51,22 @@ impl QuotaToml {
             let bytes = size.as_ref().map(Size::bytes).transpose();
             bytes.map_err(|message| format!("{name}.{key}: {message}"))
         };
+        if let Some(share) = self.share {
+            if name == "job" {
+                return Err("job.share: a user's jobs have equal parts; a share is a user's: [quota.default], \
+                            [quota.uid.1000]"
+                    .into());
+            }
+            if !(1..=SHARE_MAX).contains(&share) {
+                return Err(format!("{name}.share: {share}; from 1 to {SHARE_MAX}"));
+            }
+        }
         Ok(Quota {
             host_bytes_max: size("host_bytes_max", &self.host_bytes_max)?,
             device_bytes_max: size("device_bytes_max", &self.device_bytes_max)?,
             sessions_max: self.sessions_max,
             inflight_max: self.inflight_max,
+            share: self.share,
         })
     }
 }
@@ -67,6 +79,7 @@ pub fn words(quotas: &Quotas) -> String {
             device_bytes_max,
             sessions_max,
             inflight_max,
+            share,
         } = *quota;
         let line = |key: &str, value: Option<u64>| {
             value.map_or_else(String::new, |value| format!("{key} = {value}\n"))
@@ -76,6 +89,7 @@ pub fn words(quotas: &Quotas) -> String {
             line("device_bytes_max", device_bytes_max),
             line("sessions_max", sessions_max.map(u64::from)),
             line("inflight_max", inflight_max.map(u64::from)),
+            line("share", share.map(u64::from)),
         ]
         .concat();
         match lines.is_empty() {
@@ -108,7 +122,7 @@ mod tests {
     }
 
     const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\n\
-                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\n";
+                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\nshare = 300\n";
 
     #[test]
     fn a_users_own_quota_goes_before_the_default_key_by_key() {
@@ -119,7 +133,7 @@ mod tests {
             (own.host_bytes_max, own.device_bytes_max),
             (Some(8 << 30), Some(4096))
         );
-        assert_eq!(own.sessions_max, Some(8));
+        assert_eq!((own.sessions_max, own.share), (Some(8), Some(300)));
         assert_eq!(quotas.job.inflight_max, Some(16));
         assert_eq!(parse("").unwrap(), Quotas::default());
     }
@@ -152,6 +166,15 @@ mod tests {
                 "uid.1.host_bytes_max",
             ),
             ("[quota.uid.1]\nsessions_max = -1", "sessions_max"),
+            (
+                "[quota.uid.1]\nshare = 0",
+                "uid.1.share: 0; from 1 to 10000",
+            ),
+            ("[quota.default]\nshare = 10001", "default.share: 10001"),
+            (
+                "[quota.job]\nshare = 50",
+                "job.share: a user's jobs have equal",
+            ),
         ] {
             let message = parse(text).unwrap_err();
             assert!(message.contains(said), "{text}: {message}");

@@ -29,6 +29,8 @@ pub struct JobState {
     pub job_id: Option<u64>,
     /// Over all devices.
     pub reserved_bytes: u64,
+    /// Its user's part of what a drive moves, beside those of other users.
+    pub share: u32,
     /// Processes.
     pub session_count: u64,
     /// Their host memory.
@@ -74,7 +76,7 @@ impl Core {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
-            .map(|(key, job)| (key, state(key, job)))
+            .map(|(key, job)| (key, state(key, job, self.share_of(key.uid))))
             .collect();
         for session in self.sessions.values() {
             let Some(job) = jobs.get_mut(&session.key) else {
@@ -106,7 +108,7 @@ impl Core {
     }
 }
 
-fn state(key: &JobKey, job: &Job) -> JobState {
+fn state(key: &JobKey, job: &Job, share: u32) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -121,6 +123,7 @@ fn state(key: &JobKey, job: &Job) -> JobState {
         job: key.name.clone(),
         job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
+        share,
         session_count: 0,
         arena_bytes: 0,
         slot_count: 0,

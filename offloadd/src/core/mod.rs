@@ -40,7 +40,7 @@ pub use event::*;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
-pub use quota::{Quota, Quotas};
+pub use quota::{Quota, Quotas, SHARE_DEFAULT, SHARE_MAX};
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -11,6 +11,12 @@ use super::{Core, OpenSession, Peer};
 /// Holders that are named in a refusal.
 const NAMED_MAX: usize = 4;
 
+/// A user's share of a drive where the settings say nothing.
+pub const SHARE_DEFAULT: u32 = 100;
+
+/// The largest: a hundred times the usual one. The smallest is 1, a hundredth of it.
+pub const SHARE_MAX: u32 = 10_000;
+
 /// Limits; `None` is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Quota {
@@ -22,6 +28,9 @@ pub struct Quota {
     pub sessions_max: Option<u32>,
     /// Operations in flight of all its sessions: as much as their iodepths together.
     pub inflight_max: Option<u32>,
+    /// Of a user alone: what a drive moves is divided in this proportion among those who want more than they get. `None`:
+    /// [`SHARE_DEFAULT`].
+    pub share: Option<u32>,
 }
 
 impl Quota {
@@ -33,6 +42,7 @@ impl Quota {
             device_bytes_max: self.device_bytes_max.or(other.device_bytes_max),
             sessions_max: self.sessions_max.or(other.sessions_max),
             inflight_max: self.inflight_max.or(other.inflight_max),
+            share: self.share.or(other.share),
         }
     }
 }
@@ -119,6 +129,11 @@ impl Core {
             .values()
             .filter(|session| whose.has(&session.key));
         reserved.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
+    }
+
+    /// What a user's turns at a drive weigh.
+    pub fn share_of(&self, uid: u32) -> u32 {
+        self.quotas.of(uid).share.unwrap_or(SHARE_DEFAULT)
     }
 
     /// Host memory that `peer` may still take for a session.

@@ -11,6 +11,7 @@ use crate::core::{Call, Damage, IoId, IoOp, Peer, Viewer};
 use crate::engine::{Io, Memory};
 use crate::metrics::slowness::Change;
 use crate::metrics::{DeviceView, Snapshot, ledger::JobPlace};
+use crate::queue::Owner;
 
 /// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
 const LOOKS_APART: Duration = Duration::from_millis(20);
@@ -114,7 +115,7 @@ impl Driver {
                 bytes: to_keep.blocks.len() as u32,
                 memory: Memory::Meta(to_keep.blocks),
             };
-            self.queue.push(io, Urgency::Ahead);
+            self.queue.push(io, Urgency::Ahead, Owner::Daemon);
         }
     }
 

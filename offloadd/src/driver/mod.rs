@@ -36,7 +36,7 @@ use crate::core::{
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
 use crate::numa;
-use crate::queue::{DeviceLimits, Ended, Queue};
+use crate::queue::{DeviceLimits, Ended, Owner, Queue};
 use crate::store::DEVICES_MAX;
 use crate::store::definition::JobName;
 
@@ -386,11 +386,17 @@ impl Driver {
                 buffer,
                 urgency,
             } => {
-                let mut job = None;
+                let (mut job, mut owner) = (None, Owner::Daemon);
                 let memory = match buffer {
-                    Buffer::Slot { session, place } => {
-                        let session = self.sessions.get_mut(&session).expect("a live session");
+                    Buffer::Slot { session: id, place } => {
+                        let session = self.sessions.get_mut(&id).expect("a live session");
                         job = Some(session.job);
+                        owner = Owner::Session {
+                            uid: session.peer.uid,
+                            share: self.core.share_of(session.peer.uid),
+                            job: session.job.number(),
+                            session: id,
+                        };
                         let made = session.made().expect("I/O only after its arena was made");
                         Memory::Arena {
                             arena: made.arena.clone(),
@@ -411,7 +417,7 @@ impl Driver {
                     bytes,
                     memory,
                 };
-                self.queue.push(io, urgency);
+                self.queue.push(io, urgency, owner);
             }
             Action::Urge { io, urgency } => self.queue.urge(io, urgency),
             Action::Complete { session, entry } => {

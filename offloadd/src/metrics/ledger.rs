@@ -26,6 +26,13 @@ const WEAR_KEPT_BYTES: u64 = 64 << 30;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobPlace(usize);
 
+impl JobPlace {
+    /// This job's alone, as long as a session of it is open.
+    pub fn number(self) -> u64 {
+        self.0 as u64
+    }
+}
+
 /// The daemon's counts. Belongs to the owner thread.
 #[derive(Debug)]
 pub struct Ledger {
@@ -437,6 +444,7 @@ mod tests {
             arena_bytes: 0,
             slot_count: 0,
             slot_used_count: 0,
+            share: 100,
             reading_count: 0,
             writing_count: 0,
             commit: CommitState::None,

@@ -87,6 +87,7 @@ impl From<JobView> for proto::JobMetrics {
             arena_bytes: state.arena_bytes,
             slot_count: state.slot_count,
             slot_used_count: state.slot_used_count,
+            share: state.share,
             reading_count: state.reading_count,
             writing_count: state.writing_count,
             commit: commit as i32,
@@ -219,6 +220,7 @@ impl TryFrom<proto::JobMetrics> for JobView {
                 arena_bytes: message.arena_bytes,
                 slot_count: message.slot_count,
                 slot_used_count: message.slot_used_count,
+                share: message.share,
                 reading_count: message.reading_count,
                 writing_count: message.writing_count,
                 commit,
@@ -310,6 +312,7 @@ mod tests {
                     arena_bytes: 20,
                     slot_count: 21,
                     slot_used_count: 22,
+                    share: 300,
                     reading_count: 23,
                     writing_count: 24,
                     commit: CommitState::Gathering {

@@ -202,6 +202,12 @@ impl Encoder<'_, '_> {
             lines(|job| job.damaged_count as f64),
         )?;
         self.gauge(
+            "offloadd_job_share",
+            "Its user's part of what a drive moves, beside those of other users",
+            None,
+            lines(|job| f64::from(job.state.share)),
+        )?;
+        self.gauge(
             "offloadd_job_sessions",
             "Processes",
             None,

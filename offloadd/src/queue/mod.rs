@@ -7,12 +7,14 @@
 //!   flushes ─────────────────────────────────────────────▶ at once
 //! ```
 //!
-//! **Order.** What somebody waits for goes before what is moved ahead of its use; of [`TURNS`] pieces one is of the latter, so
-//! that it progresses whatever comes. Within a class the sessions take turns, a piece each; within a session,
-//! first come first served.
+//! **Order.** Users take turns by bytes, each in proportion to its share; the jobs of a user and the sessions of a job have
+//! equal parts. What one does not want is the others'. Of a job, what somebody waits for goes before what is moved ahead of its
+//! use; of [`TURNS`] pieces one is of the latter, so that it progresses whatever comes. Within a session, first come first
+//! served. Tiles that move to another device have the least share.
 //! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill
 //! the place of the other.
-//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken.
+//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken. Beside a
+//! job that asks for little they are shorter, and pieces too, so that it hardly waits ([`neighbours`]).
 //! **Pieces.** A large operation is cut into pieces the device takes as one request; they are in flight together and end as
 //! one. The first that fails or is short, by its place, fails the whole, and what was not handed over stays here.
 //! **A lone read**, beside which nothing waits or is in flight, is waited for by a process that does nothing else: its pieces
@@ -22,7 +24,10 @@
 //! **Bound.** As many operations as the core has in flight, which its limits bound; pieces only while they are handed over.
 //! At 20 GB/s in pieces of 512 KiB 40,000 pieces a second pass here, each some hundred nanoseconds.
 
+mod fair;
 mod limits;
+mod neighbours;
+mod owner;
 mod way;
 
 use std::collections::VecDeque;
@@ -36,8 +41,9 @@ use crate::core::{IoId, IoOp};
 use crate::engine::{Io, IoDone, Memory};
 
 pub use limits::DeviceLimits;
+pub use owner::Owner;
+use way::Way;
 pub use way::{INFLIGHT_COUNT_MAX, TURNS};
-use way::{Owner, Way};
 
 /// The last pieces of a lone read: such a one is summed in 5 to 10 us, and one request more costs 3.
 const LONE_PIECE_BYTES_MIN: u32 = 128 << 10;
@@ -92,7 +98,9 @@ impl Device {
 #[derive(Debug)]
 struct Whole {
     io: Io,
+    owner: Owner,
     urgency: Urgency,
+    /// Settled when the first one is handed over.
     piece_bytes: u32,
     /// Of a lone read.
     coming: Option<Coming>,
@@ -125,10 +133,7 @@ impl Whole {
     }
 
     fn may_be_lone(&self) -> bool {
-        self.since.is_none()
-            && self.io.op == IoOp::Read
-            && self.io.bytes >= LONE_BYTES_MIN
-            && matches!(self.io.memory, Memory::Arena { .. })
+        self.io.op == IoOp::Read && self.io.bytes >= LONE_BYTES_MIN
     }
 
     fn piece_bytes_at(&self, at: u32) -> u32 {
@@ -184,14 +189,6 @@ impl Whole {
     }
 }
 
-/// Whose memory is moved.
-fn owner(memory: &Memory) -> Owner {
-    match memory {
-        Memory::Arena { arena, .. } => Some(arena.id()),
-        Memory::Meta(_) | Memory::None => None,
-    }
-}
-
 impl Queue {
     /// Empty queues, one a device in the store's order.
     pub fn new(devices: &[DeviceLimits]) -> Self {
@@ -215,12 +212,12 @@ impl Queue {
     }
 
     /// Takes an operation.
-    pub fn push(&mut self, io: Io, urgency: Urgency) {
+    pub fn push(&mut self, io: Io, urgency: Urgency, owner: Owner) {
         let place = self.free.pop().unwrap_or_else(|| {
             self.wholes.push(None);
             self.wholes.len() - 1
         });
-        let (device, op, owner) = (io.device, io.op, owner(&io.memory));
+        let (device, op, bytes) = (io.device, io.op, io.bytes);
         let piece_bytes = match io.memory {
             Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
             // The daemon's own structures: pieces of some megabytes already.
@@ -228,6 +225,7 @@ impl Queue {
         };
         self.wholes[place] = Some(Whole {
             io,
+            owner,
             urgency,
             piece_bytes,
             coming: None,
@@ -239,7 +237,7 @@ impl Queue {
         });
         self.waiting_count += 1;
         match self.way(device, op) {
-            Some(way) => way.push(place, urgency, owner),
+            Some(way) => way.push(place, urgency, owner, bytes),
             None => self.flushes.push_back(place),
         }
     }
@@ -256,11 +254,9 @@ impl Queue {
         if before == urgency || !whole.waits() {
             return;
         }
-        let (device, op) = (whole.io.device, whole.io.op);
-        let owner = owner(&whole.io.memory);
+        let (device, op, owner) = (whole.io.device, whole.io.op, whole.owner);
         if let Some(way) = self.way(device, op) {
-            way.remove(place, before);
-            way.push(place, urgency, owner);
+            way.urge(place, urgency, owner);
         }
     }
 
@@ -275,17 +271,20 @@ impl Queue {
             self.waiting_count -= 1;
         }
         for way in self.devices.iter_mut().flat_map(|d| &mut d.ways) {
-            while let Some((place, urgency)) = way.next() {
-                let whole = self.wholes[place].as_mut().expect("it waits");
-                if whole.may_be_lone() && way.has_one_alone() {
-                    whole.coming = Some(Coming::default());
+            while let Some(next) = way.next() {
+                let whole = self.wholes[next.place].as_mut().expect("it waits");
+                if whole.since.is_none() && matches!(whole.io.memory, Memory::Arena { .. }) {
+                    let device_bytes = whole.piece_bytes;
+                    whole.piece_bytes = device_bytes.min(way.piece_bytes_max(next));
+                    whole.coming =
+                        (whole.may_be_lone() && way.has_one_alone()).then(Coming::default);
                 }
-                if !way.has_room(whole.piece_bytes_at(whole.cut_bytes)) {
+                if !way.has_room(next, whole.piece_bytes_at(whole.cut_bytes)) {
                     break;
                 }
-                let piece = whole.cut(place, now);
+                let piece = whole.cut(next.place, now);
                 let last = !whole.waits();
-                way.hand_over(urgency, piece.bytes, last);
+                way.hand_over(next, piece.bytes, last);
                 self.waiting_count -= usize::from(last);
                 pieces.push(piece);
             }
@@ -300,6 +299,7 @@ impl Queue {
             .expect("a piece of an operation");
         let asked_bytes = whole.piece_bytes_at(at);
         let (device, op, urgency) = (whole.io.device, whole.io.op, whole.urgency);
+        let (owner, uncut_bytes) = (whole.owner, whole.io.bytes - whole.cut_bytes);
         let waited = whole.waits();
         whole.inflight_count -= 1;
         whole.retried_count += piece.retried_count;
@@ -313,9 +313,9 @@ impl Queue {
         let gives_up = waited && !whole.waits();
         let (id, done) = (whole.io.id, whole.ended());
         if let Some(way) = self.way(device, op) {
-            way.take_back(asked_bytes);
+            way.take_back(owner, urgency, asked_bytes);
             if gives_up {
-                way.remove(place, urgency);
+                way.give_up(place, urgency, owner, uncut_bytes);
             }
         }
         self.waiting_count -= usize::from(gives_up);

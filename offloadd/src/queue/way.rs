@@ -1,190 +1,313 @@
 //! One way of one device: who waits, in which order, and how much is in flight.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use offload_api::ring::entry::Urgency;
 
-use crate::arena::ArenaId;
+use super::fair::Fair;
+use super::neighbours::Neighbours;
+use super::owner::{Job, Line, Owner, User};
 
-/// Of so many pieces, one is of what is moved ahead of its use while something else is wanted: an eighth of the device,
-/// enough to go on, little enough to be hardly felt.
+/// Of so many pieces of a job, one is of what is moved ahead of its use while something else is wanted: an eighth, enough to
+/// go on, little enough to be hardly felt.
 pub const TURNS: u32 = 8;
 
 /// Pieces of one way in flight, however small: more do not make a drive faster.
 pub const INFLIGHT_COUNT_MAX: usize = 256;
 
-/// Whose operation it is: a session's, or the daemon's own.
-pub(super) type Owner = Option<ArenaId>;
+/// Of a job among its user's, and of a session among its job's.
+const SHARE_EACH: u32 = 1;
 
-/// Who waits, of one class: each owner's operations in their order, the owners in turn, a piece each. A session that floods
-/// makes another wait for one piece of its own before each of the other's, however much it has queued.
+/// Users take turns by their shares, a user's jobs and a job's sessions by equal ones; of a job, what is wanted goes before what
+/// is moved ahead; of a session, what came first.
+#[derive(Debug)]
+pub(super) struct Way {
+    inflight_bytes: u64,
+    inflight_count: usize,
+    lines: BTreeMap<Line, Places>,
+    users: Fair<User>,
+    jobs: Fair<Job>,
+    sessions: Fair<Line>,
+    /// Wanted pieces in a row that went before others of their job.
+    passed: BTreeMap<Job, u32>,
+    neighbours: Neighbours,
+}
+
+/// What a session waits for: wanted, ahead.
 #[derive(Debug, Default)]
-struct Turns(VecDeque<(Owner, VecDeque<usize>)>);
+struct Places([VecDeque<usize>; 2]);
 
-impl Turns {
-    fn is_empty(&self) -> bool {
-        self.0.is_empty()
+impl Places {
+    fn of(&mut self, urgency: Urgency) -> &mut VecDeque<usize> {
+        &mut self.0[class(urgency)]
+    }
+
+    fn front(&self, urgency: Urgency) -> Option<usize> {
+        self.0[class(urgency)].front().copied()
     }
 
     fn count(&self) -> usize {
-        self.0.iter().map(|(_, places)| places.len()).sum()
-    }
-
-    fn push(&mut self, place: usize, owner: Owner) {
-        match self.0.iter_mut().find(|(other, _)| *other == owner) {
-            Some((_, places)) => places.push_back(place),
-            None => self.0.push_back((owner, VecDeque::from([place]))),
-        }
-    }
-
-    fn front(&self) -> Option<usize> {
-        self.0.front().map(|(_, places)| places[0])
-    }
-
-    /// The first's piece was taken, the `last` one of its operation or not: the next owner's turn.
-    fn taken(&mut self, last: bool) {
-        let (owner, mut places) = self.0.pop_front().expect("one waits");
-        if last {
-            places.pop_front();
-        }
-        if !places.is_empty() {
-            self.0.push_back((owner, places));
-        }
-    }
-
-    fn remove(&mut self, place: usize) {
-        for (_, places) in &mut self.0 {
-            places.retain(|&other| other != place);
-        }
-        self.0.retain(|(_, places)| !places.is_empty());
+        self.0.iter().map(VecDeque::len).sum()
     }
 }
 
-#[derive(Debug)]
-pub(super) struct Way {
-    window_bytes: u64,
-    inflight_bytes: u64,
-    inflight_count: usize,
-    wanted: Turns,
-    ahead: Turns,
-    /// Wanted pieces in a row that went before others.
-    passed: u32,
+fn class(urgency: Urgency) -> usize {
+    match urgency {
+        Urgency::Wanted => 0,
+        Urgency::Ahead => 1,
+    }
+}
+
+/// Whose piece is next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Next {
+    pub(super) place: usize,
+    pub(super) urgency: Urgency,
+    line: Line,
 }
 
 impl Way {
     pub(super) fn new(window_bytes: u64) -> Self {
         Self {
-            window_bytes,
             inflight_bytes: 0,
             inflight_count: 0,
-            wanted: Turns::default(),
-            ahead: Turns::default(),
-            passed: 0,
+            lines: BTreeMap::new(),
+            users: Fair::default(),
+            jobs: Fair::default(),
+            sessions: Fair::default(),
+            passed: BTreeMap::new(),
+            neighbours: Neighbours::new(window_bytes),
         }
     }
 
-    pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner) {
-        self.waiting(urgency).push(place, owner);
+    /// An operation of `bytes` comes.
+    pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner, bytes: u32) {
+        let ((job, _), _) = owner.line(urgency == Urgency::Ahead);
+        self.neighbours.asks(job, bytes);
+        self.wait(place, urgency, owner);
+    }
+
+    /// What the operation still had to hand over is given up.
+    pub(super) fn give_up(&mut self, place: usize, urgency: Urgency, owner: Owner, bytes: u32) {
+        let (line, _) = owner.line(urgency == Urgency::Ahead);
+        self.neighbours.gave_up(line.0, bytes);
+        self.leave(place, urgency, line);
+    }
+
+    /// It waits among others of another urgency from now on, behind them.
+    pub(super) fn urge(&mut self, place: usize, urgency: Urgency, owner: Owner) {
+        let before = match urgency {
+            Urgency::Wanted => Urgency::Ahead,
+            Urgency::Ahead => Urgency::Wanted,
+        };
+        let (line, _) = owner.line(before == Urgency::Ahead);
+        self.leave(place, before, line);
+        self.wait(place, urgency, owner);
+    }
+
+    fn wait(&mut self, place: usize, urgency: Urgency, owner: Owner) {
+        let (line, share) = owner.line(urgency == Urgency::Ahead);
+        let (job, _) = line;
+        let (user, _) = job;
+        self.users.came(user, share, self.user_waits(user));
+        self.jobs.came(job, SHARE_EACH, self.job_waits(job));
+        self.sessions
+            .came(line, SHARE_EACH, self.lines.contains_key(&line));
+        (self.lines.entry(line).or_default().of(urgency)).push_back(place);
+    }
+
+    fn leave(&mut self, place: usize, urgency: Urgency, line: Line) {
+        if let Some(places) = self.lines.get_mut(&line) {
+            places.of(urgency).retain(|other| *other != place);
+            self.tidy(line);
+        }
     }
 
     /// One operation waits, and nothing is in flight.
     pub(super) fn has_one_alone(&self) -> bool {
-        self.inflight_count == 0 && self.wanted.count() + self.ahead.count() == 1
+        let waiting = self.lines.values().map(Places::count);
+        self.inflight_count == 0 && waiting.sum::<usize>() == 1
     }
 
     /// Whose piece is next.
-    pub(super) fn next(&self) -> Option<(usize, Urgency)> {
-        let wanted = self.wanted.front().map(|place| (place, Urgency::Wanted));
-        let ahead = self.ahead.front().map(|place| (place, Urgency::Ahead));
-        if self.passed + 1 >= TURNS {
-            ahead.or(wanted)
-        } else {
-            wanted.or(ahead)
+    pub(super) fn next(&self) -> Option<Next> {
+        let user = self
+            .users
+            .next(self.lines.keys().map(|((user, _), _)| *user))?;
+        let jobs = self.lines.keys().map(|(job, _)| *job);
+        let job = self.jobs.next(jobs.filter(|job| job.0 == user))?;
+        let passed = self.passed.get(&job).copied().unwrap_or(0);
+        let first = match passed + 1 >= TURNS {
+            true => [Urgency::Ahead, Urgency::Wanted],
+            false => [Urgency::Wanted, Urgency::Ahead],
+        };
+        first.into_iter().find_map(|urgency| {
+            let lines = self.lines_of(job);
+            let waiting = lines.filter(|(_, places)| places.front(urgency).is_some());
+            let line = self.sessions.next(waiting.map(|(line, _)| *line))?;
+            let place = self.lines[&line].front(urgency)?;
+            Some(Next {
+                place,
+                urgency,
+                line,
+            })
+        })
+    }
+
+    fn lines_of(&self, job: Job) -> impl Iterator<Item = (&Line, &Places)> {
+        self.lines.iter().filter(move |((of, _), _)| *of == job)
+    }
+
+    fn user_waits(&self, user: User) -> bool {
+        self.lines.keys().any(|((of, _), _)| *of == user)
+    }
+
+    fn job_waits(&self, job: Job) -> bool {
+        self.lines_of(job).next().is_some()
+    }
+
+    /// How long a piece of an operation may be whose first one is `next`.
+    pub(super) fn piece_bytes_max(&self, next: Next) -> u32 {
+        self.neighbours.piece_bytes_max(next.line.0)
+    }
+
+    /// Whether the piece of `next`, of so many bytes, may be handed over. One always may.
+    pub(super) fn has_room(&self, next: Next, bytes: u32) -> bool {
+        let window_bytes = self.neighbours.window_bytes(next.line.0);
+        self.inflight_count == 0
+            || self.inflight_count < INFLIGHT_COUNT_MAX
+                && self.inflight_bytes + u64::from(bytes) <= window_bytes
+    }
+
+    /// A piece of `next` is handed over; it was the `last` one of its operation, or not.
+    pub(super) fn hand_over(&mut self, next: Next, bytes: u32, last: bool) {
+        let Next { urgency, line, .. } = next;
+        let (job, _) = line;
+        self.inflight_bytes += u64::from(bytes);
+        self.inflight_count += 1;
+        self.neighbours.handed_over(job, bytes);
+        self.users.took(job.0, bytes);
+        self.jobs.took(job, bytes);
+        self.sessions.took(line, bytes);
+        let others_wait = (self.lines_of(job)).any(|(_, p)| p.front(Urgency::Ahead).is_some());
+        match urgency {
+            Urgency::Wanted if others_wait => *self.passed.entry(job).or_default() += 1,
+            _ => drop(self.passed.remove(&job)),
+        }
+        if last {
+            let places = self.lines.get_mut(&line).expect("it waits");
+            places.of(urgency).pop_front();
+            self.tidy(line);
         }
     }
 
-    /// Whether a piece of `bytes` may be handed over. One always may.
-    pub(super) fn has_room(&self, bytes: u32) -> bool {
-        self.inflight_count == 0
-            || self.inflight_count < INFLIGHT_COUNT_MAX
-                && self.inflight_bytes + u64::from(bytes) <= self.window_bytes
-    }
-
-    /// A piece of the first of `urgency` is handed over; it was the `last` one of its operation, or not.
-    pub(super) fn hand_over(&mut self, urgency: Urgency, bytes: u32, last: bool) {
-        self.inflight_bytes += u64::from(bytes);
-        self.inflight_count += 1;
-        self.passed = match urgency {
-            Urgency::Wanted if !self.ahead.is_empty() => self.passed + 1,
-            _ => 0,
-        };
-        self.waiting(urgency).taken(last);
+    /// Those who wait for nothing any more are not kept, unless they owe something.
+    fn tidy(&mut self, line: Line) {
+        if self
+            .lines
+            .get(&line)
+            .is_some_and(|places| places.count() > 0)
+        {
+            return;
+        }
+        self.lines.remove(&line);
+        let lines = &self.lines;
+        let waits = |user| lines.keys().any(|((of, _), _)| *of == user);
+        self.users.forget(waits);
+        self.jobs
+            .forget(|job| lines.keys().any(|(of, _)| *of == job));
+        self.sessions.forget(|line| lines.contains_key(&line));
+        self.passed
+            .retain(|job, _| lines.keys().any(|(of, _)| of == job));
     }
 
     /// A piece has ended.
-    pub(super) fn take_back(&mut self, bytes: u32) {
+    pub(super) fn take_back(&mut self, owner: Owner, urgency: Urgency, bytes: u32) {
+        let ((job, _), _) = owner.line(urgency == Urgency::Ahead);
         self.inflight_bytes -= u64::from(bytes);
         self.inflight_count -= 1;
-    }
-
-    /// Whoever is at `place` waits no more.
-    pub(super) fn remove(&mut self, place: usize, urgency: Urgency) {
-        self.waiting(urgency).remove(place);
-    }
-
-    fn waiting(&mut self, urgency: Urgency) -> &mut Turns {
-        match urgency {
-            Urgency::Wanted => &mut self.wanted,
-            Urgency::Ahead => &mut self.ahead,
-        }
+        self.neighbours.ended(job, bytes);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::SessionId;
+
+    /// Session `number` of a job of its own, of user `number` unless said otherwise.
+    fn session(number: u64) -> Owner {
+        Owner::Session {
+            uid: number as u32,
+            share: 100,
+            job: number,
+            session: SessionId(number),
+        }
+    }
 
     /// The order in which operations of (owner, pieces) that all wait are handed over, piece by piece.
     fn order(waiting: &[(Owner, u32)]) -> Vec<usize> {
-        let mut way = Way::new(u64::MAX);
+        let mut way = Way::new(1 << 30);
         let mut left: Vec<u32> = waiting.iter().map(|(_, pieces)| *pieces).collect();
-        for (place, (owner, _)) in waiting.iter().enumerate() {
-            way.push(place, Urgency::Wanted, *owner);
+        for (place, (owner, pieces)) in waiting.iter().enumerate() {
+            way.push(place, Urgency::Wanted, *owner, *pieces);
         }
         let mut order = Vec::new();
-        while let Some((place, urgency)) = way.next() {
-            left[place] -= 1;
-            way.hand_over(urgency, 1, left[place] == 0);
-            order.push(place);
+        while let Some(next) = way.next() {
+            left[next.place] -= 1;
+            way.hand_over(next, 1, left[next.place] == 0);
+            order.push(next.place);
         }
         order
     }
 
     #[test]
-    fn a_session_that_floods_makes_another_wait_for_one_piece_before_each_of_its_own() {
-        let [flood, other] = [ArenaId::of_test(1), ArenaId::of_test(2)].map(Some);
-        let mut waiting = vec![(flood, 4); 100];
-        waiting.push((other, 4));
-        let order = order(&waiting);
-        assert_eq!(order.len(), 404);
-        let last = order.iter().rposition(|&place| place == 100).unwrap();
-        assert_eq!(last, 7, "eight pieces, four of them its own");
+    fn who_floods_makes_another_wait_for_one_piece_before_each_of_its_own() {
+        let (flood, other) = (session(1), session(2));
+        let same_job = Owner::Session {
+            uid: 1,
+            share: 100,
+            job: 1,
+            session: SessionId(3),
+        };
+        for other in [other, same_job] {
+            let mut waiting = vec![(flood, 4); 100];
+            waiting.push((other, 4));
+            let order = order(&waiting);
+            assert_eq!(order.len(), 404);
+            let last = order.iter().rposition(|&place| place == 100).unwrap();
+            assert_eq!(last, 7, "eight pieces, four of them its own");
+        }
     }
 
     #[test]
     fn one_owners_operations_stay_in_their_order_and_nothing_is_lost() {
-        let [one, two] = [ArenaId::of_test(1), ArenaId::of_test(2)].map(Some);
+        let [one, two] = [session(1), session(2)];
         assert_eq!(order(&[(one, 2), (one, 1), (one, 1)]), [0, 0, 1, 2]);
         assert_eq!(
-            order(&[(one, 2), (two, 1), (None, 1), (one, 1)]),
-            [0, 1, 2, 0, 3]
+            order(&[(one, 2), (two, 1), (Owner::Daemon, 1), (one, 1)]),
+            [2, 0, 1, 0, 3]
         );
-        let mut way = Way::new(u64::MAX);
-        way.push(0, Urgency::Ahead, one);
-        way.push(1, Urgency::Ahead, two);
-        way.remove(0, Urgency::Ahead);
-        assert_eq!(way.next(), Some((1, Urgency::Ahead)));
-        way.remove(1, Urgency::Ahead);
+        let mut way = Way::new(1 << 30);
+        way.push(0, Urgency::Ahead, one, 1);
+        way.push(1, Urgency::Ahead, two, 1);
+        way.give_up(0, Urgency::Ahead, one, 1);
+        assert_eq!(way.next().map(|next| next.place), Some(1));
+        way.give_up(1, Urgency::Ahead, two, 1);
         assert_eq!(way.next(), None);
+    }
+
+    #[test]
+    fn nobody_is_remembered_who_waits_for_nothing() {
+        let mut way = Way::new(1 << 30);
+        for number in 0..1000 {
+            way.push(0, Urgency::Wanted, session(number), 4096);
+            let next = way.next().unwrap();
+            way.hand_over(next, 4096, true);
+            way.take_back(session(number), Urgency::Wanted, 4096);
+        }
+        assert!(way.lines.is_empty() && way.passed.is_empty());
+        assert_eq!(way.users.known_count(), 0);
+        assert_eq!(way.sessions.known_count(), 0);
     }
 }

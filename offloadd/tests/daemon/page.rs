@@ -116,6 +116,7 @@ fn the_text_parses_and_says_what_was_moved() {
         ("offloadd_job_generation", 1.0),
         ("offloadd_job_slots", 4.0),
         ("offloadd_job_slots_used", 0.0),
+        ("offloadd_job_share", 100.0),
         ("offloadd_job_sessions", 1.0),
     ] {
         assert_eq!(

@@ -524,7 +524,7 @@ fn who_waits_for_one_read_alone_is_told_how_far_it_has_come() {
         .unwrap();
     world.resume(process, 0).unwrap();
     for tile in [1, 2] {
-        world.write(process, tile, 1, 5).unwrap();
+        world.write(process, 1, tile, 5).unwrap();
     }
     world.submit_read(process, 1, 3);
     let urge = Urge {

@@ -50,8 +50,8 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{:<32} {:>9} {:>9} {:>9} {:>7} {:>6} {:>12}  waits for",
-        "job", "read", "write", "slots", "commit", "step", "written ever"
+        "\n{:<32} {:>9} {:>9} {:>5} {:>9} {:>7} {:>6} {:>12}  waits for",
+        "job", "read", "write", "share", "slots", "commit", "step", "written ever"
     );
     let mut idle_count = 0;
     for job in &now.jobs {
@@ -70,10 +70,11 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
         };
         let name = format!("{} (uid {})", job.state.job, job.state.uid);
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>9} {:>7} {:>6} {:>12}  {}",
+            "{:<32} {:>9} {:>9} {:>5} {:>9} {:>7} {:>6} {:>12}  {}",
             tail(&name, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
+            job.state.share,
             format!("{}/{}", job.state.slot_used_count, job.state.slot_count),
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
@@ -133,6 +134,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": job.damaged_count,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
+            "share": state.share,
             "reading_count": state.reading_count,
             "writing_count": state.writing_count,
             "waits_for": waits_for(job),
@@ -438,6 +440,7 @@ mod tests {
                 arena_bytes: 1 << 30,
                 slot_count: 64,
                 slot_used_count: 9,
+                share: 300,
                 reading_count: 8,
                 writing_count: 1,
                 commit,
@@ -488,8 +491,8 @@ device                                read     write  busy queue      read p50/p
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
 ..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
-job                                   read     write     slots  commit   step written ever  waits for
-llama (uid 1000)                 6.20 GB/s 320.0 MB/s      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+job                                   read     write share     slots  commit   step written ever  waits for
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s   300      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a process
 ";
         let drawn = draw(&look(10), &look(12));

@@ -1,0 +1,56 @@
+//! Whose operation it is, as far as turns depend on it.
+
+use super::way::TURNS;
+use crate::core::{SHARE_DEFAULT, SessionId};
+
+/// Who asks a device for something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Owner {
+    /// The daemon: records, the catalog, tiles that move.
+    Daemon,
+    /// A process.
+    Session {
+        /// Its user.
+        uid: u32,
+        /// The user's part beside those of others, 1 to [`SHARE_MAX`](crate::core::SHARE_MAX).
+        share: u32,
+        /// Its job, by any number that is this job's alone.
+        job: u64,
+        /// Itself.
+        session: SessionId,
+    },
+}
+
+/// Whoever has a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum User {
+    /// What somebody waits for.
+    Daemon,
+    /// Tiles that move, wear: nobody waits.
+    Background,
+    Uid(u32),
+}
+
+/// Jobs of a user have equal parts.
+pub(super) type Job = (User, u64);
+
+/// Sessions of a job have equal parts.
+pub(super) type Line = (Job, SessionId);
+
+impl Owner {
+    /// Where its operations stand, and its user's share.
+    pub(super) fn line(self, background: bool) -> (Line, u32) {
+        match self {
+            Self::Daemon if background => {
+                (((User::Background, 0), SessionId(0)), SHARE_DEFAULT / TURNS)
+            }
+            Self::Daemon => (((User::Daemon, 0), SessionId(0)), SHARE_DEFAULT),
+            Self::Session {
+                uid,
+                share,
+                job,
+                session,
+            } => (((User::Uid(uid), job), session), share),
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Who gets how much of a drive, and who waits how long. What could go wrong: a user gets more than its share by large tiles,
+//! by many jobs or by coming back at once; a drive stands idle while somebody wants it; whoever reads one small tile after
+//! the other waits for all that a flood has in flight. The drive is one in virtual time: what it takes is served in order at
+//! its rate, and answered a while later, so that every figure here is the same on every machine.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::geometry::{Geometry, SlotClass};
+use offload_api::ids::DeviceIndex;
+use offload_api::ring::entry::Urgency;
+use offloadd::arena::{Arena, LockPolicy};
+use offloadd::blocks::AlignedBytes;
+use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
+use offloadd::engine::{Io, IoDone, Memory};
+use offloadd::queue::{DeviceLimits, Ended, Owner, Queue};
+
+const KIB: u32 = 1 << 10;
+const MIB: u32 = 1 << 20;
+
+/// A drive's own time to answer.
+const ANSWER_NS: u64 = 100_000;
+
+/// Somebody who has so many operations of so many bytes under way all the time.
+#[derive(Clone, Copy, Debug)]
+struct Client {
+    owner: Owner,
+    bytes: u32,
+    depth: u32,
+    /// From the end of one operation to the next.
+    pause_ns: u64,
+}
+
+/// What one got.
+#[derive(Debug, Default)]
+struct Got {
+    bytes: u64,
+    /// Of each operation, in the order of their ends.
+    took_ns: Vec<u64>,
+}
+
+impl Got {
+    /// The longest of the second half: the first one's may have come before others were known.
+    fn longest_ns(&self) -> u64 {
+        let half = &self.took_ns[self.took_ns.len() / 2..];
+        *half.iter().max().expect("it got something")
+    }
+}
+
+fn owner(uid: u32, share: u32, job: u64) -> Owner {
+    Owner::Session {
+        uid,
+        share,
+        job,
+        session: SessionId(job),
+    }
+}
+
+/// One who floods: 8 tiles of 4 MiB.
+fn flood(uid: u32, share: u32, job: u64) -> Client {
+    Client {
+        owner: owner(uid, share, job),
+        bytes: 4 * MIB,
+        depth: 8,
+        pause_ns: 0,
+    }
+}
+
+/// One who reads one tile after the other.
+fn one_by_one(uid: u32, bytes: u32) -> Client {
+    Client {
+        owner: owner(uid, SHARE_DEFAULT, u64::from(uid)),
+        bytes,
+        depth: 1,
+        pause_ns: 0,
+    }
+}
+
+/// So many milliseconds of a drive that is read by these.
+fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
+    let class = SlotClass {
+        slot_bytes: 4 << 20,
+        slot_count: 1,
+    };
+    let geometry = Geometry::new(&[class]).unwrap();
+    let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
+    // As the daemon has them for a drive of this rate.
+    let limits = DeviceLimits {
+        piece_bytes: MIB,
+        window_bytes: [(bytes_per_s / 100).clamp(8 << 20, 64 << 20); 2],
+    };
+    let mut queue = Queue::new(&[limits]);
+    let begin = Instant::now();
+    let (mut now, mut free_at, mut pushed) = (0u64, 0u64, 0u64);
+    let mut drive: VecDeque<(u64, Io)> = VecDeque::new();
+    let mut got: Vec<Got> = clients.iter().map(|_| Got::default()).collect();
+    // Operations that are to begin: when, whose.
+    let mut to_begin: Vec<(u64, usize)> = (clients.iter().enumerate())
+        .flat_map(|(index, client)| (0..client.depth).map(move |_| (0, index)))
+        .collect();
+    // By id: whose, and since when.
+    let mut under_way: Vec<(usize, u64)> = Vec::new();
+    let mut pieces = Vec::new();
+    loop {
+        for (_, index) in to_begin.extract_if(.., |(at, _)| *at <= now) {
+            let client = clients[index];
+            let memory = match client.owner {
+                Owner::Daemon => Memory::Meta(AlignedBytes::zeroed(client.bytes as usize)),
+                Owner::Session { .. } => Memory::Arena {
+                    arena: arena.clone(),
+                    offset: 0,
+                    piece: 0,
+                },
+            };
+            let io = Io {
+                id: IoId(under_way.len() as u64),
+                device: DeviceIndex(0),
+                op: IoOp::Read,
+                offset: 0,
+                bytes: client.bytes,
+                memory,
+            };
+            under_way.push((index, now));
+            queue.push(io, Urgency::Ahead, client.owner);
+            pushed += 1;
+        }
+        queue.start(begin + Duration::from_nanos(now), &mut pieces);
+        for piece in pieces.drain(..) {
+            let takes_ns = u64::from(piece.bytes) * 1_000_000_000 / bytes_per_s;
+            free_at = free_at.max(now) + takes_ns;
+            drive.push_back((free_at + ANSWER_NS, piece));
+        }
+        let ends = drive.front().map(|(end, _)| *end);
+        let begins = to_begin.iter().map(|(at, _)| *at).min();
+        now = ends.into_iter().chain(begins).min().expect("it goes on");
+        if now > ms * 1_000_000 {
+            break;
+        }
+        if ends != Some(now) {
+            continue;
+        }
+        let (_, piece) = drive.pop_front().expect("just seen");
+        let piece = IoDone {
+            id: piece.id,
+            outcome: Ok(piece.bytes),
+            device_ns: 0,
+            retried_count: 0,
+            memory: piece.memory,
+        };
+        if let Ended::Whole(done) = queue.ended(piece, begin + Duration::from_nanos(now)) {
+            let (index, since) = under_way[done.id.0 as usize];
+            got[index].bytes += u64::from(clients[index].bytes);
+            got[index].took_ns.push(now - since);
+            to_begin.push((now + clients[index].pause_ns, index));
+        }
+    }
+    assert!(pushed > 0);
+    got
+}
+
+fn of_the_drive(got: &[Got], bytes_per_s: u64, ms: u64) -> f64 {
+    let bytes: u64 = got.iter().map(|got| got.bytes).sum();
+    bytes as f64 / (bytes_per_s * ms / 1000) as f64
+}
+
+#[test]
+fn three_shares_get_three_times_as_much_as_one() {
+    for [three, one] in [
+        [(4 * MIB, 8), (4 * MIB, 8)],
+        // Neither large tiles nor many of them are more turns.
+        [(MIB, 16), (4 * MIB, 32)],
+        [(4 * MIB, 8), (64 * KIB, 256)],
+        [(64 * KIB, 256), (4 * MIB, 8)],
+    ] {
+        let client = |uid, share, (bytes, depth)| Client {
+            bytes,
+            depth,
+            ..flood(uid, share, u64::from(uid))
+        };
+        let clients = [client(1, 300, three), client(2, 100, one)];
+        let got = run(3_200_000_000, &clients, 2000);
+        let ratio = got[0].bytes as f64 / got[1].bytes as f64;
+        assert!((2.85..3.15).contains(&ratio), "{clients:?}: {ratio}");
+        let used = of_the_drive(&got, 3_200_000_000, 2000);
+        assert!(used > 0.95, "{clients:?}: {used} of the drive");
+    }
+}
+
+#[test]
+fn a_users_jobs_share_its_part_and_others_keep_theirs() {
+    let clients = [
+        flood(1, SHARE_DEFAULT, 1),
+        flood(1, SHARE_DEFAULT, 2),
+        flood(1, SHARE_DEFAULT, 3),
+        flood(2, SHARE_DEFAULT, 4),
+    ];
+    let got = run(3_200_000_000, &clients, 2000);
+    let all: u64 = got.iter().map(|got| got.bytes).sum();
+    let parts: Vec<f64> = got.iter().map(|g| g.bytes as f64 / all as f64).collect();
+    for (part, due) in parts.iter().zip([1.0 / 6.0, 1.0 / 6.0, 1.0 / 6.0, 0.5]) {
+        assert!((part / due - 1.0).abs() < 0.05, "{parts:?}");
+    }
+}
+
+#[test]
+fn what_one_does_not_want_is_the_others() {
+    // Three times the share, and wants 20 MiB each 20 ms: a third of the drive.
+    let seldom = Client {
+        bytes: 4 * MIB,
+        depth: 5,
+        pause_ns: 14_000_000,
+        ..flood(1, 300, 1)
+    };
+    let rate = 3_200_000_000;
+    let alone = run(rate, &[seldom], 2000);
+    let both = run(rate, &[seldom, flood(2, 100, 2)], 2000);
+    let kept = both[0].bytes as f64 / alone[0].bytes as f64;
+    assert!(kept > 0.8, "it gets what it wants: {kept}");
+    let used = of_the_drive(&both, rate, 2000);
+    assert!(used > 0.95, "{used} of the drive");
+    assert!(both[1].bytes > both[0].bytes, "the rest is the other's");
+    // Alone a share means nothing.
+    let alone = run(rate, &[flood(2, 1, 2)], 2000);
+    assert!(of_the_drive(&alone, rate, 2000) > 0.98);
+}
+
+#[test]
+fn small_reads_take_at_most_twice_as_long_while_another_floods() {
+    for rate in [620_000_000, 3_200_000_000, 6_200_000_000] {
+        for bytes in [4 * KIB, 64 * KIB, 256 * KIB] {
+            let small = one_by_one(1, bytes);
+            let quiet = run(rate, &[small], 1000)[0].longest_ns();
+            let floods = [small, flood(2, 100, 2), flood(3, 100, 3)];
+            // A third of the drive is not enough for the longest.
+            let count = if bytes < 256 * KIB { 3 } else { 2 };
+            let among = run(rate, &floods[..count], 1000);
+            let longest = among[0].longest_ns();
+            assert!(
+                longest <= 2 * quiet,
+                "{bytes} bytes at {rate}: {quiet} ns alone, {longest} among floods"
+            );
+            let used = of_the_drive(&among, rate, 1000);
+            assert!(used > 0.7, "{bytes} bytes at {rate}: {used} of the drive");
+        }
+    }
+}
+
+/// Nothing is held back for one who is gone.
+#[test]
+fn a_flood_has_the_drive_for_itself_again_when_the_other_has_ended() {
+    let rate = 3_200_000_000;
+    let once = Client {
+        pause_ns: u64::MAX / 2,
+        ..one_by_one(1, 64 * KIB)
+    };
+    let got = run(rate, &[once, flood(2, 100, 2)], 2000);
+    assert_eq!(got[0].took_ns.len(), 1);
+    let used = of_the_drive(&got, rate, 2000);
+    assert!(used > 0.97, "{used} of the drive");
+}
+
+#[test]
+fn tiles_that_move_take_a_small_part_from_those_who_want_the_drive() {
+    let moves = Client {
+        owner: Owner::Daemon,
+        bytes: MIB,
+        depth: 16,
+        pause_ns: 0,
+    };
+    let rate = 3_200_000_000;
+    let got = run(rate, &[moves, flood(2, 100, 2)], 2000);
+    let part = got[0].bytes as f64 / (got[0].bytes + got[1].bytes) as f64;
+    assert!((0.09..0.125).contains(&part), "{part}");
+    let alone = run(rate, &[moves], 2000);
+    assert!(of_the_drive(&alone, rate, 2000) > 0.98);
+}
