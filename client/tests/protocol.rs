@@ -193,6 +193,43 @@ fn a_tile_with_a_flipped_bit_is_named_and_never_handed_out() {
 }
 
 #[test]
+fn a_read_that_is_said_to_come_in_parts_ends_once_and_is_checked_whole() {
+    for flip in [0, 0x10] {
+        let daemon = FakeDaemon::start(Manners {
+            parts: &[4096],
+            flip,
+            ..Manners::default()
+        });
+        let mut session = open(&daemon);
+        for _ in 0..3 {
+            let back = round_trip(&mut session);
+            assert_eq!(back.result.is_ok(), flip == 0, "{:?}", back.result);
+            assert_eq!(session.in_flight_count(), 0);
+        }
+    }
+}
+
+#[test]
+fn parts_that_cannot_be_are_a_broken_protocol() {
+    // Not whole blocks; less than before.
+    let lies: [&[u32]; 2] = [&[100], &[4096, 0]];
+    for parts in lies {
+        let daemon = FakeDaemon::start(Manners {
+            parts,
+            ..Manners::default()
+        });
+        let mut session = open(&daemon);
+        let slot = filled(&mut session, 1);
+        session.swap_in(TileIndex(0), slot).unwrap();
+        let ended = done(&mut session);
+        assert!(
+            matches!(ended, Err(ClientError::Protocol { .. })),
+            "{parts:?}"
+        );
+    }
+}
+
+#[test]
 fn without_checksums_the_flipped_bit_is_handed_out() {
     let name = "a_tile_with_a_flipped_bit_is_named_and_never_handed_out";
     let run = |removed| {

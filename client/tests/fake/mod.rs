@@ -35,6 +35,8 @@ pub(crate) struct Manners {
     pub(crate) answer: Option<fn(Sqe, Cqe) -> Option<Cqe>>,
     /// After the honest work and before the completion: flips this bit of the slot's first byte.
     pub(crate) flip: u8,
+    /// A read is said to have come so far, before its completion.
+    pub(crate) parts: &'static [u32],
     /// The first submission makes it hang up.
     pub(crate) hang_up: bool,
     /// The first submission makes it write this completion index.
@@ -175,6 +177,9 @@ fn serve_session(
                 bytes[0] ^= manners.flip;
                 rustix::io::pwrite(&arena, &bytes, place.offset).unwrap();
                 (cqe.checksum, cqe.generation) = (*checksum, *generation);
+            }
+            for &moved_bytes in manners.parts.iter().filter(|_| sqe.verb == 1) {
+                rings.put(&Cqe { moved_bytes, ..cqe }).unwrap();
             }
             let told = manners.answer.map_or(Some(cqe), |answer| answer(sqe, cqe));
             if let Some(cqe) = told {
