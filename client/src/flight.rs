@@ -64,7 +64,7 @@ pub(crate) struct Coming {
     /// As the daemon said.
     there_bytes: u32,
     summed_bytes: u32,
-    summing: Option<Summing>,
+    summing: Option<Box<Summing>>,
 }
 
 impl Coming {
@@ -75,7 +75,8 @@ impl Coming {
             return false;
         }
         let new = slot.part(self.summed_bytes as usize..end as usize);
-        self.summing.get_or_insert_with(Summing::new).add(new);
+        let begin = || Box::new(Summing::new());
+        self.summing.get_or_insert_with(begin).add(new);
         self.summed_bytes = end;
         true
     }
@@ -89,7 +90,8 @@ impl Coming {
     pub(crate) fn sum(mut self, slot: &Slot, bytes: u32) -> u32 {
         self.there_bytes = bytes;
         self.advance(slot, bytes);
-        self.summing.unwrap_or_else(Summing::new).sum()
+        self.summing
+            .map_or_else(|| Summing::new().sum(), |summing| summing.sum())
     }
 }
 
