@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::lab::{alone, bench_io, json, refused, said, without_paced_drives};
+use crate::lab::{TRIES, alone, bench_io, json, refused, said, without_paced_drives};
 
 /// A set of this test's own, taken away also when the test fails.
 pub(crate) struct Set(String);
@@ -64,6 +64,18 @@ fn rate(set: &Set, paced: bool, rw: &str, folders: &[String]) -> f64 {
     json(&words)[rw]["bytes_per_s"].as_f64().unwrap()
 }
 
+/// The first rate that is `right`, or those of all tries.
+fn undisturbed(measure: impl Fn() -> f64, right: impl Fn(f64) -> bool) -> Result<f64, Vec<f64>> {
+    let mut wrong = Vec::new();
+    while wrong.len() < TRIES {
+        match measure() {
+            rate if right(rate) => return Ok(rate),
+            rate => wrong.push(rate),
+        }
+    }
+    Err(wrong)
+}
+
 #[test]
 fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     if without_paced_drives() {
@@ -74,10 +86,16 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     let folders = set.up(&["2", "64m", "60M", "30M"]);
     assert_eq!(folders.len(), 2);
     for (rw, pace) in [("read", 60e6), ("write", 30e6)] {
-        let two = rate(&set, true, rw, &folders);
-        assert!((0.95..1.05).contains(&(two / pace / 2.0)), "{rw}: {two}");
-        let free = rate(&set, false, rw, &folders);
-        assert!(free > 1.5 * 2.0 * pace, "{rw} outside the group: {free}");
+        let two = undisturbed(
+            || rate(&set, true, rw, &folders),
+            |two| (0.95..1.05).contains(&(two / pace / 2.0)),
+        );
+        assert!(two.is_ok(), "{rw}: {two:?}");
+        let free = undisturbed(
+            || rate(&set, false, rw, &folders),
+            |free| free > 1.5 * 2.0 * pace,
+        );
+        assert!(free.is_ok(), "{rw} outside the group: {free:?}");
     }
     let shown = bench_io(&["paced", "show"]);
     assert!(String::from_utf8_lossy(&shown.stdout).contains(&folders[1]));
