@@ -16,6 +16,7 @@ use anyhow::{Context, Result};
 use offload_client::DeviceInfo;
 use offloadd::engine::EngineChoice;
 
+use crate::drive::Drive;
 use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
 use crate::pattern::{Pattern, WrongBlock};
 use crate::progress::Progress;
@@ -64,6 +65,7 @@ pub(crate) struct Bench {
     about: String,
     devices: Vec<DeviceInfo>,
     daemon_pid: Option<u32>,
+    drives: Vec<Drive>,
 }
 
 struct Worker {
@@ -123,11 +125,16 @@ impl Bench {
             ended,
             about: String::new(),
             devices: Vec::new(),
+            drives: Vec::new(),
         };
         for _ in 0..bench.plan.jobs {
             let one = opened.recv().context("a job's thread ended")??;
             (bench.about, bench.devices) = (one.about, one.devices);
         }
+        bench.drives = drives_below(match &bench.plan.target {
+            TargetPlan::Device { files, .. } => files.paths.iter().collect(),
+            TargetPlan::Daemon { .. } => bench.devices.iter().map(|device| &device.path).collect(),
+        });
         Ok(bench)
     }
 
@@ -199,6 +206,7 @@ impl Bench {
         let watched = Watched {
             daemon_pid: self.daemon_pid,
             block_bytes: self.plan.block_bytes,
+            drives: self.drives.clone(),
         };
         let mut watch = Watch::new(watched, progress, what, start, timing, moved);
         let (mut outcome, mut wrong, mut failure) = (Outcome::new(), Vec::new(), None);
@@ -325,6 +333,17 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
             (Box::new(target), about)
         }
     })
+}
+
+/// Each once.
+fn drives_below(paths: Vec<&PathBuf>) -> Vec<Drive> {
+    let mut found = Vec::new();
+    for drive in paths.into_iter().flat_map(|path| Drive::below(path)) {
+        if !found.contains(&drive) {
+            found.push(drive);
+        }
+    }
+    found
 }
 
 /// Who listens at `socket`.

@@ -1,8 +1,6 @@
-//! The machine as a report names it: hardware, what lies under a path, how busy it is, who used the processor.
+//! The machine as a report names it: hardware, how busy it is, who used the processor.
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
 
 use serde::Serialize;
 
@@ -51,42 +49,6 @@ impl std::fmt::Display for Machine {
 
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |count| count.get())
-}
-
-/// What lies under a file or block device: `ext4 on /dev/loop0`, or the drive's model.
-pub(crate) fn under(path: &Path) -> String {
-    let Ok(found) = fs::metadata(path) else {
-        return "unknown".into();
-    };
-    let block = found.file_type().is_block_device();
-    let number = if block { found.rdev() } else { found.dev() };
-    let numbers = format!(
-        "{}:{}",
-        rustix::fs::major(number),
-        rustix::fs::minor(number)
-    );
-    let system = fs::canonicalize(format!("/sys/dev/block/{numbers}")).ok();
-    let model = system.and_then(|folder| {
-        // Of a partition, the drive is one folder up.
-        ["device/model", "../device/model", "loop/backing_file"]
-            .iter()
-            .find_map(|name| fs::read_to_string(folder.join(name)).ok())
-    });
-    let model = model.map_or_else(String::new, |text| format!(" ({})", text.trim()));
-    if block {
-        return format!("block device{model}");
-    }
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mount = mounts.lines().find_map(|line| {
-        let (mount, system) = line.split_once(" - ")?;
-        (mount.split(' ').nth(2)? == numbers).then_some(())?;
-        let mut words = system.split(' ');
-        Some((words.next()?.to_owned(), words.next()?.to_owned()))
-    });
-    match mount {
-        Some((kind, from)) => format!("{kind} on {from}{model}"),
-        None => format!("file system {numbers}{model}"),
-    }
 }
 
 /// Processes that wait for a processor or a drive, over the last minute.
@@ -151,12 +113,5 @@ mod tests {
         let used = cpu_seconds(me).unwrap() - before;
         assert!(state != 0 && used > 0.05, "{used}");
         assert_eq!(cpu_seconds(u32::MAX), None);
-    }
-
-    #[test]
-    fn what_lies_under_a_folder_is_named() {
-        let said = under(Path::new("/proc"));
-        assert!(said.starts_with("proc on "), "{said}");
-        assert_eq!(under(Path::new("/no/such/path")), "unknown");
     }
 }

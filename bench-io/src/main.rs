@@ -11,6 +11,7 @@ mod bed;
 mod bench;
 mod canonical;
 mod cli;
+mod drive;
 mod fio;
 mod job;
 mod load;

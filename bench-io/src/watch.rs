@@ -1,28 +1,33 @@
-//! Looks at the clock and the processor while jobs run: the processor time that counts is of the same seconds as the bytes.
+//! Looks at the clock, the processor and the drives while jobs run: the processor time that counts is of the same seconds as the bytes,
+//! and so is what others moved on the drives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::drive::Drive;
 use crate::load::Timing;
 use crate::machine::{self, IdleTime};
 use crate::progress::Progress;
-use crate::report::CpuUse;
+use crate::report::Meanwhile;
 
 /// What is looked at.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Watched {
     /// Nothing without a daemon.
     pub(crate) daemon_pid: Option<u32>,
     pub(crate) block_bytes: u32,
+    /// All that bytes lie on.
+    pub(crate) drives: Vec<Drive>,
 }
 
 impl Watched {
-    fn cpu_now(self) -> CpuMoment {
-        CpuMoment {
+    fn now(&self) -> Moment {
+        Moment {
             mine_s: machine::cpu_seconds(std::process::id()).unwrap_or(0.0),
             daemon_s: self.daemon_pid.and_then(machine::cpu_seconds),
             idle: IdleTime::now(),
+            moved: moved(&self.drives),
         }
     }
 }
@@ -33,18 +38,19 @@ pub(crate) struct Watch<'a> {
     progress: &'a Progress,
     begin: Instant,
     end: Option<Instant>,
-    at_begin: Option<CpuMoment>,
-    at_end: Option<CpuMoment>,
+    at_begin: Option<Moment>,
+    at_end: Option<Moment>,
     what: String,
     moved: Arc<[AtomicU64; 2]>,
 }
 
-/// Processor time used up to a moment.
+/// Processor time used, and bytes that drives moved, up to a moment.
 #[derive(Clone, Copy, Debug)]
-struct CpuMoment {
+struct Moment {
     mine_s: f64,
     daemon_s: Option<f64>,
     idle: Option<IdleTime>,
+    moved: Option<[u64; 2]>,
 }
 
 impl<'a> Watch<'a> {
@@ -58,12 +64,13 @@ impl<'a> Watch<'a> {
     ) -> Self {
         let begin = start + timing.ramp;
         let once = timing.runtime.is_zero();
+        let at_begin = once.then(|| watched.now());
         Self {
             watched,
             progress,
             begin,
             end: (!once).then(|| begin + timing.runtime),
-            at_begin: once.then(|| watched.cpu_now()),
+            at_begin,
             at_end: None,
             what: what.to_owned(),
             moved,
@@ -85,10 +92,10 @@ impl<'a> Watch<'a> {
     pub(crate) fn look(&mut self) {
         let now = Instant::now();
         if self.at_begin.is_none() && now >= self.begin {
-            self.at_begin = Some(self.watched.cpu_now());
+            self.at_begin = Some(self.watched.now());
         }
         if self.at_end.is_none() && self.end.is_some_and(|end| now >= end) {
-            self.at_end = Some(self.watched.cpu_now());
+            self.at_end = Some(self.watched.now());
         }
         let bytes = |way: usize| {
             self.moved[way].load(Ordering::Relaxed) * u64::from(self.watched.block_bytes)
@@ -97,13 +104,13 @@ impl<'a> Watch<'a> {
             .show(&self.what, [bytes(0), bytes(1)], self.begin, self.end);
     }
 
-    pub(crate) fn used(&self) -> CpuUse {
+    pub(crate) fn used(&self) -> Meanwhile {
         let Some(first) = self.at_begin else {
-            return CpuUse::default();
+            return Meanwhile::default();
         };
-        let last = self.at_end.unwrap_or_else(|| self.watched.cpu_now());
+        let last = self.at_end.unwrap_or_else(|| self.watched.now());
         let share = |last: IdleTime, first| last.share_since(first);
-        CpuUse {
+        Meanwhile {
             bench_io_s: last.mine_s - first.mine_s,
             daemon_s: last
                 .daemon_s
@@ -113,6 +120,20 @@ impl<'a> Watch<'a> {
                 .idle
                 .zip(first.idle)
                 .and_then(|(last, first)| share(last, first)),
+            drives_bytes: last
+                .moved
+                .zip(first.moved)
+                .map(|(last, first)| [0, 1].map(|way: usize| last[way].saturating_sub(first[way]))),
         }
     }
+}
+
+/// By all of them together; nothing where one does not say, or there is none.
+fn moved(drives: &[Drive]) -> Option<[u64; 2]> {
+    let mut all = (!drives.is_empty()).then_some([0; 2])?;
+    for drive in drives {
+        let one = drive.moved_bytes()?;
+        all = [all[0] + one[0], all[1] + one[1]];
+    }
+    Some(all)
 }

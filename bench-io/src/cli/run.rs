@@ -6,9 +6,10 @@ use anyhow::Result;
 use clap::Args;
 
 use crate::bench::Bench;
+use crate::drive;
 use crate::job::{Job, JobWords};
 use crate::load::Timing;
-use crate::machine::{self, Machine};
+use crate::machine::Machine;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, REPORT_VERSION, Report, SettingsReport, warnings};
@@ -81,13 +82,14 @@ fn measure(job: &Job, progress: &Progress) -> Result<Report> {
     let (figures, _) = bench.run(&streams, timing, progress, job.rw.word())?;
     warnings.extend(warnings::after(&figures));
     let from_daemon = bench.devices().iter().map(|device| device.path.clone());
-    let devices = prepared.files.iter().cloned().chain(from_daemon);
+    let devices: Vec<PathBuf> = prepared.files.iter().cloned().chain(from_daemon).collect();
+    warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
     Ok(Report {
         version: REPORT_VERSION,
         command: std::env::args().collect::<Vec<_>>().join(" "),
         machine: Machine::here(),
         target: prepared.word,
-        devices: devices.map(|path| device_report(&path)).collect(),
+        devices: devices.iter().map(|path| device_report(path)).collect(),
         settings: SettingsReport {
             rw: job.rw.word(),
             bs: job.bs,
@@ -108,6 +110,6 @@ fn measure(job: &Job, progress: &Progress) -> Result<Report> {
 fn device_report(path: &Path) -> DeviceReport {
     DeviceReport {
         path: path.display().to_string(),
-        under: machine::under(path),
+        under: drive::under(path),
     }
 }

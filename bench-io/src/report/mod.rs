@@ -39,6 +39,13 @@ pub(crate) struct CpuReport {
     pub(crate) idle_share: Option<f64>,
 }
 
+/// What the drives moved in the same seconds, whoever asked, as the kernel counts it.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct DrivesReport {
+    pub(crate) read_bytes_per_s: f64,
+    pub(crate) write_bytes_per_s: f64,
+}
+
 /// Figures of one load on one target.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Figures {
@@ -46,6 +53,8 @@ pub(crate) struct Figures {
     pub(crate) read: Option<WayReport>,
     pub(crate) write: Option<WayReport>,
     pub(crate) cpu: CpuReport,
+    /// Nothing where no drive says.
+    pub(crate) drives: Option<DrivesReport>,
     /// How bytes were moved, and why so.
     pub(crate) engine: String,
 }
@@ -111,7 +120,12 @@ impl WayReport {
 }
 
 impl Figures {
-    pub(crate) fn new(outcome: &Outcome, block_bytes: u32, cpu: CpuUse, engine: String) -> Self {
+    pub(crate) fn new(
+        outcome: &Outcome,
+        block_bytes: u32,
+        meanwhile: Meanwhile,
+        engine: String,
+    ) -> Self {
         let [read, write] = [0, 1]
             .map(|way: usize| WayReport::new(&outcome.ways[way], block_bytes, outcome.seconds));
         let bytes: u64 = [&read, &write]
@@ -119,17 +133,21 @@ impl Figures {
             .flatten()
             .map(|way| way.bytes)
             .sum();
-        let used_s = cpu.bench_io_s + cpu.daemon_s.unwrap_or(0.0);
+        let used_s = meanwhile.bench_io_s + meanwhile.daemon_s.unwrap_or(0.0);
         Self {
             seconds: outcome.seconds,
             read,
             write,
             cpu: CpuReport {
-                bench_io_s: cpu.bench_io_s,
-                daemon_s: cpu.daemon_s,
+                bench_io_s: meanwhile.bench_io_s,
+                daemon_s: meanwhile.daemon_s,
                 s_per_gb: used_s / (bytes as f64 / 1e9),
-                idle_share: cpu.idle_share,
+                idle_share: meanwhile.idle_share,
             },
+            drives: meanwhile.drives_bytes.map(|[read, written]| DrivesReport {
+                read_bytes_per_s: read as f64 / outcome.seconds,
+                write_bytes_per_s: written as f64 / outcome.seconds,
+            }),
             engine,
         }
     }
@@ -142,12 +160,13 @@ impl Figures {
     }
 }
 
-/// Processor time that was used between two moments.
+/// Processor time that was used, and bytes that drives moved for anybody, between two moments.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CpuUse {
+pub(crate) struct Meanwhile {
     pub(crate) bench_io_s: f64,
     pub(crate) daemon_s: Option<f64>,
     pub(crate) idle_share: Option<f64>,
+    pub(crate) drives_bytes: Option<[u64; 2]>,
 }
 
 impl fmt::Display for Report {
@@ -193,6 +212,14 @@ impl fmt::Display for Figures {
                 Micros(way.latency_ns_p99),
                 Micros(way.latency_ns_p999),
                 Micros(way.latency_ns_max)
+            )?;
+        }
+        if let Some(drives) = &self.drives {
+            writeln!(
+                f,
+                "drives {} read and {} written in these seconds, by anybody",
+                SpeedText(drives.read_bytes_per_s),
+                SpeedText(drives.write_bytes_per_s)
             )?;
         }
         let cpu = &self.cpu;

@@ -6,8 +6,13 @@ use std::path::Path;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use crate::drive::Drive;
 use crate::machine;
 use crate::report::Figures;
+use crate::words::SpeedText;
+
+/// More than this share of our bytes, moved by others or by no drive, is worth a word.
+const STRANGE_SHARE: f64 = 0.05;
 
 /// Below this share of idle time the processor is measured, not the drive.
 pub(crate) const IDLE_SHARE_MIN: f64 = 0.1;
@@ -33,9 +38,74 @@ pub(crate) fn before() -> Vec<String> {
     found
 }
 
+/// What is known of the drives under `paths`.
+pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String> {
+    let mut found = Vec::new();
+    for drive in paths.flat_map(Drive::below).filter(Drive::is_virtual) {
+        let said = format!(
+            "{} is a virtual disk: who else is on its host, and the host's cache, are measured too; expect other figures another time",
+            drive.name()
+        );
+        if !found.contains(&said) {
+            found.push(said);
+        }
+    }
+    found
+}
+
+/// What drives moved beside what was asked of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Beside {
+    /// By others.
+    pub(crate) others_bytes_per_s: f64,
+    /// Asked of them, and answered from elsewhere.
+    pub(crate) elsewhere_bytes_per_s: f64,
+}
+
+/// Of one measurement. What may have been on its way at its begin or end counts as neither.
+pub(crate) fn beside(figures: &Figures) -> Beside {
+    let mut beside = Beside::default();
+    let Some(drives) = &figures.drives else {
+        return beside;
+    };
+    let counted = [drives.read_bytes_per_s, drives.write_bytes_per_s];
+    for (way, counted) in [&figures.read, &figures.write].into_iter().zip(counted) {
+        let (ours, underway) = way.as_ref().map_or((0.0, 0.0), |way| {
+            // Little's law, spread over the measured time.
+            let underway_bytes = way.bytes_per_s * way.latency_ns_mean / 1e9;
+            (way.bytes_per_s, underway_bytes / figures.seconds)
+        });
+        beside.others_bytes_per_s += (counted - ours - underway).max(0.0);
+        beside.elsewhere_bytes_per_s += (ours - counted - underway).max(0.0);
+    }
+    let ours: f64 = figures.ways().map(|(_, way)| way.bytes_per_s).sum();
+    for rate in [
+        &mut beside.others_bytes_per_s,
+        &mut beside.elsewhere_bytes_per_s,
+    ] {
+        if *rate < STRANGE_SHARE * ours {
+            *rate = 0.0;
+        }
+    }
+    beside
+}
+
 /// What the figures themselves say.
 pub(crate) fn after(figures: &Figures) -> Vec<String> {
     let mut found = Vec::new();
+    let beside = beside(figures);
+    if beside.others_bytes_per_s > 0.0 {
+        found.push(format!(
+            "others moved {} on these drives meanwhile",
+            SpeedText(beside.others_bytes_per_s)
+        ));
+    }
+    if beside.elsewhere_bytes_per_s > 0.0 {
+        found.push(format!(
+            "{} came from or went to no drive: a cache answered",
+            SpeedText(beside.elsewhere_bytes_per_s)
+        ));
+    }
     if let Some(share) = figures.cpu.idle_share.filter(|_| is_busy(figures)) {
         found.push(format!(
             "only {:.0} % of the machine's processor time was idle: this measures the processor",
@@ -95,6 +165,51 @@ pub(crate) fn never_written(path: &Path, bytes: u64) -> Option<String> {
 mod tests {
     use super::*;
     use std::io::Write;
+
+    #[test]
+    fn what_others_moved_and_what_a_cache_answered_is_told_from_what_is_underway() {
+        let way = |bytes_per_s: f64| crate::report::WayReport {
+            bytes: 0,
+            ops: 0,
+            bytes_per_s,
+            ops_per_s: 0.0,
+            latency_ns_mean: 100e6,
+            latency_ns_p50: 0,
+            latency_ns_p99: 0,
+            latency_ns_p999: 0,
+            latency_ns_max: 0,
+        };
+        let figures = |read: f64, counted: [f64; 2]| Figures {
+            seconds: 1.0,
+            read: Some(way(read)),
+            write: None,
+            cpu: crate::report::CpuReport {
+                bench_io_s: 0.0,
+                daemon_s: None,
+                s_per_gb: 0.0,
+                idle_share: None,
+            },
+            drives: Some(crate::report::DrivesReport {
+                read_bytes_per_s: counted[0],
+                write_bytes_per_s: counted[1],
+            }),
+            engine: String::new(),
+        };
+        // A tenth of a second's bytes may be on their way at either end.
+        assert_eq!(beside(&figures(1e9, [1.09e9, 0.0])), Beside::default());
+        assert_eq!(beside(&figures(1e9, [0.91e9, 0.01e9])), Beside::default());
+        let others = beside(&figures(1e9, [1.3e9, 0.1e9]));
+        assert!(
+            (others.others_bytes_per_s - 0.3e9).abs() < 1.0,
+            "{others:?}"
+        );
+        assert_eq!(others.elsewhere_bytes_per_s, 0.0);
+        let cached = after(&figures(1e9, [0.2e9, 0.0])).join("; ");
+        assert!(
+            cached.contains("700.0 MB/s came from or went to no drive"),
+            "{cached}"
+        );
+    }
 
     #[test]
     fn a_file_with_a_hole_is_named_and_a_written_one_is_not() {

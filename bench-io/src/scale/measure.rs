@@ -8,9 +8,10 @@ use offloadd::api::IODEPTH_MAX;
 
 use super::{Load, Row, ScalePlan, ScaleReport, control};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::drive;
 use crate::fio::{Fio, FioJob};
 use crate::load::{StreamPlan, Timing};
-use crate::machine::{self, Machine};
+use crate::machine::Machine;
 use crate::paced::{Drives, Pace};
 use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
@@ -148,7 +149,7 @@ pub(crate) fn measure(
         drives: plan
             .folders
             .iter()
-            .map(|folder| format!("{}: {}", folder.display(), machine::under(folder)))
+            .map(|folder| format!("{}: {}", folder.display(), drive::under(folder)))
             .collect(),
         pace: paced.map(|(_, pace)| pace),
         fio_version: fio.map(|fio| fio.version.clone()),

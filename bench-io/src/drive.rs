@@ -1,0 +1,258 @@
+//! The drives under a path, as Linux describes them: what they are, who orders their operations, and what they moved for anybody.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Of /proc/diskstats and the like, whatever the drive's own blocks are.
+const SECTOR_BYTES: u64 = 512;
+
+/// Partitions on mirrors on encrypted volumes: further down nobody stacks.
+const DEPTH_MAX: usize = 8;
+
+/// Words in the models of disks that a hypervisor or a cloud makes.
+const VIRTUAL_MODELS: [&str; 5] = ["qemu", "virtual", "vbox", "elastic block", "persistentdisk"];
+
+/// A whole drive: its folder in sysfs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Drive(PathBuf);
+
+impl Drive {
+    /// Those that a file, folder or block device lies on; none for memory, the network and what does not say.
+    pub(crate) fn below(path: &Path) -> Vec<Self> {
+        let Ok(found) = fs::metadata(path) else {
+            return Vec::new();
+        };
+        let number = match found.file_type().is_block_device() {
+            true => found.rdev(),
+            false => found.dev(),
+        };
+        let sys = Path::new("/sys");
+        let drives = drives_of(sys, number);
+        if !drives.is_empty() {
+            return drives;
+        }
+        // Some file systems have a number of their own; what they are mounted from has the drive's.
+        let source = mount(number).and_then(|(_, source)| fs::metadata(source).ok());
+        match source {
+            Some(source) if source.file_type().is_block_device() => drives_of(sys, source.rdev()),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Made by a hypervisor: what is behind it is shared, and cached elsewhere.
+    pub(crate) fn is_virtual(&self) -> bool {
+        let path = self.0.to_string_lossy();
+        let model = self.model().unwrap_or_default().to_ascii_lowercase();
+        ["/virtio", "/vbd-", "/vmbus"]
+            .iter()
+            .any(|bus| path.contains(bus))
+            || VIRTUAL_MODELS.iter().any(|word| model.contains(word))
+    }
+
+    /// As the kernel calls it.
+    pub(crate) fn name(&self) -> String {
+        let name = self.0.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
+    /// Bytes read and written up to now, by anybody.
+    pub(crate) fn moved_bytes(&self) -> Option<[u64; 2]> {
+        let text = self.line("stat")?;
+        let mut words = text.split_whitespace();
+        let read = words.nth(2)?.parse::<u64>().ok()?;
+        let written = words.nth(3)?.parse::<u64>().ok()?;
+        Some([read * SECTOR_BYTES, written * SECTOR_BYTES])
+    }
+
+    fn model(&self) -> Option<String> {
+        self.line("device/model")
+            .or_else(|| self.line("loop/backing_file"))
+    }
+
+    fn line(&self, name: &str) -> Option<String> {
+        let text = fs::read_to_string(self.0.join(name)).ok()?;
+        let text = text.trim();
+        (!text.is_empty()).then(|| text.to_owned())
+    }
+}
+
+/// `nvme0n1 (Samsung SSD 990 PRO), scheduler none, cache write back`
+impl std::fmt::Display for Drive {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.name())?;
+        match (self.model(), self.is_virtual()) {
+            (Some(model), _) => write!(f, " ({model})")?,
+            (None, true) => write!(f, " (virtual)")?,
+            (None, false) => {}
+        }
+        if let Some(schedulers) = self.line("queue/scheduler") {
+            // "none [mq-deadline] kyber", or the only one there is.
+            let chosen = schedulers
+                .split_once('[')
+                .and_then(|(_, rest)| rest.split_once(']'));
+            write!(
+                f,
+                ", scheduler {}",
+                chosen.map_or(schedulers.as_str(), |(one, _)| one)
+            )?;
+        }
+        if let Some(cache) = self.line("queue/write_cache") {
+            write!(f, ", cache {cache}")?;
+        }
+        Ok(())
+    }
+}
+
+/// What lies under a file or block device: its file system, and the drives with their settings.
+pub(crate) fn under(path: &Path) -> String {
+    let Ok(found) = fs::metadata(path) else {
+        return "unknown".into();
+    };
+    let drives: Vec<String> = Drive::below(path).iter().map(Drive::to_string).collect();
+    let drives = match drives.is_empty() {
+        true => String::new(),
+        false => format!(": {}", drives.join(" + ")),
+    };
+    if found.file_type().is_block_device() {
+        return format!("block device{drives}");
+    }
+    match mount(found.dev()) {
+        Some((kind, source)) => format!("{kind} on {source}{drives}"),
+        None => format!("a file system{drives}"),
+    }
+}
+
+/// What kind of file system has this number, and where it is mounted from.
+fn mount(number: u64) -> Option<(String, String)> {
+    let numbers = numbers(number);
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    mounts.lines().find_map(|line| {
+        let (mount, system) = line.split_once(" - ")?;
+        (mount.split(' ').nth(2)? == numbers).then_some(())?;
+        let mut words = system.split(' ');
+        Some((words.next()?.to_owned(), words.next()?.to_owned()))
+    })
+}
+
+fn numbers(number: u64) -> String {
+    format!(
+        "{}:{}",
+        rustix::fs::major(number),
+        rustix::fs::minor(number)
+    )
+}
+
+fn drives_of(sys: &Path, number: u64) -> Vec<Drive> {
+    let mut found = Vec::new();
+    let link = sys.join("dev/block").join(numbers(number));
+    if let Ok(device) = fs::canonicalize(link) {
+        descend(&device, DEPTH_MAX, &mut found);
+    }
+    found
+}
+
+fn descend(device: &Path, depth: usize, found: &mut Vec<Drive>) {
+    if depth == 0 {
+        return;
+    }
+    // A partition's folder lies in its disk's.
+    if device.join("partition").exists()
+        && let Some(disk) = device.parent()
+    {
+        return descend(disk, depth - 1, found);
+    }
+    let entries = fs::read_dir(device.join("slaves")).into_iter().flatten();
+    let mut beneath: Vec<PathBuf> = entries
+        .flatten()
+        .filter_map(|entry| fs::canonicalize(entry.path()).ok())
+        .collect();
+    beneath.sort();
+    let drive = Drive(device.to_owned());
+    if beneath.is_empty() && !found.contains(&drive) {
+        found.push(drive);
+    }
+    for one in beneath {
+        descend(&one, depth - 1, found);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// A mirror of two NVMe drives' partitions and a virtual disk, as sysfs shows them.
+    fn machine() -> tempfile::TempDir {
+        let sys = tempfile::tempdir().unwrap();
+        let put = |path: &str, text: &str| {
+            let path = sys.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        for (drive, read) in [("nvme0n1", 10), ("nvme1n1", 30)] {
+            let folder = format!("devices/pci0000:00/{drive}");
+            put(&format!("{folder}/device/model"), "Some SSD 2TB   \n");
+            put(
+                &format!("{folder}/queue/scheduler"),
+                "[none] mq-deadline \n",
+            );
+            put(&format!("{folder}/queue/write_cache"), "write through\n");
+            put(
+                &format!("{folder}/stat"),
+                &format!("  5 6 {read} 7 8 9 20 10 0 11 12\n"),
+            );
+            put(&format!("{folder}/{drive}p1/partition"), "1\n");
+            let beneath = sys.path().join("devices/virtual/md0/slaves");
+            fs::create_dir_all(&beneath).unwrap();
+            symlink(
+                sys.path().join(format!("{folder}/{drive}p1")),
+                beneath.join(drive),
+            )
+            .unwrap();
+        }
+        put(
+            "devices/pci0000:00/virtio1/block/vda/queue/scheduler",
+            "none\n",
+        );
+        let numbers = sys.path().join("dev/block");
+        fs::create_dir_all(&numbers).unwrap();
+        symlink(sys.path().join("devices/virtual/md0"), numbers.join("9:0")).unwrap();
+        let vda = sys.path().join("devices/pci0000:00/virtio1/block/vda");
+        symlink(vda, numbers.join("254:0")).unwrap();
+        sys
+    }
+
+    #[test]
+    fn the_drives_under_partitions_and_mirrors_are_found_and_described() {
+        let sys = machine();
+        let found = drives_of(sys.path(), rustix::fs::makedev(9, 0));
+        assert_eq!(found.len(), 2, "{found:?}");
+        let said = found[0].to_string();
+        assert_eq!(
+            said,
+            "nvme0n1 (Some SSD 2TB), scheduler none, cache write through"
+        );
+        assert_eq!(found[1].moved_bytes(), Some([30 * 512, 20 * 512]));
+        assert!(!found[0].is_virtual());
+    }
+
+    #[test]
+    fn a_disk_that_a_hypervisor_made_says_so() {
+        let sys = machine();
+        let found = drives_of(sys.path(), rustix::fs::makedev(254, 0));
+        assert!(found[0].is_virtual());
+        assert_eq!(found[0].to_string(), "vda (virtual), scheduler none");
+        assert_eq!(found[0].moved_bytes(), None);
+        assert_eq!(drives_of(sys.path(), rustix::fs::makedev(7, 3)), []);
+    }
+
+    #[test]
+    fn what_lies_under_a_folder_is_named() {
+        let said = under(Path::new("/proc"));
+        assert!(said.starts_with("proc on "), "{said}");
+        assert_eq!(Drive::below(Path::new("/proc")), []);
+        assert_eq!(under(Path::new("/no/such/path")), "unknown");
+    }
+}
