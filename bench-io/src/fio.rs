@@ -37,6 +37,13 @@ pub(crate) struct FioFigures {
     pub(crate) cpu_s_per_gb: f64,
 }
 
+impl FioFigures {
+    /// Both ways.
+    pub(crate) fn bytes_per_s(&self) -> f64 {
+        self.read_bytes_per_s + self.write_bytes_per_s
+    }
+}
+
 impl Fio {
     /// The program `named`, or the one in PATH; nothing with the name `none` or where there is none.
     ///

@@ -16,6 +16,7 @@ use crate::words::{Bytes, Rate};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
+  bench-io scale --folder .                                              # this machine's disk, three rounds in turns with fio
   bench-io scale --folder /mnt/nvme0 --folder /mnt/nvme1 --out target/scale
   bench-io scale --paced 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
   bench-io scale --paced 4 --read 6.2G --write 3.2G --parts 2 --size 2g --bs 1m,4m,16m
@@ -71,6 +72,9 @@ pub(crate) struct ScaleArgs {
     /// Seconds of each measurement
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     runtime: f64,
+    /// How often all is measured, in turns, for a median [default: 3, of paced drives 1]
+    #[arg(long, value_name = "N")]
+    rounds: Option<usize>,
     /// auto, uring, aio, psync, polled or sqpoll: the daemon's engine
     #[arg(long, value_name = "NAME", default_value = "auto")]
     ioengine: String,
@@ -155,6 +159,10 @@ fn check(args: &ScaleArgs) -> Result<()> {
         args.runtime
     );
     ensure!(
+        args.rounds.is_none_or(|rounds| (1..=100).contains(&rounds)),
+        "--rounds: 1 to 100"
+    );
+    ensure!(
         args.within
             .is_none_or(|percent| (0.0..=100.0).contains(&percent)),
         "--within: percent, 0 to 100"
@@ -186,6 +194,10 @@ fn plan(args: &ScaleArgs, folders: Vec<PathBuf>, parts: u32) -> ScalePlan {
         ramp: Duration::from_secs_f64((args.runtime / 4.0).min(0.5)),
         runtime: Duration::from_secs_f64(args.runtime),
         engine: args.ioengine.clone(),
+        rounds: args.rounds.unwrap_or(match args.paced {
+            Some(_) => 1,
+            None => 3,
+        }),
     }
 }
 

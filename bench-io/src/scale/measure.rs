@@ -6,20 +6,18 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use offloadd::api::IODEPTH_MAX;
 
-use super::{Load, Row, ScalePlan, ScaleReport, control};
+use super::rounds::{median, rate_of};
+use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, control, doubts};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
 use crate::drive;
-use crate::fio::{Fio, FioJob};
+use crate::fio::{Fio, FioFigures, FioJob};
 use crate::load::{StreamPlan, Timing};
 use crate::machine::Machine;
 use crate::paced::{Drives, Pace};
 use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
-use crate::report::{REPORT_VERSION, warnings};
+use crate::report::{Figures, REPORT_VERSION, warnings};
 use crate::target::Way;
-
-/// The instrument is off when one drive alone is further from its limit.
-const ONE_DRIVE_SHARE: f64 = 0.02;
 
 /// For the negative control.
 const CONTROL_TIME: Duration = Duration::from_secs(1);
@@ -74,7 +72,7 @@ pub(crate) fn measure(
         for &drives in &counts {
             let folders = drives * plan.parts;
             let store = Store::new(plan, bs, folders, set_pace, progress)?;
-            let one_row = |load: Load, is_paced: bool| -> Result<Row> {
+            let one_round = |load: Load, is_paced: bool| -> Result<Round> {
                 let paced_word = if is_paced || paced.is_none() {
                     ""
                 } else {
@@ -109,6 +107,28 @@ pub(crate) fn measure(
                     progress.say(&format!("{what}: one synchronous thread"));
                     control::run(files, way, bs, plan.size, CONTROL_TIME.min(plan.runtime))
                 });
+                Ok(Round {
+                    daemon,
+                    fio: fio.transpose()?,
+                    one_thread_bytes_per_s: one_thread.transpose()?,
+                })
+            };
+            let one_row = |load: Load, is_paced: bool| -> Result<Row> {
+                let mut measured = (0..plan.rounds)
+                    .map(|_| one_round(load, is_paced))
+                    .collect::<Result<Vec<_>>>()?;
+                let fio = measured.iter_mut().filter_map(|round| round.fio.take());
+                let fio = median(fio.collect(), FioFigures::bytes_per_s);
+                let one_thread = measured
+                    .iter()
+                    .filter_map(|round| round.one_thread_bytes_per_s);
+                let one_thread = median(one_thread.collect(), |rate| *rate);
+                let (daemon, range) = median(measured, |round| rate_of(&round.daemon))
+                    .context("at least one round")?;
+                let apart = Rounds {
+                    daemon: range,
+                    fio: fio.as_ref().map(|(_, range)| *range),
+                };
                 let slow = plan.last_half && drives == all;
                 let count = drives as f64 - if slow { 0.5 } else { 0.0 };
                 let limit = paced
@@ -119,11 +139,12 @@ pub(crate) fn measure(
                     load,
                     bs,
                     iodepth: store.depth(load),
-                    paced: limit.is_some(),
+                    paced: is_paced,
                     limit_bytes_per_s: limit,
-                    daemon,
-                    fio: fio.transpose()?,
-                    one_thread_bytes_per_s: one_thread.transpose()?,
+                    daemon: daemon.daemon,
+                    fio: fio.map(|(median, _)| median),
+                    one_thread_bytes_per_s: one_thread.map(|(median, _)| median),
+                    rounds: (plan.rounds > 1).then_some(apart),
                 })
             };
             set_pace(true)?;
@@ -139,9 +160,12 @@ pub(crate) fn measure(
         }
     }
     set_pace(true)?;
-    warnings.extend(off_the_limit(&rows));
-    warnings.extend(busy(&rows));
-    warnings.extend(control_scales(&rows));
+    warnings.extend(doubts::of(&rows));
+    if paced.is_none() {
+        warnings.extend(warnings::of_drives(
+            plan.folders.iter().map(PathBuf::as_path),
+        ));
+    }
     Ok(ScaleReport {
         version: REPORT_VERSION,
         command: std::env::args().collect::<Vec<_>>().join(" "),
@@ -154,6 +178,12 @@ pub(crate) fn measure(
         pace: paced.map(|(_, pace)| pace),
         fio_version: fio.map(|fio| fio.version.clone()),
         runtime_s: plan.runtime.as_secs_f64(),
+        settings: Settings {
+            size: plan.size,
+            iodepth: plan.iodepth,
+            ioengine: plan.engine.clone(),
+            rounds: plan.rounds,
+        },
         rows,
         warnings,
     })
@@ -174,62 +204,11 @@ fn pace_drives(plan: &ScalePlan, drives: &Drives, on: bool) -> Result<()> {
     drives.set_pace_of(devices - plan.parts..devices, Some(half))
 }
 
-/// One drive alone must be at its limit, or the limit is not what was set. fio says it best, where it is.
-fn off_the_limit(rows: &[Row]) -> Vec<String> {
-    let alone = rows
-        .iter()
-        .filter(|row| row.drives == 1 && row.paced && row.load != Load::Both);
-    alone
-        .filter_map(|row| {
-            let rate = row.fio_bytes_per_s().unwrap_or_else(|| row.daemon_bytes_per_s());
-            let off = rate / row.limit()? - 1.0;
-            (off.abs() > ONE_DRIVE_SHARE).then(|| {
-                format!(
-                    "one drive alone, {}, bs {}: {:+.1} % from its limit, so the drives are not what was set",
-                    row.load.word(),
-                    row.bs,
-                    100.0 * off
-                )
-            })
-        })
-        .collect()
-}
-
-/// Without their pace drives are memory, and the processor is what is left to measure.
-fn busy(rows: &[Row]) -> Option<String> {
-    let counted = rows
-        .iter()
-        .filter(|row| row.paced || row.limit_bytes_per_s.is_some());
-    let busy = counted
-        .clone()
-        .filter(|row| warnings::is_busy(&row.daemon))
-        .count();
-    (busy > 0).then(|| {
-        format!(
-            "in {busy} of {} measurements the machine was less than {:.0} % idle: they may show the processor",
-            counted.count(),
-            100.0 * warnings::IDLE_SHARE_MIN
-        )
-    })
-}
-
-/// One thread that waits for each operation gets no more from more drives, unless drives answer at memory's speed and only
-/// their sum is held to a pace, as in slices of the block cgroup.
-fn control_scales(rows: &[Row]) -> Option<String> {
-    let of = |row: &Row| Some((row.one_thread_bytes_per_s?, row.drives as f64));
-    rows.iter().find_map(|row| {
-        let (rate, drives) = of(row)?;
-        let one = rows.iter().find(|other| {
-            other.drives == 1 && other.load == row.load && other.bs == row.bs && other.paced == row.paced
-        })?;
-        let times = rate / of(one)?.0;
-        (drives > 1.0 && times > 0.5 * (1.0 + drives)).then(|| {
-            format!(
-                "one synchronous thread got {times:.1} times the bytes from {drives} drives: these answer in bursts, so their \
-                 sum is measured here, and not how well waiting is hidden"
-            )
-        })
-    })
+/// What one round of a row found.
+struct Round {
+    daemon: Figures,
+    fio: Option<FioFigures>,
+    one_thread_bytes_per_s: Option<f64>,
 }
 
 /// A store on some drives, filled, with a session open on it.
@@ -322,7 +301,7 @@ impl Store {
         load: Load,
         progress: &Progress,
         what: &str,
-    ) -> Result<crate::report::Figures> {
+    ) -> Result<Figures> {
         let (half, depth) = (self.tile_count / 2, self.depth(load));
         let rest = self.tile_count - half;
         let streams = match load {

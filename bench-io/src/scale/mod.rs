@@ -7,11 +7,14 @@
 //!
 //! "Both" reads and writes with streams and depths of their own, so that neither waits for the other's turn; fio does
 //! the same with a job each way and drive. The one thread is a negative control: it must not scale, or nothing here does.
+//! Drives without a set pace are measured in rounds, all three in turns: what others do on them comes and goes.
 
 mod control;
+mod doubts;
 mod measure;
 pub(crate) mod page;
 pub(crate) mod picture;
+mod rounds;
 mod table;
 
 use std::path::PathBuf;
@@ -25,6 +28,7 @@ use crate::paced::Pace;
 use crate::report::Figures;
 
 pub(crate) use measure::measure;
+use rounds::Range;
 
 /// Which way a row goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -72,9 +76,29 @@ pub(crate) struct ScalePlan {
     pub(crate) ramp: Duration,
     pub(crate) runtime: Duration,
     pub(crate) engine: String,
+    /// How often everything is measured.
+    pub(crate) rounds: usize,
 }
 
-/// One measurement.
+/// How it was measured, for a report.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Settings {
+    /// Bytes used of each drive.
+    pub(crate) size: u64,
+    /// Of each drive and direction.
+    pub(crate) iodepth: u32,
+    pub(crate) ioengine: String,
+    pub(crate) rounds: usize,
+}
+
+/// How far rounds were apart, bytes a second.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Rounds {
+    pub(crate) daemon: Range,
+    pub(crate) fio: Option<Range>,
+}
+
+/// One measurement, of several rounds the median.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     pub(crate) drives: usize,
@@ -82,7 +106,7 @@ pub(crate) struct Row {
     pub(crate) bs: u32,
     /// In flight through the daemon.
     pub(crate) iodepth: u32,
-    /// Whether the drives kept their pace; `false` in the row of the ceiling.
+    /// Whether the drives went at their pace, set or their own; `false` in the rows of the ceiling.
     pub(crate) paced: bool,
     /// Read and written by all drives together, where a pace was set.
     pub(crate) limit_bytes_per_s: Option<[f64; 2]>,
@@ -90,16 +114,18 @@ pub(crate) struct Row {
     pub(crate) fio: Option<FioFigures>,
     /// One synchronous thread, round robin over the drives.
     pub(crate) one_thread_bytes_per_s: Option<f64>,
+    /// Nothing of a single one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rounds: Option<Rounds>,
 }
 
 impl Row {
     pub(crate) fn daemon_bytes_per_s(&self) -> f64 {
-        self.daemon.ways().map(|(_, way)| way.bytes_per_s).sum()
+        rounds::rate_of(&self.daemon)
     }
 
     pub(crate) fn fio_bytes_per_s(&self) -> Option<f64> {
-        let fio = self.fio.as_ref()?;
-        Some(fio.read_bytes_per_s + fio.write_bytes_per_s)
+        Some(self.fio.as_ref()?.bytes_per_s())
     }
 
     /// Of the directions that this row goes.
@@ -125,6 +151,7 @@ pub(crate) struct ScaleReport {
     pub(crate) pace: Option<Pace>,
     pub(crate) fio_version: Option<String>,
     pub(crate) runtime_s: f64,
+    pub(crate) settings: Settings,
     pub(crate) rows: Vec<Row>,
     pub(crate) warnings: Vec<String>,
 }

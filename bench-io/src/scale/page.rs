@@ -47,7 +47,10 @@ pub(crate) fn html(report: &ScaleReport) -> String {
     for drive in &report.drives {
         put(format!("<li>{}</li>", escaped(drive)));
     }
-    put("</ul>".into());
+    put(format!(
+        "</ul>\n<p>{}</p>",
+        escaped(&report.settings_line())
+    ));
     if let Some(pace) = report.pace {
         put(format!(
             "<p>Limit set: {:.3} GB/s read and {:.3} GB/s written a drive.</p>",

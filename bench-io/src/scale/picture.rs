@@ -9,8 +9,7 @@ pub(crate) fn svg(report: &ScaleReport) -> String {
     let bs = report.rows.last().map_or(0, |row| row.bs);
     let of = |load: Load| -> Vec<&Row> {
         let rows = report.rows.iter();
-        let paced = report.pace.is_some();
-        rows.filter(|row| row.bs == bs && row.load == load && row.paced == paced)
+        rows.filter(|row| row.bs == bs && row.load == load && row.paced)
             .collect()
     };
     let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Row, ScaleReport};
+use super::{Range, Row, ScaleReport};
 use crate::words::{Bytes, SpeedText};
 
 impl fmt::Display for ScaleReport {
@@ -18,10 +18,8 @@ impl fmt::Display for ScaleReport {
             let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
             writeln!(f, "limit set: {read} read and {write} written a drive")?;
         }
-        match &self.fio_version {
-            Some(version) => writeln!(f, "{version}; {:.1} s a measurement", self.runtime_s)?,
-            None => writeln!(f, "no fio here; {:.1} s a measurement", self.runtime_s)?,
-        }
+        let fio = self.fio_version.as_deref().unwrap_or("no fio here");
+        writeln!(f, "{fio}; {}", self.settings_line())?;
         writeln!(f, "\n{HEAD}")?;
         for row in &self.rows {
             writeln!(f, "{}", RowText(row))?;
@@ -30,6 +28,25 @@ impl fmt::Display for ScaleReport {
             writeln!(f, "\nfio's last command: `{}`", fio.command)?;
         }
         Ok(())
+    }
+}
+
+impl ScaleReport {
+    /// How it was measured.
+    pub(super) fn settings_line(&self) -> String {
+        let settings = &self.settings;
+        let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
+        let mut line = format!(
+            "direct, size {} and iodepth {} of each drive and way, ioengine {} (took {engine}), {:.1} s a measurement",
+            Bytes(settings.size),
+            settings.iodepth,
+            settings.ioengine,
+            self.runtime_s
+        );
+        if settings.rounds > 1 {
+            line += &format!(", the median of {} rounds", settings.rounds);
+        }
+        line
     }
 }
 
@@ -64,6 +81,12 @@ pub(super) fn cells(row: &Row) -> [String; 9] {
     let nothing = String::new;
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let ours = row.daemon_bytes_per_s();
+    let range = |range: Option<&Range>| {
+        range.map_or_else(nothing, |range| {
+            format!(" ({} to {})", SpeedText(range.min), SpeedText(range.max))
+        })
+    };
+    let rounds = row.rounds.as_ref();
     let rates = |read: f64, write: f64| match (read > 0.0, write > 0.0) {
         (true, true) => format!("{} + {}", SpeedText(read), SpeedText(write)),
         (true, false) => SpeedText(read).to_string(),
@@ -78,17 +101,19 @@ pub(super) fn cells(row: &Row) -> [String; 9] {
         .as_ref()
         .map_or_else(|| "-".into(), |fio| format!("{:.3}", fio.cpu_s_per_gb));
     [
-        match row.paced || row.limit_bytes_per_s.is_some() {
+        match row.paced {
             true => row.drives.to_string(),
             false => format!("{} unpaced", row.drives),
         },
         Bytes(u64::from(row.bs)).to_string(),
         row.load.word().into(),
-        rates(of(&row.daemon.read), of(&row.daemon.write)),
+        rates(of(&row.daemon.read), of(&row.daemon.write))
+            + &range(rounds.map(|rounds| &rounds.daemon)),
         row.limit()
             .map_or_else(nothing, |limit| percent(ours / limit)),
         row.fio.as_ref().map_or_else(nothing, |fio| {
             rates(fio.read_bytes_per_s, fio.write_bytes_per_s)
+                + &range(rounds.and_then(|rounds| rounds.fio.as_ref()))
         }),
         row.fio_bytes_per_s()
             .map_or_else(nothing, |fio| percent(ours / fio)),

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use crate::lab::{
-    alone, assert_empty, bench_io, json, program, refused, said, without_paced_drives,
+    TRIES, alone, assert_empty, bench_io, json, program, refused, said, without_paced_drives,
 };
 
 const TWO_DRIVES: [&str; 13] = [
@@ -22,10 +22,6 @@ const TWO_DRIVES: [&str; 13] = [
     "--iodepth=40",
     "--out",
 ];
-
-/// Until one is within its limits: on a machine that does something else a second can have any rate, and one measurement
-/// that nothing disturbed is enough.
-const TRIES: usize = 3;
 
 #[test]
 fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
@@ -88,17 +84,21 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         return;
     }
     let _alone = alone();
-    let folder = crate::lab::drive();
+    let (folder, out) = (crate::lab::drive(), tempfile::tempdir().unwrap());
     let path = folder.path().to_str().unwrap();
     let report = json(&[
         "scale",
         "--folder",
         path,
+        "--out",
+        out.path().to_str().unwrap(),
         "--size=8m",
         "--bs=64k",
         "--runtime=0.3",
+        "--rounds=3",
         "--json",
     ]);
+    assert_eq!(report["settings"]["rounds"], 3);
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 3);
     for row in rows {
@@ -123,7 +123,29 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
             assert!(command.contains(word), "{command}");
         }
         assert!(row["limit_bytes_per_s"].is_null());
+        assert_eq!(row["paced"], true, "no row of a ceiling: {row}");
+        // What is shown is a round, within what all rounds found.
+        let rate = |side: &Value| -> f64 {
+            let of = |way: &str| match &side[way] {
+                Value::Object(way) => way["bytes_per_s"].as_f64().unwrap(),
+                _ => side[format!("{way}_bytes_per_s")].as_f64().unwrap_or(0.0),
+            };
+            of("read") + of("write")
+        };
+        for (side, found) in [("daemon", rate(&row["daemon"])), ("fio", rate(fio))] {
+            let range = &row["rounds"][side];
+            let (min, max) = (
+                range["min"].as_f64().unwrap(),
+                range["max"].as_f64().unwrap(),
+            );
+            assert!(0.0 < min && min <= found && found <= max, "{row}");
+        }
     }
+    let svg = std::fs::read_to_string(out.path().join("scale.svg")).unwrap();
+    assert!(
+        svg.contains("through offloadd") && svg.contains("fio"),
+        "{svg}"
+    );
     assert_empty(folder.path());
 }
 
@@ -179,6 +201,7 @@ fn what_cannot_be_measured_is_refused() {
             "at least two operations",
         ),
         (&["--folder=/x", "--within=5"], "--paced"),
+        (&["--folder=/x", "--rounds=0"], "--rounds"),
         (&["--paced=1", "--last-half"], "--paced 2 or more"),
         (
             &["--folder=/no/such/folder", "--fio=none"],

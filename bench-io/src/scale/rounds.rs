@@ -1,0 +1,68 @@
+//! The same measurement several times, in turns with what it is compared with: drives that others use answer differently each time.
+
+use serde::Serialize;
+
+use crate::report::Figures;
+
+use super::Row;
+
+/// The least and the most of several rounds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Range {
+    pub(crate) min: f64,
+    pub(crate) max: f64,
+}
+
+/// Of rounds that differ by more, the medians say little of a single run.
+const SPREAD_MAX: f64 = 1.2;
+
+/// The round whose rate is the median, the lower one of an even number; and how far the others are.
+pub(super) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<(T, Range)> {
+    rounds.sort_by(|a, b| rate(a).total_cmp(&rate(b)));
+    let range = Range {
+        min: rate(rounds.first()?),
+        max: rate(rounds.last()?),
+    };
+    let middle = (rounds.len() - 1) / 2;
+    Some((rounds.swap_remove(middle), range))
+}
+
+/// Both directions.
+pub(super) fn rate_of(figures: &Figures) -> f64 {
+    figures.ways().map(|(_, way)| way.bytes_per_s).sum()
+}
+
+/// Says how far rounds were apart, where that is far.
+pub(super) fn apart(rows: &[Row]) -> Option<String> {
+    let far = rows.iter().filter_map(|row| {
+        let rounds = row.rounds.as_ref()?;
+        let both = [Some(rounds.daemon), rounds.fio].into_iter().flatten();
+        let times = both.map(|range| range.max / range.min);
+        times.reduce(f64::max).filter(|times| *times > SPREAD_MAX)
+    });
+    let (count, most) = far.fold((0, 0.0), |(count, most), times| {
+        (count + 1, f64::max(most, times))
+    });
+    (count > 0).then(|| {
+        format!(
+            "in {count} of {} rows rounds were up to {most:.1} times apart: medians are shown, with the least and the most",
+            rows.len()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_a_round_and_the_range_holds_all() {
+        let rate = |rate: &f64| *rate;
+        let range = Range { min: 1.0, max: 9.0 };
+        assert_eq!(median(vec![9.0, 1.0, 2.0], rate), Some((2.0, range)));
+        assert_eq!(median(vec![3.0, 9.0, 1.0, 2.0], rate), Some((2.0, range)));
+        let alone = Range { min: 5.0, max: 5.0 };
+        assert_eq!(median(vec![5.0], rate), Some((5.0, alone)));
+        assert_eq!(median(Vec::new(), rate), None);
+    }
+}
