@@ -1,0 +1,57 @@
+//! Rings whose shared pages another hand has written: header, indices, entries. Each side takes what it can, refuses the
+//! rest, and reads nothing outside of its mapping.
+
+#![no_main]
+
+use std::os::fd::OwnedFd;
+
+use libfuzzer_sys::fuzz_target;
+use offloadd::api::ids::Epoch;
+use offloadd::api::ring::entry::{Request, Urge};
+use offloadd::api::ring::{DaemonRings, ProcessRings, RingMap};
+use rustix::fs::MemfdFlags;
+
+const ENTRIES: u32 = 8;
+const EPOCH: Epoch = Epoch(7);
+
+/// A ring, and the daemon's side of it.
+fn ring() -> (OwnedFd, RingMap) {
+    let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+    let fd = rustix::fs::memfd_create("ring", flags).expect("memory");
+    let map = RingMap::create(&fd, ENTRIES, EPOCH).expect("a ring");
+    (fd, map)
+}
+
+/// Bytes at places: two bytes of place, in eights, and one that says how many.
+fn rewrite(fd: &OwnedFd, bytes: &[u8]) -> usize {
+    let mut at = 0;
+    while let Some(&[low, high, count]) = bytes.get(at..at + 3) {
+        let place = u64::from(u16::from_le_bytes([low, high])) * 8 % (3 * 4096);
+        at += 3;
+        let end = (at + usize::from(count)).min(bytes.len());
+        rustix::io::pwrite(fd, &bytes[at..end], place).expect("it is memory");
+        at = end;
+    }
+    at
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let (fd, map) = ring();
+    let mut daemon = DaemonRings::new(map);
+    rewrite(&fd, bytes);
+    // As many as there can be and one more: none is handed out twice for ever.
+    for _ in 0..=ENTRIES {
+        let Ok(Some(sqe)) = daemon.take() else { break };
+        if let Ok(request) = Request::check(&sqe, EPOCH) {
+            assert_eq!(request.to_sqe(EPOCH), sqe, "what was checked is all of it");
+        }
+        let _ = Urge::check(&sqe, EPOCH);
+    }
+    let _ = daemon.unreaped();
+    let Ok(map) = RingMap::open(&fd) else { return };
+    let mut process = ProcessRings::new(map);
+    for _ in 0..=ENTRIES {
+        let Ok(Some(_)) = process.take() else { break };
+    }
+    let _ = (process.untaken(), process.ready());
+});
