@@ -136,7 +136,6 @@ impl Arena {
     /// # Errors
     /// [`ArenaError`]; nothing is left behind.
     pub fn make(geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let asked_bytes = geometry.arena_bytes();
         let failed = |action| {
             move |errno: Errno| ArenaError::System {
@@ -169,14 +168,7 @@ impl Arena {
         }
         .map_err(failed("mmap"))?;
         // From here on dropping unmaps.
-        let mut arena = Self {
-            id: ArenaId(NEXT.fetch_add(1, Ordering::Relaxed)),
-            fd,
-            base: NonNull::new(base.cast()).expect("mmap answers no null"),
-            bytes,
-            pieces: geometry.pieces().to_vec(),
-            locked: false,
-        };
+        let mut arena = Self::of(fd, base, geometry);
         // Only a wish: many machines keep `shmem_enabled` at never.
         // SAFETY: advice about our own whole mapping; huge pages do not change what the bytes are.
         let _ = unsafe {
@@ -185,20 +177,77 @@ impl Arena {
         arena.touch().map_err(failed(
             "touching it: the machine is out of memory or a limit (cgroup, tmpfs) is",
         ))?;
+        arena.lock(policy)?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(failed("sealing it"))?;
+        Ok(arena)
+    }
+
+    /// Maps and locks the memory that a daemon before this one made for `geometry`.
+    ///
+    /// # Errors
+    /// [`ArenaError`]; also when the file is not what such a daemon made.
+    pub fn adopt(fd: OwnedFd, geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
+        let asked_bytes = geometry.arena_bytes();
+        let failed = |action| {
+            move |errno: Errno| ArenaError::System {
+                asked_bytes,
+                action,
+                source: errno.into(),
+            }
+        };
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed("reading its seals"))?;
+        let found = rustix::fs::fstat(&fd).map_err(failed("looking at its size"))?;
+        let sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW);
+        if !sealed || found.st_size as u64 != asked_bytes {
+            return Err(failed("its file is of another size, or not sealed")(
+                Errno::INVAL,
+            ));
+        }
+        let bytes = asked_bytes as usize;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of this program.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        }
+        .map_err(failed("mmap"))?;
+        // From here on dropping unmaps. Its pages are there since it was made.
+        let mut arena = Self::of(fd, base, geometry);
+        arena.lock(policy)?;
+        Ok(arena)
+    }
+
+    fn of(fd: OwnedFd, base: *mut std::ffi::c_void, geometry: &Geometry) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            id: ArenaId(NEXT.fetch_add(1, Ordering::Relaxed)),
+            fd,
+            base: NonNull::new(base.cast()).expect("mmap answers no null"),
+            bytes: geometry.arena_bytes() as usize,
+            pieces: geometry.pieces().to_vec(),
+            locked: false,
+        }
+    }
+
+    fn lock(&mut self, policy: LockPolicy) -> Result<(), ArenaError> {
         // SAFETY: our own whole mapping; locking does not change what the bytes are.
-        match unsafe { rustix::mm::mlock(arena.base.as_ptr().cast(), bytes) } {
-            Ok(()) => arena.locked = true,
+        match unsafe { rustix::mm::mlock(self.base.as_ptr().cast(), self.bytes) } {
+            Ok(()) => self.locked = true,
             Err(errno) if policy == LockPolicy::Require => {
                 return Err(ArenaError::NotLocked {
-                    asked_bytes,
+                    asked_bytes: self.bytes as u64,
                     source: errno.into(),
                 });
             }
             Err(_) => {}
         }
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&arena.fd, seals).map_err(failed("sealing it"))?;
-        Ok(arena)
+        Ok(())
     }
 
     /// Tells it apart.
@@ -289,7 +338,7 @@ impl AsFd for Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: mapped in `make` with this size; every operation in flight owns a share of this value, so none is left.
+        // SAFETY: mapped in `make` or `adopt` with this size; every operation in flight owns a share of this value, so none is left.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert!(unmapped.is_ok());
     }

@@ -23,6 +23,7 @@ mod drive_queue;
 pub mod driver;
 pub mod engine;
 pub mod findings;
+pub mod handover;
 pub mod measure;
 pub mod memory;
 pub mod metrics;

@@ -84,6 +84,18 @@ enum Command {
         #[arg(long)]
         private: bool,
     },
+    /// Keep a daemon running where there is no systemd: processes train on while it is restarted
+    #[command(after_help = "Example:
+  offloadd supervise --config /etc/offloadd.toml
+  kill -USR2 PID                                  # of this: another daemon, of the program that is installed then
+
+Sessions go on with their memory, their rings and what they have written since the last commit. SIGHUP reloads the settings,
+SIGTERM ends the daemon and its sessions. With systemd, `systemctl restart offloadd` does the same.")]
+    Supervise {
+        /// The settings
+        #[arg(long, value_name = "FILE")]
+        config: PathBuf,
+    },
     /// Say whether settings could be served, before a start or a reload; ends with 78 if not
     #[command(after_help = "Example:
   offloadd check-config /etc/offloadd/offloadd.toml      # beside a running daemon too; no device is locked or changed
@@ -241,6 +253,7 @@ fn main() -> ExitCode {
         Command::Serve { config, private } => {
             cli::serve::run(&config, private).map(|()| ExitCode::SUCCESS)
         }
+        Command::Supervise { config } => cli::supervise::run(&config).map(|()| ExitCode::SUCCESS),
         Command::CheckConfig { config } => Ok(cli::check_config::run(&config)),
         Command::Doctor {
             places,

@@ -294,6 +294,10 @@ impl Offload for Service {
         Ok(Response::new(ConfirmReply {}))
     }
 
+    async fn reattach(&self, _: Request<ReattachRequest>) -> Answer<ReattachReply> {
+        Err(Status::unimplemented("the fake is never restarted"))
+    }
+
     async fn close_session(&self, _: Request<CloseSessionRequest>) -> Answer<CloseSessionReply> {
         Ok(Response::new(CloseSessionReply {}))
     }

@@ -88,6 +88,11 @@ struct ClassPlace {
 }
 
 impl Geometry {
+    /// What it was made of.
+    pub fn classes(&self) -> impl Iterator<Item = SlotClass> + '_ {
+        self.classes.iter().map(|place| place.class)
+    }
+
     /// Lays out `classes` in order. Classes without slots are allowed and take no room.
     pub fn new(classes: &[SlotClass]) -> Result<Self, GeometryError> {
         let slots: u64 = classes.iter().map(|c| u64::from(c.slot_count)).sum();

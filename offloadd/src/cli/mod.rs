@@ -15,6 +15,7 @@ pub(crate) mod long_work;
 mod reload;
 pub(crate) mod serve;
 mod service_manager;
+pub(crate) mod supervise;
 pub(crate) mod top;
 pub(crate) mod verify;
 

@@ -4,6 +4,7 @@
 //!   settings ─▶ lock devices ─▶ recover ─▶ sockets ─▶ owner thread ─▶ calls ─▶ READY
 //!   SIGHUP ─▶ settings read again (of a private daemon: its parent ended)
 //!   SIGTERM, SIGINT ─▶ no more calls ─▶ I/O in flight ends ─▶ sockets removed ─▶ exit 0
+//!   SIGTERM where a service manager listens: the sessions are given to it, for the daemon that it starts next
 //! ```
 
 use std::io::Write;
@@ -13,11 +14,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
+use offload_api::ring::Reached;
 use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::config::Config;
 use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
-use offloadd::driver::{self, DriverError, DriverHandle, Parts, Running};
+use offloadd::driver::{self, DriverError, DriverHandle, Parts, Running, TakenUp};
+use offloadd::handover::inherited::{self, Inherited};
+use offloadd::handover::{Found, HandedOver};
 use offloadd::memory;
 use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
@@ -25,14 +29,15 @@ use offloadd::server::page::{Page, PageAddress};
 use offloadd::server::{self, About};
 use offloadd::store::recover;
 use rustix::process::{Pid, Resource, Rlimit};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
 use super::log;
 use super::long_work::{Listener, LongWork, Unit};
 use super::reload;
 use super::service_manager::{
-    keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
+    forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
+    somebody_keeps,
 };
 use super::{binary, follow_parent, open_all, worn};
 
@@ -40,6 +45,7 @@ use super::{binary, follow_parent, open_all, worn};
 const PARENT_CHECK: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
+    let given = inherited::take();
     let parent = private.then(follow_parent).transpose()?.flatten();
     let _last_lines = log::to_stderr();
     abort_on_panic();
@@ -117,12 +123,19 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         .enable_all()
         .build()
         .context("starting the threads that answer calls")?;
-    let epoch = draw_epoch()?;
+    // Before the sockets exist, and before sessions are taken up: a signal that comes at once must end us in order.
+    let signals = {
+        let _guard = runtime.enter();
+        Signals::listen()?
+    };
     let store_id = store.id;
+    let mut core = Core::new(store, draw_epoch()?, config.limits());
+    let (taken_up, given) = take_up(&mut core, given);
+    let epoch = core.epoch();
     // What the engine holds is enough: one that leaves must be closed by that.
     drop(devices);
     let running = driver::start(Parts {
-        core: Core::new(store, epoch, config.limits()),
+        core,
         devices: files,
         device_limits,
         engine: config.engine,
@@ -132,7 +145,10 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         wearing,
         policy,
         descriptor_socket: descriptor_socket.clone(),
+        taken_up,
     })?;
+    // The keeper's copies would keep a life line from hanging up when its session ends.
+    forget_kept(&given);
     let about = About {
         engine: running.engine,
         engine_reason: running.engine_reason.clone(),
@@ -161,10 +177,30 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         config: config.clone(),
         positions,
     };
-    let result = runtime.block_on(serve(sockets, running, about, parent, started, &ready));
+    let serving = serve(sockets, running, about, parent, started, signals, &ready);
+    let result = runtime.block_on(serving);
     // Somebody's device may still be measured: nothing waits for it, and it can be brought again.
     runtime.shutdown_background();
     result
+}
+
+/// What ends the daemon or makes it look at its settings.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hang_up: Signal,
+    quit: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hang_up: signal(SignalKind::hangup())?,
+            quit: signal(SignalKind::quit())?,
+        })
+    }
 }
 
 /// Where people and processes come to ask.
@@ -229,14 +265,16 @@ async fn serve(
     about: About,
     parent: Option<Pid>,
     started: Started,
+    signals: Signals,
     ready: &str,
 ) -> Result<()> {
     let Running { handle, thread, .. } = running;
-    // Before the socket exists: a signal that comes at once must end us in order.
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hang_up = signal(SignalKind::hangup())?;
-    let mut quit = signal(SignalKind::quit())?;
+    let Signals {
+        mut terminate,
+        mut interrupt,
+        mut hang_up,
+        mut quit,
+    } = signals;
     let page = match sockets.metrics {
         Some(address) => Some(Page::bind(address).await?),
         None => None,
@@ -262,7 +300,7 @@ async fn serve(
 
     let reloads = start_reloads(started, handle.clone())?;
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
-    let ended: Result<(), DriverError> = loop {
+    let ended: Result<Option<HandedOver>, DriverError> = loop {
         let why = tokio::select! {
             // A terminal or systemd signals a whole group. The parent has a step to finish first, and ends us then.
             _ = terminate.recv() => match parent {
@@ -291,17 +329,90 @@ async fn serve(
             },
             result = &mut owner => break result.context("the owner thread")?,
         };
-        tracing::info!(why, "offloadd stops");
+        let handing = why == "SIGTERM" && parent.is_none() && somebody_keeps();
+        tracing::info!(why, handing, "offloadd stops");
         say_stopping();
-        handle.stop();
-        break (&mut owner).await.context("the owner thread")?;
+        if handing {
+            handle.stop_for_the_next();
+        } else {
+            handle.stop();
+        }
+        // Whoever cannot wait for the end of a handover says so.
+        break tokio::select! {
+            result = &mut owner => result.context("the owner thread")?,
+            _ = async { tokio::select! { _ = interrupt.recv() => {}, _ = quit.recv() => {} } } => {
+                handle.stop();
+                (&mut owner).await.context("the owner thread")?
+            }
+        };
     };
+    if let Ok(Some(handed)) = &ended {
+        give(handed);
+    }
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
     if let Some(page) = page {
         page.await.context("the threads that answer Prometheus")?;
     }
-    Ok(ended?)
+    ended?;
+    Ok(())
+}
+
+/// The sessions of the daemon before that go on, and the names of all that came with this process.
+fn take_up(core: &mut Core, given: Inherited) -> (Vec<TakenUp>, Vec<String>) {
+    let names: Vec<String> = given.iter().map(|(name, _)| name.clone()).collect();
+    let mut found = match Found::among(given) {
+        Ok(None) => return (Vec::new(), names),
+        Ok(Some(found)) => found,
+        Err(refused) => {
+            tracing::warn!(%refused, "what a daemon before handed over is not taken up: its sessions end");
+            return (Vec::new(), names);
+        }
+    };
+    let numbers = found.state.sessions.iter().map(|session| session.number);
+    let mut descriptors: Vec<_> = (numbers.collect::<Vec<_>>().into_iter())
+        .map(|number| found.descriptors(number))
+        .collect();
+    let state = found.state;
+    let (adopted, left_out) = match core.adopt(&state, |index| descriptors[index].is_some()) {
+        Ok(adopted) => adopted,
+        Err(why) => {
+            tracing::warn!(
+                why,
+                "what a daemon before handed over is not taken up: its sessions end"
+            );
+            return (Vec::new(), names);
+        }
+    };
+    for why in left_out {
+        tracing::warn!("a daemon before handed over a job whose sessions end: {why}");
+    }
+    if !adopted.is_empty() {
+        tracing::info!("{} sessions of the daemon before go on", adopted.len());
+    }
+    let taken_up = adopted.into_iter().map(|adopted| {
+        let session = &state.sessions[adopted.index];
+        TakenUp {
+            descriptors: descriptors[adopted.index].take().expect("asked for"),
+            reached: Reached {
+                submission_head: session.submission_head,
+                completion_tail: session.completion_tail,
+            },
+            adopted,
+        }
+    });
+    (taken_up.collect(), names)
+}
+
+fn give(handed: &HandedOver) {
+    let count = handed.state.sessions.len();
+    match keep(handed) {
+        Ok(()) if count == 0 => {}
+        Ok(()) => tracing::info!("{count} sessions wait for the next daemon"),
+        Err(error) => {
+            tracing::warn!(%error, "the service manager keeps no descriptors: {count} sessions end")
+        }
+    }
 }
 
 /// A broken invariant in any thread ends the daemon: half of one would keep processes waiting for ever.

@@ -1,11 +1,20 @@
-//! What systemd is told: that the daemon serves, what it does, that it still lives. Without systemd there is nobody to tell.
+//! What systemd is told: that the daemon serves, what it does, that it still lives; and what it keeps for the next daemon.
+//! `offloadd supervise` listens as systemd does. Without either there is nobody to tell.
 
-use std::os::linux::net::SocketAddrExt;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
 use offloadd::driver::DriverHandle;
+use offloadd::handover::{self, HandedOver};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
+};
 use sd_notify::NotifyState;
 
 /// A word about work that goes on asks for so much more time, should the start take longer than the unit allows.
@@ -13,6 +22,9 @@ const MORE_TIME: Duration = Duration::from_secs(60);
 
 /// For what is said once.
 const WAIT: Duration = Duration::from_secs(1);
+
+/// For descriptors to be taken.
+const TAKEN_WAIT: Duration = Duration::from_secs(10);
 
 /// Calls are taken.
 pub(super) fn say_ready() {
@@ -61,25 +73,84 @@ pub(super) async fn keep_watchdog_quiet(owner: DriverHandle) {
     }
 }
 
-/// Gives up after the time allowed: who does not take what is said must not keep the daemon from serving, nor from ending.
-fn tell(words: &[NotifyState], wait: Duration) {
-    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
-        return;
-    };
-    let told: Vec<String> = words.iter().map(ToString::to_string).collect();
-    let send = || {
-        let address = match name.as_bytes().strip_prefix(b"@") {
-            Some(name) => SocketAddr::from_abstract_name(name)?,
-            None => SocketAddr::from_pathname(&name)?,
-        };
-        let socket = UnixDatagram::unbound()?;
-        if wait.is_zero() {
-            socket.set_nonblocking(true)?;
-        } else {
-            socket.set_write_timeout(Some(wait))?;
+/// Whether there is somebody who may keep descriptors for the next daemon.
+pub(super) fn somebody_keeps() -> bool {
+    std::env::var_os("NOTIFY_SOCKET").is_some()
+}
+
+/// Gives everything to be kept, and waits until it has been taken.
+///
+/// # Errors
+/// As the system names them; then the next daemon gets nothing that it can use.
+pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
+    if handed.state.sessions.is_empty() {
+        return Ok(());
+    }
+    handed.give(|name, fd| {
+        // Hang-ups are ours to see: whoever gives a session up must know of it.
+        send(
+            &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"),
+            Some(fd),
+            WAIT,
+        )
+    })?;
+    let (reader, writer) = io::pipe()?;
+    send("BARRIER=1", Some(writer.as_fd()), WAIT)?;
+    drop(writer);
+    let mut fds = [PollFd::new(&reader, PollFlags::IN)];
+    let limit = Timespec::try_from(TAKEN_WAIT).expect("some seconds");
+    match poll(&mut fds, Some(&limit)) {
+        Ok(1..) => Ok(()),
+        // Interrupted, which is as rare as it is harmless: what was sent is taken before our end is noticed.
+        Err(Errno::INTR) => Ok(()),
+        Ok(0) => Err(io::ErrorKind::TimedOut.into()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// What was kept is here now, and is not to be given to anybody again.
+pub(super) fn forget_kept(names: &[String]) {
+    for name in names.iter().filter(|name| handover::is_ours(name)) {
+        let told = send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None, WAIT);
+        if let Err(error) = told {
+            // One wait is enough for somebody who does not listen.
+            tracing::warn!(%error, "the service manager still keeps {name}: its process may not see its session end");
+            return;
         }
-        socket.send_to_addr(told.join("\n").as_bytes(), &address)
-    };
+    }
+}
+
+/// Who does not take what is said must not keep the daemon from serving, nor from ending.
+fn tell(words: &[NotifyState], wait: Duration) {
+    let told: Vec<String> = words.iter().map(ToString::to_string).collect();
     // Nobody there, or nobody who listens: there is nobody to tell that.
-    let _: std::io::Result<usize> = send();
+    let _: io::Result<()> = send(&told.join("\n"), None, wait);
+}
+
+/// Gives up after the time allowed.
+fn send(words: &str, fd: Option<BorrowedFd<'_>>, wait: Duration) -> io::Result<()> {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
+        return Err(io::ErrorKind::NotConnected.into());
+    };
+    let address = match name.as_bytes().strip_prefix(b"@") {
+        Some(name) => SocketAddrUnix::new_abstract_name(name)?,
+        None => SocketAddrUnix::new(name.as_bytes())?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    if wait.is_zero() {
+        socket.set_nonblocking(true)?;
+    } else {
+        socket.set_write_timeout(Some(wait))?;
+    }
+    let fds: Vec<_> = fd.into_iter().collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        let room = control.push(SendAncillaryMessage::ScmRights(&fds));
+        assert!(room, "the buffer is made for one descriptor");
+    }
+    let flags = SendFlags::NOSIGNAL;
+    let bytes = [IoSlice::new(words.as_bytes())];
+    sendmsg_addr(&socket, &address, &bytes, &mut control, flags)?;
+    Ok(())
 }

@@ -80,6 +80,13 @@ impl CatalogQueue {
     }
 }
 
+impl CatalogQueue {
+    /// Nothing is written and nothing waits.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.busy && self.waiting.is_empty()
+    }
+}
+
 impl Core {
     /// Queues a change. Refused when too many wait or an earlier one failed.
     pub(super) fn change_catalog(

@@ -153,6 +153,11 @@ pub enum Call {
         /// The one that was prepared.
         generation: Generation,
     },
+    /// How far the session is, for a process that lost its connection.
+    Reattach {
+        /// Of the session.
+        token: SessionToken,
+    },
     /// A tile that was read is not what was written. Nothing is decided by it.
     ReportDamage {
         /// Of the session.
@@ -271,6 +276,17 @@ pub enum Reply {
     },
     /// The one before may be overwritten.
     Confirm,
+    /// The session is there.
+    Reattach {
+        /// The life that gave it.
+        epoch: Epoch,
+        /// What writes must name; `None` before it resumed.
+        working: Option<Generation>,
+        /// Nothing waits for a confirmation.
+        confirmed: bool,
+        /// Tiles of its own.
+        scratch_count: u32,
+    },
     /// It was heard.
     ReportDamage,
     /// The session's I/O has ended.

@@ -6,6 +6,7 @@
 //!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┤
+//!   Reattach                  ──▶ handing ────▶ what outlives the daemon
 //!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
 //!   MoveOn                    ──▶ moving, copying ▶ tiles to other devices ─┘
 //!                                 look ◀───── a driver that shows people what goes on
@@ -24,6 +25,7 @@ mod copying;
 mod devices;
 mod event;
 mod give_up;
+mod handing;
 mod inspect;
 mod io;
 mod job;
@@ -37,6 +39,7 @@ mod script;
 mod session;
 
 pub use event::*;
+pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
@@ -160,6 +163,9 @@ impl Core {
             Call::Confirm { token, generation } => self
                 .live(peer, token)
                 .and_then(|session| self.confirm(call, session, generation, actions)),
+            Call::Reattach { token } => self
+                .live(peer, token)
+                .map(|session| Some(self.reattach(session))),
             Call::ReportDamage { token, damage } => {
                 (self.live(peer, token)).and_then(|_| self.hear_damage(damage))
             }

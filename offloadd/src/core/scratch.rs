@@ -19,14 +19,23 @@ use crate::store::tile_table::Extent;
 /// One of a session's own tiles.
 #[derive(Debug)]
 pub(super) struct ScratchTile {
-    extent: Extent,
+    pub(super) extent: Extent,
     bytes: u32,
     /// `None`: never written, or the last write failed.
-    content: Option<Version>,
+    pub(super) content: Option<Version>,
     activity: Activity,
 }
 
 impl ScratchTile {
+    pub(super) fn new(extent: Extent, bytes: u32, content: Option<Version>) -> Self {
+        Self {
+            extent,
+            bytes,
+            content,
+            activity: Activity::Idle,
+        }
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         u64::from(self.bytes)
     }
@@ -79,12 +88,7 @@ impl Core {
         let tiles = extents.into_iter().zip(tile_bytes);
         let session = self.sessions.get_mut(&id).expect("a live session");
         session.scratch = tiles
-            .map(|(extent, &bytes)| ScratchTile {
-                extent,
-                bytes,
-                content: None,
-                activity: Activity::Idle,
-            })
+            .map(|(extent, &bytes)| ScratchTile::new(extent, bytes, None))
             .collect();
         Ok(Some(Reply::ReserveScratch {
             reserved_bytes: asked_bytes,

@@ -20,10 +20,12 @@ pub(super) struct Session {
     pub(super) key: JobKey,
     pub(super) rank: Rank,
     pub(super) uid: u32,
+    /// For messages.
+    pub(super) pid: u32,
     pub(super) token: SessionToken,
     pub(super) geometry: Geometry,
     pub(super) iodepth: u32,
-    ring_entries: u32,
+    pub(super) ring_entries: u32,
     pub(super) stage: Stage,
     pub(super) busy_slots: HashSet<SlotIndex>,
     pub(super) inflight_count: u32,
@@ -43,6 +45,11 @@ pub(super) enum Stage {
     Ending { close: Option<CallId> },
     /// It was over before the arena was made.
     EndingUnmade { open: CallId },
+}
+
+/// Twice the iodepth: completions that were not taken yet stand beside those in flight.
+pub(super) fn ring_entries(iodepth: u32) -> u32 {
+    (2 * iodepth).next_power_of_two()
 }
 
 impl Session {
@@ -82,8 +89,7 @@ impl Core {
         let key = JobKey::new(peer.uid, open.job.clone());
         let geometry = self.check_open(&key, &open)?;
         let iodepth = self.admit_session(&key, &open, geometry.arena_bytes())?;
-        // Twice the iodepth: completions that were not taken yet stand beside those in flight.
-        let ring_entries = (2 * iodepth).next_power_of_two();
+        let ring_entries = ring_entries(iodepth);
         let id = SessionId(self.number());
         self.arena_used_bytes += geometry.arena_bytes();
         let device_count = self.devices.len();
@@ -104,6 +110,7 @@ impl Core {
             key,
             rank: open.rank,
             uid: peer.uid,
+            pid: peer.pid,
             token: open.token,
             geometry,
             iodepth,

@@ -9,6 +9,7 @@ use offload_api::handoff;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
+use super::keeper::Made;
 use super::session::{Session, State};
 use super::source::Source;
 use crate::core::{Event, SessionId};
@@ -114,10 +115,22 @@ impl Driver {
         let process = hello.pid.and_then(|pid| {
             rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
         });
+        self.events.push_back(Event::Attached { session: id });
+        self.begin(id, made, hello.socket, process);
+    }
+
+    /// Serves a session whose process has its descriptors.
+    pub(super) fn begin(
+        &mut self,
+        id: SessionId,
+        made: Box<Made>,
+        life_line: OwnedFd,
+        process: Option<OwnedFd>,
+    ) {
         // Edges: each ring of the bell is one, and nothing needs to be read.
         let edge = EventFlags::IN | EventFlags::ET;
         let doorbell = self.watch(&made.submission_doorbell, Source::Doorbell(id), edge);
-        let line = self.watch(&hello.socket, Source::LifeLine(id), EventFlags::IN);
+        let line = self.watch(&life_line, Source::LifeLine(id), EventFlags::IN);
         let watched = doorbell.and(line).and_then(|()| match &process {
             Some(process) => self.watch(process, Source::LifeLine(id), EventFlags::IN),
             None => Ok(()),
@@ -125,10 +138,9 @@ impl Driver {
         let session = self.sessions.get_mut(&id).expect("just seen");
         session.state = State::Attached {
             made,
-            life_line: hello.socket,
+            life_line,
             process,
         };
-        self.events.push_back(Event::Attached { session: id });
         if let Err(error) = watched {
             self.gone(id, &error.to_string());
             return;

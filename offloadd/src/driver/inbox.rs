@@ -77,6 +77,8 @@ pub(super) enum Message {
     Turn(oneshot::Sender<()>),
     /// End in order.
     Stop,
+    /// The same, but sessions go on in the next daemon.
+    HandOver,
 }
 
 /// The way to the owner thread. Cheap to clone.
@@ -201,6 +203,11 @@ impl DriverHandle {
         self.send(Message::Stop);
     }
 
+    /// Asks the owner thread to end in order and to leave its sessions to the next daemon. Safe to repeat.
+    pub fn stop_for_the_next(&self) {
+        self.send(Message::HandOver);
+    }
+
     /// Waits for room; for our own threads only.
     pub(super) fn send(&self, message: Message) {
         // An error means that the owner thread has ended: nobody needs the message.
@@ -255,7 +262,7 @@ impl Inbox {
     }
 }
 
-/// What a call gets while the daemon ends.
+/// What a call gets while the daemon ends, whether or not another one will go on.
 pub(super) fn stopping() -> Fault {
     Fault::new(
         FaultKind::Stopping,

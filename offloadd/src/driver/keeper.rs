@@ -13,13 +13,14 @@ use std::thread::JoinHandle;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
 use offload_api::ids::Epoch;
-use offload_api::ring::{DaemonRings, RingMap};
+use offload_api::ring::{DaemonRings, Reached, RingMap};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::OFlags;
 
 use super::inbox::{DriverHandle, Message};
 use crate::arena::{Arena, LockPolicy, memory_file};
 use crate::core::SessionId;
+use crate::handover::Descriptors;
 
 /// What a session shares with its process.
 #[derive(Debug)]
@@ -35,6 +36,35 @@ pub(super) struct Made {
     pub(super) completion_doorbell: PipeWriter,
     /// The process's end of it.
     pub(super) completion_reader: PipeReader,
+}
+
+impl Made {
+    /// What a daemon before this one made, and its process still has.
+    pub(super) fn adopt(
+        descriptors: Descriptors,
+        geometry: &Geometry,
+        ring_entries: u32,
+        reached: Reached,
+        epoch: Epoch,
+        policy: LockPolicy,
+    ) -> Result<(Self, OwnedFd, Option<OwnedFd>), Fault> {
+        let broken = |what: String| Fault::new(FaultKind::Protocol, what);
+        let arena = Arc::new(Arena::adopt(descriptors.arena, geometry, policy)?);
+        let map = RingMap::adopt(&descriptors.ring, ring_entries, epoch)
+            .map_err(|error| broken(error.to_string()))?;
+        let completion_doorbell = PipeWriter::from(descriptors.completion_doorbell);
+        rustix::fs::fcntl_setfl(&completion_doorbell, OFlags::NONBLOCK)
+            .map_err(|errno| broken(format!("its doorbell: {errno}")))?;
+        let made = Self {
+            arena,
+            rings: DaemonRings::resume(map, reached),
+            ring_fd: descriptors.ring,
+            submission_doorbell: descriptors.submission_doorbell,
+            completion_doorbell,
+            completion_reader: PipeReader::from(descriptors.completion_reader),
+        };
+        Ok((made, descriptors.life_line, descriptors.process))
+    }
 }
 
 #[derive(Debug)]

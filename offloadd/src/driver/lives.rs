@@ -92,7 +92,10 @@ impl Driver {
 
     pub(super) fn drop_arena(&mut self, id: SessionId) {
         self.detach(id);
-        let session = self.sessions.get_mut(&id).expect("a live session");
+        // One of the daemon before whose memory could not be had.
+        let Some(session) = self.sessions.get_mut(&id) else {
+            return;
+        };
         match std::mem::replace(&mut session.state, State::Dropped) {
             // Its memory is on its way: `made` will find it dropped.
             State::Making | State::Dropped => {}

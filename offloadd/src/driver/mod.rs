@@ -34,6 +34,7 @@ use crate::core::{
     Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Quotas, Reply, SessionId, Viewer,
 };
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
+use crate::handover::HandedOver;
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
 use crate::numa;
 use crate::queue::{DeviceLimits, Ended, Owner, Queue};
@@ -42,6 +43,7 @@ use crate::store::definition::JobName;
 
 mod attach;
 mod counting;
+mod handing;
 mod inbox;
 mod keeper;
 mod lives;
@@ -52,6 +54,7 @@ mod source;
 mod stop;
 
 use attach::Hello;
+pub use handing::TakenUp;
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
@@ -102,6 +105,8 @@ pub struct Parts {
     pub policy: LockPolicy,
     /// Where descriptors are handed out; nothing exists there.
     pub descriptor_socket: PathBuf,
+    /// Sessions of the daemon before, which `core` has taken up.
+    pub taken_up: Vec<TakenUp>,
 }
 
 /// A running owner thread.
@@ -113,8 +118,8 @@ pub struct Running {
     pub engine: &'static str,
     /// Why that one.
     pub engine_reason: String,
-    /// Ends with the daemon; an error means that nothing can be done any more.
-    pub thread: JoinHandle<Result<(), DriverError>>,
+    /// Ends with the daemon, with what is for the next one; an error means that nothing can be done any more.
+    pub thread: JoinHandle<Result<Option<HandedOver>, DriverError>>,
 }
 
 /// The owner thread cannot start or go on.
@@ -167,10 +172,11 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
                 }
                 Err(error) => {
                     let _ = ready.send(Err(error));
-                    return Ok(());
+                    return Ok(None);
                 }
             };
-            driver.run()
+            driver.run()?;
+            driver.give()
         })
         .map_err(system("starting the owner thread"))?;
     let (engine, engine_reason) = started.recv().expect("the owner thread says how it went")?;
@@ -237,6 +243,8 @@ struct Driver {
     awake: Awake,
     fell_idle: bool,
     stop_deadline: Option<Instant>,
+    /// The stop leaves sessions to the next daemon.
+    handing: bool,
     /// When a stop that lasts is told next.
     tell_stop_at: Option<Instant>,
 }
@@ -258,6 +266,7 @@ impl Driver {
             wearing,
             policy,
             descriptor_socket,
+            taken_up,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
         // A write of its wear to each device besides. More devices may come.
@@ -274,7 +283,7 @@ impl Driver {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create")(e.into()))?;
         let ledger = Ledger::new(&core.device_states(), wearing, Instant::now());
-        let driver = Self {
+        let mut driver = Self {
             core,
             queue: Queue::new(&device_limits),
             engine,
@@ -307,6 +316,7 @@ impl Driver {
             awake: Awake::new(),
             fell_idle: false,
             stop_deadline: None,
+            handing: false,
             tell_stop_at: None,
         };
         driver.watch(driver.inbox.wake(), Source::Inbox, EventFlags::IN)?;
@@ -314,6 +324,9 @@ impl Driver {
         // Edges: while there is no room, a connection that waits must not keep us awake.
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
+        for session in taken_up {
+            driver.take_up(session, epoch, policy);
+        }
         Ok((driver, reason))
     }
 
@@ -329,7 +342,7 @@ impl Driver {
                     Source::Listener => self.accept_again = true,
                     Source::Hello(key) => self.hello(key),
                     Source::Doorbell(session) => {
-                        if !self.busy.contains(&session) {
+                        if !self.handing && !self.busy.contains(&session) {
                             self.busy.push_back(session);
                         }
                     }
@@ -544,6 +557,7 @@ impl Driver {
                 }
                 Message::Turn(waiter) => self.turn_waiters.push(waiter),
                 Message::Stop => self.stop(),
+                Message::HandOver => self.begin_to_hand_over(),
             }
             self.decide();
         }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+use super::session::{Session, State};
 use super::{Driver, DriverError, STOP_WAIT};
 
 /// Nobody wonders before that why a stop lasts; and between two words about it.
@@ -12,6 +13,21 @@ const STOP_TOLD_EVERY: Duration = Duration::from_secs(10);
 
 impl Driver {
     pub(super) fn stop(&mut self) {
+        // Whoever ends it in a hurry waits for no handover.
+        self.handing = false;
+        self.begin_to_end();
+    }
+
+    /// No new work: what is in the rings stays there for the next daemon.
+    pub(super) fn begin_to_hand_over(&mut self) {
+        if self.stop_deadline.is_none() {
+            self.handing = true;
+            self.busy.clear();
+            self.begin_to_end();
+        }
+    }
+
+    fn begin_to_end(&mut self) {
         if self.stop_deadline.is_some() {
             return;
         }
@@ -19,10 +35,29 @@ impl Driver {
         self.tell_stop_at = Some(Instant::now() + STOP_QUIET);
         let _ = epoll::delete(&self.epoll, &self.listener);
         let _ = std::fs::remove_file(&self.descriptor_socket);
-        let sessions: Vec<_> = self.sessions.keys().copied().collect();
-        for id in sessions {
+        self.end_sessions();
+    }
+
+    /// Those that the next daemon will not have.
+    fn end_sessions(&mut self) {
+        let handing = self.handing;
+        let ending = (self.sessions.iter())
+            .filter(|(_, s)| !(handing && matches!(s.state, State::Attached { .. })));
+        let ending: Vec<_> = ending.map(|(id, _)| *id).collect();
+        for id in ending {
             self.gone(id, "offloadd stops");
         }
+    }
+
+    /// Nothing is left, or nothing but what the next daemon will have.
+    fn is_at_rest(&self) -> bool {
+        let attached = |session: &Session| matches!(session.state, State::Attached { .. });
+        let sessions = if self.handing {
+            self.sessions.values().all(attached) && self.core.is_quiet()
+        } else {
+            self.sessions.is_empty()
+        };
+        sessions && self.queue.count() == 0
     }
 
     /// Whether a stop was asked for and everything has ended. Calls that still wait are told by closing their channels.
@@ -31,14 +66,11 @@ impl Driver {
             return Ok(false);
         };
         // Made after the stop began.
-        let sessions: Vec<_> = self.sessions.keys().copied().collect();
-        for id in sessions {
-            self.gone(id, "offloadd stops");
-        }
+        self.end_sessions();
         self.decide();
         self.hand_over()?;
         let inflight_count = self.queue.count();
-        if self.sessions.is_empty() && inflight_count == 0 {
+        if self.is_at_rest() {
             if std::mem::replace(&mut self.wear_kept, true) {
                 return Ok(true);
             }

@@ -187,6 +187,24 @@ impl proto::offload_server::Offload for Service {
         call!(self, request, check, Reply::Confirm => proto::ConfirmReply {})
     }
 
+    async fn reattach(
+        &self,
+        request: Request<proto::ReattachRequest>,
+    ) -> Result<Response<proto::ReattachReply>, Status> {
+        let check = |message: proto::ReattachRequest| {
+            Ok::<_, Fault>(Call::Reattach {
+                token: token(&message.token)?,
+            })
+        };
+        call!(self, request, check,
+        Reply::Reattach { epoch, working, confirmed, scratch_count } => proto::ReattachReply {
+            epoch: epoch.0,
+            working_generation: working.map_or(0, |working| working.0),
+            confirmed,
+            scratch_count,
+        })
+    }
+
     async fn close_session(
         &self,
         request: Request<proto::CloseSessionRequest>,

@@ -202,6 +202,12 @@ impl Control {
         proto::DefineTilesRequest,
         proto::DefineTilesReply
     );
+    call!(
+        reserve_scratch,
+        proto::ReserveScratchRequest,
+        proto::ReserveScratchReply
+    );
+    call!(reattach, proto::ReattachRequest, proto::ReattachReply);
     call!(resume, proto::ResumeRequest, proto::ResumeReply);
     call!(commit, proto::CommitRequest, proto::CommitReply);
     call!(

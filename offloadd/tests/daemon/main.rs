@@ -13,6 +13,7 @@ mod mishaps;
 mod page;
 mod progress;
 mod quotas;
+mod restart;
 mod service;
 mod sessions;
 mod settings;

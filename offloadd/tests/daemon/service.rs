@@ -374,7 +374,14 @@ fn the_services_settings_hold_together_and_fit_the_unit() {
             .iter()
             .all(|device| device.starts_with("/var/lib/offloadd"))
     );
-    let listen = config.metrics_listen.unwrap().to_string();
+    let listen = config.metrics_listen.as_ref().unwrap().to_string();
     assert!(listen.starts_with("unix:/run/offloadd/"), "{listen}");
     assert!(config.require_locked);
+    // Seven descriptors a session outlive a restart, and two for all.
+    let unit = unit();
+    let kept = unit
+        .lines()
+        .find_map(|l| l.strip_prefix("FileDescriptorStoreMax="));
+    let kept: u32 = kept.expect("the unit keeps descriptors").parse().unwrap();
+    assert!(kept >= 7 * config.limits().sessions_max + 2, "{kept}");
 }

@@ -45,6 +45,16 @@ pub struct Producer {
 }
 
 impl Producer {
+    /// Goes on where another stopped, by its own word: the ring's may have been rewritten.
+    pub fn at(tail: u32) -> Self {
+        Self { tail }
+    }
+
+    /// Entries put in since the start, as they are counted.
+    pub fn index(&self) -> u32 {
+        self.tail
+    }
+
     /// Puts an entry in; `false` when the ring is full.
     pub fn put<R: SharedRing>(&mut self, ring: &R, entry: &R::Entry) -> Result<bool, RingError> {
         if self.waiting(ring)? == ring.entries() {
@@ -72,6 +82,16 @@ pub struct Consumer {
 }
 
 impl Consumer {
+    /// Goes on where another stopped, by its own word: the ring's may have been rewritten.
+    pub fn at(head: u32) -> Self {
+        Self { head }
+    }
+
+    /// Entries taken since the start, as they are counted.
+    pub fn index(&self) -> u32 {
+        self.head
+    }
+
     /// Takes the oldest entry; `None` when there is none.
     pub fn take<R: SharedRing>(&mut self, ring: &R) -> Result<Option<R::Entry>, RingError> {
         if self.ready(ring)? == 0 {

@@ -145,6 +145,40 @@ impl RingMap {
         Ok(map)
     }
 
+    /// The daemon's side again, in a daemon after the one that made it. What the header should say is taken from there: the
+    /// process may have rewritten it.
+    pub fn adopt(fd: impl AsFd, entries: u32, epoch: crate::ids::Epoch) -> Result<Self, RingError> {
+        let os = |op| {
+            move |e: rustix::io::Errno| RingError::Os {
+                op,
+                source: e.into(),
+            }
+        };
+        let form = |what: String| RingError::Form { what };
+        if !entries.is_power_of_two() || entries > RING_ENTRIES_MAX {
+            return Err(form(format!("{entries} entries")));
+        }
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(os("fcntl(F_GET_SEALS)"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(form("it is not sealed against shrinking".into()));
+        }
+        let bytes = rustix::fs::fstat(&fd).map_err(os("fstat"))?.st_size as usize;
+        if bytes != ring_bytes(entries) {
+            return Err(form(format!("{entries} entries in {bytes} bytes")));
+        }
+        Ok(Self {
+            base: map_shared(&fd, bytes).map_err(os("mmap"))?,
+            bytes,
+            header: RingHeader {
+                magic: RING_MAGIC,
+                version: PROTOCOL_VERSION,
+                entries,
+                epoch: epoch.0,
+                reserved: 0,
+            },
+        })
+    }
+
     /// As it was when the ring was made or opened.
     pub fn header(&self) -> &RingHeader {
         &self.header

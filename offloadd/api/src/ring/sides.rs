@@ -10,6 +10,15 @@ use super::index::{Consumer, Producer, SharedIndex, SharedRing};
 use super::map::{self, ENTRY_BYTES, RingMap};
 use super::{RingError, RingHeader};
 
+/// The indices that the daemon writes, as it knows them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reached {
+    /// Submissions taken.
+    pub submission_head: u32,
+    /// Completions put.
+    pub completion_tail: u32,
+}
+
 /// The daemon's half.
 #[derive(Debug)]
 pub struct DaemonRings {
@@ -25,6 +34,23 @@ impl DaemonRings {
             map,
             submissions: Consumer::default(),
             completions: Producer::default(),
+        }
+    }
+
+    /// On the map of a daemon before, from where it stopped.
+    pub fn resume(map: RingMap, reached: Reached) -> Self {
+        Self {
+            map,
+            submissions: Consumer::at(reached.submission_head),
+            completions: Producer::at(reached.completion_tail),
+        }
+    }
+
+    /// How far this side is.
+    pub fn reached(&self) -> Reached {
+        Reached {
+            submission_head: self.submissions.index(),
+            completion_tail: self.completions.index(),
         }
     }
 

@@ -1,0 +1,111 @@
+//! Sessions that outlive the daemon: taken up at the start, given away at the end.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use offload_api::ids::Epoch;
+use offload_api::ring::Reached;
+
+use super::keeper::Made;
+use super::session::{Session, State};
+use super::{Driver, DriverError, system};
+use crate::arena::LockPolicy;
+use crate::core::{Adopted, Event};
+use crate::handover::{Descriptors, HandedOver};
+
+/// A session of the daemon before, with its descriptors.
+#[derive(Debug)]
+pub struct TakenUp {
+    /// As the core has it.
+    pub adopted: Adopted,
+    /// What both sides have.
+    pub descriptors: Descriptors,
+    /// How far its rings were.
+    pub reached: Reached,
+}
+
+impl Driver {
+    /// Serves a session as if it had just attached. Its process may have gone meanwhile: its life line says so at once.
+    pub(super) fn take_up(&mut self, taken: TakenUp, epoch: Epoch, policy: LockPolicy) {
+        let TakenUp {
+            adopted,
+            descriptors,
+            reached,
+        } = taken;
+        let id = adopted.session;
+        let made = Made::adopt(
+            descriptors,
+            &adopted.geometry,
+            adopted.ring_entries,
+            reached,
+            epoch,
+            policy,
+        );
+        let (made, life_line, process) = match made {
+            Ok(made) => made,
+            Err(fault) => {
+                tracing::warn!(job = %adopted.job, %fault, "a session is not taken up");
+                self.events.push_back(Event::PeerGone { session: id });
+                return;
+            }
+        };
+        self.engine.register(&made.arena);
+        let session = Session {
+            token: adopted.token,
+            peer: adopted.peer,
+            job: (self.ledger).session_begins(adopted.peer.uid, &adopted.job),
+            state: State::Making,
+            unrung: false,
+        };
+        self.sessions.insert(id, session);
+        self.begin(id, Box::new(made), life_line, process);
+    }
+
+    /// What goes to the next daemon, after the last operation has ended.
+    pub(super) fn give(&mut self) -> Result<Option<HandedOver>, DriverError> {
+        if !self.handing {
+            return Ok(None);
+        }
+        for session in self.sessions.values_mut() {
+            session.ring();
+        }
+        let mut state = self.core.hand_over();
+        let mut descriptors = Vec::with_capacity(state.sessions.len());
+        for message in &mut state.sessions {
+            let found = self.sessions.iter().find(|(id, _)| id.0 == message.number);
+            let Some((_, session)) = found else {
+                unreachable!("the core's sessions are the driver's");
+            };
+            let State::Attached {
+                made,
+                life_line,
+                process,
+            } = &session.state
+            else {
+                unreachable!("at rest all sessions are attached");
+            };
+            let reached = made.rings.reached();
+            message.submission_head = reached.submission_head;
+            message.completion_tail = reached.completion_tail;
+            let copies = copies(made, life_line, process.as_ref());
+            descriptors.push(copies.map_err(system("copying a session's descriptors"))?);
+        }
+        Ok(Some(HandedOver { state, descriptors }))
+    }
+}
+
+fn copies(
+    made: &Made,
+    life_line: &OwnedFd,
+    process: Option<&OwnedFd>,
+) -> std::io::Result<Descriptors> {
+    let copy = |fd: &dyn AsFd| fd.as_fd().try_clone_to_owned();
+    Ok(Descriptors {
+        arena: copy(&*made.arena)?,
+        ring: copy(&made.ring_fd)?,
+        submission_doorbell: copy(&made.submission_doorbell)?,
+        completion_doorbell: copy(&made.completion_doorbell)?,
+        completion_reader: copy(&made.completion_reader)?,
+        life_line: copy(life_line)?,
+        process: process.map(|process| copy(process)).transpose()?,
+    })
+}
