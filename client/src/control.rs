@@ -165,6 +165,7 @@ impl Drop for Control {
 }
 
 /// A call under way.
+#[derive(Debug)]
 pub(crate) struct Pending<R> {
     call: &'static str,
     limit: Duration,

@@ -13,8 +13,9 @@
 //! ```
 //!
 //! Promises: bytes of a tile that do not fit their checksum are never handed out; a slot is not lent twice and not freed
-//! while the kernel may write it; no call waits longer than its deadline, and a daemon that dies ends every wait with
-//! [`ClientError::DaemonGone`]. Callers see no gRPC, no descriptor and no shared memory but their own slots.
+//! while the kernel may write it; no call waits longer than its deadline, and for a daemon that is restarted three minutes;
+//! a daemon that dies ends every wait with [`ClientError::DaemonGone`], one whose sessions another takes up ends none.
+//! Callers see no gRPC, no descriptor and no shared memory but their own slots.
 //!
 //! One thread drives a session; [`Waker`] wakes it from others. `unsafe` is in `mapping.rs` alone.
 //!

@@ -5,14 +5,26 @@ use offload_api::ids::Generation;
 use offload_api::{BLOB_BYTES_MAX, proto};
 
 use super::Session;
+use super::restart::{Over, Reattaching, TRY_EVERY, is_lost};
 use crate::ClientError;
-use crate::control::{LONG_WAIT, Pending};
+use crate::control::{Client, LONG_WAIT, Pending};
 
 /// A commit on its way. At most one.
 pub(super) enum Commit {
     None,
-    Pending(Pending<proto::CommitReply>),
+    /// With what was asked, to ask it again.
+    Pending(Pending<proto::CommitReply>, proto::CommitRequest),
+    /// The connection was lost on the way.
+    Lost(Box<Lost>),
     Ended(Result<Committed, ClientError>),
+}
+
+/// A commit of which nobody knows whether it was heard.
+pub(super) struct Lost {
+    reattaching: Reattaching,
+    request: proto::CommitRequest,
+    /// What it ends with if no daemon comes that knows the session.
+    error: ClientError,
 }
 
 /// A generation is durable on this node.
@@ -55,12 +67,18 @@ impl Session {
             generation: working.0,
             blob,
         };
-        self.commit = Commit::Pending(self.control.begin(
-            "Commit",
-            LONG_WAIT,
-            |mut client| async move { client.commit(request).await },
-        ));
+        self.ask_to_commit(request);
         Ok(())
+    }
+
+    fn ask_to_commit(&mut self, request: proto::CommitRequest) {
+        let asked = request.clone();
+        let pending = self
+            .control
+            .begin("Commit", LONG_WAIT, |mut client| async move {
+                client.commit(asked).await
+            });
+        self.commit = Commit::Pending(pending, request);
     }
 
     /// The result of [`Session::begin_commit`], once.
@@ -81,13 +99,18 @@ impl Session {
             if let Some(result) = self.poll_commit() {
                 return result;
             }
-            match self.pause() {
+            let paused = match &self.commit {
+                Commit::Lost(_) => self.pause_for(TRY_EVERY),
+                _ => self.pause(),
+            };
+            match paused {
                 Err(ClientError::DaemonGone { .. }) => {
-                    let ending = std::mem::replace(&mut self.commit, Commit::None);
-                    let Commit::Pending(pending) = ending else {
-                        unreachable!("begun above and not ended");
+                    let ended = match std::mem::replace(&mut self.commit, Commit::None) {
+                        Commit::Pending(pending, _) => pending.last_words(),
+                        Commit::Lost(lost) => Err(lost.error),
+                        _ => unreachable!("begun above and not ended"),
                     };
-                    self.commit = Commit::Ended(pending.last_words().map(|r| self.committed(r)));
+                    self.commit = Commit::Ended(ended.map(|r| self.committed(r)));
                 }
                 other => other?,
             }
@@ -100,20 +123,61 @@ impl Session {
             token: self.token.clone(),
             generation: generation.0,
         };
-        self.call("Confirm", LONG_WAIT, |mut client| async move {
-            client.confirm(request).await
+        self.call("Confirm", LONG_WAIT, || {
+            let request = request.clone();
+            |mut client: Client| async move { client.confirm(request).await }
         })?;
         Ok(())
     }
 
     /// Whether a commit has ended whose result nobody took yet.
     pub(super) fn advance_commit(&mut self) -> bool {
-        if let Commit::Pending(pending) = &self.commit
+        if let Commit::Pending(pending, request) = &self.commit
             && let Some(result) = pending.poll()
         {
-            self.commit = Commit::Ended(result.map(|reply| self.committed(reply)));
+            self.commit = match result {
+                Err(error) if is_lost(&error) => Commit::Lost(Box::new(Lost {
+                    reattaching: Reattaching::begin(),
+                    request: request.clone(),
+                    error,
+                })),
+                result => Commit::Ended(result.map(|reply| self.committed(reply))),
+            };
         }
+        self.look_for_commit();
         matches!(self.commit, Commit::Ended(_))
+    }
+
+    /// Finds out from the next daemon what became of a commit whose answer was lost.
+    fn look_for_commit(&mut self) {
+        if !matches!(self.commit, Commit::Lost(_)) {
+            return;
+        }
+        let hung_up = self.hung_up();
+        let Commit::Lost(lost) = &mut self.commit else {
+            unreachable!("just seen");
+        };
+        let Some(found) = lost.reattaching.poll(&self.control, &self.token, hung_up) else {
+            return;
+        };
+        let Commit::Lost(lost) = std::mem::replace(&mut self.commit, Commit::None) else {
+            unreachable!("just seen");
+        };
+        match found {
+            Err(Over) => self.commit = Commit::Ended(Err(lost.error)),
+            // It is still the one that is worked on: nobody heard, or other ranks were waited for.
+            Ok(found) if found.working_generation == lost.request.generation => {
+                self.ask_to_commit(lost.request);
+            }
+            Ok(found) => {
+                let reply = proto::CommitReply {
+                    generation: lost.request.generation,
+                    confirmed: found.confirmed,
+                    working_generation: found.working_generation,
+                };
+                self.commit = Commit::Ended(Ok(self.committed(reply)));
+            }
+        }
     }
 
     fn committed(&mut self, reply: proto::CommitReply) -> Committed {

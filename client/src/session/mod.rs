@@ -1,9 +1,11 @@
 //! A session: opening and ending it, its job, the generation to go on from.
 //!
-//! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon.
+//! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon, `restart` goes on with the
+//! next one.
 
 mod commit;
 mod damage;
+mod restart;
 mod swap;
 mod wait;
 
@@ -21,7 +23,7 @@ use offload_api::ids::{Epoch, Generation, SessionToken, TileIndex};
 use offload_api::ring::{ProcessRings, RingError, RingMap};
 use offload_api::{PROTOCOL_VERSION, proto};
 
-use crate::control::{Control, LONG_WAIT, SHORT_WAIT};
+use crate::control::{Client, Control, LONG_WAIT, SHORT_WAIT};
 use crate::flight::Flights;
 use crate::mapping::{self, ArenaMemory};
 use crate::signal::Waker;
@@ -167,8 +169,9 @@ impl Session {
     /// Refusals: `NoSpace` (names what is needed and free a device), `LayoutChanged`, `Invalid`.
     pub fn define_tiles(&mut self, definition: JobDefinition) -> Result<(), ClientError> {
         let request = convert::definition(self.token.clone(), &definition);
-        self.call("DefineTiles", LONG_WAIT, |mut client| async move {
-            client.define_tiles(request).await
+        self.call("DefineTiles", LONG_WAIT, || {
+            let request = request.clone();
+            |mut client: Client| async move { client.define_tiles(request).await }
         })?;
         let scratch = self.tile_bytes.split_off(self.job_tile_count);
         self.tile_bytes = definition.tiles.iter().map(|t| t.tile_bytes).collect();
@@ -186,8 +189,13 @@ impl Session {
             token: self.token.clone(),
             tile_bytes: tile_bytes.to_vec(),
         };
-        self.call("ReserveScratch", SHORT_WAIT, |mut client| async move {
-            client.reserve_scratch(request).await
+        let reserve = || {
+            let request = request.clone();
+            |mut client: Client| async move { client.reserve_scratch(request).await }
+        };
+        // Refused a second time: whether it was given is asked.
+        self.call_once("ReserveScratch", SHORT_WAIT, reserve, |found| {
+            (found.scratch_count > 0).then_some(proto::ReserveScratchReply { reserved_bytes: 0 })
         })?;
         self.tile_bytes.extend(tile_bytes);
         Ok(TileIndex(self.job_tile_count as u32))
@@ -202,8 +210,14 @@ impl Session {
             token: self.token.clone(),
             generation: generation.0,
         };
-        let reply = self.call("Resume", LONG_WAIT, |mut client| async move {
-            client.resume(request).await
+        let resume = || {
+            let request = request.clone();
+            |mut client: Client| async move { client.resume(request).await }
+        };
+        // Refused a second time: whether it was done is asked.
+        let reply = self.call_once("Resume", LONG_WAIT, resume, |found| {
+            let working_generation = found.working_generation;
+            (working_generation > 0).then_some(proto::ResumeReply { working_generation })
         })?;
         let working = Generation(reply.working_generation);
         self.working = Some(working);
@@ -215,8 +229,9 @@ impl Session {
         let request = proto::CloseSessionRequest {
             token: self.token.clone(),
         };
-        self.call("CloseSession", SHORT_WAIT, |mut client| async move {
-            client.close_session(request).await
+        self.call("CloseSession", SHORT_WAIT, || {
+            let request = request.clone();
+            |mut client: Client| async move { client.close_session(request).await }
         })?;
         Ok(())
     }

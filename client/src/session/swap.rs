@@ -77,7 +77,7 @@ impl Session {
     /// Refused at once, with the slot, like [`Session::swap_in`]; and with `Busy` while a commit is pending, as the
     /// write would belong to the generation that is being closed. Tiles of this session alone belong to none.
     pub fn swap_out(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
-        if matches!(self.commit, Commit::Pending(_)) && !self.is_scratch(tile) {
+        if matches!(self.commit, Commit::Pending(..) | Commit::Lost(_)) && !self.is_scratch(tile) {
             let error = ClientError::refused(
                 FaultKind::Busy,
                 format!("tile {tile} cannot be swapped out while a commit is pending"),

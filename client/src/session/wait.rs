@@ -4,11 +4,14 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use offload_api::awake::AWAKE_MAX;
+use offload_api::proto;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::commit::Commit;
+use super::restart::{TRY_EVERY, is_lost};
 use super::{Session, broken_ring};
 use crate::ClientError;
-use crate::control::Client;
+use crate::control::{Client, Pending};
 use crate::signal::{self, Waker};
 
 impl Session {
@@ -25,6 +28,12 @@ impl Session {
                 Some(deadline) => deadline.saturating_duration_since(Instant::now()),
                 None => Duration::MAX,
             };
+            let over = left.is_zero();
+            let left = match self.commit {
+                // Its daemon is looked for now and then.
+                Commit::Lost(_) => left.min(TRY_EVERY),
+                _ => left,
+            };
             // Somebody waits for it, and has nothing else to do.
             let lone = !left.is_zero() && self.flights.is_a_lone_read();
             if lone && self.flights.sum_what_came() {
@@ -34,7 +43,7 @@ impl Session {
             if lone && (self.awake.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
                 return Ok(());
             }
-            if self.sleep(left)? || left.is_zero() {
+            if self.sleep(left)? || over {
                 return Ok(());
             }
         }
@@ -73,7 +82,7 @@ impl Session {
     }
 
     /// The daemon never writes to the line after the handoff, so that anything readable is its end.
-    fn hung_up(&self) -> bool {
+    pub(super) fn hung_up(&self) -> bool {
         let mut byte = [0];
         !matches!(
             rustix::net::recv(
@@ -90,18 +99,50 @@ impl Session {
         self.waker.clone()
     }
 
-    /// A call, waited for as long as the daemon lives.
-    pub(super) fn call<R, F>(
+    /// A call that may be repeated, waited for as long as a daemon knows this session.
+    pub(super) fn call<R, M, F>(
         &self,
         call: &'static str,
         limit: Duration,
-        make: impl FnOnce(Client) -> F,
+        make: impl Fn() -> M,
     ) -> Result<R, ClientError>
     where
         R: Send + 'static,
+        M: FnOnce(Client) -> F,
         F: Future<Output = Result<tonic::Response<R>, tonic::Status>> + Send + 'static,
     {
-        let pending = self.control.begin(call, limit, make);
+        self.call_once(call, limit, make, |_| None)
+    }
+
+    /// The same of one that must not be repeated when it was heard: `answer` says from what the next daemon knows what its
+    /// answer was.
+    pub(super) fn call_once<R, M, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        make: impl Fn() -> M,
+        answer: impl Fn(&proto::ReattachReply) -> Option<R>,
+    ) -> Result<R, ClientError>
+    where
+        R: Send + 'static,
+        M: FnOnce(Client) -> F,
+        F: Future<Output = Result<tonic::Response<R>, tonic::Status>> + Send + 'static,
+    {
+        let begin = Instant::now();
+        loop {
+            match self.wait_for(&self.control.begin(call, limit, make())) {
+                Err(lost) if is_lost(&lost) && begin.elapsed() < limit => {
+                    let found = self.reattach(lost)?;
+                    if let Some(answer) = answer(&found) {
+                        return Ok(answer);
+                    }
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn wait_for<R>(&self, pending: &Pending<R>) -> Result<R, ClientError> {
         loop {
             if let Some(result) = pending.poll() {
                 return result;
@@ -115,17 +156,18 @@ impl Session {
 
     /// Sleeps until a call ends or the daemon is gone. Leaves the waker and the doorbell for [`Session::wait`].
     pub(super) fn pause(&self) -> Result<(), ClientError> {
+        // A call ends by itself at its limit; the second only bounds the harm of a lost signal.
+        self.pause_for(Duration::from_secs(1))
+    }
+
+    pub(super) fn pause_for(&self, limit: Duration) -> Result<(), ClientError> {
         let ended = self.control.ended();
         let hang_up = PollFlags::IN | PollFlags::RDHUP;
         let mut fds = [
             PollFd::new(&self.life_line, hang_up),
             PollFd::new(ended, PollFlags::IN),
         ];
-        // A call ends by itself at its limit; the second only bounds the harm of a lost signal.
-        let limit = Timespec {
-            tv_sec: 1,
-            tv_nsec: 0,
-        };
+        let limit = Timespec::try_from(limit).expect("a second at most");
         match poll(&mut fds, Some(&limit)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(ClientError::os("poll")(errno)),

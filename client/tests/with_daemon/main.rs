@@ -8,4 +8,5 @@ mod hostile;
 mod paced;
 mod private;
 mod real;
+mod restart;
 mod tiles;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::lab::{Lab, succeed};
@@ -15,6 +16,7 @@ const START_WAIT: Duration = Duration::from_secs(20);
 pub(crate) struct Daemon {
     child: Child,
     socket: PathBuf,
+    log: PathBuf,
     /// Unix socket paths are short: 107 bytes.
     _folder: TempDir,
 }
@@ -22,6 +24,15 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// Formats a store of 256 MiB in the lab and serves it.
     pub(crate) fn start(lab: &Lab) -> Self {
+        Self::start_as("serve", lab)
+    }
+
+    /// The same under `offloadd supervise`, for [`Daemon::restart`].
+    pub(crate) fn supervised(lab: &Lab) -> Self {
+        Self::start_as("supervise", lab)
+    }
+
+    fn start_as(command: &str, lab: &Lab) -> Self {
         let device = lab.path("shared.tiles");
         let mut format = Command::new(program());
         format.arg("format").arg(&device).args(["--size", "256MiB"]);
@@ -38,7 +49,7 @@ impl Daemon {
         std::fs::write(&config, text).expect("the daemon's settings are written");
         let mut serve = Command::new(program());
         serve
-            .arg("serve")
+            .arg(command)
             .arg("--config")
             .arg(&config)
             .stdin(Stdio::null());
@@ -65,8 +76,29 @@ impl Daemon {
         Self {
             child,
             socket,
+            log: lab.path("offloadd.log"),
             _folder: folder,
         }
+    }
+
+    /// Lets another daemon take its place and answers when that one listens.
+    pub(crate) fn restart(&self) {
+        let served = || {
+            let log = std::fs::read_to_string(&self.log).expect("its log");
+            let ready = log.lines().filter(|line| line.starts_with("READY"));
+            ready.count()
+        };
+        let before = served();
+        self.signal(Signal::USR2);
+        let deadline = Instant::now() + 3 * START_WAIT;
+        while served() == before {
+            assert!(Instant::now() < deadline, "no other daemon came");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        let _ = kill_process(Pid::from_child(&self.child), signal);
     }
 
     /// The settings that lead a run to it.
@@ -77,8 +109,8 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended by itself; a test that cares has looked.
-        let _ = self.child.kill();
+        // It may have ended by itself; a test that cares has looked. In order: one that is supervised ends with who does that.
+        self.signal(Signal::INT);
         let _ = self.child.wait();
     }
 }

@@ -24,6 +24,7 @@ mod plan;
 mod points;
 mod ranks;
 mod ranks_gpu;
+mod restart;
 mod resume;
 mod saves;
 mod settings;

@@ -1,0 +1,48 @@
+//! The daemon restarted under a run. What could go wrong: the run ends, waits for ever, or trains on with other bits.
+
+use std::process::Child;
+
+use crate::daemon::Daemon;
+use crate::lab::{Lab, finish, spawn, until};
+
+const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
+
+/// Restarts in the middle of so many steps.
+const RESTARTS: u64 = 3;
+
+#[test]
+fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
+    let lab = Lab::new();
+    let sets = [
+        "train.steps=16",
+        "offload.commit_every=1",
+        "zero_optimization.offload_param.device=nvme",
+    ];
+    let plain = lab.run("plain", &["train.steps=16"]);
+    plain.train();
+
+    let daemon = Daemon::supervised(&lab);
+    let run = lab
+        .run("restarted", &sets)
+        .with(&[NVME])
+        .with(&daemon.socket());
+    let mut child: Child = spawn(run.command("train"));
+    for nth in 0..RESTARTS {
+        let steps = 2 + 4 * nth;
+        child = until(child, &format!("step {steps}"), || {
+            run.steps_written() >= steps
+        });
+        daemon.restart();
+    }
+    let output = finish(child);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let log = std::fs::read_to_string(lab.path("offloadd.log")).unwrap();
+    let taken_up = log.matches("sessions of the daemon before go on").count();
+    assert_eq!(
+        taken_up as u64, RESTARTS,
+        "each in the middle of the run: {log}"
+    );
+    assert_eq!(run.bits("loss"), plain.bits("loss"));
+    assert_eq!(run.digest(), plain.digest());
+}
