@@ -68,6 +68,11 @@ impl DaemonTarget {
             info.job.is_none(),
             "the daemon's store has a job `{job}` already, of a bench-io that was killed: drop it, or wait for the other to end"
         );
+        // Before the job is defined: from then on it holds room in the store, and only a whole target gives it back.
+        let gpu = match gpu {
+            true => Some(GpuMemory::open(&session, depth, tile_bytes)?),
+            false => None,
+        };
         let tiles = (0..tile_count).map(|index| Tile {
             unit: index,
             kind: TileKind::Param,
@@ -80,10 +85,6 @@ impl DaemonTarget {
             durability: Durability::Committed,
             nodes: 1,
         })?;
-        let gpu = match gpu {
-            true => Some(GpuMemory::open(&session, depth, tile_bytes)?),
-            false => None,
-        };
         let mut target = Self {
             gpu,
             session: Some(session),

@@ -7,6 +7,8 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
+use offload_client::Daemon;
+use offload_client::private::{PrivateDaemon, PrivateSettings};
 use serde_json::Value;
 
 use super::lab::{drive, program, said};
@@ -101,11 +103,32 @@ fn a_machine_without_a_gpu_is_told_so() {
         .output()
         .expect("bench-io starts");
     assert!(!output.status.success());
-    let said = said(&output);
+    let words = said(&output);
     assert!(
-        said.contains("--target gpu") && said.contains("libcuda.so.1"),
-        "{said}"
+        words.contains("--target gpu") && words.contains("libcuda.so.1"),
+        "{words}"
     );
+
+    // A daemon that others use too keeps nothing of it.
+    let daemon = PrivateDaemon::start(PrivateSettings {
+        program: None,
+        folder: folder.path().to_owned(),
+        devices: vec![(folder.path().join("tiles"), 128 << 20)],
+        arena_bytes_max: 64 << 20,
+        engine: "auto".into(),
+        iodepth_max: 64,
+    })
+    .expect("a daemon");
+    let output = program()
+        .args(["run", "--target", "gpu", "--size", "16m", "--bs", "256k"])
+        .args(["--iodepth", "8", "--socket"])
+        .arg(daemon.socket())
+        .env("LD_LIBRARY_PATH", hidden.path())
+        .output()
+        .expect("bench-io starts");
+    assert!(said(&output).contains("libcuda.so.1"), "{}", said(&output));
+    let daemon = Daemon::connect(daemon.socket()).expect("it is there");
+    assert_eq!(daemon.jobs().expect("its jobs"), []);
 }
 
 /// Features are one for all that is built together, and `make build` builds the trainer beside: none of its torch may end here.
