@@ -359,6 +359,25 @@ fn a_daemon_that_hangs_up_ends_every_wait() {
     assert_eq!(session.free_slot_count(0), 5);
 }
 
+#[test]
+fn a_commit_whose_answer_is_lost_is_made_once_and_told_as_made() {
+    for made in [true, false] {
+        let daemon = FakeDaemon::start(Manners {
+            lost_commit: Some(made),
+            ..Manners::default()
+        });
+        let mut session = open(&daemon);
+        let working = session.working().unwrap();
+        let committed = session.commit(Vec::new()).unwrap();
+        assert_eq!(committed.generation, working, "made before: {made}");
+        assert_eq!(committed.working.0, working.0 + 1);
+        assert_eq!(
+            session.commit(Vec::new()).unwrap().generation,
+            committed.working
+        );
+    }
+}
+
 /// Waits until `time` is over; a wait may return for nothing.
 fn wait_out(session: &mut Session, time: Duration) {
     let begin = Instant::now();

@@ -3,10 +3,12 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::handoff::{self, Offered};
 use offload_api::ids::{Epoch, SessionToken, SlotIndex};
@@ -31,6 +33,8 @@ pub(crate) struct Manners {
     pub(crate) unsealed_arena: bool,
     /// Commits are never answered.
     pub(crate) silent_commit: bool,
+    /// The answer to the first commit is lost in a restart; `Some(true)`: after it was made.
+    pub(crate) lost_commit: Option<bool>,
     /// Instead of an honest completion: changes it (the honest one is given), or swallows it.
     pub(crate) answer: Option<fn(Sqe, Cqe) -> Option<Cqe>>,
     /// After the honest work and before the completion: flips this bit of the slot's first byte.
@@ -64,6 +68,8 @@ impl FakeDaemon {
             manners,
             fds_path,
             opened: Mutex::new(opened),
+            commit_calls: AtomicU64::new(0),
+            committed: AtomicU64::new(0),
         };
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let (ready, is_ready) = channel();
@@ -212,6 +218,8 @@ struct Service {
     manners: Manners,
     fds_path: PathBuf,
     opened: Mutex<Sender<Arc<Geometry>>>,
+    commit_calls: AtomicU64,
+    committed: AtomicU64,
 }
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -283,6 +291,16 @@ impl Offload for Service {
             std::future::pending::<()>().await;
         }
         let generation = request.get_ref().generation;
+        let first = self.commit_calls.fetch_add(1, Ordering::Relaxed) == 0;
+        let lost = self.manners.lost_commit.filter(|_| first);
+        if lost != Some(false) && self.committed.swap(generation, Ordering::Relaxed) == generation {
+            return Err(Fault::new(FaultKind::WrongGeneration, "it was made already").into());
+        }
+        if lost.is_some() {
+            return Err(
+                Fault::new(FaultKind::Stopping, "offloadd stopped before it answered").into(),
+            );
+        }
         Ok(Response::new(CommitReply {
             generation,
             confirmed: true,
@@ -295,7 +313,12 @@ impl Offload for Service {
     }
 
     async fn reattach(&self, _: Request<ReattachRequest>) -> Answer<ReattachReply> {
-        Err(Status::unimplemented("the fake is never restarted"))
+        Ok(Response::new(ReattachReply {
+            epoch: EPOCH,
+            working_generation: self.committed.load(Ordering::Relaxed) + 1,
+            confirmed: true,
+            scratch_count: 0,
+        }))
     }
 
     async fn close_session(&self, _: Request<CloseSessionRequest>) -> Answer<CloseSessionReply> {
