@@ -1,12 +1,15 @@
 //! What could go wrong: a commit is lost or too much survives, a generation can be gone on from whose tiles are written
 //! over, ranks commit apart, one rank's death leaves the others waiting, a crash of a job without durability goes unseen.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use offload_api::proto::MetricsRequest;
 use offload_client::{
     BLOB_BYTES_MAX, ClientError, Durability, FaultKind, Generation, Rank, Session, TileIndex,
 };
 
+use crate::hostile::connect;
 use crate::real::*;
 
 #[test]
@@ -120,7 +123,7 @@ fn ranks_commit_together_and_each_finds_its_blob() {
     write(&mut zero, 0..6, 1);
     write(&mut one, 6..TILE_COUNT, 1);
     zero.begin_commit(b"zero".to_vec()).unwrap();
-    zero.wait(Duration::from_millis(200)).unwrap();
+    until_called(daemon.socket(), 1);
     assert!(zero.poll_commit().is_none(), "committed without rank 1");
     let of_one = one.commit(b"one".to_vec()).unwrap();
     let of_zero = loop {
@@ -141,6 +144,18 @@ fn ranks_commit_together_and_each_finds_its_blob() {
         .map(|b| (b.rank.0, &b.blob[..]))
         .collect();
     assert_eq!(blobs, [(0, &b"zero"[..]), (1, &b"one"[..])]);
+}
+
+/// Until the daemon has the commit calls of `ranks` ranks of its only job.
+fn until_called(socket: &Path, ranks: u32) {
+    let (runtime, mut calls) = connect(socket);
+    let until = Instant::now() + LONG;
+    let mut called = 0;
+    while called != ranks {
+        assert!(Instant::now() < until, "{called} of {ranks} ranks");
+        let answer = runtime.block_on(calls.metrics(MetricsRequest {})).unwrap();
+        called = answer.into_inner().jobs[0].commit_ranks_called;
+    }
 }
 
 #[test]
@@ -170,9 +185,8 @@ fn more_ranks_than_defined_the_job_share_the_room_for_blobs() {
     };
     for session in [&mut *zero, &mut *one] {
         session.begin_commit(vec![2; BLOB_BYTES_MAX / 3]).unwrap();
-        // Its call is there before the next rank's.
-        session.wait(Duration::from_millis(200)).unwrap();
     }
+    until_called(daemon.socket(), 2);
     let refused = two.commit(vec![2; BLOB_BYTES_MAX / 2]).unwrap_err();
     assert_eq!(refused.fault(), Some(FaultKind::Invalid), "{refused}");
     assert!(refused.to_string().contains("has room for"), "{refused}");

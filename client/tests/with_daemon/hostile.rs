@@ -29,7 +29,7 @@ struct Raw {
     rings: ProcessRings,
 }
 
-fn connect(socket: &Path) -> (tokio::runtime::Runtime, OffloadClient<Channel>) {
+pub(crate) fn connect(socket: &Path) -> (tokio::runtime::Runtime, OffloadClient<Channel>) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
