@@ -20,8 +20,8 @@ pub(crate) fn scratch() -> TempDir {
         .unwrap()
 }
 
-/// Builds the stand-in, of which `source` is the folder, as `libraries`, which are one file, runs `tests` of this program with it and looks for `info`, which a test prints
-/// of its device. At least `passed_min` of them must be there.
+/// Builds the stand-in, of which `source` is the folder, as `libraries`, which are one file, runs `tests` of this program with
+/// it and looks for `info`, which a test prints of its device. At least `passed_min` of them must be there.
 pub(crate) fn run_on_stand_in(
     source: &Path,
     libraries: &[&str],

@@ -6,6 +6,7 @@
 set -eu
 cd "$(dirname "$0")/../../.."
 image=target/guest/debian.ext4
+mkdir -p target/guest
 [ -e "$image" ] && { echo "$image is there"; exit 0; }
 for program in debootstrap mkfs.ext4; do
     command -v "$program" >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
@@ -13,7 +14,8 @@ for program in debootstrap mkfs.ext4; do
 done
 .ci/test-tools.sh
 root=$(mktemp -d)
-trap 'rm -rf "$root" "$image.new"' EXIT
+# What debootstrap mounted there and left, because it failed, is this machine's.
+trap 'umount "$root/sys" "$root/proc" 2>/dev/null; rm -rf --one-file-system "$root" "$image.new"' EXIT
 chmod 755 "$root"
 # The release of this machine, whose libc what is built here needs.
 codename=$(. /etc/os-release && [ "$ID" = debian ] && echo "$VERSION_CODENAME" || echo bookworm)

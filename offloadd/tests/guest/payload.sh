@@ -4,12 +4,13 @@
 config=/etc/offloadd/offloadd.toml
 say() { echo "GUEST $*"; }
 off() { systemctl poweroff --force --force; sleep 600; }
-failed() { say "FAILED $1"; echo "$2"; journalctl --no-pager -u offloadd | tail -n 40; off; }
+failed() { say "FAILED $1"; echo "$2"; journalctl --sync; journalctl --no-pager -u offloadd | tail -n 40; off; }
 must() { local what=$1 said; shift; said=$("$@" 2>&1) && say "OK $what" || failed "$what" "$said"; }
 cannot() { local what=$1 said; shift; said=$("$@" 2>&1) && failed "$what" "$said" || say "OK $what"; }
 main_pid() { systemctl show -p MainPID --value offloadd; }
 status() { grep "^$1:" "/proc/$(main_pid)/status" | tr -s ' \t' ' '; }
-ready() { journalctl -u offloadd -o cat | grep '^READY' | tail -n 1; }
+# What the daemon said may still be on its way into the journal.
+ready() { journalctl --sync; journalctl -u offloadd -o cat | grep '^READY' | tail -n 1; }
 held() { offloadd inspect --config $config --json | tr -d ' \n'; }
 
 say "FACT $(systemctl --version | head -n 1), Linux $(uname -r)"
