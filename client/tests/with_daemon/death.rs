@@ -12,6 +12,9 @@ use crate::real::*;
 
 const VICTIM: &str = "OFFLOAD_TEST_VICTIM_SOCKET";
 
+/// RELIABILITY.md: so soon a dead process's memory is another's.
+const PROMISED: Duration = Duration::from_secs(1);
+
 /// The whole of the daemon's memory.
 fn open_all(socket: &Path) -> Result<Session, ClientError> {
     let mut settings = settings(socket);
@@ -49,7 +52,10 @@ fn a_dead_client_gives_its_slots_back() {
     }
     let place = Place::new();
     let daemon = place.start();
-    for _ in 0..5 {
+    // A busy machine may be slow to look: of some deaths, one shows how long the daemon takes.
+    let (mut rounds, mut fastest) = (0, LONG);
+    while rounds < 5 || (fastest >= PROMISED && rounds < 20) {
+        rounds += 1;
         let mut victim = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
@@ -82,6 +88,8 @@ fn a_dead_client_gives_its_slots_back() {
                 Err(error) => assert!(dead.elapsed() < LONG, "not free after {LONG:?}: {error}"),
             }
         };
+        fastest = fastest.min(dead.elapsed());
         session.close().unwrap();
     }
+    assert!(fastest < PROMISED, "{fastest:?} at best of {rounds}");
 }
