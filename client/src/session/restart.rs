@@ -31,6 +31,17 @@ pub(super) fn is_lost(error: &ClientError) -> bool {
     }
 }
 
+/// Another daemon, which does not know the session or the call.
+fn is_final(error: &ClientError) -> bool {
+    match error {
+        ClientError::Refused(fault) => {
+            matches!(fault.kind, FaultKind::NotFound | FaultKind::Version)
+        }
+        ClientError::Version { .. } | ClientError::Protocol { .. } => true,
+        _ => false,
+    }
+}
+
 /// Looks for the session in the daemon that comes, without waiting.
 #[derive(Debug)]
 pub(super) struct Reattaching {
@@ -72,8 +83,9 @@ impl Reattaching {
                 }
                 Err(error) if is_lost(&error) => self.try_at = Instant::now() + TRY_EVERY,
                 Err(ClientError::Timeout { .. }) => {}
-                // Another daemon, which does not know the session.
-                Err(_) => return Some(Err(Over)),
+                Err(error) if is_final(&error) => return Some(Err(Over)),
+                // One that has too much to do, say: the life line tells when it is over.
+                Err(_) => self.try_at = Instant::now() + TRY_EVERY,
             }
         }
         if hung_up || waited > RESTART_WAIT {

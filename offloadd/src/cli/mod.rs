@@ -28,7 +28,7 @@ use offloadd::device::{Device, DeviceBlocks, DeviceError};
 use offloadd::metrics::Worn;
 use offloadd::store::recover::RecoveredStore;
 use offloadd::store::wear::Wear;
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Resource, Rlimit, Signal};
 
 /// Opens and locks all devices, in the order given.
 fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
@@ -48,6 +48,17 @@ fn worn(store: &RecoveredStore, devices: &[Device], config: &Config) -> Vec<Worn
         rated_bytes: config.rated_bytes[device.position],
     });
     worn.collect()
+}
+
+/// Seven descriptors a session, and one a device: the usual soft limit of 1024 would be reached first.
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    // Then opening refuses by name, later.
+    let _ = rustix::process::setrlimit(Resource::Nofile, raised);
 }
 
 /// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.

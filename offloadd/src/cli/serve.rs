@@ -28,7 +28,7 @@ use offloadd::queue::DeviceLimits;
 use offloadd::server::page::{Page, PageAddress};
 use offloadd::server::{self, About};
 use offloadd::store::recover;
-use rustix::process::{Pid, Resource, Rlimit};
+use rustix::process::Pid;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
@@ -39,7 +39,7 @@ use super::service_manager::{
     forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
     somebody_keeps,
 };
-use super::{binary, follow_parent, open_all, worn};
+use super::{binary, follow_parent, open_all, raise_descriptor_limit, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -290,8 +290,8 @@ async fn serve(
         Err(panic) => std::panic::resume_unwind(panic),
     });
 
-    println!("{ready}");
-    let told = std::io::stdout().flush();
+    let told = say(ready);
+    // Who started another one may have closed its end since.
     if parent.is_some() {
         told.context("the parent process no longer listens")?;
     }
@@ -415,6 +415,13 @@ fn give(handed: &HandedOver) {
     }
 }
 
+/// On standard output.
+fn say(line: &str) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
 /// A broken invariant in any thread ends the daemon: half of one would keep processes waiting for ever.
 fn abort_on_panic() {
     let tell = std::panic::take_hook();
@@ -422,17 +429,6 @@ fn abort_on_panic() {
         tell(panic);
         std::process::abort();
     }));
-}
-
-/// Six descriptors a session, and one a device: the usual soft limit of 1024 would be reached first.
-fn raise_descriptor_limit() {
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    // Then opening refuses by name, later.
-    let _ = rustix::process::setrlimit(Resource::Nofile, raised);
 }
 
 /// So that no two lives of a daemon share one. Never 0, which a blank entry has.

@@ -4,11 +4,12 @@
 //!
 //! ```text
 //!   SIGUSR2 ─▶ SIGTERM to the daemon ─▶ it hands over and ends ─▶ the next one, of the program that lies there now
-//!   it fails ─▶ the next one after a second, five times in five minutes
+//!   it fails, or cannot be started ─▶ the next one after a second, five times in five minutes
 //!   SIGTERM, SIGINT ─▶ the daemon ends, and so does this; sessions end with it
 //! ```
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,13 +23,13 @@ use offloadd::config::Config;
 use offloadd::handover::{STATE, inherited, is_ours};
 use offloadd::server;
 use rustix::fs::Mode;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::log;
+use super::{log, raise_descriptor_limit};
 
 /// As the unit has it.
 const FAILURES_MAX: usize = 5;
@@ -40,6 +41,8 @@ const KEPT_MAX: usize = 16 << 10;
 
 pub(crate) fn run(config: &Path) -> Result<()> {
     let _last_lines = log::to_stderr();
+    // What is kept is open here, and once more while a daemon is started with it.
+    raise_descriptor_limit();
     let socket = Config::read(config)?.socket;
     server::prepare_folder(&socket, false)?;
     // Found once: the next daemon is of the program that lies there then.
@@ -100,10 +103,18 @@ impl Supervisor {
         let mut reload = signal(SignalKind::hangup())?;
         let mut renew = signal(SignalKind::user_defined2())?;
         loop {
-            let child = self.start()?;
-            let pid = rustix::process::Pid::from_child(&child);
-            // By descriptor: a number may become another process's.
-            let daemon = pidfd_open(pid, PidfdFlags::empty()).context("watching the daemon")?;
+            let (child, daemon) = match self.start() {
+                Ok(started) => started,
+                // The program is just being replaced, the machine is out of processes: what is kept waits.
+                Err(error) => {
+                    self.count_failure(format!("could not be started: {error:#}"))?;
+                    tokio::select! {
+                        () = tokio::time::sleep(RESTART_AFTER) => continue,
+                        _ = terminate.recv() => return Ok(()),
+                        _ = interrupt.recv() => return Ok(()),
+                    }
+                }
+            };
             let tell = |signal: Signal| {
                 // It has ended: that is heard of below.
                 let _ = pidfd_send_signal(&daemon, signal);
@@ -135,7 +146,7 @@ impl Supervisor {
             }
             // One that was asked to end before it could listen is no failure.
             if !status.success() && !renewing {
-                self.count_failure(status)?;
+                self.count_failure(format!("ended with {status}"))?;
                 tokio::select! {
                     () = tokio::time::sleep(RESTART_AFTER) => {}
                     _ = terminate.recv() => return Ok(()),
@@ -145,8 +156,9 @@ impl Supervisor {
         }
     }
 
-    /// With everything that is kept, and goes on being kept until it says that it has it.
-    fn start(&self) -> Result<Child> {
+    /// With everything that is kept, and goes on being kept until it says that it has it. And the way to signal it: by
+    /// descriptor, as a number may become another process's.
+    fn start(&self) -> Result<(Child, OwnedFd)> {
         let mut command = Command::new(&self.program);
         command.args(["serve", "--config"]).arg(&self.config);
         command
@@ -154,12 +166,21 @@ impl Supervisor {
             .env_remove("WATCHDOG_USEC");
         let _numbers =
             inherited::pass(&mut command, &self.kept).context("passing descriptors on")?;
-        command
+        let mut child = command
             .spawn()
-            .with_context(|| format!("starting {}", self.program.display()))
+            .with_context(|| format!("starting {}", self.program.display()))?;
+        let pid = rustix::process::Pid::from_child(&child);
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(daemon) => Ok((child, daemon)),
+            Err(errno) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(errno).context("watching the daemon")
+            }
+        }
     }
 
-    fn count_failure(&mut self, status: ExitStatus) -> Result<()> {
+    fn count_failure(&mut self, how: impl Display) -> Result<()> {
         let now = Instant::now();
         self.failures.push_back(now);
         while self
@@ -171,12 +192,12 @@ impl Supervisor {
         }
         if self.failures.len() > FAILURES_MAX {
             bail!(
-                "the daemon ended with {status}, for the {}th time in {} minutes",
+                "the daemon {how}: failure {} in {} minutes",
                 self.failures.len(),
                 FAILURES_WITHIN.as_secs() / 60
             );
         }
-        tracing::warn!(%status, "the daemon ended: another one is started in a second");
+        tracing::warn!("the daemon {how}: another one is started in a second");
         Ok(())
     }
 
@@ -203,7 +224,13 @@ impl Supervisor {
         };
         if says("FDSTOREREMOVE=1") {
             self.kept.retain(|(kept, _)| kept != name);
-        } else if says("FDSTORE=1") && self.kept.len() + fds.len() <= KEPT_MAX {
+        } else if says("FDSTORE=1") {
+            if self.kept.len() + fds.len() > KEPT_MAX {
+                tracing::warn!(
+                    "{KEPT_MAX} descriptors are kept already: the session of {name} will end"
+                );
+                return;
+            }
             self.kept
                 .extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
         }
@@ -224,6 +251,11 @@ fn receive(notify: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
         &mut control,
         RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
     )?;
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        tracing::error!(
+            "a descriptor of the daemon could not be taken: its session will end. Too many are open here: `ulimit -Hn`"
+        );
+    }
     let mut fds = Vec::new();
     for item in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = item {

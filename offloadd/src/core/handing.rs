@@ -15,7 +15,7 @@ use super::job::{Job, JobKey, Stored};
 use super::scratch::ScratchTile;
 use super::session::{Session, Stage, ring_entries};
 use super::{Core, Peer, Reply, SessionId};
-use crate::handover::message;
+use crate::handover::message::{self, NO_DEVICE};
 use crate::store::definition::JobName;
 use crate::store::manifest::{LOCAL_RANKS_MAX, Version};
 use crate::store::tile_table::Extent;
@@ -65,10 +65,13 @@ impl Core {
         self.epoch
     }
 
-    /// Nothing is in flight, nothing is written, nothing waits for either.
+    /// Nothing is in flight, nothing is written, nothing waits for either. Sessions whose memory is still being made may be
+    /// there: they are not handed over, and nobody waits for them.
     pub fn is_quiet(&self) -> bool {
-        let at_rest =
-            |session: &Session| session.inflight_count == 0 && session.stage == Stage::Live;
+        let at_rest = |session: &Session| {
+            let here = !matches!(session.stage, Stage::Ending { .. });
+            session.inflight_count == 0 && here
+        };
         self.operations.is_empty()
             && self.scripts.is_empty()
             && self.catalog.is_idle()
@@ -84,7 +87,8 @@ impl Core {
             .filter(|(_, job)| !job.members.is_empty() && job.broken.is_none())
             .collect();
         let place = |key: &JobKey| used.iter().position(|(other, _)| *other == key);
-        let sessions = self.sessions.iter().filter_map(|(id, session)| {
+        let live = (self.sessions.iter()).filter(|(_, session)| session.stage == Stage::Live);
+        let sessions = live.filter_map(|(id, session)| {
             Some(message::Session {
                 number: id.0,
                 job: place(&session.key)? as u32,
@@ -114,7 +118,9 @@ impl Core {
         message::State {
             store: self.catalog.catalog.store.0.to_vec(),
             epoch: self.epoch.0,
-            devices: self.numbers(),
+            devices: (self.devices.iter())
+                .map(|device| device.phase.map_or(NO_DEVICE, |_| device.superblock.number))
+                .collect(),
             sessions: sessions.collect(),
             jobs: used
                 .iter()
@@ -128,7 +134,7 @@ impl Core {
             .touched
             .iter()
             .enumerate()
-            .filter(|(_, touched)| **touched);
+            .filter(|(device, touched)| **touched && self.devices[*device].phase.is_some());
         let tiles = job.stored.iter().flat_map(|stored| {
             let written = (stored.tiles.iter().enumerate())
                 .filter(|(_, tile)| tile.working.is_some() || tile.failed);
@@ -196,12 +202,14 @@ impl Core {
                 self.catalog.catalog.store
             ));
         }
-        // Completions name devices by their place in the list that the process was given.
-        if !self.numbers().starts_with(&state.devices) {
+        // Completions name devices by their place in the list that the process was given. Behind one that left in the last
+        // life the others move up: then they would name another one.
+        let numbers = self.numbers();
+        let mut told = state.devices.iter().enumerate();
+        if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
             return Err(format!(
                 "it knows the devices {:?} in this order, the store has {:?}",
-                state.devices,
-                self.numbers()
+                state.devices, numbers
             ));
         }
         if state.epoch == 0 {
@@ -215,13 +223,19 @@ impl Core {
                 .push(index);
         }
         let (mut adopted, mut left_out) = (Vec::new(), Vec::new());
+        let same = |job: &message::Job| {
+            let named = |other: &&message::Job| (other.uid, &other.name) == (job.uid, &job.name);
+            state.jobs.iter().filter(named).count()
+        };
         for (place, indices) in sessions {
             let Some(job) = state.jobs.get(place) else {
                 left_out.push(format!("{} sessions of no job", indices.len()));
                 continue;
             };
             let space = self.space.clone();
-            let done = if indices.iter().all(|index| has_descriptors(*index)) {
+            let done = if same(job) > 1 {
+                Err("it stands there twice".into())
+            } else if indices.iter().all(|index| has_descriptors(*index)) {
                 self.adopt_job(state, job, &indices, adopted.len())
             } else {
                 Err("descriptors of its sessions are missing".into())

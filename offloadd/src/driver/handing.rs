@@ -65,6 +65,7 @@ impl Driver {
         if !self.handing {
             return Ok(None);
         }
+        self.keeper.leave();
         for session in self.sessions.values_mut() {
             session.ring();
         }
@@ -81,7 +82,7 @@ impl Driver {
                 process,
             } = &session.state
             else {
-                unreachable!("at rest all sessions are attached");
+                unreachable!("at rest all sessions that the core has live are attached");
             };
             let reached = made.rings.reached();
             message.submission_head = reached.submission_head;

@@ -131,6 +131,12 @@ impl Keeper {
         self.send(Job::Free(made));
     }
 
+    /// Lets the thread end by itself: what it is making ends with the process, and nobody waits for it.
+    pub(super) fn leave(&mut self) {
+        self.jobs = None;
+        self.thread = None;
+    }
+
     fn send(&self, job: Job) {
         let jobs = self.jobs.as_ref().expect("until dropped");
         // Waiting here happens only when the core has more sessions than its limit; then slow is better than wrong.

@@ -51,9 +51,12 @@ impl Driver {
 
     /// Nothing is left, or nothing but what the next daemon will have.
     fn is_at_rest(&self) -> bool {
-        let attached = |session: &Session| matches!(session.state, State::Attached { .. });
+        // One whose memory is still being made is not handed over: the others need not wait for that.
+        let settled = |session: &Session| {
+            !matches!(session.state, State::Offered { .. } | State::Gone { .. })
+        };
         let sessions = if self.handing {
-            self.sessions.values().all(attached) && self.core.is_quiet()
+            self.sessions.values().all(settled) && self.core.is_quiet()
         } else {
             self.sessions.is_empty()
         };

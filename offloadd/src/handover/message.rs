@@ -1,6 +1,9 @@
 //! What a daemon knows beyond its store, as a message to the next one. Unchecked: [`crate::core::Core::adopt`] looks at
 //! every field.
 
+/// No device has this number.
+pub const NO_DEVICE: u32 = u32::MAX;
+
 /// All of it.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct State {
@@ -10,7 +13,7 @@ pub struct State {
     /// The life that goes on: entries in the rings name it.
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
-    /// Numbers of the store's devices, in the order that sessions were told.
+    /// Numbers of the store's devices, in the order that sessions were told; [`NO_DEVICE`] where one left or never came.
     #[prost(uint32, repeated, tag = "3")]
     pub devices: Vec<u32>,
     /// That somebody uses.

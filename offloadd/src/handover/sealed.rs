@@ -17,7 +17,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::message::State;
 use crate::arena::memory_file;
 
-const MAGIC: [u8; 8] = *b"OFFLHAND";
+const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;

@@ -2,7 +2,7 @@
 //! session that goes on with what is no longer true, one that does not end when its process has, a state that somebody
 //! changed. The test is the service manager: it keeps what the daemon gives it, and gives the next one what it likes.
 
-use std::io::{IoSliceMut, Read};
+use std::io::{BufRead, BufReader, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
@@ -391,6 +391,13 @@ const LIES: &[Lie] = &[
     ("descriptors of its sessions", |state| {
         state.sessions[0].number += 1
     }),
+    ("stands there twice", |state| {
+        let same = state.jobs[0].clone();
+        state.jobs.push(same);
+        let same = state.sessions[0].clone();
+        state.sessions.push(same);
+        state.sessions[1].job = 1;
+    }),
     // One set of descriptors serves one session.
     ("descriptors of its sessions", |state| {
         state.jobs[0].local_ranks = 2;
@@ -527,6 +534,128 @@ fn without_somebody_who_keeps_them_sessions_end_with_the_daemon() {
     assert!(session.hung_up(LONG), "nobody keeps");
 }
 
+/// The process id of the daemon that runs.
+fn daemon_of(supervisor: &Daemon) -> Option<i32> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", supervisor.child.id())).unwrap();
+    let children = tasks.map(|task| {
+        std::fs::read_to_string(task.unwrap().path().join("children")).unwrap_or_default()
+    });
+    let children = children.collect::<String>();
+    children
+        .split_whitespace()
+        .next()
+        .map(|pid| pid.parse::<i32>().unwrap())
+}
+
+#[test]
+fn more_sessions_than_the_usual_limit_of_descriptors_outlive_a_restart_by_a_supervisor() {
+    let store = Store::new(1, "auto");
+    let mut command = std::process::Command::new("sh");
+    // Seven a session, and some for both processes.
+    command.args(["-c", "ulimit -Sn 64; exec \"$0\" supervise --config \"$1\""]);
+    command
+        .arg(env!("CARGO_BIN_EXE_offloadd"))
+        .arg(&store.config);
+    let mut supervisor = Daemon::start(command, store.socket());
+    let mut control = supervisor.control();
+    let sessions: Vec<_> = (0..16)
+        .map(|nth| control.session(&format!("job{nth}")))
+        .collect();
+    let first = daemon_of(&supervisor).unwrap();
+    supervisor.signal(Signal::USR2);
+    eventually("another one runs", LONG, || {
+        daemon_of(&supervisor).is_some_and(|pid| pid != first)
+    });
+    eventually("it listens", LONG, || {
+        std::os::unix::net::UnixStream::connect(store.socket()).is_ok()
+    });
+    let mut control = supervisor.control();
+    for session in &sessions {
+        reattach(&mut control, session);
+        assert!(!session.hung_up(Duration::ZERO));
+    }
+    supervisor.signal(Signal::TERM);
+    assert_eq!(supervisor.wait(LONG), Some(0));
+}
+
+#[test]
+fn sessions_wait_while_the_program_cannot_be_started() {
+    let store = Store::new(1, "auto");
+    let [here, away] = ["offloadd", "away"].map(|name| store.folder.path().join(name));
+    let whole = std::path::Path::new(env!("CARGO_BIN_EXE_offloadd"));
+    if std::fs::hard_link(whole, &here).is_err() {
+        std::fs::copy(whole, &here).unwrap();
+    }
+    let mut command = std::process::Command::new(&here);
+    command.args(["supervise", "--config"]).arg(&store.config);
+    let mut supervisor = Daemon::start(command, store.socket());
+    let mut control = supervisor.control();
+    let session = control.session("tiny");
+    std::fs::rename(&here, &away).unwrap();
+    supervisor.signal(Signal::USR2);
+    let log = BufReader::new(supervisor.child.stderr.take().unwrap());
+    let mut lines = log.lines().map(Result::unwrap);
+    let said = lines.find(|line| line.contains("could not be started"));
+    assert!(said.unwrap().contains("another one is started in a second"));
+    assert!(!session.hung_up(Duration::ZERO));
+    std::fs::rename(&away, &here).unwrap();
+    assert!(lines.any(|line| line.contains("sessions of the daemon before go on")));
+    eventually("it listens", LONG, || {
+        std::os::unix::net::UnixStream::connect(store.socket()).is_ok()
+    });
+    reattach(&mut supervisor.control(), &session);
+    supervisor.signal(Signal::TERM);
+    assert_eq!(supervisor.wait(LONG), Some(0));
+}
+
+#[test]
+fn a_daemon_serves_though_nobody_reads_what_it_says() {
+    let store = Store::new(1, "auto");
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut daemon = store.serve_command().stdout(writer).spawn().unwrap();
+    eventually("it listens", LONG, || {
+        std::os::unix::net::UnixStream::connect(store.socket()).is_ok()
+    });
+    Control::connect(&store.socket()).session("tiny");
+    let pid = rustix::process::Pid::from_child(&daemon);
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    assert!(daemon.wait().unwrap().success());
+}
+
+#[test]
+fn sessions_outlive_a_restart_after_a_device_has_left() {
+    let mut manager = Manager::new(Store::new(2, "auto"));
+    let daemon = manager.start(&mut Vec::new());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 6);
+    fill_tiles(&mut session, 6, working, 1);
+    let working = session.commit(&mut control, working, b"");
+    let leaves = manager.store.devices[1].clone();
+    let drain = crate::common::program()
+        .args(["device", "drain"])
+        .arg(&leaves)
+        .arg("--config")
+        .arg(&manager.store.config)
+        .output();
+    let drain = drain.unwrap();
+    assert!(drain.status.success(), "{}", crate::common::words(&drain));
+    eventually("it has left", LONG, || {
+        let seen = control.metrics(proto::MetricsRequest {}).unwrap();
+        seen.devices.len() == 1
+    });
+    manager.store.devices.pop();
+    (manager.store).write_config(&manager.store.socket(), "auto");
+    let daemon = manager.restart(daemon);
+    let mut control = daemon.control();
+    assert_eq!(reattach(&mut control, &session).working_generation, working);
+    expect_tiles(&mut session, 6, 1);
+    fill_tiles(&mut session, 6, working, 2);
+    session.commit(&mut control, working, b"");
+    expect_tiles(&mut session, 6, 2);
+}
+
 #[test]
 fn a_supervisor_restarts_its_daemon_when_asked_and_when_it_fails_and_ends_it_with_itself() {
     let store = Store::new(1, "auto");
@@ -534,17 +663,6 @@ fn a_supervisor_restarts_its_daemon_when_asked_and_when_it_fails_and_ends_it_wit
     command.args(["supervise", "--config"]).arg(&store.config);
     command.stdin(Stdio::null());
     let mut supervisor = Daemon::start(command, store.socket());
-    let daemon_of = |supervisor: &Daemon| {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", supervisor.child.id())).unwrap();
-        let children = tasks.map(|task| {
-            std::fs::read_to_string(task.unwrap().path().join("children")).unwrap_or_default()
-        });
-        let children = children.collect::<String>();
-        children
-            .split_whitespace()
-            .next()
-            .map(|pid| pid.parse::<i32>().unwrap())
-    };
     let mut control = supervisor.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 3);
