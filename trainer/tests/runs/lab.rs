@@ -171,7 +171,7 @@ impl Run {
         };
         let settings = trainer::config::read(&source, None).expect("settings");
         // A process that another test starts just now holds a copy of the run folder's lock until it is its own program.
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             match trainer::digest::digest(settings.clone(), save.clone()) {
                 Ok(digest) => return format!("{digest}\n"),

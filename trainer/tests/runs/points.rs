@@ -2,7 +2,8 @@
 //!
 //! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
 //! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a save, an export. After each kill
-//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest save.
+//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest save; neither
+//! may be older than what was seen before, nor what is committed than the steps that were told.
 //!
 //! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
 
@@ -38,11 +39,20 @@ struct Killed {
     whole: Run,
     digests: HashMap<u64, String>,
     sets: Vec<String>,
+    commit_every: u64,
     random: u64,
 }
 
+/// The newest of one run that was seen.
+#[derive(Default)]
+struct Seen {
+    committed: u64,
+    saved: u64,
+    told: u64,
+}
+
 impl Killed {
-    fn new(sets: &[&str], seed: u64) -> Self {
+    fn new(commit_every: u64, sets: &[&str], seed: u64) -> Self {
         let lab = Lab::new();
         let steps = format!("train.steps={STEPS}");
         let whole = lab.run(
@@ -55,6 +65,7 @@ impl Killed {
             steps,
             "train.save_every=2".into(),
             "train.saves_kept=2".into(),
+            format!("offload.commit_every={commit_every}"),
         ]);
         all.extend(sets.iter().map(|set| (*set).to_owned()));
         Self {
@@ -62,6 +73,7 @@ impl Killed {
             whole,
             digests: HashMap::new(),
             sets: all,
+            commit_every,
             random: seed,
         }
     }
@@ -78,8 +90,8 @@ impl Killed {
         run.with(&self.sets)
     }
 
-    /// What a digest says must be what the run that nobody killed had after that step.
-    fn compare(&mut self, digest: &str, after: &str) {
+    /// What a digest says must be what the run that nobody killed had after that step, which is answered.
+    fn compare(&mut self, digest: &str, after: &str) -> u64 {
         let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
         let step: u64 = step.expect("a digest names its step").parse().unwrap();
         // Of first weights there is no save.
@@ -89,11 +101,39 @@ impl Killed {
             let expected = expected.or_insert_with(|| whole.digest_of(Some(SaveName::Step(step))));
             assert_eq!(digest, expected, "{after}");
         }
+        step
+    }
+
+    /// What `run` holds after a kill, and that it is no older than what was `seen`.
+    fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+        seen.told = seen.told.max(run.steps_written());
+        let step = self.compare(&run.digest(), after);
+        let before = seen.committed;
+        assert!(step >= before, "{after}: step {step}, {before} before");
+        // One commit may be on its way, and one wait for it, while the next step is told.
+        let told = seen.told;
+        assert!(
+            step + 2 * self.commit_every >= told,
+            "{after}: step {step} of {told} that were told"
+        );
+        seen.committed = step;
+    }
+
+    /// The same of its newest save.
+    fn look_at_save(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+        let save = Saves::of(&run.folder).newest().unwrap();
+        let saved = save.map_or(0, |save| {
+            self.compare(&run.digest_of(Some(SaveName::Folder(save))), after)
+        });
+        let before = seen.saved;
+        assert!(saved >= before, "{after}: save {saved}, {before} before");
+        seen.saved = saved;
     }
 
     /// Kills at every point of training once, each start going on from where the one before was killed.
     fn round(&mut self, number: u64) -> u64 {
         let mut run = self.run(number);
+        let mut seen = Seen::default();
         let mut kills = 0;
         let of_training = |point: &Point| !matches!(point, Point::Exporting | Point::NamingExport);
         for point in Point::ALL.into_iter().filter(of_training) {
@@ -118,19 +158,15 @@ impl Killed {
                 Point::Tokens | Point::Opening | Point::Describing | Point::Filling
             );
             if committed {
-                let digest = run.digest();
-                self.compare(&digest, &after);
+                self.look(&run, &mut seen, &after);
             }
-            if let Some(save) = Saves::of(&run.folder).newest().unwrap() {
-                let digest = run.digest_of(Some(SaveName::Folder(save)));
-                self.compare(&digest, &after);
-            }
+            self.look_at_save(&run, &mut seen, &after);
         }
         let run = self.run(number);
         run.train();
-        let digest = run.digest();
-        assert!(digest.starts_with(&format!("step {STEPS}\n")), "{digest}");
-        self.compare(&digest, "the end");
+        self.look(&run, &mut seen, "the end");
+        self.look_at_save(&run, &mut seen, "the end");
+        assert_eq!((seen.committed, seen.saved), (STEPS, STEPS));
         for key in ["loss", "grad_norm", "lr", "tokens"] {
             assert_eq!(self.whole.bits(key), run.bits(key), "{key} of run {number}");
         }
@@ -142,10 +178,14 @@ impl Killed {
 fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
     let wanted = std::env::var("OFFLOADD_KILLS")
         .map_or(1, |kills| kills.parse().expect("a number of kills"));
-    let seed = u64::from(std::process::id());
-    let kills = |sets: &'static [&'static str]| {
+    let seed = std::env::var("TRAINER_SEED").map_or_else(
+        |_| u64::from(std::process::id()),
+        |seed| seed.parse().expect("a seed"),
+    );
+    println!("TRAINER_SEED={seed} draws how often each point is passed before its kill");
+    let kills = |commit_every, sets: &'static [&'static str]| {
         move || {
-            let mut killed = Killed::new(sets, seed);
+            let mut killed = Killed::new(commit_every, sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
             while kills < wanted {
@@ -156,12 +196,11 @@ fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
         }
     };
     std::thread::scope(|scope| {
-        scope.spawn(kills(&["offload.schedule=deferred"]));
-        scope.spawn(kills(&[
-            "offload.schedule=at_once",
-            "offload.resident_share=0.5",
-            "offload.commit_every=2",
-        ]));
+        scope.spawn(kills(1, &["offload.schedule=deferred"]));
+        scope.spawn(kills(
+            2,
+            &["offload.schedule=at_once", "offload.resident_share=0.5"],
+        ));
     });
 }
 

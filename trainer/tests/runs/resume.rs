@@ -139,10 +139,11 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
 
 #[test]
 fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
+    // One commit may be on its way, and one wait for it, while the next step is told.
     let rarely = ["offload.resident_share=0.5", "offload.commit_every=3"];
     let hit = std::thread::scope(|scope| {
-        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[]).hit(kills()));
-        let at_once = Kills::new("offload.schedule=at_once", &rarely).hit(kills());
+        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[], 2).hit(kills()));
+        let at_once = Kills::new("offload.schedule=at_once", &rarely, 6).hit(kills());
         at_once + deferred.join().unwrap_or(0)
     });
     assert!(
@@ -158,7 +159,8 @@ fn kills() -> usize {
 
 #[test]
 fn a_run_without_a_store_goes_on_from_what_it_saved_bit_for_bit() {
-    let hit = Kills::new("train.save_every=4", &[]).hit(5);
+    // A save is whole before the next one begins.
+    let hit = Kills::new("train.save_every=4", &[], 8).hit(5);
     assert!(hit >= 5, "{hit} kills hit a run");
 }
 
@@ -178,6 +180,8 @@ struct Kills {
     whole: Run,
     digest: String,
     on_store: bool,
+    /// A start goes on from at most so many steps before the last that was told.
+    steps_lost_max: u64,
     sets: Vec<String>,
 }
 
@@ -189,7 +193,7 @@ const DRAWN_PER_HIT: usize = 10;
 
 impl Kills {
     /// Runs with `set` and `sets`; on a store if they say anything of offload.
-    fn new(set: &str, sets: &[&str]) -> Self {
+    fn new(set: &str, sets: &[&str], steps_lost_max: u64) -> Self {
         let lab = Lab::new();
         let steps = format!("train.steps={STEPS}");
         let plain = [
@@ -213,6 +217,7 @@ impl Kills {
             whole,
             digest,
             on_store,
+            steps_lost_max,
             sets: all,
         }
     }
@@ -240,12 +245,15 @@ impl Kills {
         let (mut hit, mut daemons_alone) = (0, 0);
         let (mut drawn, mut done) = (0, 0);
         let mut run = self.run(done);
+        // Of this run, whatever later starts made of its metrics.
+        let mut told = 0;
         while hit < hits || self.on_store && daemons_alone == 0 {
             if run.steps_written() == STEPS {
                 run.train();
                 self.compare(&run, seed);
                 done += 1;
                 run = self.run(done);
+                told = 0;
             }
             drawn += 1;
             assert!(
@@ -288,11 +296,19 @@ impl Kills {
             );
             let [out, err] =
                 [&output.stdout, &output.stderr].map(|words| String::from_utf8_lossy(words));
+            if let Some(step) = went_on_from(&out) {
+                assert!(
+                    step + self.steps_lost_max >= told,
+                    "step {step} of {told} that were told, seed {seed}"
+                );
+            }
+            told = told.max(run.steps_written());
             match (victim, output.status.code()) {
                 (Victim::Operation(_), Some(0)) => {
                     self.compare(&run, seed);
                     done += 1;
                     run = self.run(done);
+                    told = 0;
                 }
                 (_, Some(0)) => {
                     // It was done before the instant came: the machine has less to do than when the time was taken.
@@ -300,6 +316,7 @@ impl Kills {
                     self.compare(&run, seed);
                     done += 1;
                     run = self.run(done);
+                    told = 0;
                 }
                 // Killed a moment after its daemon, the trainer may have ended by itself already.
                 (Victim::Daemon | Victim::Both | Victim::Operation(_), Some(code)) if alive > 0 => {
@@ -375,6 +392,16 @@ impl Kills {
         assert_eq!(evaluations(whole), evaluations(run), "seed {seed}");
         assert_eq!(self.digest, run.digest(), "seed {seed}");
     }
+}
+
+/// The step that a start says it goes on from, if it came so far.
+fn went_on_from(out: &str) -> Option<u64> {
+    out.lines().find_map(|line| {
+        let fresh = line.starts_with("started with fresh weights");
+        let step = line.strip_prefix("resumed at step ");
+        step.map(|step| step.parse().expect("a step"))
+            .or(fresh.then_some(0))
+    })
 }
 
 /// Each step, and the bits of its evaluation if it has one.
