@@ -12,7 +12,7 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Urgency;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
+use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SHARE_MAX, SessionId};
 use offloadd::engine::{Io, IoDone, Memory};
 use offloadd::queue::{DeviceLimits, Ended, Owner, Queue};
 
@@ -77,8 +77,12 @@ fn one_by_one(uid: u32, bytes: u32) -> Client {
     }
 }
 
-/// So many milliseconds of a drive that is read by these.
+/// So many milliseconds of a drive that is read by these, ahead of the use.
 fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
+    run_as(Urgency::Ahead, bytes_per_s, clients, ms)
+}
+
+fn run_as(urgency: Urgency, bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
     let class = SlotClass {
         slot_bytes: 4 << 20,
         slot_count: 1,
@@ -122,7 +126,7 @@ fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
                 memory,
             };
             under_way.push((index, now));
-            queue.push(io, Urgency::Ahead, client.owner);
+            queue.push(io, urgency, client.owner);
             pushed += 1;
         }
         queue.start(begin + Duration::from_nanos(now), &mut pieces);
@@ -203,6 +207,52 @@ fn a_users_jobs_share_its_part_and_others_keep_theirs() {
     }
 }
 
+/// Others' jobs, or other ranks, have had much more for their part than one's own: that is no debt of his.
+#[test]
+fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
+    let rate = 3_200_000_000;
+    let rank = |session, client: Client| {
+        let Owner::Session {
+            uid, share, job, ..
+        } = client.owner
+        else {
+            panic!("{client:?}");
+        };
+        let session = SessionId(session);
+        let owner = Owner::Session {
+            uid,
+            share,
+            job,
+            session,
+        };
+        Client { owner, ..client }
+    };
+    let by_one = |job| Client {
+        bytes: MIB,
+        depth: 1,
+        ..flood(2, 100, job)
+    };
+    for cases in [
+        // Another user's job, fast because it is alone.
+        vec![by_one(1), flood(1, 100, 0), flood(2, 100, 3)],
+        // Fast because of its share, too.
+        vec![by_one(1), flood(1, SHARE_MAX, 0), flood(2, 100, 3)],
+        // Ranks of one job beside those of another.
+        vec![
+            rank(1, by_one(1)),
+            rank(2, flood(2, 100, 1)),
+            rank(3, flood(1, 100, 0)),
+        ],
+    ] {
+        let got = run(rate, &cases, 3000);
+        let (times, half) = (&got[0].took_ns, got[0].took_ns.len() / 2);
+        assert!(half > 5, "{cases:?}: {} reads in three seconds", 2 * half);
+        let longest = |times: &[u64]| *times.iter().max().unwrap() as f64;
+        let (early, late) = (longest(&times[..half]), longest(&times[half..]));
+        assert!(late < 1.5 * early, "{cases:?}: {early} ns, later {late}");
+    }
+}
+
 #[test]
 fn what_one_does_not_want_is_the_others() {
     // Three times the share, and wants 20 MiB each 20 ms: a third of the drive.
@@ -269,9 +319,30 @@ fn tiles_that_move_take_a_small_part_from_those_who_want_the_drive() {
         pause_ns: 0,
     };
     let rate = 3_200_000_000;
-    let got = run(rate, &[moves, flood(2, 100, 2)], 2000);
-    let part = got[0].bytes as f64 / (got[0].bytes + got[1].bytes) as f64;
-    assert!((0.09..0.125).contains(&part), "{part}");
+    for share in [1, 10, SHARE_DEFAULT, SHARE_MAX] {
+        let got = run(rate, &[moves, flood(2, share, 2)], 2000);
+        let part = got[0].bytes as f64 / (got[0].bytes + got[1].bytes) as f64;
+        assert!((0.09..0.125).contains(&part), "{share}: {part}");
+    }
     let alone = run(rate, &[moves], 2000);
     assert!(of_the_drive(&alone, rate, 2000) > 0.98);
+}
+
+#[test]
+fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
+    let rate = 3_200_000_000;
+    let records = Client {
+        owner: Owner::Daemon,
+        bytes: 64 * KIB,
+        depth: 1,
+        pause_ns: 0,
+    };
+    let longest = [1, SHARE_DEFAULT, SHARE_MAX].map(|share| {
+        let floods = [flood(1, share, 1), flood(2, share, 2)];
+        let clients = [records, floods[0], floods[1]];
+        run_as(Urgency::Wanted, rate, &clients, 1000)[0].longest_ns()
+    });
+    // What is in flight goes before them, and nothing else.
+    let window_ns = 10_000_000 + 2 * ANSWER_NS;
+    assert!(longest.iter().all(|&ns| ns < window_ns), "{longest:?}");
 }

@@ -3,26 +3,31 @@
 //! Who comes back after it had nothing to do begins where those are who waited all the while: it has saved nothing up, and
 //! owes what it had before it went. So each gets its part of what is moved as long as it wants that, and what it does not
 //! want is the others'.
+//!
+//! Only those are compared who take turns with each other: the users of a drive, the jobs of one user, the sessions of one
+//! job. What others have had rises at another speed, and who began there would wait without end.
 
 use std::collections::BTreeMap;
 
-use crate::core::SHARE_MAX;
+/// Bytes of a weight of 1, in parts that leave no remainder worth a word for the largest one.
+const PARTS_A_BYTE: u128 = 1 << 23;
 
-/// Bytes of a share of 1, in parts that leave no remainder worth a word for the largest one.
-const PARTS_A_BYTE: u128 = 1 << 20;
-
-/// Who has had how much, of one kind.
+/// Who has had how much, of those who take turns with each other.
 #[derive(Debug)]
 pub(super) struct Fair<K> {
     had: BTreeMap<K, Had>,
     /// What whoever was served last had had before.
     now: u128,
+    /// Of `had`, those who wait.
+    waiting_count: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Had {
     parts: u128,
-    share: u32,
+    weight: u32,
+    /// Its operations that wait.
+    waiting_count: usize,
 }
 
 impl<K> Default for Fair<K> {
@@ -30,42 +35,78 @@ impl<K> Default for Fair<K> {
         Self {
             had: BTreeMap::new(),
             now: 0,
+            waiting_count: 0,
         }
     }
 }
 
 impl<K: Copy + Ord> Fair<K> {
-    /// It waits for something; from now on with this share.
-    pub(super) fn came(&mut self, key: K, share: u32, waited: bool) {
-        assert!((1..=SHARE_MAX).contains(&share), "a share of {share}");
+    /// It waits for one operation more; from now on with this weight.
+    pub(super) fn came(&mut self, key: K, weight: u32) {
+        assert!(weight > 0, "a weight of nothing");
         let now = self.now;
-        let had = self.had.entry(key).or_insert(Had { parts: now, share });
-        had.share = share;
-        if !waited {
+        let had = self.had.entry(key).or_insert(Had {
+            parts: now,
+            weight,
+            waiting_count: 0,
+        });
+        had.weight = weight;
+        if had.waiting_count == 0 {
             had.parts = had.parts.max(now);
+            self.waiting_count += 1;
         }
+        had.waiting_count += 1;
     }
 
-    /// Whose turn it is of those who wait; the first of several who had as little.
-    pub(super) fn next(&self, waiting: impl Iterator<Item = K>) -> Option<K> {
-        waiting.min_by_key(|key| self.had[key].parts)
+    /// It waits for one operation less. Those who do not wait and owe nothing are forgotten; where nobody waits nobody is
+    /// owed anything.
+    pub(super) fn went(&mut self, key: K) {
+        let had = self.had.get_mut(&key).expect("it came");
+        had.waiting_count -= 1;
+        if had.waiting_count > 0 {
+            return;
+        }
+        self.waiting_count -= 1;
+        if self.waiting_count == 0 {
+            self.now = 0;
+            return self.had.clear();
+        }
+        let now = self.now;
+        self.had
+            .retain(|_, had| had.parts > now || had.waiting_count > 0);
+    }
+
+    /// Whether anybody waits.
+    pub(super) fn waits(&self) -> bool {
+        self.waiting_count > 0
+    }
+
+    /// Whose turn it is; the first of several who had as little.
+    pub(super) fn next(&self) -> Option<K> {
+        let (key, _) = self.waiting().min_by_key(|(_, had)| had.parts)?;
+        Some(*key)
+    }
+
+    /// The least weight of those who wait, as far as they are `of` those meant.
+    pub(super) fn least_weight(&self, of: impl Fn(K) -> bool) -> Option<u32> {
+        let meant = self.waiting().filter(|(key, _)| of(**key));
+        meant.map(|(_, had)| had.weight).min()
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = (&K, &Had)> {
+        self.had.iter().filter(|(_, had)| had.waiting_count > 0)
     }
 
     /// It was its turn, and it took `bytes`.
     pub(super) fn took(&mut self, key: K, bytes: u32) {
         let had = self.had.get_mut(&key).expect("it came");
         self.now = self.now.max(had.parts);
-        had.parts += u128::from(bytes) * PARTS_A_BYTE / u128::from(had.share);
+        had.parts += u128::from(bytes) * PARTS_A_BYTE / u128::from(had.weight);
     }
 
-    /// Forgets those who do not wait and owe nothing. Where nobody waits nobody is owed anything.
-    pub(super) fn forget(&mut self, waits: impl Fn(K) -> bool) {
-        if !self.had.keys().any(|key| waits(*key)) {
-            self.now = 0;
-            return self.had.clear();
-        }
-        let now = self.now;
-        self.had.retain(|key, had| had.parts > now || waits(*key));
+    /// From now on it has this weight.
+    pub(super) fn weigh(&mut self, key: K, weight: u32) {
+        self.had.get_mut(&key).expect("it came").weight = weight;
     }
 
     #[cfg(test)]
@@ -77,16 +118,17 @@ impl<K: Copy + Ord> Fair<K> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::SHARE_MAX;
 
     /// What each of those who want `wants` bytes again and again got when `bytes` were moved in pieces of that length.
     fn served(bytes: u64, wants: &[(u32, u32)]) -> Vec<u64> {
         let mut fair = Fair::default();
-        for (key, (share, _)) in wants.iter().enumerate() {
-            fair.came(key, *share, false);
+        for (key, (weight, _)) in wants.iter().enumerate() {
+            fair.came(key, *weight);
         }
         let mut got = vec![0; wants.len()];
         while got.iter().sum::<u64>() < bytes {
-            let next = fair.next(0..wants.len()).unwrap();
+            let next = fair.next().unwrap();
             fair.took(next, wants[next].1);
             got[next] += u64::from(wants[next].1);
         }
@@ -99,7 +141,7 @@ mod tests {
             [(300, 1 << 20), (100, 1 << 20)],
             [(300, 4096), (100, 1 << 20)],
             [(300, 1 << 20), (100, 4096)],
-            [(SHARE_MAX, 4096), (SHARE_MAX / 3, 65_536)],
+            [(8 * SHARE_MAX, 4096), (8 * SHARE_MAX / 3, 65_536)],
         ] {
             let got = served(1 << 30, &wants);
             let ratio = got[0] as f64 / got[1] as f64;
@@ -110,39 +152,41 @@ mod tests {
     #[test]
     fn who_comes_back_has_saved_nothing_up_and_owes_what_it_had() {
         let mut fair = Fair::default();
-        fair.came(0, 100, false);
-        fair.came(1, 100, false);
+        fair.came(0, 100);
+        fair.came(1, 100);
         for _ in 0..100 {
             fair.took(0, 4096);
         }
         // It waited all the while.
-        assert_eq!(fair.next([0, 1].into_iter()), Some(1));
+        assert_eq!(fair.next(), Some(1));
         // Or it went and comes again: one piece, and they are even.
-        fair.came(1, 100, false);
-        assert_eq!(fair.next([0, 1].into_iter()), Some(1));
+        fair.went(1);
+        fair.came(1, 100);
+        assert_eq!(fair.next(), Some(1));
         fair.took(1, 4096);
-        assert_eq!(fair.next([0, 1].into_iter()), Some(0));
+        assert_eq!(fair.next(), Some(0));
         // Having had much and coming back at once is no way to begin anew.
         fair.took(0, 1 << 20);
-        fair.forget(|key| key == 1);
-        fair.came(0, 100, false);
-        assert_eq!(fair.next([0, 1].into_iter()), Some(1));
+        fair.went(0);
+        fair.came(0, 100);
+        assert_eq!(fair.next(), Some(1));
     }
 
     #[test]
     fn who_owes_nothing_and_does_not_wait_is_forgotten() {
         let mut fair = Fair::default();
-        fair.came(0, 100, false);
+        fair.came(0, 100);
         for key in 1..1000 {
-            fair.came(key, 100, false);
+            fair.came(key, 100);
             for _ in 0..2 {
-                let next = fair.next([0, key].into_iter()).unwrap();
+                let next = fair.next().unwrap();
                 fair.took(next, 4096);
             }
-            fair.forget(|key| key == 0);
+            fair.went(key);
             assert!(fair.known_count() <= 3, "{fair:?}");
         }
-        fair.forget(|_| false);
+        fair.went(0);
         assert_eq!(fair.known_count(), 0);
+        assert_eq!(fair.next(), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Whose operation it is, as far as turns depend on it.
 
 use super::way::TURNS;
-use crate::core::{SHARE_DEFAULT, SessionId};
+use crate::core::{SHARE_DEFAULT, SHARE_MAX, SessionId};
 
 /// Who asks a device for something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,20 +37,28 @@ pub(super) type Job = (User, u64);
 /// Sessions of a job have equal parts.
 pub(super) type Line = (Job, SessionId);
 
+/// Of tiles that move while no user waits. Beside users they have less, see [`Way`](super::way::Way).
+pub(super) const BACKGROUND_WEIGHT: u32 = SHARE_DEFAULT;
+
 impl Owner {
-    /// Where its operations stand, and its user's share.
+    /// Where its operations stand, and its user's weight: [`TURNS`] times its share, so that the part of tiles that move
+    /// beside the smallest share is a whole number.
     pub(super) fn line(self, background: bool) -> (Line, u32) {
         match self {
             Self::Daemon if background => {
-                (((User::Background, 0), SessionId(0)), SHARE_DEFAULT / TURNS)
+                (((User::Background, 0), SessionId(0)), BACKGROUND_WEIGHT)
             }
-            Self::Daemon => (((User::Daemon, 0), SessionId(0)), SHARE_DEFAULT),
+            // Records and the catalog: short, few, and somebody waits for each, whatever the users' shares are.
+            Self::Daemon => (((User::Daemon, 0), SessionId(0)), SHARE_MAX * TURNS),
             Self::Session {
                 uid,
                 share,
                 job,
                 session,
-            } => (((User::Uid(uid), job), session), share),
+            } => {
+                assert!((1..=SHARE_MAX).contains(&share), "a share of {share}");
+                (((User::Uid(uid), job), session), share * TURNS)
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use offload_api::ring::entry::Urgency;
 
 use super::fair::Fair;
 use super::neighbours::Neighbours;
-use super::owner::{Job, Line, Owner, User};
+use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
 
 /// Of so many pieces of a job, one is of what is moved ahead of its use while something else is wanted: an eighth, enough to
 /// go on, little enough to be hardly felt.
@@ -16,18 +16,24 @@ pub const TURNS: u32 = 8;
 pub const INFLIGHT_COUNT_MAX: usize = 256;
 
 /// Of a job among its user's, and of a session among its job's.
-const SHARE_EACH: u32 = 1;
+const WEIGHT_EACH: u32 = 1;
 
 /// Users take turns by their shares, a user's jobs and a job's sessions by equal ones; of a job, what is wanted goes before what
-/// is moved ahead; of a session, what came first.
+/// is moved ahead; of a session, what came first. Who waits for nothing is known nowhere here, but for a user, a job or a
+/// session that owes something to others who wait.
 #[derive(Debug)]
 pub(super) struct Way {
     inflight_bytes: u64,
     inflight_count: usize,
+    /// Operations that wait.
+    waiting_count: usize,
     lines: BTreeMap<Line, Places>,
     users: Fair<User>,
-    jobs: Fair<Job>,
-    sessions: Fair<Line>,
+    /// Of each user that waits, by what its jobs take turns.
+    jobs: BTreeMap<User, Fair<Job>>,
+    /// Of each job that waits, its sessions: what is wanted and what is moved ahead are counted apart, so that nobody whom the
+    /// wanted of others pass saves up turns among these.
+    sessions: BTreeMap<Job, [Fair<Line>; 2]>,
     /// Wanted pieces in a row that went before others of their job.
     passed: BTreeMap<Job, u32>,
     neighbours: Neighbours,
@@ -71,10 +77,11 @@ impl Way {
         Self {
             inflight_bytes: 0,
             inflight_count: 0,
+            waiting_count: 0,
             lines: BTreeMap::new(),
             users: Fair::default(),
-            jobs: Fair::default(),
-            sessions: Fair::default(),
+            jobs: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             passed: BTreeMap::new(),
             neighbours: Neighbours::new(window_bytes),
         }
@@ -106,45 +113,64 @@ impl Way {
     }
 
     fn wait(&mut self, place: usize, urgency: Urgency, owner: Owner) {
-        let (line, share) = owner.line(urgency == Urgency::Ahead);
+        let (line, weight) = owner.line(urgency == Urgency::Ahead);
         let (job, _) = line;
         let (user, _) = job;
-        self.users.came(user, share, self.user_waits(user));
-        self.jobs.came(job, SHARE_EACH, self.job_waits(job));
-        self.sessions
-            .came(line, SHARE_EACH, self.lines.contains_key(&line));
+        self.users.came(user, weight);
+        self.jobs.entry(user).or_default().came(job, WEIGHT_EACH);
+        self.sessions.entry(job).or_default()[class(urgency)].came(line, WEIGHT_EACH);
         (self.lines.entry(line).or_default().of(urgency)).push_back(place);
+        self.waiting_count += 1;
     }
 
     fn leave(&mut self, place: usize, urgency: Urgency, line: Line) {
-        if let Some(places) = self.lines.get_mut(&line) {
-            places.of(urgency).retain(|other| *other != place);
-            self.tidy(line);
+        let Some(places) = self.lines.get_mut(&line) else {
+            return;
+        };
+        let waiting = places.of(urgency);
+        if let Some(index) = waiting.iter().position(|other| *other == place) {
+            waiting.remove(index);
+            self.went(urgency, line);
+        }
+    }
+
+    /// One operation of `line` waits no more. Who waits for nothing is not kept.
+    fn went(&mut self, urgency: Urgency, line: Line) {
+        let (job, _) = line;
+        let (user, _) = job;
+        self.waiting_count -= 1;
+        self.users.went(user);
+        let jobs = self.jobs.get_mut(&user).expect("it waited");
+        jobs.went(job);
+        if !jobs.waits() {
+            self.jobs.remove(&user);
+        }
+        let sessions = self.sessions.get_mut(&job).expect("it waited");
+        sessions[class(urgency)].went(line);
+        if !sessions.iter().any(Fair::waits) {
+            self.sessions.remove(&job);
+            self.passed.remove(&job);
+        }
+        if self.lines[&line].count() == 0 {
+            self.lines.remove(&line);
         }
     }
 
     /// One operation waits, and nothing is in flight.
     pub(super) fn has_one_alone(&self) -> bool {
-        let waiting = self.lines.values().map(Places::count);
-        self.inflight_count == 0 && waiting.sum::<usize>() == 1
+        self.inflight_count == 0 && self.waiting_count == 1
     }
 
     /// Whose piece is next.
     pub(super) fn next(&self) -> Option<Next> {
-        let user = self
-            .users
-            .next(self.lines.keys().map(|((user, _), _)| *user))?;
-        let jobs = self.lines.keys().map(|(job, _)| *job);
-        let job = self.jobs.next(jobs.filter(|job| job.0 == user))?;
+        let job = self.jobs[&self.users.next()?].next()?;
         let passed = self.passed.get(&job).copied().unwrap_or(0);
         let first = match passed + 1 >= TURNS {
             true => [Urgency::Ahead, Urgency::Wanted],
             false => [Urgency::Wanted, Urgency::Ahead],
         };
         first.into_iter().find_map(|urgency| {
-            let lines = self.lines_of(job);
-            let waiting = lines.filter(|(_, places)| places.front(urgency).is_some());
-            let line = self.sessions.next(waiting.map(|(line, _)| *line))?;
+            let line = self.sessions[&job][class(urgency)].next()?;
             let place = self.lines[&line].front(urgency)?;
             Some(Next {
                 place,
@@ -152,18 +178,6 @@ impl Way {
                 line,
             })
         })
-    }
-
-    fn lines_of(&self, job: Job) -> impl Iterator<Item = (&Line, &Places)> {
-        self.lines.iter().filter(move |((of, _), _)| *of == job)
-    }
-
-    fn user_waits(&self, user: User) -> bool {
-        self.lines.keys().any(|((of, _), _)| *of == user)
-    }
-
-    fn job_waits(&self, job: Job) -> bool {
-        self.lines_of(job).next().is_some()
     }
 
     /// How long a piece of an operation may be whose first one is `next`.
@@ -186,39 +200,32 @@ impl Way {
         self.inflight_bytes += u64::from(bytes);
         self.inflight_count += 1;
         self.neighbours.handed_over(job, bytes);
-        self.users.took(job.0, bytes);
-        self.jobs.took(job, bytes);
-        self.sessions.took(line, bytes);
-        let others_wait = (self.lines_of(job)).any(|(_, p)| p.front(Urgency::Ahead).is_some());
+        let (user, _) = job;
+        if user == User::Background {
+            self.users.weigh(user, self.background_weight());
+        }
+        self.users.took(user, bytes);
+        (self.jobs.get_mut(&user).expect("it waits")).took(job, bytes);
+        let sessions = self.sessions.get_mut(&job).expect("it waits");
+        sessions[class(urgency)].took(line, bytes);
         match urgency {
-            Urgency::Wanted if others_wait => *self.passed.entry(job).or_default() += 1,
+            Urgency::Wanted if sessions[class(Urgency::Ahead)].waits() => {
+                *self.passed.entry(job).or_default() += 1
+            }
             _ => drop(self.passed.remove(&job)),
         }
         if last {
             let places = self.lines.get_mut(&line).expect("it waits");
             places.of(urgency).pop_front();
-            self.tidy(line);
+            self.went(urgency, line);
         }
     }
 
-    /// Those who wait for nothing any more are not kept, unless they owe something.
-    fn tidy(&mut self, line: Line) {
-        if self
-            .lines
-            .get(&line)
-            .is_some_and(|places| places.count() > 0)
-        {
-            return;
-        }
-        self.lines.remove(&line);
-        let lines = &self.lines;
-        let waits = |user| lines.keys().any(|((of, _), _)| *of == user);
-        self.users.forget(waits);
-        self.jobs
-            .forget(|job| lines.keys().any(|(of, _)| *of == job));
-        self.sessions.forget(|line| lines.contains_key(&line));
-        self.passed
-            .retain(|job, _| lines.keys().any(|(of, _)| of == job));
+    /// Of tiles that move: an eighth of what the least of those has who wait beside them.
+    fn background_weight(&self) -> u32 {
+        let users = |user| matches!(user, User::Uid(_));
+        let least = self.users.least_weight(users);
+        least.map_or(BACKGROUND_WEIGHT, |least| least / TURNS)
     }
 
     /// A piece has ended.
@@ -307,7 +314,7 @@ mod tests {
             way.take_back(session(number), Urgency::Wanted, 4096);
         }
         assert!(way.lines.is_empty() && way.passed.is_empty());
-        assert_eq!(way.users.known_count(), 0);
-        assert_eq!(way.sessions.known_count(), 0);
+        assert!(way.jobs.is_empty() && way.sessions.is_empty());
+        assert_eq!((way.users.known_count(), way.waiting_count), (0, 0));
     }
 }
