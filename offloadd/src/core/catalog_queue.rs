@@ -155,10 +155,16 @@ impl Core {
                 let free: Vec<String> = (self.devices.iter().zip(&no_room.free_bytes))
                     .map(|(device, free)| format!("{} has {free}", device.path))
                     .collect();
+                let home = self.path(self.home);
+                let in_pieces = no_room.in_pieces.map_or_else(String::new, |(needed, largest)| {
+                    format!(
+                        "; {needed} of them, its records, must lie in one piece on {home}, where the largest free one has {largest}"
+                    )
+                });
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes ({} extents a tile and its records); free: {}. Drop a job or add room",
+                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}. Drop a job or add room",
                         key.name,
                         no_room.needed_bytes,
                         definition.durability().extents_a_tile(),

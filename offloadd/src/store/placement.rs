@@ -52,6 +52,8 @@ pub struct NoRoom {
     pub needed_bytes: u64,
     /// Each device has this.
     pub free_bytes: Vec<u64>,
+    /// The job's records need so much in one piece at home, where the largest is so much: tiles of others lie between.
+    pub in_pieces: Option<(u64, u64)>,
 }
 
 /// What a device does in a second of bytes that are read once and written once, as a step does with its tiles; 0 where
@@ -178,6 +180,10 @@ impl Space {
         let before = self.clone();
         self.try_reserve(definition, local_ranks).ok_or_else(|| {
             let mut area = area_at(0, definition, local_ranks).bytes();
+            let home = &before.devices[before.home.0 as usize];
+            let largest = home.free.values().copied().max().unwrap_or(0);
+            let in_pieces =
+                (largest < area && area <= home.room_bytes()).then_some((area, largest));
             let copies = definition.durability().extents_a_tile() as u64;
             for tile in definition.tiles() {
                 area += copies * u64::from(tile.tile_bytes);
@@ -186,6 +192,7 @@ impl Space {
             NoRoom {
                 needed_bytes: area,
                 free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
+                in_pieces,
             }
         })
     }
@@ -201,6 +208,7 @@ impl Space {
             NoRoom {
                 needed_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
                 free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
+                in_pieces: None,
             }
         })
     }
@@ -473,6 +481,25 @@ mod tests {
         };
         let tiles = (0..tiles).map(tile).collect();
         JobDefinition::new(Vec::new(), tiles, Durability::Committed, 1).unwrap()
+    }
+
+    #[test]
+    fn room_that_is_in_pieces_is_told_from_room_that_is_not_there() {
+        let definition = definition(4, 4096);
+        let area_bytes = area_at(0, &definition, 1).bytes();
+        let blocks_bytes = area_bytes.next_multiple_of(4096);
+        let mut parted = space([(2 * blocks_bytes, 0), (1 << 30, 0)]);
+        let middle = Extent {
+            device: DeviceIndex(0),
+            offset: DATA_OFFSET + blocks_bytes - 4096,
+        };
+        assert!(parted.take(middle, 8192));
+        let no_room = parted.reserve(&definition, 1).unwrap_err();
+        assert_eq!(no_room.in_pieces, Some((area_bytes, blocks_bytes - 4096)));
+        let no_room = space([(4096, 0), (1 << 30, 0)])
+            .reserve(&definition, 1)
+            .unwrap_err();
+        assert_eq!(no_room.in_pieces, None);
     }
 
     #[test]

@@ -211,6 +211,13 @@ fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             assert!(!known.defined, "an acknowledged job is gone");
             let definition = definition(known.tile_count, known.durability, known.nodes);
             if let Err(fault) = world.define(processes[0], definition) {
+                // Tiles that came home from devices that went may lie where its records would have to.
+                if fault.kind == FaultKind::NoSpace
+                    && fault.message.contains("in one piece on sim0")
+                {
+                    leave(world, &processes);
+                    return None;
+                }
                 return given_up(world, &processes, fault.kind);
             }
             known.defined = true;
