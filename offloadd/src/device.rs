@@ -135,6 +135,15 @@ fn by_pid(pid: Option<u32>) -> String {
     pid.map_or_else(String::new, |pid| format!(" (pid {pid})"))
 }
 
+/// To whom a file belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileOwner {
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
 impl Device {
     /// Opens the device at `path`, takes its lock, and reads a block to see that direct I/O works.
     ///
@@ -228,6 +237,20 @@ impl Device {
         force: bool,
         watch: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, DeviceError> {
+        Self::create_for(path, file_bytes, force, None, watch)
+    }
+
+    /// The same; a file that is made belongs to `owner` from the beginning.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn create_for(
+        path: &Path,
+        file_bytes: Option<u64>,
+        force: bool,
+        owner: Option<FileOwner>,
+        watch: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, DeviceError> {
         let failed = |action| failed(path, action);
         let found = match std::fs::metadata(path) {
             Ok(metadata) => Some(metadata.file_type()),
@@ -248,15 +271,23 @@ impl Device {
                 "how large? Say --size 64GiB",
             )));
         };
+        let mut made = None;
         if found.is_none() {
-            OpenOptions::new()
+            let file = OpenOptions::new()
                 .write(true)
                 .create_new(true)
                 .mode(0o600)
                 .open(path)
                 .map_err(|e| on_open(path, e))?;
+            made = Some(file);
         }
         let reserved = Self::open(path).and_then(|mut device| {
+            if let Some(made) = &made {
+                device.check_is(made)?;
+            }
+            if let Some(owner) = owner {
+                device.give_to(owner)?;
+            }
             device.reserve(path, file_bytes, watch)?;
             Ok(device)
         });
@@ -264,6 +295,44 @@ impl Device {
             let _ = std::fs::remove_file(path);
         }
         reserved
+    }
+
+    /// Whoever may write to the folder could have laid another file there since.
+    fn check_is(&self, made: &File) -> Result<(), DeviceError> {
+        let failed = |action| failed(Path::new(&self.path), action);
+        let number = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
+        let numbers = number(&self.file).and_then(|ours| Ok((ours, number(made)?)));
+        let (ours, made) = numbers.map_err(failed("asking for its number"))?;
+        if ours == made {
+            return Ok(());
+        }
+        Err(failed("making a file")(io::Error::other(
+            "another file was laid there meanwhile: who may write to its folder?",
+        )))
+    }
+
+    /// Gives a file of ours to `owner`; what is another's already, a block device or has a second name stays as it is.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn give_to(&self, owner: FileOwner) -> Result<(), DeviceError> {
+        let path = Path::new(&self.path);
+        let failed = |action| failed(path, action);
+        let found = (self.file.metadata()).map_err(failed("asking for its owner"))?;
+        let ours = found.is_file()
+            && found.nlink() == 1
+            && found.uid() == rustix::process::geteuid().as_raw();
+        // By its own name: not what a link leads to.
+        let named = std::fs::symlink_metadata(path).map_err(failed("asking for its owner"))?;
+        let same = (named.dev(), named.ino()) == (found.dev(), found.ino());
+        let FileOwner { uid, gid } = owner;
+        if !ours || !same || (found.uid(), found.gid()) == (uid, gid) {
+            return Ok(());
+        }
+        // By the descriptor: the path may be another file's by now.
+        std::os::unix::fs::fchown(&*self.file, Some(uid), Some(gid)).map_err(failed(
+            "giving it to whom the store's other files belong to",
+        ))
     }
 
     /// As the settings name it.

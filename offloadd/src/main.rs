@@ -146,11 +146,13 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
     #[command(after_help = "Examples:
   offloadd inspect                                          # names the jobs, their records and generations
   offloadd give-up qwen                                     # yours, of the service
+  offloadd give-up qwen --rate 1GB/s                        # compares faster than the usual 200 MB/s
   offloadd give-up qwen --uid 1000                          # of another: root and who runs the daemon may
   offloadd give-up qwen --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon
 
-The record may be the newest generation: start the daemon again first, the device may give it then. Nothing else of the job
-is lost; it goes on from the newest generation that can be read.")]
+The record may be the newest generation: start the daemon again first, the device may give it then. The generation before it
+may have been written over since, so its tiles are compared first, and one that is not whole is refused: then --force gives
+the record up all the same, and what is left is no whole generation.")]
     GiveUp {
         /// The job
         #[arg(value_name = "JOB")]
@@ -158,6 +160,12 @@ is lost; it goes on from the newest generation that can be read.")]
         /// Its owner, if it is not you
         #[arg(long)]
         uid: Option<u32>,
+        /// Whether or not what is left is whole
+        #[arg(long)]
+        force: bool,
+        /// Read at most so much a second beside a daemon's work, like 200MB/s
+        #[arg(long, value_name = "RATE", value_parser = cli::verify::rate)]
+        rate: Option<u64>,
         /// Of the store of these settings
         #[arg(long, value_name = "FILE", conflicts_with = "socket")]
         config: Option<PathBuf>,
@@ -274,9 +282,19 @@ fn main() -> ExitCode {
         Command::GiveUp {
             job,
             uid,
+            force,
+            rate,
             config,
             socket,
-        } => cli::give_up::run(job, uid, config, socket).map(|()| ExitCode::SUCCESS),
+        } => cli::give_up::run(cli::give_up::Choice {
+            job,
+            uid,
+            force,
+            bytes_per_s: rate,
+            config,
+            socket,
+        })
+        .map(|()| ExitCode::SUCCESS),
         Command::Verify {
             config,
             socket,

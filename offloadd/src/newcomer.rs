@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::core::NewDevice;
-use crate::device::{Device, DeviceBlocks, DeviceError};
+use crate::device::{Device, DeviceBlocks, DeviceError, FileOwner};
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure};
 use crate::store::format::{check_size, data_bytes};
@@ -47,7 +47,7 @@ pub struct Newcomer {
 }
 
 /// Opens or makes the device at `path` for store `id`. A file is made with `file_bytes`. Without `force` one that holds
-/// something is refused. Takes some seconds: it is measured.
+/// something is refused. A file of ours is given to `owner`. Takes some seconds: it is measured.
 ///
 /// # Errors
 /// [`NewcomerError`]; a file that was made for this is gone again then.
@@ -56,13 +56,14 @@ pub fn prepare(
     file_bytes: Option<u64>,
     force: bool,
     id: StoreId,
+    owner: Option<FileOwner>,
     engine: EngineChoice,
 ) -> Result<Newcomer, NewcomerError> {
     if !path.is_absolute() {
         return Err(NewcomerError::NotAbsolute(path.display().to_string()));
     }
     let made = !path.exists();
-    let ready = open(path, file_bytes, force, id).and_then(|device| {
+    let ready = open(path, file_bytes, force, id, owner).and_then(|device| {
         let rates = measure(&device, DATA_OFFSET, engine)?;
         let mut random = [0; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
@@ -88,9 +89,10 @@ fn open(
     file_bytes: Option<u64>,
     force: bool,
     id: StoreId,
+    owner: Option<FileOwner>,
 ) -> Result<Device, NewcomerError> {
     if !path.exists() {
-        let device = Device::create(path, file_bytes, false)?;
+        let device = Device::create_for(path, file_bytes, false, owner, &mut |_, _| {})?;
         check_size(device.path(), device.bytes())?;
         return Ok(device);
     }
@@ -104,6 +106,10 @@ fn open(
         device = Device::create(path, file_bytes, true)?;
     }
     check_size(device.path(), device.bytes())?;
+    // Cut off before it was given.
+    if let Some(owner) = owner {
+        device.give_to(owner)?;
+    }
     Ok(device)
 }
 

@@ -1,7 +1,7 @@
 //! A store that no daemon serves, changed by the same decisions: the core's actions, one operation after the other.
 //!
-//! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store is whole, and what was begun
-//! goes on with the next daemon or when it is asked again.
+//! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store
+//! is whole, and what was begun goes on with the next daemon or when it is asked again.
 
 use std::collections::VecDeque;
 

@@ -9,6 +9,7 @@ use clap::{Args, Subcommand};
 use offload_api::proto;
 use offloadd::config::Config;
 use offloadd::core::{DeviceState, Reply};
+use offloadd::device::FileOwner;
 use offloadd::newcomer::{Newcomer, prepare};
 use offloadd::stopped::Stopped;
 use offloadd::store::catalog::Phase;
@@ -230,12 +231,14 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
         );
         return move_all(&mut stopped);
     }
-    let Newcomer { device, new, made } =
-        prepare(path, file_bytes, force, stopped.id(), config.engine)?;
-    if made && let Err(error) = give_to_owner(path, &config) {
-        let _ = std::fs::remove_file(path);
-        return Err(error);
-    }
+    let Newcomer { device, new, made } = prepare(
+        path,
+        file_bytes,
+        force,
+        stopped.id(),
+        owner(&config),
+        config.engine,
+    )?;
     let (data_bytes, rates) = (new.data_bytes, new.rates);
     match stopped.add(device, new) {
         Ok(Reply::AddDevice { number }) => say_added(
@@ -261,19 +264,14 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
 }
 
 /// A file that root made belongs to whom the store's other files belong to: his daemon could not open it otherwise.
-fn give_to_owner(path: &Path, config: &Config) -> Result<()> {
-    let owner = (config.devices.iter())
+fn owner(config: &Config) -> Option<FileOwner> {
+    let found = (config.devices.iter())
         .filter_map(|device| std::fs::metadata(device).ok())
         .find(std::fs::Metadata::is_file);
-    let Some(owner) = owner.filter(|_| rustix::process::geteuid().is_root()) else {
-        return Ok(());
-    };
-    std::os::unix::fs::chown(path, Some(owner.uid()), Some(owner.gid())).with_context(|| {
-        format!(
-            "giving {} to uid {}, who has the other devices of the store",
-            path.display(),
-            owner.uid()
-        )
+    let found = found.filter(|_| rustix::process::geteuid().is_root())?;
+    Some(FileOwner {
+        uid: found.uid(),
+        gid: found.gid(),
     })
 }
 

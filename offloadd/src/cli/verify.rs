@@ -19,7 +19,7 @@ use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, open_all};
 
 /// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
-const SCRUB_BYTES_PER_S: u64 = 200_000_000;
+pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
 
 /// What people may choose.
 pub(crate) struct Choice {
@@ -45,6 +45,7 @@ struct Found {
     unread_count: u64,
     unread: Vec<String>,
     unclean: Vec<proto::JobName>,
+    undecided: Vec<proto::UndecidedJob>,
     wear: Vec<Worn>,
 }
 
@@ -56,12 +57,16 @@ struct Worn {
 
 impl Found {
     fn is_sound(&self) -> bool {
-        self.damaged_count == 0 && self.notes.is_empty() && self.unread_count == 0
+        self.damaged_count == 0
+            && self.notes.is_empty()
+            && self.unread_count == 0
+            && self.undecided.is_empty()
     }
 
     fn verdict(&self) -> &'static str {
         match (self.is_sound(), self.unread_count) {
             (true, _) => "sound",
+            (false, 0) if self.damaged_count == 0 && self.notes.is_empty() => "undecided",
             (false, 0) => "damaged",
             (false, _) if self.damaged_count == 0 && self.notes.is_empty() => "not all was read",
             (false, _) => "damaged, and not all was read",
@@ -158,6 +163,9 @@ fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
             .collect(),
         wear: wear.collect(),
         unclean: unclean.collect(),
+        undecided: (report.undecided_jobs.iter())
+            .map(proto::UndecidedJob::from)
+            .collect(),
         notes: report.notes,
         ..Found::default()
     })
@@ -193,6 +201,7 @@ async fn scrub(
                 found.tile_bytes = progress.done_bytes;
                 found.damaged_count = progress.damaged_count;
                 found.unclean = progress.unclean_jobs;
+                found.undecided = progress.undecided_jobs;
                 found.unread_count = progress.unread_count;
                 found.unread = progress.unread;
                 let wished = choice.bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S);
@@ -276,6 +285,15 @@ fn text(found: &Found) -> String {
             "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared\n"
         );
     }
+    for one in &found.undecided {
+        text += &format!(
+            "UNDECIDED job {} of uid {}: {}; start the daemon again if the device gives its record now, or `offloadd give-up {}`\n",
+            one.job,
+            one.uid,
+            beside(one),
+            one.job
+        );
+    }
     for device in &found.wear {
         let rated = device.rated_bytes.map_or_else(String::new, |rated| {
             let share = 100.0 * device.worn_bytes as f64 / rated as f64;
@@ -300,6 +318,17 @@ fn text(found: &Found) -> String {
         found.verdict()
     );
     text
+}
+
+/// What is left of a job beside the record that its device does not give.
+fn beside(one: &proto::UndecidedJob) -> String {
+    match (one.generation, one.differing_count) {
+        (0, _) => "no other generation of it can be read".into(),
+        (generation, 0) => format!("no tile of generation {generation} that was compared differs"),
+        (generation, count) => format!(
+            "{count} tiles of generation {generation} are not what it wrote: written over by a later one, or damaged"
+        ),
+    }
 }
 
 fn to_json(found: &Found) -> Value {
@@ -327,6 +356,12 @@ fn to_json(found: &Found) -> Value {
         "unclean_jobs": found.unclean.iter().map(|one| json!({
             "uid": one.uid,
             "job": one.job,
+        })).collect::<Vec<_>>(),
+        "undecided_jobs": found.undecided.iter().map(|one| json!({
+            "uid": one.uid,
+            "job": one.job,
+            "generation": one.generation,
+            "differing_count": one.differing_count,
         })).collect::<Vec<_>>(),
     })
 }

@@ -1,7 +1,9 @@
 //! A record that the device did not give at the start stays until somebody decides: it may be the newest one, and name any
-//! extent of its job's tiles. Here is the decision to go on without it.
+//! extent of its job's tiles. Here is the decision to go on without it. If it was the newest, tiles of the generation before
+//! it may have been written over since: who decides has had them compared.
 
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::Generation;
 
 use super::job::JobKey;
 use super::script::{Failed, Purpose, Step};
@@ -61,7 +63,11 @@ impl Core {
                 *slot = SlotContent::Empty;
             }
         }
-        let newest_generation = stored.newest();
+        let newest_generation = match stored.clean() {
+            true => stored.newest(),
+            // Written in place: what its record names is there no more.
+            false => Generation(0),
+        };
         // Its tiles stayed because of it.
         self.mover.retry();
         actions.push(Action::Reply {

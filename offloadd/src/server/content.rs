@@ -4,7 +4,7 @@ use offload_api::proto;
 
 use crate::store::content::{GenerationContent, JobContent, step_of};
 use crate::store::definition::TileKind;
-use crate::store::verify::{Damage, DamagedTile};
+use crate::store::verify::{Damage, DamagedTile, UndecidedJob};
 
 impl From<&JobContent> for proto::JobContent {
     fn from(job: &JobContent) -> Self {
@@ -66,6 +66,17 @@ fn generation(job: &JobContent, one: &GenerationContent) -> proto::GenerationCon
                 step: step_of(blob),
             })
             .collect(),
+    }
+}
+
+impl From<&UndecidedJob> for proto::UndecidedJob {
+    fn from(job: &UndecidedJob) -> Self {
+        Self {
+            uid: job.uid,
+            job: job.job.as_str().into(),
+            generation: job.generation.0,
+            differing_count: job.differing_count,
+        }
     }
 }
 

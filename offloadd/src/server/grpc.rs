@@ -388,7 +388,7 @@ impl Service {
         let engine = EngineChoice::from_name(engine).unwrap_or_default();
         let named = path.clone();
         let newcomer = tokio::task::spawn_blocking(move || {
-            newcomer::prepare(&named, file_bytes, force, store, engine)
+            newcomer::prepare(&named, file_bytes, force, store, None, engine)
         });
         let newcomer = newcomer.await.map_err(|_| ended_unanswered())?;
         let Newcomer { device, new, made } =

@@ -7,6 +7,7 @@ use offload_api::ids::{DeviceIndex, Generation};
 
 use super::StoreError;
 use super::catalog::{self, Catalog, DeviceEntry, Entry, Phase};
+use super::definition::Durability;
 use super::manifest::{self, Mark, Marked, Record, SlotContent};
 use super::placement::{Space, rate};
 use super::sealed::{self, Unreadable};
@@ -484,7 +485,7 @@ impl<B: Blocks> Reader<'_, B> {
                 second: format!("{what} was written under {}", record.table_revision),
             });
         }
-        let mark = self.mark(position, entry, &record, slot)?;
+        let mark = self.mark(position, entry, table, &record, slot)?;
         Ok(SlotContent::Sound(Marked { record, mark }))
     }
 
@@ -492,6 +493,7 @@ impl<B: Blocks> Reader<'_, B> {
         &mut self,
         position: usize,
         entry: &Entry,
+        table: &TileTable,
         record: &Record,
         slot: usize,
     ) -> Result<Option<Mark>, StoreError> {
@@ -506,6 +508,8 @@ impl<B: Blocks> Reader<'_, B> {
         if copies.iter().all(Result::is_err) {
             // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
             // one. Unsound bytes are still told.
+            let withheld = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Device(_)));
+            let in_place = table.definition.durability() == Durability::None;
             for (copy, offset) in copies.iter().zip(offsets) {
                 if let Err(
                     why @ (Unreadable::Damaged(_) | Unreadable::Foreign | Unreadable::Device(_)),
@@ -515,7 +519,11 @@ impl<B: Blocks> Reader<'_, B> {
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
                 }
             }
-            return Ok(None);
+            // What a device withholds may say that the tiles were being written over; beside a copy that was never
+            // written it does not, as both are durable before.
+            let blank = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank));
+            let overwriting = in_place && copies.iter().any(withheld) && !copies.iter().any(blank);
+            return Ok(overwriting.then_some(Mark::Overwriting));
         }
         self.newest(&what, position, offsets, copies, |mark| *mark as u32)
             .map(Some)

@@ -1,7 +1,8 @@
 //! Reads everything a store holds, without changing it, and names all that is damaged.
 //!
 //! Of each job it checks the tiles of every generation that can be resumed from. The one before a confirmed newest is
-//! not checked: its extents are where the next generation is being written.
+//! not checked: its extents are where the next generation is being written. Beside a record that a device does not give
+//! nobody knows whether a generation is that one: what differs of it is counted, and not called damaged.
 
 use offload_api::BLOCK_BYTES;
 use offload_api::checksum::checksum;
@@ -10,7 +11,7 @@ use offload_api::removable::{Mechanism, removed};
 
 use super::StoreError;
 use super::definition::{JobName, TileSpec};
-use super::manifest::{self, Mark, Marked};
+use super::manifest::{self, Mark, Marked, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
 use super::twins::Note;
 use super::wear::Wear;
@@ -31,8 +32,23 @@ pub struct Report {
     pub notes: Vec<Note>,
     /// Jobs written in place that did not end in order; their tiles were not compared.
     pub unclean_jobs: Vec<(u32, JobName)>,
+    /// Jobs with a record that a device does not give.
+    pub undecided_jobs: Vec<UndecidedJob>,
     /// How far each device is worn, in the store's order.
     pub wear: Vec<DeviceWear>,
+}
+
+/// A job with a record that a device does not give: perhaps the newest one, after which the one before it was written over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UndecidedJob {
+    /// Owner.
+    pub uid: u32,
+    /// The job.
+    pub job: JobName,
+    /// Its newest that can be read; 0: none.
+    pub generation: Generation,
+    /// Its tiles that are not what its readable records name: written over since, or damaged.
+    pub differing_count: u64,
 }
 
 /// A device and what was written to it.
@@ -49,7 +65,7 @@ pub struct DeviceWear {
 impl Report {
     /// Nothing is wrong.
     pub fn is_sound(&self) -> bool {
-        self.damaged_tiles.is_empty() && self.notes.is_empty()
+        self.damaged_tiles.is_empty() && self.notes.is_empty() && self.undecided_jobs.is_empty()
     }
 }
 
@@ -127,7 +143,27 @@ pub fn verify_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<Report, StoreError> {
-    let store = recover::read(blocks)?;
+    read_jobs(blocks, &|_| true, watch)
+}
+
+/// The same of one job's tiles only.
+pub fn verify_one(
+    blocks: &mut impl Blocks,
+    uid: u32,
+    name: &str,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<Report, StoreError> {
+    let asked = |job: &RecoveredJob| job.entry.uid == uid && job.entry.name.as_str() == name;
+    read_jobs(blocks, &asked, watch)
+}
+
+fn read_jobs(
+    blocks: &mut impl Blocks,
+    asked: &dyn Fn(&RecoveredJob) -> bool,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<Report, StoreError> {
+    let mut store = recover::read(blocks)?;
+    store.jobs.retain(asked);
     let total_bytes = store.jobs.iter().map(job_bytes).sum();
     let watch = &mut |done_bytes| watch(done_bytes, total_bytes);
     let mut report = Report {
@@ -180,6 +216,9 @@ fn verify_job(
             .unclean_jobs
             .push((job.entry.uid, job.entry.name.clone()));
     }
+    let withheld = |slot: &SlotContent| matches!(slot, SlotContent::Unreadable(_));
+    let undecided = job.slots.iter().any(withheld);
+    let mut differing_count = 0;
     for marked in compared(job) {
         let specs = job.table.definition.tiles().iter();
         let places = specs.zip(&job.table.extents).zip(&*marked.record.versions);
@@ -200,6 +239,10 @@ fn verify_job(
                     if expected == found || removed(Mechanism::Checksum) {
                         continue;
                     }
+                    if undecided {
+                        differing_count += 1;
+                        continue;
+                    }
                     Damage::Checksum { expected, found }
                 }
             };
@@ -215,5 +258,14 @@ fn verify_job(
                 damage,
             });
         }
+    }
+    if undecided {
+        let newest = manifest::resumable(&job.slots).last().copied();
+        report.undecided_jobs.push(UndecidedJob {
+            uid: job.entry.uid,
+            job: job.entry.name.clone(),
+            generation: newest.map_or(Generation(0), |marked| marked.record.generation),
+            differing_count,
+        });
     }
 }

@@ -291,6 +291,23 @@ fn what_root_makes_for_a_users_store_is_the_users() {
     assert!(output.status.success(), "{}", words(&output));
     let made = std::fs::metadata(&new).unwrap();
     assert_eq!((made.uid(), made.gid()), (65534, 65533));
+    // One that was cut off before it was given; and what a link leads to.
+    for (linked, uid) in [(false, 65534), (true, 0)] {
+        let store = Store::new(1, "auto");
+        std::os::unix::fs::chown(&store.devices[0], Some(65534), Some(65533)).unwrap();
+        let new = store.folder.path().join("device1");
+        let begun = store
+            .folder
+            .path()
+            .join(if linked { "elsewhere" } else { "device1" });
+        std::fs::write(&begun, []).unwrap();
+        if linked {
+            std::os::unix::fs::symlink(&begun, &new).unwrap();
+        }
+        let output = device(&store, "add", &new, &["--size", "8MiB"]);
+        assert!(output.status.success(), "{}", words(&output));
+        assert_eq!(std::fs::metadata(&begun).unwrap().uid(), uid);
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use offloadd::store::format::MeasuredRates;
 use offloadd::store::recover;
 use offloadd::store::tile_table::Extent;
 use offloadd::store::twins::Consequence;
+use offloadd::store::verify::{verify, verify_one};
 
 use super::world::{PEER, World, formatted, job};
 
@@ -22,8 +23,13 @@ fn seed(generation: u64, tile: u32) -> u64 {
 
 /// A store with two generations of a job, of which the newer one's record can no longer be read.
 fn worn_out() -> SimDisks {
+    worn_out_while(Durability::Committed, 0)
+}
+
+/// The same, while so many tiles of the third are written.
+fn worn_out_while(durability: Durability, written_count: u32) -> SimDisks {
     let mut world = World::start(formatted(), SimRandom::new(1));
-    let process = world.begin("one", TILES, Durability::Committed);
+    let process = world.begin("one", TILES, durability);
     for generation in 1..=2 {
         for tile in 0..TILES {
             world
@@ -32,13 +38,74 @@ fn worn_out() -> SimDisks {
         }
         world.commit(process, generation).unwrap();
     }
-    let (mut disks, _) = world.crash(true);
+    for tile in 0..written_count {
+        world.write(process, 3, tile, seed(3, tile)).unwrap();
+    }
+    let (mut disks, _) = world.crash(false);
     let store = recover::read(&mut disks).unwrap();
     let home = store[store.home].position;
     for offset in store.jobs[0].entry.area.records(0) {
         disks.wear_out(home, offset..offset + 4096);
     }
     disks
+}
+
+#[test]
+fn what_was_written_over_beside_it_is_counted_and_not_called_damaged() {
+    for written_count in [0, 2] {
+        let mut disks = worn_out_while(Durability::Committed, written_count);
+        let whole = verify(&mut disks).unwrap();
+        let one = verify_one(&mut disks, PEER.uid, "one", &mut |_, _| {}).unwrap();
+        for report in [whole, one] {
+            assert_eq!(report.damaged_tiles, []);
+            assert_eq!(report.tile_count, TILES as usize);
+            let [job] = &report.undecided_jobs[..] else {
+                panic!("{:?}", report.undecided_jobs);
+            };
+            assert_eq!(job.generation, Generation(1));
+            assert_eq!(job.differing_count, u64::from(written_count));
+            assert!(!report.is_sound());
+        }
+        let other = verify_one(&mut disks, PEER.uid, "two", &mut |_, _| {}).unwrap();
+        assert_eq!((other.tile_count, other.undecided_jobs), (0, vec![]));
+        // Once it is given again all is as it was committed.
+        disks.mend();
+        let report = verify(&mut disks).unwrap();
+        assert!(report.is_sound());
+    }
+}
+
+#[test]
+fn given_up_what_was_written_in_place_is_of_no_generation() {
+    let mut world = World::start(worn_out_while(Durability::None, 2), SimRandom::new(6));
+    let newest_generation = Generation(0);
+    assert_eq!(
+        give_up(&mut world, PEER.uid),
+        Ok(Reply::GiveUp { newest_generation })
+    );
+    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Unclean));
+}
+
+#[test]
+fn a_mark_that_is_withheld_may_say_that_tiles_were_written_over() {
+    let mut world = World::start(formatted(), SimRandom::new(7));
+    let process = world.begin("one", TILES, Durability::None);
+    for tile in 0..TILES {
+        world.write(process, 1, tile, seed(1, tile)).unwrap();
+    }
+    world.commit(process, 1).unwrap();
+    world.write(process, 2, 0, seed(2, 0)).unwrap();
+    let (mut disks, random) = world.crash(false);
+    let store = recover::read(&mut disks).unwrap();
+    let home = store[store.home].position;
+    for offset in store.jobs[0].entry.area.marks(1) {
+        disks.wear_out(home, offset..offset + 4096);
+    }
+    let report = verify(&mut disks).unwrap();
+    assert_eq!(report.damaged_tiles, []);
+    assert_eq!(report.unclean_jobs.len(), 1);
+    let mut world = World::start(disks, random);
+    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Unclean));
 }
 
 fn extents(disks: &mut SimDisks) -> Vec<[Extent; 2]> {
