@@ -12,6 +12,9 @@ use crate::lab::{Lab, succeed};
 /// Starting reads a few blocks; a loaded machine takes its time.
 const START_WAIT: Duration = Duration::from_secs(20);
 
+/// It waits a minute for a device at most.
+const END_WAIT: Duration = Duration::from_secs(90);
+
 /// A daemon that ends with this value.
 pub(crate) struct Daemon {
     child: Child,
@@ -111,7 +114,15 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         // It may have ended by itself; a test that cares has looked. In order: one that is supervised ends with who does that.
         self.signal(Signal::INT);
-        let _ = self.child.wait();
+        let deadline = Instant::now() + END_WAIT;
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
