@@ -19,16 +19,17 @@ use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::config::Config;
 use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
-use offloadd::driver::{self, DriverError, DriverHandle, Parts, Running, TakenUp};
+use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
 use offloadd::handover::inherited::{self, Inherited};
-use offloadd::handover::{Found, HandedOver};
+use offloadd::handover::{Found, HandedOver, SESSIONS_MAX};
 use offloadd::memory;
 use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
-use offloadd::server::page::{Page, PageAddress};
+use offloadd::server::page::Page;
 use offloadd::server::{self, About};
 use offloadd::store::recover;
 use rustix::process::Pid;
+use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
@@ -130,7 +131,22 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     let store_id = store.id;
     let mut core = Core::new(store, draw_epoch()?, config.limits());
-    let (taken_up, given) = take_up(&mut core, given);
+    // All that can fail comes before a state is claimed, which can be done once: sockets here, the engine in `start`.
+    let page = (config.metrics_listen.as_ref())
+        .map(|address| runtime.block_on(Page::bind(address)))
+        .transpose()?;
+    let listener = {
+        let _guard = runtime.enter();
+        server::bind(&config.socket)?
+    };
+    let sockets = Sockets {
+        place: server::Place::of(&config.socket),
+        path: config.socket.clone(),
+        listener,
+        page,
+    };
+    say_sessions_max(&config);
+    let (left_to_us, given) = take_up(&mut core, given);
     let epoch = core.epoch();
     // What the engine holds is enough: one that leaves must be closed by that.
     drop(devices);
@@ -145,7 +161,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         wearing,
         policy,
         descriptor_socket: descriptor_socket.clone(),
-        taken_up,
+        left_to_us,
     })?;
     // The keeper's copies would keep a life line from hanging up when its session ends.
     forget_kept(&given);
@@ -168,10 +184,6 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         running.engine_reason,
         binary(config.arena_bytes_max),
     );
-    let sockets = Sockets {
-        calls: &config.socket,
-        metrics: config.metrics_listen.as_ref(),
-    };
     let started = Started {
         file: file.to_owned(),
         config: config.clone(),
@@ -204,9 +216,12 @@ impl Signals {
 }
 
 /// Where people and processes come to ask.
-struct Sockets<'a> {
-    calls: &'a Path,
-    metrics: Option<&'a PageAddress>,
+struct Sockets {
+    path: PathBuf,
+    listener: UnixListener,
+    /// Removes it at the end.
+    place: server::Place,
+    page: Option<Page>,
 }
 
 /// What a reload compares with.
@@ -260,7 +275,7 @@ fn start_reloads(started: Started, owner: DriverHandle) -> Result<SyncSender<()>
 }
 
 async fn serve(
-    sockets: Sockets<'_>,
+    sockets: Sockets,
     running: Running,
     about: About,
     parent: Option<Pid>,
@@ -275,12 +290,12 @@ async fn serve(
         mut hang_up,
         mut quit,
     } = signals;
-    let page = match sockets.metrics {
-        Some(address) => Some(Page::bind(address).await?),
-        None => None,
-    };
-    let listener = server::bind(sockets.calls)?;
-    let _place = server::Place::of(sockets.calls);
+    let Sockets {
+        path,
+        listener,
+        place: _place,
+        page,
+    } = sockets;
     let (stop, stopped) = watch::channel(false);
     let page = page.map(|page| tokio::spawn(page.serve(handle.clone(), stopped.clone())));
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
@@ -296,7 +311,7 @@ async fn serve(
         told.context("the parent process no longer listens")?;
     }
     say_ready();
-    say_status(&format!("serving at {}", sockets.calls.display()));
+    say_status(&format!("serving at {}", path.display()));
 
     let reloads = start_reloads(started, handle.clone())?;
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
@@ -359,14 +374,14 @@ async fn serve(
 }
 
 /// The sessions of the daemon before that go on, and the names of all that came with this process.
-fn take_up(core: &mut Core, given: Inherited) -> (Vec<TakenUp>, Vec<String>) {
+fn take_up(core: &mut Core, given: Inherited) -> (Option<LeftToUs>, Vec<String>) {
     let names: Vec<String> = given.iter().map(|(name, _)| name.clone()).collect();
     let mut found = match Found::among(given) {
-        Ok(None) => return (Vec::new(), names),
+        Ok(None) => return (None, names),
         Ok(Some(found)) => found,
         Err(refused) => {
             tracing::warn!(%refused, "what a daemon before handed over is not taken up: its sessions end");
-            return (Vec::new(), names);
+            return (None, names);
         }
     };
     let numbers = found.state.sessions.iter().map(|session| session.number);
@@ -381,15 +396,16 @@ fn take_up(core: &mut Core, given: Inherited) -> (Vec<TakenUp>, Vec<String>) {
                 why,
                 "what a daemon before handed over is not taken up: its sessions end"
             );
-            return (Vec::new(), names);
+            return (None, names);
         }
     };
     for why in left_out {
         tracing::warn!("a daemon before handed over a job whose sessions end: {why}");
     }
-    if !adopted.is_empty() {
-        tracing::info!("{} sessions of the daemon before go on", adopted.len());
+    if adopted.is_empty() {
+        return (None, names);
     }
+    tracing::info!("{} sessions of the daemon before go on", adopted.len());
     let taken_up = adopted.into_iter().map(|adopted| {
         let session = &state.sessions[adopted.index];
         TakenUp {
@@ -401,7 +417,21 @@ fn take_up(core: &mut Core, given: Inherited) -> (Vec<TakenUp>, Vec<String>) {
             adopted,
         }
     });
-    (taken_up.collect(), names)
+    let left_to_us = LeftToUs {
+        claim: found.claim,
+        sessions: taken_up.collect(),
+    };
+    (Some(left_to_us), names)
+}
+
+/// Better heard now than at a restart.
+fn say_sessions_max(config: &Config) {
+    if somebody_keeps() && config.sessions_max as usize > SESSIONS_MAX {
+        tracing::warn!(
+            "`sessions_max` is {}: a restart ends those beyond {SESSIONS_MAX}, as more descriptors cannot be kept",
+            config.sessions_max
+        );
+    }
 }
 
 fn give(handed: &HandedOver) {

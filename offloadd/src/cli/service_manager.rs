@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use offloadd::driver::DriverHandle;
 use offloadd::handover::{self, HandedOver};
@@ -23,8 +23,14 @@ const MORE_TIME: Duration = Duration::from_secs(60);
 /// For what is said once.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// For descriptors to be taken.
-const TAKEN_WAIT: Duration = Duration::from_secs(10);
+/// For all descriptors to be taken.
+const KEEP_WAIT: Duration = Duration::from_secs(10);
+
+/// For those that are kept no longer: a manager may read nothing until it has heard that the daemon serves.
+const FORGET_WAIT: Duration = Duration::from_secs(1);
+
+/// What it has not heard then is said beside everything else: so often, each time for [`WAIT`].
+const FORGET_TRIES: usize = 600;
 
 /// Calls are taken.
 pub(super) fn say_ready() {
@@ -86,19 +92,20 @@ pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
     if handed.state.sessions.is_empty() {
         return Ok(());
     }
+    let end = Instant::now() + KEEP_WAIT;
     handed.give(|name, fd| {
         // Hang-ups are ours to see: whoever gives a session up must know of it.
         send(
             &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"),
             Some(fd),
-            WAIT,
+            left_until(end)?,
         )
     })?;
     let (reader, writer) = io::pipe()?;
-    send("BARRIER=1", Some(writer.as_fd()), WAIT)?;
+    send("BARRIER=1", Some(writer.as_fd()), left_until(end)?)?;
     drop(writer);
     let mut fds = [PollFd::new(&reader, PollFlags::IN)];
-    let limit = Timespec::try_from(TAKEN_WAIT).expect("some seconds");
+    let limit = Timespec::try_from(left_until(end)?).expect("some seconds");
     match poll(&mut fds, Some(&limit)) {
         Ok(1..) => Ok(()),
         // Interrupted, which is as rare as it is harmless: what was sent is taken before our end is noticed.
@@ -110,14 +117,66 @@ pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
 
 /// What was kept is here now, and is not to be given to anybody again.
 pub(super) fn forget_kept(names: &[String]) {
-    for name in names.iter().filter(|name| handover::is_ours(name)) {
-        let told = send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None, WAIT);
-        if let Err(error) = told {
-            // One wait is enough for somebody who does not listen.
-            tracing::warn!(%error, "the service manager still keeps {name}: its process may not see its session end");
-            return;
+    let mut waiting: Vec<String> = (names.iter())
+        .filter(|name| handover::is_ours(name))
+        .cloned()
+        .collect();
+    waiting.reverse();
+    let end = Instant::now() + FORGET_WAIT;
+    while let Some(name) = waiting.last()
+        && let Ok(left) = left_until(end)
+        && forget(name, left).is_ok()
+    {
+        waiting.pop();
+    }
+    if waiting.is_empty() {
+        return;
+    }
+    let count = waiting.len();
+    let started = (std::thread::Builder::new().name("forget".into()))
+        .spawn(move || forget_patiently(waiting, FORGET_TRIES));
+    if let Err(error) = started {
+        tracing::warn!(%error, "{count} descriptors stay with the service manager: ends of sessions may not be seen");
+    }
+}
+
+fn forget_patiently(mut waiting: Vec<String>, tries: usize) {
+    let mut last = None;
+    for _ in 0..tries {
+        while let Some(name) = waiting.last() {
+            match forget(name, WAIT) {
+                Ok(()) => drop(waiting.pop()),
+                Err(error) => {
+                    last = Some(error);
+                    break;
+                }
+            }
+        }
+        // It waits; anything else says that nobody is there.
+        let may_read = |error: &io::Error| {
+            let kind = error.kind();
+            kind == io::ErrorKind::WouldBlock || kind == io::ErrorKind::TimedOut
+        };
+        if waiting.is_empty() || !last.as_ref().is_some_and(may_read) {
+            break;
         }
     }
+    if let (Some(name), Some(error)) = (waiting.last(), last) {
+        tracing::warn!(%error, "the service manager still keeps {name} and {} more: their processes may not see their sessions end", waiting.len() - 1);
+    }
+}
+
+fn forget(name: &str, wait: Duration) -> io::Result<()> {
+    send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None, wait)
+}
+
+/// An error when nothing is left.
+fn left_until(end: Instant) -> io::Result<Duration> {
+    let left = end.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    Ok(left)
 }
 
 /// Who does not take what is said must not keep the daemon from serving, nor from ending.

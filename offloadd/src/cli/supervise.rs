@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
-use offloadd::handover::{STATE, inherited, is_ours};
+use offloadd::handover::{DESCRIPTORS_MAX, inherited, is_ours, is_state};
 use offloadd::server;
 use rustix::fs::Mode;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
@@ -35,9 +35,6 @@ use super::{log, raise_descriptor_limit};
 const FAILURES_MAX: usize = 5;
 const FAILURES_WITHIN: Duration = Duration::from_secs(300);
 const RESTART_AFTER: Duration = Duration::from_secs(1);
-
-/// Kept at most: seven a session.
-const KEPT_MAX: usize = 16 << 10;
 
 pub(crate) fn run(config: &Path) -> Result<()> {
     let _last_lines = log::to_stderr();
@@ -137,7 +134,7 @@ impl Supervisor {
             // What it said last.
             self.read(notify);
             // Somebody may have asked the daemon itself to end for the next one.
-            let goes_on = renewing || self.kept.iter().any(|(name, _)| name == STATE);
+            let goes_on = renewing || self.kept.iter().any(|(name, _)| is_state(name));
             if ending || (status.success() && !goes_on) {
                 return match status.success() {
                     true => Ok(()),
@@ -225,9 +222,9 @@ impl Supervisor {
         if says("FDSTOREREMOVE=1") {
             self.kept.retain(|(kept, _)| kept != name);
         } else if says("FDSTORE=1") {
-            if self.kept.len() + fds.len() > KEPT_MAX {
+            if self.kept.len() + fds.len() > DESCRIPTORS_MAX {
                 tracing::warn!(
-                    "{KEPT_MAX} descriptors are kept already: the session of {name} will end"
+                    "{DESCRIPTORS_MAX} descriptors are kept already: the session of {name} will end"
                 );
                 return;
             }

@@ -126,6 +126,7 @@ impl Core {
                 .iter()
                 .map(|(key, job)| self.job_state(key, job))
                 .collect(),
+            handover: 0,
         }
     }
 

@@ -10,7 +10,7 @@ use super::session::{Session, State};
 use super::{Driver, DriverError, system};
 use crate::arena::LockPolicy;
 use crate::core::{Adopted, Event};
-use crate::handover::{Descriptors, HandedOver};
+use crate::handover::{Claim, Descriptors, HandedOver};
 
 /// A session of the daemon before, with its descriptors.
 #[derive(Debug)]
@@ -23,9 +23,35 @@ pub struct TakenUp {
     pub reached: Reached,
 }
 
+/// What the daemon before left to this one.
+#[derive(Debug)]
+pub struct LeftToUs {
+    /// Spent when nothing can fail any more.
+    pub claim: Claim,
+    /// Those that go on.
+    pub sessions: Vec<TakenUp>,
+}
+
 impl Driver {
+    /// Takes up all that is left to this daemon, if nobody else has.
+    pub(super) fn take_up_all(&mut self, left: LeftToUs, epoch: Epoch, policy: LockPolicy) {
+        let LeftToUs { claim, sessions } = left;
+        let ours = claim.spend();
+        if !ours {
+            tracing::error!("another daemon took up the sessions of the one before: they end here");
+        }
+        for session in sessions {
+            if ours {
+                self.take_up(session, epoch, policy);
+            } else {
+                let session = session.adopted.session;
+                self.events.push_back(Event::PeerGone { session });
+            }
+        }
+    }
+
     /// Serves a session as if it had just attached. Its process may have gone meanwhile: its life line says so at once.
-    pub(super) fn take_up(&mut self, taken: TakenUp, epoch: Epoch, policy: LockPolicy) {
+    fn take_up(&mut self, taken: TakenUp, epoch: Epoch, policy: LockPolicy) {
         let TakenUp {
             adopted,
             descriptors,
@@ -90,7 +116,10 @@ impl Driver {
             let copies = copies(made, life_line, process.as_ref());
             descriptors.push(copies.map_err(system("copying a session's descriptors"))?);
         }
-        Ok(Some(HandedOver { state, descriptors }))
+        let handed = HandedOver::new(state, descriptors);
+        handed
+            .map(Some)
+            .map_err(system("a number for the hand-over"))
     }
 }
 

@@ -54,7 +54,7 @@ mod source;
 mod stop;
 
 use attach::Hello;
-pub use handing::TakenUp;
+pub use handing::{LeftToUs, TakenUp};
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
@@ -106,7 +106,7 @@ pub struct Parts {
     /// Where descriptors are handed out; nothing exists there.
     pub descriptor_socket: PathBuf,
     /// Sessions of the daemon before, which `core` has taken up.
-    pub taken_up: Vec<TakenUp>,
+    pub left_to_us: Option<LeftToUs>,
 }
 
 /// A running owner thread.
@@ -266,7 +266,7 @@ impl Driver {
             wearing,
             policy,
             descriptor_socket,
-            taken_up,
+            left_to_us,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
         // A write of its wear to each device besides. More devices may come.
@@ -324,8 +324,8 @@ impl Driver {
         // Edges: while there is no room, a connection that waits must not keep us awake.
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
-        for session in taken_up {
-            driver.take_up(session, epoch, policy);
+        if let Some(left) = left_to_us {
+            driver.take_up_all(left, epoch, policy);
         }
         Ok((driver, reason))
     }

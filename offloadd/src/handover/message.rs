@@ -22,6 +22,9 @@ pub struct State {
     /// Of all of them.
     #[prost(message, repeated, tag = "5")]
     pub sessions: Vec<Session>,
+    /// Drawn for this hand-over: its descriptors have it in their names.
+    #[prost(uint32, tag = "6")]
+    pub handover: u32,
 }
 
 /// A job in use.

@@ -20,7 +20,7 @@ use crate::arena::memory_file;
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
 /// Raised when a field changes its meaning.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// A million tiles of each of a thousand jobs would be more; nothing that is real comes near.
 const BYTES_MAX: u64 = 4 << 30;
@@ -134,6 +134,7 @@ mod tests {
                 token: vec![1; 16],
                 ..Session::default()
             }],
+            handover: 3,
         }
     }
 

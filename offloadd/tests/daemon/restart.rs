@@ -14,7 +14,7 @@ use offload_api::ids::{SlotIndex, TicketId};
 use offload_api::proto;
 use offload_api::ring::entry::Request;
 use offloadd::handover::message::{self, State};
-use offloadd::handover::{self, STATE, inherited};
+use offloadd::handover::{self, inherited, is_state};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::Signal;
 
@@ -319,13 +319,13 @@ fn stopped() -> (Manager, Session, Kept) {
 
 /// `kept` with another state.
 fn with_state(mut kept: Kept, state: OwnedFd) -> Kept {
-    kept.retain(|(name, _)| name != STATE);
-    kept.push((STATE.into(), state));
+    let at = kept.iter().position(|(name, _)| is_state(name)).unwrap();
+    kept[at].1 = state;
     kept
 }
 
 fn state_of(kept: &Kept) -> State {
-    let (_, state) = kept.iter().find(|(name, _)| name == STATE).unwrap();
+    let (_, state) = kept.iter().find(|(name, _)| is_state(name)).unwrap();
     handover::open(state).unwrap()
 }
 
@@ -429,8 +429,7 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
         assert_ne!(state, truth, "{words}");
         let mut told = with_state(copies(&kept), handover::seal(&state).unwrap());
         // Each has its own: this one was emptied by the one before.
-        told.retain(|(name, _)| !name.ends_with("claim"));
-        told.push(("offloadd-claim".into(), claim()));
+        unclaim(&mut told);
         let log = manager.log_with(told);
         assert!(log.contains(words), "{words:?} is not in: {log}");
         assert!(log.contains("session"), "{log}");
@@ -438,16 +437,66 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
     }
     // As they were they still fit.
     let mut told = copies(&kept);
-    told.retain(|(name, _)| !name.ends_with("claim"));
-    told.push(("offloadd-claim".into(), claim()));
+    unclaim(&mut told);
     let daemon = manager.start(&mut told);
     assert_eq!(reattach(&mut daemon.control(), &session).scratch_count, 2);
     drop((kept, told));
     assert!(!session.hung_up(Duration::ZERO));
 }
 
-fn claim() -> OwnedFd {
-    rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap()
+/// Makes it as if nobody had taken it up.
+fn unclaim(kept: &mut Kept) {
+    let at = kept.iter().position(|(name, _)| name.ends_with("claim"));
+    kept[at.unwrap()].1 = rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+}
+
+#[test]
+fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
+    let (manager, mut session, first) = stopped();
+    let daemon = manager.start(&mut copies(&first));
+    fill_tiles(&mut session, 4, 2, 9);
+    let (second, _) = manager.stop(daemon);
+    // Its manager was deaf to the words that it is kept no longer.
+    let mut both: Kept = copies(&first);
+    both.extend(copies(&second));
+    let daemon = manager.start(&mut both);
+    reattach(&mut daemon.control(), &session);
+    expect_tiles(&mut session, 4, 9);
+    let (third, _) = manager.stop(daemon);
+    // Two that nobody took up: neither is believed. Nor one whose names are there twice.
+    let (mut both, mut again) = (copies(&third), copies(&second));
+    unclaim(&mut again);
+    both.extend(again);
+    let log = manager.log_with(both);
+    assert!(log.contains("two daemons have handed over"), "{log}");
+    let mut twice = copies(&third);
+    twice.extend(copies(&third));
+    let log = manager.log_with(twice);
+    assert!(log.contains("two descriptors are called"), "{log}");
+}
+
+#[test]
+fn a_start_that_fails_leaves_the_sessions_to_the_next() {
+    let (manager, session, kept) = stopped();
+    // Fails late: somebody listens where the counts would be.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let config = std::fs::read_to_string(&manager.store.config).unwrap();
+    let address = taken.local_addr().unwrap();
+    let wrong = format!("metrics_listen = \"{address}\"\n{config}");
+    std::fs::write(&manager.store.config, wrong).unwrap();
+    let mut command = manager.store.serve_command();
+    let mut given = copies(&kept);
+    let numbers = inherited::pass(&mut command, &given).unwrap();
+    let output = command.output().unwrap();
+    drop((numbers, command));
+    assert!(
+        !output.status.success(),
+        "{}",
+        crate::common::words(&output)
+    );
+    manager.store.write_config(&manager.store.socket(), "auto");
+    let daemon = manager.start(&mut given);
+    assert_eq!(reattach(&mut daemon.control(), &session).scratch_count, 2);
 }
 
 #[test]
@@ -475,8 +524,7 @@ fn what_is_not_whole_ends_the_sessions_and_nothing_else() {
         let mut less = copies(&kept);
         less.retain(|(name, _)| !ends.iter().any(|end| name.ends_with(end)));
         if !ends.contains(&"claim") {
-            less.retain(|(name, _)| !name.ends_with("claim"));
-            less.push(("offloadd-claim".into(), claim()));
+            unclaim(&mut less);
         }
         less
     };
