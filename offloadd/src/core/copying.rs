@@ -30,10 +30,10 @@ use crate::store::manifest::{SlotContent, resumable};
 use crate::store::tile_table::Extent;
 
 /// Tiles being copied at a time: a read and a write of each device are in flight then.
-const COPIES_MAX: usize = 4;
+const COPIES_MAX: usize = 8;
 
-/// Of each, in memory and in flight.
-const PIECE_BYTES: u32 = 4 << 20;
+/// Of each, in memory and in flight: a drive is not kept longer by one than by a piece of a tile that somebody reads.
+const PIECE_BYTES: u32 = 256 << 10;
 
 /// What moves together.
 #[derive(Debug)]
