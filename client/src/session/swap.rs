@@ -40,7 +40,7 @@ impl Session {
         self.start(Verb::SwapIn, Urgency::Ahead, tile, slot)
     }
 
-    /// The same for a tile whose use is next: it goes before what this and other processes read ahead.
+    /// The same for a tile whose use is next: it goes before what the processes of this job read ahead.
     pub fn swap_in_wanted(
         &mut self,
         tile: TileIndex,
@@ -49,7 +49,7 @@ impl Session {
         self.start(Verb::SwapIn, Urgency::Wanted, tile, slot)
     }
 
-    /// Lets a swap in that has not ended go before what is read ahead, as if it had been started by
+    /// Lets a swap in that has not ended go before what its job reads ahead, as if it had been started by
     /// [`Session::swap_in_wanted`]. Nothing happens to one that has ended, or that nobody could still overtake.
     pub fn hasten(&mut self, ticket: Ticket) -> Result<(), ClientError> {
         let Some(flight) = self.flights.get_mut(ticket.0) else {

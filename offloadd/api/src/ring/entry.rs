@@ -93,7 +93,7 @@ pub enum Urgency {
     /// Moved ahead of its use, or behind it.
     #[default]
     Ahead,
-    /// Its use is next: it goes before what is moved ahead.
+    /// Its use is next: it goes before what its job moves ahead. Jobs take turns whatever they want.
     Wanted,
 }
 

@@ -15,8 +15,9 @@
 //! peer cannot move it. The other side's index is refused when it is impossible, and no index is used unmasked.
 //!
 //! The peer may write any byte at any time. An entry is therefore copied out once, word by word, and everything is
-//! checked on the copy. Both rings have `entries` entries and the daemon has at most `entries` operations in flight or
-//! not yet reaped, so the completion ring never overflows unless the peer cheats.
+//! checked on the copy. Both rings have `entries` entries, at least twice the session's iodepth. A process has at most an iodepth of
+//! operations in flight or not yet reaped, and how far a read has come is told only while half of the completion ring stays
+//! free for their ends; so the completion ring never overflows unless the peer cheats.
 //!
 //! What it takes: some thousands of entries a second; a page fault or the doorbell's system call costs more than all of
 //! this, so nothing here is batched.
