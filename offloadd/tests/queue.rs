@@ -43,6 +43,7 @@ impl Bench {
         let limits = DeviceLimits {
             piece_bytes: MIB,
             window_bytes: [8 << 20; 2],
+            bytes_per_s: [800_000_000; 2],
         };
         let class = SlotClass {
             slot_bytes: 16 << 20,
@@ -404,6 +405,7 @@ fn small_operations_are_bounded_by_their_count_and_large_ones_never_stuck() {
     let limits = DeviceLimits {
         piece_bytes: MIB,
         window_bytes: [4096; 2],
+        bytes_per_s: [800_000_000; 2],
     };
     bench.queue = Queue::new(&[limits]);
     bench.pieces.clear();

@@ -79,10 +79,16 @@ fn one_by_one(uid: u32, bytes: u32) -> Client {
 
 /// So many milliseconds of a drive that is read by these, ahead of the use.
 fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
-    run_as(Urgency::Ahead, bytes_per_s, clients, ms)
+    run_as(Urgency::Ahead, ANSWER_NS, bytes_per_s, clients, ms)
 }
 
-fn run_as(urgency: Urgency, bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
+fn run_as(
+    urgency: Urgency,
+    answer_ns: u64,
+    bytes_per_s: u64,
+    clients: &[Client],
+    ms: u64,
+) -> Vec<Got> {
     let class = SlotClass {
         slot_bytes: 4 << 20,
         slot_count: 1,
@@ -93,11 +99,13 @@ fn run_as(urgency: Urgency, bytes_per_s: u64, clients: &[Client], ms: u64) -> Ve
     let limits = DeviceLimits {
         piece_bytes: MIB,
         window_bytes: [(bytes_per_s / 100).clamp(8 << 20, 64 << 20); 2],
+        bytes_per_s: [bytes_per_s; 2],
     };
     let mut queue = Queue::new(&[limits]);
     let begin = Instant::now();
     let (mut now, mut free_at, mut pushed) = (0u64, 0u64, 0u64);
-    let mut drive: VecDeque<(u64, Io)> = VecDeque::new();
+    // When it ends, since when it is there.
+    let mut drive: VecDeque<(u64, u64, Io)> = VecDeque::new();
     let mut got: Vec<Got> = clients.iter().map(|_| Got::default()).collect();
     // Operations that are to begin: when, whose.
     let mut to_begin: Vec<(u64, usize)> = (clients.iter().enumerate())
@@ -133,9 +141,9 @@ fn run_as(urgency: Urgency, bytes_per_s: u64, clients: &[Client], ms: u64) -> Ve
         for piece in pieces.drain(..) {
             let takes_ns = u64::from(piece.bytes) * 1_000_000_000 / bytes_per_s;
             free_at = free_at.max(now) + takes_ns;
-            drive.push_back((free_at + ANSWER_NS, piece));
+            drive.push_back((free_at + answer_ns, now, piece));
         }
-        let ends = drive.front().map(|(end, _)| *end);
+        let ends = drive.front().map(|(end, _, _)| *end);
         let begins = to_begin.iter().map(|(at, _)| *at).min();
         now = ends.into_iter().chain(begins).min().expect("it goes on");
         if now > ms * 1_000_000 {
@@ -144,11 +152,11 @@ fn run_as(urgency: Urgency, bytes_per_s: u64, clients: &[Client], ms: u64) -> Ve
         if ends != Some(now) {
             continue;
         }
-        let (_, piece) = drive.pop_front().expect("just seen");
+        let (_, since, piece) = drive.pop_front().expect("just seen");
         let piece = IoDone {
             id: piece.id,
             outcome: Ok(piece.bytes),
-            device_ns: 0,
+            device_ns: now - since,
             retried_count: 0,
             memory: piece.memory,
         };
@@ -277,23 +285,69 @@ fn what_one_does_not_want_is_the_others() {
 
 #[test]
 fn small_reads_take_at_most_twice_as_long_while_another_floods() {
-    for rate in [620_000_000, 3_200_000_000, 6_200_000_000] {
+    for (rate, answer_ns) in [
+        (620_000_000, 100_000),
+        (3_200_000_000, 100_000),
+        (3_200_000_000, 500_000),
+        (6_200_000_000, 100_000),
+        (14_000_000_000, 1_000_000),
+    ] {
+        let run = |clients: &[Client]| run_as(Urgency::Ahead, answer_ns, rate, clients, 1000);
         for bytes in [4 * KIB, 64 * KIB, 256 * KIB] {
             let small = one_by_one(1, bytes);
-            let quiet = run(rate, &[small], 1000)[0].longest_ns();
+            let quiet = run(&[small])[0].longest_ns();
             let floods = [small, flood(2, 100, 2), flood(3, 100, 3)];
             // A third of the drive is not enough for the longest.
             let count = if bytes < 256 * KIB { 3 } else { 2 };
-            let among = run(rate, &floods[..count], 1000);
+            let among = run(&floods[..count]);
             let longest = among[0].longest_ns();
+            let case = format!("{bytes} bytes at {rate} that answers in {answer_ns} ns");
             assert!(
                 longest <= 2 * quiet,
-                "{bytes} bytes at {rate}: {quiet} ns alone, {longest} among floods"
+                "{case}: {quiet} ns alone, {longest} among floods"
             );
             let used = of_the_drive(&among, rate, 1000);
-            assert!(used > 0.7, "{bytes} bytes at {rate}: {used} of the drive");
+            assert!(used > 0.7, "{case}: {used} of the drive");
         }
     }
+}
+
+/// Whoever has all it wants in flight at once waits for no turn.
+#[test]
+fn shares_count_also_where_all_that_is_wanted_fits_the_window() {
+    let rate = 3_200_000_000;
+    let eight = |uid, share, depth| Client {
+        bytes: MIB,
+        depth,
+        ..flood(uid, share, u64::from(uid))
+    };
+    for (shares, depths, part) in [
+        ([300, 100], [8, 8], 3.0),
+        ([300, 100], [8, 6], 3.0),
+        ([300, 100], [6, 12], 3.0),
+        ([200, 100], [8, 8], 2.0),
+        ([SHARE_DEFAULT; 2], [8, 8], 1.0),
+    ] {
+        let clients = [0, 1].map(|of| eight(of as u32 + 1, shares[of], depths[of]));
+        let got = run(rate, &clients, 2000);
+        let ratio = got[0].bytes as f64 / got[1].bytes as f64;
+        assert!((0.9..1.1).contains(&(ratio / part)), "{clients:?}: {ratio}");
+        let used = of_the_drive(&got, rate, 2000);
+        assert!(used > 0.95, "{clients:?}: {used} of the drive");
+    }
+}
+
+#[test]
+fn one_who_reads_now_and_then_holds_nobody_back() {
+    let rate = 3_200_000_000;
+    let seldom = Client {
+        pause_ns: 100_000_000,
+        ..one_by_one(1, 4 * KIB)
+    };
+    let got = run(rate, &[seldom, flood(2, 100, 2)], 2000);
+    assert!(got[0].took_ns.len() > 10);
+    let used = of_the_drive(&got, rate, 2000);
+    assert!(used > 0.97, "{used} of the drive");
 }
 
 /// Nothing is held back for one who is gone.
@@ -340,7 +394,7 @@ fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
     let longest = [1, SHARE_DEFAULT, SHARE_MAX].map(|share| {
         let floods = [flood(1, share, 1), flood(2, share, 2)];
         let clients = [records, floods[0], floods[1]];
-        run_as(Urgency::Wanted, rate, &clients, 1000)[0].longest_ns()
+        run_as(Urgency::Wanted, ANSWER_NS, rate, &clients, 1000)[0].longest_ns()
     });
     // What is in flight goes before them, and nothing else.
     let window_ns = 10_000_000 + 2 * ANSWER_NS;

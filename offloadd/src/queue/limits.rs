@@ -34,6 +34,8 @@ pub struct DeviceLimits {
     pub piece_bytes: u32,
     /// In flight: read, written.
     pub window_bytes: [u64; 2],
+    /// What it moves: read, written. Where nothing was measured, what its window was made for.
+    pub bytes_per_s: [u64; 2],
 }
 
 impl DeviceLimits {
@@ -43,6 +45,10 @@ impl DeviceLimits {
         Self {
             piece_bytes: piece_bytes(request_bytes_max(file)),
             window_bytes: rates.map(window_bytes),
+            bytes_per_s: rates.map(|rate| match rate {
+                0 => WINDOW_BYTES_UNKNOWN / WINDOW_MS * 1000,
+                rate => rate,
+            }),
         }
     }
 }

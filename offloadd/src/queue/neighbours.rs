@@ -1,34 +1,47 @@
-//! How much jobs ask of one way of a device, and how near others may come to one that asks for little.
+//! How much jobs ask of one way of a device, and how near others may come to one that asks for little, or has the larger share.
 //!
 //! What is in the kernel cannot be overtaken: whoever reads one small tile after the other waits each time for all that a
 //! flood has in flight, however the turns go, and whoever has little under way gets less than its part. So beside a job that
 //! asks for less, another one's pieces go only while there is not more in flight than the device moves in the time it takes to
-//! answer, and a quarter of what the other asks for; beside the smallest a drive is then busy some three quarters of the time.
+//! answer ([`Answer`]), and a quarter of what the other asks for; beside the smallest a drive is then busy some three quarters
+//! of the time. And where all that a user has fits the window, nothing of it would ever wait for its turn: beside one of a
+//! larger share, a user has no more in flight than its part of what that one has.
 //! Without such a neighbour everybody has the whole window.
 //!
 //! Of a job counts the most it had waiting and in flight within the last one or two spans of bytes that were handed over:
-//! who reads one tile after the other has nothing there half of the time.
+//! who reads one tile after the other has nothing there half of the time. Who asks for something only now and then holds
+//! nobody back, and waits for what is in flight.
 
 use std::collections::BTreeMap;
 
+use super::answer::Answer;
 use super::owner::{Job, User};
-
-/// A drive answers within about so long. What it moves in this time keeps it busy.
-const ANSWER_US: u64 = 100;
+use super::way::TURNS;
+use crate::core::IoId;
 
 /// A span is so many windows of 10 ms.
 const SPAN_WINDOWS: u64 = 10;
 
-/// The shortest pieces beside a job that asks for little.
+/// Operations within a span and the one before that make a neighbour.
+const OPERATIONS_MIN: u32 = 8;
+
+/// Of the window, where a device takes very long to answer: the longest that others wait for.
+const NEAR_PARTS: u64 = 4;
+
+/// The shortest pieces beside a neighbour.
 const NEAR_PIECE_BYTES_MIN: u32 = 32 << 10;
 
-/// Of so many pieces the nearer window consists.
-const NEAR_PIECES: u64 = 8;
+/// In flight at least: of a slow drive two of the shortest pieces and a bit, so that it need not wait for the next one.
+const NEAR_BYTES_MIN: u64 = 84 << 10;
+
+/// Of so many pieces the nearer window consists: fewer leave the drive idle between two, more cost more than they bring.
+const NEAR_PIECES: u64 = 4;
 
 /// Jobs of one way.
 #[derive(Debug)]
 pub(super) struct Neighbours {
     window_bytes: u64,
+    answer: Answer,
     jobs: BTreeMap<Job, Asks>,
     /// Handed over in this span.
     span_bytes: u64,
@@ -36,39 +49,62 @@ pub(super) struct Neighbours {
 
 #[derive(Debug, Default)]
 struct Asks {
+    /// Its user's.
+    weight: u32,
     /// Waiting and in flight.
     now_bytes: u64,
     inflight_bytes: u64,
     /// The most of this span, and of the one before.
     most_bytes: [u64; 2],
+    /// Operations that came in this span, and in the one before.
+    operations: [u32; 2],
 }
 
 impl Asks {
     fn most(&self) -> u64 {
         self.most_bytes[0].max(self.most_bytes[1])
     }
+
+    fn is_neighbour(&self) -> bool {
+        self.operations[0].saturating_add(self.operations[1]) >= OPERATIONS_MIN
+    }
+}
+
+/// What may be in flight beside neighbours.
+#[derive(Clone, Copy, Debug)]
+struct Near {
+    /// All together.
+    all_bytes: u64,
+    /// Of the user itself.
+    own_bytes: u64,
+    /// The shorter of the two, without what the neighbour has in flight itself.
+    least_bytes: u64,
 }
 
 impl Neighbours {
-    pub(super) fn new(window_bytes: u64) -> Self {
+    pub(super) fn new(window_bytes: u64, bytes_per_s: u64) -> Self {
         Self {
             window_bytes,
+            answer: Answer::new(bytes_per_s),
             jobs: BTreeMap::new(),
             span_bytes: 0,
         }
     }
 
-    pub(super) fn asks(&mut self, job: Job, bytes: u32) {
+    pub(super) fn asks(&mut self, job: Job, weight: u32, bytes: u32) {
         let asks = self.jobs.entry(job).or_default();
+        asks.weight = weight;
         asks.now_bytes += u64::from(bytes);
         asks.most_bytes[0] = asks.most_bytes[0].max(asks.now_bytes);
+        asks.operations[0] = asks.operations[0].saturating_add(1);
     }
 
-    /// So much that was handed over has ended.
-    pub(super) fn ended(&mut self, job: Job, bytes: u32) {
+    /// So much that was handed over has ended; if well, after so long.
+    pub(super) fn ended(&mut self, job: Job, piece: IoId, bytes: u32, took_ns: Option<u64>) {
         self.gave_up(job, bytes);
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.inflight_bytes -= u64::from(bytes);
+        self.answer.ended(piece, took_ns);
     }
 
     /// So much that was not handed over will not be.
@@ -77,54 +113,96 @@ impl Neighbours {
         asks.now_bytes -= u64::from(bytes);
     }
 
-    pub(super) fn handed_over(&mut self, job: Job, bytes: u32) {
+    pub(super) fn handed_over(&mut self, job: Job, piece: IoId, bytes: u32) {
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.inflight_bytes += u64::from(bytes);
+        self.answer.handed_over(piece, bytes);
         self.span_bytes += u64::from(bytes);
         if self.span_bytes < SPAN_WINDOWS * self.window_bytes {
             return;
         }
         self.span_bytes = 0;
+        self.answer.go_on();
         for asks in self.jobs.values_mut() {
             asks.most_bytes = [asks.now_bytes, asks.most_bytes[0]];
+            asks.operations = [0, asks.operations[0]];
         }
         self.jobs.retain(|_, asks| asks.most() > 0);
     }
 
-    /// What may be in flight with the next piece of `job`, all together: what the one beside whom it goes has there itself is
-    /// no reason to leave the drive idle.
-    pub(super) fn window_bytes(&self, job: Job) -> u64 {
-        match self.near(job) {
-            Some((least, near)) => (near + self.jobs[&least].inflight_bytes).min(self.window_bytes),
-            None => self.window_bytes,
-        }
+    /// Whether a piece of `job` may go while so much is in flight, beside others.
+    pub(super) fn has_room(&self, job: Job, inflight_bytes: u64, bytes: u32) -> bool {
+        let bytes = u64::from(bytes);
+        let Some(near) = self.near(job) else {
+            return inflight_bytes + bytes <= self.window_bytes;
+        };
+        let own_bytes = self.of_user(job.0, |asks| asks.inflight_bytes);
+        inflight_bytes + bytes <= near.all_bytes
+            && (own_bytes == 0 || own_bytes + bytes <= near.own_bytes)
     }
 
     /// How long a piece of `job` may be.
     pub(super) fn piece_bytes_max(&self, job: Job) -> u32 {
-        let Some((_, near)) = self.near(job) else {
+        let Some(near) = self.near(job) else {
             return u32::MAX;
         };
         let block = u64::from(offload_api::BLOCK_BYTES);
-        let bytes = near / NEAR_PIECES / block * block;
+        let bytes = near.least_bytes / NEAR_PIECES / block * block;
         bytes.clamp(NEAR_PIECE_BYTES_MIN.into(), u32::MAX.into()) as u32
     }
 
-    /// Who asks for least, if `job` asks for more, and the window of others beside it; nothing where it does not matter.
-    fn near(&self, job: Job) -> Option<(Job, u64)> {
-        let own = self.jobs.get(&job)?.most();
-        // The daemon's own short writes are few, and wait as well.
-        let others = (self.jobs.iter())
-            .filter(|(other, _)| **other != job && matches!(other.0, User::Uid(_)));
-        let asks_least = others.map(|(other, asks)| (asks.most(), *other)).min();
-        let (least_bytes, least) = asks_least?;
-        // The longer it takes anyway, the less a short wait matters to it.
-        let near = self.answer_bytes() + least_bytes / 4;
-        (least_bytes < own && near < self.window_bytes).then_some((least, near))
+    /// What holds `job` back; nothing where nobody is beside it whom it would keep waiting.
+    fn near(&self, job: Job) -> Option<Near> {
+        let asks = self.jobs.get(&job)?;
+        // The daemon's own records are few, and go first.
+        if job.0 == User::Daemon {
+            return None;
+        }
+        let answer = |other_bytes| {
+            (self.answer.bytes_beside(other_bytes))
+                .max(NEAR_BYTES_MIN)
+                .min(self.window_bytes / NEAR_PARTS)
+        };
+        let others = || {
+            (self.jobs.iter()).filter(|(other, asks)| {
+                **other != job && matches!(other.0, User::Uid(_)) && asks.is_neighbour()
+            })
+        };
+        // The longer it takes anyway, the less a short wait matters to it: who asks for least is nearest. What it has in
+        // flight itself is no reason to leave the drive idle.
+        let less = others().filter(|(_, other)| other.most() < asks.most());
+        let least = less.min_by_key(|(_, other)| other.most());
+        let beside_least = least.map(|(_, other)| {
+            let near = answer(other.most()) + other.most() / 4;
+            (near, other.inflight_bytes)
+        });
+        let heavier = others().filter(|(other, asks)| {
+            other.0 != job.0 && (job.0 == User::Background || asks.weight > self.jobs[&job].weight)
+        });
+        let part = heavier.map(|(other, asks)| {
+            let weight = match job.0 {
+                User::Background => asks.weight / TURNS,
+                _ => self.jobs[&job].weight,
+            };
+            let most = self.of_user(other.0, Asks::most);
+            // Less than it takes to keep the drive busy helps nobody.
+            (most * u64::from(weight) / u64::from(asks.weight))
+                .max(2 * answer(u64::MAX))
+                .max(answer(most))
+        });
+        let own = part.min();
+        let (near, inflight) = beside_least.unwrap_or((self.window_bytes, 0));
+        let own_bytes = own.unwrap_or(self.window_bytes).min(self.window_bytes);
+        let least_bytes = near.min(own_bytes);
+        (least_bytes < self.window_bytes).then(|| Near {
+            all_bytes: (near + inflight).min(self.window_bytes),
+            own_bytes,
+            least_bytes,
+        })
     }
 
-    /// What the device moves until it answers: a hundredth of a window of 10 ms.
-    fn answer_bytes(&self) -> u64 {
-        self.window_bytes * ANSWER_US / 10_000
+    fn of_user(&self, user: User, bytes: impl Fn(&Asks) -> u64) -> u64 {
+        let jobs = self.jobs.range((user, 0)..=(user, u64::MAX));
+        jobs.map(|(_, asks)| bytes(asks)).sum()
     }
 }

@@ -7,6 +7,7 @@ use offload_api::ring::entry::Urgency;
 use super::fair::Fair;
 use super::neighbours::Neighbours;
 use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
+use crate::core::IoId;
 
 /// Of so many pieces of a job, one is of what is moved ahead of its use while something else is wanted: an eighth, enough to
 /// go on, little enough to be hardly felt.
@@ -73,7 +74,7 @@ pub(super) struct Next {
 }
 
 impl Way {
-    pub(super) fn new(window_bytes: u64) -> Self {
+    pub(super) fn new(window_bytes: u64, bytes_per_s: u64) -> Self {
         Self {
             inflight_bytes: 0,
             inflight_count: 0,
@@ -83,14 +84,14 @@ impl Way {
             jobs: BTreeMap::new(),
             sessions: BTreeMap::new(),
             passed: BTreeMap::new(),
-            neighbours: Neighbours::new(window_bytes),
+            neighbours: Neighbours::new(window_bytes, bytes_per_s),
         }
     }
 
     /// An operation of `bytes` comes.
     pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner, bytes: u32) {
-        let ((job, _), _) = owner.line(urgency == Urgency::Ahead);
-        self.neighbours.asks(job, bytes);
+        let ((job, _), weight) = owner.line(urgency == Urgency::Ahead);
+        self.neighbours.asks(job, weight, bytes);
         self.wait(place, urgency, owner);
     }
 
@@ -187,19 +188,18 @@ impl Way {
 
     /// Whether the piece of `next`, of so many bytes, may be handed over. One always may.
     pub(super) fn has_room(&self, next: Next, bytes: u32) -> bool {
-        let window_bytes = self.neighbours.window_bytes(next.line.0);
         self.inflight_count == 0
             || self.inflight_count < INFLIGHT_COUNT_MAX
-                && self.inflight_bytes + u64::from(bytes) <= window_bytes
+                && (self.neighbours).has_room(next.line.0, self.inflight_bytes, bytes)
     }
 
     /// A piece of `next` is handed over; it was the `last` one of its operation, or not.
-    pub(super) fn hand_over(&mut self, next: Next, bytes: u32, last: bool) {
+    pub(super) fn hand_over(&mut self, next: Next, piece: IoId, bytes: u32, last: bool) {
         let Next { urgency, line, .. } = next;
         let (job, _) = line;
         self.inflight_bytes += u64::from(bytes);
         self.inflight_count += 1;
-        self.neighbours.handed_over(job, bytes);
+        self.neighbours.handed_over(job, piece, bytes);
         let (user, _) = job;
         if user == User::Background {
             self.users.weigh(user, self.background_weight());
@@ -228,12 +228,19 @@ impl Way {
         least.map_or(BACKGROUND_WEIGHT, |least| least / TURNS)
     }
 
-    /// A piece has ended.
-    pub(super) fn take_back(&mut self, owner: Owner, urgency: Urgency, bytes: u32) {
+    /// A piece has ended; if well, after so long.
+    pub(super) fn take_back(
+        &mut self,
+        owner: Owner,
+        urgency: Urgency,
+        piece: IoId,
+        bytes: u32,
+        took_ns: Option<u64>,
+    ) {
         let ((job, _), _) = owner.line(urgency == Urgency::Ahead);
         self.inflight_bytes -= u64::from(bytes);
         self.inflight_count -= 1;
-        self.neighbours.ended(job, bytes);
+        self.neighbours.ended(job, piece, bytes, took_ns);
     }
 }
 
@@ -254,7 +261,7 @@ mod tests {
 
     /// The order in which operations of (owner, pieces) that all wait are handed over, piece by piece.
     fn order(waiting: &[(Owner, u32)]) -> Vec<usize> {
-        let mut way = Way::new(1 << 30);
+        let mut way = Way::new(1 << 30, 1 << 30);
         let mut left: Vec<u32> = waiting.iter().map(|(_, pieces)| *pieces).collect();
         for (place, (owner, pieces)) in waiting.iter().enumerate() {
             way.push(place, Urgency::Wanted, *owner, *pieces);
@@ -262,7 +269,7 @@ mod tests {
         let mut order = Vec::new();
         while let Some(next) = way.next() {
             left[next.place] -= 1;
-            way.hand_over(next, 1, left[next.place] == 0);
+            way.hand_over(next, IoId(0), 1, left[next.place] == 0);
             order.push(next.place);
         }
         order
@@ -295,7 +302,7 @@ mod tests {
             order(&[(one, 2), (two, 1), (Owner::Daemon, 1), (one, 1)]),
             [2, 0, 1, 0, 3]
         );
-        let mut way = Way::new(1 << 30);
+        let mut way = Way::new(1 << 30, 1 << 30);
         way.push(0, Urgency::Ahead, one, 1);
         way.push(1, Urgency::Ahead, two, 1);
         way.give_up(0, Urgency::Ahead, one, 1);
@@ -306,12 +313,12 @@ mod tests {
 
     #[test]
     fn nobody_is_remembered_who_waits_for_nothing() {
-        let mut way = Way::new(1 << 30);
+        let mut way = Way::new(1 << 30, 1 << 30);
         for number in 0..1000 {
             way.push(0, Urgency::Wanted, session(number), 4096);
             let next = way.next().unwrap();
-            way.hand_over(next, 4096, true);
-            way.take_back(session(number), Urgency::Wanted, 4096);
+            way.hand_over(next, IoId(0), 4096, true);
+            way.take_back(session(number), Urgency::Wanted, IoId(0), 4096, None);
         }
         assert!(way.lines.is_empty() && way.passed.is_empty());
         assert!(way.jobs.is_empty() && way.sessions.is_empty());
