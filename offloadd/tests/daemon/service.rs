@@ -219,6 +219,8 @@ fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
                         .to_owned(),
                 )
             })
+            // The call of a thread that was gone before strace had looked at it.
+            .filter(|call| call != "???")
             .collect();
         assert!(used.len() > 30, "{used:?}");
         let forbidden: Vec<_> = used.difference(&allowed).collect();
