@@ -154,25 +154,15 @@ impl Arena {
         }
         let fd = memory_file("offloadd-arena").map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&fd, asked_bytes).map_err(failed("ftruncate"))?;
-        let bytes = asked_bytes as usize;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of this program.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )
-        }
-        .map_err(failed("mmap"))?;
-        // From here on dropping unmaps.
-        let mut arena = Self::of(fd, base, geometry);
+        let mut arena = Self::map(fd, geometry).map_err(failed("mmap"))?;
         // Only a wish: many machines keep `shmem_enabled` at never.
         // SAFETY: advice about our own whole mapping; huge pages do not change what the bytes are.
         let _ = unsafe {
-            rustix::mm::madvise(arena.base.as_ptr().cast(), bytes, Advice::LinuxHugepage)
+            rustix::mm::madvise(
+                arena.base.as_ptr().cast(),
+                arena.bytes,
+                Advice::LinuxHugepage,
+            )
         };
         arena.touch().map_err(failed(
             "touching it: the machine is out of memory or a limit (cgroup, tmpfs) is",
@@ -204,7 +194,16 @@ impl Arena {
                 Errno::INVAL,
             ));
         }
-        let bytes = asked_bytes as usize;
+        // Its pages are there since it was made.
+        let mut arena = Self::map(fd, geometry).map_err(failed("mmap"))?;
+        arena.lock(policy)?;
+        Ok(arena)
+    }
+
+    /// Of memory of `geometry`; dropping it unmaps.
+    fn map(fd: OwnedFd, geometry: &Geometry) -> Result<Self, Errno> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let bytes = geometry.arena_bytes() as usize;
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of this program.
         let base = unsafe {
             rustix::mm::mmap(
@@ -215,24 +214,15 @@ impl Arena {
                 &fd,
                 0,
             )
-        }
-        .map_err(failed("mmap"))?;
-        // From here on dropping unmaps. Its pages are there since it was made.
-        let mut arena = Self::of(fd, base, geometry);
-        arena.lock(policy)?;
-        Ok(arena)
-    }
-
-    fn of(fd: OwnedFd, base: *mut std::ffi::c_void, geometry: &Geometry) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self {
+        }?;
+        Ok(Self {
             id: ArenaId(NEXT.fetch_add(1, Ordering::Relaxed)),
             fd,
             base: NonNull::new(base.cast()).expect("mmap answers no null"),
-            bytes: geometry.arena_bytes() as usize,
+            bytes,
             pieces: geometry.pieces().to_vec(),
             locked: false,
-        }
+        })
     }
 
     fn lock(&mut self, policy: LockPolicy) -> Result<(), ArenaError> {
