@@ -431,6 +431,11 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     );
     world.engine.held = None;
     world.answer(call).unwrap();
+    expect_second_after_a_cut(world);
+}
+
+/// The power goes; generation 2 of job `one` is there and can be gone on from.
+fn expect_second_after_a_cut(world: World) {
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks, random);
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
@@ -491,11 +496,7 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     write_all(&mut world, process, 2, SLOTS);
     world.engine.held = None;
     world.run();
-    let (disks, random) = world.crash(true);
-    let mut world = World::start(disks, random);
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 2).unwrap();
-    expect_all(&mut world, process, 2, SLOTS);
+    expect_second_after_a_cut(world);
 }
 
 #[test]
