@@ -14,6 +14,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 
 use crate::driver::DriverHandle;
 
+mod checked;
 mod content;
 mod grpc;
 pub mod page;
