@@ -2,7 +2,6 @@
 //! hangs or learns nothing. The program here is a shell script.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use offload_client::ClientError;
@@ -10,8 +9,14 @@ use offload_client::private::{PrivateDaemon, PrivateSettings};
 
 fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, ClientError> {
     let program = folder.join("offloadd");
-    fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    // Written by another process: what this one has open for writing, a process that another test starts just now has too,
+    // and a program that is open for writing cannot be started.
+    let script = format!("#!/bin/sh\n{script}\n");
+    let made = std::process::Command::new("sh")
+        .args(["-c", r#"printf %s "$1" > "$0" && chmod 755 "$0""#])
+        .args([program.as_os_str(), script.as_ref()])
+        .status();
+    assert!(made.unwrap().success());
     PrivateDaemon::start(PrivateSettings {
         program: Some(program),
         folder: folder.to_owned(),

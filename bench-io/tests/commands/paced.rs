@@ -125,9 +125,16 @@ fn an_up_that_fails_half_way_leaves_nothing() {
     let path = std::env::var("PATH").unwrap();
     let folder = tempfile::tempdir().unwrap();
     let broken = folder.path().join("mkfs.ext4");
-    std::fs::write(&broken, "#!/bin/sh\necho no room >&2\nexit 1\n").unwrap();
-    let runs = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&broken, runs).unwrap();
+    // Written by another process: what this one has open for writing, a process that another test starts just now has too,
+    // and a program that is open for writing cannot be started.
+    let made = std::process::Command::new("sh")
+        .args([
+            "-c",
+            r#"printf '#!/bin/sh\necho no room >&2\nexit 1\n' > "$0" && chmod 755 "$0""#,
+        ])
+        .arg(&broken)
+        .status();
+    assert!(made.unwrap().success());
     let output = crate::lab::program()
         .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
         .env("PATH", format!("{}:{path}", folder.path().display()))

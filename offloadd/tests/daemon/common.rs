@@ -22,6 +22,16 @@ pub(crate) fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_offloadd"))
 }
 
+/// The program under another name. Never a copy written here: a process that another test starts meanwhile would hold it open
+/// for writing, and it could not be started ("text file busy").
+pub(crate) fn link_program(name: &Path) {
+    let program = env!("CARGO_BIN_EXE_offloadd");
+    if std::fs::hard_link(program, name).is_err() {
+        let copied = Command::new("cp").arg(program).arg(name).status().unwrap();
+        assert!(copied.success());
+    }
+}
+
 /// A formatted store of `devices` files, and its settings.
 pub(crate) struct Store {
     pub(crate) folder: tempfile::TempDir,

@@ -15,8 +15,8 @@ use offloadd::store::{CATALOG_OFFSETS, recover};
 use rustix::process::Signal;
 
 use crate::common::{
-    Control, Daemon, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, program,
-    words,
+    Control, Daemon, Session, Store, engines, eventually, expect_tiles, fill_tiles, link_program,
+    open, program, words,
 };
 
 const TILES: u32 = 30;
@@ -233,7 +233,7 @@ fn only_root_and_who_runs_the_daemon_bring_and_drain_devices() {
     std::fs::set_permissions(store.folder.path(), all(0o777)).unwrap();
     std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
     let copy = store.folder.path().join("offloadd");
-    std::fs::copy(env!("CARGO_BIN_EXE_offloadd"), &copy).unwrap();
+    link_program(&copy);
     let new = store.folder.path().join("device2");
     let other = |verb: &str, path: &Path, more: &[&str]| {
         let mut command = std::process::Command::new(&copy);

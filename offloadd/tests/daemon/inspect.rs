@@ -12,7 +12,9 @@ use offload_api::proto;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open_sized, program, words};
+use crate::common::{
+    Daemon, Session, Store, eventually, fill_tiles, link_program, open_sized, program, words,
+};
 
 const SOON: Duration = Duration::from_secs(5);
 
@@ -115,7 +117,7 @@ fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Ou
     std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
     std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
     let copy = store.folder.path().join("offloadd");
-    std::fs::copy(env!("CARGO_BIN_EXE_offloadd"), &copy).unwrap();
+    link_program(&copy);
     let socket = daemon.socket.clone();
     Some(move |arguments: &[&str]| {
         let mut command = Command::new(&copy);

@@ -19,8 +19,8 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::Signal;
 
 use crate::common::{
-    Control, Daemon, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, swap_in,
-    swap_out,
+    Control, Daemon, Session, Store, engines, eventually, expect_tiles, fill_tiles, link_program,
+    open, swap_in, swap_out,
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -630,10 +630,7 @@ fn more_sessions_than_the_usual_limit_of_descriptors_outlive_a_restart_by_a_supe
 fn sessions_wait_while_the_program_cannot_be_started() {
     let store = Store::new(1, "auto");
     let [here, away] = ["offloadd", "away"].map(|name| store.folder.path().join(name));
-    let whole = std::path::Path::new(env!("CARGO_BIN_EXE_offloadd"));
-    if std::fs::hard_link(whole, &here).is_err() {
-        std::fs::copy(whole, &here).unwrap();
-    }
+    link_program(&here);
     let mut command = std::process::Command::new(&here);
     command.args(["supervise", "--config"]).arg(&store.config);
     let mut supervisor = Daemon::start(command, store.socket());

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::common::{Daemon, Store, engines, eventually, expect_tiles, fill_tiles, words};
+use crate::common::{
+    Daemon, Store, engines, eventually, expect_tiles, fill_tiles, link_program, words,
+};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -235,7 +237,7 @@ fn it_lives_as_a_user_without_any_capability() {
     }
     let store = Store::new(1, "auto");
     let program = store.folder.path().join("offloadd");
-    std::fs::copy(env!("CARGO_BIN_EXE_offloadd"), &program).unwrap();
+    link_program(&program);
     let user = 65534;
     for path in [store.folder.path(), &store.devices[0], &store.config] {
         std::os::unix::fs::chown(path, Some(user), Some(user)).unwrap();

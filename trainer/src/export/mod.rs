@@ -305,6 +305,8 @@ impl Drop for Partial {
             // The reason that it was not finished says more than that this failed too.
             let _ = fs::remove_dir_all(&self.path);
         }
+        // A process that was just started may still have a copy of the locked file.
+        let _ = self.folder.unlock();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -10,6 +11,9 @@ use serde_json::Value;
 use super::Saves;
 use crate::fingerprint::Fingerprint;
 use crate::metrics::MetricsFile;
+
+/// A trainer that was killed while it started a program leaves a copy of its lock until that program runs.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
 
 /// What a run is from its first step to its last. Kept in `run.json`; a change of any of it needs `--fresh`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,8 +62,17 @@ pub enum FolderError {
 pub struct RunFolder {
     path: PathBuf,
     name: String,
-    /// Locked for as long as it is open; by the first rank for all.
-    _lock: Option<File>,
+    /// By the first rank for all.
+    _lock: Option<Locked>,
+}
+
+/// A locked file. Its lock is given up with it even while a process that was just started still has a copy of it.
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
 }
 
 impl RunFolder {
@@ -80,13 +93,18 @@ impl RunFolder {
             path: lock_path,
             source,
         })?;
-        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| FolderError::Busy { path: path.clone() })?;
+        let deadline = Instant::now() + LOCK_WAIT;
+        while lock.try_lock().is_err() {
+            if Instant::now() > deadline {
+                return Err(FolderError::Busy { path });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let name = job_name(&path);
         Ok(Self {
             path,
             name,
-            _lock: Some(lock),
+            _lock: Some(Locked(lock)),
         })
     }
 
@@ -370,8 +388,11 @@ mod tests {
             RunFolder::open(folder.path()),
             Err(FolderError::Busy { .. })
         ));
+        // As in a process that is forked just now and not yet its own program.
+        let copy = first._lock.as_ref().unwrap().0.try_clone().unwrap();
         drop(first);
         assert!(RunFolder::open(folder.path()).is_ok());
+        drop(copy);
     }
 
     #[test]

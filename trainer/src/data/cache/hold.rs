@@ -125,6 +125,8 @@ impl Drop for Claim {
                 let _ = fs::remove_dir(folder);
             }
         }
+        // A process that was just started may still have a copy of the locked file.
+        let _ = self.file.unlock();
     }
 }
 

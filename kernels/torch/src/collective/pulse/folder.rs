@@ -74,6 +74,13 @@ impl FolderBoard {
     }
 }
 
+impl Drop for FolderBoard {
+    fn drop(&mut self) {
+        // A process that was just started may still have a copy of the file: others must not wait for that one's beats.
+        let _ = self.own.unlock();
+    }
+}
+
 impl Board for FolderBoard {
     fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError> {
         self.own
