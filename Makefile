@@ -1,5 +1,5 @@
 # make demo    trains a Llama with all its state on two device files, kills everything mid-step, goes on
-# make test    formatting, lints, every test; ends with a list of what was skipped
+# make test    formatting, lints, every test; ends with what was skipped, and what passed only when run once more by itself
 # make build   offloadd, trainer and bench-io in target/release
 # make deb     a Debian package of offloadd in target/
 #
@@ -7,7 +7,6 @@
 # apt; 90 MB of NVRTC with pip); they skip without it. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
 # or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
 
-SHELL := /bin/bash -o pipefail
 JOBS ?= 2
 CARGO := cargo
 TEST_LOG := target/test.log
@@ -28,8 +27,8 @@ test: libtorch test-tools
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	$(CARGO) build -j$(JOBS) --workspace --all-targets
-	$(CARGO) test -j$(JOBS) --workspace --no-fail-fast -- --show-output 2>&1 | tee $(TEST_LOG); result=$$?; \
-	  echo; echo "Skipped:"; grep -E '^skipped: ' $(TEST_LOG) | sort -u || echo "  nothing"; exit $$result
+	python3 .ci/test_tests.py -q
+	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --log $(TEST_LOG)
 
 bench: build
 	target/release/bench-io
