@@ -54,5 +54,8 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// A tile is at most this long: it must fit one registered piece of the arena many times over.
 pub const TILE_BYTES_MAX: u32 = 256 << 20;
 
+/// Operations in flight that a process which trains cannot do without: one each way.
+pub const IODEPTH_MIN: u32 = 2;
+
 /// Operations in flight of one session.
 pub const IODEPTH_MAX: u32 = 1024;

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use offload_api::IODEPTH_MIN;
 use offload_api::fault::{Fault, FaultKind};
 
 use super::job::JobKey;
@@ -152,6 +153,18 @@ impl Core {
         local_ranks.saturating_sub(here).max(1)
     }
 
+    /// Operations without which the ranks to come of a user's other jobs that have begun could not go on.
+    fn promised_inflight(&self, whose: Whose<'_>, opening: &JobKey) -> u32 {
+        let Whose::User(_) = whose else {
+            return 0;
+        };
+        let begun = (self.jobs.iter())
+            .filter(|(key, job)| whose.has(key) && *key != opening && !job.members.is_empty());
+        let to_come =
+            begun.map(|(_, job)| job.local_ranks.saturating_sub(job.members.len() as u32));
+        to_come.sum::<u32>().saturating_mul(IODEPTH_MIN)
+    }
+
     /// Whether a session with an arena of `arena_bytes` may come, and how many operations it may have in flight.
     pub(super) fn admit_session(
         &self,
@@ -182,13 +195,17 @@ impl Core {
                 return Err(self.refused(FaultKind::NoMemory, whose, what, "host_bytes_max"));
             }
             if let Some(max) = quota.inflight_max {
-                // Not all that was asked for is no reason to refuse; nothing is. What the first took the others would lack.
+                // Not all that was asked for is no reason to refuse; less than can be worked with is. What the first took the
+                // others would lack.
                 let to_come = self.ranks_to_come(key, open.local_ranks);
-                iodepth = iodepth.min(max.saturating_sub(held.inflight) / to_come);
-                if iodepth == 0 {
+                let promised = self.promised_inflight(whose, key);
+                let taken = held.inflight.saturating_add(promised);
+                iodepth = iodepth.min(max.saturating_sub(taken) / to_come);
+                if iodepth < IODEPTH_MIN.min(open.iodepth) || iodepth == 0 {
                     let what = format!(
-                        "{whose} may have {max} operations in flight, its sessions have {} of them, and {to_come} ranks of \
-                         job {} are to come",
+                        "{whose} may have {max} operations in flight, its sessions have {} of them, ranks of other jobs that \
+                         are to come need {promised}, and {to_come} ranks of job {} are to come: {IODEPTH_MIN} for each is \
+                         the least",
                         held.inflight, key.name
                     );
                     return Err(self.refused(FaultKind::TooMany, whose, what, "inflight_max"));

@@ -116,6 +116,33 @@ fn operations_in_flight_are_parted_among_the_ranks_of_a_job() {
 }
 
 #[test]
+fn what_the_ranks_of_a_begun_job_need_is_kept_from_another() {
+    let mut world = with(inflight(8), Quota::default());
+    let open = |world: &mut World, name: &str, rank| {
+        let request = world.open_request(&job(name), rank, 2);
+        match world.ask(Call::Open(OpenSession {
+            iodepth: 8,
+            ..request
+        })) {
+            Ok(Reply::Open(reply)) => Ok(reply.iodepth),
+            Ok(other) => panic!("{other:?}"),
+            Err(fault) => Err(fault),
+        }
+    };
+    assert_eq!(open(&mut world, "one", 0), Ok(4));
+    let fault = open(&mut world, "two", 0).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TooMany);
+    for word in [
+        "have 4 of them",
+        "other jobs that are to come need 2",
+        "2 ranks of job two",
+    ] {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+    assert_eq!(open(&mut world, "one", 1), Ok(4));
+}
+
+#[test]
 fn fewer_operations_than_ranks_are_refused_to_the_first_of_them() {
     let mut world = with(Quota::default(), inflight(3));
     let got = granted(&mut world, "one", &[8, 8, 8, 8]);
