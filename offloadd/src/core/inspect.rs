@@ -10,6 +10,7 @@ use super::{Core, Viewer};
 use crate::store::content::JobContent;
 use crate::store::definition::{JobDefinition, JobName};
 use crate::store::manifest::{Mark, Version, resumable};
+use crate::store::superblock::Superblock;
 use crate::store::tile_table::Extent;
 
 /// Tiles looked at for one answer.
@@ -53,6 +54,11 @@ pub struct CommittedTiles {
 }
 
 impl Core {
+    /// What is written on a device of ours, so that its file can be told from another that lies at its path.
+    pub fn superblock_of(&self, device: DeviceIndex) -> Superblock {
+        self.devices[device.0 as usize].superblock
+    }
+
     /// The jobs in the store that `viewer` may see, by owner and name.
     pub fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);

@@ -26,10 +26,13 @@ use tonic::Status;
 
 use crate::blocks::AlignedBytes;
 use crate::core::{At, CommittedTile, Core, Damage, Viewer};
-use crate::device::Device;
+use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
 use crate::store::content::JobContent;
+use crate::store::sealed::{self, Unreadable};
+use crate::store::superblock::{self, Superblock};
 use crate::store::verify::{Damage as Wrong, DamagedTile};
+use crate::store::{BLOCK, SUPERBLOCK_OFFSETS};
 
 /// Least rate: below it a scrub would not end.
 pub(super) const RATE_MIN: u64 = 1 << 20;
@@ -44,10 +47,13 @@ const TOLD_EVERY: Duration = Duration::from_millis(500);
 const HEARD_WITHIN: Duration = Duration::from_secs(30);
 const HEARD_POLL: Duration = Duration::from_millis(20);
 
+/// Slept at a time: so soon a caller who has gone is noticed, however slowly is read for him.
+const SLEEP_MAX: Duration = Duration::from_millis(200);
+
 /// Damaged tiles that are named; all are counted.
 const NAMED_MAX: u64 = 10_000;
 
-/// Scrubs at a time: each is a thread.
+/// Users' scrubs at a time: each is a thread.
 const SCRUBS_MAX: usize = 16;
 
 /// Scrubs of this daemon: one of each user, so that nobody keeps another from looking after his own.
@@ -127,7 +133,9 @@ impl Scrubs {
                 "a scrub of uid {uid} runs already: one at a time, so that training keeps the drives"
             ));
         }
-        if running.len() >= SCRUBS_MAX {
+        // Of administrators there are two, and no user is in their way or they in his.
+        let users_count = running.range((Class::User, 0)..).count();
+        if class == Class::User && users_count >= SCRUBS_MAX {
             return busy(format!(
                 "{SCRUBS_MAX} users' scrubs run, as many as may: try again later"
             ));
@@ -315,16 +323,23 @@ impl Scrub {
     }
 
     /// The file of a device, looked for once.
-    fn open(&mut self, tile: &CommittedTile) {
-        let unread = &mut self.done.unread;
-        let look = || match Device::look(Path::new(&*tile.path)) {
-            Ok(device) => Some(device),
-            Err(error) => {
-                unread.push(error.to_string());
-                None
-            }
+    fn open(&mut self, tile: &CommittedTile) -> Result<(), Ended> {
+        let index = tile.extent.device;
+        if self.files.contains_key(&index) {
+            return Ok(());
+        }
+        let ours = self.ask(move |core| core.superblock_of(index))?;
+        let looked = match Device::look(Path::new(&*tile.path)) {
+            Ok(device) if is_another(&device, &ours) => Err(format!(
+                "device {}: another than the daemon has open lies there",
+                tile.path
+            )),
+            Ok(device) => Ok(device),
+            Err(error) => Err(error.to_string()),
         };
-        (self.files.entry(tile.extent.device)).or_insert_with(look);
+        let device = looked.map_err(|why| self.done.unread.push(why)).ok();
+        self.files.insert(index, device);
+        Ok(())
     }
 
     /// `None`: nobody could look.
@@ -337,7 +352,7 @@ impl Scrub {
         if self.buffer.len() < tile_bytes {
             self.buffer = AlignedBytes::zeroed(tile_bytes);
         }
-        self.open(tile);
+        self.open(tile)?;
         let mut at = 0;
         let mut result = Ok(());
         while at < tile_bytes {
@@ -352,7 +367,7 @@ impl Scrub {
                     .read_exact_at(into, tile.extent.offset + at as u64);
             }
             self.done.done_bytes += (end - at) as u64;
-            self.keep_pace(end - at);
+            self.keep_pace(end - at)?;
             at = end;
             if self.told_at.elapsed() >= TOLD_EVERY {
                 self.tell()?;
@@ -362,15 +377,16 @@ impl Scrub {
     }
 
     /// Not faster than was asked for and may be, over the last seconds: what was not used before is not made up for.
-    fn keep_pace(&mut self, bytes: usize) {
+    fn keep_pace(&mut self, bytes: usize) -> Result<(), Ended> {
         let rate = self.place.bytes_per_s(self.wish.bytes_per_s);
         let piece = Duration::from_secs_f64(bytes as f64 / rate as f64);
         let now = Instant::now();
         let due = self.pace_from + piece;
-        if due > now {
-            std::thread::sleep(due - now);
+        if !pause_until(due, || !self.answers.is_closed()) {
+            return Err(Ended::Unheard);
         }
         self.pace_from = due.max(now.checked_sub(Duration::from_secs(1)).unwrap_or(now));
+        Ok(())
     }
 
     fn damaged(
@@ -432,6 +448,31 @@ impl Scrub {
     }
 }
 
+/// Sleeps until `due`, or as long as somebody listens: whether that is so.
+fn pause_until(due: Instant, listens: impl Fn() -> bool) -> bool {
+    loop {
+        let left = due.saturating_duration_since(Instant::now());
+        if left.is_zero() || !listens() {
+            return left.is_zero();
+        }
+        std::thread::sleep(left.min(SLEEP_MAX));
+    }
+}
+
+/// Whether no copy of the superblock is that of `ours`. One that the device withholds may be: its tiles tell.
+fn is_another(device: &Device, ours: &Superblock) -> bool {
+    let mut blocks = DeviceBlocks(std::slice::from_ref(device));
+    SUPERBLOCK_OFFSETS.into_iter().all(|offset| {
+        match sealed::read(&mut blocks, 0, offset, BLOCK, superblock::MAGIC) {
+            Err(Unreadable::Device(_)) => false,
+            Err(_) => true,
+            Ok(block) => Superblock::decode(&block).map_or(true, |found| {
+                (found.store, found.number, found.id) != (ours.store, ours.number, ours.id)
+            }),
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -455,6 +496,19 @@ mod tests {
         drop(first);
         assert_eq!(second.bytes_per_s(1 << 40), 100 << 20);
         let places: Vec<_> = (2000..).map_while(|uid| user(uid).ok()).collect();
-        assert_eq!(places.len() + 2, SCRUBS_MAX);
+        assert_eq!(places.len() + 1, SCRUBS_MAX);
+        // An administrator is not in their number.
+        assert!(scrubs.place(Viewer::All, 7).is_ok());
+    }
+    #[test]
+    fn a_pause_ends_soon_after_nobody_listens() {
+        let due = Instant::now() + Duration::from_secs(24 * 3600);
+        let asked = std::cell::Cell::new(0);
+        let heard = pause_until(due, || {
+            asked.set(asked.get() + 1);
+            asked.get() < 3
+        });
+        assert_eq!((heard, asked.get()), (false, 3));
+        assert!(pause_until(Instant::now(), || false));
     }
 }

@@ -259,6 +259,13 @@ fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
     for word in ["NOT READ device ", "not all was read"] {
         assert!(said.contains(word) && !said.contains("DAMAGED"), "{said}");
     }
+    // Nor is what lies at its path now.
+    std::fs::write(device, vec![7; 1 << 20]).unwrap();
+    let found = json(&command("verify", &store, &["--json"]).output().unwrap());
+    assert_eq!(found["damaged_count"], 0, "{found}");
+    assert_eq!(found["unread_count"], unread, "{found}");
+    let why = found["unread"][0].as_str().unwrap();
+    assert!(why.contains("another than the daemon has open"), "{why}");
     let metrics = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
     assert!(metrics.devices.iter().all(|one| one.damaged_count == 0));
     std::fs::rename(&aside, device).unwrap();
