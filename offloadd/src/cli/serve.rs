@@ -218,9 +218,9 @@ impl Signals {
 /// Where people and processes come to ask.
 struct Sockets {
     path: PathBuf,
-    listener: UnixListener,
-    /// Removes it at the end.
+    /// Removes it at the end, before the listener goes.
     place: server::Place,
+    listener: UnixListener,
     page: Option<Page>,
 }
 
@@ -292,8 +292,8 @@ async fn serve(
     } = signals;
     let Sockets {
         path,
+        place,
         listener,
-        place: _place,
         page,
     } = sockets;
     let (stop, stopped) = watch::channel(false);
@@ -364,6 +364,8 @@ async fn serve(
     if let Ok(Some(handed)) = &ended {
         give(handed);
     }
+    // While its listener is there: see `Place`.
+    drop(place);
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
     if let Some(page) = page {

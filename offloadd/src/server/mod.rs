@@ -41,7 +41,8 @@ const LAST_ANSWERS: Duration = Duration::from_secs(2);
 pub enum SocketError {
     /// A living daemon answers there.
     #[error(
-        "socket {path}: another offloadd (pid {pid}) serves here: stop it, or give this one another `socket`"
+        "socket {path}: another offloadd (pid {pid}) serves here, and still did after {} s: stop it, or give this one another `socket`",
+        place::LEAVING.as_secs()
     )]
     Taken {
         /// Of the socket.

@@ -1,8 +1,8 @@
-//! Where the daemon's socket lies: taken over from a predecessor that is going, given up only while it is ours.
+//! Where the daemon's socket lies: taken over from a predecessor that is going, given up while it is ours.
 //!
 //! A daemon that ends gives its store's lock back first, so that its successor can start recovering, and its socket last.
-//! Without a wait here the successor would be refused for as long as that takes; without a look at the end the predecessor
-//! would remove the successor's socket instead of its own.
+//! Without a wait here the successor would be refused for as long as that takes. A predecessor removes its socket while it still
+//! listens: later it might be the successor's.
 
 use std::fs::Metadata;
 use std::io;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::SocketError;
 
 /// How long one that listens may take to go. Whoever does not serves another store: this one's lock is ours already.
-const LEAVING: Duration = Duration::from_secs(10);
+pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
@@ -64,21 +64,19 @@ pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
     }
 }
 
-/// A socket that was bound, removed when this is dropped, unless another lies there by then.
+/// The place of a socket that was bound, given up when this is dropped, unless another socket lies there by then. To be
+/// dropped while its listener is there: so long no other file has its number, and a successor that can connect waits.
 #[derive(Debug)]
 pub struct Place {
     path: PathBuf,
-    ours: Option<Made>,
+    ours: Option<(u64, u64)>,
 }
-
-/// A file's number, and when it was made: the number alone may be given again.
-type Made = (u64, u64, i64, i64);
 
 impl Place {
     /// Of the socket that was bound at `path` just now.
     pub fn of(path: &Path) -> Self {
         Self {
-            ours: made(path),
+            ours: number(path),
             path: path.to_owned(),
         }
     }
@@ -86,39 +84,44 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if self.ours.is_some() && made(&self.path) == self.ours {
+        if self.ours.is_some() && number(&self.path) == self.ours {
             // What is left then is cleared by the next start.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-fn made(path: &Path) -> Option<Made> {
-    let number = |found: Metadata| (found.dev(), found.ino(), found.ctime(), found.ctime_nsec());
+fn number(path: &Path) -> Option<(u64, u64)> {
+    let number = |found: Metadata| (found.dev(), found.ino());
     std::fs::symlink_metadata(path).ok().map(number)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn a_socket_goes_with_its_daemon_and_a_successors_stays() {
+    fn a_socket_goes_before_its_daemon_and_a_successors_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let bind = || (UnixListener::bind(&path).unwrap(), Place::of(&path));
-        let (listener, place) = bind();
-        drop((listener, place));
+        let (old, place) = bind();
+        // As an administrator may, for who is to connect.
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
+        drop(place);
         assert!(!path.exists());
-
-        let (old, old_place) = bind();
-        drop(old);
+        // Somebody may have put another daemon there by hand.
+        let (other, place) = bind();
+        std::fs::remove_file(&path).unwrap();
+        let (others, others_place) = bind();
+        drop(place);
+        UnixStream::connect(&path).expect("another's socket stays");
+        drop((others_place, others, other));
         clear_socket(&path).unwrap();
-        // The clock of the file system may stand for some milliseconds.
-        std::thread::sleep(Duration::from_millis(50));
         let (_successor, place) = bind();
-        drop(old_place);
+        drop(old);
         UnixStream::connect(&path).expect("the successor is there");
         drop(place);
         assert!(!path.exists());
