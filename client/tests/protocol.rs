@@ -3,6 +3,7 @@
 
 mod fake;
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use fake::{DEVICE, FakeDaemon, IODEPTH, Manners};
@@ -289,6 +290,32 @@ fn what_a_device_answers_arrives_with_device_tile_and_offset() {
         }
         assert!(ended.slot.as_slice().iter().all(|b| *b == 0xff));
     }
+}
+
+#[test]
+fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
+    let daemon = FakeDaemon::start(Manners {
+        described_once: true,
+        // Of a device that came after the session.
+        answer: Some(|_, cqe| {
+            Some(offload_api::ring::entry::Cqe {
+                fault: FaultKind::Io as u32,
+                device: 1,
+                ..cqe
+            })
+        }),
+        ..Manners::default()
+    });
+    let mut session = open(&daemon);
+    let asked = || daemon.describe_calls.load(Ordering::Relaxed);
+    let before = asked();
+    for tile in 0..3 {
+        let slot = filled(&mut session, 1);
+        session.swap_in(TileIndex(tile), slot).unwrap();
+        let said = done(&mut session).unwrap().result.unwrap_err().to_string();
+        assert!(said.contains("device 1 of the store"), "{said}");
+    }
+    assert_eq!(asked(), before + 1);
 }
 
 #[test]

@@ -18,19 +18,22 @@ const REPORTS_MAX: u32 = 16;
 /// A process mostly ends over a damaged tile, so its word must be out before. The daemon answers within microseconds.
 const HEARD_WAIT: Duration = Duration::from_millis(500);
 
-/// What people call a device. One that came to the store after the session opened is asked for once.
+/// What people call a device. One that came to the store after the session opened is asked for once; a daemon that does not
+/// answer then is not asked again, for each tile that fails on it.
 pub(super) fn name_of(
     device: DeviceIndex,
     known: &mut Vec<DeviceInfo>,
+    unheard: &mut bool,
     control: &Control,
 ) -> PathBuf {
     let index = device.0 as usize;
-    if index >= known.len() {
+    if index >= known.len() && !*unheard {
         let asking = control.begin("Describe", SHORT_WAIT, |mut client| async move {
             client.describe(proto::DescribeRequest {}).await
         });
-        if let Some(Ok(reply)) = asking.poll_for(HEARD_WAIT) {
-            *known = reply.devices.into_iter().map(convert::device).collect();
+        match asking.poll_for(HEARD_WAIT) {
+            Some(Ok(reply)) => *known = reply.devices.into_iter().map(convert::device).collect(),
+            _ => *unheard = true,
         }
     }
     known.get(index).map_or_else(

@@ -59,6 +59,8 @@ pub struct Session {
     commit: Commit,
     /// Damaged tiles that the daemon was told of.
     reported_count: u32,
+    /// The daemon did not say what a device is called.
+    names_unheard: bool,
 }
 
 impl Session {
@@ -134,6 +136,7 @@ impl Session {
             },
             working: None,
             reported_count: 0,
+            names_unheard: false,
             pool: SlotPool::new(&geometry, settings.classes.len(), regions),
             memory,
             rings: ProcessRings::new(map),

@@ -183,8 +183,8 @@ impl Session {
     /// whose checksum is ready are passed on.
     pub fn poll(&mut self, done: &mut Vec<Done>) -> Result<(), ClientError> {
         while let Some(cqe) = self.rings.take().map_err(broken_ring)? {
-            let known = &mut self.info.devices;
-            let mut name = |device| name_of(device, known, &self.control);
+            let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
+            let mut name = |device| name_of(device, known, unheard, &self.control);
             match self.flights.arrived(&cqe, &mut name)? {
                 Arrived::Done(one) => done.push(one),
                 Arrived::Part => {}
@@ -226,8 +226,8 @@ impl Session {
 
     /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed.
     fn checked(&mut self, ticket: TicketId, slot: Slot, found: u32) -> Result<Done, ClientError> {
-        let known = &mut self.info.devices;
-        let mut name = |device| name_of(device, known, &self.control);
+        let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
+        let mut name = |device| name_of(device, known, unheard, &self.control);
         let (done, device) = (self.flights).checked(ticket, slot, found, &mut name)?;
         self.report_damage(&done, device);
         Ok(done)

@@ -31,6 +31,8 @@ pub(crate) struct Manners {
     pub(crate) version: Option<u32>,
     /// The arena can be cut off under the client.
     pub(crate) unsealed_arena: bool,
+    /// It says what it is when a session opens, and not again.
+    pub(crate) described_once: bool,
     /// Commits are never answered.
     pub(crate) silent_commit: bool,
     /// The answer to the first commit is lost in a restart; `Some(true)`: after it was made.
@@ -50,6 +52,8 @@ pub(crate) struct Manners {
 pub(crate) struct FakeDaemon {
     pub(crate) socket: PathBuf,
     pub(crate) submissions: Receiver<Sqe>,
+    /// How often it was asked what it is.
+    pub(crate) describe_calls: Arc<AtomicU64>,
     _folder: tempfile::TempDir,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     calls: Option<JoinHandle<()>>,
@@ -64,10 +68,12 @@ impl FakeDaemon {
         let (opened, open) = channel();
         let (seen, submissions) = channel();
         std::thread::spawn(move || serve_session(&listener, &open, &seen, manners));
+        let describe_calls = Arc::new(AtomicU64::new(0));
         let service = Service {
             manners,
             fds_path,
             opened: Mutex::new(opened),
+            describe_calls: describe_calls.clone(),
             commit_calls: AtomicU64::new(0),
             committed: AtomicU64::new(0),
         };
@@ -96,6 +102,7 @@ impl FakeDaemon {
         Self {
             socket,
             submissions,
+            describe_calls,
             _folder: folder,
             stop: Some(stop),
             calls: Some(calls),
@@ -218,6 +225,7 @@ struct Service {
     manners: Manners,
     fds_path: PathBuf,
     opened: Mutex<Sender<Arc<Geometry>>>,
+    describe_calls: Arc<AtomicU64>,
     commit_calls: AtomicU64,
     committed: AtomicU64,
 }
@@ -227,6 +235,10 @@ type Answer<T> = Result<Response<T>, Status>;
 #[tonic::async_trait]
 impl Offload for Service {
     async fn describe(&self, _: Request<DescribeRequest>) -> Answer<DescribeReply> {
+        let before = self.describe_calls.fetch_add(1, Ordering::Relaxed);
+        if self.manners.described_once && before > 0 {
+            std::future::pending::<()>().await;
+        }
         Ok(Response::new(DescribeReply {
             protocol_version: self
                 .manners
