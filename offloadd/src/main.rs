@@ -38,12 +38,15 @@ The settings, all of them, with what they are when left out:
   scrub_bytes_per_s_max = \"512MiB\"            # what `offloadd verify` of all users reads together, a second
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
   listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach
-  [quota.default]                             # of each user; [quota.uid.1000]: of this one; [quota.job]: of each job
+  [quota.default]                             # of each user; [quota.uid.1000]: of this one
   host_bytes_max = \"32GiB\"                  # each key may be left out: no limit
   device_bytes_max = \"2TiB\"
   sessions_max = 8
   inflight_max = 256                          # operations, as much as all sessions' iodepths together
-  share = 100                                 # 1 to 10000: of what a drive moves, beside other users; a user's jobs get equal parts";
+  share = 100                                 # 1 to 10000: of what a drive moves, beside other users
+  [quota.job]                                 # of each job; [quota.uid.1000.job.llama]: of this one of his
+  sessions_max = 8                            # the same keys
+  share = 100                                 # of its user's part, beside his other jobs";
 
 #[derive(Subcommand)]
 enum Command {

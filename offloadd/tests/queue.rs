@@ -11,7 +11,7 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Urgency;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp, SessionId};
+use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
 use offloadd::engine::sim::SimRandom;
 use offloadd::engine::{Io, IoDone, Memory};
 use offloadd::queue::{DeviceLimits, Ended, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
@@ -22,7 +22,8 @@ const MIB: u32 = 1 << 20;
 fn owner(uid: u32, share: u32) -> Owner {
     Owner::Session {
         uid,
-        share,
+        user_share: share,
+        job_share: SHARE_DEFAULT,
         job: u64::from(uid),
         session: SessionId(u64::from(uid)),
     }

@@ -1,5 +1,5 @@
-//! Who gets how much of a drive, and who waits how long. What could go wrong: a user gets more than its share by large tiles,
-//! by many jobs or by coming back at once; a drive stands idle while somebody wants it; whoever reads one small tile after
+//! Who gets how much of a drive, and who waits how long. What could go wrong: a user or one of his jobs gets more than its
+//! share by large tiles, by many jobs, or by coming back at once or after long; a drive stands idle while somebody wants it; whoever reads one small tile after
 //! the other waits for all that a flood has in flight. The drive is one in virtual time: what it takes is served in order at
 //! its rate, and answered a while later, so that every figure here is the same on every machine.
 
@@ -30,6 +30,8 @@ struct Client {
     depth: u32,
     /// From the end of one operation to the next.
     pause_ns: u64,
+    /// When it comes.
+    from_ns: u64,
 }
 
 /// What one got.
@@ -51,11 +53,29 @@ impl Got {
 fn owner(uid: u32, share: u32, job: u64) -> Owner {
     Owner::Session {
         uid,
-        share,
+        user_share: share,
+        job_share: SHARE_DEFAULT,
         job,
         session: SessionId(job),
     }
 }
+
+/// Job `number` of one user's, with this share of his part.
+fn job(number: u64, job_share: u32) -> Owner {
+    Owner::Session {
+        uid: 1,
+        user_share: SHARE_DEFAULT,
+        job_share,
+        job: number,
+        session: SessionId(number),
+    }
+}
+
+/// User `number` with this share, or job `number` with it: both take turns alike.
+const BOTH: [fn(u64, u32) -> Owner; 2] = [
+    |number, share| owner(number as u32, share, number),
+    |number, share| job(number, share),
+];
 
 /// One who floods: 8 tiles of 4 MiB.
 fn flood(uid: u32, share: u32, job: u64) -> Client {
@@ -64,6 +84,7 @@ fn flood(uid: u32, share: u32, job: u64) -> Client {
         bytes: 4 * MIB,
         depth: 8,
         pause_ns: 0,
+        from_ns: 0,
     }
 }
 
@@ -74,6 +95,7 @@ fn one_by_one(uid: u32, bytes: u32) -> Client {
         bytes,
         depth: 1,
         pause_ns: 0,
+        from_ns: 0,
     }
 }
 
@@ -109,7 +131,7 @@ fn run_as(
     let mut got: Vec<Got> = clients.iter().map(|_| Got::default()).collect();
     // Operations that are to begin: when, whose.
     let mut to_begin: Vec<(u64, usize)> = (clients.iter().enumerate())
-        .flat_map(|(index, client)| (0..client.depth).map(move |_| (0, index)))
+        .flat_map(|(index, client)| (0..client.depth).map(move |_| (client.from_ns, index)))
         .collect();
     // By id: whose, and since when.
     let mut under_way: Vec<(usize, u64)> = Vec::new();
@@ -185,33 +207,69 @@ fn three_shares_get_three_times_as_much_as_one() {
         [(4 * MIB, 8), (64 * KIB, 256)],
         [(64 * KIB, 256), (4 * MIB, 8)],
     ] {
-        let client = |uid, share, (bytes, depth)| Client {
-            bytes,
-            depth,
-            ..flood(uid, share, u64::from(uid))
-        };
-        let clients = [client(1, 300, three), client(2, 100, one)];
-        let got = run(3_200_000_000, &clients, 2000);
-        let ratio = got[0].bytes as f64 / got[1].bytes as f64;
-        assert!((2.85..3.15).contains(&ratio), "{clients:?}: {ratio}");
-        let used = of_the_drive(&got, 3_200_000_000, 2000);
-        assert!(used > 0.95, "{clients:?}: {used} of the drive");
+        for owner in BOTH {
+            let client = |number, share, (bytes, depth)| Client {
+                owner: owner(number, share),
+                bytes,
+                depth,
+                ..flood(0, share, 0)
+            };
+            let clients = [client(1, 300, three), client(2, 100, one)];
+            let got = run(3_200_000_000, &clients, 2000);
+            let ratio = got[0].bytes as f64 / got[1].bytes as f64;
+            assert!((2.85..3.15).contains(&ratio), "{clients:?}: {ratio}");
+            let used = of_the_drive(&got, 3_200_000_000, 2000);
+            assert!(used > 0.95, "{clients:?}: {used} of the drive");
+        }
     }
 }
 
 #[test]
 fn a_users_jobs_share_its_part_and_others_keep_theirs() {
-    let clients = [
-        flood(1, SHARE_DEFAULT, 1),
-        flood(1, SHARE_DEFAULT, 2),
-        flood(1, SHARE_DEFAULT, 3),
-        flood(2, SHARE_DEFAULT, 4),
-    ];
-    let got = run(3_200_000_000, &clients, 2000);
-    let all: u64 = got.iter().map(|got| got.bytes).sum();
-    let parts: Vec<f64> = got.iter().map(|g| g.bytes as f64 / all as f64).collect();
-    for (part, due) in parts.iter().zip([1.0 / 6.0, 1.0 / 6.0, 1.0 / 6.0, 0.5]) {
-        assert!((part / due - 1.0).abs() < 0.05, "{parts:?}");
+    // However large a job's share is: it is one of its user's part.
+    for shares in [[SHARE_DEFAULT; 3], [100, 200, 300], [3, 6, 3], [2000; 3]] {
+        let of = |index: usize| Client {
+            owner: job(index as u64 + 1, shares[index]),
+            ..flood(1, SHARE_DEFAULT, 0)
+        };
+        let clients = [of(0), of(1), of(2), flood(2, SHARE_DEFAULT, 4)];
+        let got = run(3_200_000_000, &clients, 3000);
+        let all: u64 = got.iter().map(|got| got.bytes).sum();
+        let parts: Vec<f64> = got.iter().map(|g| g.bytes as f64 / all as f64).collect();
+        let together = f64::from(shares.iter().sum::<u32>());
+        let due = shares.map(|share| f64::from(share) / together / 2.0);
+        for (part, due) in parts.iter().zip(due.into_iter().chain([0.5])) {
+            assert!((part / due - 1.0).abs() < 0.05, "{shares:?}: {parts:?}");
+        }
+    }
+}
+
+/// What it did not want before is nothing it saved up, and nobody waits longer for it than beside it.
+#[test]
+fn who_comes_after_long_gets_its_share_from_then_on() {
+    let rate = 3_200_000_000;
+    for owner in BOTH {
+        let light = Client {
+            owner: owner(1, 100),
+            ..flood(0, 100, 0)
+        };
+        let heavy = Client {
+            owner: owner(2, 300),
+            ..light
+        };
+        let late = Client {
+            from_ns: 1_000_000_000,
+            ..heavy
+        };
+        let beside = run(rate, &[light, heavy], 2000);
+        let got = run(rate, &[light, late], 2000);
+        let seconds = got.iter().map(|got| got.bytes as f64 / rate as f64);
+        let seconds: Vec<f64> = seconds.collect();
+        assert!((1.19..1.31).contains(&seconds[0]), "{light:?}: {seconds:?}");
+        assert!((0.71..0.79).contains(&seconds[1]), "{light:?}: {seconds:?}");
+        let longest = got[0].took_ns.iter().max().unwrap();
+        let usual = beside[0].took_ns.iter().max().unwrap();
+        assert!(*longest < usual * 5 / 4, "{light:?}: {longest}, {usual}");
     }
 }
 
@@ -221,7 +279,11 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
     let rate = 3_200_000_000;
     let rank = |session, client: Client| {
         let Owner::Session {
-            uid, share, job, ..
+            uid,
+            user_share,
+            job_share,
+            job,
+            ..
         } = client.owner
         else {
             panic!("{client:?}");
@@ -229,7 +291,8 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
         let session = SessionId(session);
         let owner = Owner::Session {
             uid,
-            share,
+            user_share,
+            job_share,
             job,
             session,
         };
@@ -263,24 +326,31 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
 
 #[test]
 fn what_one_does_not_want_is_the_others() {
-    // Three times the share, and wants 20 MiB each 20 ms: a third of the drive.
-    let seldom = Client {
-        bytes: 4 * MIB,
-        depth: 5,
-        pause_ns: 14_000_000,
-        ..flood(1, 300, 1)
-    };
     let rate = 3_200_000_000;
-    let alone = run(rate, &[seldom], 2000);
-    let both = run(rate, &[seldom, flood(2, 100, 2)], 2000);
-    let kept = both[0].bytes as f64 / alone[0].bytes as f64;
-    assert!(kept > 0.8, "it gets what it wants: {kept}");
-    let used = of_the_drive(&both, rate, 2000);
-    assert!(used > 0.95, "{used} of the drive");
-    assert!(both[1].bytes > both[0].bytes, "the rest is the other's");
-    // Alone a share means nothing.
-    let alone = run(rate, &[flood(2, 1, 2)], 2000);
-    assert!(of_the_drive(&alone, rate, 2000) > 0.98);
+    for owner in BOTH {
+        // Three times the share, and wants 20 MiB each 20 ms: a third of the drive.
+        let seldom = Client {
+            owner: owner(1, 300),
+            bytes: 4 * MIB,
+            depth: 5,
+            pause_ns: 14_000_000,
+            ..flood(0, 300, 0)
+        };
+        let other = |share| Client {
+            owner: owner(2, share),
+            ..flood(0, share, 0)
+        };
+        let alone = run(rate, &[seldom], 2000);
+        let both = run(rate, &[seldom, other(100)], 2000);
+        let kept = both[0].bytes as f64 / alone[0].bytes as f64;
+        assert!(kept > 0.8, "it gets what it wants: {kept}");
+        let used = of_the_drive(&both, rate, 2000);
+        assert!(used > 0.95, "{used} of the drive");
+        assert!(both[1].bytes > both[0].bytes, "the rest is the other's");
+        // Alone a share means nothing.
+        let alone = run(rate, &[other(1)], 2000);
+        assert!(of_the_drive(&alone, rate, 2000) > 0.98);
+    }
 }
 
 #[test]
@@ -316,11 +386,6 @@ fn small_reads_take_at_most_twice_as_long_while_another_floods() {
 #[test]
 fn shares_count_also_where_all_that_is_wanted_fits_the_window() {
     let rate = 3_200_000_000;
-    let eight = |uid, share, depth| Client {
-        bytes: MIB,
-        depth,
-        ..flood(uid, share, u64::from(uid))
-    };
     for (shares, depths, part) in [
         ([300, 100], [8, 8], 3.0),
         ([300, 100], [8, 6], 3.0),
@@ -328,12 +393,20 @@ fn shares_count_also_where_all_that_is_wanted_fits_the_window() {
         ([200, 100], [8, 8], 2.0),
         ([SHARE_DEFAULT; 2], [8, 8], 1.0),
     ] {
-        let clients = [0, 1].map(|of| eight(of as u32 + 1, shares[of], depths[of]));
-        let got = run(rate, &clients, 2000);
-        let ratio = got[0].bytes as f64 / got[1].bytes as f64;
-        assert!((0.9..1.1).contains(&(ratio / part)), "{clients:?}: {ratio}");
-        let used = of_the_drive(&got, rate, 2000);
-        assert!(used > 0.95, "{clients:?}: {used} of the drive");
+        for owner in BOTH {
+            let eight = |of: usize| Client {
+                owner: owner(of as u64 + 1, shares[of]),
+                bytes: MIB,
+                depth: depths[of],
+                ..flood(0, 0, 0)
+            };
+            let clients = [0, 1].map(eight);
+            let got = run(rate, &clients, 2000);
+            let ratio = got[0].bytes as f64 / got[1].bytes as f64;
+            assert!((0.9..1.1).contains(&(ratio / part)), "{clients:?}: {ratio}");
+            let used = of_the_drive(&got, rate, 2000);
+            assert!(used > 0.95, "{clients:?}: {used} of the drive");
+        }
     }
 }
 
@@ -371,6 +444,7 @@ fn tiles_that_move_take_a_small_part_from_those_who_want_the_drive() {
         bytes: MIB,
         depth: 16,
         pause_ns: 0,
+        from_ns: 0,
     };
     let rate = 3_200_000_000;
     for share in [1, 10, SHARE_DEFAULT, SHARE_MAX] {
@@ -390,6 +464,7 @@ fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
         bytes: MIB,
         depth: 1,
         pause_ns: 0,
+        from_ns: 0,
     };
     let longest = [1, SHARE_DEFAULT, SHARE_MAX].map(|share| {
         let floods = [flood(1, share, 1), flood(2, share, 2)];

@@ -1,4 +1,4 @@
-//! `[quota.default]`, `[quota.job]` and `[quota.uid.1000]` of the settings.
+//! `[quota.default]`, `[quota.uid.1000]`, `[quota.job]` and `[quota.uid.1000.job.llama]` of the settings.
 
 use std::collections::BTreeMap;
 
@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 use super::Size;
 use crate::core::{Quota, Quotas, SHARE_MAX};
+use crate::store::definition::JobName;
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -27,20 +28,35 @@ struct QuotaToml {
     sessions_max: Option<u32>,
     inflight_max: Option<u32>,
     share: Option<u32>,
+    /// Of a user: his jobs' own, by name.
+    #[serde(default)]
+    job: BTreeMap<String, QuotaToml>,
 }
 
 impl QuotasToml {
     pub(super) fn check(&self) -> Result<Quotas, String> {
         let mut uids = BTreeMap::new();
+        let mut jobs = BTreeMap::new();
         for (word, quota) in &self.uid {
             let uid = (word.parse())
                 .map_err(|_| format!("uid.{word}: a user's number, like [quota.uid.1000]"))?;
-            uids.insert(uid, quota.check(&format!("uid.{word}"))?);
+            let name = format!("uid.{word}");
+            if uids.insert(uid, quota.check(&name)?).is_some() {
+                return Err(format!("{name}: uid {uid} has a quota already"));
+            }
+            let own = quota.check_jobs(&name)?;
+            if !own.is_empty() {
+                jobs.insert(uid, own);
+            }
+        }
+        for (name, quota) in [("default", &self.default), ("job", &self.job)] {
+            quota.check_has_no_jobs(name)?;
         }
         Ok(Quotas {
             default: self.default.check("default")?,
             job: self.job.check("job")?,
             uids,
+            jobs,
         })
     }
 }
@@ -51,15 +67,10 @@ impl QuotaToml {
             let bytes = size.as_ref().map(Size::bytes).transpose();
             bytes.map_err(|message| format!("{name}.{key}: {message}"))
         };
-        if let Some(share) = self.share {
-            if name == "job" {
-                return Err("job.share: a user's jobs have equal parts; a share is a user's: [quota.default], \
-                            [quota.uid.1000]"
-                    .into());
-            }
-            if !(1..=SHARE_MAX).contains(&share) {
-                return Err(format!("{name}.share: {share}; from 1 to {SHARE_MAX}"));
-            }
+        if let Some(share) = self.share
+            && !(1..=SHARE_MAX).contains(&share)
+        {
+            return Err(format!("{name}.share: {share}; from 1 to {SHARE_MAX}"));
         }
         Ok(Quota {
             host_bytes_max: size("host_bytes_max", &self.host_bytes_max)?,
@@ -68,6 +79,26 @@ impl QuotaToml {
             inflight_max: self.inflight_max,
             share: self.share,
         })
+    }
+
+    fn check_jobs(&self, name: &str) -> Result<BTreeMap<JobName, Quota>, String> {
+        let jobs = self.job.iter().map(|(word, quota)| {
+            let name = format!("{name}.job.{word}");
+            let job = JobName::new(word.as_str())
+                .map_err(|fault| format!("{name}: {}", fault.message))?;
+            quota.check_has_no_jobs(&name)?;
+            Ok((job, quota.check(&name)?))
+        });
+        jobs.collect()
+    }
+
+    fn check_has_no_jobs(&self, name: &str) -> Result<(), String> {
+        match self.job.keys().next() {
+            Some(job) => Err(format!(
+                "{name}.job: a job is one user's: [quota.uid.1000.job.{job:?}]"
+            )),
+            None => Ok(()),
+        }
     }
 }
 
@@ -97,12 +128,16 @@ pub fn words(quotas: &Quotas) -> String {
             false => format!("[quota.{name}]\n{lines}"),
         }
     };
-    let uids = quotas
-        .uids
-        .iter()
-        .map(|(uid, quota)| table(&format!("uid.{uid}"), quota));
+    let uids = quotas.uids.iter();
+    let uids = uids.map(|(uid, quota)| table(&format!("uid.{uid}"), quota));
+    let jobs = quotas.jobs.iter().flat_map(|(uid, jobs)| {
+        let names = jobs.iter();
+        // A name may have dots.
+        names.map(move |(job, quota)| (format!("uid.{uid}.job.\"{job}\""), quota))
+    });
+    let jobs = jobs.map(|(name, quota)| table(&name, quota));
     let both = [table("default", &quotas.default), table("job", &quotas.job)];
-    both.into_iter().chain(uids).collect()
+    both.into_iter().chain(uids).chain(jobs).collect()
 }
 
 #[cfg(test)]
@@ -121,8 +156,9 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
-    const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\n\
-                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\nshare = 300\n";
+    const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\nshare = 50\n\
+                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\nshare = 300\n\
+                         [quota.uid.1000.job.\"llama.7b\"]\nshare = 200\nsessions_max = 2\n";
 
     #[test]
     fn a_users_own_quota_goes_before_the_default_key_by_key() {
@@ -134,7 +170,16 @@ mod tests {
             (Some(8 << 30), Some(4096))
         );
         assert_eq!((own.sessions_max, own.share), (Some(8), Some(300)));
-        assert_eq!(quotas.job.inflight_max, Some(16));
+        let job = |uid, name| quotas.of_job(uid, &JobName::new(name).unwrap());
+        let own = job(1000, "llama.7b");
+        assert_eq!(
+            (own.share, own.sessions_max, own.inflight_max),
+            (Some(200), Some(2), Some(16))
+        );
+        for other in [job(1000, "llama"), job(7, "llama.7b")] {
+            assert_eq!(other, quotas.job);
+            assert_eq!((other.share, other.inflight_max), (Some(50), Some(16)));
+        }
         assert_eq!(parse("").unwrap(), Quotas::default());
     }
 
@@ -171,9 +216,28 @@ mod tests {
                 "uid.1.share: 0; from 1 to 10000",
             ),
             ("[quota.default]\nshare = 10001", "default.share: 10001"),
+            ("[quota.job]\nshare = 0", "job.share: 0; from 1 to"),
             (
-                "[quota.job]\nshare = 50",
-                "job.share: a user's jobs have equal",
+                "[quota.uid.1.job.x]\nshare = 10001",
+                "uid.1.job.x.share: 10001",
+            ),
+            ("[quota.uid.1.job.x]\nshares = 1", "unknown field `shares`"),
+            (
+                "[quota.uid.1.job.\"a b\"]\nshare = 1",
+                "uid.1.job.a b: job name \"a b\"",
+            ),
+            (
+                "[quota.default.job.x]\nshare = 1",
+                "default.job: a job is one user's: [quota.uid.1000.job.\"x\"]",
+            ),
+            ("[quota.job.job.x]\nshare = 1", "job.job: a job is one"),
+            (
+                "[quota.uid.1.job.x.job.y]\nshare = 1",
+                "uid.1.job.x.job: a job is one user's",
+            ),
+            (
+                "[quota.uid.1]\nshare = 1\n[quota.uid.01]\nshare = 2",
+                "uid 1 has a quota already",
             ),
         ] {
             let message = parse(text).unwrap_err();

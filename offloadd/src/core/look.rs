@@ -76,7 +76,12 @@ impl Core {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
-            .map(|(key, job)| (key, state(key, job, self.share_of(key.uid))))
+            .map(|(key, job)| {
+                (
+                    key,
+                    state(key, job, self.shares_of(key.uid, &key.name).user),
+                )
+            })
             .collect();
         for session in self.sessions.values() {
             let Some(job) = jobs.get_mut(&session.key) else {

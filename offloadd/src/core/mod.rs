@@ -43,7 +43,7 @@ pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
-pub use quota::{Quota, Quotas, SHARE_DEFAULT, SHARE_MAX};
+pub use quota::{Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -8,11 +8,12 @@ use offload_api::fault::{Fault, FaultKind};
 
 use super::job::JobKey;
 use super::{Core, OpenSession, Peer};
+use crate::store::definition::JobName;
 
 /// Holders that are named in a refusal.
 const NAMED_MAX: usize = 4;
 
-/// A user's share of a drive where the settings say nothing.
+/// A user's share of a drive, and a job's of its user's part, where the settings say nothing.
 pub const SHARE_DEFAULT: u32 = 100;
 
 /// The largest: a hundred times the usual one. The smallest is 1, a hundredth of it.
@@ -29,8 +30,8 @@ pub struct Quota {
     pub sessions_max: Option<u32>,
     /// Operations in flight of all its sessions: as much as their iodepths together.
     pub inflight_max: Option<u32>,
-    /// Of a user alone: what a drive moves is divided in this proportion among those who want more than they get. `None`:
-    /// [`SHARE_DEFAULT`].
+    /// What a drive moves is divided in this proportion among users who want more than they get, and a user's part so among
+    /// his jobs. `None`: [`SHARE_DEFAULT`].
     pub share: Option<u32>,
 }
 
@@ -53,10 +54,21 @@ impl Quota {
 pub struct Quotas {
     /// Of each user, where his own says nothing.
     pub default: Quota,
-    /// Of each job.
+    /// Of each job, where its own says nothing.
     pub job: Quota,
     /// Of these users.
     pub uids: BTreeMap<u32, Quota>,
+    /// Of these jobs, by user.
+    pub jobs: BTreeMap<u32, BTreeMap<JobName, Quota>>,
+}
+
+/// What turns at a drive weigh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shares {
+    /// Of a user beside others.
+    pub user: u32,
+    /// Of a job beside its user's others.
+    pub job: u32,
 }
 
 impl Quotas {
@@ -64,6 +76,12 @@ impl Quotas {
     pub fn of(&self, uid: u32) -> Quota {
         let own = self.uids.get(&uid).copied().unwrap_or_default();
         own.or(self.default)
+    }
+
+    /// What holds for a job.
+    pub fn of_job(&self, uid: u32, name: &JobName) -> Quota {
+        let own = self.jobs.get(&uid).and_then(|jobs| jobs.get(name));
+        own.copied().unwrap_or_default().or(self.job)
     }
 }
 
@@ -105,7 +123,7 @@ impl Core {
     fn quotas_of<'a>(&self, key: &'a JobKey) -> [(Whose<'a>, Quota); 2] {
         [
             (Whose::User(key.uid), self.quotas.of(key.uid)),
-            (Whose::Job(key), self.quotas.job),
+            (Whose::Job(key), self.quotas.of_job(key.uid, &key.name)),
         ]
     }
 
@@ -132,9 +150,12 @@ impl Core {
         reserved.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
     }
 
-    /// What a user's turns at a drive weigh.
-    pub fn share_of(&self, uid: u32) -> u32 {
-        self.quotas.of(uid).share.unwrap_or(SHARE_DEFAULT)
+    /// What a job's turns at a drive weigh, and its user's.
+    pub fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
+        let user = self.quotas.of(uid).share;
+        let job = self.quotas.of_job(uid, name).share;
+        let [user, job] = [user, job].map(|share| share.unwrap_or(SHARE_DEFAULT));
+        Shares { user, job }
     }
 
     /// Host memory that `peer` may still take for a session.

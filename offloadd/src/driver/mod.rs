@@ -404,9 +404,12 @@ impl Driver {
                     Buffer::Slot { session: id, place } => {
                         let session = self.sessions.get_mut(&id).expect("a live session");
                         job = Some(session.job);
+                        let uid = session.peer.uid;
+                        let shares = self.core.shares_of(uid, self.ledger.name(session.job));
                         owner = Owner::Session {
-                            uid: session.peer.uid,
-                            share: self.core.share_of(session.peer.uid),
+                            uid,
+                            user_share: shares.user,
+                            job_share: shares.job,
                             job: session.job.number(),
                             session: id,
                         };

@@ -7,8 +7,8 @@
 //!   flushes ─────────────────────────────────────────────▶ at once
 //! ```
 //!
-//! **Order.** Users take turns by bytes, each in proportion to its share; the jobs of a user and the sessions of a job have
-//! equal parts. What one does not want is the others'. Of a job, what somebody waits for goes before what is moved ahead of its
+//! **Order.** Users take turns by bytes, each in proportion to its share, and so do the jobs of a user; the sessions of a job
+//! have equal parts. What one does not want is the others'. Of a job, what somebody waits for goes before what is moved ahead of its
 //! use; of [`TURNS`] pieces one is of the latter, so that it progresses whatever comes. Within a session, first come first
 //! served. The daemon's records go first; tiles that move to another device have an eighth of the smallest share that waits.
 //! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill

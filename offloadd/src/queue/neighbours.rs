@@ -5,7 +5,7 @@
 //! asks for less, another one's pieces go only while there is not more in flight than the device moves in the time it takes to
 //! answer ([`Answer`]), and a quarter of what the other asks for; beside the smallest a drive is then busy some three quarters
 //! of the time. And where all that a user has fits the window, nothing of it would ever wait for its turn: beside one of a
-//! larger share, a user has no more in flight than its part of what that one has.
+//! larger share, a user has no more in flight than its part of what that one has; so has a job beside another of its user's.
 //! Without such a neighbour everybody has the whole window.
 //!
 //! Of a job counts the most it had waiting and in flight within the last one or two spans of bytes that were handed over:
@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 
 use super::answer::Answer;
-use super::owner::{Job, User};
+use super::owner::{Job, User, Weights};
 use super::way::TURNS;
 use crate::core::IoId;
 
@@ -49,8 +49,7 @@ pub(super) struct Neighbours {
 
 #[derive(Debug, Default)]
 struct Asks {
-    /// Its user's.
-    weight: u32,
+    weights: Weights,
     /// Waiting and in flight.
     now_bytes: u64,
     inflight_bytes: u64,
@@ -76,8 +75,10 @@ struct Near {
     /// All together.
     all_bytes: u64,
     /// Of the user itself.
-    own_bytes: u64,
-    /// The shorter of the two, without what the neighbour has in flight itself.
+    user_bytes: u64,
+    /// Of the job itself.
+    job_bytes: u64,
+    /// The shortest of them, without what the neighbour has in flight itself.
     least_bytes: u64,
 }
 
@@ -91,9 +92,9 @@ impl Neighbours {
         }
     }
 
-    pub(super) fn asks(&mut self, job: Job, weight: u32, bytes: u32) {
+    pub(super) fn asks(&mut self, job: Job, weights: Weights, bytes: u32) {
         let asks = self.jobs.entry(job).or_default();
-        asks.weight = weight;
+        asks.weights = weights;
         asks.now_bytes += u64::from(bytes);
         asks.most_bytes[0] = asks.most_bytes[0].max(asks.now_bytes);
         asks.operations[0] = asks.operations[0].saturating_add(1);
@@ -136,9 +137,11 @@ impl Neighbours {
         let Some(near) = self.near(job) else {
             return inflight_bytes + bytes <= self.window_bytes;
         };
-        let own_bytes = self.of_user(job.0, |asks| asks.inflight_bytes);
+        let user_bytes = self.of_user(job.0, |asks| asks.inflight_bytes);
+        let job_bytes = self.jobs[&job].inflight_bytes;
         inflight_bytes + bytes <= near.all_bytes
-            && (own_bytes == 0 || own_bytes + bytes <= near.own_bytes)
+            && (user_bytes == 0 || user_bytes + bytes <= near.user_bytes)
+            && (job_bytes == 0 || job_bytes + bytes <= near.job_bytes)
     }
 
     /// How long a piece of `job` may be.
@@ -176,27 +179,34 @@ impl Neighbours {
             let near = answer(other.most()) + other.most() / 4;
             (near, other.inflight_bytes)
         });
-        let heavier = others().filter(|(other, asks)| {
-            other.0 != job.0 && (job.0 == User::Background || asks.weight > self.jobs[&job].weight)
-        });
-        let part = heavier.map(|(other, asks)| {
-            let weight = match job.0 {
-                User::Background => asks.weight / TURNS,
-                _ => self.jobs[&job].weight,
-            };
-            let most = self.of_user(other.0, Asks::most);
-            // Less than it takes to keep the drive busy helps nobody.
-            (most * u64::from(weight) / u64::from(asks.weight))
+        // Less than it takes to keep the drive busy helps nobody.
+        let part = |most: u64, weight: u32, of: u32| {
+            (most * u64::from(weight) / u64::from(of))
                 .max(2 * answer(u64::MAX))
                 .max(answer(most))
+        };
+        let weights = asks.weights;
+        let users = others().filter(|(other, _)| other.0 != job.0);
+        let beside_users = users.filter_map(|(other, asks)| {
+            let weight = match job.0 {
+                User::Background => asks.weights.user / TURNS,
+                _ => weights.user,
+            };
+            let most = || self.of_user(other.0, Asks::most);
+            (asks.weights.user > weight).then(|| part(most(), weight, asks.weights.user))
         });
-        let own = part.min();
+        let jobs =
+            others().filter(|(other, asks)| other.0 == job.0 && asks.weights.job > weights.job);
+        let beside_jobs = jobs.map(|(_, asks)| part(asks.most(), weights.job, asks.weights.job));
+        let within = |bytes: Option<u64>| bytes.unwrap_or(u64::MAX).min(self.window_bytes);
+        let user_bytes = within(beside_users.min());
+        let job_bytes = within(beside_jobs.min());
         let (near, inflight) = beside_least.unwrap_or((self.window_bytes, 0));
-        let own_bytes = own.unwrap_or(self.window_bytes).min(self.window_bytes);
-        let least_bytes = near.min(own_bytes);
+        let least_bytes = near.min(user_bytes).min(job_bytes);
         (least_bytes < self.window_bytes).then(|| Near {
             all_bytes: (near + inflight).min(self.window_bytes),
-            own_bytes,
+            user_bytes,
+            job_bytes,
             least_bytes,
         })
     }

@@ -13,7 +13,9 @@ pub enum Owner {
         /// Its user.
         uid: u32,
         /// The user's part beside those of others, 1 to [`SHARE_MAX`](crate::core::SHARE_MAX).
-        share: u32,
+        user_share: u32,
+        /// The job's part of that beside his other jobs, as many.
+        job_share: u32,
         /// Its job, by any number that is this job's alone.
         job: u64,
         /// Itself.
@@ -31,7 +33,7 @@ pub(super) enum User {
     Uid(u32),
 }
 
-/// Jobs of a user have equal parts.
+/// One of a user's.
 pub(super) type Job = (User, u64);
 
 /// Sessions of a job have equal parts.
@@ -40,24 +42,44 @@ pub(super) type Line = (Job, SessionId);
 /// Of tiles that move while no user waits. Beside users they have less, see [`Way`](super::way::Way).
 pub(super) const BACKGROUND_WEIGHT: u32 = SHARE_DEFAULT;
 
+/// What turns weigh.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Weights {
+    /// [`TURNS`] times the user's share, so that the part of tiles that move beside the smallest share is a whole number.
+    pub(super) user: u32,
+    /// The job's share among its user's.
+    pub(super) job: u32,
+}
+
 impl Owner {
-    /// Where its operations stand, and its user's weight: [`TURNS`] times its share, so that the part of tiles that move
-    /// beside the smallest share is a whole number.
-    pub(super) fn line(self, background: bool) -> (Line, u32) {
+    /// Where its operations stand, and what they weigh.
+    pub(super) fn line(self, background: bool) -> (Line, Weights) {
+        let daemon = |user, weight| {
+            let weights = Weights {
+                user: weight,
+                job: SHARE_DEFAULT,
+            };
+            (((user, 0), SessionId(0)), weights)
+        };
         match self {
-            Self::Daemon if background => {
-                (((User::Background, 0), SessionId(0)), BACKGROUND_WEIGHT)
-            }
+            Self::Daemon if background => daemon(User::Background, BACKGROUND_WEIGHT),
             // Records and the catalog: short, few, and somebody waits for each, whatever the users' shares are.
-            Self::Daemon => (((User::Daemon, 0), SessionId(0)), SHARE_MAX * TURNS),
+            Self::Daemon => daemon(User::Daemon, SHARE_MAX * TURNS),
             Self::Session {
                 uid,
-                share,
+                user_share,
+                job_share,
                 job,
                 session,
             } => {
-                assert!((1..=SHARE_MAX).contains(&share), "a share of {share}");
-                (((User::Uid(uid), job), session), share * TURNS)
+                for share in [user_share, job_share] {
+                    assert!((1..=SHARE_MAX).contains(&share), "a share of {share}");
+                }
+                let weights = Weights {
+                    user: user_share * TURNS,
+                    job: job_share,
+                };
+                (((User::Uid(uid), job), session), weights)
             }
         }
     }

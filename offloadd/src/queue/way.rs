@@ -16,10 +16,10 @@ pub const TURNS: u32 = 8;
 /// Pieces of one way in flight, however small: more do not make a drive faster.
 pub const INFLIGHT_COUNT_MAX: usize = 256;
 
-/// Of a job among its user's, and of a session among its job's.
+/// Of a session among its job's.
 const WEIGHT_EACH: u32 = 1;
 
-/// Users take turns by their shares, a user's jobs and a job's sessions by equal ones; of a job, what is wanted goes before what
+/// Users take turns by their shares, and so do a user's jobs; a job's sessions by equal ones. Of a job, what is wanted goes before what
 /// is moved ahead; of a session, what came first. Who waits for nothing is known nowhere here, but for a user, a job or a
 /// session that owes something to others who wait.
 #[derive(Debug)]
@@ -90,8 +90,8 @@ impl Way {
 
     /// An operation of `bytes` comes.
     pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner, bytes: u32) {
-        let ((job, _), weight) = owner.line(urgency == Urgency::Ahead);
-        self.neighbours.asks(job, weight, bytes);
+        let ((job, _), weights) = owner.line(urgency == Urgency::Ahead);
+        self.neighbours.asks(job, weights, bytes);
         self.wait(place, urgency, owner);
     }
 
@@ -114,11 +114,11 @@ impl Way {
     }
 
     fn wait(&mut self, place: usize, urgency: Urgency, owner: Owner) {
-        let (line, weight) = owner.line(urgency == Urgency::Ahead);
+        let (line, weights) = owner.line(urgency == Urgency::Ahead);
         let (job, _) = line;
         let (user, _) = job;
-        self.users.came(user, weight);
-        self.jobs.entry(user).or_default().came(job, WEIGHT_EACH);
+        self.users.came(user, weights.user);
+        self.jobs.entry(user).or_default().came(job, weights.job);
         self.sessions.entry(job).or_default()[class(urgency)].came(line, WEIGHT_EACH);
         (self.lines.entry(line).or_default().of(urgency)).push_back(place);
         self.waiting_count += 1;
@@ -253,7 +253,8 @@ mod tests {
     fn session(number: u64) -> Owner {
         Owner::Session {
             uid: number as u32,
-            share: 100,
+            user_share: 100,
+            job_share: 100,
             job: number,
             session: SessionId(number),
         }
@@ -280,7 +281,8 @@ mod tests {
         let (flood, other) = (session(1), session(2));
         let same_job = Owner::Session {
             uid: 1,
-            share: 100,
+            user_share: 100,
+            job_share: 100,
             job: 1,
             session: SessionId(3),
         };
