@@ -228,7 +228,9 @@ store is locked, read as fast as it can be, and its own structures are looked at
   offloadd top --config runs/mine/offloadd/offloadd.toml         # of a run with a private daemon
   offloadd top --json | jq .devices                              # a line every interval
 
-Everybody sees devices and his own jobs; root and who runs the daemon see all jobs.")]
+Everybody sees devices and his own jobs; root and who runs the daemon see all jobs. `share` of a user is his part of what
+drives move beside other users, of a job its part of its user's; `got` is what came of it in the interval. Who wants less gets
+less, and the rest is the others'.")]
     Top {
         /// Where the daemon answers: `socket` of its settings
         #[arg(

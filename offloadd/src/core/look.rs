@@ -7,6 +7,7 @@ use offload_api::ring::entry::Verb;
 use super::Core;
 use super::io::Operation;
 use super::job::{Job, JobKey};
+use super::quota::Shares;
 use crate::store::definition::JobName;
 
 /// Whose jobs somebody may see.
@@ -29,8 +30,8 @@ pub struct JobState {
     pub job_id: Option<u64>,
     /// Over all devices.
     pub reserved_bytes: u64,
-    /// Its user's part of what a drive moves, beside those of other users.
-    pub share: u32,
+    /// Its part of what a drive moves.
+    pub shares: Shares,
     /// Processes.
     pub session_count: u64,
     /// Their host memory.
@@ -76,12 +77,7 @@ impl Core {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
-            .map(|(key, job)| {
-                (
-                    key,
-                    state(key, job, self.shares_of(key.uid, &key.name).user),
-                )
-            })
+            .map(|(key, job)| (key, state(key, job, self.shares_of(key.uid, &key.name))))
             .collect();
         for session in self.sessions.values() {
             let Some(job) = jobs.get_mut(&session.key) else {
@@ -113,7 +109,7 @@ impl Core {
     }
 }
 
-fn state(key: &JobKey, job: &Job, share: u32) -> JobState {
+fn state(key: &JobKey, job: &Job, shares: Shares) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -128,7 +124,7 @@ fn state(key: &JobKey, job: &Job, share: u32) -> JobState {
         job: key.name.clone(),
         job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
-        share,
+        shares,
         session_count: 0,
         arena_bytes: 0,
         slot_count: 0,

@@ -444,7 +444,10 @@ mod tests {
             arena_bytes: 0,
             slot_count: 0,
             slot_used_count: 0,
-            share: 100,
+            shares: crate::core::Shares {
+                user: 100,
+                job: 100,
+            },
             reading_count: 0,
             writing_count: 0,
             commit: CommitState::None,

@@ -6,7 +6,7 @@ use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
-use crate::core::{CommitState, DeviceState, JobState, Standing};
+use crate::core::{CommitState, DeviceState, JobState, Shares, Standing};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
@@ -87,7 +87,8 @@ impl From<JobView> for proto::JobMetrics {
             arena_bytes: state.arena_bytes,
             slot_count: state.slot_count,
             slot_used_count: state.slot_used_count,
-            share: state.share,
+            user_share: state.shares.user,
+            share: state.shares.job,
             reading_count: state.reading_count,
             writing_count: state.writing_count,
             commit: commit as i32,
@@ -220,7 +221,10 @@ impl TryFrom<proto::JobMetrics> for JobView {
                 arena_bytes: message.arena_bytes,
                 slot_count: message.slot_count,
                 slot_used_count: message.slot_used_count,
-                share: message.share,
+                shares: Shares {
+                    user: message.user_share,
+                    job: message.share,
+                },
                 reading_count: message.reading_count,
                 writing_count: message.writing_count,
                 commit,
@@ -312,7 +316,7 @@ mod tests {
                     arena_bytes: 20,
                     slot_count: 21,
                     slot_used_count: 22,
-                    share: 300,
+                    shares: Shares { user: 300, job: 38 },
                     reading_count: 23,
                     writing_count: 24,
                     commit: CommitState::Gathering {

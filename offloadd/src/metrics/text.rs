@@ -2,6 +2,7 @@
 //!
 //! Jobs that have no session and moved nothing since the start are left out: a store may hold a thousand.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use prometheus_client::collector::Collector;
@@ -70,6 +71,7 @@ impl Collector for Page {
         )?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
+        page.users(&jobs)?;
         page.jobs(&jobs)
     }
 }
@@ -166,6 +168,22 @@ impl Encoder<'_, '_> {
         )
     }
 
+    /// Whose jobs these are.
+    fn users(&mut self, jobs: &[&JobView]) -> fmt::Result {
+        let shares = jobs
+            .iter()
+            .map(|job| (job.state.uid, job.state.shares.user));
+        let shares: BTreeMap<u32, u32> = shares.collect();
+        let lines = shares.into_iter();
+        let lines = lines.map(|(uid, share)| (vec![("uid", uid.to_string())], f64::from(share)));
+        self.gauge(
+            "offloadd_user_share",
+            "Its part of what a drive moves, beside other users",
+            None,
+            lines.collect(),
+        )
+    }
+
     fn jobs(&mut self, jobs: &[&JobView]) -> fmt::Result {
         let labels = |job: &&JobView| {
             let state = &job.state;
@@ -203,9 +221,9 @@ impl Encoder<'_, '_> {
         )?;
         self.gauge(
             "offloadd_job_share",
-            "Its user's part of what a drive moves, beside those of other users",
+            "Its part of its user's, beside his other jobs",
             None,
-            lines(|job| f64::from(job.state.share)),
+            lines(|job| f64::from(job.state.shares.job)),
         )?;
         self.gauge(
             "offloadd_job_sessions",

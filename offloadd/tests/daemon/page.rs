@@ -27,6 +27,7 @@ fn listen(store: &Store, address: &str) {
     let mut text = std::fs::read_to_string(&store.config).unwrap();
     text.push_str("rated_tb_written = 600\n");
     text.push_str(&format!("[metrics]\nlisten = {address:?}\n"));
+    text.push_str("[quota.default]\nshare = 300\n[quota.job]\nshare = 250\n");
     std::fs::write(&store.config, text).unwrap();
 }
 
@@ -116,7 +117,7 @@ fn the_text_parses_and_says_what_was_moved() {
         ("offloadd_job_generation", 1.0),
         ("offloadd_job_slots", 4.0),
         ("offloadd_job_slots_used", 0.0),
-        ("offloadd_job_share", 100.0),
+        ("offloadd_job_share", 250.0),
         ("offloadd_job_sessions", 1.0),
     ] {
         assert_eq!(
@@ -125,6 +126,8 @@ fn the_text_parses_and_says_what_was_moved() {
             "{name}"
         );
     }
+    let of_user = format!("offloadd_user_share{{uid=\"{uid}\"}}");
+    assert_eq!(samples[&of_user], 300.0);
     let device = |name: &str| -> f64 {
         let of = store.devices.iter();
         of.map(|path| samples[&format!("{name}{{device=\"{}\"}}", path.display())])

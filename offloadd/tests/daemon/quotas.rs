@@ -7,7 +7,7 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::proto;
 use rustix::process::Signal;
 
-use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open};
+use crate::common::{Control, Daemon, Session, Store, eventually, fill_tiles, open};
 
 const SOON: Duration = Duration::from_secs(5);
 
@@ -160,6 +160,43 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
     let fault = control.define_tiles(define(&second, 24)).unwrap_err();
     assert!(fault.message.contains("(large "), "who holds it: {fault}");
     let mut small = control.session("small");
+    let working = small.begin(&mut control, 2);
+    fill_tiles(&mut small, 2, working, 1);
+}
+
+/// A user's and a job's, as somebody who looks sees them.
+fn shares(control: &mut Control) -> Vec<(String, u32, u32)> {
+    let jobs = control.metrics(proto::MetricsRequest {}).unwrap().jobs;
+    let of = |job: proto::JobMetrics| (job.job, job.user_share, job.share);
+    jobs.into_iter().map(of).collect()
+}
+
+#[test]
+fn shares_of_users_and_jobs_are_seen_and_change_while_jobs_run() {
+    let uid = own_uid();
+    let quota = format!(
+        "[quota.uid.{uid}]\nshare = 300\n[quota.uid.{uid}.job.\"large.7b\"]\nshare = 200\ninflight_max = 2\n\
+         [quota.uid.{}.job.small]\nshare = 7\n",
+        uid + 1
+    );
+    let (store, daemon) = with(&quota);
+    let mut control = daemon.control();
+    let reply = control.open_session(open("large.7b")).unwrap();
+    assert_eq!(reply.iodepth, 2, "its other limits as well");
+    let _large = Session::attach(&reply).unwrap();
+    let mut small = control.session("small");
+    let named = |large, small| {
+        let of = |name: &str, (user, own)| (name.to_owned(), user, own);
+        vec![of("large.7b", large), of("small", small)]
+    };
+    assert_eq!(shares(&mut control), named((300, 200), (300, 100)));
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    let text = text.replace("share = 200", "share = 50") + "[quota.job]\nshare = 10\n";
+    std::fs::write(&store.config, text).unwrap();
+    daemon.signal(Signal::HUP);
+    eventually("the shares are others", Duration::from_secs(60), || {
+        shares(&mut control) == named((300, 50), (300, 10))
+    });
     let working = small.begin(&mut control, 2);
     fill_tiles(&mut small, 2, working, 1);
 }

@@ -42,8 +42,8 @@ fn the_table_and_the_json_are_of_the_daemon_that_is_asked() {
         .find(|line| line.starts_with("tiny (uid "))
         .expect(&table);
     let fields: Vec<_> = line.split_whitespace().collect();
-    assert_eq!(&fields[3..7], ["-", "-", "100", "0/4"], "{table}");
-    assert_eq!(&fields[8..], ["1", "0.0", "MB", "-"], "{table}");
+    assert_eq!(&fields[3..8], ["-", "-", "100", "-", "0/4"], "{table}");
+    assert_eq!(&fields[9..], ["1", "0.0", "MB", "-"], "{table}");
 
     let mut command = program();
     command.arg("top").arg("--config").arg(&store.config);

@@ -4,6 +4,7 @@
 //! or a busy machine does not bend them.
 
 mod table;
+mod users;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};

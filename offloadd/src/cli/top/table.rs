@@ -8,6 +8,7 @@ use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffi
 use offloadd::store::catalog::Phase;
 use serde_json::{Value, json};
 
+use super::users;
 use crate::cli::binary;
 use crate::cli::long_work::clock;
 
@@ -39,7 +40,7 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             tail(&device.state.path, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
-            share(busy.as_secs_f64() / seconds),
+            percent(busy.as_secs_f64() / seconds),
             device.queue_depth,
             moved.read.halves(),
             moved.written.halves(),
@@ -48,10 +49,12 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
         );
         let _ = writeln!(text, "{}", line.trim_end());
     }
+    let users = users::users(before, now, seconds);
+    text += &users::draw(&users);
     let _ = writeln!(
         text,
-        "\n{:<32} {:>9} {:>9} {:>5} {:>9} {:>7} {:>6} {:>12}  waits for",
-        "job", "read", "write", "share", "slots", "commit", "step", "written ever"
+        "\n{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  waits for",
+        "job", "read", "write", "share", "got", "slots", "commit", "step", "written ever"
     );
     let mut idle_count = 0;
     for job in &now.jobs {
@@ -70,11 +73,12 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
         };
         let name = format!("{} (uid {})", job.state.job, job.state.uid);
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>5} {:>9} {:>7} {:>6} {:>12}  {}",
+            "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  {}",
             tail(&name, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
-            job.state.share,
+            job.state.shares.job,
+            got(users::part_of(&users, job.state.uid, &moved)),
             format!("{}/{}", job.state.slot_used_count, job.state.slot_count),
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
@@ -119,6 +123,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         merge(&mut value, more);
         value
     });
+    let users = users::users(before, now, seconds);
     let jobs = now.jobs.iter().map(|job| {
         let earlier = before_of_job(before, job);
         let moved = Moved::between(earlier.map(|j| &j.counts), &job.counts, seconds);
@@ -134,7 +139,9 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": job.damaged_count,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
-            "share": state.share,
+            "user_share": state.shares.user,
+            "share": state.shares.job,
+            "got_of_user": users::part_of(&users, state.uid, &moved),
             "reading_count": state.reading_count,
             "writing_count": state.writing_count,
             "waits_for": waits_for(job),
@@ -156,20 +163,25 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "arena_bytes_max": now.arena_bytes_max,
         "session_count": now.session_count,
         "devices": devices.collect::<Vec<_>>(),
+        "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
         "jobs": jobs.collect::<Vec<_>>(),
     })
 }
 
 /// What was moved between two looks.
-struct Moved {
-    read_bytes_per_s: f64,
-    written_bytes_per_s: f64,
+pub(super) struct Moved {
+    pub(super) read_bytes_per_s: f64,
+    pub(super) written_bytes_per_s: f64,
     read: Latencies,
     written: Latencies,
 }
 
 impl Moved {
-    fn between(before: Option<&Counts>, now: &Counts, seconds: f64) -> Self {
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        self.read_bytes_per_s + self.written_bytes_per_s
+    }
+
+    pub(super) fn between(before: Option<&Counts>, now: &Counts, seconds: f64) -> Self {
         let rate = |way: fn(&Counts) -> &Traffic| {
             let earlier = before.map_or(0, |before| way(before).bytes);
             way(now).bytes.saturating_sub(earlier) as f64 / seconds
@@ -253,7 +265,7 @@ fn continued<'a>(before: &'a Snapshot, now: &Snapshot) -> (Option<&'a Snapshot>,
     }
 }
 
-fn before_of_device<'a>(
+pub(super) fn before_of_device<'a>(
     before: Option<&'a Snapshot>,
     device: &DeviceView,
 ) -> Option<&'a DeviceView> {
@@ -261,7 +273,10 @@ fn before_of_device<'a>(
     devices.find(|other| other.state.path == device.state.path)
 }
 
-fn before_of_job<'a>(before: Option<&'a Snapshot>, job: &JobView) -> Option<&'a JobView> {
+pub(super) fn before_of_job<'a>(
+    before: Option<&'a Snapshot>,
+    job: &JobView,
+) -> Option<&'a JobView> {
     let mut jobs = before?.jobs.iter();
     jobs.find(|other| other.state.uid == job.state.uid && other.state.job == job.state.job)
 }
@@ -329,7 +344,7 @@ fn waits_for(job: &JobView) -> String {
 }
 
 /// "6.20 GB/s", "31.0 MB/s", "-".
-fn rate(bytes_per_s: f64) -> String {
+pub(super) fn rate(bytes_per_s: f64) -> String {
     match bytes_per_s {
         none if none < 1.0 => "-".into(),
         small if small < 1e6 => format!("{:.1} kB/s", small / 1e3),
@@ -368,8 +383,13 @@ fn time(time: Duration) -> String {
     format!("{value:.digits$}{unit}")
 }
 
-fn share(share: f64) -> String {
-    format!("{:.0}%", 100.0 * share.clamp(0.0, 1.0))
+pub(super) fn percent(part: f64) -> String {
+    format!("{:.0}%", 100.0 * part.clamp(0.0, 1.0))
+}
+
+/// "75%", "-" where nothing was moved.
+pub(super) fn got(part: Option<f64>) -> String {
+    part.map_or("-".into(), percent)
 }
 
 /// The end of a long name: paths differ there.
@@ -389,7 +409,7 @@ fn plural(count: u64) -> (u64, &'static str) {
 #[cfg(test)]
 mod tests {
     use offload_api::BLOCK_BYTES;
-    use offloadd::core::{DeviceState, JobState};
+    use offloadd::core::{DeviceState, JobState, Shares};
     use offloadd::store::definition::JobName;
 
     use super::*;
@@ -440,7 +460,10 @@ mod tests {
                 arena_bytes: 1 << 30,
                 slot_count: 64,
                 slot_used_count: 9,
-                share: 300,
+                shares: Shares {
+                    user: 300,
+                    job: 200,
+                },
                 reading_count: 8,
                 writing_count: 1,
                 commit,
@@ -491,8 +514,8 @@ device                                read     write  busy queue      read p50/p
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
 ..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
-job                                   read     write share     slots  commit   step written ever  waits for
-llama (uid 1000)                 6.20 GB/s 320.0 MB/s   300      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+job                                   read     write share  got     slots  commit   step written ever  waits for
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a process
 ";
         let drawn = draw(&look(10), &look(12));
@@ -520,6 +543,65 @@ llama (uid 1000)                 6.20 GB/s 320.0 MB/s   300      9/64  23.1ms   
             (&json!(41), &json!(41))
         );
         assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
+    }
+
+    /// Two users: of what the drive moved one got three quarters with two jobs, the other a quarter.
+    fn shared(seconds: u64) -> Snapshot {
+        let mut look = look(seconds);
+        look.session_count = 3;
+        let job = |uid, name: &str, shares: [u32; 2], bytes_per_s: u64| {
+            let mut job = look.jobs[0].clone();
+            job.state.uid = uid;
+            job.state.job = JobName::new(name).unwrap();
+            let [user, own] = shares;
+            job.state.shares = Shares { user, job: own };
+            job.counts = Counts {
+                read: traffic_of(bytes_per_s * seconds, seconds, 1_200_000),
+                ..Counts::default()
+            };
+            job
+        };
+        look.jobs = vec![
+            job(1000, "llama", [300, 200], 4_000_000_000),
+            job(1000, "trial", [300, 100], 2_000_000_000),
+            job(1001, "gpt", [100, 100], 2_000_000_000),
+        ];
+        look.devices[0].counts.read = traffic_of(8_000_000_000 * seconds, 3 * seconds, 1_200_000);
+        look.devices[0].counts.written = Traffic::default();
+        look
+    }
+
+    #[test]
+    fn who_got_what_stands_beside_the_shares_where_there_are_several() {
+        let drawn = draw(&shared(10), &shared(12));
+        let (_, users) = drawn.split_once("\nuser").unwrap();
+        let expected = "
+user                                  read     write share  got  sessions
+uid 1000                         6.00 GB/s         -   300  75%         2
+uid 1001                         2.00 GB/s         -   100  25%         1
+
+job                                   read     write share  got     slots  commit   step written ever  waits for
+llama (uid 1000)                 4.00 GB/s         -   200  67%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+trial (uid 1000)                 2.00 GB/s         -   100  33%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+gpt (uid 1001)                   2.00 GB/s         -   100 100%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+";
+        assert_eq!(format!("\nuser{users}"), expected, "\n{drawn}");
+        let value = json(&shared(10), &shared(12));
+        let user = &value["users"][0];
+        assert_eq!((&user["uid"], &user["share"]), (&json!(1000), &json!(300)));
+        assert_eq!(
+            (&user["got"], &user["session_count"]),
+            (&json!(0.75), &json!(2))
+        );
+        let trial = &value["jobs"][1];
+        assert_eq!(
+            (&trial["share"], &trial["user_share"]),
+            (&json!(100), &json!(300))
+        );
+        assert_eq!(trial["got_of_user"], 1.0 / 3.0);
+        // Nothing was moved: nobody got anything of it.
+        let value = json(&shared(10), &shared(10));
+        assert_eq!(value["users"][0]["got"], Value::Null);
     }
 
     #[test]
