@@ -11,6 +11,7 @@
 use std::process::Output;
 
 use crate::lab::{Lab, Run, finish, spawn};
+use crate::random::Random;
 
 const STEPS: u64 = 12;
 
@@ -19,7 +20,7 @@ struct Cuts {
     lab: Lab,
     whole: Run,
     digest: String,
-    random: u64,
+    random: Random,
     /// Operations in which a cut is drawn: about as many as a start has.
     operations: u64,
 }
@@ -45,16 +46,9 @@ impl Cuts {
             lab,
             whole,
             digest,
-            random: seed,
+            random: Random::of(seed),
             operations: 400,
         }
-    }
-
-    fn draw(&mut self, below: u64) -> u64 {
-        self.random = (self.random)
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.random >> 33) % below
     }
 
     /// A run on two drives; every other one is of the other schedule.
@@ -83,13 +77,13 @@ impl Cuts {
     fn image(&mut self, image: u64, removed: &str) -> Outcome {
         let run = self.run(image);
         // Most images are of stores that have lived: a young one is cut while it is made, mostly.
-        let lived = self.draw(4);
+        let lived = self.random.below(4);
         if lived > 0 {
             let until = [format!("train.stop_after={lived}")];
             let begun = self.lab.run(&format!("cut-{image}"), &[]);
             begun.with(run.sets()).with(&until).train();
         }
-        let operation = self.draw(self.operations);
+        let operation = self.random.below(self.operations);
         let output = self.cut(&run, operation, removed);
         if output.status.success() {
             // The machine has more to do than the one before: there is no such operation.
@@ -136,7 +130,7 @@ impl Cuts {
     fn forget_unflushed(&mut self, run: &Run) {
         let metrics = run.folder.join("metrics.jsonl");
         if let Ok(text) = std::fs::read(&metrics) {
-            let kept = self.draw(text.len() as u64 + 1) as usize;
+            let kept = self.random.below(text.len() as u64 + 1) as usize;
             std::fs::write(&metrics, &text[..kept]).unwrap();
         }
         let Ok(tokens) = std::fs::read_dir(run.folder.join("tokens")) else {
@@ -144,7 +138,7 @@ impl Cuts {
         };
         for file in tokens.map(|entry| entry.unwrap().path()) {
             let mut bytes = std::fs::read(&file).unwrap();
-            let kept = self.draw(2 * bytes.len() as u64) as usize;
+            let kept = self.random.below(2 * bytes.len() as u64) as usize;
             let lost = kept.min(bytes.len());
             bytes[lost..].fill(0);
             std::fs::write(&file, bytes).unwrap();
@@ -166,12 +160,7 @@ impl Cuts {
 }
 
 fn seed() -> u64 {
-    let seed = std::env::var("TRAINER_SEED").map_or_else(
-        |_| u64::from(std::process::id()),
-        |seed| seed.parse().unwrap(),
-    );
-    println!("TRAINER_SEED={seed} draws the same operations and losses");
-    seed
+    Random::seed("operations and losses")
 }
 
 #[test]

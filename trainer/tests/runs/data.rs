@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::lab::{Lab, Run, succeed};
+use crate::random::Random;
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -14,18 +15,12 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 
 /// Questions nobody can foresee, each with an answer of one to forty words that follows from the first letter alone.
 fn chats(count: u64) -> String {
-    let mut state = 1u64;
-    let mut random = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        state >> 33
-    };
+    let mut random = Random::of(1);
     let mut lines = String::new();
     for _ in 0..count {
-        let letters = (0..12).map(|_| char::from(b'a' + (random() % 26) as u8));
+        let letters = (0..12).map(|_| char::from(b'a' + random.below(26) as u8));
         let question: String = letters.collect();
-        let answer = "the river ".repeat(1 + (random() % 4 * 4) as usize);
+        let answer = "the river ".repeat(1 + (random.below(4) * 4) as usize);
         lines += &format!(
             "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{question}\"}}, {{\"role\": \"assistant\", \"content\": \"{answer}\"}}]}}\n"
         );

@@ -9,6 +9,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 use trainer::run::SaveName;
 
+use crate::random::Random;
+
 /// No run of a test takes longer than this; one that hangs must not hang the tests.
 const RUN_WAIT: Duration = Duration::from_secs(60);
 
@@ -282,12 +284,10 @@ pub(crate) fn text(bytes: usize) -> String {
         "never ", "well. ",
     ];
     let mut text = String::new();
-    let mut state = 1u64;
+    let mut random = Random::of(1);
     while text.len() < bytes {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        text += WORDS[(state >> 40) as usize % WORDS.len()];
+        // Higher bits than those of a plain draw: the text that figures of these tests are about.
+        text += WORDS[random.below((WORDS.len() as u64) << 7) as usize >> 7];
     }
     text
 }

@@ -22,6 +22,7 @@ mod paced;
 mod parity;
 mod plan;
 mod points;
+mod random;
 mod ranks;
 mod ranks_gpu;
 mod restart;

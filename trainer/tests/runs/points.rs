@@ -16,6 +16,7 @@ use offload_api::kill_point::Point;
 use trainer::run::{SaveName, Saves};
 
 use crate::lab::{Lab, Run, finish, spawn, succeed};
+use crate::random::Random;
 
 const STEPS: u64 = 40;
 
@@ -40,7 +41,7 @@ struct Killed {
     digests: HashMap<u64, String>,
     sets: Vec<String>,
     commit_every: u64,
-    random: u64,
+    random: Random,
 }
 
 /// The newest of one run that was seen.
@@ -74,15 +75,8 @@ impl Killed {
             digests: HashMap::new(),
             sets: all,
             commit_every,
-            random: seed,
+            random: Random::of(seed),
         }
-    }
-
-    fn draw(&mut self, below: u64) -> u64 {
-        self.random = (self.random)
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.random >> 33) % below
     }
 
     fn run(&self, number: u64) -> Run {
@@ -143,7 +137,7 @@ impl Killed {
                 Point::Committing | Point::Committed | Point::Telling => 2,
                 _ => 1,
             };
-            let times = 1 + self.draw(times);
+            let times = 1 + self.random.below(times);
             if matches!(point, Point::Draining | Point::Closing) {
                 let stop = format!("train.stop_after={}", STEPS.min(run.steps_written() + 1));
                 run = run.with(&[stop]);
@@ -178,11 +172,7 @@ impl Killed {
 fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
     let wanted = std::env::var("OFFLOADD_KILLS")
         .map_or(1, |kills| kills.parse().expect("a number of kills"));
-    let seed = std::env::var("TRAINER_SEED").map_or_else(
-        |_| u64::from(std::process::id()),
-        |seed| seed.parse().expect("a seed"),
-    );
-    println!("TRAINER_SEED={seed} draws how often each point is passed before its kill");
+    let seed = Random::seed("numbers of times that each point is passed before its kill");
     let kills = |commit_every, sets: &'static [&'static str]| {
         move || {
             let mut killed = Killed::new(commit_every, sets, seed);

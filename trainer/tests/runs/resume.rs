@@ -12,6 +12,7 @@ use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
 use crate::lab::{Lab, Run, finish, spawn, succeed, until};
+use crate::random::Random;
 
 #[test]
 fn ten_steps_are_five_and_five_more() {
@@ -226,21 +227,10 @@ impl Kills {
     /// begun, one at least its daemon alone if it has one, and compares every run that comes to its end with the whole one.
     /// Answers how many hit.
     fn hit(&self, hits: usize) -> usize {
-        let seed = std::env::var("TRAINER_SEED").map_or_else(
-            |_| u64::from(std::process::id()),
-            |seed| seed.parse().unwrap(),
-        );
-        println!(
-            "TRAINER_SEED={seed} draws the same victims and shares of the time that a run takes"
-        );
+        let seed = Random::seed("victims and shares of the time that a run takes");
         // Runs that are killed at the same time draw different instants.
-        let mut random = seed.wrapping_add(self.sets.len() as u64);
-        let mut draw = |below: u64| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (random >> 33) % below
-        };
+        let mut random = Random::of(seed.wrapping_add(self.sets.len() as u64));
+        let mut draw = |below: u64| random.below(below);
         let (mut load, mut train) = self.times();
         let (mut hit, mut daemons_alone) = (0, 0);
         let (mut drawn, mut done) = (0, 0);

@@ -12,6 +12,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use trainer::run::{SaveName, Saves};
 
 use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
+use crate::random::Random;
 
 const STEPS: &str = "train.steps=9";
 
@@ -399,18 +400,14 @@ fn kills_leave_whole_saves_only() {
             Vec::new()
         };
         let run = lab.run(name, &sets).with(&nvme);
-        let seed = std::env::var("TRAINER_SEED")
-            .map_or_else(|_| std::process::id().into(), |seed| seed.parse().unwrap());
-        let (mut random, mut hit, mut seen): (u64, _, Vec<(u64, String)>) = (seed, 0, Vec::new());
-        println!("TRAINER_SEED={seed} draws the same instants");
+        let seed = Random::seed("instants");
+        let mut random = Random::of(seed);
+        let (mut hit, mut seen): (_, Vec<(u64, String)>) = (0, Vec::new());
         for _ in 0..kills {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
             let begun = run.steps_written();
             let child = spawn(run.command("train"));
             let mut child = until(child, "two steps", || run.steps_written() >= begun + 2);
-            std::thread::sleep(Duration::from_micros((random >> 33) % 30_000));
+            std::thread::sleep(Duration::from_micros(random.below(30_000)));
             child.kill().expect("killed");
             child.wait().expect("it ended");
             let folder = run.folder.join("saves");
