@@ -9,6 +9,7 @@
 //! Each rank is its own process group: a terminal's Ctrl-C reaches the launcher alone, and so each rank once. A rank asks for
 //! SIGTERM when its launcher dies, whichever way.
 
+mod meeting;
 mod supervise;
 
 use std::ffi::OsString;
@@ -18,6 +19,7 @@ use std::process::{Command, Stdio};
 use kernels_torch::collective::FOLDER_VARIABLE;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
+use meeting::Meeting;
 pub use supervise::Failure;
 use supervise::{Limits, supervise};
 
@@ -48,13 +50,10 @@ pub enum LaunchError {
 /// They cannot be started; the first one that failed, with its status.
 pub fn launch(ranks: u32, args: &[OsString]) -> Result<(), LaunchError> {
     let base = std::env::temp_dir();
-    let meeting = tempfile::Builder::new()
-        .prefix("offloadd-launch-")
-        .tempdir_in(&base)
-        .map_err(|source| LaunchError::Folder {
-            folder: base,
-            source,
-        })?;
+    let meeting = Meeting::new(&base).map_err(|source| LaunchError::Folder {
+        folder: base,
+        source,
+    })?;
     let program =
         std::env::current_exe().map_err(|source| LaunchError::Start { rank: 0, source })?;
     let command = |rank: u32| {

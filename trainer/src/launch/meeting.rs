@@ -1,0 +1,124 @@
+//! The folder where ranks meet. Their launcher removes it; one that was killed could not, and the next launcher does.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use tempfile::TempDir;
+
+const PREFIX: &str = "offloadd-launch-";
+
+/// Locked while the launcher lives. Ranks lock what they put beside it.
+const LOCK: &str = "launcher";
+
+/// A folder of one launch, gone with this value.
+#[derive(Debug)]
+pub(super) struct Meeting {
+    folder: TempDir,
+    _lock: File,
+}
+
+impl Meeting {
+    /// Makes one in `base`, and removes there what launchers of this user left that are dead, and their ranks with them.
+    pub(super) fn new(base: &Path) -> io::Result<Self> {
+        // It is in nobody's way, and whoever may not look into the base may still make folders there.
+        let _ = remove_left(base);
+        let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(base)?;
+        let lock = File::create_new(folder.path().join(LOCK))?;
+        lock.lock()?;
+        Ok(Self {
+            folder,
+            _lock: lock,
+        })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+fn remove_left(base: &Path) -> io::Result<()> {
+    let us = rustix::process::geteuid().as_raw();
+    for entry in base.read_dir()?.flatten() {
+        let ours = entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes())
+            // Of the name itself: a link is nobody's folder.
+            && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == us);
+        if ours && is_left(&entry.path()).unwrap_or(false) {
+            // Two launchers may be at it.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// Whether nobody lives who has locked anything in it. One without a launcher's lock is being made.
+fn is_left(folder: &Path) -> io::Result<bool> {
+    let is_free = |path: &Path| Ok::<_, io::Error>(File::open(path)?.try_lock_shared().is_ok());
+    if !is_free(&folder.join(LOCK))? {
+        return Ok(false);
+    }
+    for entry in folder.read_dir()? {
+        if !is_free(&entry?.path())? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    //! What could go wrong: a folder is taken from under living ranks, or stays for good.
+
+    use super::*;
+
+    /// As a launcher leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
+    /// has a copy of the file for a moment.
+    fn left(base: &Path) -> std::path::PathBuf {
+        let Meeting { folder, _lock } = Meeting::new(base).unwrap();
+        _lock.unlock().unwrap();
+        folder.keep()
+    }
+
+    #[test]
+    fn what_a_killed_launcher_left_is_removed_by_the_next() {
+        let base = tempfile::tempdir().unwrap();
+        let first = left(base.path());
+        std::fs::write(first.join("beat-0"), "1 2 -").unwrap();
+        let next = Meeting::new(base.path()).unwrap();
+        assert!(!first.exists());
+        assert!(next.path().exists());
+        let path = next.path().to_owned();
+        drop(next);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_somebody_may_use_stays() {
+        let base = tempfile::tempdir().unwrap();
+        let of_ranks = left(base.path());
+        let beat = File::create_new(of_ranks.join("beat-1")).unwrap();
+        beat.lock().unwrap();
+        let living = Meeting::new(base.path()).unwrap();
+        let being_made = base.path().join(format!("{PREFIX}new"));
+        std::fs::create_dir(&being_made).unwrap();
+        let another = base.path().join("another");
+        std::fs::create_dir(&another).unwrap();
+        std::fs::write(another.join(LOCK), "").unwrap();
+        let link = base.path().join(format!("{PREFIX}link"));
+        std::os::unix::fs::symlink(&another, &link).unwrap();
+        let _next = Meeting::new(base.path()).unwrap();
+        for stays in [&of_ranks, living.path(), &being_made, &another, &link] {
+            assert!(stays.exists(), "{}", stays.display());
+        }
+        beat.unlock().unwrap();
+        let _next = Meeting::new(base.path()).unwrap();
+        assert!(!of_ranks.exists());
+    }
+
+    #[test]
+    fn a_base_that_cannot_be_used_is_an_error() {
+        let base = tempfile::tempdir().unwrap();
+        assert!(Meeting::new(&base.path().join("missing")).is_err());
+    }
+}
