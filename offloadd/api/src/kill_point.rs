@@ -1,6 +1,9 @@
 //! Named points of a training process at which a test may kill it, in every phase of a run: in test builds only.
 //!
-//! `OFFLOADD_KILL=committing@3` ends the process with SIGKILL when it comes by that point for the third time.
+//! `OFFLOADD_KILL=committing@3` ends the process with SIGKILL when it comes by that point for the third time;
+//! `OFFLOADD_KILL=rank1:committing@3` only the process that is rank 1 of its run (`RANK`). With `OFFLOADD_KILL_HOLDS=FILE`
+//! nobody is killed: the process makes FILE, and the thread that came by waits until that is gone. Whoever watches kills whom
+//! he wants meanwhile: another rank, their launcher, their daemon.
 
 /// Where a process may be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,16 +109,33 @@ pub fn reach(point: Point) {
     static PASSED: AtomicU64 = AtomicU64::new(0);
     let asked_for = ASKED_FOR.get_or_init(|| {
         let text = std::env::var("OFFLOADD_KILL").ok()?;
-        let parsed = parse(&text);
-        Some(parsed.unwrap_or_else(|| panic!("OFFLOADD_KILL={text}: it is POINT@NUMBER")))
+        let says = "it is POINT@NUMBER or rankN:POINT@NUMBER";
+        let asked_for = parse(&text).unwrap_or_else(|| panic!("OFFLOADD_KILL={text}: {says}"));
+        let rank = || std::env::var("RANK").ok()?.parse::<u32>().ok();
+        (asked_for.rank.is_none() || asked_for.rank == rank())
+            .then_some((asked_for.point, asked_for.number))
     });
     let Some((at, number)) = *asked_for else {
         return;
     };
     if point == at && PASSED.fetch_add(1, Ordering::Relaxed) + 1 == number {
-        let me = rustix::process::getpid();
-        rustix::process::kill_process(me, rustix::process::Signal::KILL)
-            .expect("a process may kill itself");
+        match std::env::var_os("OFFLOADD_KILL_HOLDS") {
+            Some(file) => hold(std::path::Path::new(&file)),
+            None => {
+                let me = rustix::process::getpid();
+                rustix::process::kill_process(me, rustix::process::Signal::KILL)
+                    .expect("a process may kill itself");
+            }
+        }
+    }
+}
+
+/// Says in `file` that the point was reached, and waits until the file is gone.
+#[cfg(feature = "removable")]
+fn hold(file: &std::path::Path) {
+    std::fs::write(file, []).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    while file.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 
@@ -123,12 +143,30 @@ pub fn reach(point: Point) {
 #[cfg(not(feature = "removable"))]
 pub const fn reach(_point: Point) {}
 
+/// What a test asks for.
 #[cfg(any(test, feature = "removable"))]
-fn parse(text: &str) -> Option<(Point, u64)> {
+#[derive(Debug, PartialEq, Eq)]
+struct AskedFor {
+    rank: Option<u32>,
+    point: Point,
+    /// How often it is come by.
+    number: u64,
+}
+
+#[cfg(any(test, feature = "removable"))]
+fn parse(text: &str) -> Option<AskedFor> {
+    let (rank, text) = match text.split_once(':') {
+        Some((rank, rest)) => (Some(rank.strip_prefix("rank")?.parse().ok()?), rest),
+        None => (None, text),
+    };
     let (name, number) = text.split_once('@')?;
     let point = Point::ALL.into_iter().find(|point| point.name() == name)?;
     let number = number.parse().ok()?;
-    (number > 0).then_some((point, number))
+    (number > 0).then_some(AskedFor {
+        rank,
+        point,
+        number,
+    })
 }
 
 #[cfg(test)]
@@ -138,10 +176,27 @@ mod tests {
     #[test]
     fn each_point_has_a_name_of_its_own() {
         for point in Point::ALL {
-            let text = format!("{}@7", point.name());
-            assert_eq!(parse(&text), Some((point, 7)));
+            for (rank, before) in [(None, ""), (Some(12), "rank12:")] {
+                let text = format!("{before}{}@7", point.name());
+                let number = 7;
+                let expected = AskedFor {
+                    rank,
+                    point,
+                    number,
+                };
+                assert_eq!(parse(&text), Some(expected));
+            }
         }
-        for nonsense in ["", "forward", "forward@0", "forward@x", "nowhere@1"] {
+        for nonsense in [
+            "",
+            "forward",
+            "forward@0",
+            "forward@x",
+            "nowhere@1",
+            ":forward@1",
+            "rank:forward@1",
+            "1:forward@1",
+        ] {
             assert_eq!(parse(nonsense), None, "{nonsense}");
         }
     }

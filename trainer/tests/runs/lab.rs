@@ -5,9 +5,11 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::gpu::Gpu;
+use rustix::process::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 use trainer::run::SaveName;
+use trainer::train::TrainError;
 
 use crate::random::Random;
 
@@ -165,6 +167,14 @@ impl Run {
 
     /// The same of a save.
     pub(crate) fn digest_of(&self, save: Option<SaveName>) -> String {
+        match self.digest_if_any(save) {
+            Some(digest) => digest,
+            None => panic!("{}: nothing was committed yet", self.folder.display()),
+        }
+    }
+
+    /// The same, unless nothing was committed yet.
+    pub(crate) fn digest_if_any(&self, save: Option<SaveName>) -> Option<String> {
         let source = trainer::config::Source {
             run: Some(self.file.clone()),
             sets: self.sets.clone(),
@@ -172,7 +182,8 @@ impl Run {
         };
         let settings = trainer::config::read(&source, None).expect("settings");
         match trainer::digest::digest(settings, save) {
-            Ok(digest) => format!("{digest}\n"),
+            Ok(digest) => Some(format!("{digest}\n")),
+            Err(TrainError::NothingCommitted { .. }) => None,
             Err(error) => panic!("digest of {}: {error}", self.folder.display()),
         }
     }
@@ -268,6 +279,22 @@ pub(crate) fn until(mut child: Child, what: &str, mut condition: impl FnMut() ->
         std::thread::sleep(Duration::from_millis(1));
     }
     child
+}
+
+/// Child processes of all threads of a process.
+pub(crate) fn children(parent: u32) -> Vec<Pid> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else {
+        return Vec::new();
+    };
+    tasks
+        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("children")).ok())
+        .flat_map(|pids| {
+            pids.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        })
+        .filter_map(|pid| Pid::from_raw(pid.parse().ok()?))
+        .collect()
 }
 
 fn words(output: &Output) -> (String, String) {

@@ -7,15 +7,14 @@
 //!
 //! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
 
-use std::collections::HashMap;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 
 use offload_api::kill_point::Point;
-use trainer::run::{SaveName, Saves};
 
-use crate::lab::{Lab, Run, finish, spawn, succeed};
+use crate::killed::{Killed, Seen};
+use crate::lab::{Lab, finish, spawn, succeed};
 use crate::random::Random;
 
 const STEPS: u64 = 40;
@@ -34,96 +33,7 @@ fn killed(mut command: Command, point: Point, number: u64) -> bool {
     !ended
 }
 
-/// A run that nobody kills, each of its steps kept, and one that is.
-struct Killed {
-    lab: Lab,
-    whole: Run,
-    digests: HashMap<u64, String>,
-    sets: Vec<String>,
-    commit_every: u64,
-    random: Random,
-}
-
-/// The newest of one run that was seen.
-#[derive(Default)]
-struct Seen {
-    committed: u64,
-    saved: u64,
-    told: u64,
-}
-
 impl Killed {
-    fn new(commit_every: u64, sets: &[&str], seed: u64) -> Self {
-        let lab = Lab::new();
-        let steps = format!("train.steps={STEPS}");
-        let whole = lab.run(
-            "whole",
-            &[&steps, "train.save_every=1", "train.saves_kept=0"],
-        );
-        whole.train();
-        let mut all = lab.nvme();
-        all.extend([
-            steps,
-            "train.save_every=2".into(),
-            "train.saves_kept=2".into(),
-            format!("offload.commit_every={commit_every}"),
-        ]);
-        all.extend(sets.iter().map(|set| (*set).to_owned()));
-        Self {
-            lab,
-            whole,
-            digests: HashMap::new(),
-            sets: all,
-            commit_every,
-            random: Random::of(seed),
-        }
-    }
-
-    fn run(&self, number: u64) -> Run {
-        let run = self.lab.run(&format!("killed-{number}"), &[]);
-        run.with(&self.sets)
-    }
-
-    /// What a digest says must be what the run that nobody killed had after that step, which is answered.
-    fn compare(&mut self, digest: &str, after: &str) -> u64 {
-        let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
-        let step: u64 = step.expect("a digest names its step").parse().unwrap();
-        // Of first weights there is no save.
-        if step > 0 {
-            let whole = &self.whole;
-            let expected = self.digests.entry(step);
-            let expected = expected.or_insert_with(|| whole.digest_of(Some(SaveName::Step(step))));
-            assert_eq!(digest, expected, "{after}");
-        }
-        step
-    }
-
-    /// What `run` holds after a kill, and that it is no older than what was `seen`.
-    fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
-        seen.told = seen.told.max(run.steps_written());
-        let step = self.compare(&run.digest(), after);
-        let before = seen.committed;
-        assert!(step >= before, "{after}: step {step}, {before} before");
-        // One commit may be on its way, and one wait for it, while the next step is told.
-        let told = seen.told;
-        assert!(
-            step + 2 * self.commit_every >= told,
-            "{after}: step {step} of {told} that were told"
-        );
-        seen.committed = step;
-    }
-
-    /// The same of its newest save.
-    fn look_at_save(&mut self, run: &Run, seen: &mut Seen, after: &str) {
-        let save = Saves::of(&run.folder).newest().unwrap();
-        let saved = save.map_or(0, |save| {
-            self.compare(&run.digest_of(Some(SaveName::Folder(save))), after)
-        });
-        let before = seen.saved;
-        assert!(saved >= before, "{after}: save {saved}, {before} before");
-        seen.saved = saved;
-    }
-
     /// Kills at every point of training once, each start going on from where the one before was killed.
     fn round(&mut self, number: u64) -> u64 {
         let mut run = self.run(number);
@@ -139,8 +49,7 @@ impl Killed {
             };
             let times = 1 + self.random.below(times);
             if matches!(point, Point::Draining | Point::Closing) {
-                let stop = format!("train.stop_after={}", STEPS.min(run.steps_written() + 1));
-                run = run.with(&[stop]);
+                run = self.stopped(run);
             }
             let after = format!("{}@{times} of run {number}", point.name());
             let met = killed(run.command("train"), point, times);
@@ -153,17 +62,11 @@ impl Killed {
             );
             if committed {
                 self.look(&run, &mut seen, &after);
+                assert!(seen.begun, "{after}: nothing is committed");
             }
             self.look_at_save(&run, &mut seen, &after);
         }
-        let run = self.run(number);
-        run.train();
-        self.look(&run, &mut seen, "the end");
-        self.look_at_save(&run, &mut seen, "the end");
-        assert_eq!((seen.committed, seen.saved), (STEPS, STEPS));
-        for key in ["loss", "grad_norm", "lr", "tokens"] {
-            assert_eq!(self.whole.bits(key), run.bits(key), "{key} of run {number}");
-        }
+        self.end(&self.run(number), &mut seen);
         kills
     }
 }
@@ -175,7 +78,7 @@ fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
     let seed = Random::seed("numbers of times that each point is passed before its kill");
     let kills = |commit_every, sets: &'static [&'static str]| {
         move || {
-            let mut killed = Killed::new(commit_every, sets, seed);
+            let mut killed = Killed::new(1, STEPS, commit_every, sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
             while kills < wanted {

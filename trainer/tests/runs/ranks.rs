@@ -13,7 +13,7 @@ use crate::lab::{Lab, Run, device_for, fail, finish, spawn, succeed, until};
 
 /// A dead rank is known at once, a stopped one after 5 s of silence; the launcher kills after 8 s more. The rest is for a
 /// busy machine.
-const END_WAIT: Duration = Duration::from_secs(30);
+pub(crate) const END_WAIT: Duration = Duration::from_secs(30);
 
 const FP32: [&str; 2] = ["train_batch_size=12", "train_micro_batch_size_per_gpu=1"];
 

@@ -11,7 +11,7 @@
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-use crate::lab::{Lab, Run, finish, spawn, succeed, until};
+use crate::lab::{Lab, Run, children, finish, spawn, succeed, until};
 use crate::random::Random;
 
 #[test]
@@ -424,20 +424,4 @@ fn kill_after(mut child: Child, instant: Duration, victim: Victim) -> (Output, u
         let _ = child.kill();
     }
     (finish(child), daemons.len())
-}
-
-/// Child processes of all threads of a process.
-fn children(parent: u32) -> Vec<rustix::process::Pid> {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else {
-        return Vec::new();
-    };
-    tasks
-        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("children")).ok())
-        .flat_map(|pids| {
-            pids.split_whitespace()
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        })
-        .filter_map(|pid| rustix::process::Pid::from_raw(pid.parse().ok()?))
-        .collect()
 }

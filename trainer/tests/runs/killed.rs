@@ -1,0 +1,152 @@
+//! A run that is killed again and again, beside one that nobody kills: what a test looks at after each kill.
+
+use std::collections::HashMap;
+use std::process::Command;
+
+use trainer::run::{SaveName, Saves};
+
+use crate::lab::{Lab, Run, succeed};
+use crate::random::Random;
+
+/// A run that nobody kills, each of its steps kept, and one that is.
+pub(crate) struct Killed {
+    pub(crate) lab: Lab,
+    whole: Run,
+    digests: HashMap<u64, String>,
+    sets: Vec<String>,
+    ranks: u32,
+    steps_count: u64,
+    commit_every: u64,
+    pub(crate) random: Random,
+}
+
+/// The newest of one run that was seen.
+#[derive(Default)]
+pub(crate) struct Seen {
+    /// Something was committed, be it first weights.
+    pub(crate) begun: bool,
+    committed: u64,
+    saved: u64,
+    told: u64,
+}
+
+impl Killed {
+    /// Of so many ranks and steps each.
+    pub(crate) fn new(
+        ranks: u32,
+        steps_count: u64,
+        commit_every: u64,
+        sets: &[&str],
+        seed: u64,
+    ) -> Self {
+        let lab = Lab::new();
+        let steps = format!("train.steps={steps_count}");
+        let whole = lab.run(
+            "whole",
+            &[&steps, "train.save_every=1", "train.saves_kept=0"],
+        );
+        succeed(command(&whole, ranks));
+        let mut all = lab.nvme();
+        all.extend([
+            steps,
+            "train.save_every=2".into(),
+            "train.saves_kept=2".into(),
+            format!("offload.commit_every={commit_every}"),
+        ]);
+        all.extend(sets.iter().map(|set| (*set).to_owned()));
+        Self {
+            lab,
+            whole,
+            digests: HashMap::new(),
+            sets: all,
+            ranks,
+            steps_count,
+            commit_every,
+            random: Random::of(seed),
+        }
+    }
+
+    pub(crate) fn run(&self, number: u64) -> Run {
+        let run = self.lab.run(&format!("killed-{number}"), &[]);
+        run.with(&self.sets)
+    }
+
+    /// Starts `run`, or goes on with it.
+    pub(crate) fn command(&self, run: &Run) -> Command {
+        command(run, self.ranks)
+    }
+
+    /// What a digest says must be what the run that nobody killed had after that step, which is answered.
+    fn compare(&mut self, digest: &str, after: &str) -> u64 {
+        let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
+        let step: u64 = step.expect("a digest names its step").parse().unwrap();
+        // Of first weights there is no save.
+        if step > 0 {
+            let whole = &self.whole;
+            let expected = self.digests.entry(step);
+            let expected = expected.or_insert_with(|| whole.digest_of(Some(SaveName::Step(step))));
+            assert_eq!(digest, expected, "{after}");
+        }
+        step
+    }
+
+    /// What `run` holds after a kill, and that it is no older than what was `seen`.
+    pub(crate) fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+        seen.told = seen.told.max(run.steps_written());
+        let Some(digest) = run.digest_if_any(None) else {
+            // It had not been opened.
+            assert!(!seen.begun && seen.told == 0, "{after}: all is lost");
+            return;
+        };
+        seen.begun = true;
+        let step = self.compare(&digest, after);
+        let before = seen.committed;
+        assert!(step >= before, "{after}: step {step}, {before} before");
+        // One commit may be on its way, and one wait for it, while the next step is told.
+        let told = seen.told;
+        assert!(
+            step + 2 * self.commit_every >= told,
+            "{after}: step {step} of {told} that were told"
+        );
+        seen.committed = step;
+    }
+
+    /// The same of its newest save.
+    pub(crate) fn look_at_save(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+        let save = Saves::of(&run.folder).newest().unwrap();
+        let saved = save.map_or(0, |save| {
+            self.compare(&run.digest_of(Some(SaveName::Folder(save))), after)
+        });
+        let before = seen.saved;
+        assert!(saved >= before, "{after}: save {saved}, {before} before");
+        seen.saved = saved;
+    }
+
+    /// The same run, stopped in order after its next step.
+    pub(crate) fn stopped(&self, run: Run) -> Run {
+        let stop = self.steps_count.min(run.steps_written() + 1);
+        run.with(&[format!("train.stop_after={stop}")])
+    }
+
+    /// Lets `run` come to its end, which must be that of the one that nobody killed.
+    pub(crate) fn end(&mut self, run: &Run, seen: &mut Seen) {
+        succeed(self.command(run));
+        self.look(run, seen, "the end");
+        self.look_at_save(run, seen, "the end");
+        assert_eq!(
+            (seen.committed, seen.saved),
+            (self.steps_count, self.steps_count)
+        );
+        for key in ["loss", "grad_norm", "lr", "tokens"] {
+            let name = run.folder.display();
+            assert_eq!(self.whole.bits(key), run.bits(key), "{key} of {name}");
+        }
+    }
+}
+
+fn command(run: &Run, ranks: u32) -> Command {
+    match ranks {
+        1 => run.command("train"),
+        _ => run.launch(ranks),
+    }
+}

@@ -1,0 +1,293 @@
+//! One of several ranks, their launcher or their daemon is killed with -9 while a rank stands at a named point of a phase
+//! (`offload_api::kill_point`, test builds only).
+//!
+//! What could go wrong: the others wait for the dead one, or say nothing of it; one rank's part of a commit or of a save is
+//! taken for all; what the first rank alone does (the run's record, a name, a line) is half done; the next start is refused by
+//! what is still there. After each kill all must end in time, who died must be named, nothing may run on or lie about, and
+//! what is committed and saved must be that step of a run that nobody killed.
+//!
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_beside` goes through all situations until there were so many.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use offload_api::kill_point::Point;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::killed::{Killed, Seen};
+use crate::lab::{Lab, Run, children, finish, spawn, until};
+use crate::random::Random;
+use crate::ranks::{END_WAIT, rank_of};
+
+const RANKS: u32 = 2;
+
+/// Steps of a run that is killed some times.
+const STEPS_MIN: u64 = 16;
+
+/// Kills of one run before it may come to its end.
+const KILLS_A_RUN: usize = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Victim {
+    /// The rank that stands at the point.
+    Itself,
+    Other,
+    Launcher,
+    Daemon,
+}
+
+/// Who is killed, while which rank stands where.
+#[derive(Clone, Copy, Debug)]
+struct Situation {
+    point: Point,
+    rank: u32,
+    victim: Victim,
+}
+
+/// Before anything of a run is committed: a run comes by once.
+fn is_early(point: Point) -> bool {
+    matches!(
+        point,
+        Point::Tokens | Point::Opening | Point::Describing | Point::Filling
+    )
+}
+
+/// All there are, of early points and of the others.
+fn situations() -> (Vec<Situation>, Vec<Situation>) {
+    let mut all = Vec::new();
+    for point in Point::ALL {
+        let ranks = match point {
+            Point::Exporting | Point::NamingExport => continue,
+            // What the first one does for all.
+            Point::Tokens
+            | Point::Opening
+            | Point::Describing
+            | Point::Telling
+            | Point::NamingSave
+            | Point::SaveNamed => 1,
+            _ => RANKS,
+        };
+        for rank in 0..ranks {
+            for victim in [
+                Victim::Itself,
+                Victim::Other,
+                Victim::Launcher,
+                Victim::Daemon,
+            ] {
+                // It is not there yet.
+                if (point, victim) != (Point::Tokens, Victim::Daemon) {
+                    all.push(Situation {
+                        point,
+                        rank,
+                        victim,
+                    });
+                }
+            }
+        }
+    }
+    all.into_iter()
+        .partition(|situation| is_early(situation.point))
+}
+
+/// Where ranks of this lab meet, and nobody else's.
+fn meetings(lab: &Lab) -> Vec<String> {
+    let entries = std::fs::read_dir(lab.path("tmp")).expect("a folder for what is temporary");
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.collect()
+}
+
+/// Processes that were started with `folder` in their environment.
+fn processes_of(folder: &Path) -> Vec<Pid> {
+    let folder = folder.as_os_str().as_encoded_bytes();
+    let entries = std::fs::read_dir("/proc").expect("/proc");
+    let pids = entries.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let of_folder = |pid: &i32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.windows(folder.len()).any(|part| part == folder)
+    };
+    pids.filter(of_folder).filter_map(Pid::from_raw).collect()
+}
+
+impl Killed {
+    /// Kills once, and looks at everything.
+    fn beside(&mut self, run: &Run, situation: Situation, seen: &mut Seen) {
+        let Situation {
+            point,
+            rank,
+            victim,
+        } = situation;
+        let number = match point {
+            Point::Filling | Point::Forward | Point::Backward => 3,
+            Point::Updated | Point::Writing | Point::Saving => 4,
+            Point::Committing | Point::Committed | Point::Telling => 2,
+            _ => 1,
+        };
+        let number = 1 + self.random.below(number);
+        let after = format!(
+            "{victim:?} while rank {rank} was at {}@{number}, {}",
+            point.name(),
+            run.folder.display()
+        );
+        let temporary = self.lab.path("tmp");
+        let held = self.lab.path("held");
+        let mut command = self.command(run);
+        command
+            .env("TMPDIR", &temporary)
+            .env(
+                "OFFLOADD_KILL",
+                format!("rank{rank}:{}@{number}", point.name()),
+            )
+            .env("OFFLOADD_KILL_HOLDS", &held);
+        let child = until(spawn(command), &after, || held.exists());
+        let launcher = Pid::from_child(&child);
+        let dead = match victim {
+            Victim::Itself => Some(rank),
+            Victim::Other => Some((rank + 1) % RANKS),
+            Victim::Launcher | Victim::Daemon => None,
+        };
+        let pid = match (victim, dead) {
+            (_, Some(rank)) => rank_of(&child, rank),
+            (Victim::Launcher, _) => launcher,
+            _ => {
+                let first = rank_of(&child, 0).as_raw_nonzero().get();
+                let daemons = children(first as u32);
+                assert_eq!(daemons.len(), 1, "{after}: daemons of rank 0");
+                daemons[0]
+            }
+        };
+        kill_process(pid, Signal::KILL).expect("it is there");
+        let since = Instant::now();
+        std::fs::remove_file(&held).expect("nobody else removes it");
+        let left = |pids: &[Pid]| format!("{after}: {pids:?} ran on");
+        loop {
+            let pids = processes_of(&temporary);
+            // Waited for, the launcher ends.
+            if pids.is_empty() {
+                break;
+            }
+            if since.elapsed() > END_WAIT {
+                for pid in &pids {
+                    let _ = kill_process(*pid, Signal::KILL);
+                }
+                panic!("{}: {:?}", left(&pids), finish(child));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let output = finish(child);
+        println!(
+            "{after}: {:?}, {} steps",
+            since.elapsed(),
+            run.steps_written()
+        );
+        self.expect_words(victim, dead, pid, &output, &after);
+        // A launcher that is killed cannot take it away.
+        let left = usize::from(victim == Victim::Launcher);
+        let meetings = meetings(&self.lab);
+        assert_eq!(meetings.len(), left, "{after}: {meetings:?}");
+        self.look(run, seen, &after);
+        self.look_at_save(run, seen, &after);
+    }
+
+    fn expect_words(
+        &self,
+        victim: Victim,
+        dead: Option<u32>,
+        pid: Pid,
+        output: &Output,
+        after: &str,
+    ) {
+        let err = String::from_utf8_lossy(&output.stderr);
+        print!("{err}");
+        match (victim, dead) {
+            (Victim::Launcher, _) => assert_eq!(output.status.signal(), Some(9), "{after}: {err}"),
+            (_, Some(rank)) => {
+                let pid = pid.as_raw_nonzero();
+                let says = format!(
+                    "trainer: rank {rank} (process {pid}) was killed by signal 9 (SIGKILL)"
+                );
+                assert!(err.contains(&says), "{after}: {err}");
+                assert_eq!(output.status.code(), Some(128 + 9), "{after}: {err}");
+                // One that has only just started may go without a word; the first rank's daemon goes with it.
+                let other = format!("trainer: rank {}: ", (rank + 1) % RANKS);
+                let names = [format!("rank {rank}"), "offloadd".into()];
+                let names = &names[..if rank == 0 { 2 } else { 1 }];
+                for says in err.lines().filter_map(|line| line.strip_prefix(&other)) {
+                    let named = names.iter().any(|name| says.contains(name));
+                    assert!(named, "{after}: {err}");
+                }
+            }
+            _ => {
+                let says = ["private offloadd: ", "offloadd.sock"];
+                let named = says.iter().any(|says| err.contains(says));
+                assert!(named, "{after}: what happened to the daemon? {err}");
+                assert_eq!(output.status.code(), Some(1), "{after}: {err}");
+            }
+        }
+    }
+
+    /// One run: `early`, then `later` ones as far as it has steps, then its end.
+    fn of_ranks(&mut self, number: u64, early: Situation, later: &[Situation]) -> u64 {
+        let run = self.run(number);
+        let mut seen = Seen::default();
+        self.beside(&run, early, &mut seen);
+        for situation in later {
+            let run = match situation.point {
+                Point::Draining | Point::Closing => self.stopped(self.run(number)),
+                _ => self.run(number),
+            };
+            self.beside(&run, *situation, &mut seen);
+        }
+        self.end(&run, &mut seen);
+        assert_eq!(processes_of(&self.lab.path("tmp")), []);
+        1 + later.len() as u64
+    }
+}
+
+#[test]
+fn ranks_killed_beside_each_other_end_together_and_go_on_bit_for_bit() {
+    let seed = Random::seed("situations and numbers of times that a point is passed before");
+    let killed = |steps_count| {
+        let killed = Killed::new(RANKS, steps_count, 1, &[], seed);
+        std::fs::create_dir(killed.lab.path("tmp")).expect("a folder");
+        killed
+    };
+    let Ok(wanted) = std::env::var("OFFLOADD_KILLS") else {
+        let mut killed = killed(STEPS_MIN);
+        let situation = |point, rank, victim| Situation {
+            point,
+            rank,
+            victim,
+        };
+        let later = [
+            situation(Point::Committing, 1, Victim::Other),
+            situation(Point::Saving, 1, Victim::Launcher),
+            situation(Point::Committed, 0, Victim::Daemon),
+        ];
+        killed.of_ranks(0, situation(Point::Filling, 1, Victim::Itself), &later);
+        return;
+    };
+    let wanted: u64 = wanted.parse().expect("a number of kills");
+    let mut killed = killed(STEPS_MIN * KILLS_A_RUN as u64);
+    let (early, later) = situations();
+    let (mut kills, mut runs) = (0, 0);
+    let mut waiting: [Vec<Situation>; 2] = Default::default();
+    while kills < wanted {
+        for (waiting, all) in waiting.iter_mut().zip([&early, &later]) {
+            while waiting.len() < KILLS_A_RUN {
+                waiting.extend(all);
+            }
+        }
+        let [early, later] = &mut waiting;
+        let mut draw = |from: &mut Vec<Situation>| {
+            let index = killed.random.below(from.len() as u64) as usize;
+            from.swap_remove(index)
+        };
+        let first = draw(early);
+        let rest: Vec<_> = (1..KILLS_A_RUN).map(|_| draw(later)).collect();
+        kills += killed.of_ranks(runs, first, &rest);
+        runs += 1;
+    }
+    println!("{kills} kills in {runs} runs of {RANKS} ranks");
+}
