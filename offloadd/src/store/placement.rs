@@ -336,7 +336,12 @@ impl Space {
                 parts[device] = ((u128::from(surplus) << 32) / u128::from(current[device])) as u64;
             }
         }
+        // Each rounds at another point, or many that owe less than a tile each would give none together.
+        let givers = parts.iter().filter(|&&parts| parts > 0).count() as u64;
         let mut owed = vec![0_u64; count];
+        for (nth, device) in (0..count).filter(|&d| parts[d] > 0).enumerate() {
+            owed[device] = (2 * nth as u64 + 1) * (1 << 31) / givers;
+        }
         let mut targets = Vec::new();
         for (index, &(bytes, devices)) in tiles.iter().enumerate() {
             let bytes = u64::from(bytes);
@@ -539,6 +544,30 @@ mod tests {
         for part in devices.chunks(100) {
             let here = part.iter().filter(|&&d| d == 1).count();
             assert!((11..=14).contains(&here), "{here} of a hundred tiles");
+        }
+    }
+
+    #[test]
+    fn many_devices_with_few_tiles_each_give_a_new_one_its_share() {
+        for (old, tiles_each) in [(2, 15), (3, 1), (8, 4), (8, 5), (15, 2)] {
+            let mut space = Space::new(DeviceIndex(0));
+            for _ in 0..=old {
+                space.add(1 << 30, 100);
+            }
+            let tiles: Vec<_> = (0..old * tiles_each)
+                .map(|tile| (1 << 20, [DeviceIndex(tile % old); 2]))
+                .collect();
+            let new = DeviceIndex(old);
+            let come = space.targets(&tiles, 2, &[new]);
+            assert!(come.iter().all(|&(_, target)| target == new));
+            let share = tiles.len() as f64 / f64::from(old + 1);
+            let found = come.len() as f64;
+            assert!((found - share).abs() <= 1.0, "{found} tiles of {share}");
+            for device in 0..old {
+                let gives = |&&(tile, _): &&(u32, DeviceIndex)| tile % old == device;
+                let given = come.iter().filter(gives).count() as f64;
+                assert!((given - share / f64::from(old)).abs() <= 1.0, "{given}");
+            }
         }
     }
 
