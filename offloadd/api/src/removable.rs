@@ -30,6 +30,8 @@ pub enum Mechanism {
     LeaveLast,
     /// Nothing is committed while a definition is written again.
     ExchangeFirst,
+    /// What was handed over before another daemon served the store is refused.
+    Lives,
 }
 
 impl Mechanism {
@@ -48,6 +50,7 @@ impl Mechanism {
             Self::CopyFlush => "copy-flush",
             Self::LeaveLast => "leave-last",
             Self::ExchangeFirst => "exchange-first",
+            Self::Lives => "lives",
         }
     }
 }

@@ -148,10 +148,9 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     say_sessions_max(&config);
     let (left_to_us, given) = take_up(&mut core, given);
     let epoch = core.epoch();
-    // What the engine holds is enough: one that leaves must be closed by that.
-    drop(devices);
     let running = driver::start(Parts {
         core,
+        opened: devices,
         devices: files,
         device_limits,
         engine: config.engine,

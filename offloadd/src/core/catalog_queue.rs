@@ -85,9 +85,27 @@ impl CatalogQueue {
     pub(super) fn is_idle(&self) -> bool {
         !self.busy && self.waiting.is_empty()
     }
+
+    /// The devices may hold the next one: its write failed.
+    pub(super) fn is_unsure(&self) -> bool {
+        self.broken.is_some()
+    }
 }
 
 impl Core {
+    /// What is to be durable before this life serves anybody, and the position of the device where it goes. Then
+    /// [`Self::begin_life`].
+    pub fn first_catalog(&self) -> (usize, Catalog) {
+        let home = &self.devices[self.home.0 as usize];
+        (home.position, self.catalog.catalog.of_next_life())
+    }
+
+    /// Its first catalog is durable: what was handed over before is refused from now on.
+    pub fn begin_life(&mut self, first: Catalog) {
+        assert!(self.catalog.is_idle(), "before anybody has come");
+        self.catalog.catalog = first;
+    }
+
     /// Queues a change. Refused when too many wait or an earlier one failed.
     pub(super) fn change_catalog(
         &mut self,

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
+use offload_api::removable::{Mechanism, removed};
 
 use super::io::free_extent;
 use super::job::{Job, JobKey, Stored};
@@ -127,6 +128,8 @@ impl Core {
                 .map(|(key, job)| self.job_state(key, job))
                 .collect(),
             handover: 0,
+            catalog: self.catalog.catalog.sequence,
+            catalog_unsure: self.catalog.is_unsure(),
         }
     }
 
@@ -190,7 +193,7 @@ impl Core {
     /// line for each job that does not. `has_descriptors`: of the session with this place in the state.
     ///
     /// # Errors
-    /// All of it belongs to another store, or to this one with other devices.
+    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
     pub fn adopt(
         &mut self,
         state: &message::State,
@@ -201,6 +204,16 @@ impl Core {
             return Err(format!(
                 "it belongs to another store than {}",
                 self.catalog.catalog.store
+            ));
+        }
+        let found = self.catalog.catalog.sequence;
+        let since = found.checked_sub(state.catalog);
+        let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
+        if !none_since && !removed(Mechanism::Lives) {
+            return Err(format!(
+                "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
+                 {} was handed over",
+                state.catalog
             ));
         }
         // Completions name devices by their place in the list that the process was given. Behind one that left in the last

@@ -9,7 +9,8 @@ use super::keeper::Made;
 use super::session::{Session, State};
 use super::{Driver, DriverError, system};
 use crate::arena::LockPolicy;
-use crate::core::{Adopted, Event};
+use crate::core::{Adopted, Core, Event};
+use crate::device::{Device, DeviceBlocks};
 use crate::handover::{Claim, Descriptors, HandedOver};
 
 /// A session of the daemon before, with its descriptors.
@@ -30,6 +31,14 @@ pub struct LeftToUs {
     pub claim: Claim,
     /// Those that go on.
     pub sessions: Vec<TakenUp>,
+}
+
+/// Writes what tells this life of the daemon from the one before, and closes `opened`: the engine has what it needs.
+pub(super) fn begin_life(core: &mut Core, opened: Vec<Device>) -> Result<(), DriverError> {
+    let (position, catalog) = core.first_catalog();
+    catalog.write(&mut DeviceBlocks(&opened), position)?;
+    core.begin_life(catalog);
+    Ok(())
 }
 
 impl Driver {

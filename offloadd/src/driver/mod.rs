@@ -30,9 +30,11 @@ use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
+use crate::blocks::BlockError;
 use crate::core::{
     Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Quotas, Reply, SessionId, Viewer,
 };
+use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
 use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
@@ -87,6 +89,8 @@ const STOP_WAIT: Duration = Duration::from_secs(60);
 pub struct Parts {
     /// Decides.
     pub core: Core,
+    /// In the settings' order, until this life has begun.
+    pub opened: Vec<Device>,
     /// In the store's order.
     pub devices: Vec<Arc<File>>,
     /// Of each of them.
@@ -128,6 +132,9 @@ pub enum DriverError {
     /// No engine, or a broken one.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The device with the store's catalog.
+    #[error("beginning to serve the store: {0}")]
+    Store(#[from] BlockError),
     /// A system call it cannot do without.
     #[error("{action}: {source}")]
     System {
@@ -257,6 +264,7 @@ impl Driver {
     ) -> Result<(Self, String), DriverError> {
         let Parts {
             core,
+            opened,
             devices,
             device_limits,
             engine,
@@ -324,6 +332,8 @@ impl Driver {
         // Edges: while there is no room, a connection that waits must not keep us awake.
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
+        // All that can fail has been done: what is left to us is spent from here on.
+        handing::begin_life(&mut driver.core, opened)?;
         if let Some(left) = left_to_us {
             driver.take_up_all(left, epoch, policy);
         }

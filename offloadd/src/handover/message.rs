@@ -25,6 +25,12 @@ pub struct State {
     /// Drawn for this hand-over: its descriptors have it in their names.
     #[prost(uint32, tag = "6")]
     pub handover: u32,
+    /// Number of the store's catalog: each life of a daemon writes another one before it serves.
+    #[prost(uint64, tag = "7")]
+    pub catalog: u64,
+    /// The devices may have the one after it: its write failed.
+    #[prost(bool, tag = "8")]
+    pub catalog_unsure: bool,
 }
 
 /// A job in use.

@@ -4,7 +4,7 @@
 //! ```text
 //!   old one:  no new work ─▶ I/O in flight ends, its completions stand in the rings ─▶ descriptors, then the state ─▶ exit
 //!   keeper:   keeps them; starts the next one with them        (`FDSTORE=1`, then `LISTEN_FDS`)
-//!   new one:  recovers the store ─▶ is the state of this store, and of its newest generations? ─▶ the same rings go on
+//!   new one:  recovers the store ─▶ is the state of this store, of its last life and newest generations? ─▶ the rings go on
 //! ```
 //!
 //! A process notices nothing: its memory, its rings and the socket that is its life line live on, and what it submits
@@ -12,9 +12,9 @@
 //! hangs up, as if the daemon had died.
 //!
 //! The state counts once: whoever takes it up empties an eventfd that lies beside it, when nothing can fail any more. So a
-//! state that was kept by mistake cannot come back over what that daemon wrote. What one wrote that never had it shows in the
-//! newest generation, or in the checksums of tiles. Each hand-over has a number in its names, so
-//! that what is left of one before does not mix with it.
+//! state that was kept by mistake cannot come back over what that daemon wrote. Nor over what one wrote that never had it:
+//! each life writes the store's catalog anew before it serves, and the state says which one was its last. Each hand-over has
+//! a number in its names, so that what is left of one before does not mix with it.
 //!
 //! Bytes: seven descriptors a session, 40 bytes a tile written since the last commit: some megabytes, once. The names of all
 //! descriptors go into one variable of the environment, 128 KiB at most: that, and what the unit allows, bounds the sessions.

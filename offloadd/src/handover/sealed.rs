@@ -20,7 +20,7 @@ use crate::arena::memory_file;
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
 /// Raised when a field changes its meaning.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// A million tiles of each of a thousand jobs would be more; nothing that is real comes near.
 const BYTES_MAX: u64 = 4 << 30;
@@ -135,6 +135,8 @@ mod tests {
                 ..Session::default()
             }],
             handover: 3,
+            catalog: 5,
+            catalog_unsure: true,
         }
     }
 

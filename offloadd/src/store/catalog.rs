@@ -2,19 +2,28 @@
 //!
 //! A power cut leaves the old catalog or the new one. Recovery makes both copies equal again before anything is written,
 //! so copy B is never older than the catalog before the one being written to A.
+//!
+//! Each life of a daemon writes one before it serves, so that its number tells lives apart: whoever kept something of a
+//! life before sees whether another one has been there since.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::definition::{JOB_NAME_BYTES_MAX, JobName};
 use super::sealed::{self, Head, Unreadable};
 use super::superblock::{DeviceId, StoreId};
-use super::{BLOCK, CATALOG_BYTES_MAX, DEVICES_MAX};
-use crate::blocks::AlignedBytes;
+use super::{BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DEVICES_MAX};
+use crate::blocks::{AlignedBytes, BlockError, Blocks};
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
 
 /// Jobs of one store: the catalog has a fixed room.
 pub const JOBS_MAX: usize = 1024;
+
+/// So far from the last catalog a life begins: one further may lie there of a write that failed.
+const LIFE_STEP: u64 = 2;
+
+/// No store lives so long: a number beyond is damage.
+const SEQUENCE_MAX: u64 = 1 << 62;
 
 /// Longest path that is kept of a device; of a longer one its beginning.
 const PATH_BYTES_MAX: usize = 256;
@@ -190,6 +199,25 @@ impl Catalog {
         }
     }
 
+    /// With which another life of a daemon begins: its number alone says so.
+    #[must_use]
+    pub fn of_next_life(&self) -> Self {
+        Self {
+            sequence: self.sequence + LIFE_STEP,
+            ..self.clone()
+        }
+    }
+
+    /// One copy, then the other: a power cut leaves a whole one.
+    pub fn write(&self, blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
+        let copy = self.encode();
+        for offset in CATALOG_OFFSETS {
+            blocks.write(position, offset, &copy)?;
+            blocks.flush(position)?;
+        }
+        Ok(())
+    }
+
     /// Sealed blocks, at most [`CATALOG_BYTES_MAX`].
     pub fn encode(&self) -> AlignedBytes {
         assert!(self.entries.len() <= JOBS_MAX);
@@ -215,6 +243,12 @@ impl Catalog {
         let device_count = header.device_count;
         if header.entry_count > JOBS_MAX as u64 {
             return Err(damaged(format!("it claims {} jobs", header.entry_count)));
+        }
+        if header.sequence > SEQUENCE_MAX {
+            return Err(damaged(format!(
+                "it claims to be number {}",
+                header.sequence
+            )));
         }
         let known = match header.head.version {
             1 => device_count == 0 && header.next_number == 0,

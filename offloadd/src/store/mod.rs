@@ -24,7 +24,8 @@
 //!   `overwriting` (durability none: its tiles are being written in place, so they are not to be trusted).
 //! - The *catalog* says which devices the store is made of. A device comes by one write of it, after its superblock, and
 //!   goes by one, before its superblock says so: whatever a cut leaves, a device is of the store or it is not. A superblock
-//!   whose device the catalog does not list is of no store.
+//!   whose device the catalog does not list is of no store. Each life of a daemon writes the catalog before it serves, two
+//!   numbers further: what was handed over by one life is refused when another one has been there since.
 //! - A *definition* is written again when tiles move to another device, with a higher revision: the newer sound copy
 //!   counts. Records name the first or the second extent of a tile, so they stay true: an extent is exchanged while it
 //!   holds nothing that a record names, or for one that holds the same bytes, flushed before. The old extent is taken again
@@ -34,8 +35,8 @@
 //!   the newest is confirmed, the extents of the one before are written again. See [`manifest::resumable`].
 //!
 //! A later `version` is refused by number, untouched, and an earlier one is read: of version 1 the superblocks say how many
-//! devices there are, and definitions have revision 0. What is written is of this version, so an earlier offloadd refuses
-//! it. The head and its checksum are the same in every version.
+//! devices there are, and definitions have revision 0. What is written is of this version, the catalog at
+//! each start, so an earlier offloadd refuses it. The head and its checksum are the same in every version.
 
 pub mod catalog;
 pub mod content;

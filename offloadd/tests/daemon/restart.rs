@@ -13,8 +13,10 @@ use offload_api::fault::FaultKind;
 use offload_api::ids::{SlotIndex, TicketId};
 use offload_api::proto;
 use offload_api::ring::entry::Request;
+use offloadd::device::{Device, DeviceBlocks};
 use offloadd::handover::message::{self, State};
 use offloadd::handover::{self, inherited, is_state};
+use offloadd::store::recover;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::Signal;
 
@@ -336,6 +338,13 @@ const LIES: &[Lie] = &[
     ("another store", |state| state.store[3] ^= 1),
     ("the store has", |state| state.devices.push(7)),
     ("its epoch is 0", |state| state.epoch = 0),
+    ("another daemon has served", |state| state.catalog -= 1),
+    ("another daemon has served", |state| {
+        (state.catalog, state.catalog_unsure) = (state.catalog + 1, true);
+    }),
+    ("another daemon has served", |state| {
+        (state.catalog, state.catalog_unsure) = (u64::MAX, true);
+    }),
     ("sessions of no job", |state| state.sessions[0].job = 9),
     ("job name", |state| state.jobs[0].name = "../up".into()),
     ("the devices have", |state| state.jobs[0].uid += 1),
@@ -422,14 +431,15 @@ fn copies(kept: &Kept) -> Kept {
 #[test]
 fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
     let (manager, session, kept) = stopped();
-    let truth = state_of(&kept);
     for (words, lie) in LIES {
+        let mut told = copies(&kept);
+        // The one before has served, and has emptied what can be emptied once.
+        renew(&manager.store, &mut told);
+        let truth = state_of(&told);
         let mut state = truth.clone();
         lie(&mut state);
         assert_ne!(state, truth, "{words}");
-        let mut told = with_state(copies(&kept), handover::seal(&state).unwrap());
-        // Each has its own: this one was emptied by the one before.
-        unclaim(&mut told);
+        let told = with_state(told, handover::seal(&state).unwrap());
         let log = manager.log_with(told);
         assert!(log.contains(words), "{words:?} is not in: {log}");
         assert!(log.contains("session"), "{log}");
@@ -437,17 +447,26 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
     }
     // As they were they still fit.
     let mut told = copies(&kept);
-    unclaim(&mut told);
+    renew(&manager.store, &mut told);
     let daemon = manager.start(&mut told);
     assert_eq!(reattach(&mut daemon.control(), &session).scratch_count, 2);
     drop((kept, told));
     assert!(!session.hung_up(Duration::ZERO));
 }
 
-/// Makes it as if nobody had taken it up.
-fn unclaim(kept: &mut Kept) {
-    let at = kept.iter().position(|(name, _)| name.ends_with("claim"));
-    kept[at.unwrap()].1 = rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+/// Makes it as if nobody had taken it up, and no daemon had served since.
+fn renew(store: &Store, kept: &mut Kept) {
+    let ends = |kept: &Kept, end| kept.iter().position(|(name, _)| name.ends_with(end));
+    let claim = ends(kept, "-claim").unwrap();
+    kept[claim].1 = rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+    if let Some(at) = ends(kept, "-state") {
+        let devices = store.devices.iter().map(|path| Device::look(path).unwrap());
+        let devices: Vec<_> = devices.collect();
+        let found = recover::read(&mut DeviceBlocks(&devices)).unwrap();
+        let mut state = state_of(kept);
+        state.catalog = found.catalog.sequence;
+        kept[at].1 = handover::seal(&state).unwrap();
+    }
 }
 
 #[test]
@@ -465,7 +484,7 @@ fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
     let (third, _) = manager.stop(daemon);
     // Two that nobody took up: neither is believed. Nor one whose names are there twice.
     let (mut both, mut again) = (copies(&third), copies(&second));
-    unclaim(&mut again);
+    renew(&manager.store, &mut again);
     both.extend(again);
     let log = manager.log_with(both);
     assert!(log.contains("two daemons have handed over"), "{log}");
@@ -518,30 +537,46 @@ fn a_state_counts_once() {
 }
 
 #[test]
+fn a_daemon_that_served_without_the_sessions_ends_them_and_nothing_committed_is_lost() {
+    let (manager, session, kept) = stopped();
+    // Started by hand, so that nobody gives it anything, and killed before it has committed what it wrote.
+    let mut by_hand = manager.store.serve();
+    let mut control = by_hand.control();
+    let mut other = control.session("tiny");
+    other.resume(&mut control, 1);
+    fill_tiles(&mut other, 4, 2, 9);
+    by_hand.signal(Signal::KILL);
+    by_hand.wait(LONG);
+    let log = manager.log_with(kept);
+    assert!(log.contains("another daemon has served"), "{log}");
+    assert!(log.contains("its sessions end"), "{log}");
+    assert!(session.hung_up(LONG), "the process learns that it is over");
+    let daemon = manager.start(&mut Vec::new());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    session.resume(&mut control, 1);
+    expect_tiles(&mut session, 4, 1);
+}
+
+#[test]
 fn what_is_not_whole_ends_the_sessions_and_nothing_else() {
     let (manager, session, kept) = stopped();
     let without = |ends: &[&str]| {
         let mut less = copies(&kept);
         less.retain(|(name, _)| !ends.iter().any(|end| name.ends_with(end)));
         if !ends.contains(&"claim") {
-            unclaim(&mut less);
+            renew(&manager.store, &mut less);
         }
         less
     };
     let said = [
-        (without(&["state"]), "without the state"),
-        (without(&["claim"]), "without the state"),
-        (
-            without(&["arena"]),
-            "descriptors of its sessions are missing",
-        ),
-        (
-            without(&["line"]),
-            "descriptors of its sessions are missing",
-        ),
+        ("state", "without the state"),
+        ("claim", "without the state"),
+        ("arena", "descriptors of its sessions are missing"),
+        ("line", "descriptors of its sessions are missing"),
     ];
-    for (less, words) in said {
-        let log = manager.log_with(less);
+    for (end, words) in said {
+        let log = manager.log_with(without(&[end]));
         assert!(log.contains(words), "{log}");
     }
     // Not what they are called.

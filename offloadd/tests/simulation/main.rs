@@ -12,6 +12,7 @@ mod damage;
 mod failures;
 mod format;
 mod growth;
+mod lives;
 mod oracle;
 mod quotas;
 mod removed;

@@ -85,3 +85,11 @@ fn without_waiting_for_the_definition_commits_name_what_it_does_not() {
         "growth::a_commit_waits_for_the_definition_that_says_where_its_tiles_lie",
     );
 }
+
+#[test]
+fn without_numbers_of_lives_sessions_go_on_over_what_another_daemon_wrote() {
+    fails_without(
+        "lives",
+        "lives::a_daemon_that_served_without_the_sessions_ends_them",
+    );
+}

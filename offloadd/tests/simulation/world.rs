@@ -15,6 +15,7 @@ use offloadd::core::{
     Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
+use offloadd::handover::message::State;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 use offloadd::store::format::{MeasuredRates, data_bytes, format};
@@ -113,8 +114,47 @@ impl World {
 
     /// A daemon tries to start; the disks come back when it cannot.
     pub(crate) fn try_start(
+        disks: SimDisks,
+        random: SimRandom,
+    ) -> Result<Self, Box<(StoreError, SimDisks)>> {
+        Self::try_start_with(disks, random, |_| {})
+    }
+
+    /// A daemon starts on these disks with what one before handed over: the sessions that go on, or why there are none.
+    pub(crate) fn start_after(
+        disks: SimDisks,
+        random: SimRandom,
+        state: &State,
+    ) -> (Self, Result<Vec<Process>, String>) {
+        let mut taken_up = Ok((Vec::new(), Vec::new()));
+        let started = Self::try_start_with(disks, random, |core| {
+            taken_up = core.adopt(state, |_| true);
+        });
+        let mut world = started
+            .map_err(|failed| failed.0)
+            .expect("a store recovers");
+        let processes = taken_up.and_then(|(adopted, left_out)| {
+            let go_on = adopted.into_iter().map(|one| {
+                world.has_arena(one.session, one.token, one.geometry);
+                Process {
+                    session: one.session,
+                    token: one.token,
+                }
+            });
+            let go_on = go_on.collect();
+            left_out
+                .is_empty()
+                .then_some(go_on)
+                .ok_or_else(|| left_out.join("; "))
+        });
+        (world, processes)
+    }
+
+    /// `take_up` comes between recovery and the life that begins.
+    fn try_start_with(
         mut disks: SimDisks,
         mut random: SimRandom,
+        take_up: impl FnOnce(&mut Core),
     ) -> Result<Self, Box<(StoreError, SimDisks)>> {
         let store = match recover::open(&mut disks) {
             Ok(store) => store,
@@ -123,10 +163,18 @@ impl World {
         let epoch = Epoch(random.number());
         let positions = store.devices.iter().map(|device| device.position);
         let positions = positions.collect();
+        let mut core = Core::new(store, epoch, LIMITS);
+        take_up(&mut core);
+        let (home, catalog) = core.first_catalog();
+        if let Err(error) = catalog.write(&mut disks, home) {
+            return Err(Box::new((error.into(), disks)));
+        }
+        core.begin_life(catalog);
         Ok(Self {
             positions,
             left: Vec::new(),
-            core: Core::new(store, epoch, LIMITS),
+            epoch: core.epoch(),
+            core,
             engine: SimEngine::new(disks),
             random,
             replies: BTreeMap::new(),
@@ -139,7 +187,6 @@ impl World {
             trouble: Trouble::None,
             geometries: HashMap::new(),
             made: HashMap::new(),
-            epoch,
             next_call: 1,
         })
     }
@@ -232,11 +279,7 @@ impl World {
                 geometry,
                 ..
             } => {
-                // The rest of the arena is only rounding.
-                self.engine
-                    .make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
-                self.geometries.insert(session, geometry);
-                self.made.insert(token, session);
+                self.has_arena(session, token, geometry);
                 if self.arenas_take_long {
                     return;
                 }
@@ -251,6 +294,14 @@ impl World {
             }
             Action::Evict { session, .. } => self.evicted.push(session),
         }
+    }
+
+    fn has_arena(&mut self, session: SessionId, token: SessionToken, geometry: Geometry) {
+        // The rest of the arena is only rounding.
+        self.engine
+            .make_arena(session, u64::from(SLOTS) * SLOT_BYTES);
+        self.geometries.insert(session, geometry);
+        self.made.insert(token, session);
     }
 
     /// Ends one operation, any of them. False when none is in flight.

@@ -1,0 +1,182 @@
+//! One life of the daemon after the other. What could go wrong: sessions that were handed over go on though another daemon
+//! has written their tiles since, or end though none has; a life that is cut off while it begins takes the store with it.
+
+use offload_api::ids::Generation;
+use offloadd::core::Call;
+use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
+use offloadd::handover::message::State;
+use offloadd::store::definition::Durability;
+
+use super::world::{Process, World, definition, formatted, job};
+
+const TILES: u32 = 4;
+
+/// Operations with which a life begins: one copy of the catalog, flush, the other, flush.
+const BEGINS_WITH: u64 = 4;
+
+fn write_all(world: &mut World, process: Process, generation: u64, seed: u64) {
+    for tile in 0..TILES {
+        let seed = seed + u64::from(tile);
+        world.write(process, generation, tile, seed).unwrap();
+    }
+}
+
+fn expect_all(world: &mut World, process: Process, seed: u64) {
+    for tile in 0..TILES {
+        world.expect_tile(process, tile, seed + u64::from(tile));
+    }
+}
+
+/// Ends a life in order.
+fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
+    world.run();
+    let state = world.core.hand_over();
+    let (disks, random) = world.crash(false);
+    (state, disks, random)
+}
+
+/// A job of one rank: generation 1 (10) is committed, all tiles are written since (20).
+fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
+    let mut world = World::start(formatted(), SimRandom::new(seed));
+    let process = world.begin("a", TILES, Durability::Committed);
+    write_all(&mut world, process, 1, 10);
+    world.commit(process, 1).unwrap();
+    write_all(&mut world, process, 2, 20);
+    hand_over(world)
+}
+
+/// Operations of a start.
+fn start_operations(disks: &SimDisks) -> u64 {
+    let world = World::start(disks.clone(), SimRandom::new(0));
+    world.engine.disks.operation_count() - disks.operation_count()
+}
+
+/// The job goes on from what is committed.
+fn expect_committed(world: &mut World) {
+    let (process, record) = world.open(&job("a"), 0, 1).unwrap();
+    let newest = record.unwrap().generations.pop().unwrap();
+    assert_eq!(newest.generation, Generation(1));
+    world.resume(process, 1).unwrap();
+    expect_all(world, process, 10);
+}
+
+#[test]
+fn sessions_go_on_life_after_life() {
+    let (mut state, mut disks, mut random) = handed_over(1);
+    for generation in 2..6 {
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        let process = taken_up.unwrap()[0];
+        expect_all(&mut world, process, 10 * generation);
+        world.commit(process, generation).unwrap();
+        write_all(&mut world, process, generation + 1, 10 * (generation + 1));
+        (state, disks, random) = hand_over(world);
+    }
+}
+
+#[test]
+fn a_catalog_that_could_not_be_written_ends_no_session() {
+    let mut unsure_count = 0;
+    // Its definition and places of its records are written and flushed, then one copy of the catalog, then the other.
+    for at in 0..16 {
+        let (state, disks, random) = handed_over(at);
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        let process = taken_up.unwrap()[0];
+        let (other, _) = world.open(&job("b"), 0, 1).unwrap();
+        world.engine.disks.plan = Some(SimFaultPlan {
+            at: world.engine.disks.operation_count() + at,
+            for_good: false,
+            // Of writes alone: a flush that fails would poison the first job too.
+            fault: SimFault::Full,
+        });
+        let definition = definition(TILES, Durability::Committed, 1);
+        let token = other.token;
+        let defined = world.ask(Call::Define { token, definition });
+        expect_all(&mut world, process, 20);
+        let (state, disks, random) = hand_over(world);
+        unsure_count += u32::from(state.catalog_unsure);
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        // What became of the other job's tiles is not known; that of the first is.
+        let go_on = taken_up.or_else(|why| match defined.is_err() && why.contains("job b") {
+            true => Ok(vec![process]),
+            false => Err(why),
+        });
+        assert!(go_on.unwrap().iter().any(|one| one.token == process.token));
+        let process = Process {
+            session: world.made[&process.token],
+            ..process
+        };
+        expect_all(&mut world, process, 20);
+        world.commit(process, 2).unwrap();
+    }
+    assert_eq!(unsure_count, 2, "once for each copy");
+}
+
+#[test]
+fn a_daemon_that_served_without_the_sessions_ends_them() {
+    for seed in 0..100 {
+        let (state, mut disks, mut random) = handed_over(seed);
+        // One of the two writes of its number may be lost besides.
+        let operations = start_operations(&disks);
+        let lost = [None, Some(BEGINS_WITH), Some(BEGINS_WITH - 2)][random.below(3)];
+        disks.plan = lost.map(|before_end| SimFaultPlan {
+            at: disks.operation_count() + operations - before_end,
+            for_good: false,
+            fault: SimFault::Lost,
+        });
+        let mut world = World::start(disks, random);
+        let (process, _) = world.open(&job("a"), 0, 1).unwrap();
+        world.resume(process, 1).unwrap();
+        for tile in 0..world.random.below(TILES as usize + 1) as u32 {
+            world.submit_write(process, 2, tile, tile, 77);
+        }
+        for _ in 0..world.random.below(8) {
+            world.step();
+        }
+        // Killed before it has committed.
+        let (disks, random) = world.crash(false);
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        let why = taken_up.map(|go_on| go_on.len()).unwrap_err();
+        assert!(why.contains("another daemon has served"), "{why}");
+        expect_committed(&mut world);
+    }
+}
+
+#[test]
+fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
+    let (state, disks, _) = handed_over(3);
+    let (mut refused, mut went_on) = (0, 0);
+    for at in 0..start_operations(&disks) {
+        for fault in [SimFault::Errno(libc::EIO), SimFault::Short] {
+            let mut disks = disks.clone();
+            disks.plan = Some(SimFaultPlan {
+                at: disks.operation_count() + at,
+                for_good: true,
+                fault,
+            });
+            let failed = World::try_start(disks, SimRandom::new(at)).err();
+            let mut disks = failed.expect("an operation failed").1;
+            disks.mend();
+            // Killed there: what was handed over is still kept.
+            let (mut world, taken_up) =
+                World::start_after(disks.clone(), SimRandom::new(at), &state);
+            match taken_up {
+                Ok(go_on) => {
+                    expect_all(&mut world, go_on[0], 20);
+                    went_on += 1;
+                }
+                Err(why) => {
+                    assert!(why.contains("another daemon has served"), "{why}");
+                    expect_committed(&mut world);
+                    refused += 1;
+                }
+            }
+            // The power goes there.
+            for seed in 0..20 {
+                let mut disks = disks.clone();
+                disks.crash(seed, Vec::new());
+                expect_committed(&mut World::start(disks, SimRandom::new(seed)));
+            }
+        }
+    }
+    assert!(refused > 0 && went_on > 0, "{refused}, {went_on}");
+}
