@@ -12,6 +12,7 @@ mod damage;
 mod failures;
 mod format;
 mod growth;
+mod handed;
 mod lives;
 mod oracle;
 mod quotas;
