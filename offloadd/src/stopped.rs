@@ -16,7 +16,8 @@ use crate::core::{
 use crate::device::{Device, DeviceBlocks};
 use crate::store::StoreError;
 use crate::store::definition::JobName;
-use crate::store::recover::{self, Outsider};
+use crate::store::home::{self, HomeMove};
+use crate::store::recover::{self, Outsider, RecoveredStore};
 use crate::store::superblock::StoreId;
 use crate::store::wear::Wear;
 
@@ -40,6 +41,21 @@ impl Stopped {
     /// [`StoreError`], as a daemon's start would have.
     pub fn open(devices: Vec<Device>) -> Result<Self, StoreError> {
         let store = recover::open(&mut DeviceBlocks(&devices))?;
+        Ok(Self::of(store, devices))
+    }
+
+    /// The same; the store's home moves first, if it is to.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open_settled(devices: Vec<Device>) -> Result<(Self, HomeMove), StoreError> {
+        let mut blocks = DeviceBlocks(&devices);
+        let mut store = recover::open(&mut blocks)?;
+        let moved = home::settle(&mut blocks, &mut store)?;
+        Ok((Self::of(store, devices), moved))
+    }
+
+    fn of(store: RecoveredStore, devices: Vec<Device>) -> Self {
         let (id, outsiders) = (store.id, store.outsiders.clone());
         let mut listed: Vec<Option<Device>> = devices.into_iter().map(Some).collect();
         let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
@@ -52,7 +68,7 @@ impl Stopped {
             sessions_max: 0,
             iodepth_max: 1,
         };
-        Ok(Self {
+        Self {
             written_bytes: vec![0; devices.len()],
             devices,
             core: Core::new(store, epoch, limits),
@@ -60,7 +76,7 @@ impl Stopped {
             outsiders,
             reply: None,
             calls_made: 0,
-        })
+        }
     }
 
     /// Which store.

@@ -13,6 +13,7 @@ use offloadd::device::FileOwner;
 use offloadd::newcomer::{Newcomer, prepare};
 use offloadd::stopped::Stopped;
 use offloadd::store::catalog::Phase;
+use offloadd::store::home::HomeMove;
 use serde_json::{Value, json};
 
 use super::connection::{refusal, runtime};
@@ -52,7 +53,9 @@ What is cut off can be run again.")]
   offloadd device list --config /etc/offloadd.toml        # how far it is
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
-is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.")]
+is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.
+The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take
+up; without a daemon, at once.")]
     Drain {
         /// As the settings name it
         #[arg(value_name = "DEVICE")]
@@ -208,10 +211,26 @@ fn say_drained(path: &Path) {
 
 fn open_stopped(config: &Config) -> Result<Stopped> {
     let stopped = Stopped::open(open_all(&config.devices)?)?;
+    say_outsiders(&stopped);
+    Ok(stopped)
+}
+
+/// The same; if the store's home is to move, it does.
+fn open_settled(config: &Config) -> Result<Stopped> {
+    let (stopped, moved) = Stopped::open_settled(open_all(&config.devices)?)?;
+    say_outsiders(&stopped);
+    match moved {
+        HomeMove::NotDue => {}
+        HomeMove::Moved { to, .. } => println!("the store's catalog and records moved to {to}"),
+        HomeMove::Failed(why) => bail!("the store's catalog and records cannot move: {why}"),
+    }
+    Ok(stopped)
+}
+
+fn say_outsiders(stopped: &Stopped) {
     for outsider in stopped.outsiders() {
         eprintln!("offloadd: device {outsider}");
     }
-    Ok(stopped)
 }
 
 fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: bool) -> Result<()> {
@@ -291,7 +310,7 @@ fn cut_off(config: &Config, path: &Path) -> bool {
 }
 
 fn drain_stopped(config: &Config, path: &Path) -> Result<()> {
-    let mut stopped = open_stopped(config)?;
+    let mut stopped = open_settled(config)?;
     let name = utf8(path)?;
     if stopped
         .outsiders()
@@ -309,13 +328,24 @@ fn drain_stopped(config: &Config, path: &Path) -> Result<()> {
         Err(fault) => bail!("{}", fault.message),
     }
     move_all(&mut stopped)?;
-    let left = (stopped.devices().into_iter())
-        .any(|device| device.path == name && device.standing.phase.is_none());
-    if !left {
+    if !has_left(&stopped, &name) {
+        // The home goes in two steps: tiles first, then catalog and records as the store is opened.
+        drop(stopped);
+        stopped = open_settled(config)?;
+        move_all(&mut stopped)?;
+    }
+    if !has_left(&stopped, &name) {
         bail!("{name} is not empty yet: run the same again");
     }
     println!("{name} is empty and of the store no more: take it from `devices` in the settings");
     Ok(())
+}
+
+fn has_left(stopped: &Stopped, name: &str) -> bool {
+    let states = stopped.devices().into_iter();
+    !states
+        .into_iter()
+        .any(|device| device.path == name && device.standing.phase.is_some())
 }
 
 fn move_all(stopped: &mut Stopped) -> Result<()> {

@@ -21,12 +21,13 @@ use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
 use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
 use offloadd::handover::inherited::{self, Inherited};
-use offloadd::handover::{Found, HandedOver, SESSIONS_MAX};
+use offloadd::handover::{self, Found, HandedOver, SESSIONS_MAX};
 use offloadd::memory;
 use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
 use offloadd::server::page::Page;
 use offloadd::server::{self, About};
+use offloadd::store::home::{self, HomeMove};
 use offloadd::store::recover;
 use rustix::process::Pid;
 use tokio::net::UnixListener;
@@ -85,10 +86,22 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     }
     say_status("recovering the store");
     let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
-    let store = recover::open_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
+    let mut store = recover::open_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
         work.at(done, total);
     })?;
     drop(work);
+    // Sessions may hold room that the store does not know of.
+    if !handover::has_sessions(&given) {
+        match home::settle(&mut DeviceBlocks(&devices), &mut store)? {
+            HomeMove::NotDue => {}
+            HomeMove::Moved { from, to } => {
+                tracing::info!("the store's catalog and records moved from {from} to {to}");
+            }
+            HomeMove::Failed(why) => {
+                tracing::warn!("the store's catalog and records stay where they are: {why}");
+            }
+        }
+    }
     let wearing = Wearing::new(store.id, worn(&store, &devices, &config));
     for note in &store.notes {
         tracing::warn!("{note}");

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! One write of the catalog decides, so a cut leaves a store with the device or without it; what was begun goes on at the
-//! next start.
+//! next start. The home, which has the catalog itself, is left by tiles as any other, and by the catalog and the jobs' areas
+//! at a start: see [`crate::store::home`].
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
@@ -143,16 +144,8 @@ impl Core {
                 return Err(Fault::new(FaultKind::Busy, what));
             }
             self.mover.retry();
-            let left_bytes = self.bytes_on(device);
+            let left_bytes = self.left_bytes(device);
             return Ok(Some(Reply::DrainDevice { left_bytes }));
-        }
-        if device == self.home {
-            return Err(Fault::new(
-                FaultKind::Invalid,
-                format!(
-                    "{path} holds the store's catalog and the records of its jobs, which cannot move yet: it cannot be drained. Any other device of the store can"
-                ),
-            ));
         }
         self.check_room_without(device)?;
         // From now on nothing new comes.
@@ -275,7 +268,7 @@ impl Core {
             }
             DeviceChange::Drain { call, .. } => {
                 state.phase = Some(Phase::Draining);
-                let left_bytes = self.bytes_on(device);
+                let left_bytes = self.left_bytes(device);
                 Some((call, Reply::DrainDevice { left_bytes }))
             }
             DeviceChange::Settle { .. } => {
@@ -297,7 +290,19 @@ impl Core {
         }
     }
 
-    /// Of extents on `device`: tiles of jobs and of sessions.
+    /// Of the jobs' areas, which lie at home.
+    pub(super) fn area_bytes(&self) -> u64 {
+        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
+        stored.map(|stored| stored.entry.area.bytes()).sum()
+    }
+
+    /// Whether all that keeps a device from leaving is that it is the store's home.
+    pub(super) fn home_waits(&self) -> bool {
+        self.devices[self.home.0 as usize].phase == Some(Phase::Draining)
+            && self.bytes_on(self.home) == self.area_bytes()
+    }
+
+    /// Of extents on `device`: tiles of jobs and of sessions, and areas.
     pub(super) fn bytes_on(&self, device: DeviceIndex) -> u64 {
         let data_bytes = self.devices[device.0 as usize].superblock.data_bytes;
         data_bytes - self.space.free_bytes(device)

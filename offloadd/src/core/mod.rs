@@ -205,6 +205,19 @@ impl Core {
         }
     }
 
+    fn waits_for_a_start(&self, device: DeviceIndex) -> Option<String> {
+        if device != self.home || !self.home_waits() {
+            return None;
+        }
+        let what = "all tiles have left it; the store's catalog and the jobs' records";
+        Some(match self.take_new_home(&mut self.space.clone()) {
+            Ok(()) => {
+                format!("{what} leave it when offloadd is started next with no session to take up")
+            }
+            Err(fault) => format!("{what} are still there: {}", fault.message),
+        })
+    }
+
     /// The store's devices, in its order.
     pub fn device_states(&self) -> Vec<DeviceState> {
         let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {
@@ -220,7 +233,8 @@ impl Core {
                 left_bytes: self.left_bytes(DeviceIndex(index as u32)),
                 stuck: (device.phase != Some(Phase::Settled))
                     .then(|| self.mover.stuck())
-                    .flatten(),
+                    .flatten()
+                    .or_else(|| self.waits_for_a_start(DeviceIndex(index as u32))),
             },
         };
         self.devices.iter().enumerate().map(state).collect()

@@ -17,7 +17,9 @@ use super::io::Operation;
 use super::job::{Holds, Job, JobKey, Stored};
 use super::{Action, Core};
 use crate::store::catalog::Phase;
+use crate::store::home::place_areas;
 use crate::store::manifest::{SlotContent, resumable};
+use crate::store::placement::Space;
 use crate::store::tile_table::Extent;
 
 /// Copied together: large enough that writing the definition is little beside it, small enough that a job which ends or is
@@ -113,8 +115,12 @@ impl Mover {
 impl Core {
     /// Whether tiles are to move.
     pub fn moves(&self) -> Moves {
-        let some = (self.devices.iter())
-            .any(|d| matches!(d.phase, Some(Phase::Filling | Phase::Draining)));
+        let home_waits = self.home_waits();
+        let some = (self.devices.iter().enumerate()).any(|(index, device)| match device.phase {
+            Some(Phase::Draining) => !(home_waits && index == self.home.0 as usize),
+            Some(Phase::Filling) => true,
+            Some(Phase::Settled) | None => false,
+        });
         match (&self.mover.batch, &self.mover.stopped) {
             (Some(_), _) => Moves::Moving,
             (None, _) if !some => Moves::None,
@@ -137,6 +143,9 @@ impl Core {
     pub(super) fn left_bytes(&self, device: DeviceIndex) -> u64 {
         match self.devices[device.0 as usize].phase {
             None | Some(Phase::Settled) => 0,
+            Some(Phase::Draining) if device == self.home => {
+                self.bytes_on(device).saturating_sub(self.area_bytes())
+            }
             Some(Phase::Draining) => self.bytes_on(device),
             Some(Phase::Filling) => {
                 let plan = self.mover.plan.iter().flatten();
@@ -332,7 +341,9 @@ impl Core {
     /// Everything has moved that can: devices that came are as the others, and empty ones go.
     fn finish_moves(&mut self, actions: &mut Vec<Action>) {
         let filling = self.filling();
-        let draining = self.in_phase(Phase::Draining);
+        let mut draining = self.in_phase(Phase::Draining);
+        // It goes at a start.
+        draining.retain(|device| *device != self.home);
         let empty: Vec<_> = (draining.iter().copied())
             .filter(|device| self.is_empty(*device))
             .collect();
@@ -368,10 +379,35 @@ impl Core {
         !busy && self.bytes_on(device) == 0
     }
 
+    /// Room for the areas of all jobs on one device, each in one piece.
+    pub(super) fn take_new_home(&self, trial: &mut Space) -> Result<(), Fault> {
+        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
+        let sizes: Vec<u64> = stored.map(|stored| stored.entry.area.bytes()).collect();
+        let Some((to, offsets)) = place_areas(trial, self.devices.len(), &sizes) else {
+            return Err(Fault::new(
+                FaultKind::NoSpace,
+                format!(
+                    "{} holds the store's catalog and {} bytes of its jobs' records, which need room on one other device, those of each job in one piece, and find none. Drop a job or add a device first",
+                    self.path(self.home),
+                    sizes.iter().sum::<u64>()
+                ),
+            ));
+        };
+        for (offset, bytes) in offsets.into_iter().zip(sizes) {
+            let extent = Extent { device: to, offset };
+            assert!(trial.take(extent, bytes), "just found free");
+        }
+        Ok(())
+    }
+
     /// Refused with the numbers when the tiles of `device` do not fit on the others.
     pub(super) fn check_room_without(&self, device: DeviceIndex) -> Result<(), Fault> {
         let mut trial = self.space.clone();
         trial.close(device);
+        // Drained earlier, it waits for a start.
+        if trial.is_closed(self.home) {
+            self.take_new_home(&mut trial)?;
+        }
         let room: Vec<(usize, u64)> = (0..self.devices.len())
             .filter(|&other| self.devices[other].phase.is_some())
             .map(|other| DeviceIndex(other as u32))

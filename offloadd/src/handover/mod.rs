@@ -209,6 +209,14 @@ pub struct Found {
     given: HashMap<String, OwnedFd>,
 }
 
+/// Whether descriptors of a session are among `given`.
+pub fn has_sessions(given: &Inherited) -> bool {
+    let parts = given.iter().filter_map(|(name, _)| parts_of(name));
+    parts
+        .into_iter()
+        .any(|(_, what)| what != STATE && what != CLAIM)
+}
+
 impl Found {
     /// What `given` holds; `Ok(None)` when nothing was handed over.
     ///

@@ -25,7 +25,8 @@
 //! - The *catalog* says which devices the store is made of. A device comes by one write of it, after its superblock, and
 //!   goes by one, before its superblock says so: whatever a cut leaves, a device is of the store or it is not. A superblock
 //!   whose device the catalog does not list is of no store. Each life of a daemon writes the catalog before it serves, two
-//!   numbers further: what was handed over by one life is refused when another one has been there since.
+//!   numbers further: what was handed over by one life is refused when another one has been there since. It moves itself when
+//!   its device is drained: see [`home`].
 //! - A *definition* is written again when tiles move to another device, with a higher revision: the newer sound copy
 //!   counts. Records name the first or the second extent of a tile, so they stay true: an extent is exchanged while it
 //!   holds nothing that a record names, or for one that holds the same bytes, flushed before. The old extent is taken again
@@ -42,6 +43,7 @@ pub mod catalog;
 pub mod content;
 pub mod definition;
 pub mod format;
+pub mod home;
 pub mod manifest;
 pub mod placement;
 pub mod recover;

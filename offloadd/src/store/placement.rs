@@ -182,8 +182,7 @@ impl Space {
             let mut area = area_at(0, definition, local_ranks).bytes();
             let home = &before.devices[before.home.0 as usize];
             let largest = home.free.values().copied().max().unwrap_or(0);
-            let in_pieces =
-                (largest < area && area <= home.room_bytes()).then_some((area, largest));
+            let in_pieces = (largest < area && area <= home.free_bytes).then_some((area, largest));
             let copies = definition.durability().extents_a_tile() as u64;
             for tile in definition.tiles() {
                 area += copies * u64::from(tile.tile_bytes);
@@ -247,7 +246,8 @@ impl Space {
 
     fn try_reserve(&mut self, definition: &JobDefinition, local_ranks: u32) -> Option<Reservation> {
         let mut area = area_at(0, definition, local_ranks);
-        area.offset = self.first_fit(self.home.0 as usize, area.bytes())?;
+        // Also while it is drained: areas leave it last, all together.
+        area.offset = self.first_free(self.home.0 as usize, area.bytes())?;
         let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
         let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
@@ -443,10 +443,15 @@ impl Space {
     }
 
     fn first_fit(&mut self, device: usize, bytes: u64) -> Option<u64> {
-        let found = &self.devices[device];
-        let (&offset, _) = (found.free.iter())
-            .filter(|_| !found.closed)
-            .find(|(_, length)| **length >= bytes)?;
+        match self.devices[device].closed {
+            true => None,
+            false => self.first_free(device, bytes),
+        }
+    }
+
+    fn first_free(&mut self, device: usize, bytes: u64) -> Option<u64> {
+        let mut free = self.devices[device].free.iter();
+        let (&offset, _) = free.find(|(_, length)| **length >= bytes)?;
         let extent = Extent {
             device: DeviceIndex(device as u32),
             offset,

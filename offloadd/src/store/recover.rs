@@ -8,6 +8,7 @@ use offload_api::ids::{DeviceIndex, Generation};
 use super::StoreError;
 use super::catalog::{self, Catalog, DeviceEntry, Entry, Phase};
 use super::definition::Durability;
+use super::home;
 use super::manifest::{self, Mark, Marked, Record, SlotContent};
 use super::placement::{Space, rate};
 use super::sealed::{self, Unreadable};
@@ -37,6 +38,8 @@ pub struct RecoveredStore {
     /// Copies that were not sound.
     pub notes: Vec<Note>,
     repairs: Vec<Repair>,
+    /// Devices with a catalog from before the home moved.
+    stale: Vec<usize>,
 }
 
 /// A device of the store.
@@ -110,9 +113,10 @@ fn read_watched(
         repairs: Vec::new(),
     };
     let superblocks = reader.superblocks()?;
-    let (home_position, mut catalog) = reader.newest_catalog(&superblocks)?;
+    let (home_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
     let id = catalog.store;
     let (devices, outsiders) = reader.devices(superblocks, &mut catalog)?;
+    stale.retain(|position| devices.iter().any(|device| device.position == *position));
     let home = devices.iter().position(|d| d.position == home_position);
     let Some(home) = home.map(|index| DeviceIndex(index as u32)) else {
         return Err(StoreError::Contradiction(format!(
@@ -169,6 +173,7 @@ fn read_watched(
         space,
         notes,
         repairs,
+        stale,
     })
 }
 
@@ -193,6 +198,7 @@ pub fn open_watched(
     for position in 0..blocks.count() {
         blocks.flush(position)?;
     }
+    home::forget_catalogs(blocks, &std::mem::take(&mut store.stale))?;
     Ok(store)
 }
 
@@ -205,8 +211,16 @@ pub fn look(blocks: &mut impl Blocks) -> Result<(Vec<RecoveredDevice>, Vec<Outsi
         repairs: Vec::new(),
     };
     let superblocks = reader.superblocks()?;
-    let (_, mut catalog) = reader.newest_catalog(&superblocks)?;
+    let (_, mut catalog, _) = reader.newest_catalog(&superblocks)?;
     reader.devices(superblocks, &mut catalog)
+}
+
+/// The catalogs of one device.
+enum Found {
+    Nothing,
+    /// It was cut off as it came to this device or left it. If no other device has one, it is the store's, and damaged.
+    CutOff(StoreError),
+    Whole(Catalog),
 }
 
 impl<B: Blocks> Reader<'_, B> {
@@ -281,30 +295,37 @@ impl<B: Blocks> Reader<'_, B> {
         Ok(found)
     }
 
-    /// The store's newest catalog and the position it was found at. Of version 1, or from before its home moved, it may lie
-    /// beside an older one.
+    /// The store's newest catalog, the position it was found at, and those of older ones and of parts: from when its home
+    /// moved, or of version 1.
     fn newest_catalog(
         &mut self,
         found: &[(usize, Superblock)],
-    ) -> Result<(usize, Catalog), StoreError> {
+    ) -> Result<(usize, Catalog, Vec<usize>), StoreError> {
         let store = (found.iter().find(|(_, s)| !s.drained))
             .map(|(_, superblock)| superblock.store)
             .expect("a device of a store");
-        let mut newest: Option<(usize, Catalog)> = None;
+        let mut catalogs: Vec<(usize, Catalog)> = Vec::new();
+        let mut cut_off = Vec::new();
         for &(position, superblock) in found {
             if superblock.drained {
                 continue;
             }
-            let Some(catalog) = self.catalog(position, store)? else {
-                continue;
-            };
-            let newer = (newest.as_ref()).is_none_or(|(_, n)| n.sequence < catalog.sequence);
-            if newer {
-                newest = Some((position, catalog));
+            match self.catalog(position, store)? {
+                Found::Nothing => {}
+                Found::CutOff(error) => cut_off.push((position, error)),
+                Found::Whole(catalog) => catalogs.push((position, catalog)),
             }
         }
-        if let Some(newest) = newest {
-            return Ok(newest);
+        // The first of equals.
+        catalogs.sort_by_key(|(_, catalog)| std::cmp::Reverse(catalog.sequence));
+        let mut catalogs = catalogs.into_iter();
+        if let Some((position, newest)) = catalogs.next() {
+            let older = catalogs.map(|(position, _)| position);
+            let parts = cut_off.into_iter().map(|(position, _)| position);
+            return Ok((position, newest, older.chain(parts).collect()));
+        }
+        if let Some((_, error)) = cut_off.into_iter().next() {
+            return Err(error);
         }
         // A store is formatted with its catalog on the first device; who knows the others' numbers knows its own.
         let first = found.iter().find(|(_, s)| s.number == 0 && !s.drained);
@@ -382,8 +403,7 @@ impl<B: Blocks> Reader<'_, B> {
         self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
     }
 
-    /// `None`: this device has none.
-    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Option<Catalog>, StoreError> {
+    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Found, StoreError> {
         let copies = CATALOG_OFFSETS.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
                 let catalog = Catalog::decode(blocks)?;
@@ -397,12 +417,19 @@ impl<B: Blocks> Reader<'_, B> {
         });
         let nothing = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank | Unreadable::Foreign));
         if copies.iter().all(nothing) {
-            return Ok(None);
+            return Ok(Found::Nothing);
         }
-        self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
+        // They are written, and zeroed, one after the other.
+        let damaged = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Damaged(_)));
+        let cut_off = copies.iter().any(nothing) && copies.iter().any(damaged);
+        let newest = self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
             catalog.sequence
-        })
-        .map(Some)
+        });
+        match newest {
+            Ok(catalog) => Ok(Found::Whole(catalog)),
+            Err(error) if cut_off => Ok(Found::CutOff(error)),
+            Err(error) => Err(error),
+        }
     }
 
     fn table(

@@ -210,13 +210,6 @@ fn without_a_daemon_devices_come_and_go_too() {
     store.devices.push(new);
     store.write_config(&store.socket(), "auto");
 
-    let home = store.devices[0].clone();
-    let output = device(&store, "drain", &home, &[]);
-    assert!(
-        words(&output).contains("holds the store's catalog"),
-        "{}",
-        words(&output)
-    );
     let gone = store.devices[1].clone();
     let output = device(&store, "drain", &gone, &[]);
     assert!(output.status.success(), "{}", words(&output));
@@ -246,6 +239,89 @@ fn without_a_daemon_devices_come_and_go_too() {
     let mut session = Session::attach(&reply).unwrap();
     session.resume(&mut control, working);
     expect_tiles(&mut session, TILES, 7);
+}
+
+#[test]
+fn the_device_with_the_catalog_goes_without_a_daemon() {
+    let mut store = Store::new(2, "auto");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    let working = session.begin(&mut control, TILES);
+    fill_tiles(&mut session, TILES, working, 7);
+    session.commit(&mut control, working, b"");
+    drop(session);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+
+    let home = store.devices[0].clone();
+    let told = words(&device(&store, "drain", &home, &[]));
+    for part in ["catalog and records moved to", "of the store no more"] {
+        assert!(told.contains(part), "{told}");
+    }
+    store.devices.remove(0);
+    store.write_config(&store.socket(), "auto");
+    std::fs::remove_file(home).unwrap();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    session.resume(&mut control, working);
+    expect_tiles(&mut session, TILES, 7);
+    drop(session);
+    drop(control);
+    // Nobody is left to take it.
+    let last = store.devices[0].clone();
+    let told = words(&device(&store, "drain", &last, &[]));
+    assert!(told.contains("find none"), "{told}");
+}
+
+#[test]
+fn the_device_with_the_catalog_goes_when_the_daemon_starts_again() {
+    let mut store = Store::new(2, "auto");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    let working = session.begin(&mut control, TILES);
+    let home = store.devices[0].clone();
+    let output = device(&store, "drain", &home, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    let waits = |control: &mut Control| {
+        let standing = view(control, &home).unwrap().state.standing;
+        standing
+            .stuck
+            .is_some_and(|why| why.contains("started next"))
+            && standing.left_bytes == 0
+    };
+    let newest = write_until(&mut session, &mut control, working, waits);
+    // Records go to it as before.
+    let newest = newest + 1;
+    fill_tiles(&mut session, TILES, newest, newest as u8);
+    session.commit(&mut control, newest, b"");
+    drop(session);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let gone = |control: &mut Control| view(control, &home).is_none();
+    let end = Instant::now() + LIMIT;
+    while !gone(&mut control) {
+        assert!(Instant::now() < end, "not within {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+    store.devices.remove(0);
+    store.write_config(&store.socket(), "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).unwrap();
+    let mut session = Session::attach(&reply).unwrap();
+    session.resume(&mut control, newest);
+    expect_tiles(&mut session, TILES, newest as u8);
 }
 
 #[test]

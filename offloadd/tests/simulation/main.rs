@@ -13,6 +13,7 @@ mod failures;
 mod format;
 mod growth;
 mod handed;
+mod home;
 mod lives;
 mod oracle;
 mod quotas;

@@ -19,6 +19,7 @@ use offloadd::handover::message::State;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 use offloadd::store::format::{MeasuredRates, data_bytes, format};
+use offloadd::store::home::{self, HomeMove};
 use offloadd::store::recover;
 use offloadd::store::superblock::{DeviceId, StoreId};
 
@@ -96,6 +97,8 @@ pub(crate) struct World {
     pub(crate) trouble: Trouble,
     /// Of the disks, by device.
     pub(crate) positions: Vec<usize>,
+    /// At the start.
+    pub(crate) home_move: HomeMove,
     /// Positions of those that left in this life.
     pub(crate) left: Vec<usize>,
     geometries: HashMap<SessionId, Geometry>,
@@ -156,8 +159,12 @@ impl World {
         mut random: SimRandom,
         take_up: impl FnOnce(&mut Core),
     ) -> Result<Self, Box<(StoreError, SimDisks)>> {
-        let store = match recover::open(&mut disks) {
-            Ok(store) => store,
+        let opened = recover::open(&mut disks).and_then(|mut store| {
+            let moved = home::settle(&mut disks, &mut store)?;
+            Ok((store, moved))
+        });
+        let (store, home_move) = match opened {
+            Ok(opened) => opened,
             Err(error) => return Err(Box::new((error, disks))),
         };
         let epoch = Epoch(random.number());
@@ -173,6 +180,7 @@ impl World {
         Ok(Self {
             positions,
             left: Vec::new(),
+            home_move,
             epoch: core.epoch(),
             core,
             engine: SimEngine::new(disks),

@@ -1,0 +1,179 @@
+//! The catalog and the jobs' areas leave a device that is drained: at a start, before anybody is served.
+//!
+//! ```text
+//!   areas copied to the new home ─▶ flush ─▶ catalog there, copy A ─▶ flush ─▶ copy B ─▶ flush ─▶ old catalogs zeroed
+//! ```
+//!
+//! One write decides: until the new catalog is on its device the old one, which has a lower sequence, counts. The bytes of an
+//! area do not say where they lie, so they are copied as they are, a copy that the device does not give from its twin.
+
+use offload_api::ids::DeviceIndex;
+
+use super::catalog::{Area, Phase};
+use super::manifest::SlotContent;
+use super::placement::Space;
+use super::recover::{RecoveredStore, read};
+use super::{BLOCK, CATALOG_OFFSETS, StoreError};
+use crate::blocks::{AlignedBytes, BlockError, Blocks};
+
+/// Copied at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// What became of the store's home at a start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HomeMove {
+    /// It stays: it is not drained, or tiles are still on it.
+    NotDue,
+    /// To another device.
+    Moved {
+        /// What messages call the old one.
+        from: String,
+        /// And the new one.
+        to: String,
+    },
+    /// It was to, and could not: everything is as before, and the next start tries again.
+    Failed(String),
+}
+
+/// Where areas of so many bytes, each in one piece, would lie on the other device that has most room; nothing: on none.
+pub fn place_areas(
+    space: &Space,
+    devices: usize,
+    area_bytes: &[u64],
+) -> Option<(DeviceIndex, Vec<u64>)> {
+    let mut others: Vec<DeviceIndex> = (0..devices)
+        .map(|device| DeviceIndex(device as u32))
+        .filter(|device| !space.is_closed(*device))
+        .collect();
+    others.sort_by_key(|device| std::cmp::Reverse(space.free_bytes(*device)));
+    others.into_iter().find_map(|device| {
+        let mut trial = space.clone();
+        let places = area_bytes
+            .iter()
+            .map(|bytes| trial.take_on(device, *bytes, false));
+        let offsets: Option<Vec<u64>> = places.map(|place| Some(place?.offset)).collect();
+        Some((device, offsets?))
+    })
+}
+
+/// Moves the home of a store that was just opened, if it is drained and no tile is on it any more. Only under the store's
+/// lock, and only while nobody has memory of the store's that recovery does not know, such as sessions to be taken up.
+///
+/// # Errors
+/// The new catalog was begun and it is not known whether it is there: the store must be opened again.
+pub fn settle(
+    blocks: &mut impl Blocks,
+    store: &mut RecoveredStore,
+) -> Result<HomeMove, StoreError> {
+    let home = store.home;
+    let on_home = store.jobs.iter().any(|job| {
+        let copies = job.table.definition.durability().extents_a_tile();
+        let mut extents = job.table.extents.iter().flat_map(|e| &e[..copies]);
+        extents.any(|extent| extent.device == home)
+    });
+    if store[home].phase != Some(Phase::Draining) || on_home {
+        return Ok(HomeMove::NotDue);
+    }
+    let withheld = store.jobs.iter().find(|job| {
+        let unreadable = |slot: &SlotContent| matches!(slot, SlotContent::Unreadable(_));
+        job.slots.iter().any(unreadable)
+    });
+    if let Some(job) = withheld {
+        let name = &job.entry.name;
+        return Ok(HomeMove::Failed(format!(
+            "a record of job {name} of uid {} cannot be read: `offloadd give-up {name}` forgets it",
+            job.entry.uid
+        )));
+    }
+    let areas: Vec<Area> = store.catalog.entries.iter().map(|e| e.area).collect();
+    let sizes: Vec<u64> = areas.iter().map(Area::bytes).collect();
+    let Some((target, offsets)) = place_areas(&store.space, store.devices.len(), &sizes) else {
+        return Ok(HomeMove::Failed(format!(
+            "the records of {} jobs, {} bytes, find no room on one other device",
+            areas.len(),
+            sizes.iter().sum::<u64>()
+        )));
+    };
+    let [from, to] = [home, target].map(|device| store[device].position);
+    let mut catalog = store.catalog.of_next_life();
+    for (entry, offset) in catalog.entries.iter_mut().zip(offsets) {
+        entry.area.offset = offset;
+    }
+    let copied = areas
+        .iter()
+        .zip(&catalog.entries)
+        .try_for_each(|(old, entry)| copy_area(blocks, [from, to], *old, entry.area));
+    // Flushed with it.
+    let prepared = copied.and_then(|()| forget_catalogs(blocks, &[to]));
+    if let Err(error) = prepared {
+        return Ok(HomeMove::Failed(error.to_string()));
+    }
+    catalog.write(blocks, to)?;
+    forget_catalogs(blocks, &[from])?;
+    let moved = HomeMove::Moved {
+        from: store[home].path.clone(),
+        to: store[target].path.clone(),
+    };
+    let notes = std::mem::take(&mut store.notes);
+    *store = read(blocks)?;
+    store.notes.splice(..0, notes);
+    Ok(moved)
+}
+
+/// Zeroes the catalogs on the devices at `positions`, one copy after the other, so that a cut leaves a whole one or one beside
+/// zeros. Older ones than the store's must go: should that one be damaged, the store is to be refused. Only when it is durable.
+pub(super) fn forget_catalogs(
+    blocks: &mut impl Blocks,
+    positions: &[usize],
+) -> Result<(), BlockError> {
+    let zeros = AlignedBytes::zeroed(BLOCK as usize);
+    for &position in positions {
+        for offset in CATALOG_OFFSETS {
+            blocks.write(position, offset, &zeros)?;
+            blocks.flush(position)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies definitions, records and marks, every copy of each.
+fn copy_area(
+    blocks: &mut impl Blocks,
+    [from, to]: [usize; 2],
+    old: Area,
+    new: Area,
+) -> Result<(), BlockError> {
+    let pairs = [
+        (old.definitions(), new.definitions(), old.definition_bytes),
+        (old.records(0), new.records(0), old.record_bytes_max),
+        (old.records(1), new.records(1), old.record_bytes_max),
+        (old.marks(0), new.marks(0), BLOCK),
+        (old.marks(1), new.marks(1), BLOCK),
+    ];
+    for (old, new, bytes) in pairs {
+        for which in 0..2 {
+            let (here, twin) = (old[which], old[1 - which]);
+            copy(blocks, [from, to], here, new[which], bytes)
+                .or_else(|_| copy(blocks, [from, to], twin, new[which], bytes))?;
+        }
+    }
+    Ok(())
+}
+
+fn copy(
+    blocks: &mut impl Blocks,
+    [from, to]: [usize; 2],
+    old: u64,
+    new: u64,
+    bytes: u64,
+) -> Result<(), BlockError> {
+    let mut done = 0;
+    while done < bytes {
+        let piece = (bytes - done).min(PIECE_BYTES);
+        let mut read = AlignedBytes::zeroed(piece as usize);
+        blocks.read(from, old + done, &mut read)?;
+        blocks.write(to, new + done, &read)?;
+        done += piece;
+    }
+    Ok(())
+}

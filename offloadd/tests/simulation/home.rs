@@ -1,0 +1,266 @@
+//! The device with the catalog is drained: tiles leave it as any other, catalog and records at a start. What could go wrong: a
+//! cut in the midst of it leaves no catalog or two, a record is left behind, an old catalog comes back over a damaged newer one.
+
+use offload_api::fault::FaultKind;
+use offloadd::core::{Moves, Reply};
+use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
+use offloadd::store::definition::Durability;
+use offloadd::store::home::{HomeMove, settle};
+use offloadd::store::verify::verify;
+use offloadd::store::{CATALOG_BYTES_MAX, CATALOG_OFFSETS, StoreError, recover};
+
+use super::growth::{expect_all, write_all};
+use super::world::{World, formatted, job};
+
+const JOBS: [(&str, u32); 2] = [("one", 20), ("two", 7)];
+
+/// Two jobs, and a home that all tiles have left.
+fn emptied() -> (SimDisks, SimRandom) {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    for (name, tiles) in JOBS {
+        let process = world.begin(name, tiles, Durability::Committed);
+        write_all(&mut world, process, 1, tiles);
+        write_all(&mut world, process, 2, tiles);
+        world.close(process).unwrap();
+    }
+    let call = world.drain_call("sim0");
+    assert!(matches!(world.answer(call), Ok(Reply::DrainDevice { left_bytes }) if left_bytes > 0));
+    world.move_all();
+    world.crash(true)
+}
+
+fn opened(disks: &mut SimDisks) -> Result<HomeMove, StoreError> {
+    let mut store = recover::open(disks)?;
+    settle(disks, &mut store)
+}
+
+fn moved() -> HomeMove {
+    HomeMove::Moved {
+        from: "sim0".into(),
+        to: "sim1".into(),
+    }
+}
+
+fn has_catalog(disks: &SimDisks, position: usize) -> [bool; 2] {
+    CATALOG_OFFSETS.map(|offset| {
+        let start = offset as usize;
+        let catalog = &disks.bytes(position)[start..start + CATALOG_BYTES_MAX as usize];
+        catalog[..4096].iter().any(|byte| *byte != 0)
+    })
+}
+
+/// Everything is there, before and after the old home has left.
+fn expect_whole(mut disks: SimDisks, random: SimRandom) {
+    assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
+    let mut world = World::start(disks, random);
+    world.move_all();
+    assert_eq!(world.left, [0]);
+    for (name, tiles) in JOBS {
+        let (process, _) = world.open(&job(name), 0, 1).unwrap();
+        world.resume(process, 2).unwrap();
+        expect_all(&mut world, process, 2, tiles);
+        write_all(&mut world, process, 3, tiles);
+    }
+    let (disks, random) = world.crash(true);
+    let mut alone = disks.pick(&[1]);
+    assert_eq!(verify(&mut alone).unwrap().damaged_tiles, []);
+    let mut world = World::start(alone, random);
+    for (name, tiles) in JOBS {
+        let (process, _) = world.open(&job(name), 0, 1).unwrap();
+        world.resume(process, 3).unwrap();
+        expect_all(&mut world, process, 3, tiles);
+    }
+}
+
+#[test]
+fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    let process = world.begin("one", 20, Durability::Committed);
+    write_all(&mut world, process, 1, 20);
+    let call = world.drain_call("sim0");
+    world.answer(call).unwrap();
+    world.move_all();
+    write_all(&mut world, process, 2, 20);
+    world.move_all();
+    write_all(&mut world, process, 3, 20);
+    world.move_all();
+    assert_eq!(world.core.moves(), Moves::None);
+    let home = world.core.device_states().swap_remove(0).standing;
+    assert_eq!(home.left_bytes, 0);
+    let told = home.stuck.unwrap();
+    assert!(told.contains("when offloadd is started next"), "{told}");
+    assert!(world.left.is_empty());
+    // Jobs come and commit as before.
+    let late = world.begin("two", 7, Durability::Committed);
+    write_all(&mut world, late, 1, 7);
+    write_all(&mut world, late, 2, 7);
+    write_all(&mut world, process, 4, 20);
+    let (mut disks, random) = world.crash(true);
+    assert_eq!(opened(&mut disks), Ok(moved()));
+    assert_eq!(has_catalog(&disks, 0), [false; 2]);
+    assert_eq!(opened(&mut disks), Ok(HomeMove::NotDue));
+    let mut world = World::start(disks, random);
+    world.move_all();
+    assert_eq!(world.left, [0]);
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 4).unwrap();
+    expect_all(&mut world, process, 4, 20);
+}
+
+#[test]
+fn a_store_without_jobs_keeps_a_catalog() {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    let call = world.drain_call("sim0");
+    world.answer(call).unwrap();
+    world.move_all();
+    assert!(world.left.is_empty());
+    let (mut disks, random) = world.crash(true);
+    assert_eq!(opened(&mut disks), Ok(moved()));
+    let mut world = World::start(disks, random);
+    world.move_all();
+    assert_eq!(world.left, [0]);
+    let (disks, _) = world.crash(true);
+    assert!(
+        recover::read(&mut disks.pick(&[1]))
+            .unwrap()
+            .jobs
+            .is_empty()
+    );
+}
+
+#[test]
+fn a_cut_at_any_operation_leaves_one_whole_store() {
+    let (disks, _) = emptied();
+    let mut outcomes = [0; 2];
+    for at in 0.. {
+        let mut cut = disks.clone();
+        cut.plan = Some(SimFaultPlan {
+            at: cut.operation_count() + at,
+            for_good: true,
+            fault: SimFault::Gone,
+        });
+        let ended = opened(&mut cut) == Ok(moved());
+        cut.mend();
+        for seed in 0..6 {
+            let mut after = cut.clone();
+            // The power goes, or only the daemon dies.
+            if seed > 0 {
+                after.crash(seed, Vec::new());
+            }
+            let again = opened(&mut after).unwrap_or_else(|error| panic!("cut at {at}: {error}"));
+            outcomes[usize::from(again == moved())] += 1;
+            assert_eq!(has_catalog(&after, 0), [false; 2], "cut at {at}");
+            assert_eq!(has_catalog(&after, 1), [true; 2], "cut at {at}");
+            expect_whole(after, SimRandom::new(seed));
+        }
+        if ended {
+            break;
+        }
+    }
+    assert!(outcomes.iter().all(|count| *count > 20), "{outcomes:?}");
+}
+
+#[test]
+fn every_failed_operation_leaves_the_old_home_or_refuses_the_start() {
+    let (disks, random) = emptied();
+    let mut refused = 0;
+    for at in 0.. {
+        let mut failing = disks.clone();
+        let mut store = recover::open(&mut failing).unwrap();
+        let first = failing.operation_count();
+        failing.plan = Some(SimFaultPlan {
+            at: first + at,
+            for_good: false,
+            fault: [SimFault::Errno(libc::EIO), SimFault::Full][at as usize % 2],
+        });
+        let outcome = settle(&mut failing, &mut store);
+        let beyond = failing.operation_count() <= first + at;
+        failing.mend();
+        match outcome {
+            // A copy that the device did not give stands twice.
+            Ok(HomeMove::Moved { .. }) => {}
+            Ok(HomeMove::Failed(why)) => {
+                assert!(why.contains("sim"), "{why}");
+                assert_eq!(has_catalog(&failing, 0), [true; 2], "{why}");
+            }
+            Ok(HomeMove::NotDue) => panic!("it was due"),
+            Err(_) => refused += 1,
+        }
+        opened(&mut failing).unwrap();
+        expect_whole(failing, random.clone());
+        if beyond {
+            break;
+        }
+    }
+    assert!(refused > 2, "{refused}");
+}
+
+#[test]
+fn an_old_catalog_never_stands_in_for_a_damaged_one() {
+    let (disks, _) = emptied();
+    let mut settled = disks.clone();
+    assert_eq!(opened(&mut settled), Ok(moved()));
+    for offset in CATALOG_OFFSETS {
+        settled.flip(1, offset + 100, 3);
+    }
+    let error = recover::read(&mut settled).unwrap_err();
+    assert!(error.to_string().contains("catalog of sim1"), "{error}");
+}
+
+#[test]
+fn what_the_device_does_not_give_is_taken_from_its_twin() {
+    let (mut disks, random) = emptied();
+    let mut store = recover::open(&mut disks).unwrap();
+    let area = store.catalog.entries[0].area;
+    for [first, _] in [area.definitions(), area.records(0), area.marks(1)] {
+        disks.wear_out(0, first..first + 1);
+    }
+    let mut both = disks.clone();
+    for offset in area.definitions() {
+        both.wear_out(0, offset..offset + 1);
+    }
+    let mut as_read = store.clone();
+    let outcome = settle(&mut both, &mut as_read).unwrap();
+    assert!(matches!(outcome, HomeMove::Failed(why) if why.contains("sim0")));
+    assert_eq!(has_catalog(&both, 0), [true; 2]);
+    assert_eq!(settle(&mut disks, &mut store), Ok(moved()));
+    expect_whole(disks, random);
+}
+
+#[test]
+fn a_withheld_record_keeps_the_home() {
+    let (mut disks, random) = emptied();
+    let area = recover::read(&mut disks).unwrap().catalog.entries[0].area;
+    for offset in area.records(0) {
+        disks.wear_out(0, offset..offset + 1);
+    }
+    let outcome = opened(&mut disks).unwrap();
+    assert!(
+        matches!(&outcome, HomeMove::Failed(why) if why.contains("give-up one")),
+        "{outcome:?}"
+    );
+    // The device gives it again.
+    disks.mend();
+    assert_eq!(opened(&mut disks), Ok(moved()));
+    expect_whole(disks, random);
+}
+
+#[test]
+fn a_home_whose_records_find_no_room_stays_and_is_refused_before() {
+    let mut world = World::start(formatted(), SimRandom::new(5));
+    let process = world.begin("one", 100, Durability::Committed);
+    write_all(&mut world, process, 1, 100);
+    world.close(process).unwrap();
+    let (disks, random) = world.crash(true);
+    let mut alone = World::start(disks, random);
+    let call = alone.drain_call("sim1");
+    alone.answer(call).unwrap();
+    // The only other one is drained already.
+    let call = alone.drain_call("sim0");
+    let fault = alone.answer(call).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::NoSpace);
+    assert!(
+        fault.message.contains("holds the store's catalog"),
+        "{fault}"
+    );
+}
