@@ -1,5 +1,7 @@
 //! Why the swapper refused or gave up. After anything but a refused call it takes nothing more; what was committed stays.
 
+use offload_client::{ClientError, FaultKind};
+
 use crate::schedule::Op;
 
 /// A refusal or failure of the swapper.
@@ -102,4 +104,23 @@ pub enum SwapperError {
     /// An earlier failure, which was reported then, has ended this swapper.
     #[error("the swapper stopped after an earlier error; what was committed before it is safe")]
     Stopped,
+}
+
+impl SwapperError {
+    /// Whether the daemon is gone, and with it perhaps the rank that started it.
+    pub fn is_of_a_gone_daemon(&self) -> bool {
+        let Self::Client { source, .. } = self else {
+            return false;
+        };
+        matches!(source, ClientError::DaemonGone { .. })
+    }
+
+    /// Whether the job takes nothing more, perhaps because a rank of it is dead.
+    pub fn is_of_a_poisoned_job(&self) -> bool {
+        match self {
+            Self::Client { source, .. } => source.fault() == Some(FaultKind::Poisoned),
+            Self::Tile { source, .. } => source.kind() == FaultKind::Poisoned,
+            _ => false,
+        }
+    }
 }

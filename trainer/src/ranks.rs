@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{CollectiveError, Comm, Patience, Rendezvous, World};
 use serde::Serialize;
@@ -13,6 +13,9 @@ use crate::train::TrainError;
 
 /// Between two rounds in which ranks say how far they are. Short beside whatever is done together.
 const ROUND: Duration = Duration::from_millis(20);
+
+/// So long after its death a rank is known to be dead, even on a busy machine: some heartbeats. Launchers wait twice as long.
+const DEATH_WAIT: Duration = Duration::from_secs(4);
 
 /// How far a rank is with what all do together.
 const WORKING: u8 = 0;
@@ -197,10 +200,31 @@ impl Ranks {
                 Ok(())
             }
             Err(error) => {
+                let error = self.blame(error);
                 self.give_up(&error);
                 Err(error)
             }
         }
+    }
+
+    /// With the rank that died, if that may be why: heartbeats tell of it after what it kept has failed.
+    fn blame(&self, error: TrainError) -> TrainError {
+        let until = Instant::now() + DEATH_WAIT;
+        while self.count() > 1
+            && error.may_follow_a_death(self.is_first())
+            && Instant::now() < until
+        {
+            match self.comm.gone() {
+                Some(death @ CollectiveError::Died { .. }) => {
+                    let error = Box::new(error);
+                    return TrainError::AfterDeath { death, error };
+                }
+                // It lives and has its own words.
+                Some(_) => break,
+                None => std::thread::sleep(ROUND),
+            }
+        }
+        error
     }
 
     /// Tells the others that this rank ends, and why. Only the first reason counts.

@@ -63,6 +63,11 @@ pub enum TrainError {
         "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
     )]
     Nodes { ranks: u32, local_ranks: u32 },
+    #[error("{death}. Here: {error}")]
+    AfterDeath {
+        death: CollectiveError,
+        error: Box<TrainError>,
+    },
     #[error("rank {rank} failed in {what}: see its own message")]
     OtherRank { rank: u32, what: String },
     #[error("cannot take over SIGTERM and SIGINT: {0}")]
@@ -123,6 +128,17 @@ impl From<HomeError> for TrainError {
 }
 
 impl TrainError {
+    /// Whether another rank's death may be why, of which the daemon or its end told first. The first rank's daemon dies with it
+    /// and with nobody else.
+    pub(crate) fn may_follow_a_death(&self, is_first: bool) -> bool {
+        match self {
+            Self::Swapper(error) | Self::InPlace(error) => {
+                error.is_of_a_poisoned_job() || !is_first && error.is_of_a_gone_daemon()
+            }
+            _ => false,
+        }
+    }
+
     /// With what a person can do about it, as far as that depends on the run.
     pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
         match self {
