@@ -15,7 +15,7 @@ done
 .ci/test-tools.sh
 root=$(mktemp -d)
 # What debootstrap mounted there and left, because it failed, is this machine's.
-trap 'umount "$root/sys" "$root/proc" 2>/dev/null; rm -rf --one-file-system "$root" "$image.new"' EXIT
+trap 'umount "$root/sys" "$root/proc" 2>/dev/null || true; rm -rf --one-file-system "$root" "$image.new"' EXIT
 chmod 755 "$root"
 # The release of this machine, whose libc what is built here needs.
 codename=$(. /etc/os-release && [ "$ID" = debian ] && echo "$VERSION_CODENAME" || echo bookworm)
