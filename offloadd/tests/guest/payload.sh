@@ -48,6 +48,15 @@ must "killed, it comes back" systemctl --quiet is-active offloadd
 must "a restart" systemctl restart offloadd
 must "everything is whole" offloadd verify --config $config
 say "FACT held again $(held)"
+lives=/tmp/lives
+mkdir -m 777 $lives
+runuser -u alice -- env OFFLOADD_GUEST_SOCKET=/run/offloadd/offloadd.sock OFFLOADD_GUEST_RESTART=$lives \
+    /payload/writer --exact service::systemd_runs_the_installed_daemon --nocapture >/tmp/lives.log 2>&1 &
+for _ in $(seq 300); do [ -e $lives/written ] || [ -z "$(jobs -r)" ] && break; sleep 0.2; done
+must "a process writes what it has not committed" test -e $lives/written
+must "a restart beside it" systemctl restart offloadd
+touch $lives/restarted
+wait $! && say "OK its session goes on, and commits" || failed "its session goes on, and commits" "$(cat /tmp/lives.log)"
 must "it stops" systemctl stop offloadd
 say "FACT $(systemctl show -p Result offloadd)"
 # Were the filter not enforced, it would take io_uring here too.

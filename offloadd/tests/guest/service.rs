@@ -1,6 +1,6 @@
 //! A Debian installs the package, and its systemd runs the daemon, sandbox and seccomp filter enforced. What could go wrong:
 //! scripts that fail where there is a systemd, READY that never comes, a filter that takes io_uring or direct I/O away, a
-//! daemon that does not come back, a removal that takes stores.
+//! daemon that does not come back, sessions that do not outlive its restart, a removal that takes stores.
 //!
 //! `offloadd/tests/guest/debian.sh` makes the Debian (root, apt); without it this is skipped. It takes some minutes, most of
 //! them for an emulated processor to boot.
@@ -40,7 +40,11 @@ exec /sbin/init
 #[test]
 fn systemd_runs_the_installed_daemon() {
     if let Some(socket) = std::env::var_os(writer::SOCKET) {
-        return writer::commit_generations(Path::new(&socket), GENERATIONS);
+        let socket = Path::new(&socket);
+        return match std::env::var_os(writer::RESTART) {
+            None => writer::commit_generations(socket, GENERATIONS),
+            Some(folder) => writer::live_through_a_restart(socket, Path::new(&folder)),
+        };
     }
     let Some(parts) = Parts::find() else { return };
     let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../guest/debian.ext4");
@@ -80,7 +84,7 @@ fn systemd_runs_the_installed_daemon() {
     }
     let said = machine.said().join("\n");
     assert!(ended && !said.contains("GUEST FAILED"), "{said}");
-    assert!(ok >= 20, "{ok} steps: {said}");
+    assert!(ok >= 23, "{ok} steps: {said}");
     let fact = |what: &str| {
         let found = facts.iter().find(|fact| fact.starts_with(what));
         found.unwrap_or_else(|| panic!("nothing told of {what}: {said}"))

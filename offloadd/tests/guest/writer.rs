@@ -7,13 +7,19 @@ use offload_api::checksum::checksum;
 use offload_api::ids::SlotIndex;
 use offload_api::proto;
 
-use crate::common::{Control, Session, open_sized, swap_in, swap_out};
+use crate::common::{Control, Session, eventually, open_sized, swap_in, swap_out};
 
 pub(crate) const TILES: u32 = 6;
 pub(crate) const TILE_BYTES: u32 = 16 << 10;
 pub(crate) const JOB: &str = "guest";
+/// An emulated processor on a busy machine: it hangs only when it takes longer.
+const RESTARTED: Duration = Duration::from_secs(600);
+
 /// Set for this program when it runs in the guest.
 pub(crate) const SOCKET: &str = "OFFLOADD_GUEST_SOCKET";
+
+/// Where this program and who restarts the daemon tell each other how far they are; set when that is to be lived through.
+pub(crate) const RESTART: &str = "OFFLOADD_GUEST_RESTART";
 
 /// Whether generation `generation` writes this tile; the first writes all.
 fn writes(generation: u64, tile: u32) -> bool {
@@ -82,6 +88,42 @@ pub(crate) fn commit_generations(socket: &Path, count: u64) {
         session.commit(&mut control, generation, &generation.to_le_bytes());
         println!("\nACK {generation}");
     }
+}
+
+/// Writes a generation, lets the daemon be restarted, and commits it by the same session.
+pub(crate) fn live_through_a_restart(socket: &Path, folder: &Path) {
+    let mut control = Control::connect(socket);
+    let request = proto::OpenSessionRequest {
+        job: "lives".into(),
+        ..open_sized(JOB, u64::from(TILE_BYTES))
+    };
+    let reply = control.open_session(request).unwrap();
+    let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
+    session.begin_sized(&mut control, TILES, TILE_BYTES);
+    for tile in 0..TILES {
+        let place = session.geometry.place(SlotIndex(0)).unwrap();
+        let bytes = content(1, tile);
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, 0, 1, &bytes));
+        assert_eq!(session.complete().fault, 0);
+    }
+    std::fs::write(folder.join("written"), []).unwrap();
+    eventually("it is restarted", RESTARTED, || {
+        folder.join("restarted").exists()
+    });
+    let mut control = Control::connect(socket);
+    let token = session.token.clone();
+    let found = control.reattach(proto::ReattachRequest { token }).unwrap();
+    assert_eq!(found.working_generation, 1);
+    for tile in 0..TILES {
+        session.submit(swap_in(tile, 1));
+        assert_eq!(session.complete().fault, 0);
+        let place = session.geometry.place(SlotIndex(1)).unwrap();
+        let mut bytes = vec![0; TILE_BYTES as usize];
+        rustix::io::pread(&session.received.arena, &mut bytes[..], place.offset).unwrap();
+        assert!(bytes == content(1, tile), "tile {tile} is another");
+    }
+    assert_eq!(session.commit(&mut control, 1, b"lived"), 2);
 }
 
 /// Reads all tiles again and again and says what was refused, until it was ten times; then tries to commit all of them.
