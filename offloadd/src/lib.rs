@@ -14,6 +14,7 @@
 
 pub mod arena;
 pub mod blocks;
+mod ceiling;
 pub mod check;
 pub mod config;
 pub mod core;

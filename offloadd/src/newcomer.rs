@@ -75,6 +75,7 @@ pub fn prepare(
             data_bytes: data_bytes(device.bytes()),
             rates,
             created_unix_s: now.map_or(0, |time| time.as_secs()),
+            move_bytes_per_s_max: None,
         };
         Ok(Newcomer { device, new, made })
     });

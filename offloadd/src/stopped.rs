@@ -4,11 +4,13 @@
 //! is whole, and what was begun goes on with the next daemon or when it is asked again.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Epoch, Generation};
 
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use crate::ceiling::Ceiling;
 use crate::core::{
     Action, Buffer, Call, CallId, Core, DeviceState, Event, IoOp, IoResult, Limits, Moves,
     NewDevice, Peer, Reply,
@@ -126,8 +128,10 @@ impl Stopped {
     /// # Errors
     /// The core's refusal, or a failed device.
     pub fn drain(&mut self, path: &str) -> Result<Reply, Fault> {
-        let path = path.to_owned();
-        self.call(Call::DrainDevice { path })
+        self.call(Call::DrainDevice {
+            path: path.to_owned(),
+            move_bytes_per_s_max: None,
+        })
     }
 
     /// Forgets records of a job that could not be read. What it can be gone on from then; 0: nothing.
@@ -141,11 +145,21 @@ impl Stopped {
         }
     }
 
-    /// Moves all tiles that are to move. `watch` is told how many bytes were moved.
+    /// Moves all tiles that are to move, under a ceiling if there is one. `watch` is told how many bytes were moved.
     ///
     /// # Errors
     /// Why some cannot move.
-    pub fn move_all(&mut self, watch: &mut dyn FnMut(u64)) -> Result<(), Fault> {
+    pub fn move_all(
+        &mut self,
+        bytes_per_s_max: Option<u64>,
+        watch: &mut dyn FnMut(u64),
+    ) -> Result<(), Fault> {
+        if let Some(bytes_per_s_max) = bytes_per_s_max
+            && self.core.moves() != Moves::None
+        {
+            self.call(Call::LimitMoves { bytes_per_s_max })?;
+        }
+        let mut ceiling = Ceiling::default();
         let mut idle_turns = 0;
         loop {
             let moved_bytes = self.core.moved_bytes();
@@ -160,7 +174,12 @@ impl Stopped {
                     return Err(Fault::new(FaultKind::Io, why));
                 }
             }
+            if let Some(paid) = ceiling.next(bytes_per_s_max) {
+                std::thread::sleep(paid.saturating_duration_since(Instant::now()));
+            }
+            let (began, copied_before) = (Instant::now(), self.core.copied_bytes());
             self.carry_out(Event::MoveOn { hurry: true });
+            ceiling.copied(began, self.core.copied_bytes() - copied_before);
             watch(self.core.moved_bytes());
             idle_turns = match self.core.moved_bytes() == moved_bytes {
                 true => idle_turns + 1,

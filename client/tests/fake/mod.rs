@@ -365,6 +365,10 @@ impl Offload for Service {
         Err(Status::unimplemented("the fake has no devices"))
     }
 
+    async fn limit_moves(&self, _: Request<LimitMovesRequest>) -> Answer<LimitMovesReply> {
+        Err(Status::unimplemented("the fake has no devices"))
+    }
+
     async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
         Err(Status::unimplemented("the fake counts nothing"))
     }

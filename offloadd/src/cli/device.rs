@@ -33,7 +33,7 @@ pub(crate) enum DeviceCommand {
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 belongs into `devices` of the settings: the store opens with all its devices or not at all.
-What is cut off can be run again.")]
+What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it.")]
     Add {
         /// A file to make, or a block device
         #[arg(value_name = "DEVICE")]
@@ -44,6 +44,9 @@ What is cut off can be run again.")]
         /// Overwrite what is on it
         #[arg(long)]
         force: bool,
+        /// Copy tiles no faster than that, like 200MB/s: until they have moved or the daemon is started again
+        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,
     },
@@ -54,12 +57,25 @@ What is cut off can be run again.")]
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.
-The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take
-up; without a daemon, at once.")]
+With --rate no more is copied a second, on the average; `offloadd device rate` changes it. The device with the store's catalog
+and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
     Drain {
         /// As the settings name it
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
+        /// Copy tiles no faster than that, like 200MB/s: until they have moved or the daemon is started again
+        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        rate: Option<u64>,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+    /// Change how fast the tiles that move now may be copied
+    #[command(after_help = "Example:
+  offloadd device rate 100MB/s --socket /run/offloadd/offloadd.sock    # 10000GB/s: as fast as it goes beside the jobs")]
+    Rate {
+        /// Of what is copied, on the average
+        #[arg(value_name = "RATE", value_parser = super::verify::rate)]
+        rate: u64,
         #[command(flatten)]
         store: WhichStore,
     },
@@ -100,23 +116,37 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
             path,
             size,
             force,
+            rate,
             store,
         } => {
             let path = std::path::absolute(path)?;
             match runtime.block_on(way(&store))? {
                 Way::Served(mut daemon) => {
-                    runtime.block_on(add_served(&mut daemon, &path, size, force))
+                    let request = proto::AddDeviceRequest {
+                        path: utf8(&path)?,
+                        file_bytes: size,
+                        force,
+                        move_bytes_per_s_max: rate,
+                    };
+                    runtime.block_on(add_served(&mut daemon, &path, request))
                 }
-                Way::Stopped(config) => add_stopped(&config, &path, size, force),
+                Way::Stopped(config) => add_stopped(&config, &path, size, force, rate),
             }
         }
-        DeviceCommand::Drain { path, store } => {
+        DeviceCommand::Drain { path, rate, store } => {
             let path = std::path::absolute(path)?;
             match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => runtime.block_on(drain_served(&mut daemon, &path)),
-                Way::Stopped(config) => drain_stopped(&config, &path),
+                Way::Served(mut daemon) => runtime.block_on(drain_served(&mut daemon, &path, rate)),
+                Way::Stopped(config) => drain_stopped(&config, &path, rate),
             }
         }
+        DeviceCommand::Rate { rate, store } => match runtime.block_on(way(&store))? {
+            Way::Served(mut daemon) => runtime.block_on(limit_served(&mut daemon, rate)),
+            Way::Stopped(config) => bail!(
+                "no daemon answers at {}, so no tiles move: `offloadd device drain --rate` and `add --rate` say how fast they are to",
+                config.socket.display()
+            ),
+        },
         DeviceCommand::List { json, store } => {
             let lines = match runtime.block_on(way(&store))? {
                 Way::Served(mut daemon) => runtime.block_on(lines_served(&mut daemon))?,
@@ -155,14 +185,9 @@ fn utf8(path: &Path) -> Result<String> {
 async fn add_served(
     daemon: &mut Daemon,
     path: &Path,
-    file_bytes: Option<u64>,
-    force: bool,
+    request: proto::AddDeviceRequest,
 ) -> Result<()> {
-    let request = proto::AddDeviceRequest {
-        path: utf8(path)?,
-        file_bytes,
-        force,
-    };
+    let ceiling = at_most(request.move_bytes_per_s_max);
     let asked = daemon.client.add_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
     let reply = reply.into_inner();
@@ -172,7 +197,9 @@ async fn add_served(
         reply.data_bytes,
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
-    println!("Tiles move to it while jobs run; `offloadd device list` shows how far they are.");
+    println!(
+        "Tiles move to it while jobs run{ceiling}; `offloadd device list` shows how far they are."
+    );
     Ok(())
 }
 
@@ -189,17 +216,39 @@ fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
     );
 }
 
-async fn drain_served(daemon: &mut Daemon, path: &Path) -> Result<()> {
-    let request = proto::DrainDeviceRequest { path: utf8(path)? };
+async fn drain_served(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Result<()> {
+    let request = proto::DrainDeviceRequest {
+        path: utf8(path)?,
+        move_bytes_per_s_max: rate,
+    };
     let asked = daemon.client.drain_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
     println!(
-        "{} leave {} while jobs run; `offloadd device list` shows how far they are.",
+        "{} leave {} while jobs run{}; `offloadd device list` shows how far they are.",
         binary(reply.into_inner().left_bytes),
-        path.display()
+        path.display(),
+        at_most(rate)
     );
     say_drained(path);
     Ok(())
+}
+
+async fn limit_served(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
+    let request = proto::LimitMovesRequest { bytes_per_s_max };
+    let asked = daemon.client.limit_moves(request).await;
+    asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    println!(
+        "Tiles move{} from now on; `offloadd device list` shows how far they are.",
+        at_most(Some(bytes_per_s_max))
+    );
+    Ok(())
+}
+
+/// ", at most 95.4 MiB a second"; nothing where there is no ceiling.
+fn at_most(bytes_per_s_max: Option<u64>) -> String {
+    bytes_per_s_max.map_or_else(String::new, |rate| {
+        format!(", at most {} a second", binary(rate))
+    })
 }
 
 fn say_drained(path: &Path) {
@@ -233,7 +282,13 @@ fn say_outsiders(stopped: &Stopped) {
     }
 }
 
-fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: bool) -> Result<()> {
+fn add_stopped(
+    config: &Config,
+    path: &Path,
+    file_bytes: Option<u64>,
+    force: bool,
+    rate: Option<u64>,
+) -> Result<()> {
     // An add that was cut off may be listed already: what is not of the store yet is opened below.
     let mut config = config.clone();
     let begun = cut_off(&config, path);
@@ -248,7 +303,7 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
             "{name} is device {} of the store already",
             known.standing.number
         );
-        return move_all(&mut stopped);
+        return move_all(&mut stopped, rate);
     }
     let Newcomer { device, new, made } = prepare(
         path,
@@ -279,7 +334,7 @@ fn add_stopped(config: &Config, path: &Path, file_bytes: Option<u64>, force: boo
             bail!("{}", fault.message);
         }
     }
-    move_all(&mut stopped)
+    move_all(&mut stopped, rate)
 }
 
 /// A file that root made belongs to whom the store's other files belong to: his daemon could not open it otherwise.
@@ -309,7 +364,7 @@ fn cut_off(config: &Config, path: &Path) -> bool {
         })
 }
 
-fn drain_stopped(config: &Config, path: &Path) -> Result<()> {
+fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> {
     let mut stopped = open_settled(config)?;
     let name = utf8(path)?;
     if stopped
@@ -327,12 +382,12 @@ fn drain_stopped(config: &Config, path: &Path) -> Result<()> {
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => bail!("{}", fault.message),
     }
-    move_all(&mut stopped)?;
+    move_all(&mut stopped, rate)?;
     if !has_left(&stopped, &name) {
         // The home goes in two steps: tiles first, then catalog and records as the store is opened.
         drop(stopped);
         stopped = open_settled(config)?;
-        move_all(&mut stopped)?;
+        move_all(&mut stopped, rate)?;
     }
     if !has_left(&stopped, &name) {
         bail!("{name} is not empty yet: run the same again");
@@ -348,11 +403,12 @@ fn has_left(stopped: &Stopped, name: &str) -> bool {
         .any(|device| device.path == name && device.standing.phase.is_some())
 }
 
-fn move_all(stopped: &mut Stopped) -> Result<()> {
+fn move_all(stopped: &mut Stopped, rate: Option<u64>) -> Result<()> {
     let left = stopped.devices().into_iter().map(|d| d.standing.left_bytes);
     let total_bytes: u64 = left.sum();
-    let mut work = LongWork::new("moving tiles", Unit::Bytes, Listener::Person);
-    let moved = stopped.move_all(&mut |moved_bytes| {
+    let what = format!("moving tiles{}", at_most(rate));
+    let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+    let moved = stopped.move_all(rate, &mut |moved_bytes| {
         work.at(moved_bytes, total_bytes.max(moved_bytes));
     });
     drop(work);
@@ -369,6 +425,8 @@ struct Line {
     rated_bytes: Option<u64>,
     /// That move, a second; `None`: nobody looked.
     moving_bytes_per_s: Option<u64>,
+    /// The ceiling of what moves to or from it.
+    move_bytes_per_s_max: Option<u64>,
 }
 
 impl Line {
@@ -382,7 +440,9 @@ impl Line {
     }
 
     fn left(&self) -> Option<Duration> {
-        let rate = self.moving_bytes_per_s.filter(|rate| *rate > 0)?;
+        // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
+        let rates = [self.moving_bytes_per_s, self.move_bytes_per_s_max];
+        let rate = rates.into_iter().flatten().filter(|rate| *rate > 0).min()?;
         Some(Duration::from_secs(self.state.standing.left_bytes / rate))
     }
 }
@@ -396,6 +456,7 @@ async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
         (before, now) = daemon.look_twice(LOOKS_APART).await?;
     }
     let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
+    let ceiling = now.move_bytes_per_s_max;
     let lines = now.devices.into_iter().enumerate();
     let lines = lines.map(|(index, view)| {
         let earlier = (before.devices.get(index)).map(|d| d.state.standing.left_bytes);
@@ -404,6 +465,7 @@ async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
             moving_bytes_per_s: moved_bytes
                 .filter(|_| apart > 0.0)
                 .map(|bytes| (bytes as f64 / apart) as u64),
+            move_bytes_per_s_max: ceiling.filter(|_| !settled(&view.state)),
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
             state: view.state,
@@ -424,6 +486,7 @@ fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
             worn_bytes: stopped.worn_bytes(&state),
             rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
             moving_bytes_per_s: None,
+            move_bytes_per_s_max: None,
             state,
         }
     });
@@ -460,9 +523,10 @@ fn table(lines: &[Line]) -> String {
         let standing = &line.state.standing;
         if let Some(left) = line.left() {
             text += &format!(
-                "device {}: about {} s left\n",
+                "device {}: about {} s left{}\n",
                 standing.number,
-                left.as_secs() + 1
+                left.as_secs() + 1,
+                at_most(line.move_bytes_per_s_max)
             );
         }
         if let Some(stuck) = &standing.stuck {
@@ -495,6 +559,7 @@ fn to_json(lines: &[Line]) -> Value {
             "rated_bytes": line.rated_bytes,
             "left_bytes": standing.left_bytes,
             "left_s": line.left().map(|left| left.as_secs() + 1),
+            "move_bytes_per_s_max": line.move_bytes_per_s_max,
             "stuck": standing.stuck,
         })
     });

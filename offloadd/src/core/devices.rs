@@ -90,6 +90,7 @@ impl Core {
     ) -> Result<Option<Reply>, Fault> {
         let device = DeviceIndex(self.devices.len() as u32);
         let rates = new.rates;
+        self.limit_next_moves(new.move_bytes_per_s_max);
         self.devices.push(RecoveredDevice {
             position: device.0 as usize,
             path: new.path,
@@ -122,6 +123,7 @@ impl Core {
         &mut self,
         call: CallId,
         path: &str,
+        move_bytes_per_s_max: Option<u64>,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
         let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
@@ -143,11 +145,13 @@ impl Core {
                 let what = format!("{path} is just about to be drained: ask again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
+            self.limit_next_moves(move_bytes_per_s_max);
             self.mover.retry();
             let left_bytes = self.left_bytes(device);
             return Ok(Some(Reply::DrainDevice { left_bytes }));
         }
         self.check_room_without(device)?;
+        self.limit_next_moves(move_bytes_per_s_max);
         // From now on nothing new comes.
         self.space.close(device);
         let change = DeviceChange::Drain { call, device };

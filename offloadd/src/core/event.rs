@@ -191,6 +191,13 @@ pub enum Call {
     DrainDevice {
         /// As the settings name it.
         path: String,
+        /// As [`Call::LimitMoves`].
+        move_bytes_per_s_max: Option<u64>,
+    },
+    /// A ceiling for what is copied while tiles move now, as long as some are to.
+    LimitMoves {
+        /// On the average.
+        bytes_per_s_max: u64,
     },
 }
 
@@ -207,6 +214,8 @@ pub struct NewDevice {
     pub rates: MeasuredRates,
     /// Now.
     pub created_unix_s: u64,
+    /// As [`Call::LimitMoves`].
+    pub move_bytes_per_s_max: Option<u64>,
 }
 
 /// A tile that is not what was written, as a process found it.
@@ -313,6 +322,8 @@ pub enum Reply {
         /// That must move.
         left_bytes: u64,
     },
+    /// Tiles move so from now on.
+    LimitMoves,
 }
 
 /// What the core knows about the daemon; engine and memory notes are the driver's.

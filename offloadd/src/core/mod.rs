@@ -177,7 +177,13 @@ impl Core {
             Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
             Call::GiveUp { uid, job } => self.give_up(call, JobKey::new(uid, job), actions),
             Call::AddDevice(device) => self.add_device(call, device, actions),
-            Call::DrainDevice { path } => self.drain_device(call, &path, actions),
+            Call::DrainDevice {
+                path,
+                move_bytes_per_s_max,
+            } => self.drain_device(call, &path, move_bytes_per_s_max, actions),
+            Call::LimitMoves { bytes_per_s_max } => self
+                .limit_moves(bytes_per_s_max)
+                .map(|()| Some(Reply::LimitMoves)),
         };
         match answer {
             Ok(None) => {}

@@ -43,6 +43,10 @@ pub(super) struct Mover {
     stopped: Option<String>,
     /// Moved in this life, with a copy or without.
     moved_bytes: u64,
+    /// Those with a copy.
+    copied_bytes: u64,
+    /// What may be copied a second; whoever drives keeps to it.
+    bytes_per_s_max: Option<u64>,
 }
 
 /// Extents that cannot be moved in this life.
@@ -139,6 +143,35 @@ impl Core {
         self.mover.moved_bytes
     }
 
+    /// Of those, what was copied by the daemon: what counts for a ceiling.
+    pub fn copied_bytes(&self) -> u64 {
+        self.mover.copied_bytes
+    }
+
+    /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
+    pub fn move_bytes_per_s_max(&self) -> Option<u64> {
+        self.mover
+            .bytes_per_s_max
+            .filter(|_| self.moves() != Moves::None)
+    }
+
+    pub(super) fn limit_moves(&mut self, bytes_per_s_max: u64) -> Result<(), Fault> {
+        if self.moves() == Moves::None {
+            let what = "no tiles are to move: a ceiling is given with the device that comes or is drained, and goes with its last tile";
+            return Err(Fault::new(FaultKind::Invalid, what));
+        }
+        self.mover.bytes_per_s_max = Some(bytes_per_s_max);
+        Ok(())
+    }
+
+    /// What a device brings that comes or is drained. Of moves that have ended nothing is left; those under way keep theirs
+    /// where nobody says otherwise.
+    pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>) {
+        if bytes_per_s_max.is_some() || self.moves() == Moves::None {
+            self.mover.bytes_per_s_max = bytes_per_s_max;
+        }
+    }
+
     /// Of extents that are still to come to `device`, or to leave it.
     pub(super) fn left_bytes(&self, device: DeviceIndex) -> u64 {
         match self.devices[device.0 as usize].phase {
@@ -189,7 +222,11 @@ impl Core {
             }
             if !places.is_empty() {
                 self.mover.plan = Some(plan);
-                self.mover.moved_bytes += places.iter().map(|p| u64::from(p.bytes)).sum::<u64>();
+                for place in &places {
+                    let bytes = u64::from(place.bytes);
+                    self.mover.moved_bytes += bytes;
+                    self.mover.copied_bytes += if place.copy.is_some() { bytes } else { 0 };
+                }
                 return self.start_batch(key, places, actions);
             }
         }
@@ -258,7 +295,9 @@ impl Core {
         let job_id = stored.entry.job_id;
         let copies = stored.durability().extents_a_tile();
         let definition_bytes = stored.entry.area.definition_bytes;
-        let bytes_max = BATCH_BYTES.max(DEFINITION_TIMES * definition_bytes);
+        // Under a ceiling what a second allows: whoever waits for the drives waits for one batch.
+        let batch_bytes = BATCH_BYTES.min(self.mover.bytes_per_s_max.unwrap_or(u64::MAX));
+        let bytes_max = batch_bytes.max(DEFINITION_TIMES * definition_bytes);
         let recorded = resumable(&stored.slots);
         let may_copy = !in_session
             || hurry

@@ -92,6 +92,7 @@ impl Driver {
             arena_used_bytes,
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
+            move_bytes_per_s_max: self.core.move_bytes_per_s_max(),
             devices: self.devices_of_store(),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }

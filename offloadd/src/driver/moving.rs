@@ -1,5 +1,5 @@
 //! Devices that come and go, and when their tiles move: as fast as it goes while nobody else is there, otherwise a quarter
-//! of the time, so that jobs keep their share.
+//! of the time, so that jobs keep their share; and never faster than the ceiling that came with them.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 
 use super::inbox::stopping;
 use super::{CALLS_MAX, Counted, Driver, Waiting};
+use crate::ceiling::Ceiling;
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::queue::DeviceLimits;
 
@@ -33,9 +34,10 @@ const RETRY: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct Pacing {
     next: Instant,
-    /// When those that move began.
-    began: Option<Instant>,
-    /// When some moved last.
+    /// When those that move began, and what was copied before them.
+    began: Option<(Instant, u64)>,
+    ceiling: Ceiling,
+    /// When some moved last, or may again.
     progress: Instant,
     told_stopped: bool,
 }
@@ -45,6 +47,7 @@ impl Pacing {
         Self {
             next: now,
             began: None,
+            ceiling: Ceiling::default(),
             progress: now,
             told_stopped: false,
         }
@@ -55,11 +58,21 @@ impl Driver {
     /// When [`Self::move_tiles`] is wanted next.
     pub(super) fn move_at(&self) -> Option<Instant> {
         match self.core.moves() {
-            Moves::Waiting | Moves::Stopped if self.stop_deadline.is_none() => {
-                Some(self.pacing.next)
-            }
+            Moves::Waiting if self.stop_deadline.is_none() => Some(self.may_move_at()),
+            Moves::Stopped if self.stop_deadline.is_none() => Some(self.pacing.next),
             _ => None,
         }
+    }
+
+    /// Nothing more is copied before.
+    fn may_move_at(&self) -> Instant {
+        let paid = self.paid_at();
+        paid.map_or(self.pacing.next, |paid| paid.max(self.pacing.next))
+    }
+
+    /// When what was copied last has the time that the ceiling gives it.
+    fn paid_at(&self) -> Option<Instant> {
+        (self.pacing.ceiling).next(self.core.move_bytes_per_s_max())
     }
 
     /// Lets the next tiles move, if some are to and it is time.
@@ -88,21 +101,25 @@ impl Driver {
                 }
             }
             Moves::Waiting => {
-                if let Some(began) = self.pacing.began.take() {
+                if let Some((began, copied_before)) = self.pacing.began.take() {
+                    let copied_bytes = self.core.copied_bytes() - copied_before;
+                    self.pacing.ceiling.copied(began, copied_bytes);
                     let took = now.saturating_duration_since(began);
                     let rests = if self.sessions.is_empty() { 0 } else { RESTS };
                     self.pacing.next = now + (took * rests).min(REST_MAX);
-                    self.pacing.progress = now;
+                    // Who waits for the ceiling is not kept waiting by a job.
+                    self.pacing.progress = self.paid_at().map_or(now, |paid| paid.max(now));
                     self.pacing.told_stopped = false;
                 }
-                if now < self.pacing.next {
+                if now < self.may_move_at() {
                     return;
                 }
                 let hurry = now.saturating_duration_since(self.pacing.progress) > PATIENCE;
+                let copied_bytes = self.core.copied_bytes();
                 self.events.push_back(Event::MoveOn { hurry });
                 self.decide();
                 match self.core.moves() {
-                    Moves::Moving => self.pacing.began = Some(now),
+                    Moves::Moving => self.pacing.began = Some((now, copied_bytes)),
                     _ => self.pacing.next = now + ASK_AGAIN,
                 }
             }

@@ -17,6 +17,7 @@ impl From<Snapshot> for proto::MetricsReply {
             arena_used_bytes: snapshot.arena_used_bytes,
             arena_bytes_max: snapshot.arena_bytes_max,
             session_count: snapshot.session_count,
+            move_bytes_per_s_max: snapshot.move_bytes_per_s_max,
             devices: snapshot.devices.into_iter().map(Into::into).collect(),
             jobs: snapshot.jobs.into_iter().map(Into::into).collect(),
         }
@@ -150,6 +151,7 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
             arena_used_bytes: message.arena_used_bytes,
             arena_bytes_max: message.arena_bytes_max,
             session_count: message.session_count,
+            move_bytes_per_s_max: message.move_bytes_per_s_max,
             devices: devices.collect::<Result<_, _>>()?,
             jobs: jobs.collect::<Result<_, _>>()?,
         })
@@ -283,6 +285,7 @@ mod tests {
             arena_used_bytes: 5,
             arena_bytes_max: 6,
             session_count: 2,
+            move_bytes_per_s_max: Some(0),
             devices: vec![DeviceView {
                 state: DeviceState {
                     path: "/mnt/a".into(),

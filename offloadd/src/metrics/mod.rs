@@ -68,6 +68,8 @@ pub struct Snapshot {
     pub arena_bytes_max: u64,
     /// Sessions that are open or end.
     pub session_count: u64,
+    /// While tiles move under a ceiling: what may be copied.
+    pub move_bytes_per_s_max: Option<u64>,
     /// In the store's order.
     pub devices: Vec<DeviceView>,
     /// Those that may be seen, by owner and name.

@@ -296,10 +296,26 @@ impl proto::offload_server::Offload for Service {
     ) -> Result<Response<proto::DrainDeviceReply>, Status> {
         may_administer(peer_of(&request)?)?;
         let check = |message: proto::DrainDeviceRequest| {
-            Ok::<_, Fault>(Call::DrainDevice { path: message.path })
+            Ok::<_, Fault>(Call::DrainDevice {
+                path: message.path,
+                move_bytes_per_s_max: checked_rate(message.move_bytes_per_s_max)?,
+            })
         };
         call!(self, request, check, Reply::DrainDevice { left_bytes } =>
             proto::DrainDeviceReply { left_bytes })
+    }
+
+    async fn limit_moves(
+        &self,
+        request: Request<proto::LimitMovesRequest>,
+    ) -> Result<Response<proto::LimitMovesReply>, Status> {
+        may_administer(peer_of(&request)?)?;
+        let check = |message: proto::LimitMovesRequest| {
+            checked_rate(Some(message.bytes_per_s_max))?;
+            let bytes_per_s_max = message.bytes_per_s_max;
+            Ok::<_, Fault>(Call::LimitMoves { bytes_per_s_max })
+        };
+        call!(self, request, check, Reply::LimitMoves => proto::LimitMovesReply {})
     }
 
     async fn metrics(
@@ -366,7 +382,9 @@ impl Service {
             path,
             file_bytes,
             force,
+            move_bytes_per_s_max,
         } = request;
+        let move_bytes_per_s_max = checked_rate(move_bytes_per_s_max)?;
         let described = self.ask(peer, Call::Describe).await?;
         if let Reply::Describe(described) = described
             && let Some(known) = (described.devices.iter())
@@ -385,8 +403,12 @@ impl Service {
             newcomer::prepare(&named, file_bytes, force, store, None, engine)
         });
         let newcomer = newcomer.await.map_err(|_| ended_unanswered())?;
-        let Newcomer { device, new, made } =
-            newcomer.map_err(|error| invalid(error.to_string()))?;
+        let Newcomer {
+            device,
+            mut new,
+            made,
+        } = newcomer.map_err(|error| invalid(error.to_string()))?;
+        new.move_bytes_per_s_max = move_bytes_per_s_max;
         let (data_bytes, rates) = (new.data_bytes, new.rates);
         let answer = self.driver.add_device(peer, device.file().clone(), new);
         let added = match answer {
@@ -408,6 +430,16 @@ impl Service {
             }
             Err(fault) => Err(fault),
         }
+    }
+}
+
+/// Below the least, moves would not end.
+fn checked_rate(bytes_per_s: Option<u64>) -> Result<Option<u64>, Fault> {
+    match bytes_per_s {
+        Some(rate) if rate < RATE_MIN => Err(invalid(format!(
+            "{rate} bytes a second for tiles that move; at least {RATE_MIN}"
+        ))),
+        rate => Ok(rate),
     }
 }
 

@@ -6,18 +6,19 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use offload_api::ids::SlotIndex;
 use offload_api::proto;
 use offloadd::blocks::Blocks;
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::metrics::{DeviceView, Snapshot};
 use offloadd::store::catalog::Phase;
 use offloadd::store::placement::rate;
-use offloadd::store::{CATALOG_OFFSETS, recover};
+use offloadd::store::{CATALOG_OFFSETS, SUPERBLOCK_OFFSETS, recover};
 use rustix::process::Signal;
 
 use crate::common::{
     Control, Daemon, Session, Store, engines, eventually, expect_tiles, fill_tiles, link_program,
-    open, program, words,
+    open, open_sized, program, swap_out, words,
 };
 
 const TILES: u32 = 30;
@@ -473,4 +474,153 @@ fn a_stop_does_not_wait_for_a_device_that_is_being_made_ready() {
     assert_eq!(daemon.wait(LIMIT), Some(0));
     assert!(began.elapsed() < LOCK_WAIT, "the lock was waited for");
     assert!(!adding.wait().unwrap().success());
+}
+
+const LARGE: u32 = 128 << 10;
+
+/// Two devices of which nobody knows how fast they are: tiles lie on both evenly, on a busy machine too.
+fn even_store() -> Store {
+    let store = Store::new(2, "auto");
+    let opened: Vec<Device> = (store.devices.iter())
+        .map(|path| Device::open(path).unwrap())
+        .collect();
+    let mut blocks = DeviceBlocks(&opened);
+    for device in recover::read(&mut blocks).unwrap().devices {
+        let mut superblock = device.superblock;
+        superblock.read_bytes_per_s = 0;
+        superblock.write_bytes_per_s = 0;
+        for offset in SUPERBLOCK_OFFSETS {
+            let block = superblock.encode();
+            blocks.write(device.position, offset, &block).unwrap();
+        }
+    }
+    store
+}
+
+/// A job whose tiles nobody uses: 2.5 MiB, as much again is reserved.
+fn idle_job(control: &mut Control) {
+    let reply = control
+        .open_session(open_sized("idle", LARGE.into()))
+        .unwrap();
+    let mut session = Session::attach_sized(&reply, LARGE.into()).unwrap();
+    let working = session.begin_sized(control, 20, LARGE);
+    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let bytes = vec![7; LARGE as usize];
+    session.write_slot(place.offset, &bytes);
+    for tile in 0..20 {
+        session.submit(swap_out(tile, 0, working, &bytes));
+        assert_eq!(session.complete().fault, 0);
+    }
+    session.commit(control, working, b"");
+}
+
+/// Only from below: a machine may be as slow as it likes.
+#[test]
+fn tiles_move_no_faster_than_their_ceiling() {
+    let rate = 1 << 20;
+    for served in [true, false] {
+        let store = even_store();
+        let [home, old] = [0, 1].map(|index| store.devices[index].clone());
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        idle_job(&mut control);
+        let written = |control: &mut Control| view(control, &home).unwrap().worn_bytes;
+        let before = written(&mut control);
+        if !served {
+            drop(control);
+            daemon.signal(Signal::TERM);
+            assert_eq!(daemon.wait(LIMIT), Some(0));
+        }
+        let begun = Instant::now();
+        let output = device(&store, "drain", &old, &["--rate", "1MiB/s"]);
+        assert!(output.status.success(), "{}", words(&output));
+        if served {
+            assert!(
+                words(&output).contains(", at most 1.0 MiB a second;"),
+                "{}",
+                words(&output)
+            );
+            let mut control = daemon.control();
+            eventually("it is drained", LIMIT, || {
+                view(&mut control, &old).is_none()
+            });
+        }
+        let took = begun.elapsed();
+        let list = program()
+            .args(["device", "list", "--json", "--config"])
+            .arg(&store.config)
+            .output();
+        let list: serde_json::Value = serde_json::from_slice(&list.unwrap().stdout).expect("JSON");
+        let copied = list["devices"][0]["worn_bytes"].as_u64().unwrap() - before;
+        assert!(copied >= u64::from(LARGE), "nothing was copied");
+        // Records and definitions are little beside it.
+        let least = Duration::from_secs_f64(0.8 * copied as f64 / f64::from(rate));
+        assert!(took > least, "{copied} bytes in {took:?}, served: {served}");
+    }
+}
+
+#[test]
+fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
+    let store = even_store();
+    let old = store.devices[1].clone();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    // It keeps the device as long as it is there.
+    let session = control.session("keeps");
+    session.begin(&mut control, 1);
+    let token = session.token.clone();
+    let tile_bytes = vec![4096; 60];
+    let scratch = proto::ReserveScratchRequest { token, tile_bytes };
+    control.reserve_scratch(scratch).unwrap();
+    let rate = |words: &str| {
+        let mut command = program();
+        command.args(["device", "rate", words, "--socket"]);
+        command.arg(&daemon.socket).output().unwrap()
+    };
+    let refused = |output: std::process::Output, said: &str| {
+        let told = words(&output);
+        assert!(!output.status.success() && told.contains(said), "{told}");
+    };
+    refused(rate("2MiB/s"), "no tiles are to move");
+    for (nonsense, said) in [
+        ("0MiB/s", "from 1MiB/s"),
+        ("-1MB/s", "unit"),
+        ("fast", "unit"),
+        ("1kB/s", "from 1MiB/s"),
+    ] {
+        refused(
+            device(&store, "drain", &old, &[&format!("--rate={nonsense}")]),
+            said,
+        );
+        let new = store.folder.path().join("device2");
+        refused(
+            device(&store, "add", &new, &[&format!("--rate={nonsense}")]),
+            said,
+        );
+    }
+    let output = device(&store, "drain", &old, &["--rate", "3MiB/s"]);
+    assert!(output.status.success(), "{}", words(&output));
+    let list = |more: &[&str]| {
+        let mut command = program();
+        command
+            .args(["device", "list", "--socket"])
+            .arg(&daemon.socket);
+        let output = command.args(more).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let ceiling = || {
+        let json: serde_json::Value = serde_json::from_str(&list(&["--json"])).expect("JSON");
+        json["devices"][1]["move_bytes_per_s_max"].as_u64()
+    };
+    assert_eq!(ceiling(), Some(3 << 20));
+    let output = rate("2MiB/s");
+    assert!(output.status.success(), "{}", words(&output));
+    assert_eq!(ceiling(), Some(2 << 20));
+    let told = list(&[]);
+    assert!(told.contains(" s left, at most 2.0 MiB a second"), "{told}");
+    drop(session);
+    eventually("it is drained", LIMIT, || {
+        view(&mut control, &old).is_none()
+    });
+    refused(rate("2MiB/s"), "no tiles are to move");
 }

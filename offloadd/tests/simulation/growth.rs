@@ -639,3 +639,57 @@ fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
     world.move_all();
     assert_eq!(world.left, [1]);
 }
+
+/// Whoever drives pauses between batches: they must be small enough for that.
+#[test]
+fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
+    let limit = |world: &mut World, bytes_per_s_max| {
+        let call = world.call(Call::LimitMoves { bytes_per_s_max });
+        world.answer(call)
+    };
+    let copied = |ceiling: Option<u64>| {
+        let mut world = World::start(formatted(), SimRandom::new(21));
+        let process = world.begin("one", 60, Durability::Committed);
+        write_all(&mut world, process, 1, 60);
+        world.close(process).unwrap();
+        let refused = limit(&mut world, 5).unwrap_err();
+        assert_eq!(refused.kind, FaultKind::Invalid, "{refused}");
+        // What was to be had by a device that nobody has.
+        let nobody = world.drain_call_under("nobody", Some(7));
+        assert!(world.answer(nobody).is_err());
+        let call = world.drain_call_under("sim1", ceiling);
+        assert!(world.answer(call).is_ok());
+        assert_eq!(world.core.move_bytes_per_s_max(), ceiling);
+        if let Some(ceiling) = ceiling {
+            assert_eq!(limit(&mut world, 9), Ok(Reply::LimitMoves));
+            // Asked again without one it stays.
+            let again = world.drain_call("sim1");
+            assert!(world.answer(again).is_ok());
+            assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
+            assert_eq!(limit(&mut world, ceiling), Ok(Reply::LimitMoves));
+        }
+        let mut batches = Vec::new();
+        for _ in 0..100 {
+            let before = world.core.copied_bytes();
+            world.event(Event::MoveOn { hurry: true });
+            world.run();
+            batches.push(world.core.copied_bytes() - before);
+        }
+        assert_eq!(world.core.moves(), Moves::None);
+        assert_eq!(world.core.move_bytes_per_s_max(), None, "it went with them");
+        let (disks, _) = world.crash(true);
+        assert_eq!(extents(&mut disks.pick(&[0])), [120]);
+        batches.retain(|bytes| *bytes > 0);
+        batches
+    };
+    let whole = copied(None);
+    assert_eq!(whole.len(), 1, "{whole:?}");
+    let parts = copied(Some(1));
+    // Sixteen times the definition, however low the ceiling is, and the last tile.
+    let bytes_max = 16 * BLOCK + 8192;
+    assert!(parts.iter().all(|bytes| *bytes <= bytes_max), "{parts:?}");
+    assert!(
+        parts.len() > 1 && parts.iter().sum::<u64>() == whole[0],
+        "{parts:?}"
+    );
+}

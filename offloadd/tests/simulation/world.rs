@@ -212,12 +212,20 @@ impl World {
             data_bytes: data_bytes(bytes),
             rates,
             created_unix_s: 8,
+            move_bytes_per_s_max: None,
         }))
     }
 
     pub(crate) fn drain_call(&mut self, path: &str) -> CallId {
-        let path = path.to_owned();
-        self.call(Call::DrainDevice { path })
+        self.drain_call_under(path, None)
+    }
+
+    /// With a ceiling, which nobody but the size of batches keeps here.
+    pub(crate) fn drain_call_under(&mut self, path: &str, rate: Option<u64>) -> CallId {
+        self.call(Call::DrainDevice {
+            path: path.to_owned(),
+            move_bytes_per_s_max: rate,
+        })
     }
 
     /// Lets tiles move until none is to, or those that are wait.

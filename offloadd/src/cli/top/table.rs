@@ -162,6 +162,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "arena_used_bytes": now.arena_used_bytes,
         "arena_bytes_max": now.arena_bytes_max,
         "session_count": now.session_count,
+        "move_bytes_per_s_max": now.move_bytes_per_s_max,
         "devices": devices.collect::<Vec<_>>(),
         "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
         "jobs": jobs.collect::<Vec<_>>(),
@@ -493,6 +494,7 @@ mod tests {
             arena_used_bytes: 3 << 29,
             arena_bytes_max: 64 << 30,
             session_count: 1,
+            move_bytes_per_s_max: None,
             devices: vec![
                 device("/mnt/nvme0/offloadd.tiles", counts.clone(), false),
                 device(
