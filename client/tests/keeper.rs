@@ -113,12 +113,12 @@ fn one_that_chatters_does_not_block_and_one_that_will_not_end_is_killed() {
     let daemon = start(folder.path(), script).unwrap();
     let before = Instant::now();
     while !folder.path().join("past").exists() {
-        assert!(before.elapsed() < Duration::from_secs(10), "it blocks");
+        assert!(before.elapsed() < Duration::from_secs(60), "it blocks");
         std::thread::sleep(Duration::from_millis(10));
     }
     let pid = daemon.pid();
     let before = Instant::now();
     drop(daemon);
-    assert!(before.elapsed() < Duration::from_secs(10));
+    assert!(before.elapsed() < Duration::from_secs(60));
     assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
 }

@@ -175,7 +175,7 @@ macro_rules! call {
     ($name:ident, $request:ty, $reply:ty) => {
         pub(crate) fn $name(&mut self, request: $request) -> Result<$reply, Fault> {
             let answer = self.runtime.block_on(async {
-                tokio::time::timeout(Duration::from_secs(15), self.client.$name(request))
+                tokio::time::timeout(Duration::from_secs(60), self.client.$name(request))
                     .await
                     .expect("an answer within 15 s")
             });
@@ -286,7 +286,7 @@ impl Session {
     ) -> Result<Self, HandoffError> {
         let token = SessionToken::from_bytes(&reply.token).unwrap();
         let socket = Path::new(&reply.descriptor_socket);
-        let received = handoff::receive(socket, token, Duration::from_secs(10))?;
+        let received = handoff::receive(socket, token, Duration::from_secs(60))?;
         let class = geometry::SlotClass {
             slot_bytes,
             slot_count: 4,
@@ -351,7 +351,7 @@ impl Session {
 
     /// The next completion, found by sleeping on the doorbell as a process does.
     pub(crate) fn complete(&mut self) -> Cqe {
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(cqe) = self.rings.take().unwrap() {
                 if cqe.is_part() {

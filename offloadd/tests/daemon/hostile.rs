@@ -11,7 +11,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::common::{Control, Daemon, Store, eventually, open};
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 fn nonsense(ticket: u64) -> Request {
     Request {

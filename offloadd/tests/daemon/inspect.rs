@@ -16,7 +16,7 @@ use crate::common::{
     Daemon, Session, Store, eventually, fill_tiles, link_program, open_sized, program, words,
 };
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 fn command(name: &str, store: &Store, more: &[&str]) -> Command {
     let mut command = program();

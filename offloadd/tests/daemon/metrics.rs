@@ -92,14 +92,14 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     let place = session.geometry.place(SlotIndex(0)).unwrap();
     session.write_slot(place.offset, &bytes);
     session.submit(swap_out(0, 0, working, &bytes));
-    eventually("its write is seen", Duration::from_secs(5), || {
+    eventually("its write is seen", Duration::from_secs(60), || {
         let job = look(&mut control).jobs.remove(0).state;
         (job.writing_count, job.reading_count, job.slot_used_count) == (1, 0, 1)
     });
     assert_eq!(look(&mut control).devices[0].queue_depth, 1);
     assert_eq!(session.complete().fault, 0);
     session.submit(swap_in(0, 1));
-    eventually("its read is seen", Duration::from_secs(5), || {
+    eventually("its read is seen", Duration::from_secs(60), || {
         let job = look(&mut control).jobs.remove(0).state;
         (job.writing_count, job.reading_count, job.slot_used_count) == (0, 1, 1)
     });

@@ -96,7 +96,7 @@ fn a_stop_that_waits_for_a_slow_device_says_so() {
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, tile, working, &bytes));
     }
-    eventually("both are under way", Duration::from_secs(5), || {
+    eventually("both are under way", Duration::from_secs(60), || {
         let seen = control.metrics(Default::default()).unwrap();
         seen.jobs[0].writing_count == 2
     });

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::common::{Control, Daemon, Session, Store, eventually, fill_tiles, open};
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 /// A daemon whose settings end with `quotas`.
 fn with(quotas: &str) -> (Store, Daemon) {

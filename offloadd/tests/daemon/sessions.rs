@@ -17,7 +17,7 @@ use crate::common::{
     swap_out,
 };
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 #[test]
 fn what_was_committed_is_there_after_kill_9_on_each_engine() {

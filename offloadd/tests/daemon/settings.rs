@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, open, program, words};
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 fn check(config: &Path) -> Output {
     let mut command = program();

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use crate::common::{Control, Session, Store, fill_tiles, open, program, words};
 
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 fn look(control: &mut Control) -> Snapshot {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();

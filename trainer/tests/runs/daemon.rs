@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::lab::{Lab, succeed};
 
 /// Starting reads a few blocks; a loaded machine takes its time.
-const START_WAIT: Duration = Duration::from_secs(20);
+const START_WAIT: Duration = Duration::from_secs(60);
 
 /// It waits a minute for a device at most.
 const END_WAIT: Duration = Duration::from_secs(90);
