@@ -112,7 +112,7 @@ fn noise(random: &mut SimRandom, below: usize) -> Vec<u8> {
     (0..count).map(|_| random.number() as u8).collect()
 }
 
-const CALLS: [&str; 14] = [
+const CALLS: [&str; 15] = [
     "Describe",
     "OpenSession",
     "DefineTiles",
@@ -125,6 +125,7 @@ const CALLS: [&str; 14] = [
     "DropJob",
     "ReportDamage",
     "Metrics",
+    "LimitMoves",
     "Inspect",
     "NoSuchCall",
 ];

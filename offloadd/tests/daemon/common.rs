@@ -233,6 +233,11 @@ impl Control {
     );
 
     call!(drop_job, proto::DropJobRequest, proto::DropJobReply);
+    call!(
+        drain_device,
+        proto::DrainDeviceRequest,
+        proto::DrainDeviceReply
+    );
 
     pub(crate) fn arena_free_bytes(&mut self) -> u64 {
         self.describe(proto::DescribeRequest {})

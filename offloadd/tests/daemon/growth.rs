@@ -598,6 +598,14 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
             said,
         );
     }
+    // As another program might ask.
+    let request = proto::DrainDeviceRequest {
+        path: old.to_str().unwrap().into(),
+        move_bytes_per_s_max: Some(1000),
+    };
+    let fault = control.drain_device(request).unwrap_err();
+    assert!(fault.message.contains("at least 1048576"), "{fault}");
+
     let output = device(&store, "drain", &old, &["--rate", "3MiB/s"]);
     assert!(output.status.success(), "{}", words(&output));
     let list = |more: &[&str]| {
