@@ -13,6 +13,7 @@ case "$*" in *--workspace*) cat "$HOME/said"; exit 101;; esac
 echo "$*" >> "$HOME/calls"
 for name; do :; done
 if grep -qx "$name" "$HOME/bad"; then echo "test $name ... FAILED"; exit 101; fi
+[ "$name" = skips ] && echo "skipped: skips: no fio"
 echo "test result: ok. 1 passed; 0 failed; 0 ignored"
 """
 
@@ -20,7 +21,8 @@ echo "test result: ok. 1 passed; 0 failed; 0 ignored"
 def said(*names, target="-p kernels --test cpu"):
     running = "     Running tests/cpu/main.rs (target/debug/deps/cpu-1)"
     tests = [f"test {name} ... FAILED" for name in names]
-    return [running, "test fine ... ok", "skipped: it: no fio", *tests, f"error: test failed, to rerun pass `{target}`"]
+    result = f"test result: FAILED. 1 passed; {len(names)} failed; 0 ignored; 0 measured"
+    return [running, "test fine ... ok", "skipped: it: no fio", *tests, result, f"error: test failed, to rerun pass `{target}`"]
 
 
 class Tests(unittest.TestCase):
@@ -54,6 +56,14 @@ class Tests(unittest.TestCase):
     def test_a_target_that_ends_without_words_failed(self):
         code, _, calls = self.outcome([*said("a"), *said()])
         self.assertEqual((code, calls), (1, []))
+
+    def test_a_target_that_crashed_after_a_failure_failed(self):
+        lines = [line for line in said("a") if not line.startswith("test result")]
+        code, _, calls = self.outcome(lines)
+        self.assertEqual((code, calls), (1, []))
+
+    def test_what_only_skips_by_itself_failed(self):
+        self.assertEqual(self.outcome(said("skips"))[0], 1)
 
     def test_what_does_not_compile_failed(self):
         self.assertEqual(self.outcome(["error: could not compile `kernels`"])[0], 1)

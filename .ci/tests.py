@@ -17,16 +17,18 @@ AGAIN_MAX = 3
 
 
 def failures(lines):
-    """What failed, as [(cargo's words to run that target again, [names of tests])]; no names where a target ended without its own words."""
-    failed, names = [], []
+    """What failed, as [(cargo's words to run that target again, [names of tests])]; no names where a target did not end in order."""
+    failed, names, counted = [], [], -1
     for line in lines:
         if re.match(r"\s+(Running|Doc-tests) ", line):
-            names = []
+            names, counted = [], -1
         elif test := re.match(r"test (.+?)(?: - should panic)? \.\.\. FAILED$", line):
             names.append(test[1])
+        elif result := re.match(r"test result: .* (\d+) failed;", line):
+            counted = int(result[1])
         elif target := re.match(r"error: test failed, to rerun pass `(.+)`", line):
-            failed.append((target[1].split(), names))
-            names = []
+            failed.append((target[1].split(), names if counted == len(names) else []))
+            names, counted = [], -1
     return failed
 
 
@@ -55,7 +57,7 @@ def again(failed, cargo, log):
     for target, name in tests:
         print(f"\nOnce more, by itself: {name}")
         passed, lines = run([*cargo, *target, "--", "--show-output", "--exact", name], log)
-        if not passed or not any(line.startswith("test result: ok. 1 passed") for line in lines):
+        if not passed or skipped(lines) or not any(line.startswith("test result: ok. 1 passed") for line in lines):
             return []
     return [name for _, name in tests]
 
