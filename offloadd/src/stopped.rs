@@ -16,6 +16,7 @@ use crate::core::{
     NewDevice, Peer, Reply,
 };
 use crate::device::{Device, DeviceBlocks};
+use crate::driver::begin_life;
 use crate::store::StoreError;
 use crate::store::definition::JobName;
 use crate::store::home::{self, HomeMove};
@@ -37,13 +38,22 @@ pub struct Stopped {
 }
 
 impl Stopped {
-    /// Recovers the store on `devices`.
+    /// Recovers the store on `devices`, to look at it.
     ///
     /// # Errors
     /// [`StoreError`], as a daemon's start would have.
     pub fn open(devices: Vec<Device>) -> Result<Self, StoreError> {
         let store = recover::open(&mut DeviceBlocks(&devices))?;
-        Ok(Self::of(store, devices))
+        Ok(Self::of(store, devices, |_, _| Ok(()))?)
+    }
+
+    /// The same, to change it: what a daemon handed over before is refused from now on.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open_to_change(devices: Vec<Device>) -> Result<Self, StoreError> {
+        let store = recover::open(&mut DeviceBlocks(&devices))?;
+        Ok(Self::of(store, devices, begin_life)?)
     }
 
     /// The same; the store's home moves first, if it is to.
@@ -54,15 +64,16 @@ impl Stopped {
         let mut blocks = DeviceBlocks(&devices);
         let mut store = recover::open(&mut blocks)?;
         let moved = home::settle(&mut blocks, &mut store)?;
-        Ok((Self::of(store, devices), moved))
+        Ok((Self::of(store, devices, begin_life)?, moved))
     }
 
-    fn of(store: RecoveredStore, devices: Vec<Device>) -> Self {
+    fn of(
+        store: RecoveredStore,
+        devices: Vec<Device>,
+        begin: impl FnOnce(&mut Core, &[Device]) -> Result<(), BlockError>,
+    ) -> Result<Self, BlockError> {
         let (id, outsiders) = (store.id, store.outsiders.clone());
-        let mut listed: Vec<Option<Device>> = devices.into_iter().map(Some).collect();
         let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
-        let devices = (positions.iter()).map(|&position| listed[position].take());
-        let devices: Vec<_> = devices.collect();
         // No session comes and so no record is written: nothing bears this number.
         let epoch = Epoch(1);
         let limits = Limits {
@@ -70,15 +81,20 @@ impl Stopped {
             sessions_max: 0,
             iodepth_max: 1,
         };
-        Self {
+        let mut core = Core::new(store, epoch, limits);
+        begin(&mut core, &devices)?;
+        let mut listed: Vec<Option<Device>> = devices.into_iter().map(Some).collect();
+        let devices = (positions.iter()).map(|&position| listed[position].take());
+        let devices: Vec<_> = devices.collect();
+        Ok(Self {
             written_bytes: vec![0; devices.len()],
             devices,
-            core: Core::new(store, epoch, limits),
+            core,
             store: id,
             outsiders,
             reply: None,
             calls_made: 0,
-        }
+        })
     }
 
     /// Which store.

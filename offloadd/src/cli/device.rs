@@ -264,14 +264,16 @@ fn open_stopped(config: &Config) -> Result<Stopped> {
     Ok(stopped)
 }
 
-/// The same; if the store's home is to move, it does.
+/// The same, to change it; if the store's home is to move, it does.
 fn open_settled(config: &Config) -> Result<Stopped> {
     let (stopped, moved) = Stopped::open_settled(open_all(&config.devices)?)?;
     say_outsiders(&stopped);
     match moved {
         HomeMove::NotDue => {}
         HomeMove::Moved { to, .. } => println!("the store's catalog and records moved to {to}"),
-        HomeMove::Failed(why) => bail!("the store's catalog and records cannot move: {why}"),
+        HomeMove::Failed(why) => {
+            eprintln!("offloadd: the store's catalog and records cannot move: {why}");
+        }
     }
     Ok(stopped)
 }
@@ -295,7 +297,7 @@ fn add_stopped(
     if begun {
         config.devices.retain(|listed| listed != path);
     }
-    let mut stopped = open_stopped(&config)?;
+    let mut stopped = open_settled(&config)?;
     let name = utf8(path)?;
     let known = stopped.devices().into_iter().find(|d| d.path == name);
     if let Some(known) = known {
@@ -390,7 +392,11 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         move_all(&mut stopped, rate)?;
     }
     if !has_left(&stopped, &name) {
-        bail!("{name} is not empty yet: run the same again");
+        let states = stopped.devices().into_iter();
+        let mut standings = states.filter(|state| state.path == name);
+        let why = standings.find_map(|state| state.standing.stuck);
+        let why = why.unwrap_or_else(|| "run the same again".into());
+        bail!("{name} is not empty yet: {why}");
     }
     println!("{name} is empty and of the store no more: take it from `devices` in the settings");
     Ok(())

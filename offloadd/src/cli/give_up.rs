@@ -55,7 +55,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
                 if !choice.force {
                     compare_stopped(&devices, &choice)?;
                 }
-                let mut stopped = Stopped::open(devices)?;
+                let mut stopped = Stopped::open_to_change(devices)?;
                 (stopped.give_up(choice.owner(), name))
                     .map_err(|fault| anyhow!("{}", fault.message))
             }

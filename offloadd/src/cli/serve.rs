@@ -398,6 +398,9 @@ fn take_up(core: &mut Core, given: Inherited) -> (Option<LeftToUs>, Vec<String>)
             return (None, names);
         }
     };
+    if found.state.sessions.is_empty() {
+        return (None, names);
+    }
     let numbers = found.state.sessions.iter().map(|session| session.number);
     let mut descriptors: Vec<_> = (numbers.collect::<Vec<_>>().into_iter())
         .map(|number| found.descriptors(number))

@@ -386,7 +386,9 @@ impl Core {
         let empty: Vec<_> = (draining.iter().copied())
             .filter(|device| self.is_empty(*device))
             .collect();
-        if self.mover.stuck.first.is_some() && empty.len() < draining.len() {
+        let home = &self.devices[self.home.0 as usize];
+        let home_stays = home.phase == Some(Phase::Draining) && !self.home_waits();
+        if self.mover.stuck.first.is_some() && (empty.len() < draining.len() || home_stays) {
             // Told until somebody asks again.
             self.mover.stopped = self.mover.stuck();
         }

@@ -9,6 +9,7 @@ use super::keeper::Made;
 use super::session::{Session, State};
 use super::{Driver, DriverError, system};
 use crate::arena::LockPolicy;
+use crate::blocks::BlockError;
 use crate::core::{Adopted, Core, Event};
 use crate::device::{Device, DeviceBlocks};
 use crate::handover::{Claim, Descriptors, HandedOver};
@@ -33,10 +34,13 @@ pub struct LeftToUs {
     pub sessions: Vec<TakenUp>,
 }
 
-/// Writes what tells this life of the daemon from the one before, and closes `opened`: the engine has what it needs.
-pub(super) fn begin_life(core: &mut Core, opened: Vec<Device>) -> Result<(), DriverError> {
+/// Writes what tells this life from the one before.
+///
+/// # Errors
+/// The home did not take it.
+pub fn begin_life(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
     let (position, catalog) = core.first_catalog();
-    catalog.write(&mut DeviceBlocks(&opened), position)?;
+    catalog.write(&mut DeviceBlocks(devices), position)?;
     core.begin_life(catalog);
     Ok(())
 }

@@ -56,6 +56,7 @@ mod source;
 mod stop;
 
 use attach::Hello;
+pub use handing::begin_life;
 pub use handing::{LeftToUs, TakenUp};
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
@@ -333,7 +334,9 @@ impl Driver {
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
         // All that can fail has been done: what is left to us is spent from here on.
-        handing::begin_life(&mut driver.core, opened)?;
+        begin_life(&mut driver.core, &opened)?;
+        // The engine has what it needs.
+        drop(opened);
         if let Some(left) = left_to_us {
             driver.take_up_all(left, epoch, policy);
         }

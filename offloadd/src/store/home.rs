@@ -5,7 +5,7 @@
 //! ```
 //!
 //! One write decides: until the new catalog is on its device the old one, which has a lower sequence, counts. The bytes of an
-//! area do not say where they lie, so they are copied as they are, a copy that the device does not give from its twin.
+//! area do not say where they lie, so they are copied as they are. The new catalog is read before the old one goes.
 
 use offload_api::ids::DeviceIndex;
 
@@ -60,7 +60,7 @@ pub fn place_areas(
 /// lock, and only while nobody has memory of the store's that recovery does not know, such as sessions to be taken up.
 ///
 /// # Errors
-/// The new catalog was begun and it is not known whether it is there: the store must be opened again.
+/// Part of the new catalog may be there and cannot be taken back: the store must be opened again.
 pub fn settle(
     blocks: &mut impl Blocks,
     store: &mut RecoveredStore,
@@ -104,39 +104,51 @@ pub fn settle(
         .zip(&catalog.entries)
         .try_for_each(|(old, entry)| copy_area(blocks, [from, to], *old, entry.area));
     // Flushed with it.
-    let prepared = copied.and_then(|()| forget_catalogs(blocks, &[to]));
+    let prepared = copied.and_then(|()| forget_catalogs(blocks, to));
     if let Err(error) = prepared {
         return Ok(HomeMove::Failed(error.to_string()));
     }
-    catalog.write(blocks, to)?;
-    forget_catalogs(blocks, &[from])?;
+    // What is there is read before the old one goes: a drive may say that it wrote and not have done so.
+    let written = match catalog.write(blocks, to) {
+        Ok(()) => read(blocks).and_then(|found| match found[found.home].position == to {
+            true => Ok(found),
+            false => Err(StoreError::Contradiction(format!(
+                "{} does not give the catalog that was written to it",
+                blocks.path(to)
+            ))),
+        }),
+        Err(error) => Err(error.into()),
+    };
+    let found = match written {
+        Ok(found) => found,
+        Err(why) => {
+            forget_catalogs(blocks, to)?;
+            return Ok(HomeMove::Failed(why.to_string()));
+        }
+    };
+    // If it does not let go of the old one, that one is older all the same; the next start tries again.
+    let _ = forget_catalogs(blocks, from);
     let moved = HomeMove::Moved {
         from: store[home].path.clone(),
         to: store[target].path.clone(),
     };
     let notes = std::mem::take(&mut store.notes);
-    *store = read(blocks)?;
+    *store = found;
     store.notes.splice(..0, notes);
     Ok(moved)
 }
 
-/// Zeroes the catalogs on the devices at `positions`, one copy after the other, so that a cut leaves a whole one or one beside
-/// zeros. Older ones than the store's must go: should that one be damaged, the store is to be refused. Only when it is durable.
-pub(super) fn forget_catalogs(
-    blocks: &mut impl Blocks,
-    positions: &[usize],
-) -> Result<(), BlockError> {
+/// Zeroes the catalogs of a device, one copy after the other, so that a cut leaves a whole one or one beside zeros.
+pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
     let zeros = AlignedBytes::zeroed(BLOCK as usize);
-    for &position in positions {
-        for offset in CATALOG_OFFSETS {
-            blocks.write(position, offset, &zeros)?;
-            blocks.flush(position)?;
-        }
+    for offset in CATALOG_OFFSETS {
+        blocks.write(position, offset, &zeros)?;
+        blocks.flush(position)?;
     }
     Ok(())
 }
 
-/// Copies definitions, records and marks, every copy of each.
+/// Copies definitions, records and marks, every copy of each. A mark has no stand-in: what one says counts by how it was read.
 fn copy_area(
     blocks: &mut impl Blocks,
     [from, to]: [usize; 2],
@@ -144,17 +156,25 @@ fn copy_area(
     new: Area,
 ) -> Result<(), BlockError> {
     let pairs = [
-        (old.definitions(), new.definitions(), old.definition_bytes),
-        (old.records(0), new.records(0), old.record_bytes_max),
-        (old.records(1), new.records(1), old.record_bytes_max),
-        (old.marks(0), new.marks(0), BLOCK),
-        (old.marks(1), new.marks(1), BLOCK),
+        (
+            old.definitions(),
+            new.definitions(),
+            old.definition_bytes,
+            true,
+        ),
+        (old.records(0), new.records(0), old.record_bytes_max, true),
+        (old.records(1), new.records(1), old.record_bytes_max, true),
+        (old.marks(0), new.marks(0), BLOCK, false),
+        (old.marks(1), new.marks(1), BLOCK, false),
     ];
-    for (old, new, bytes) in pairs {
+    for (old, new, bytes, stand_in) in pairs {
         for which in 0..2 {
             let (here, twin) = (old[which], old[1 - which]);
-            copy(blocks, [from, to], here, new[which], bytes)
-                .or_else(|_| copy(blocks, [from, to], twin, new[which], bytes))?;
+            let copied = copy(blocks, [from, to], here, new[which], bytes);
+            copied.or_else(|error| match stand_in {
+                true => copy(blocks, [from, to], twin, new[which], bytes),
+                false => Err(error),
+            })?;
         }
     }
     Ok(())

@@ -132,6 +132,14 @@ pub enum StoreError {
         /// About copy B.
         second: String,
     },
+    /// The device that has it is not listed, or has lost it.
+    #[error(
+        "none of {paths} has the store's catalog: the device that has it is missing from the list `devices`, or has lost it"
+    )]
+    NoCatalog {
+        /// Those that are listed.
+        paths: String,
+    },
     /// A device of another store.
     #[error(
         "{path} belongs to store {found}, {other_path} to {expected}: list the devices of one store"

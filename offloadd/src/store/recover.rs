@@ -38,8 +38,15 @@ pub struct RecoveredStore {
     /// Copies that were not sound.
     pub notes: Vec<Note>,
     repairs: Vec<Repair>,
-    /// Devices with a catalog from before the home moved.
-    stale: Vec<usize>,
+    stale: Stale,
+}
+
+/// Positions of devices with catalogs that count no more: from when the home moved.
+#[derive(Clone, Debug, Default)]
+struct Stale {
+    whole: Vec<usize>,
+    /// Cut off as they came or went.
+    parts: Vec<usize>,
 }
 
 /// A device of the store.
@@ -116,7 +123,13 @@ fn read_watched(
     let (home_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
     let id = catalog.store;
     let (devices, outsiders) = reader.devices(superblocks, &mut catalog)?;
-    stale.retain(|position| devices.iter().any(|device| device.position == *position));
+    for positions in [&mut stale.whole, &mut stale.parts] {
+        positions.retain(|position| devices.iter().any(|device| device.position == *position));
+    }
+    // They are zeroed, not mended.
+    reader.repairs.retain(|repair| {
+        !stale.whole.contains(&repair.position) || !CATALOG_OFFSETS.contains(&repair.offset)
+    });
     let home = devices.iter().position(|d| d.position == home_position);
     let Some(home) = home.map(|index| DeviceIndex(index as u32)) else {
         return Err(StoreError::Contradiction(format!(
@@ -198,7 +211,22 @@ pub fn open_watched(
     for position in 0..blocks.count() {
         blocks.flush(position)?;
     }
-    home::forget_catalogs(blocks, &std::mem::take(&mut store.stale))?;
+    let Stale { whole, parts } = std::mem::take(&mut store.stale);
+    for position in parts {
+        home::forget_catalogs(blocks, position)?;
+    }
+    for position in whole {
+        // The newer one counts all the same, and a drive that takes no writes any more is on its way out.
+        if let Err(error) = home::forget_catalogs(blocks, position) {
+            store.notes.push(Note {
+                path: blocks.path(position).to_owned(),
+                offset: error.offset,
+                what: "an old catalog".into(),
+                why: error.cause.to_string(),
+                consequence: Consequence::Superseded,
+            });
+        }
+    }
     Ok(store)
 }
 
@@ -300,7 +328,7 @@ impl<B: Blocks> Reader<'_, B> {
     fn newest_catalog(
         &mut self,
         found: &[(usize, Superblock)],
-    ) -> Result<(usize, Catalog, Vec<usize>), StoreError> {
+    ) -> Result<(usize, Catalog, Stale), StoreError> {
         let store = (found.iter().find(|(_, s)| !s.drained))
             .map(|(_, superblock)| superblock.store)
             .expect("a device of a store");
@@ -320,27 +348,22 @@ impl<B: Blocks> Reader<'_, B> {
         catalogs.sort_by_key(|(_, catalog)| std::cmp::Reverse(catalog.sequence));
         let mut catalogs = catalogs.into_iter();
         if let Some((position, newest)) = catalogs.next() {
-            let older = catalogs.map(|(position, _)| position);
-            let parts = cut_off.into_iter().map(|(position, _)| position);
-            return Ok((position, newest, older.chain(parts).collect()));
+            let stale = Stale {
+                whole: catalogs.map(|(position, _)| position).collect(),
+                parts: cut_off.into_iter().map(|(position, _)| position).collect(),
+            };
+            return Ok((position, newest, stale));
         }
         if let Some((_, error)) = cut_off.into_iter().next() {
             return Err(error);
         }
-        // A store is formatted with its catalog on the first device; who knows the others' numbers knows its own.
-        let first = found.iter().find(|(_, s)| s.number == 0 && !s.drained);
-        match first {
-            None => Err(StoreError::Missing {
-                number: 0,
-                path: None,
-            }),
-            Some((position, _)) => Err(StoreError::Damaged {
-                what: "catalog".into(),
-                path: self.blocks.path(*position).to_owned(),
-                first: Unreadable::Blank.to_string(),
-                second: Unreadable::Blank.to_string(),
-            }),
-        }
+        let listed = found.iter().filter(|(_, s)| !s.drained);
+        let listed: Vec<&str> = listed
+            .map(|(position, _)| self.blocks.path(*position))
+            .collect();
+        Err(StoreError::NoCatalog {
+            paths: listed.join(", "),
+        })
     }
 
     /// The devices the catalog lists, all of them, by number; and those that it does not.
@@ -420,7 +443,8 @@ impl<B: Blocks> Reader<'_, B> {
             return Ok(Found::Nothing);
         }
         // They are written, and zeroed, one after the other.
-        let damaged = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Damaged(_)));
+        let damaged =
+            |copy: &Copy<_>| matches!(copy, Err(Unreadable::Damaged(_) | Unreadable::Device(_)));
         let cut_off = copies.iter().any(nothing) && copies.iter().any(damaged);
         let newest = self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
             catalog.sequence

@@ -28,12 +28,17 @@ pub enum Consequence {
     GenerationLost,
     /// The device does not give a record that may be the newest: its job waits for somebody's word.
     Undecided,
+    /// Left from when the home moved, on a device that does not let go of it.
+    Superseded,
 }
 
 impl std::fmt::Display for Note {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let consequence = match self.consequence {
             Consequence::Mended => "the other copy serves",
+            Consequence::Superseded => {
+                "it cannot be zeroed; the newer one on another device serves"
+            }
             Consequence::GenerationLost => {
                 "a commit was cut off before it was acknowledged, or both copies are damaged; the generation before it serves"
             }

@@ -323,8 +323,8 @@ fn devices_that_are_not_one_whole_store_are_refused_by_name() {
     let path = Some("sim1".to_owned());
     assert_eq!(missing, StoreError::Missing { number: 1, path });
     let missing = refused(whole.pick(&[1]));
-    let path = None;
-    assert_eq!(missing, StoreError::Missing { number: 0, path });
+    let paths = "sim1".to_owned();
+    assert_eq!(missing, StoreError::NoCatalog { paths });
     assert!(matches!(
         refused(whole.pick(&[0, 1, 1])),
         StoreError::Duplicate { number: 1, .. }
