@@ -29,10 +29,8 @@ fn the_table_and_the_json_are_of_the_daemon_that_is_asked() {
 
     let once = ["--once", "--interval", "0.2"];
     let table = words(&top(&daemon, &once));
-    assert!(
-        table.starts_with("offloadd up 0s, 1 session, host memory "),
-        "{table}"
-    );
+    assert!(table.starts_with("offloadd up "), "{table}");
+    assert!(table.contains(", 1 session, host memory "), "{table}");
     for device in &store.devices {
         let name = device.file_name().unwrap().to_str().unwrap();
         assert!(table.contains(name), "{table}");
@@ -72,7 +70,7 @@ fn a_daemon_that_is_not_there_and_an_output_that_is_no_terminal_are_told() {
         words(&output)
     );
     daemon.child.kill().unwrap();
-    daemon.wait(Duration::from_secs(5));
+    daemon.wait(Duration::from_secs(60));
     let output = top(&daemon, &["--once"]);
     assert!(!output.status.success());
     let message = words(&output);
@@ -87,7 +85,7 @@ fn lines_of_json_end_when_nobody_reads_them() {
     let daemon = store.serve();
     let line = "\"$0\" top --socket \"$1\" --json --interval 0.1 | head -2";
     let output = std::process::Command::new("timeout")
-        .args(["20", "sh", "-c", line])
+        .args(["60", "sh", "-c", line])
         .arg(env!("CARGO_BIN_EXE_offloadd"))
         .arg(&daemon.socket)
         .output()
