@@ -107,12 +107,14 @@ pub enum SwapperError {
 }
 
 impl SwapperError {
-    /// Whether the daemon is gone, and with it perhaps the rank that started it.
+    /// Whether the daemon is gone, and with it perhaps the rank that started it. A private one ends in order when that rank
+    /// dies, and says so to whoever asks meanwhile.
     pub fn is_of_a_gone_daemon(&self) -> bool {
         let Self::Client { source, .. } = self else {
             return false;
         };
         matches!(source, ClientError::DaemonGone { .. })
+            || source.fault() == Some(FaultKind::Stopping)
     }
 
     /// Whether the job takes nothing more, perhaps because a rank of it is dead.
@@ -122,5 +124,35 @@ impl SwapperError {
             Self::Tile { source, .. } => source.kind() == FaultKind::Poisoned,
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! What could go wrong: an error that follows another rank's death is told as this rank's own, or the other way round.
+
+    use offload_client::Fault;
+
+    use super::*;
+
+    fn committing(source: ClientError) -> SwapperError {
+        SwapperError::Client {
+            doing: "committing".into(),
+            source,
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_stops_in_order_is_as_gone_as_one_that_was_killed() {
+        let refused = |kind| committing(ClientError::Refused(Fault::new(kind, "as told")));
+        let socket = "daemon.sock".into();
+        assert!(committing(ClientError::DaemonGone { socket }).is_of_a_gone_daemon());
+        assert!(refused(FaultKind::Stopping).is_of_a_gone_daemon());
+        for kind in [FaultKind::Poisoned, FaultKind::Io, FaultKind::TooMany] {
+            assert!(!refused(kind).is_of_a_gone_daemon(), "{kind:?}");
+        }
+        assert!(!SwapperError::Stopped.is_of_a_gone_daemon());
+        assert!(refused(FaultKind::Poisoned).is_of_a_poisoned_job());
+        assert!(!refused(FaultKind::Stopping).is_of_a_poisoned_job());
     }
 }
