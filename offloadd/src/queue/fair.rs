@@ -41,7 +41,8 @@ impl<K> Default for Fair<K> {
 }
 
 impl<K: Copy + Ord> Fair<K> {
-    /// It waits for one operation more; from now on with this weight.
+    /// It waits for one operation more; from now on with this weight. What it has had ahead of others are as many bytes as
+    /// before: they count by the new weight, so that a changed share is felt at once.
     pub(super) fn came(&mut self, key: K, weight: u32) {
         assert!(weight > 0, "a weight of nothing");
         let now = self.now;
@@ -50,7 +51,13 @@ impl<K: Copy + Ord> Fair<K> {
             weight,
             waiting_count: 0,
         });
-        had.weight = weight;
+        if had.weight != weight {
+            let ahead = had.parts.saturating_sub(now);
+            // Bytes of a u64, by weights of a u32, in parts of 2^23: there is room.
+            let ahead_now = ahead * u128::from(had.weight) / u128::from(weight);
+            had.parts = had.parts - ahead + ahead_now;
+            had.weight = weight;
+        }
         if had.waiting_count == 0 {
             had.parts = had.parts.max(now);
             self.waiting_count += 1;
@@ -104,7 +111,12 @@ impl<K: Copy + Ord> Fair<K> {
         had.parts += u128::from(bytes) * PARTS_A_BYTE / u128::from(had.weight);
     }
 
-    /// From now on it has this weight.
+    /// What it weighs, if it waits or owes something.
+    pub(super) fn weight(&self, key: K) -> Option<u32> {
+        self.had.get(&key).map(|had| had.weight)
+    }
+
+    /// What it takes from now on counts by this weight; what it has had stays as it was counted.
     pub(super) fn weigh(&mut self, key: K, weight: u32) {
         self.had.get_mut(&key).expect("it came").weight = weight;
     }
@@ -169,6 +181,41 @@ mod tests {
         fair.took(0, 1 << 20);
         fair.went(0);
         fair.came(0, 100);
+        assert_eq!(fair.next(), Some(1));
+    }
+
+    #[test]
+    fn a_changed_weight_counts_for_what_was_had_ahead_of_others_too() {
+        // Of one whose weight is 1 beside 100, and of the same with each other's.
+        for (before, after) in [(1, 10_000), (10_000, 1), (1, 100), (300, 100)] {
+            let mut fair = Fair::default();
+            fair.came(0, before);
+            fair.came(1, 100);
+            fair.took(0, 1 << 20);
+            // Also while it waits for nothing.
+            fair.went(0);
+            fair.came(0, after);
+            let mut others = 0u64;
+            while fair.next() == Some(1) {
+                fair.took(1, 4096);
+                others += 4096;
+            }
+            let due = (1u64 << 20) * 100 / u64::from(after);
+            assert!(
+                (due..=due + 4096).contains(&others),
+                "{before} to {after}: {others}, {due} due"
+            );
+        }
+        // Changed to and fro nothing is won.
+        let mut fair = Fair::default();
+        fair.came(0, 100);
+        fair.came(1, 100);
+        fair.took(0, 1 << 20);
+        for _ in 0..1000 {
+            fair.came(0, 300);
+            fair.came(0, 100);
+        }
+        fair.took(1, (1 << 20) - 1);
         assert_eq!(fair.next(), Some(1));
     }
 

@@ -117,7 +117,12 @@ impl Way {
         let (line, weights) = owner.line(urgency == Urgency::Ahead);
         let (job, _) = line;
         let (user, _) = job;
-        self.users.came(user, weights.user);
+        let weight = match user {
+            // It follows from those beside it at each piece, and not from what comes.
+            User::Background => self.users.weight(user),
+            _ => None,
+        };
+        self.users.came(user, weight.unwrap_or(weights.user));
         self.jobs.entry(user).or_default().came(job, weights.job);
         self.sessions.entry(job).or_default()[class(urgency)].came(line, WEIGHT_EACH);
         (self.lines.entry(line).or_default().of(urgency)).push_back(place);
