@@ -262,6 +262,14 @@ impl Job {
         self.poison.as_ref().or(self.gone.as_ref())
     }
 
+    /// Local ranks that are not here and may come: none to a job that has begun and cannot go on.
+    pub(super) fn ranks_to_come(&self) -> u32 {
+        match self.unusable().or(self.broken.as_ref()) {
+            None => (self.local_ranks).saturating_sub(self.members.len() as u32),
+            Some(_) => 0,
+        }
+    }
+
     /// Whether a new rank may come.
     pub(super) fn check_member(
         &self,

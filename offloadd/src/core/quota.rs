@@ -181,8 +181,7 @@ impl Core {
         };
         let begun = (self.jobs.iter())
             .filter(|(key, job)| whose.has(key) && *key != opening && !job.members.is_empty());
-        let to_come =
-            begun.map(|(_, job)| job.local_ranks.saturating_sub(job.members.len() as u32));
+        let to_come = begun.map(|(_, job)| job.ranks_to_come());
         to_come.sum::<u32>().saturating_mul(IODEPTH_MIN)
     }
 

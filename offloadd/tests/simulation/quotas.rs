@@ -2,6 +2,7 @@
 //! the first one's is still being written; the first rank takes what all ranks of its job may have.
 
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, OpenSession, Quota, Quotas, Reply};
 use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::Durability;
@@ -155,4 +156,31 @@ fn fewer_operations_than_ranks_are_refused_to_the_first_of_them() {
     ] {
         assert!(fault.message.contains(word), "{word}: {fault}");
     }
+}
+
+/// No rank may come to it before all have closed.
+#[test]
+fn nothing_is_kept_for_ranks_of_a_job_that_lost_one() {
+    let mut world = with(inflight(8), Quota::default());
+    let open = |world: &mut World, name: &str, rank, ranks| {
+        let request = world.open_request(&job(name), rank, ranks);
+        let (token, iodepth) = (request.token, 8);
+        match world.ask(Call::Open(OpenSession { iodepth, ..request })) {
+            Ok(Reply::Open(reply)) => (world.made[&token], token, reply.iodepth),
+            other => panic!("{other:?}"),
+        }
+    };
+    let (_, token, iodepth) = open(&mut world, "one", 0, 2);
+    assert_eq!(iodepth, 4);
+    let (second, ..) = open(&mut world, "one", 1, 2);
+    let definition = definition(6, Durability::Committed, 1);
+    world.ask(Call::Define { token, definition }).unwrap();
+    let generation = Generation(0);
+    world.ask(Call::Resume { token, generation }).unwrap();
+    world.event(Event::PeerGone { session: second });
+    world.run();
+    let back = world.open_request(&job("one"), 1, 2);
+    let fault = world.ask(Call::Open(back)).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Busy, "{fault}");
+    assert_eq!(open(&mut world, "two", 0, 1).2, 4);
 }
