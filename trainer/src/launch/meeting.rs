@@ -12,6 +12,9 @@ const PREFIX: &str = "offloadd-launch-";
 /// Locked while the launcher lives. Ranks lock what they put beside it.
 const LOCK: &str = "launcher";
 
+/// The same before it is locked: nobody may see it unlocked by its name while the launcher lives.
+const LOCK_NEW: &str = "launcher.new";
+
 /// A folder of one launch, gone with this value.
 #[derive(Debug)]
 pub(super) struct Meeting {
@@ -25,8 +28,10 @@ impl Meeting {
         // It is in nobody's way, and whoever may not look into the base may still make folders there.
         let _ = remove_left(base);
         let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(base)?;
-        let lock = File::create_new(folder.path().join(LOCK))?;
+        let new = folder.path().join(LOCK_NEW);
+        let lock = File::create_new(&new)?;
         lock.lock()?;
+        std::fs::rename(new, folder.path().join(LOCK))?;
         Ok(Self {
             folder,
             _lock: lock,
@@ -102,18 +107,39 @@ mod tests {
         let living = Meeting::new(base.path()).unwrap();
         let being_made = base.path().join(format!("{PREFIX}new"));
         std::fs::create_dir(&being_made).unwrap();
+        let not_locked_yet = base.path().join(format!("{PREFIX}locked-next"));
+        std::fs::create_dir(&not_locked_yet).unwrap();
+        std::fs::write(not_locked_yet.join(LOCK_NEW), "").unwrap();
         let another = base.path().join("another");
         std::fs::create_dir(&another).unwrap();
         std::fs::write(another.join(LOCK), "").unwrap();
         let link = base.path().join(format!("{PREFIX}link"));
         std::os::unix::fs::symlink(&another, &link).unwrap();
         let _next = Meeting::new(base.path()).unwrap();
-        for stays in [&of_ranks, living.path(), &being_made, &another, &link] {
+        let [new, next] = [&being_made, &not_locked_yet];
+        for stays in [&of_ranks, living.path(), new, next, &another, &link] {
             assert!(stays.exists(), "{}", stays.display());
         }
         beat.unlock().unwrap();
         let _next = Meeting::new(base.path()).unwrap();
         assert!(!of_ranks.exists());
+    }
+
+    /// Fails now and then where a lock can be seen before it is taken, and never where it cannot.
+    #[test]
+    fn launchers_that_start_at_once_leave_each_other_their_folders() {
+        let base = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..250 {
+                        let own = Meeting::new(base.path()).unwrap();
+                        assert!(own.path().join(LOCK).exists());
+                    }
+                });
+            }
+        });
+        assert_eq!(base.path().read_dir().unwrap().count(), 0);
     }
 
     #[test]
