@@ -12,8 +12,9 @@ use super::Saves;
 use crate::fingerprint::Fingerprint;
 use crate::metrics::MetricsFile;
 
-/// A trainer that was killed while it started a program leaves a copy of its lock until that program runs.
-const LOCK_WAIT: Duration = Duration::from_secs(1);
+/// A trainer that was killed while it started a program leaves a copy of its lock until that program runs, and a rank whose
+/// launcher was killed has it until it has ended: on a machine with much to do that takes a while.
+const LOCK_WAIT: Duration = Duration::from_secs(5);
 
 /// What a run is from its first step to its last. Kept in `run.json`; a change of any of it needs `--fresh`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -81,6 +82,10 @@ impl RunFolder {
     /// # Errors
     /// It cannot be made, or another trainer works in it.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
+        Self::open_within(path, LOCK_WAIT)
+    }
+
+    fn open_within(path: &Path, limit: Duration) -> Result<Self, FolderError> {
         make_folder(path).map_err(|source| FolderError::Io {
             verb: "make the folder",
             path: path.into(),
@@ -93,7 +98,7 @@ impl RunFolder {
             path: lock_path,
             source,
         })?;
-        let deadline = Instant::now() + LOCK_WAIT;
+        let deadline = Instant::now() + limit;
         while lock.try_lock().is_err() {
             if Instant::now() > deadline {
                 return Err(FolderError::Busy { path });
@@ -385,7 +390,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let first = RunFolder::open(folder.path()).unwrap();
         assert!(matches!(
-            RunFolder::open(folder.path()),
+            RunFolder::open_within(folder.path(), Duration::ZERO),
             Err(FolderError::Busy { .. })
         ));
         // As in a process that is forked just now and not yet its own program.
