@@ -251,13 +251,39 @@ pub(crate) fn finish(mut child: Child) -> Output {
     let deadline = Instant::now() + RUN_WAIT;
     while child.try_wait().expect("the child can be asked").is_none() {
         if Instant::now() > deadline {
-            child.kill().expect("killed");
-            let output = child.wait_with_output().expect("its words");
-            panic!("it hung for {RUN_WAIT:?}: {:?}", words(&output));
+            kill_all(&mut child);
+            panic!("it hung for {RUN_WAIT:?}: {:?}", words(&output_of(child)));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    child.wait_with_output().expect("its words")
+    output_of(child)
+}
+
+/// What an ended one said. Those whom it started may still have its pipes: they are waited for with a bound, too.
+fn output_of(child: Child) -> Output {
+    let (said, output) = std::sync::mpsc::channel();
+    std::thread::spawn(move || said.send(child.wait_with_output()));
+    let output = output.recv_timeout(RUN_WAIT);
+    let output = output.unwrap_or_else(|_| {
+        panic!("it has ended, and somebody whom it started has had its pipes for {RUN_WAIT:?}")
+    });
+    output.expect("its words")
+}
+
+/// Kills it and all whom it started: a launcher's ranks and their daemon, which would run on.
+fn kill_all(child: &mut Child) {
+    let mut all = children(child.id());
+    let mut looked = 0;
+    while looked < all.len() {
+        let more = children(all[looked].as_raw_nonzero().get() as u32);
+        all.extend(more);
+        looked += 1;
+    }
+    child.kill().expect("killed");
+    for pid in all {
+        // It may have ended with its parent.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
 }
 
 /// Waits until `condition` holds while `child` runs, with a bound: a child that ends or hangs before that fails the test with
@@ -270,10 +296,10 @@ pub(crate) fn until(mut child: Child, what: &str, mut condition: impl FnMut() ->
             panic!("it ended before {what}: {:?}", words(&finish(child)));
         }
         if Instant::now() > deadline {
-            child.kill().expect("killed");
+            kill_all(&mut child);
             panic!(
                 "{RUN_WAIT:?} and not yet {what}: {:?}",
-                words(&finish(child))
+                words(&output_of(child))
             );
         }
         std::thread::sleep(Duration::from_millis(1));

@@ -110,6 +110,19 @@ fn processes_of(folder: &Path) -> Vec<Pid> {
     pids.filter(of_folder).filter_map(Pid::from_raw).collect()
 }
 
+/// All that was started with this folder: killed when this goes, be it by a failed assertion. A rank that stands at its point
+/// would stand there for good, with its launcher and its daemon.
+struct Started<'a>(&'a Path);
+
+impl Drop for Started<'_> {
+    fn drop(&mut self) {
+        for pid in processes_of(self.0) {
+            // It may have ended meanwhile.
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
 impl Killed {
     /// Kills once, and looks at everything.
     fn beside(&mut self, run: &Run, situation: Situation, seen: &mut Seen) {
@@ -140,6 +153,7 @@ impl Killed {
                 format!("rank{rank}:{}@{number}", point.name()),
             )
             .env("OFFLOADD_KILL_HOLDS", &held);
+        let started = Started(&temporary);
         let child = until(spawn(command), &after, || held.exists());
         let launcher = Pid::from_child(&child);
         let dead = match victim {
@@ -168,9 +182,7 @@ impl Killed {
                 break;
             }
             if since.elapsed() > END_WAIT {
-                for pid in &pids {
-                    let _ = kill_process(*pid, Signal::KILL);
-                }
+                drop(started);
                 panic!("{}: {:?}", left(&pids), finish(child));
             }
             std::thread::sleep(Duration::from_millis(5));
