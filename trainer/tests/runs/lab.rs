@@ -378,3 +378,19 @@ staging_bytes = 100000
         folder.display()
     )
 }
+
+#[test]
+fn one_that_hangs_is_killed_with_all_it_started() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "sh -c 'sleep 600; true' & wait"]);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = spawn(command);
+    let id = child.id();
+    let below = || children(id).first().map(|pid| pid.as_raw_nonzero().get());
+    let mut child = until(child, "it started others", || {
+        below().is_some_and(|below| !children(below as u32).is_empty())
+    });
+    kill_all(&mut child);
+    // Which waits for the pipes of all.
+    assert_eq!(output_of(child).status.code(), None);
+}
