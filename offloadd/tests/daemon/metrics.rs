@@ -63,9 +63,10 @@ fn what_was_moved_is_what_was_counted_by_device_and_by_job() {
         assert_eq!(sum(|d| d.counts.read.bytes), 3 * 4096);
         assert_eq!(sum(|d| d.counts.written.bytes), (8 + 2) * 4096);
         assert_eq!(sum(|d| d.counts.written.count()), 8 + 2);
-        // Both were written to; the record lies on the first.
-        assert_eq!(sum(|d| d.counts.flushed.count()), 2 + 1);
-        for device in &now.devices {
+        // What was written to, one or both as their measured rates say, and the first for the record.
+        let flushed = sum(|d| d.counts.flushed.count());
+        assert!((1 + 1..=2 + 1).contains(&flushed), "{flushed}");
+        for device in (now.devices.iter()).filter(|d| d.counts.written.bytes > 0) {
             let counts = &device.counts;
             for traffic in [&counts.read, &counts.written, &counts.flushed] {
                 assert_eq!(traffic.failed_count, 0);
