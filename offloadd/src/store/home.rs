@@ -35,7 +35,8 @@ pub enum HomeMove {
     Failed(String),
 }
 
-/// Where areas of so many bytes, each in one piece, would lie on the other device that has most room; nothing: on none.
+/// Where areas of so many bytes, each in one piece, would lie on the other device that has most room; nothing: on none. In
+/// whatever order they are given, they find room or none.
 pub fn place_areas(
     space: &Space,
     devices: usize,
@@ -46,13 +47,15 @@ pub fn place_areas(
         .filter(|device| !space.is_closed(*device))
         .collect();
     others.sort_by_key(|device| std::cmp::Reverse(space.free_bytes(*device)));
+    let mut largest_first: Vec<usize> = (0..area_bytes.len()).collect();
+    largest_first.sort_by_key(|area| std::cmp::Reverse(area_bytes[*area]));
     others.into_iter().find_map(|device| {
         let mut trial = space.clone();
-        let places = area_bytes
-            .iter()
-            .map(|bytes| trial.take_on(device, *bytes, false));
-        let offsets: Option<Vec<u64>> = places.map(|place| Some(place?.offset)).collect();
-        Some((device, offsets?))
+        let mut offsets = vec![0; area_bytes.len()];
+        for &area in &largest_first {
+            offsets[area] = trial.take_on(device, area_bytes[area], false)?.offset;
+        }
+        Some((device, offsets))
     })
 }
 
@@ -66,12 +69,15 @@ pub fn settle(
     store: &mut RecoveredStore,
 ) -> Result<HomeMove, StoreError> {
     let home = store.home;
+    if store[home].phase != Some(Phase::Draining) {
+        return Ok(HomeMove::NotDue);
+    }
     let on_home = store.jobs.iter().any(|job| {
         let copies = job.table.definition.durability().extents_a_tile();
         let mut extents = job.table.extents.iter().flat_map(|e| &e[..copies]);
         extents.any(|extent| extent.device == home)
     });
-    if store[home].phase != Some(Phase::Draining) || on_home {
+    if on_home {
         return Ok(HomeMove::NotDue);
     }
     let withheld = store.jobs.iter().find(|job| {
