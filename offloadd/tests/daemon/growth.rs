@@ -177,9 +177,8 @@ fn devices_come_and_go_while_a_process_writes() {
     }
 }
 
-#[test]
-fn without_a_daemon_devices_come_and_go_too() {
-    let mut store = Store::new(2, "auto");
+/// A daemon served and ended; the generation that it committed, of sevens.
+fn committed_and_stopped(store: &Store) -> u64 {
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let reply = control.open_session(open("tiny")).unwrap();
@@ -190,6 +189,13 @@ fn without_a_daemon_devices_come_and_go_too() {
     drop(session);
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
+    working
+}
+
+#[test]
+fn without_a_daemon_devices_come_and_go_too() {
+    let mut store = Store::new(2, "auto");
+    let working = committed_and_stopped(&store);
 
     let new = store.folder.path().join("device2");
     // Somebody's file is not taken.
@@ -245,16 +251,7 @@ fn without_a_daemon_devices_come_and_go_too() {
 #[test]
 fn the_device_with_the_catalog_goes_without_a_daemon() {
     let mut store = Store::new(2, "auto");
-    let mut daemon = store.serve();
-    let mut control = daemon.control();
-    let reply = control.open_session(open("tiny")).unwrap();
-    let mut session = Session::attach(&reply).unwrap();
-    let working = session.begin(&mut control, TILES);
-    fill_tiles(&mut session, TILES, working, 7);
-    session.commit(&mut control, working, b"");
-    drop(session);
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.wait(LIMIT), Some(0));
+    let working = committed_and_stopped(&store);
 
     let home = store.devices[0].clone();
     let told = words(&device(&store, "drain", &home, &[]));

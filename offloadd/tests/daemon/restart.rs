@@ -518,6 +518,16 @@ fn a_start_that_fails_leaves_the_sessions_to_the_next() {
     assert_eq!(reattach(&mut daemon.control(), &session).scratch_count, 2);
 }
 
+/// The session is over, and what was committed is there.
+fn ends_and_goes_on_from_the_first(manager: &Manager, session: &Session) {
+    assert!(session.hung_up(LONG), "the process learns that it is over");
+    let daemon = manager.start(&mut Vec::new());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    session.resume(&mut control, 1);
+    expect_tiles(&mut session, 4, 1);
+}
+
 #[test]
 fn a_state_counts_once() {
     let (manager, mut session, kept) = stopped();
@@ -528,12 +538,7 @@ fn a_state_counts_once() {
     let log = manager.log_with(copies(&kept));
     assert!(log.contains("taken up before"), "{log}");
     drop(kept);
-    assert!(session.hung_up(LONG), "the process learns that it is over");
-    let daemon = manager.start(&mut Vec::new());
-    let mut control = daemon.control();
-    let mut session = control.session("tiny");
-    session.resume(&mut control, 1);
-    expect_tiles(&mut session, 4, 1);
+    ends_and_goes_on_from_the_first(&manager, &session);
 }
 
 #[test]
@@ -550,12 +555,7 @@ fn a_daemon_that_served_without_the_sessions_ends_them_and_nothing_committed_is_
     let log = manager.log_with(kept);
     assert!(log.contains("another daemon has served"), "{log}");
     assert!(log.contains("its sessions end"), "{log}");
-    assert!(session.hung_up(LONG), "the process learns that it is over");
-    let daemon = manager.start(&mut Vec::new());
-    let mut control = daemon.control();
-    let mut session = control.session("tiny");
-    session.resume(&mut control, 1);
-    expect_tiles(&mut session, 4, 1);
+    ends_and_goes_on_from_the_first(&manager, &session);
 }
 
 #[test]

@@ -100,13 +100,7 @@ pub(crate) fn live_through_a_restart(socket: &Path, folder: &Path) {
     let reply = control.open_session(request).unwrap();
     let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
     session.begin_sized(&mut control, TILES, TILE_BYTES);
-    for tile in 0..TILES {
-        let place = session.geometry.place(SlotIndex(0)).unwrap();
-        let bytes = content(1, tile);
-        session.write_slot(place.offset, &bytes);
-        session.submit(swap_out(tile, 0, 1, &bytes));
-        assert_eq!(session.complete().fault, 0);
-    }
+    write_first(&mut session);
     std::fs::write(folder.join("written"), []).unwrap();
     eventually("it is restarted", RESTARTED, || {
         folder.join("restarted").exists()
@@ -126,10 +120,8 @@ pub(crate) fn live_through_a_restart(socket: &Path, folder: &Path) {
     assert_eq!(session.commit(&mut control, 1, b"lived"), 2);
 }
 
-/// Reads all tiles again and again and says what was refused, until it was ten times; then tries to commit all of them.
-pub(crate) fn read_until_refused(socket: &Path) {
-    let mut control = Control::connect(socket);
-    let mut session = begin(&mut control);
+/// All tiles of generation 1, one after the other.
+fn write_first(session: &mut Session) {
     for tile in 0..TILES {
         let place = session.geometry.place(SlotIndex(0)).unwrap();
         let bytes = content(1, tile);
@@ -137,6 +129,13 @@ pub(crate) fn read_until_refused(socket: &Path) {
         session.submit(swap_out(tile, 0, 1, &bytes));
         assert_eq!(session.complete().fault, 0);
     }
+}
+
+/// Reads all tiles again and again and says what was refused, until it was ten times; then tries to commit all of them.
+pub(crate) fn read_until_refused(socket: &Path) {
+    let mut control = Control::connect(socket);
+    let mut session = begin(&mut control);
+    write_first(&mut session);
     session.commit(&mut control, 1, b"one");
     println!("\nREADING");
     let mut refused = 0;

@@ -270,6 +270,21 @@ fn a_failed_copy_leaves_everything_and_can_be_asked_again() {
     assert!(tried.is_some_and(|at| at > 20), "{tried:?}");
 }
 
+/// One bit of a tile that the first job committed in generation 1 to the device at `position`; which tile.
+pub(crate) fn damage_a_tile(disks: &mut SimDisks, position: usize) -> u32 {
+    let store = recover::read(disks).unwrap();
+    let record = &store.jobs[0].slots[1].sound().unwrap().record;
+    let (tile, extent) = (store.jobs[0].table.extents.iter().enumerate())
+        .map(|(tile, extents)| {
+            let version = record.versions[tile].unwrap();
+            (tile as u32, extents[usize::from(version.which)])
+        })
+        .find(|(_, extent)| store[extent.device].position == position)
+        .unwrap();
+    disks.flip(position, extent.offset + 7, 1);
+    tile
+}
+
 #[test]
 fn a_damaged_tile_stays_is_told_and_leaves_when_it_is_written_again() {
     let mut world = World::start(formatted(), SimRandom::new(6));
@@ -277,16 +292,7 @@ fn a_damaged_tile_stays_is_told_and_leaves_when_it_is_written_again() {
     write_all(&mut world, process, 1, 10);
     world.close(process).unwrap();
     let (mut disks, random) = world.crash(false);
-    let store = recover::read(&mut disks).unwrap();
-    let record = &store.jobs[0].slots[1].sound().unwrap().record;
-    let (tile, extent) = (store.jobs[0].table.extents.iter().enumerate())
-        .map(|(tile, extents)| {
-            let version = record.versions[tile].unwrap();
-            (tile as u32, extents[usize::from(version.which)])
-        })
-        .find(|(_, extent)| extent.device.0 == 1)
-        .unwrap();
-    disks.flip(1, extent.offset + 7, 1);
+    let tile = damage_a_tile(&mut disks, 1);
     let mut world = World::start(disks, random);
     let call = world.drain_call("sim1");
     world.answer(call).unwrap();

@@ -9,7 +9,7 @@ use offloadd::store::home::{HomeMove, settle};
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_BYTES_MAX, CATALOG_OFFSETS, StoreError, recover};
 
-use super::growth::{expect_all, write_all};
+use super::growth::{damage_a_tile, expect_all, write_all};
 use super::world::{World, formatted, job};
 
 const JOBS: [(&str, u32); 2] = [("one", 20), ("two", 7)];
@@ -47,6 +47,12 @@ fn has_catalog(disks: &SimDisks, position: usize) -> [bool; 2] {
         let catalog = &disks.bytes(position)[start..start + CATALOG_BYTES_MAX as usize];
         catalog[..4096].iter().any(|byte| *byte != 0)
     })
+}
+
+/// What is said of the home.
+fn why_it_stays(world: &World) -> String {
+    let home = world.core.device_states().swap_remove(0);
+    home.standing.stuck.unwrap()
 }
 
 /// Everything is there, before and after the old home has left.
@@ -87,7 +93,7 @@ fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
     assert_eq!(world.core.moves(), Moves::None);
     let home = world.core.device_states().swap_remove(0).standing;
     assert_eq!(home.left_bytes, 0);
-    let told = home.stuck.unwrap();
+    let told = why_it_stays(&world);
     assert!(told.contains("when offloadd is started next"), "{told}");
     assert!(world.left.is_empty());
     // Jobs come and commit as before.
@@ -343,26 +349,13 @@ fn a_damaged_tile_on_the_home_is_told_and_leaves_when_it_is_written_again() {
     write_all(&mut world, process, 1, 10);
     world.close(process).unwrap();
     let (mut disks, random) = world.crash(false);
-    let store = recover::read(&mut disks).unwrap();
-    let record = &store.jobs[0].slots[1].sound().unwrap().record;
-    let extents = store.jobs[0]
-        .table
-        .extents
-        .iter()
-        .zip(record.versions.iter());
-    let held = extents.map(|(extents, version)| extents[usize::from(version.unwrap().which)]);
-    let extent = held.into_iter().find(|extent| extent.device == store.home);
-    disks.flip(0, extent.unwrap().offset + 9, 1);
+    damage_a_tile(&mut disks, 0);
     let mut world = World::start(disks, random);
     let call = world.drain_call("sim0");
     world.answer(call).unwrap();
     world.move_all();
     assert_eq!(world.core.moves(), Moves::Stopped);
-    let told = world.core.device_states()[0]
-        .standing
-        .stuck
-        .clone()
-        .unwrap();
+    let told = why_it_stays(&world);
     assert!(told.contains("1 extents cannot be moved"), "{told}");
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     world.resume(process, 1).unwrap();
@@ -373,10 +366,6 @@ fn a_damaged_tile_on_the_home_is_told_and_leaves_when_it_is_written_again() {
     write_all(&mut world, process, 4, 10);
     world.move_all();
     assert_eq!(world.core.moves(), Moves::None);
-    let told = world.core.device_states()[0]
-        .standing
-        .stuck
-        .clone()
-        .unwrap();
+    let told = why_it_stays(&world);
     assert!(told.contains("when offloadd is started next"), "{told}");
 }
