@@ -16,6 +16,10 @@ use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+mod loops;
+
+use loops::Loop;
+
 const BLOCK: u32 = 4096;
 
 /// A direct file of `bytes`, gone when the folder is.
@@ -418,5 +422,57 @@ fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
             "uring"
         };
         assert!(said.starts_with(&format!("engine {name}: ")), "{said}");
+    }
+}
+
+/// Requests that a loop device has read, as the kernel counts them.
+fn requests_read(device: &Loop) -> u64 {
+    let name = device.0.trim_start_matches("/dev/");
+    let stat = std::fs::read_to_string(format!("/sys/block/{name}/stat")).unwrap();
+    stat.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// As many as a lone read is cut into: made one request of, they would end together. On few processors they shall.
+#[test]
+fn a_few_neighbours_are_requests_of_their_own_where_that_pays() {
+    let folder = tempfile::tempdir().unwrap();
+    let image = folder.path().join("image");
+    std::fs::write(&image, vec![7; 1 << 20]).unwrap();
+    let Some(device) = Loop::new(&image) else {
+        println!(
+            "skipped: a_few_neighbours_are_requests_of_their_own_where_that_pays: no loop device to be had"
+        );
+        return;
+    };
+    let processors = std::thread::available_parallelism().unwrap().get();
+    let requests = if processors >= 4 { 4 } else { 1 };
+    let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(direct)
+        .open(&device.0);
+    let opened = Arc::new(opened.unwrap());
+    for choice in [EngineChoice::Uring, EngineChoice::Aio] {
+        let mut engine = match Engine::open(choice, std::slice::from_ref(&opened), 64) {
+            Ok((engine, _)) => engine,
+            Err(error) => {
+                println!(
+                    "skipped: a_few_neighbours_are_requests_of_their_own_where_that_pays: {error}"
+                );
+                continue;
+            }
+        };
+        let before = requests_read(&device);
+        for i in 0..4 {
+            engine.submit(io(i, IoOp::Read, i * 65_536, meta(0, 65_536)));
+        }
+        let done = finish(&mut engine, 4);
+        assert!(done.iter().all(|d| d.outcome == Ok(65_536)));
+        assert_eq!(
+            requests_read(&device) - before,
+            requests,
+            "{}, {processors} processors",
+            engine.name()
+        );
     }
 }

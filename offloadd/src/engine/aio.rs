@@ -28,7 +28,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
-use super::{EngineError, Io, IoDone};
+use super::{EngineError, Io, IoDone, batch_of, processors};
 use crate::core::IoOp;
 
 /// In the kernel at a time; more wait in the backlog. Far above what drives need (some tens).
@@ -72,6 +72,8 @@ struct Shared {
     /// Places of operations that the kernel did not take, and why.
     refused: Mutex<Vec<(usize, i32)>>,
     wake: OwnedFd,
+    /// Of this machine, or of what we may use of it.
+    processors: usize,
 }
 
 #[derive(Debug, Default)]
@@ -142,6 +144,7 @@ impl Aio {
             context,
             refused: Mutex::default(),
             wake,
+            processors: processors(),
         });
         let mut engine = Self {
             shared,
@@ -322,7 +325,7 @@ impl Shared {
                 while jobs.waiting.is_empty() && !jobs.ending {
                     jobs = queue.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
                 }
-                let count = jobs.waiting.len().min(BATCH_MAX);
+                let count = batch_of(jobs.waiting.len(), BATCH_MAX, self.processors);
                 batch.extend(jobs.waiting.drain(..count));
             }
             if batch.is_empty() {

@@ -22,7 +22,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
-use super::{EngineError, Io, IoDone, Memory};
+use super::{EngineError, Io, IoDone, Memory, batch_of, processors};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
 use crate::store::DEVICES_MAX;
@@ -54,6 +54,8 @@ pub struct Uring {
     flavour: Flavour,
     /// How the ring was set up, for people.
     about: &'static str,
+    /// Of this machine, or of what we may use of it.
+    processors: usize,
     /// `None`: it was removed.
     devices: Vec<Option<Arc<File>>>,
     inflight: Inflight,
@@ -121,6 +123,7 @@ impl Uring {
             wake,
             flavour,
             about,
+            processors: processors(),
             devices: devices.iter().cloned().map(Some).collect(),
             inflight: Inflight::default(),
             kernel_inflight_count: 0,
@@ -184,9 +187,14 @@ impl Uring {
         if let Some((arena, piece)) = self.to_register.pop_front() {
             self.register_piece(&arena, piece);
         }
+        let most = SUBMISSION_ENTRIES as usize;
+        let batch = batch_of(self.backlog.len(), most, self.processors);
         while self.kernel_inflight_count < KERNEL_INFLIGHT_MAX
             && let Some(&place) = self.backlog.front()
         {
+            if self.ring.0.submission().len() >= batch {
+                self.enter()?;
+            }
             let entry = self.entry(place);
             // SAFETY: the entry's file is registered, and its memory is owned by the inflight table until its completion
             // was reaped (see `entry` and `reap`).

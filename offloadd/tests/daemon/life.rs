@@ -9,6 +9,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, engines, eventually, expect_tiles, fill_tiles, program, words};
+use crate::loops::Loop;
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -408,30 +409,6 @@ fn more_memory_than_there_is_is_refused_before_the_devices_are_touched() {
         message.contains("`arena_bytes_max` is 4000.0 TiB, and there are "),
         "{message}"
     );
-}
-
-/// A loop device, detached when dropped.
-struct Loop(String);
-
-impl Loop {
-    /// `None` where there are none, or we may not.
-    fn new(file: &std::path::Path) -> Option<Self> {
-        let output = std::process::Command::new("losetup")
-            .args(["--find", "--show", "--direct-io=on"])
-            .arg(file)
-            .output()
-            .ok()?;
-        let path = String::from_utf8(output.stdout).unwrap();
-        output.status.success().then(|| Self(path.trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("losetup")
-            .args(["--detach", &self.0])
-            .status();
-    }
 }
 
 #[test]

@@ -8,6 +8,8 @@ mod growth;
 mod hostile;
 mod inspect;
 mod life;
+#[path = "../loops/mod.rs"]
+mod loops;
 mod metrics;
 mod mishaps;
 mod page;
