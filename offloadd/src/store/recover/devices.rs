@@ -1,0 +1,248 @@
+//! Which devices are one store, and which of their catalogs counts.
+
+use super::{Outsider, RecoveredDevice, Stale};
+use crate::blocks::{AlignedBytes, Blocks};
+use crate::store::catalog::{self, Catalog, DeviceEntry, Phase};
+use crate::store::sealed::Unreadable;
+use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
+use crate::store::twins::{Copy, Reader};
+use crate::store::{
+    BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError,
+};
+
+/// The catalogs of one device.
+enum Found {
+    Nothing,
+    /// It was cut off as it came to this device or left it. If no other device has one, it is the store's, and damaged.
+    CutOff(StoreError),
+    Whole(Catalog),
+}
+
+impl<B: Blocks> Reader<'_, B> {
+    /// The superblock of each device that has one, by position. All of one store, none twice.
+    pub(super) fn superblocks(&mut self) -> Result<Vec<(usize, Superblock)>, StoreError> {
+        let mut found: Vec<(usize, Superblock)> = Vec::new();
+        let mut blank = None;
+        for position in 0..self.blocks.count() {
+            match self.superblock(position) {
+                Ok(superblock) => found.push((position, superblock)),
+                Err(StoreError::NoStore { path }) => {
+                    blank.get_or_insert(path);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let path = |position: usize| self.blocks.path(position).to_owned();
+        let first = found.iter().find(|(_, superblock)| !superblock.drained);
+        let &(first, Superblock { store, .. }) = match (first, &blank, found.first()) {
+            (Some(first), ..) => first,
+            (None, Some(_), _) => {
+                let path = blank.expect("just seen");
+                return Err(StoreError::NoStore { path });
+            }
+            (None, None, Some((position, _))) => {
+                let path = path(*position);
+                return Err(StoreError::Drained { path });
+            }
+            (None, None, None) => {
+                return Err(StoreError::Invalid(
+                    "a store has at least one device".into(),
+                ));
+            }
+        };
+        if let Some(blank) = blank {
+            return Err(StoreError::NotAdded {
+                path: blank,
+                other_path: path(first),
+            });
+        }
+        for (index, (position, superblock)) in found.iter().enumerate() {
+            if superblock.store != store && !superblock.drained {
+                return Err(StoreError::Foreign {
+                    path: path(*position),
+                    found: superblock.store.to_string(),
+                    other_path: path(first),
+                    expected: store.to_string(),
+                });
+            }
+            let found_bytes = self.blocks.size_bytes(*position);
+            let expected_bytes = DATA_OFFSET + superblock.data_bytes;
+            if found_bytes < expected_bytes && !superblock.drained {
+                return Err(StoreError::Shrunk {
+                    path: path(*position),
+                    found_bytes,
+                    expected_bytes,
+                });
+            }
+            let same = |(_, other): &&(usize, Superblock)| {
+                (other.store, other.number, other.id)
+                    == (superblock.store, superblock.number, superblock.id)
+            };
+            if let Some((other, _)) = found[..index].iter().find(same) {
+                return Err(StoreError::Duplicate {
+                    path: path(*position),
+                    other_path: path(*other),
+                    number: superblock.number,
+                });
+            }
+        }
+        found.retain(|(_, superblock)| superblock.store == store || superblock.drained);
+        Ok(found)
+    }
+
+    /// The store's newest catalog, the position it was found at, and those of older ones and of parts: from when its home
+    /// moved, or of version 1.
+    pub(super) fn newest_catalog(
+        &mut self,
+        found: &[(usize, Superblock)],
+    ) -> Result<(usize, Catalog, Stale), StoreError> {
+        let store = (found.iter().find(|(_, s)| !s.drained))
+            .map(|(_, superblock)| superblock.store)
+            .expect("a device of a store");
+        let mut catalogs: Vec<(usize, Catalog)> = Vec::new();
+        let mut cut_off = Vec::new();
+        for &(position, superblock) in found {
+            if superblock.drained {
+                continue;
+            }
+            match self.catalog(position, store)? {
+                Found::Nothing => {}
+                Found::CutOff(error) => cut_off.push((position, error)),
+                Found::Whole(catalog) => catalogs.push((position, catalog)),
+            }
+        }
+        // The first of equals.
+        catalogs.sort_by_key(|(_, catalog)| std::cmp::Reverse(catalog.sequence));
+        let mut catalogs = catalogs.into_iter();
+        if let Some((position, newest)) = catalogs.next() {
+            let stale = Stale {
+                whole: catalogs.map(|(position, _)| position).collect(),
+                parts: cut_off.into_iter().map(|(position, _)| position).collect(),
+            };
+            return Ok((position, newest, stale));
+        }
+        if let Some((_, error)) = cut_off.into_iter().next() {
+            return Err(error);
+        }
+        let listed = found.iter().filter(|(_, s)| !s.drained);
+        let listed: Vec<&str> = listed
+            .map(|(position, _)| self.blocks.path(*position))
+            .collect();
+        Err(StoreError::NoCatalog {
+            paths: listed.join(", "),
+        })
+    }
+
+    /// The devices the catalog lists, all of them, by number; and those that it does not.
+    pub(super) fn devices(
+        &mut self,
+        found: Vec<(usize, Superblock)>,
+        catalog: &mut Catalog,
+    ) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
+        if catalog.devices.is_empty() {
+            list_founders(&found, catalog)?;
+        }
+        let mut devices = Vec::new();
+        for entry in &catalog.devices {
+            let listed = |(_, superblock): &&(usize, Superblock)| {
+                (superblock.number, superblock.id) == (entry.number, entry.id)
+                    && !superblock.drained
+            };
+            let Some(&(position, superblock)) = found.iter().find(listed) else {
+                return Err(StoreError::Missing {
+                    number: entry.number,
+                    path: (!entry.path.is_empty()).then(|| entry.path.clone()),
+                });
+            };
+            devices.push(RecoveredDevice {
+                position,
+                path: self.blocks.path(position).to_owned(),
+                superblock,
+                phase: Some(entry.phase),
+            });
+        }
+        let listed = |position| devices.iter().any(|device| device.position == position);
+        let outsiders = (found.iter())
+            .filter(|(position, _)| !listed(*position))
+            .map(|(position, superblock)| Outsider {
+                path: self.blocks.path(*position).to_owned(),
+                drained: superblock.drained,
+            })
+            .collect();
+        Ok((devices, outsiders))
+    }
+
+    fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
+        let copies = SUPERBLOCK_OFFSETS.map(|offset| {
+            self.copy(
+                position,
+                offset,
+                BLOCK,
+                superblock::MAGIC,
+                Superblock::decode,
+            )
+        });
+        let path = self.blocks.path(position).to_owned();
+        if let [
+            Err(Unreadable::Blank | Unreadable::Foreign),
+            Err(Unreadable::Blank | Unreadable::Foreign),
+        ] = &copies
+        {
+            return Err(StoreError::NoStore { path });
+        }
+        self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
+    }
+
+    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Found, StoreError> {
+        let copies = CATALOG_OFFSETS.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                let catalog = Catalog::decode(blocks)?;
+                // Left by another store, on a device that is not the home of this one.
+                match catalog.store == id {
+                    true => Ok(catalog),
+                    false => Err(Unreadable::Foreign),
+                }
+            };
+            self.copy(position, offset, CATALOG_BYTES_MAX, catalog::MAGIC, decode)
+        });
+        let nothing = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank | Unreadable::Foreign));
+        if copies.iter().all(nothing) {
+            return Ok(Found::Nothing);
+        }
+        // They are written, and zeroed, one after the other.
+        let damaged =
+            |copy: &Copy<_>| matches!(copy, Err(Unreadable::Damaged(_) | Unreadable::Device(_)));
+        let cut_off = copies.iter().any(nothing) && copies.iter().any(damaged);
+        let newest = self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
+            catalog.sequence
+        });
+        match newest {
+            Ok(catalog) => Ok(Found::Whole(catalog)),
+            Err(error) if cut_off => Ok(Found::CutOff(error)),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Of version 1 the superblocks say how many devices there are.
+fn list_founders(found: &[(usize, Superblock)], catalog: &mut Catalog) -> Result<(), StoreError> {
+    let founders = found.iter().filter(|(_, superblock)| {
+        superblock.store == catalog.store && superblock.id == DeviceId::default()
+    });
+    let count = founders.map(|(_, s)| s.device_count).max().unwrap_or(0);
+    if count == 0 {
+        return Err(StoreError::Contradiction(
+            "neither the catalog nor a superblock says how many devices there are".into(),
+        ));
+    }
+    catalog.next_number = count;
+    catalog.devices = (0..count)
+        .map(|number| DeviceEntry {
+            number,
+            id: DeviceId::default(),
+            phase: Phase::Settled,
+            path: String::new(),
+        })
+        .collect();
+    Ok(())
+}

@@ -1,0 +1,166 @@
+//! What the store holds of one job: where its tiles lie, its two records, and whether their tiles are being written over.
+
+use offload_api::ids::Generation;
+
+use super::RecoveredDevice;
+use crate::blocks::{AlignedBytes, Blocks};
+use crate::store::catalog::Entry;
+use crate::store::definition::Durability;
+use crate::store::manifest::{self, Mark, Marked, Record, SlotContent};
+use crate::store::sealed::{self, Unreadable};
+use crate::store::tile_table::{self, TileTable};
+use crate::store::twins::{Consequence, Copy, Reader};
+use crate::store::{BLOCK, DATA_OFFSET, StoreError};
+
+impl<B: Blocks> Reader<'_, B> {
+    pub(super) fn table(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        numbers: &[u32],
+    ) -> Result<TileTable, StoreError> {
+        let offsets = entry.area.definitions();
+        let bytes = entry.area.definition_bytes;
+        let copies = offsets.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                let table = TileTable::decode(blocks, entry.job_id, numbers)?;
+                let first = table.revision == 0;
+                let bound = !first || sealed::crc_of(blocks) == entry.definition_crc;
+                if blocks.len() as u64 != bytes || !bound {
+                    return Err(Unreadable::Damaged("it is not the catalog's".into()));
+                }
+                Ok(table)
+            };
+            self.copy(position, offset, bytes, tile_table::MAGIC, decode)
+        });
+        let what = format!("definition of {}", of_job(entry));
+        self.newest(&what, position, offsets, copies, |table| table.revision)
+    }
+
+    pub(super) fn slot(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        table: &TileTable,
+        slot: usize,
+    ) -> Result<SlotContent, StoreError> {
+        let tile_count = table.extents.len();
+        let offsets = entry.area.records(slot);
+        let bytes_max = entry.area.record_bytes_max;
+        let copies = offsets.map(|offset| {
+            let decode = |blocks: &AlignedBytes| {
+                let record = Record::decode(blocks, entry.job_id, tile_count)?;
+                if Record::slot(record.generation) != slot {
+                    return Err(Unreadable::Damaged("it belongs to the other slot".into()));
+                }
+                Ok(record)
+            };
+            self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
+        });
+        let what = format!("record of {}, slot {slot}", of_job(entry));
+        self.refuse_newer(&what, position, &copies)?;
+        if let [Err(first), Err(second)] = &copies {
+            let blank = |why: &Unreadable| matches!(why, Unreadable::Blank);
+            if blank(first) && blank(second) {
+                return Ok(SlotContent::Empty);
+            }
+            // Both copies are durable before a commit is acknowledged: beside zeros there is nothing to lose.
+            let withheld = |why: &Unreadable| matches!(why, Unreadable::Device(_));
+            let undecided =
+                (withheld(first) || withheld(second)) && !blank(first) && !blank(second);
+            let consequence = match undecided {
+                true => Consequence::Undecided,
+                false => Consequence::GenerationLost,
+            };
+            for (why, offset) in [first, second].into_iter().zip(offsets) {
+                if !blank(why) {
+                    self.note(position, offset, &what, why.to_string(), consequence);
+                }
+            }
+            return Ok(match undecided {
+                true => SlotContent::Unreadable(format!("{what}: {first}; {second}")),
+                false => SlotContent::Unknown,
+            });
+        }
+        let record = self.newest(&what, position, offsets, copies, |r: &Record| {
+            (r.generation, r.epoch)
+        })?;
+        if table.revision < record.table_revision {
+            return Err(StoreError::Damaged {
+                what: format!("definition of {}", of_job(entry)),
+                path: self.blocks.path(position).to_owned(),
+                first: format!("it has revision {}", table.revision),
+                second: format!("{what} was written under {}", record.table_revision),
+            });
+        }
+        let mark = self.mark(position, entry, table, &record, slot)?;
+        Ok(SlotContent::Sound(Marked { record, mark }))
+    }
+
+    fn mark(
+        &mut self,
+        position: usize,
+        entry: &Entry,
+        table: &TileTable,
+        record: &Record,
+        slot: usize,
+    ) -> Result<Option<Mark>, StoreError> {
+        let offsets = entry.area.marks(slot);
+        let copies = offsets.map(|offset| {
+            self.copy(position, offset, BLOCK, manifest::MARK_MAGIC, |block| {
+                record.decode_mark(block)
+            })
+        });
+        let what = mark_of(entry, record.generation);
+        self.refuse_newer(&what, position, &copies)?;
+        if copies.iter().all(Result::is_err) {
+            // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
+            // one. Unsound bytes are still told.
+            let withheld = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Device(_)));
+            let in_place = table.definition.durability() == Durability::None;
+            for (copy, offset) in copies.iter().zip(offsets) {
+                if let Err(
+                    why @ (Unreadable::Damaged(_) | Unreadable::Foreign | Unreadable::Device(_)),
+                ) = copy
+                {
+                    let why = why.to_string();
+                    self.note(position, offset, &what, why, Consequence::GenerationLost);
+                }
+            }
+            // What a device withholds may say that the tiles were being written over; beside a copy that was never
+            // written it does not, as both are durable before.
+            let blank = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank));
+            let overwriting = in_place && copies.iter().any(withheld) && !copies.iter().any(blank);
+            return Ok(overwriting.then_some(Mark::Overwriting));
+        }
+        self.newest(&what, position, offsets, copies, |mark| *mark as u32)
+            .map(Some)
+    }
+}
+
+/// The area must lie in the home's data and be large enough to hold what its own numbers claim, before it is read.
+pub(super) fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), StoreError> {
+    let area = &entry.area;
+    let fits = area.offset >= DATA_OFFSET
+        && area.definition_bytes > 0
+        && area.definition_bytes <= tile_table::BYTES_MAX
+        && area.record_bytes_max > 0
+        && area.record_bytes_max <= manifest::BYTES_MAX
+        && area.offset + area.bytes() <= DATA_OFFSET + home.superblock.data_bytes;
+    if fits {
+        return Ok(());
+    }
+    Err(StoreError::Contradiction(format!(
+        "the area of {} does not lie in {}",
+        of_job(entry),
+        home.path
+    )))
+}
+
+fn of_job(entry: &Entry) -> String {
+    format!("job {} of uid {}", entry.name, entry.uid)
+}
+
+fn mark_of(entry: &Entry, generation: Generation) -> String {
+    format!("mark of generation {generation} of {}", of_job(entry))
+}
