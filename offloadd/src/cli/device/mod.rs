@@ -1,28 +1,24 @@
 //! `offloadd device`: devices come to a store and leave it, with a daemon that serves it or without.
 
+mod list;
+
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use offload_api::proto;
 use offloadd::config::Config;
-use offloadd::core::{DeviceState, Reply};
+use offloadd::core::Reply;
 use offloadd::device::FileOwner;
 use offloadd::newcomer::{Newcomer, prepare};
 use offloadd::stopped::Stopped;
-use offloadd::store::catalog::Phase;
 use offloadd::store::home::HomeMove;
-use serde_json::{Value, json};
 
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
 use super::top::Daemon;
 use super::{binary, open_all};
-
-/// How long two looks at tiles that move are apart.
-const LOOKS_APART: Duration = Duration::from_secs(1);
 
 #[derive(Subcommand)]
 pub(crate) enum DeviceCommand {
@@ -149,12 +145,12 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
         },
         DeviceCommand::List { json, store } => {
             let lines = match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => runtime.block_on(lines_served(&mut daemon))?,
-                Way::Stopped(config) => lines_stopped(&config)?,
+                Way::Served(mut daemon) => runtime.block_on(list::lines_served(&mut daemon))?,
+                Way::Stopped(config) => list::lines_stopped(&config)?,
             };
             match json {
-                true => println!("{}", to_json(&lines)),
-                false => print!("{}", table(&lines)),
+                true => println!("{}", list::to_json(&lines)),
+                false => print!("{}", list::table(&lines)),
             }
             Ok(())
         }
@@ -422,152 +418,4 @@ fn move_all(stopped: &mut Stopped, rate: Option<u64>) -> Result<()> {
         eprintln!("offloadd: how far a device is worn could not be kept on it: {error}");
     }
     moved.map_err(|fault| anyhow!("{}", fault.message))
-}
-
-/// A device as people see it.
-struct Line {
-    state: DeviceState,
-    worn_bytes: u64,
-    rated_bytes: Option<u64>,
-    /// That move, a second; `None`: nobody looked.
-    moving_bytes_per_s: Option<u64>,
-    /// The ceiling of what moves to or from it.
-    move_bytes_per_s_max: Option<u64>,
-}
-
-impl Line {
-    fn phase(&self) -> &'static str {
-        match self.state.standing.phase {
-            None => "left",
-            Some(Phase::Settled) => "settled",
-            Some(Phase::Filling) => "filling",
-            Some(Phase::Draining) => "draining",
-        }
-    }
-
-    fn left(&self) -> Option<Duration> {
-        // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
-        let rates = [self.moving_bytes_per_s, self.move_bytes_per_s_max];
-        let rate = rates.into_iter().flatten().filter(|rate| *rate > 0).min()?;
-        Some(Duration::from_secs(self.state.standing.left_bytes / rate))
-    }
-}
-
-async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
-    let mut before = daemon.look().await?;
-    let settled = |d: &DeviceState| matches!(d.standing.phase, None | Some(Phase::Settled));
-    let moving = before.devices.iter().any(|view| !settled(&view.state));
-    let mut now = before.clone();
-    if moving {
-        (before, now) = daemon.look_twice(LOOKS_APART).await?;
-    }
-    let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
-    let ceiling = now.move_bytes_per_s_max;
-    let lines = now.devices.into_iter().enumerate();
-    let lines = lines.map(|(index, view)| {
-        let earlier = (before.devices.get(index)).map(|d| d.state.standing.left_bytes);
-        let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.standing.left_bytes));
-        Line {
-            moving_bytes_per_s: moved_bytes
-                .filter(|_| apart > 0.0)
-                .map(|bytes| (bytes as f64 / apart) as u64),
-            move_bytes_per_s_max: ceiling.filter(|_| !settled(&view.state)),
-            worn_bytes: view.worn_bytes,
-            rated_bytes: view.rated_bytes,
-            state: view.state,
-        }
-    });
-    let lines = lines.filter(|line| line.state.standing.phase.is_some());
-    Ok(lines.collect())
-}
-
-fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
-    let stopped = open_stopped(config)?;
-    let lines = stopped.devices().into_iter().map(|state| {
-        let listed = config
-            .devices
-            .iter()
-            .position(|d| d.to_str() == Some(&state.path));
-        Line {
-            worn_bytes: stopped.worn_bytes(&state),
-            rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
-            moving_bytes_per_s: None,
-            move_bytes_per_s_max: None,
-            state,
-        }
-    });
-    Ok(lines.collect())
-}
-
-fn table(lines: &[Line]) -> String {
-    let mut text = format!(
-        "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {:>10}  path\n",
-        "device", "state", "data", "free", "written", "to move"
-    );
-    for line in lines {
-        let DeviceState {
-            path,
-            data_bytes,
-            free_bytes,
-            standing,
-            ..
-        } = &line.state;
-        let to_move = match standing.left_bytes {
-            0 => String::new(),
-            left => binary(left),
-        };
-        text += &format!(
-            "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
-            standing.number,
-            line.phase(),
-            binary(*data_bytes),
-            binary(*free_bytes),
-            binary(line.worn_bytes),
-        );
-    }
-    for line in lines {
-        let standing = &line.state.standing;
-        if let Some(left) = line.left() {
-            text += &format!(
-                "device {}: about {} s left{}\n",
-                standing.number,
-                left.as_secs() + 1,
-                at_most(line.move_bytes_per_s_max)
-            );
-        }
-        if let Some(stuck) = &standing.stuck {
-            text += &format!("device {}: {stuck}\n", standing.number);
-        }
-    }
-    text
-}
-
-fn to_json(lines: &[Line]) -> Value {
-    let devices = lines.iter().map(|line| {
-        let DeviceState {
-            path,
-            data_bytes,
-            free_bytes,
-            read_bytes_per_s,
-            write_bytes_per_s,
-            standing,
-            ..
-        } = &line.state;
-        json!({
-            "device": path,
-            "number": standing.number,
-            "phase": line.phase(),
-            "data_bytes": data_bytes,
-            "free_bytes": free_bytes,
-            "read_bytes_per_s": read_bytes_per_s,
-            "write_bytes_per_s": write_bytes_per_s,
-            "worn_bytes": line.worn_bytes,
-            "rated_bytes": line.rated_bytes,
-            "left_bytes": standing.left_bytes,
-            "left_s": line.left().map(|left| left.as_secs() + 1),
-            "move_bytes_per_s_max": line.move_bytes_per_s_max,
-            "stuck": standing.stuck,
-        })
-    });
-    json!({ "devices": devices.collect::<Vec<_>>() })
 }

@@ -1,0 +1,164 @@
+//! `offloadd device list`: the devices of a store as a table for people and as JSON for programs.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use offloadd::config::Config;
+use offloadd::core::DeviceState;
+use offloadd::store::catalog::Phase;
+use serde_json::{Value, json};
+
+use super::{at_most, open_stopped};
+use crate::cli::binary;
+use crate::cli::top::Daemon;
+
+/// How long two looks at tiles that move are apart.
+const LOOKS_APART: Duration = Duration::from_secs(1);
+
+/// A device as people see it.
+pub(super) struct Line {
+    state: DeviceState,
+    worn_bytes: u64,
+    rated_bytes: Option<u64>,
+    /// That move, a second; `None`: nobody looked.
+    moving_bytes_per_s: Option<u64>,
+    /// The ceiling of what moves to or from it.
+    move_bytes_per_s_max: Option<u64>,
+}
+
+impl Line {
+    fn phase(&self) -> &'static str {
+        match self.state.standing.phase {
+            None => "left",
+            Some(Phase::Settled) => "settled",
+            Some(Phase::Filling) => "filling",
+            Some(Phase::Draining) => "draining",
+        }
+    }
+
+    fn left(&self) -> Option<Duration> {
+        // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
+        let rates = [self.moving_bytes_per_s, self.move_bytes_per_s_max];
+        let rate = rates.into_iter().flatten().filter(|rate| *rate > 0).min()?;
+        Some(Duration::from_secs(self.state.standing.left_bytes / rate))
+    }
+}
+
+pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
+    let mut before = daemon.look().await?;
+    let settled = |d: &DeviceState| matches!(d.standing.phase, None | Some(Phase::Settled));
+    let moving = before.devices.iter().any(|view| !settled(&view.state));
+    let mut now = before.clone();
+    if moving {
+        (before, now) = daemon.look_twice(LOOKS_APART).await?;
+    }
+    let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
+    let ceiling = now.move_bytes_per_s_max;
+    let lines = now.devices.into_iter().enumerate();
+    let lines = lines.map(|(index, view)| {
+        let earlier = (before.devices.get(index)).map(|d| d.state.standing.left_bytes);
+        let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.standing.left_bytes));
+        Line {
+            moving_bytes_per_s: moved_bytes
+                .filter(|_| apart > 0.0)
+                .map(|bytes| (bytes as f64 / apart) as u64),
+            move_bytes_per_s_max: ceiling.filter(|_| !settled(&view.state)),
+            worn_bytes: view.worn_bytes,
+            rated_bytes: view.rated_bytes,
+            state: view.state,
+        }
+    });
+    let lines = lines.filter(|line| line.state.standing.phase.is_some());
+    Ok(lines.collect())
+}
+
+pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
+    let stopped = open_stopped(config)?;
+    let lines = stopped.devices().into_iter().map(|state| {
+        let listed = config
+            .devices
+            .iter()
+            .position(|d| d.to_str() == Some(&state.path));
+        Line {
+            worn_bytes: stopped.worn_bytes(&state),
+            rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
+            moving_bytes_per_s: None,
+            move_bytes_per_s_max: None,
+            state,
+        }
+    });
+    Ok(lines.collect())
+}
+
+pub(super) fn table(lines: &[Line]) -> String {
+    let mut text = format!(
+        "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {:>10}  path\n",
+        "device", "state", "data", "free", "written", "to move"
+    );
+    for line in lines {
+        let DeviceState {
+            path,
+            data_bytes,
+            free_bytes,
+            standing,
+            ..
+        } = &line.state;
+        let to_move = match standing.left_bytes {
+            0 => String::new(),
+            left => binary(left),
+        };
+        text += &format!(
+            "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
+            standing.number,
+            line.phase(),
+            binary(*data_bytes),
+            binary(*free_bytes),
+            binary(line.worn_bytes),
+        );
+    }
+    for line in lines {
+        let standing = &line.state.standing;
+        if let Some(left) = line.left() {
+            text += &format!(
+                "device {}: about {} s left{}\n",
+                standing.number,
+                left.as_secs() + 1,
+                at_most(line.move_bytes_per_s_max)
+            );
+        }
+        if let Some(stuck) = &standing.stuck {
+            text += &format!("device {}: {stuck}\n", standing.number);
+        }
+    }
+    text
+}
+
+pub(super) fn to_json(lines: &[Line]) -> Value {
+    let devices = lines.iter().map(|line| {
+        let DeviceState {
+            path,
+            data_bytes,
+            free_bytes,
+            read_bytes_per_s,
+            write_bytes_per_s,
+            standing,
+            ..
+        } = &line.state;
+        json!({
+            "device": path,
+            "number": standing.number,
+            "phase": line.phase(),
+            "data_bytes": data_bytes,
+            "free_bytes": free_bytes,
+            "read_bytes_per_s": read_bytes_per_s,
+            "write_bytes_per_s": write_bytes_per_s,
+            "worn_bytes": line.worn_bytes,
+            "rated_bytes": line.rated_bytes,
+            "left_bytes": standing.left_bytes,
+            "left_s": line.left().map(|left| left.as_secs() + 1),
+            "move_bytes_per_s_max": line.move_bytes_per_s_max,
+            "stuck": standing.stuck,
+        })
+    });
+    json!({ "devices": devices.collect::<Vec<_>>() })
+}
