@@ -66,7 +66,7 @@ fn without_checksums_verify_finds_nothing() {
 fn without_a_flush_copies_are_lost() {
     fails_without(
         "copy-flush",
-        "growth::a_device_that_comes_takes_its_share_of_jobs_that_nobody_runs",
+        "growth::coming::a_device_that_comes_takes_its_share_of_jobs_that_nobody_runs",
     );
 }
 
@@ -74,7 +74,7 @@ fn without_a_flush_copies_are_lost() {
 fn without_waiting_for_the_definition_what_a_tile_left_is_written_over() {
     fails_without(
         "leave-last",
-        "growth::what_a_tile_has_left_is_not_used_before_its_new_place_is_durable",
+        "growth::beside_jobs::what_a_tile_has_left_is_not_used_before_its_new_place_is_durable",
     );
 }
 
@@ -82,7 +82,7 @@ fn without_waiting_for_the_definition_what_a_tile_left_is_written_over() {
 fn without_waiting_for_the_definition_commits_name_what_it_does_not() {
     fails_without(
         "exchange-first",
-        "growth::a_commit_waits_for_the_definition_that_says_where_its_tiles_lie",
+        "growth::beside_jobs::a_commit_waits_for_the_definition_that_says_where_its_tiles_lie",
     );
 }
 
