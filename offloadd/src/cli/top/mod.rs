@@ -3,7 +3,11 @@
 //! Rates are differences of two looks at counts that only grow, divided by the daemon's own clock, so that a slow terminal
 //! or a busy machine does not bend them.
 
+mod between;
+mod json;
 mod table;
+#[cfg(test)]
+mod tests;
 mod users;
 
 use std::io::IsTerminal;
@@ -54,7 +58,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
         if choice.once {
             let (before, now) = daemon.look_twice(choice.interval).await?;
             let text = if choice.json {
-                format!("{}\n", table::json(&before, &now))
+                format!("{}\n", json::json(&before, &now))
             } else {
                 table::draw(&before, &now)
             };
@@ -106,7 +110,7 @@ async fn lines(daemon: &mut Daemon, interval: Duration) -> Result<()> {
     loop {
         tokio::time::sleep(interval).await;
         let now = daemon.look().await?;
-        print(&format!("{}\n", table::json(&before, &now)))?;
+        print(&format!("{}\n", json::json(&before, &now)))?;
         before = now;
     }
 }

@@ -9,7 +9,8 @@ use std::fmt::Write;
 use offloadd::metrics::Snapshot;
 use serde_json::{Value, json};
 
-use super::table::{Moved, before_of_device, before_of_job, got, rate};
+use super::between::{Moved, before_of_device, before_of_job};
+use super::table::{got, rate};
 
 /// A user who has jobs.
 pub(super) struct User {

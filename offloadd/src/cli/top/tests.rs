@@ -1,0 +1,211 @@
+//! One pair of looks as a table and as JSON.
+
+use std::time::Duration;
+
+use offload_api::BLOCK_BYTES;
+use offloadd::core::{CommitState, DeviceState, JobState, Shares, Standing};
+use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use offloadd::store::definition::JobName;
+use serde_json::{Value, json};
+
+use super::json::json;
+use super::table::draw;
+fn traffic_of(bytes: u64, count: u64, ns: u64) -> Traffic {
+    let mut latencies = Latencies::default();
+    (0..count).for_each(|_| latencies.record(ns));
+    Traffic {
+        bytes,
+        latencies,
+        ..Traffic::default()
+    }
+}
+
+/// After so many seconds of 6.2 GB/s read and 320 MB/s written on the first device, of one job.
+fn look(seconds: u64) -> Snapshot {
+    let device = |path: &str, counts: Counts, slow| DeviceView {
+        state: DeviceState {
+            path: path.into(),
+            block_bytes: BLOCK_BYTES,
+            data_bytes: 1 << 40,
+            free_bytes: 1 << 39,
+            read_bytes_per_s: 6_200_000_000,
+            write_bytes_per_s: 3_200_000_000,
+            standing: Standing::settled(0),
+        },
+        counts,
+        queue_depth: 12,
+        queue_depth_max: 64,
+        busy: Duration::from_millis(750 * seconds),
+        slow,
+        worn_bytes: 12_300_000_000_000,
+        rated_bytes: slow.then_some(600_000_000_000_000),
+        damaged_count: u64::from(slow),
+    };
+    let counts = Counts {
+        read: traffic_of(6_200_000_000 * seconds, 100 * seconds, 1_200_000),
+        written: traffic_of(320_000_000 * seconds, 100 * seconds, 85_000),
+        flushed: Traffic::default(),
+    };
+    let job = |name: &str, session_count, commit| JobView {
+        state: JobState {
+            uid: 1000,
+            job: JobName::new(name).unwrap(),
+            job_id: Some(1),
+            reserved_bytes: 1 << 30,
+            session_count,
+            arena_bytes: 1 << 30,
+            slot_count: 64,
+            slot_used_count: 9,
+            shares: Shares {
+                user: 300,
+                job: 200,
+            },
+            reading_count: 8,
+            writing_count: 1,
+            commit,
+            newest_generation: 41,
+            working_generation: 42,
+            poisoned: false,
+        },
+        counts: counts.clone(),
+        commits: traffic_of(0, 41, 23_000_000).latencies,
+        commit_failed_count: 0,
+        worn_bytes: 1_500_000_000,
+        damaged_count: 0,
+    };
+    let gathering = CommitState::Gathering {
+        ranks_called: 3,
+        ranks: 8,
+    };
+    let failing = Counts {
+        read: Traffic {
+            failed_count: 2,
+            ..Traffic::default()
+        },
+        ..Counts::default()
+    };
+    Snapshot {
+        uptime: Duration::from_secs(3700 + seconds),
+        arena_used_bytes: 3 << 29,
+        arena_bytes_max: 64 << 30,
+        session_count: 1,
+        move_bytes_per_s_max: None,
+        devices: vec![
+            device("/mnt/nvme0/offloadd.tiles", counts.clone(), false),
+            device(
+                "/srv/a/very/long/folder/nvme1/offloadd.tiles",
+                failing,
+                true,
+            ),
+        ],
+        jobs: vec![job("llama", 1, gathering), job("old", 0, CommitState::None)],
+    }
+}
+
+#[test]
+fn the_table_shows_rates_latencies_trouble_and_what_jobs_wait_for() {
+    let expected = "\
+offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
+
+device                                read     write  busy queue      read p50/p99     write p50/p99  written ever
+/mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
+..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
+
+job                                   read     write share  got     slots  commit   step written ever  waits for
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+1 job in the store without a process
+";
+    let drawn = draw(&look(10), &look(12));
+    assert_eq!(drawn, expected, "\n{drawn}");
+}
+
+#[test]
+fn json_says_the_same_in_numbers() {
+    let value = json(&look(10), &look(12));
+    assert_eq!(value["interval_s"], 2.0);
+    let device = &value["devices"][0];
+    assert_eq!(device["read_bytes_per_s"], 6.2e9);
+    assert_eq!(device["read"]["bytes"], 6_200_000_000u64 * 12);
+    assert_eq!(device["read"]["count"], 1200);
+    assert_eq!(device["busy_share"], 0.75);
+    let p50 = device["written_latency_ns_p50"].as_u64().unwrap();
+    assert!((85_000..96_000).contains(&p50), "{p50}");
+    assert_eq!(value["devices"][1]["slow"], true);
+    assert_eq!(value["devices"][1]["read"]["failed_count"], 2);
+    assert_eq!(value["devices"][1]["read_latency_ns_p50"], Value::Null);
+    let job = &value["jobs"][0];
+    assert_eq!(job["waits_for"], "8 reads, 1 write, commit (3 of 8 ranks)");
+    assert_eq!(
+        (&job["newest_generation"], &job["commit_count"]),
+        (&json!(41), &json!(41))
+    );
+    assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
+}
+
+/// Two users: of what the drive moved one got three quarters with two jobs, the other a quarter.
+fn shared(seconds: u64) -> Snapshot {
+    let mut look = look(seconds);
+    look.session_count = 3;
+    let job = |uid, name: &str, shares: [u32; 2], bytes_per_s: u64| {
+        let mut job = look.jobs[0].clone();
+        job.state.uid = uid;
+        job.state.job = JobName::new(name).unwrap();
+        let [user, own] = shares;
+        job.state.shares = Shares { user, job: own };
+        job.counts = Counts {
+            read: traffic_of(bytes_per_s * seconds, seconds, 1_200_000),
+            ..Counts::default()
+        };
+        job
+    };
+    look.jobs = vec![
+        job(1000, "llama", [300, 200], 4_000_000_000),
+        job(1000, "trial", [300, 100], 2_000_000_000),
+        job(1001, "gpt", [100, 100], 2_000_000_000),
+    ];
+    look.devices[0].counts.read = traffic_of(8_000_000_000 * seconds, 3 * seconds, 1_200_000);
+    look.devices[0].counts.written = Traffic::default();
+    look
+}
+
+#[test]
+fn who_got_what_stands_beside_the_shares_where_there_are_several() {
+    let drawn = draw(&shared(10), &shared(12));
+    let (_, users) = drawn.split_once("\nuser").unwrap();
+    let expected = "
+user                                  read     write share  got  sessions
+uid 1000                         6.00 GB/s         -   300  75%         2
+uid 1001                         2.00 GB/s         -   100  25%         1
+
+job                                   read     write share  got     slots  commit   step written ever  waits for
+llama (uid 1000)                 4.00 GB/s         -   200  67%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+trial (uid 1000)                 2.00 GB/s         -   100  33%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+gpt (uid 1001)                   2.00 GB/s         -   100 100%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+";
+    assert_eq!(format!("\nuser{users}"), expected, "\n{drawn}");
+    let value = json(&shared(10), &shared(12));
+    let user = &value["users"][0];
+    assert_eq!((&user["uid"], &user["share"]), (&json!(1000), &json!(300)));
+    assert_eq!(
+        (&user["got"], &user["session_count"]),
+        (&json!(0.75), &json!(2))
+    );
+    let trial = &value["jobs"][1];
+    assert_eq!(
+        (&trial["share"], &trial["user_share"]),
+        (&json!(100), &json!(300))
+    );
+    assert_eq!(trial["got_of_user"], 1.0 / 3.0);
+    // Nothing was moved: nobody got anything of it.
+    let value = json(&shared(10), &shared(10));
+    assert_eq!(value["users"][0]["got"], Value::Null);
+}
+
+#[test]
+fn a_daemon_that_started_again_in_between_counts_from_its_start() {
+    let mut fresh = look(3);
+    fresh.uptime = Duration::from_secs(3);
+    let value = json(&look(10), &fresh);
+    assert_eq!(value["interval_s"], 3.0);
+    assert_eq!(value["devices"][0]["read_bytes_per_s"], 6.2e9);
+}
