@@ -1,0 +1,113 @@
+//! A service manager as systemd is one, for tests: what a daemon gives it to be kept goes to the next daemon.
+
+use std::io::{IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use offload_api::proto;
+use offloadd::handover::inherited;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::process::Signal;
+
+use super::LONG;
+use crate::common::{Control, Daemon, Session, Store, eventually};
+
+pub(super) type Kept = Vec<(String, OwnedFd)>;
+
+/// Keeps descriptors by systemd's rules.
+pub(super) struct Manager {
+    pub(super) store: Store,
+    socket: UnixDatagram,
+}
+
+impl Manager {
+    pub(super) fn new(store: Store) -> Self {
+        let socket = UnixDatagram::bind(store.folder.path().join("notify")).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        Self { store, socket }
+    }
+
+    /// With what is kept, and keeps no longer what it says that it has.
+    pub(super) fn start(&self, kept: &mut Kept) -> Daemon {
+        let mut command = self.store.serve_command();
+        command.env("NOTIFY_SOCKET", self.store.folder.path().join("notify"));
+        let _numbers = inherited::pass(&mut command, kept).unwrap();
+        std::thread::scope(|scope| {
+            let started = scope.spawn(|| Daemon::start(command, self.store.socket()));
+            while !started.is_finished() {
+                self.hear(kept);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            self.hear(kept);
+            started.join().unwrap()
+        })
+    }
+
+    /// What it said since, as `kept` changes by it.
+    fn hear(&self, kept: &mut Kept) {
+        loop {
+            let mut bytes = [0; 4096];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut bytes)];
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            let Ok(message) = rustix::net::recvmsg(&self.socket, &mut parts, &mut control, flags)
+            else {
+                return;
+            };
+            let mut fds = Vec::new();
+            for item in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = item {
+                    fds.extend(rights);
+                }
+            }
+            let words = String::from_utf8_lossy(&bytes[..message.bytes]).into_owned();
+            let says = |word| words.lines().any(|line| line == word);
+            let name = words.lines().find_map(|l| l.strip_prefix("FDNAME="));
+            if says("FDSTORE=1") {
+                assert!(says("FDPOLL=0") && fds.len() == 1, "{words}");
+                kept.push((name.unwrap().to_owned(), fds.pop().unwrap()));
+            } else if says("FDSTOREREMOVE=1") {
+                kept.retain(|(kept, _)| kept != name.unwrap());
+            }
+        }
+    }
+
+    /// Ends `daemon` in order. What it gave to be kept, and what it logged.
+    pub(super) fn stop(&self, mut daemon: Daemon) -> (Kept, String) {
+        daemon.signal(Signal::TERM);
+        let mut kept = Vec::new();
+        eventually("it ends", LONG, || {
+            self.hear(&mut kept);
+            daemon.child.try_wait().unwrap().is_some()
+        });
+        self.hear(&mut kept);
+        assert_eq!(daemon.wait(LONG), Some(0));
+        let mut log = String::new();
+        let mut stderr = daemon.child.stderr.take().unwrap();
+        stderr.read_to_string(&mut log).unwrap();
+        (kept, log)
+    }
+
+    /// The next daemon, which has what the one before gave.
+    pub(super) fn restart(&self, daemon: Daemon) -> Daemon {
+        let (mut kept, _) = self.stop(daemon);
+        let daemon = self.start(&mut kept);
+        assert!(kept.is_empty(), "what it has taken is kept no longer");
+        daemon
+    }
+
+    /// What a daemon logs that is started with `kept` and ended again.
+    pub(super) fn log_with(&self, mut kept: Kept) -> String {
+        let daemon = self.start(&mut kept);
+        assert!(kept.is_empty(), "what was refused is kept no longer");
+        self.stop(daemon).1
+    }
+}
+
+pub(super) fn reattach(control: &mut Control, session: &Session) -> proto::ReattachReply {
+    let token = session.token.clone();
+    control.reattach(proto::ReattachRequest { token }).unwrap()
+}
