@@ -19,6 +19,7 @@ use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::config::Config;
 use offloadd::core::Core;
 use offloadd::device::DeviceBlocks;
+use offloadd::doctor::{Roots, huge_pages};
 use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
 use offloadd::handover::inherited::{self, Inherited};
 use offloadd::handover::{self, Found, HandedOver, SESSIONS_MAX};
@@ -69,6 +70,11 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
             bail!("`require_locked` is set, and {}", lock.note);
         }
         tracing::warn!("{}", lock.note);
+    }
+    if let Some(word @ ("never" | "deny")) = huge_pages(&Roots::default()).as_deref() {
+        tracing::info!(
+            "arenas are in small pages, as shmem_enabled is {word}: `offloadd doctor` says how to get huge ones"
+        );
     }
     let policy = if config.require_locked {
         LockPolicy::Require

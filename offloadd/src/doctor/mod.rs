@@ -55,6 +55,12 @@ fn chosen(words: &str) -> Option<&str> {
     Some(words.split_once('[')?.1.split_once(']')?.0)
 }
 
+/// Whether shared memory, which arenas are, gets huge pages: the kernel's word for it, as "advise" or "never". `None`: it has none.
+pub fn huge_pages(roots: &Roots) -> Option<String> {
+    let words = roots.sys(kernel::SHMEM_ENABLED)?;
+    Some(chosen(&words).unwrap_or(&words).to_owned())
+}
+
 /// Everything about the machine, and about the drives beneath `places`: devices, or folders that are to hold some.
 pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
