@@ -14,14 +14,19 @@ pub(crate) struct Fio {
     pub(crate) version: String,
 }
 
-/// What fio is to do: on each file one job of its own, reading or writing.
+/// What fio is to do.
 #[derive(Clone, Debug)]
 pub(crate) struct FioJob<'a> {
-    pub(crate) read: &'a [PathBuf],
-    pub(crate) write: &'a [PathBuf],
+    /// What is done, in fio's word, to which files: on each file a job of its own.
+    pub(crate) streams: &'a [(&'static str, &'a [PathBuf])],
+    /// Of mixed operations, how many in a hundred read.
+    pub(crate) read_percent: Option<u32>,
+    /// On each file, each with a part of its bytes.
+    pub(crate) jobs: u32,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
     pub(crate) size: u64,
+    pub(crate) direct: bool,
     pub(crate) ramp: Duration,
     pub(crate) runtime: Duration,
 }
@@ -30,17 +35,33 @@ pub(crate) struct FioJob<'a> {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FioFigures {
     pub(crate) command: String,
-    /// Of all files together.
-    pub(crate) read_bytes_per_s: f64,
-    pub(crate) write_bytes_per_s: f64,
+    pub(crate) read: FioWay,
+    pub(crate) write: FioWay,
     /// Processor seconds for 10^9 bytes.
     pub(crate) cpu_s_per_gb: f64,
+}
+
+/// One direction.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct FioWay {
+    /// Of all files together.
+    pub(crate) bytes_per_s: f64,
+    /// From submission to completion. Of one job only: percentiles do not add up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) latency_ns: Option<FioLatency>,
+}
+
+/// Percentiles.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct FioLatency {
+    pub(crate) p50: u64,
+    pub(crate) p99: u64,
 }
 
 impl FioFigures {
     /// Both ways.
     pub(crate) fn bytes_per_s(&self) -> f64 {
-        self.read_bytes_per_s + self.write_bytes_per_s
+        self.read.bytes_per_s + self.write.bytes_per_s
     }
 }
 
@@ -89,22 +110,32 @@ impl Fio {
 }
 
 fn words(job: &FioJob) -> Vec<String> {
+    let blocks = job.size / u64::from(job.bs) / u64::from(job.jobs);
+    let part_bytes = blocks * u64::from(job.bs);
     let mut words = vec![
         "--ioengine=io_uring".to_owned(),
-        "--direct=1".into(),
+        format!("--direct={}", u8::from(job.direct)),
         "--fixedbufs=1".into(),
         "--registerfiles=1".into(),
         format!("--bs={}", job.bs),
         format!("--iodepth={}", job.iodepth),
-        format!("--size={}", job.size),
+        format!("--size={part_bytes}"),
         "--time_based=1".into(),
         format!("--ramp_time={}ms", job.ramp.as_millis()),
         format!("--runtime={}ms", job.runtime.as_millis()),
         "--overwrite=1".into(),
         "--fallocate=none".into(),
         "--thread=1".into(),
+        "--lat_percentiles=1".into(),
     ];
-    for (rw, files) in [("read", job.read), ("write", job.write)] {
+    if job.jobs > 1 {
+        words.push(format!("--numjobs={}", job.jobs));
+        words.push(format!("--offset_increment={part_bytes}"));
+    }
+    if let Some(percent) = job.read_percent {
+        words.push(format!("--rwmixread={percent}"));
+    }
+    for (rw, files) in job.streams {
         for (index, file) in files.iter().enumerate() {
             words.push(format!("--name={rw}{index}"));
             words.push(format!("--rw={rw}"));
@@ -122,16 +153,21 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
     let jobs = found["jobs"].as_array().context("fio's jobs")?;
     let mut figures = FioFigures {
         command,
-        read_bytes_per_s: 0.0,
-        write_bytes_per_s: 0.0,
+        read: FioWay::default(),
+        write: FioWay::default(),
         cpu_s_per_gb: 0.0,
     };
     let (mut cpu_s, mut bytes) = (0.0, 0.0);
     for job in jobs {
         let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
-        figures.read_bytes_per_s += number(&job["read"]["bw_bytes"]);
-        figures.write_bytes_per_s += number(&job["write"]["bw_bytes"]);
-        bytes += number(&job["read"]["io_bytes"]) + number(&job["write"]["io_bytes"]);
+        for (way, name) in [(&mut figures.read, "read"), (&mut figures.write, "write")] {
+            way.bytes_per_s += number(&job[name]["bw_bytes"]);
+            bytes += number(&job[name]["io_bytes"]);
+            let at = |percent: &str| job[name]["lat_ns"]["percentile"][percent].as_u64();
+            if let (1, Some(p50), Some(p99)) = (jobs.len(), at("50.000000"), at("99.000000")) {
+                way.latency_ns = Some(FioLatency { p50, p99 });
+            }
+        }
         // Percent of the job's time.
         let percent = number(&job["usr_cpu"]) + number(&job["sys_cpu"]);
         cpu_s += percent / 100.0 * number(&job["job_runtime"]) / 1000.0;
@@ -155,12 +191,50 @@ mod tests {
             ]}"#;
         let found = figures(said, "fio".into()).unwrap();
         assert_eq!(
-            (found.read_bytes_per_s, found.write_bytes_per_s),
+            (found.read.bytes_per_s, found.write.bytes_per_s),
             (11.0, 3.0)
         );
+        assert!(found.read.latency_ns.is_none(), "of two jobs");
         assert!((found.cpu_s_per_gb - 0.2).abs() < 1e-9, "{found:?}");
         assert!(figures("no", String::new()).is_err());
         assert!(figures("{", String::new()).is_err());
+    }
+
+    #[test]
+    fn one_job_has_percentiles_where_it_moved_bytes() {
+        let said = r#"{"jobs": [{
+            "read": {"bw_bytes": 5, "lat_ns": {"percentile": {"50.000000": 100, "99.000000": 200}}},
+            "write": {"bw_bytes": 0, "lat_ns": {"min": 0}}
+        }]}"#;
+        let found = figures(said, "fio".into()).unwrap();
+        let latency = found.read.latency_ns.unwrap();
+        assert_eq!((latency.p50, latency.p99), (100, 200));
+        assert!(found.write.latency_ns.is_none());
+    }
+
+    #[test]
+    fn jobs_on_one_file_have_parts_of_their_own() {
+        let file = [PathBuf::from("/x")];
+        let job = FioJob {
+            streams: &[("randrw", &file)],
+            read_percent: Some(70),
+            jobs: 3,
+            bs: 4096,
+            iodepth: 8,
+            size: 40_960,
+            direct: true,
+            ramp: Duration::ZERO,
+            runtime: Duration::from_secs(1),
+        };
+        let words = words(&job).join(" ");
+        for word in [
+            "--size=12288",
+            "--numjobs=3 --offset_increment=12288",
+            "--rwmixread=70",
+            "--rw=randrw --filename=/x",
+        ] {
+            assert!(words.contains(word), "{word}: {words}");
+        }
     }
 
     #[test]

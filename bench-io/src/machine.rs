@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use offloadd::doctor;
 use serde::Serialize;
 
 /// For a report.
@@ -11,6 +12,8 @@ pub(crate) struct Machine {
     pub(crate) cores: usize,
     pub(crate) memory_bytes: u64,
     pub(crate) kernel: String,
+    /// Whether arenas get huge pages, in the kernel's word.
+    pub(crate) huge_pages: Option<String>,
     /// UTC.
     pub(crate) date: String,
 }
@@ -28,6 +31,7 @@ impl Machine {
             cores: cores(),
             memory_bytes: offloadd::memory::total_bytes().unwrap_or(0),
             kernel: format!("Linux {}", release.trim()),
+            huge_pages: doctor::huge_pages(&doctor::Roots::default()),
             date: chrono::Utc::now().format("%Y-%m-%d %H:%M UTC").to_string(),
         }
     }
@@ -37,11 +41,12 @@ impl std::fmt::Display for Machine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{}, {} cores, {} GiB, {}, {}",
+            "{}, {} cores, {} GiB, {}, huge pages {}, {}",
             self.processor,
             self.cores,
             self.memory_bytes >> 30,
             self.kernel,
+            self.huge_pages.as_deref().unwrap_or("none"),
             self.date
         )
     }

@@ -9,6 +9,7 @@
 
 mod bed;
 mod bench;
+mod beside;
 mod canonical;
 mod cli;
 mod drive;
@@ -24,6 +25,7 @@ mod place;
 mod prepared;
 mod progress;
 mod report;
+mod rounds;
 mod scale;
 mod stop;
 mod target;

@@ -171,6 +171,6 @@ impl Prepared {
 }
 
 /// A job's depth is shared by its files, each having one operation at least.
-fn depth_of_file(job: &Job, files: usize) -> u32 {
+pub(crate) fn depth_of_file(job: &Job, files: usize) -> u32 {
     (job.iodepth / files as u32).max(1)
 }

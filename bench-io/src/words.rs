@@ -170,6 +170,20 @@ impl fmt::Display for SpeedText {
     }
 }
 
+/// A time for people.
+pub(crate) struct Micros(pub(crate) u64);
+
+impl fmt::Display for Micros {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let us = self.0 as f64 / 1e3;
+        if us < 1000.0 {
+            write!(f, "{us:.1} us")
+        } else {
+            write!(f, "{:.2} ms", us / 1e3)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,17 +2,20 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::bench::Bench;
+use crate::beside::Beside;
 use crate::drive;
+use crate::fio::Fio;
 use crate::job::{Job, JobWords};
 use crate::load::Timing;
 use crate::machine::Machine;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, REPORT_VERSION, Report, SettingsReport, warnings};
+use crate::rounds::{median, rate_of};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -20,6 +23,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io run --target device --directory /mnt/nvme0 --rw randread --bs 64k
   bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json    # a drive as it is
   bench-io run --socket /run/offloadd/offloadd.sock --rw rw             # a daemon that runs already
+  bench-io run --rw randread --bs 1m --iodepth 1 --rounds 5             # one read at a time, in turns with fio
   bench-io run job.toml --bs 16m                                        # a flag wins over the file
 
 A job file has the same keys:
@@ -36,6 +40,12 @@ pub(crate) struct RunArgs {
     file: Option<PathBuf>,
     #[command(flatten)]
     words: JobWords,
+    /// Do it N times in turns with fio, the same job on the same drives, and say what is between us
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: Option<u32>,
+    /// fio's program, when it is not in PATH
+    #[arg(long, value_name = "PROGRAM", requires = "rounds")]
+    fio: Option<PathBuf>,
     /// One JSON object instead of lines to read
     #[arg(long)]
     json: bool,
@@ -51,7 +61,11 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
         None => args.words,
     };
     let job = words.check()?;
-    let report = measure(&job, &Progress::new())?;
+    let turns = match args.rounds {
+        Some(rounds) => Some((rounds, Fio::find(args.fio.as_deref())?)),
+        None => None,
+    };
+    let report = measure(&job, turns, &Progress::new())?;
     match args.json {
         true => println!("{}", serde_json::to_string(&report)?),
         false => print!("{report}"),
@@ -59,10 +73,14 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prepares what `job` needs, runs it, takes it away again.
-fn measure(job: &Job, progress: &Progress) -> Result<Report> {
+/// Prepares what `job` needs, runs it, takes it away again. With `turns` so many times, and fio as often.
+fn measure(job: &Job, turns: Option<(u32, Option<Fio>)>, progress: &Progress) -> Result<Report> {
     let mut warnings = warnings::before();
     let prepared = Prepared::new(job, None, progress)?;
+    let (rounds, beside) = match turns {
+        Some((rounds, fio)) => (rounds, Some(Beside::new(job, &prepared, fio, progress)?)),
+        None => (1, None),
+    };
     let bench = Bench::open(prepared.plan.clone())?;
     let streams = prepared.streams(job);
     if prepared.to_fill {
@@ -79,7 +97,18 @@ fn measure(job: &Job, progress: &Progress) -> Result<Report> {
         ramp: job.ramp,
         runtime: job.runtime,
     };
-    let (figures, _) = bench.run(&streams, timing, progress, job.rw.word())?;
+    let mut figures_of = Vec::new();
+    let mut both = Vec::new();
+    for _ in 0..rounds {
+        let (figures, _) = bench.run(&streams, timing, progress, job.rw.word())?;
+        if let Some(beside) = &beside {
+            progress.say("fio");
+            both.push((figures.clone(), beside.turn(job, prepared.size)?));
+        }
+        figures_of.push(figures);
+    }
+    let (figures, _) = median(figures_of, rate_of).context("at least one round")?;
+    let beside = beside.map(|beside| beside.report(&both));
     warnings.extend(warnings::after(&figures));
     let from_daemon = bench.devices().iter().map(|device| device.path.clone());
     let devices: Vec<PathBuf> = prepared.files.iter().cloned().chain(from_daemon).collect();
@@ -103,6 +132,7 @@ fn measure(job: &Job, progress: &Progress) -> Result<Report> {
             rwmixread: (job.rw.reads() && job.rw.writes()).then_some(job.read_percent),
         },
         figures,
+        beside,
         warnings,
     })
 }

@@ -3,14 +3,15 @@
 use serde::Serialize;
 use std::fmt;
 
+use crate::beside::BesideReport;
 use crate::load::{Outcome, Tally};
 use crate::machine::Machine;
-use crate::words::SpeedText;
+use crate::words::{Micros, SpeedText};
 
 pub(crate) mod warnings;
 
 /// Of the JSON's names and their meaning.
-pub(crate) const REPORT_VERSION: u32 = 1;
+pub(crate) const REPORT_VERSION: u32 = 2;
 
 /// One direction of a measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -70,6 +71,8 @@ pub(crate) struct Report {
     pub(crate) settings: SettingsReport,
     #[serde(flatten)]
     pub(crate) figures: Figures,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) beside: Option<BesideReport>,
     pub(crate) warnings: Vec<String>,
 }
 
@@ -196,7 +199,11 @@ impl fmt::Display for Report {
             self.figures.seconds,
             self.figures.engine
         )?;
-        write!(f, "{}", self.figures)
+        write!(f, "{}", self.figures)?;
+        match &self.beside {
+            Some(beside) => write!(f, "{beside}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -235,19 +242,5 @@ impl fmt::Display for Figures {
             write!(f, "; machine {:.0} % idle", 100.0 * share)?;
         }
         writeln!(f)
-    }
-}
-
-/// A time for people.
-struct Micros(u64);
-
-impl fmt::Display for Micros {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let us = self.0 as f64 / 1e3;
-        if us < 1000.0 {
-            write!(f, "{us:.1} us")
-        } else {
-            write!(f, "{:.2} ms", us / 1e3)
-        }
     }
 }

@@ -1,18 +1,21 @@
 //! What makes rows mean little, as far as the rows themselves show it.
 
-use super::{Load, Row, rounds};
+use super::{Load, Row};
 use crate::report::warnings;
 use crate::words::SpeedText;
 
 /// The instrument is off when one drive alone is further from its limit.
 const ONE_DRIVE_SHARE: f64 = 0.02;
 
+/// Of rounds that differ by more, the medians say little of a single run.
+const SPREAD_MAX: f64 = 1.2;
+
 /// All of it, a line each.
 pub(super) fn of(rows: &[Row]) -> Vec<String> {
     let mut found = off_the_limit(rows);
     found.extend(busy(rows));
     found.extend(control_scales(rows));
-    found.extend(rounds::apart(rows));
+    found.extend(apart(rows));
     found.extend(others(rows));
     found
 }
@@ -96,5 +99,24 @@ fn control_scales(rows: &[Row]) -> Option<String> {
                  sum is measured here, and not how well waiting is hidden"
             )
         })
+    })
+}
+
+/// Says how far rounds were apart, where that is far.
+fn apart(rows: &[Row]) -> Option<String> {
+    let far = rows.iter().filter_map(|row| {
+        let rounds = row.rounds.as_ref()?;
+        let both = [Some(rounds.daemon), rounds.fio].into_iter().flatten();
+        let times = both.map(|range| range.max / range.min);
+        times.reduce(f64::max).filter(|times| *times > SPREAD_MAX)
+    });
+    let (count, most) = far.fold((0, 0.0), |(count, most), times| {
+        (count + 1, f64::max(most, times))
+    });
+    (count > 0).then(|| {
+        format!(
+            "in {count} of {} rows rounds were up to {most:.1} times apart: medians are shown, with the least and the most",
+            rows.len()
+        )
     })
 }

@@ -6,7 +6,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use offloadd::api::IODEPTH_MAX;
 
-use super::rounds::{median, rate_of};
 use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, control, doubts};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
 use crate::drive;
@@ -17,6 +16,7 @@ use crate::paced::{Drives, Pace};
 use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
 use crate::report::{Figures, REPORT_VERSION, warnings};
+use crate::rounds::{median, rate_of};
 use crate::target::Way;
 
 /// For the negative control.
@@ -88,11 +88,16 @@ pub(crate) fn measure(
                 ];
                 let fio = fio.map(|fio| {
                     fio.run(&FioJob {
-                        read: if load.reads() { &read } else { &[] },
-                        write: if load.writes() { &write } else { &[] },
+                        streams: &[
+                            ("read", if load.reads() { &read } else { &[] }),
+                            ("write", if load.writes() { &write } else { &[] }),
+                        ],
+                        read_percent: None,
+                        jobs: 1,
                         bs,
                         iodepth: plan.iodepth,
                         size: plan.size,
+                        direct: true,
                         ramp: plan.ramp,
                         runtime: plan.runtime,
                     })

@@ -14,7 +14,6 @@ mod doubts;
 mod measure;
 pub(crate) mod page;
 pub(crate) mod picture;
-mod rounds;
 mod table;
 
 use std::path::PathBuf;
@@ -26,9 +25,9 @@ use crate::fio::FioFigures;
 use crate::machine::Machine;
 use crate::paced::Pace;
 use crate::report::Figures;
+use crate::rounds::{Range, rate_of};
 
 pub(crate) use measure::measure;
-use rounds::Range;
 
 /// Which way a row goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -121,7 +120,7 @@ pub(crate) struct Row {
 
 impl Row {
     pub(crate) fn daemon_bytes_per_s(&self) -> f64 {
-        rounds::rate_of(&self.daemon)
+        rate_of(&self.daemon)
     }
 
     pub(crate) fn fio_bytes_per_s(&self) -> Option<f64> {

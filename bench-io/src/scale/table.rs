@@ -112,7 +112,7 @@ pub(super) fn cells(row: &Row) -> [String; 9] {
         row.limit()
             .map_or_else(nothing, |limit| percent(ours / limit)),
         row.fio.as_ref().map_or_else(nothing, |fio| {
-            rates(fio.read_bytes_per_s, fio.write_bytes_per_s)
+            rates(fio.read.bytes_per_s, fio.write.bytes_per_s)
                 + &range(rounds.and_then(|rounds| rounds.fio.as_ref()))
         }),
         row.fio_bytes_per_s()

@@ -107,7 +107,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         for (way, loads) in [("read", ["read", "both"]), ("write", ["write", "both"])] {
             let goes = loads.contains(&load);
             assert_eq!(
-                fio[format!("{way}_bytes_per_s")].as_f64().unwrap() > 0.0,
+                fio[way]["bytes_per_s"].as_f64().unwrap() > 0.0,
                 goes,
                 "{row}"
             );

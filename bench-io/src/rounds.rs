@@ -4,8 +4,6 @@ use serde::Serialize;
 
 use crate::report::Figures;
 
-use super::Row;
-
 /// The least and the most of several rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Range {
@@ -13,11 +11,8 @@ pub(crate) struct Range {
     pub(crate) max: f64,
 }
 
-/// Of rounds that differ by more, the medians say little of a single run.
-const SPREAD_MAX: f64 = 1.2;
-
 /// The round whose rate is the median, the lower one of an even number; and how far the others are.
-pub(super) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<(T, Range)> {
+pub(crate) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<(T, Range)> {
     rounds.sort_by(|a, b| rate(a).total_cmp(&rate(b)));
     let range = Range {
         min: rate(rounds.first()?),
@@ -28,27 +23,8 @@ pub(super) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<
 }
 
 /// Both directions.
-pub(super) fn rate_of(figures: &Figures) -> f64 {
+pub(crate) fn rate_of(figures: &Figures) -> f64 {
     figures.ways().map(|(_, way)| way.bytes_per_s).sum()
-}
-
-/// Says how far rounds were apart, where that is far.
-pub(super) fn apart(rows: &[Row]) -> Option<String> {
-    let far = rows.iter().filter_map(|row| {
-        let rounds = row.rounds.as_ref()?;
-        let both = [Some(rounds.daemon), rounds.fio].into_iter().flatten();
-        let times = both.map(|range| range.max / range.min);
-        times.reduce(f64::max).filter(|times| *times > SPREAD_MAX)
-    });
-    let (count, most) = far.fold((0, 0.0), |(count, most), times| {
-        (count + 1, f64::max(most, times))
-    });
-    (count > 0).then(|| {
-        format!(
-            "in {count} of {} rows rounds were up to {most:.1} times apart: medians are shown, with the least and the most",
-            rows.len()
-        )
-    })
 }
 
 #[cfg(test)]
