@@ -5,11 +5,12 @@
 
 use std::collections::HashSet;
 
-use offload_api::BLOCK_BYTES;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
 use offload_api::ids::{Rank, SessionToken, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
+use offload_api::ring::RING_ENTRIES_MAX;
+use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
 
 use super::job::{Job, JobKey};
 use super::scratch::ScratchTile;
@@ -48,9 +49,11 @@ pub(super) enum Stage {
 }
 
 /// Twice the iodepth: completions that were not taken yet stand beside those in flight.
-pub(super) fn ring_entries(iodepth: u32) -> u32 {
+pub(super) const fn ring_entries(iodepth: u32) -> u32 {
     (2 * iodepth).next_power_of_two()
 }
+
+const _: () = assert!(ring_entries(IODEPTH_MAX) <= RING_ENTRIES_MAX);
 
 impl Session {
     /// On devices, of its own.

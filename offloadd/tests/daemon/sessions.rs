@@ -91,6 +91,26 @@ fn closing_in_order_frees_the_session_and_hangs_up() {
 }
 
 #[test]
+fn as_many_operations_as_settings_can_allow_make_a_session_like_others() {
+    let store = Store::new(1, "auto");
+    let depth = offload_api::IODEPTH_MAX;
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, format!("{text}iodepth_max = {depth}\n")).unwrap();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let reply = control.open_session(proto::OpenSessionRequest {
+        iodepth: depth,
+        ..open("deep")
+    });
+    let reply = reply.unwrap();
+    assert_eq!(reply.iodepth, depth);
+    let mut session = Session::attach(&reply).unwrap();
+    let working = session.begin(&mut control, 8);
+    fill_tiles(&mut session, 8, working, 3);
+    expect_tiles(&mut session, 8, 3);
+}
+
+#[test]
 fn descriptors_are_handed_out_once_and_to_nobody_who_guesses() {
     let store = Store::new(1, "psync");
     let daemon = store.serve();

@@ -16,8 +16,8 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{RING_MAGIC, RingError, RingHeader};
 use crate::{IODEPTH_MAX, PROTOCOL_VERSION};
 
-/// Entries of a ring: enough for the deepest session.
-pub const RING_ENTRIES_MAX: u32 = IODEPTH_MAX.next_power_of_two();
+/// Entries of a ring: twice the operations of the deepest session, as completions that were not taken yet stand beside them.
+pub const RING_ENTRIES_MAX: u32 = (2 * IODEPTH_MAX).next_power_of_two();
 
 const PAGE_BYTES: usize = 4096;
 pub(super) const ENTRY_BYTES: usize = 64;
