@@ -289,13 +289,21 @@ impl Session {
         reply: &proto::OpenSessionReply,
         slot_bytes: u64,
     ) -> Result<Self, HandoffError> {
-        let token = SessionToken::from_bytes(&reply.token).unwrap();
-        let socket = Path::new(&reply.descriptor_socket);
-        let received = handoff::receive(socket, token, Duration::from_secs(60))?;
         let class = geometry::SlotClass {
             slot_bytes,
             slot_count: 4,
         };
+        Self::attach_of(reply, class)
+    }
+
+    /// Of a session whose slots are all of `class`.
+    pub(crate) fn attach_of(
+        reply: &proto::OpenSessionReply,
+        class: geometry::SlotClass,
+    ) -> Result<Self, HandoffError> {
+        let token = SessionToken::from_bytes(&reply.token).unwrap();
+        let socket = Path::new(&reply.descriptor_socket);
+        let received = handoff::receive(socket, token, Duration::from_secs(60))?;
         Ok(Self {
             token: reply.token.clone(),
             epoch: Epoch(reply.epoch),

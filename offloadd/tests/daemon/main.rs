@@ -19,6 +19,7 @@ mod restart;
 mod service;
 mod sessions;
 mod settings;
+mod shares;
 mod soak;
 mod top;
 mod wear;

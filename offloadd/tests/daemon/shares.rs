@@ -1,0 +1,182 @@
+//! Two jobs of one user that both keep a drive busy get of it what the settings say, through the whole daemon. What could go
+//! wrong: settings, sessions and queue each know of shares and one of them does not tell the next; reads or writes have
+//! none. The queue alone is tried in virtual time (`tests/turns.rs`).
+//!
+//! All that a job wants of a pass is submitted before it is looked at, and what has ended is counted by the owner thread
+//! itself, of both jobs at once: how late this process looks changes nothing but when it looks.
+
+use std::time::Duration;
+
+use offload_api::checksum::checksum;
+use offload_api::geometry::SlotClass;
+use offload_api::proto;
+use offload_api::ring::entry::Request;
+
+use crate::common::{Control, Daemon, Session, Store, open, program, swap_in, swap_out, words};
+
+const TILE_BYTES: u32 = 64 << 10;
+
+/// Of the job with three shares, and of the other one.
+const TILES: [u32; 2] = [768, 512];
+
+/// Bytes a second each way: slow enough that every machine is faster, and that a pass is looked at often.
+const PACE: &str = "40000000,40000000";
+
+/// In flight on the device before the other job has come: they had no share.
+const BEFORE_BYTES: u64 = 2 << 20;
+
+/// While so much of it is left a job still waits for turns: the queue hands no more to a device at a time.
+const LEFT_BYTES: u64 = 8 << 20;
+
+/// Judged by no less: a tile is half a percent of it.
+const JUDGED_BYTES: u64 = 12 << 20;
+
+/// A process that is kept from looking for seconds looks again.
+const PASSES: usize = 12;
+
+const JOBS: [&str; 2] = ["three", "one"];
+
+/// A store on a device that was measured at its pace, and its daemon.
+fn serve(quotas: &str) -> (Store, Daemon) {
+    let folder = tempfile::tempdir().unwrap();
+    let device = folder.path().join("device0");
+    let output = program()
+        .args(["format", "--size", "256MiB"])
+        .arg(&device)
+        .env("OFFLOADD_PACE", PACE)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    let store = Store {
+        config: folder.path().join("offloadd.toml"),
+        devices: vec![device],
+        folder,
+    };
+    let socket = store.socket();
+    let text = format!(
+        "socket = {socket:?}\ndevices = {:?}\narena_bytes_max = \"128MiB\"\niodepth_max = 1024\n{quotas}",
+        store.devices
+    );
+    std::fs::write(&store.config, text).unwrap();
+    let mut command = store.serve_command();
+    command.env("OFFLOADD_PACE", PACE);
+    let daemon = Daemon::start(command, socket);
+    (store, daemon)
+}
+
+/// A session that can have all its tiles on their way at once.
+fn session(control: &mut Control, job: &str, tiles: u32) -> Session {
+    let class = SlotClass {
+        slot_bytes: u64::from(TILE_BYTES),
+        slot_count: tiles,
+    };
+    let reply = control.open_session(proto::OpenSessionRequest {
+        classes: vec![proto::SlotClass {
+            slot_bytes: class.slot_bytes,
+            slot_count: class.slot_count,
+        }],
+        iodepth: tiles,
+        ..open(job)
+    });
+    let reply = reply.unwrap();
+    assert_eq!(reply.iodepth, tiles);
+    Session::attach_of(&reply, class).unwrap()
+}
+
+/// Of each job, what has ended one way, as the daemon counts it at one moment.
+fn ended_bytes(control: &mut Control, out: bool) -> [u64; 2] {
+    let jobs = control.metrics(proto::MetricsRequest {}).unwrap().jobs;
+    JOBS.map(|name| {
+        let job = jobs.iter().find(|job| job.job == name).unwrap();
+        let traffic = if out { &job.written } else { &job.read };
+        traffic.as_ref().unwrap().bytes
+    })
+}
+
+/// Moves all tiles of both jobs. How many times as much as the second job the first one moved while both waited for more,
+/// if anybody looked in time.
+fn pass(
+    control: &mut Control,
+    sessions: &mut [Session; 2],
+    request: impl Fn(u32) -> Request,
+    out: bool,
+) -> Option<f64> {
+    let before = ended_bytes(control, out);
+    for (session, tiles) in sessions.iter_mut().zip(TILES) {
+        for tile in 0..tiles {
+            let entry = request(tile).to_sqe(session.epoch);
+            assert!(session.rings.put(&entry).unwrap());
+        }
+    }
+    for session in &mut *sessions {
+        session.ring();
+    }
+    let all = TILES.map(|tiles| u64::from(tiles) * u64::from(TILE_BYTES));
+    let (mut from, mut to) = (None, None);
+    loop {
+        let ended = ended_bytes(control, out);
+        let ended = [0, 1].map(|job| ended[job] - before[job]);
+        if ended == all {
+            break;
+        }
+        if ended[1] >= BEFORE_BYTES {
+            from.get_or_insert(ended);
+        }
+        if [0, 1]
+            .iter()
+            .all(|&job| ended[job] + LEFT_BYTES <= all[job])
+        {
+            to = Some(ended);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    for (session, tiles) in sessions.iter_mut().zip(TILES) {
+        for _ in 0..tiles {
+            assert_eq!(session.complete().fault, 0);
+        }
+    }
+    let (from, to) = (from?, to?);
+    let [first, second] = [0, 1].map(|job| to[job].saturating_sub(from[job]));
+    (first + second >= JUDGED_BYTES).then(|| first as f64 / second as f64)
+}
+
+/// The first pass of some that was looked at in time.
+fn ratio(
+    control: &mut Control,
+    sessions: &mut [Session; 2],
+    request: impl Fn(u32) -> Request + Copy,
+    out: bool,
+) -> f64 {
+    let mut passes = (0..PASSES).map(|_| pass(control, sessions, request, out));
+    let found = passes.find_map(|ratio| ratio);
+    found.unwrap_or_else(|| panic!("none of {PASSES} passes was looked at in time"))
+}
+
+#[test]
+fn of_two_jobs_with_shares_of_three_and_one_each_gets_its_part_of_reads_and_of_writes() {
+    let uid = rustix::process::geteuid().as_raw();
+    let quotas = format!(
+        "[quota.uid.{uid}.job.three]\nshare = 300\n[quota.uid.{uid}.job.one]\nshare = 100\n"
+    );
+    let (_store, daemon) = serve(&quotas);
+    let mut control = daemon.control();
+    let mut sessions = [0, 1].map(|job| session(&mut control, JOBS[job], TILES[job]));
+    for (session, tiles) in sessions.iter().zip(TILES) {
+        assert_eq!(session.begin_sized(&mut control, tiles, TILE_BYTES), 1);
+    }
+    let zeros = checksum(&vec![0; TILE_BYTES as usize]);
+    let write = |tile| Request {
+        checksum: zeros,
+        ..swap_out(tile, tile, 1, &[])
+    };
+    let written = ratio(&mut control, &mut sessions, write, true);
+    let read = ratio(
+        &mut control,
+        &mut sessions,
+        |tile| swap_in(tile, tile),
+        false,
+    );
+    println!("written {written:.2} to 1, read {read:.2} to 1");
+    assert!((2.7..3.3).contains(&written), "written {written} to 1");
+    assert!((2.7..3.3).contains(&read), "read {read} to 1");
+}
