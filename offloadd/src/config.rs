@@ -25,8 +25,8 @@ pub const IODEPTH_DEFAULT: u32 = 64;
 /// What users' scrubs may read together, when the file does not say: little beside what one NVMe drive gives.
 pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
 
-/// Least of it: below it a scrub would not end.
-const SCRUB_BYTES_PER_S_MIN: u64 = 1 << 20;
+/// Least of what reads or copies a store: below it a scrub, or a move, would not end.
+const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// A unix socket's path, with `.fds` behind it, must fit 107 bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 103;
@@ -50,6 +50,8 @@ struct ConfigToml {
     #[serde(default)]
     scrub_bytes_per_s_max: Option<Size>,
     #[serde(default)]
+    move_bytes_per_s_max: Option<Size>,
+    #[serde(default)]
     metrics: MetricsToml,
     #[serde(default)]
     quota: quota::QuotasToml,
@@ -69,7 +71,7 @@ struct MetricsToml {
     listen: Option<String>,
 }
 
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -79,6 +81,7 @@ const KEYS: [&str; 10] = [
     "iodepth_max",
     "rated_tb_written",
     "scrub_bytes_per_s_max",
+    "move_bytes_per_s_max",
     "metrics.listen",
 ];
 
@@ -119,6 +122,8 @@ pub struct Config {
     pub rated_bytes: Vec<Option<u64>>,
     /// What the scrubs of all users may read together; root and who runs the daemon read as fast as they ask.
     pub scrub_bytes_per_s_max: u64,
+    /// What may be copied while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
+    pub move_bytes_per_s_max: Option<u64>,
     /// Where Prometheus may ask; `None`: nowhere.
     pub metrics_listen: Option<PageAddress>,
     /// What each user and job may have.
@@ -218,6 +223,7 @@ impl Config {
             arena_bytes_max: self.arena_bytes_max,
             sessions_max: self.sessions_max,
             iodepth_max: self.iodepth_max,
+            move_bytes_per_s_max: self.move_bytes_per_s_max,
         }
     }
 }
@@ -315,16 +321,18 @@ impl ConfigToml {
                 format!("{tb}; from 0.001 to 1000000 (TB)"),
             );
         }
-        let scrub_bytes_per_s_max = match &self.scrub_bytes_per_s_max {
-            None => SCRUB_BYTES_PER_S_DEFAULT,
-            Some(size) => match size.bytes() {
-                Ok(bytes) if bytes >= SCRUB_BYTES_PER_S_MIN => bytes,
-                Ok(bytes) => {
-                    let message = format!("{bytes}; at least 1MiB, or a scrub would not end");
-                    return refuse("scrub_bytes_per_s_max", message);
-                }
-                Err(message) => return refuse("scrub_bytes_per_s_max", message),
-            },
+        let scrub = bytes_per_s(self.scrub_bytes_per_s_max.as_ref(), "a scrub");
+        let scrub_bytes_per_s_max = match scrub {
+            Ok(bytes) => bytes.unwrap_or(SCRUB_BYTES_PER_S_DEFAULT),
+            Err(message) => return refuse("scrub_bytes_per_s_max", message),
+        };
+        let moves = bytes_per_s(
+            self.move_bytes_per_s_max.as_ref(),
+            "a device's coming or going",
+        );
+        let move_bytes_per_s_max = match moves {
+            Ok(bytes) => bytes,
+            Err(message) => return refuse("move_bytes_per_s_max", message),
         };
         let rated_bytes = |tb: Option<f64>| tb.map(|tb| (tb * 1e12) as u64);
         let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
@@ -353,9 +361,20 @@ impl ConfigToml {
             iodepth_max,
             rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
             scrub_bytes_per_s_max,
+            move_bytes_per_s_max,
             metrics_listen,
             quotas,
         })
+    }
+}
+
+/// What is bounded to so many bytes a second, if the file says so.
+fn bytes_per_s(size: Option<&Size>, what: &str) -> Result<Option<u64>, String> {
+    match size.map(Size::bytes).transpose()? {
+        Some(bytes) if bytes < STORE_BYTES_PER_S_MIN => {
+            Err(format!("{bytes}; at least 1MiB, or {what} would not end"))
+        }
+        bytes => Ok(bytes),
     }
 }
 
@@ -422,6 +441,7 @@ mod tests {
         iodepth_max = 32
         rated_tb_written = [600, 1200.5]
         scrub_bytes_per_s_max = "100MiB"
+        move_bytes_per_s_max = "200MiB"
         [metrics]
         listen = "127.0.0.1:9464"
     "#;
@@ -449,6 +469,7 @@ mod tests {
         let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
         assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
         assert_eq!(config.scrub_bytes_per_s_max, 100 << 20);
+        assert_eq!(config.limits().move_bytes_per_s_max, Some(200 << 20));
         let listen = config.metrics_listen.unwrap();
         assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
     }
@@ -480,6 +501,8 @@ mod tests {
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
             ("100MiB", "100MB", "scrub_bytes_per_s_max"),
             ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
+            ("200MiB", "200MB/s", "move_bytes_per_s_max"),
+            ("200MiB", "1023KiB", "move_bytes_per_s_max"),
             ("[600, 1200.5]", "[600]", "rated_tb_written"),
             ("[600, 1200.5]", "0", "rated_tb_written"),
             ("[600, 1200.5]", "-1", "rated_tb_written"),

@@ -36,6 +36,8 @@ The settings, all of them, with what they are when left out:
   iodepth_max = 64                            # operations in flight of one session
   rated_tb_written = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
   scrub_bytes_per_s_max = \"512MiB\"            # what `offloadd verify` of all users reads together, a second
+  move_bytes_per_s_max = \"200MiB\"             # what is copied while tiles move between devices, a second, where
+                                              # `device add|drain --rate` and `device rate` say nothing; no limit when left out
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
   listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach
   [quota.default]                             # of each user; [quota.uid.1000]: of this one

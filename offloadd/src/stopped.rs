@@ -80,6 +80,8 @@ impl Stopped {
             arena_bytes_max: 0,
             sessions_max: 0,
             iodepth_max: 1,
+            // As each move is asked for.
+            move_bytes_per_s_max: None,
         };
         let mut core = Core::new(store, epoch, limits);
         begin(&mut core, &devices)?;

@@ -50,6 +50,9 @@ fn resolved(config: &Config) -> String {
         config.scrub_bytes_per_s_max,
         binary(config.scrub_bytes_per_s_max),
     );
+    if let Some(bytes) = config.move_bytes_per_s_max {
+        text += &format!("move_bytes_per_s_max = {bytes} # {}\n", binary(bytes));
+    }
     if let Some(rated) = config
         .rated_bytes
         .iter()

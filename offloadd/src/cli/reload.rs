@@ -108,6 +108,10 @@ mod tests {
         let reload = compared("1GiB", "2GiB");
         assert_eq!(reload.change.limits.arena_bytes_max, 2 << 30);
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
+        let slower = "move_bytes_per_s_max = \"1MiB\"\n        sessions_max";
+        let reload = compared("sessions_max", slower);
+        assert_eq!(reload.change.limits.move_bytes_per_s_max, Some(1 << 20));
+        assert!(reload.refused.is_empty(), "{:?}", reload.refused);
         let reload = compared("[1, 2]", "[3, 4]");
         let rated = [4_000_000_000_000, 3_000_000_000_000].map(Some);
         assert_eq!(reload.change.rated_bytes, rated);

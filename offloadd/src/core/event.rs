@@ -559,4 +559,6 @@ pub struct Limits {
     pub sessions_max: u32,
     /// Operations in flight of one session, at most `IODEPTH_MAX`.
     pub iodepth_max: u32,
+    /// What may be copied a second while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
+    pub move_bytes_per_s_max: Option<u64>,
 }

@@ -45,7 +45,7 @@ pub(super) struct Mover {
     moved_bytes: u64,
     /// Those with a copy.
     copied_bytes: u64,
-    /// What may be copied a second; whoever drives keeps to it.
+    /// What may be copied a second in place of what the settings say; whoever drives keeps to it.
     bytes_per_s_max: Option<u64>,
 }
 
@@ -150,9 +150,12 @@ impl Core {
 
     /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
     pub fn move_bytes_per_s_max(&self) -> Option<u64> {
-        self.mover
-            .bytes_per_s_max
-            .filter(|_| self.moves() != Moves::None)
+        (self.ceiling()).filter(|_| self.moves() != Moves::None)
+    }
+
+    /// For these moves, or for all.
+    fn ceiling(&self) -> Option<u64> {
+        (self.mover.bytes_per_s_max).or(self.limits.move_bytes_per_s_max)
     }
 
     pub(super) fn limit_moves(&mut self, bytes_per_s_max: u64) -> Result<(), Fault> {
@@ -164,8 +167,8 @@ impl Core {
         Ok(())
     }
 
-    /// What a device brings that comes or is drained. Of moves that have ended nothing is left; those under way keep theirs
-    /// where nobody says otherwise.
+    /// What a device brings that comes or is drained. Of moves that have ended nothing is left, and what the settings say holds;
+    /// those under way keep theirs where nobody says otherwise.
     pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>) {
         if bytes_per_s_max.is_some() || self.moves() == Moves::None {
             self.mover.bytes_per_s_max = bytes_per_s_max;
@@ -296,7 +299,7 @@ impl Core {
         let copies = stored.durability().extents_a_tile();
         let definition_bytes = stored.entry.area.definition_bytes;
         // Under a ceiling what a second allows: whoever waits for the drives waits for one batch.
-        let batch_bytes = BATCH_BYTES.min(self.mover.bytes_per_s_max.unwrap_or(u64::MAX));
+        let batch_bytes = BATCH_BYTES.min(self.ceiling().unwrap_or(u64::MAX));
         let bytes_max = batch_bytes.max(DEFINITION_TIMES * definition_bytes);
         let recorded = resumable(&stored.slots);
         let may_copy = !in_session

@@ -15,7 +15,10 @@ use offload_api::proto::{self, OpenSessionRequest};
 use offload_api::ring::entry::{Cqe, Request, Urgency, Verb};
 use offload_api::ring::{ProcessRings, RingMap};
 use offload_api::{PROTOCOL_VERSION, geometry};
+use offloadd::blocks::Blocks;
+use offloadd::device::{Device, DeviceBlocks};
 use offloadd::engine::{Engine, EngineChoice};
+use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
 use tonic::transport::{Channel, Endpoint};
 
 pub(crate) fn program() -> Command {
@@ -72,6 +75,28 @@ impl Store {
             self.devices
         );
         std::fs::write(&self.config, text).unwrap();
+    }
+
+    /// Before the first table of the file.
+    pub(crate) fn add_setting(&self, line: &str) {
+        let text = std::fs::read_to_string(&self.config).unwrap();
+        std::fs::write(&self.config, format!("{line}\n{text}")).unwrap();
+    }
+
+    /// Makes each device's rates, both ways, what they never were. While nobody serves it.
+    pub(crate) fn set_rates(&self, bytes_per_s: &[u64]) {
+        let opened = self.devices.iter().map(|path| Device::open(path).unwrap());
+        let opened: Vec<Device> = opened.collect();
+        let mut blocks = DeviceBlocks(&opened);
+        for device in recover::read(&mut blocks).unwrap().devices {
+            let mut superblock = device.superblock;
+            superblock.read_bytes_per_s = bytes_per_s[device.position];
+            superblock.write_bytes_per_s = bytes_per_s[device.position];
+            for offset in SUPERBLOCK_OFFSETS {
+                let block = superblock.encode();
+                blocks.write(device.position, offset, &block).unwrap();
+            }
+        }
     }
 
     pub(crate) fn serve_command(&self) -> Command {

@@ -13,7 +13,7 @@ use offloadd::device::{Device, DeviceBlocks};
 use offloadd::metrics::{DeviceView, Snapshot};
 use offloadd::store::catalog::Phase;
 use offloadd::store::placement::rate;
-use offloadd::store::{CATALOG_OFFSETS, SUPERBLOCK_OFFSETS, recover};
+use offloadd::store::{CATALOG_OFFSETS, recover};
 use rustix::process::Signal;
 
 use crate::common::{
@@ -478,20 +478,65 @@ const LARGE: u32 = 128 << 10;
 /// Two devices of which nobody knows how fast they are: tiles lie on both evenly, on a busy machine too.
 fn even_store() -> Store {
     let store = Store::new(2, "auto");
-    let opened: Vec<Device> = (store.devices.iter())
-        .map(|path| Device::open(path).unwrap())
-        .collect();
-    let mut blocks = DeviceBlocks(&opened);
-    for device in recover::read(&mut blocks).unwrap().devices {
-        let mut superblock = device.superblock;
-        superblock.read_bytes_per_s = 0;
-        superblock.write_bytes_per_s = 0;
-        for offset in SUPERBLOCK_OFFSETS {
-            let block = superblock.encode();
-            blocks.write(device.position, offset, &block).unwrap();
-        }
-    }
+    store.set_rates(&[0, 0]);
     store
+}
+
+/// What `device list` shows as the ceiling of what moves.
+fn ceiling_seen(daemon: &Daemon) -> Option<u64> {
+    let mut list = program();
+    list.args(["device", "list", "--json", "--socket"]);
+    let output = list.arg(&daemon.socket).output().unwrap();
+    let list: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let devices = list["devices"].as_array().unwrap().iter();
+    let mut ceilings = devices.filter_map(|device| device["move_bytes_per_s_max"].as_u64());
+    ceilings.next()
+}
+
+/// Keeps a part of each device for itself as long as it lives.
+fn keep_room(control: &mut Control) -> Session {
+    let session = control.session("keeps");
+    session.begin(control, 1);
+    let token = session.token.clone();
+    let tile_bytes = vec![4096; 60];
+    let scratch = proto::ReserveScratchRequest { token, tile_bytes };
+    control.reserve_scratch(scratch).unwrap();
+    session
+}
+
+#[test]
+fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_it() {
+    let store = Store::new(3, "auto");
+    store.set_rates(&[0; 3]);
+    store.add_setting("move_bytes_per_s_max = \"2MiB\"");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let session = keep_room(&mut control);
+    assert_eq!(ceiling_seen(&daemon), None, "nothing moves");
+    let drain = |index: usize| {
+        let output = device(&store, "drain", &store.devices[index], &[]);
+        assert!(output.status.success(), "{}", words(&output));
+    };
+    drain(2);
+    assert_eq!(ceiling_seen(&daemon), Some(2 << 20));
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text.replace("2MiB", "3MiB")).unwrap();
+    daemon.signal(Signal::HUP);
+    eventually("the changed ceiling holds", LIMIT, || {
+        ceiling_seen(&daemon) == Some(3 << 20)
+    });
+    let mut rate = program();
+    rate.args(["device", "rate", "5MiB/s", "--socket"]);
+    assert!(rate.arg(&daemon.socket).status().unwrap().success());
+    assert_eq!(ceiling_seen(&daemon), Some(5 << 20));
+    drop((session, control));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let _session = keep_room(&mut control);
+    drain(1);
+    assert_eq!(ceiling_seen(&daemon), Some(3 << 20));
 }
 
 /// A job whose tiles nobody uses: 2.5 MiB, as much again is reserved.
@@ -515,8 +560,12 @@ fn idle_job(control: &mut Control) {
 #[test]
 fn tiles_move_no_faster_than_their_ceiling() {
     let rate = 1 << 20;
-    for served in [true, false] {
+    // The ceiling of the move, or the settings'.
+    for (served, asked) in [(true, true), (false, true), (false, false)] {
         let store = even_store();
+        if !asked {
+            store.add_setting("move_bytes_per_s_max = \"1MiB\"");
+        }
         let [home, old] = [0, 1].map(|index| store.devices[index].clone());
         let mut daemon = store.serve();
         let mut control = daemon.control();
@@ -529,7 +578,8 @@ fn tiles_move_no_faster_than_their_ceiling() {
             assert_eq!(daemon.wait(LIMIT), Some(0));
         }
         let begun = Instant::now();
-        let output = device(&store, "drain", &old, &["--rate", "1MiB/s"]);
+        let ceiling: &[&str] = if asked { &["--rate", "1MiB/s"] } else { &[] };
+        let output = device(&store, "drain", &old, ceiling);
         assert!(output.status.success(), "{}", words(&output));
         if served {
             assert!(
@@ -563,12 +613,7 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     let daemon = store.serve();
     let mut control = daemon.control();
     // It keeps the device as long as it is there.
-    let session = control.session("keeps");
-    session.begin(&mut control, 1);
-    let token = session.token.clone();
-    let tile_bytes = vec![4096; 60];
-    let scratch = proto::ReserveScratchRequest { token, tile_bytes };
-    control.reserve_scratch(scratch).unwrap();
+    let session = keep_room(&mut control);
     let rate = |words: &str| {
         let mut command = program();
         command.args(["device", "rate", words, "--socket"]);

@@ -29,6 +29,7 @@ pub(crate) const LIMITS: Limits = Limits {
     arena_bytes_max: 64 << 20,
     sessions_max: 8,
     iodepth_max: 16,
+    move_bytes_per_s_max: None,
 };
 
 pub(crate) const PEER: Peer = Peer { uid: 1000, pid: 1 };

@@ -83,7 +83,8 @@ pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
             worn_bytes: stopped.worn_bytes(&state),
             rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
             moving_bytes_per_s: None,
-            move_bytes_per_s_max: None,
+            move_bytes_per_s_max: (config.move_bytes_per_s_max)
+                .filter(|_| !matches!(state.standing.phase, None | Some(Phase::Settled))),
             state,
         }
     });

@@ -29,7 +29,8 @@ pub(crate) enum DeviceCommand {
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 belongs into `devices` of the settings: the store opens with all its devices or not at all.
-What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it.")]
+What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
+`move_bytes_per_s_max` in the settings says.")]
     Add {
         /// A file to make, or a block device
         #[arg(value_name = "DEVICE")]
@@ -53,8 +54,8 @@ What is cut off can be run again. With --rate no more is copied a second, on the
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.
-With --rate no more is copied a second, on the average; `offloadd device rate` changes it. The device with the store's catalog
-and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
+With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
+`move_bytes_per_s_max` in the settings says. The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
     Drain {
         /// As the settings name it
         #[arg(value_name = "DEVICE")]
@@ -126,14 +127,20 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                     };
                     runtime.block_on(add_served(&mut daemon, &path, request))
                 }
-                Way::Stopped(config) => add_stopped(&config, &path, size, force, rate),
+                Way::Stopped(config) => {
+                    let rate = rate.or(config.move_bytes_per_s_max);
+                    add_stopped(&config, &path, size, force, rate)
+                }
             }
         }
         DeviceCommand::Drain { path, rate, store } => {
             let path = std::path::absolute(path)?;
             match runtime.block_on(way(&store))? {
                 Way::Served(mut daemon) => runtime.block_on(drain_served(&mut daemon, &path, rate)),
-                Way::Stopped(config) => drain_stopped(&config, &path, rate),
+                Way::Stopped(config) => {
+                    let rate = rate.or(config.move_bytes_per_s_max);
+                    drain_stopped(&config, &path, rate)
+                }
             }
         }
         DeviceCommand::Rate { rate, store } => match runtime.block_on(way(&store))? {

@@ -1,7 +1,7 @@
 //! Devices that leave: they are empty then, whatever failed meanwhile, and the store opens without them.
 
 use offload_api::fault::FaultKind;
-use offloadd::core::{Call, Event, Moves, Reply};
+use offloadd::core::{Call, Event, Limits, Moves, Reply};
 use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
@@ -9,7 +9,7 @@ use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError, recover};
 
 use super::{damage_a_tile, expect_all, extents, write_all};
-use crate::world::{World, formatted, job};
+use crate::world::{LIMITS, World, formatted, job};
 
 #[test]
 fn a_drained_device_is_empty_and_the_store_opens_without_it() {
@@ -224,6 +224,39 @@ fn a_device_that_leaves_is_told_so_one_copy_after_the_other() {
         seen += 1;
     }
     assert!(seen > 0);
+}
+
+#[test]
+fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
+    let mut world = World::start(formatted(), SimRandom::new(21));
+    let process = world.begin("one", 60, Durability::Committed);
+    write_all(&mut world, process, 1, 60);
+    world.close(process).unwrap();
+    let settings = |move_bytes_per_s_max| Limits {
+        move_bytes_per_s_max,
+        ..LIMITS
+    };
+    world.event(Event::Limits(settings(Some(1))));
+    assert_eq!(world.core.move_bytes_per_s_max(), None, "nothing moves");
+    let call = world.drain_call("sim1");
+    assert!(world.answer(call).is_ok());
+    assert_eq!(world.core.move_bytes_per_s_max(), Some(1));
+    world.event(Event::MoveOn { hurry: true });
+    world.run();
+    // Sixteen times the definition, and the last tile.
+    let copied = world.core.copied_bytes();
+    assert!((1..=16 * BLOCK + 8192).contains(&copied), "{copied}");
+    // While they move it can be changed, for them and for all.
+    world.event(Event::Limits(settings(Some(2))));
+    assert_eq!(world.core.move_bytes_per_s_max(), Some(2));
+    let call = world.call(Call::LimitMoves { bytes_per_s_max: 9 });
+    assert_eq!(world.answer(call), Ok(Reply::LimitMoves));
+    assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
+    world.event(Event::Limits(settings(None)));
+    assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
+    world.move_all();
+    assert_eq!(world.left, [1]);
+    assert_eq!(world.core.move_bytes_per_s_max(), None);
 }
 
 /// Whoever drives pauses between batches: they must be small enough for that.
