@@ -4,32 +4,28 @@
 //! (it outlives its process while its last writes end, up to 0.1 s) is waited for, a living one's is named. Everything
 //! that makes a device unusable is found here, with its path and what to do.
 
-use std::fs::{File, FileType, OpenOptions};
+mod blocks;
+mod error;
+mod lock;
+
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
 use offload_api::removable::{Mechanism, removed};
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
-use rustix::process::{Pid, test_kill_process};
 
-use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use crate::core::IoOp;
+pub use self::blocks::DeviceBlocks;
+pub use self::error::DeviceError;
+use self::error::{failed, kind_of, on_open};
+use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
+use crate::blocks::AlignedBytes;
 use crate::store::DATA_OFFSET;
-use crate::volatile;
-
-/// How long a predecessor that still lives may take to give its lock back.
-const LOCK_WAIT: Duration = Duration::from_secs(1);
-
-/// How long one that has ended may: the kernel keeps its files until its ring is gone, which took over a second after a
-/// plain exit on a drive that was busy freeing a large file.
-const DEAD_LOCK_WAIT: Duration = Duration::from_secs(30);
-
-const LOCK_RETRY: Duration = Duration::from_millis(10);
 
 /// Zeros written at a time where a file system cannot preallocate.
 const FILL_BYTES: usize = 8 << 20;
@@ -40,99 +36,6 @@ pub struct Device {
     path: String,
     file: Arc<File>,
     bytes: u64,
-}
-
-/// Why a device cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// Nothing is there.
-    #[error(
-        "device {path}: there is no such file; is its drive mounted? `offloadd format` makes a new store"
-    )]
-    Missing {
-        /// As the settings name it.
-        path: PathBuf,
-    },
-    /// We may not.
-    #[error(
-        "device {path}: not readable and writable by uid {uid}; chown it, or add the user to the group `disk`"
-    )]
-    NotWritable {
-        /// As the settings name it.
-        path: PathBuf,
-        /// Ours.
-        uid: u32,
-    },
-    /// A folder, a pipe, ...
-    #[error("device {path}: neither a regular file nor a block device")]
-    WrongType {
-        /// As the settings name it.
-        path: PathBuf,
-    },
-    /// The file system buffers everything.
-    #[error(
-        "device {path}: its file system takes no direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES}; use ext4 or XFS on the drive"
-    )]
-    NoDirect {
-        /// As the settings name it.
-        path: PathBuf,
-    },
-    /// Another daemon, a mount, ...
-    #[error("device {path}: another offloadd has this store{}; one daemon serves all processes of a node", by_pid(*pid))]
-    Locked {
-        /// As the settings name it.
-        path: PathBuf,
-        /// Of the other, where the kernel tells.
-        pid: Option<u32>,
-    },
-    /// A block device that is mounted or used by something else.
-    #[error(
-        "device {path}: in use: another offloadd has this store, or a mounted file system, RAID or LVM has the drive"
-    )]
-    InUse {
-        /// As the settings name it.
-        path: PathBuf,
-    },
-    /// The file exists, and nobody said to overwrite it.
-    #[error("device {path}: exists already; `--force` overwrites it and everything in it")]
-    Exists {
-        /// As named.
-        path: PathBuf,
-    },
-    /// Something is at the beginning of a block device, and nobody said to overwrite it.
-    #[error(
-        "device {path}: something is at its beginning (a file system, partitions, a store); `--force` overwrites it and everything on it"
-    )]
-    NotBlank {
-        /// As named.
-        path: PathBuf,
-    },
-    /// Not enough room.
-    #[error(
-        "device {path}: {asked_bytes} bytes asked for, {free_bytes} bytes free on its file system"
-    )]
-    NoSpace {
-        /// As named.
-        path: PathBuf,
-        /// For the file.
-        asked_bytes: u64,
-        /// On the file system.
-        free_bytes: u64,
-    },
-    /// Anything else.
-    #[error("device {path}: {action}: {source}")]
-    System {
-        /// As the settings name it.
-        path: PathBuf,
-        /// What failed.
-        action: &'static str,
-        /// The errno.
-        source: io::Error,
-    },
-}
-
-fn by_pid(pid: Option<u32>) -> String {
-    pid.map_or_else(String::new, |pid| format!(" (pid {pid})"))
 }
 
 /// To whom a file belongs.
@@ -435,211 +338,7 @@ impl Device {
     }
 }
 
-fn is_busy(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
-}
-
-/// Whether it is a file or a block device, as a device must be.
-fn kind_of(path: &Path) -> Result<FileType, DeviceError> {
-    let kind = std::fs::metadata(path)
-        .map_err(|e| on_open(path, e))?
-        .file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return Err(DeviceError::WrongType {
-            path: path.to_owned(),
-        });
-    }
-    Ok(kind)
-}
-
-/// Makes an error of `action` on `path` of what the system says.
-fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
-    let path = path.to_owned();
-    move |source| DeviceError::System {
-        path,
-        action,
-        source,
-    }
-}
-
-/// What an errno of `open` or `stat` means here.
-fn on_open(path: &Path, error: io::Error) -> DeviceError {
-    let path = path.to_owned();
-    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-    match errno {
-        Some(Errno::NOENT | Errno::NOTDIR) => DeviceError::Missing { path },
-        Some(Errno::ACCESS | Errno::PERM | Errno::ROFS) => DeviceError::NotWritable {
-            path,
-            uid: rustix::process::getuid().as_raw(),
-        },
-        Some(Errno::INVAL) => DeviceError::NoDirect { path },
-        Some(Errno::BUSY) => DeviceError::InUse { path },
-        _ => DeviceError::System {
-            path,
-            action: "opening it",
-            source: error,
-        },
-    }
-}
-
-/// Takes the store's lock on this device: from here on no other daemon reads or writes it.
-fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
-    if removed(Mechanism::Lock) {
-        return Ok(());
-    }
-    let start = Instant::now();
-    loop {
-        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(()),
-            Err(Errno::WOULDBLOCK) => {
-                let pid = lock_holder(file);
-                let wait = if pid.is_some_and(has_ended) {
-                    DEAD_LOCK_WAIT
-                } else {
-                    LOCK_WAIT
-                };
-                if start.elapsed() >= wait {
-                    return Err(DeviceError::Locked {
-                        path: path.to_owned(),
-                        pid,
-                    });
-                }
-                std::thread::sleep(LOCK_RETRY);
-            }
-            Err(Errno::INTR) => {}
-            Err(errno) => {
-                return Err(failed(path, "locking it")(errno.into()));
-            }
-        }
-    }
-}
-
-/// Who has the lock, from the kernel's list; best effort.
-fn lock_holder(file: &File) -> Option<u32> {
-    let inode = file.metadata().ok()?.ino();
-    let list = std::fs::read_to_string("/proc/locks").ok()?;
-    // `1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF`
-    list.lines().find_map(|line| {
-        let fields: Vec<_> = line.split_whitespace().collect();
-        let place = fields.iter().position(|f| *f == "FLOCK")?;
-        let found: u64 = fields.get(place + 4)?.rsplit(':').next()?.parse().ok()?;
-        (found == inode).then(|| fields.get(place + 3)?.parse().ok())?
-    })
-}
-
-/// Whether no program runs under this pid any more; what is left of it is the kernel's to tidy up.
-fn has_ended(pid: u32) -> bool {
-    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-        // `1234 (name) Z ...`: the name may hold anything, so the state is what follows its last parenthesis.
-        Ok(stat) => stat
-            .rsplit(')')
-            .next()
-            .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
-        // Hidden from us (a service that sees its own processes only), or gone.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            Pid::from_raw(pid as i32).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
-        }
-        Err(_) => false,
-    }
-}
-
 fn block_device_bytes(mut file: &File) -> io::Result<u64> {
     use std::io::Seek;
     file.seek(io::SeekFrom::End(0))
-}
-
-/// Opened devices, one synchronous operation at a time.
-#[derive(Debug)]
-pub struct DeviceBlocks<'a>(pub &'a [Device]);
-
-impl DeviceBlocks<'_> {
-    fn whole(
-        &self,
-        position: usize,
-        op: IoOp,
-        offset: u64,
-        asked_bytes: usize,
-        mut step: impl FnMut(&File, usize) -> io::Result<usize>,
-    ) -> Result<(), BlockError> {
-        let device = &self.0[position];
-        let failed = |cause| BlockError {
-            op,
-            path: device.path.clone(),
-            offset,
-            asked_bytes: asked_bytes as u64,
-            cause,
-        };
-        let mut moved_bytes = 0;
-        while moved_bytes < asked_bytes {
-            match step(&device.file, moved_bytes) {
-                // The end of the device, or a drive that is gone; and direct I/O cannot go on from within a block.
-                Ok(bytes)
-                    if bytes == 0
-                        || !(moved_bytes + bytes).is_multiple_of(BLOCK_BYTES as usize)
-                            && moved_bytes + bytes < asked_bytes =>
-                {
-                    let moved = (moved_bytes + bytes) as u64;
-                    return Err(failed(BlockErrorCause::Short(moved)));
-                }
-                Ok(bytes) => moved_bytes += bytes,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => {
-                    let errno = e.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
-                    return Err(failed(BlockErrorCause::Errno(errno)));
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Blocks for DeviceBlocks<'_> {
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    fn path(&self, position: usize) -> &str {
-        &self.0[position].path
-    }
-
-    fn size_bytes(&self, position: usize) -> u64 {
-        self.0[position].bytes
-    }
-
-    fn read(
-        &mut self,
-        position: usize,
-        offset: u64,
-        into: &mut AlignedBytes,
-    ) -> Result<(), BlockError> {
-        let bytes = into.len();
-        self.whole(position, IoOp::Read, offset, bytes, |file, moved| {
-            file.read_at(&mut into.as_mut_slice()[moved..], offset + moved as u64)
-        })
-    }
-
-    fn write(
-        &mut self,
-        position: usize,
-        offset: u64,
-        from: &AlignedBytes,
-    ) -> Result<(), BlockError> {
-        volatile::writes(&self.0[position].file, offset, from.len());
-        self.whole(position, IoOp::Write, offset, from.len(), |file, moved| {
-            file.write_at(&from.as_slice()[moved..], offset + moved as u64)
-        })
-    }
-
-    fn flush(&mut self, position: usize) -> Result<(), BlockError> {
-        let device = &self.0[position];
-        device.file.sync_data().map_err(|e| BlockError {
-            op: IoOp::Flush,
-            path: device.path.clone(),
-            offset: 0,
-            asked_bytes: 0,
-            cause: BlockErrorCause::Errno(e.raw_os_error().unwrap_or(Errno::IO.raw_os_error())),
-        })?;
-        volatile::flushed(&device.file);
-        Ok(())
-    }
 }

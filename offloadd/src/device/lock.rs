@@ -1,0 +1,89 @@
+//! The lock by which one daemon has a store at a time.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use offload_api::removable::{Mechanism, removed};
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
+
+use super::DeviceError;
+use super::error::failed;
+
+/// How long a predecessor that still lives may take to give its lock back.
+pub(super) const LOCK_WAIT: Duration = Duration::from_secs(1);
+
+/// How long one that has ended may: the kernel keeps its files until its ring is gone, which took over a second after a
+/// plain exit on a drive that was busy freeing a large file.
+const DEAD_LOCK_WAIT: Duration = Duration::from_secs(30);
+
+pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
+
+pub(super) fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
+}
+
+/// Takes the store's lock on this device: from here on no other daemon reads or writes it.
+pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
+    if removed(Mechanism::Lock) {
+        return Ok(());
+    }
+    let start = Instant::now();
+    loop {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::WOULDBLOCK) => {
+                let pid = lock_holder(file);
+                let wait = if pid.is_some_and(has_ended) {
+                    DEAD_LOCK_WAIT
+                } else {
+                    LOCK_WAIT
+                };
+                if start.elapsed() >= wait {
+                    return Err(DeviceError::Locked {
+                        path: path.to_owned(),
+                        pid,
+                    });
+                }
+                std::thread::sleep(LOCK_RETRY);
+            }
+            Err(Errno::INTR) => {}
+            Err(errno) => {
+                return Err(failed(path, "locking it")(errno.into()));
+            }
+        }
+    }
+}
+
+/// Who has the lock, from the kernel's list; best effort.
+fn lock_holder(file: &File) -> Option<u32> {
+    let inode = file.metadata().ok()?.ino();
+    let list = std::fs::read_to_string("/proc/locks").ok()?;
+    // `1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF`
+    list.lines().find_map(|line| {
+        let fields: Vec<_> = line.split_whitespace().collect();
+        let place = fields.iter().position(|f| *f == "FLOCK")?;
+        let found: u64 = fields.get(place + 4)?.rsplit(':').next()?.parse().ok()?;
+        (found == inode).then(|| fields.get(place + 3)?.parse().ok())?
+    })
+}
+
+/// Whether no program runs under this pid any more; what is left of it is the kernel's to tidy up.
+fn has_ended(pid: u32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        // `1234 (name) Z ...`: the name may hold anything, so the state is what follows its last parenthesis.
+        Ok(stat) => stat
+            .rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
+        // Hidden from us (a service that sees its own processes only), or gone.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Pid::from_raw(pid as i32).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
+        }
+        Err(_) => false,
+    }
+}
