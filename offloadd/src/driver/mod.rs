@@ -31,18 +31,16 @@ use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
-use crate::core::{
-    Action, Buffer, CallId, Core, Damage, Event, IoResult, Limits, Quotas, Reply, SessionId, Viewer,
-};
+use crate::core::{Action, CallId, Core, Event, IoResult, Limits, Quotas, SessionId, Viewer};
 use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
-use crate::metrics::{Ledger, Wearing, ledger::JobPlace};
+use crate::metrics::{Ledger, Wearing};
 use crate::numa;
-use crate::queue::{DeviceLimits, Ended, Owner, Queue};
+use crate::queue::{DeviceLimits, Ended, Queue};
 use crate::store::DEVICES_MAX;
-use crate::store::definition::JobName;
 
+mod actions;
 mod attach;
 mod counting;
 mod handing;
@@ -55,6 +53,7 @@ mod sleep;
 mod source;
 mod stop;
 
+use actions::{Counted, Waiting};
 use attach::Hello;
 pub use handing::begin_life;
 pub use handing::{LeftToUs, TakenUp};
@@ -62,7 +61,7 @@ pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
 use keeper::Keeper;
 use moving::Pacing;
-use session::{Session, State};
+use session::Session;
 use source::Source;
 
 /// Calls that wait for the core's answer; a commit waits for the slowest local rank.
@@ -194,21 +193,6 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
         engine_reason,
         thread,
     })
-}
-
-/// A call that the core has not answered.
-struct Waiting {
-    answer: oneshot::Sender<Result<Reply, Fault>>,
-    counted: Counted,
-}
-
-/// What a call's answer changes in the ledger.
-enum Counted {
-    Nothing,
-    Commit(JobPlace),
-    Drop(u32, JobName),
-    Damage(JobPlace, u32, Damage),
-    AddDevice(DeviceIndex),
 }
 
 struct Driver {
@@ -385,128 +369,6 @@ impl Driver {
             }
             for waiter in self.turn_waiters.drain(..) {
                 let _ = waiter.send(());
-            }
-        }
-    }
-
-    /// Tells the core what happened and does what it says, until both are quiet.
-    fn decide(&mut self) {
-        let mut actions = std::mem::take(&mut self.actions);
-        while let Some(event) = self.events.pop_front() {
-            self.core.on_event(event, &mut actions);
-            for action in actions.drain(..) {
-                self.perform(action);
-            }
-        }
-        self.actions = actions;
-    }
-
-    fn perform(&mut self, action: Action) {
-        match action {
-            Action::Io {
-                io,
-                device,
-                op,
-                offset,
-                bytes,
-                buffer,
-                urgency,
-            } => {
-                let (mut job, mut owner) = (None, Owner::Daemon);
-                let memory = match buffer {
-                    Buffer::Slot { session: id, place } => {
-                        let session = self.sessions.get_mut(&id).expect("a live session");
-                        job = Some(session.job);
-                        let uid = session.peer.uid;
-                        let shares = self.core.shares_of(uid, self.ledger.name(session.job));
-                        owner = Owner::Session {
-                            uid,
-                            user_share: shares.user,
-                            job_share: shares.job,
-                            job: session.job.number(),
-                            session: id,
-                        };
-                        let made = session.made().expect("I/O only after its arena was made");
-                        Memory::Arena {
-                            arena: made.arena.clone(),
-                            offset: place.offset,
-                            piece: place.piece,
-                        }
-                    }
-                    Buffer::Meta(own) => Memory::Meta(own),
-                    Buffer::None => Memory::None,
-                };
-                let now = Instant::now();
-                self.ledger.started(io, device, op, bytes, job, now);
-                let io = Io {
-                    id: io,
-                    device,
-                    op,
-                    offset,
-                    bytes,
-                    memory,
-                };
-                self.queue.push(io, urgency, owner);
-            }
-            Action::Urge { io, urgency } => self.queue.urge(io, urgency),
-            Action::Complete { session, entry } => {
-                let Some(found) = self.sessions.get_mut(&session) else {
-                    return;
-                };
-                if let Err(error) = found.put(&entry) {
-                    self.gone(session, &error.to_string());
-                }
-            }
-            Action::TellPart { session, entry } => {
-                if let Some(session) = self.sessions.get_mut(&session) {
-                    session.put_part(&entry);
-                }
-            }
-            Action::Reply { call, reply } => {
-                if let Some(waiting) = self.calls.remove(&call) {
-                    match (waiting.counted, &reply) {
-                        (Counted::Commit(job), reply) => {
-                            let now = Instant::now();
-                            self.ledger.commit_answered(job, reply.is_ok(), now);
-                        }
-                        (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-                        (Counted::Damage(job, uid, damage), Ok(_)) => {
-                            self.hear_damage(job, uid, damage);
-                        }
-                        (Counted::AddDevice(device), reply) => {
-                            self.device_answered(device, reply.as_ref().ok());
-                        }
-                        (Counted::Drop(..) | Counted::Damage(..) | Counted::Nothing, _) => {}
-                    }
-                    // An error means that the caller no longer listens.
-                    let _ = waiting.answer.send(reply);
-                }
-            }
-            Action::MakeArena {
-                session,
-                token,
-                peer,
-                job,
-                geometry,
-                ring_entries,
-                iodepth: _,
-            } => {
-                let new = Session {
-                    token,
-                    peer,
-                    job: self.ledger.session_begins(peer.uid, &job),
-                    state: State::Making,
-                    unrung: false,
-                };
-                let before = self.sessions.insert(session, new);
-                assert!(before.is_none(), "a session is made once");
-                self.keeper.make(session, geometry, ring_entries);
-            }
-            Action::ForgetDevice { device } => self.forget_device(device),
-            Action::DropArena { session } => self.drop_arena(session),
-            Action::Evict { session, why } => {
-                tracing::warn!(session = session.0, %why, "evicted a process");
-                self.detach(session);
             }
         }
     }
