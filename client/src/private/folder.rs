@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use super::short_folder::ShortFolder;
 use super::{PrivateSettings, failed};
 use crate::ClientError;
 
@@ -12,7 +13,7 @@ use crate::ClientError;
 const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// Where its socket is to be, and the folder made for it if that is not below `folder`.
-pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), ClientError> {
+pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<ShortFolder>), ClientError> {
     let folder = std::path::absolute(folder).map_err(|e| failed(e.to_string()))?;
     let usual = folder.join("run");
     let socket = usual.join("offloadd.sock");
@@ -21,19 +22,9 @@ pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), 
         return Ok((socket, None));
     }
     let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
-    // Unique while we live, and nobody else may enter. Another's folder of this name makes this fail, not share.
-    static STARTED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let nth = STARTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let short = base.join(format!("offloadd-{}-{nth}", std::process::id()));
-    if short.exists() {
-        // Of an earlier process with our number: ours to remove only if it is ours.
-        let _ = fs::remove_dir_all(&short);
-    }
-    fs::DirBuilder::new()
-        .mode(0o700)
-        .create(&short)
-        .map_err(|e| failed(format!("making {}: {e}", short.display())))?;
-    Ok((short.join("offloadd.sock"), Some(short)))
+    let short = ShortFolder::new(&base)
+        .map_err(|e| failed(format!("making a folder in {}: {e}", base.display())))?;
+    Ok((short.path().join("offloadd.sock"), Some(short)))
 }
 
 /// Makes `folder`. With `ours_alone`, nobody else may enter it, even if it existed.

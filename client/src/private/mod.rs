@@ -12,6 +12,7 @@
 
 mod folder;
 mod keeper;
+mod short_folder;
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -24,6 +25,7 @@ use std::time::Duration;
 use crate::ClientError;
 use folder::{config_text, make_folder, socket_place};
 use keeper::Keeper;
+use short_folder::ShortFolder;
 
 /// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
@@ -62,8 +64,8 @@ pub struct PrivateDaemon {
     log: PathBuf,
     pid: u32,
     keeper: Keeper,
-    /// Removed with this value.
-    short_folder: Option<PathBuf>,
+    /// Removed with this value, after the child has ended.
+    _short_folder: Option<ShortFolder>,
 }
 
 impl PrivateDaemon {
@@ -97,7 +99,7 @@ impl PrivateDaemon {
             log,
             pid,
             keeper,
-            short_folder,
+            _short_folder: short_folder,
         };
         daemon.wait_ready(stdout)
     }
@@ -147,10 +149,6 @@ impl PrivateDaemon {
 impl Drop for PrivateDaemon {
     fn drop(&mut self) {
         self.keeper.stop();
-        if let Some(folder) = &self.short_folder {
-            // What is left then is an empty folder in a place that is emptied at boot.
-            let _ = fs::remove_dir_all(folder);
-        }
     }
 }
 

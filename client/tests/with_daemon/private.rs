@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::real::*;
@@ -55,14 +55,9 @@ const KEEPER: &str = "OFFLOAD_TEST_KEEPER_FOLDER";
 fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
     if let Some(folder) = std::env::var_os(KEEPER) {
         let folder = PathBuf::from(folder);
-        let devices = ["a.tiles", "b.tiles"].map(|name| (folder.join(name), DEVICE_BYTES));
         let settings = PrivateSettings {
-            program: None,
-            folder,
-            devices: devices.into(),
-            arena_bytes_max: ARENA_BYTES_MAX,
-            iodepth_max: 64,
             engine: "psync".into(),
+            ..settings_in(&folder)
         };
         // Started by a thread that ends at once: the daemon stays.
         let start = std::thread::spawn(|| PrivateDaemon::start(settings).unwrap());
@@ -165,15 +160,16 @@ fn a_second_one_on_the_same_store_is_refused_by_name() {
     Daemon::connect(first.socket()).unwrap();
 }
 
+/// Too deep for a socket.
+fn deep(folder: &Path) -> PathBuf {
+    folder.join("d".repeat(60)).join("e".repeat(60))
+}
+
 #[test]
 fn a_deep_folder_gets_its_sockets_elsewhere_for_itself_alone() {
     use std::os::unix::fs::MetadataExt;
     let place = Place::new();
-    let deep = place
-        .folder
-        .path()
-        .join("d".repeat(60))
-        .join("e".repeat(60));
+    let deep = deep(place.folder.path());
     let mut settings = place.settings();
     settings.folder = deep.clone();
     let daemon = PrivateDaemon::start(settings).unwrap();
@@ -187,4 +183,81 @@ fn a_deep_folder_gets_its_sockets_elsewhere_for_itself_alone() {
 
     let daemon = place.start();
     assert_eq!(mode(daemon.socket().parent().unwrap()), 0o700);
+}
+
+const DEEP: &str = "OFFLOAD_TEST_DEEP_FOLDER";
+
+/// A process of its own whose private daemon has its socket elsewhere, in `base`; killed by the end of the test.
+struct Deep {
+    process: Child,
+    socket: PathBuf,
+    _place: Place,
+}
+
+impl Deep {
+    fn start(base: &Path) -> Self {
+        let place = Place::new();
+        let mut process = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "private::what_a_killed_process_left_elsewhere_is_removed_by_the_next_start",
+                "--nocapture",
+            ])
+            .env(DEEP, place.folder.path())
+            .env("XDG_RUNTIME_DIR", base)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let socket = BufReader::new(process.stdout.take().unwrap())
+            .lines()
+            .map_while(Result::ok)
+            .find_map(|line| Some(PathBuf::from(line.strip_prefix("socket ")?)))
+            .expect("it says where its socket is");
+        assert!(socket.starts_with(base), "{}", socket.display());
+        Self {
+            process,
+            socket,
+            _place: place,
+        }
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    fn has_folder(&self) -> bool {
+        self.socket.parent().unwrap().exists()
+    }
+}
+
+impl Drop for Deep {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[test]
+fn what_a_killed_process_left_elsewhere_is_removed_by_the_next_start() {
+    if let Some(folder) = std::env::var_os(DEEP) {
+        let folder = PathBuf::from(folder);
+        let settings = PrivateSettings {
+            folder: deep(&folder),
+            ..settings_in(&folder)
+        };
+        let daemon = PrivateDaemon::start(settings).unwrap();
+        println!("\nsocket {}", daemon.socket().display());
+        std::thread::sleep(10 * LONG);
+        return;
+    }
+    // Short, wherever the tests' own folder lies.
+    let base = tempfile::tempdir().unwrap();
+    let [mut killed, living] = [(); 2].map(|()| Deep::start(base.path()));
+    killed.kill();
+    assert!(killed.has_folder(), "nobody could remove it");
+    let next = Deep::start(base.path());
+    assert!(!killed.has_folder());
+    for lives in [&living, &next] {
+        Daemon::connect(&lives.socket).unwrap();
+    }
 }

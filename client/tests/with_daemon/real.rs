@@ -56,24 +56,29 @@ impl Place {
     }
 
     pub(crate) fn devices(&self) -> Vec<(PathBuf, u64)> {
-        ["a.tiles", "b.tiles"]
-            .map(|name| (self.folder.path().join(name), DEVICE_BYTES))
-            .into()
+        self.settings().devices
     }
 
     pub(crate) fn settings(&self) -> PrivateSettings {
-        PrivateSettings {
-            program: None,
-            folder: self.folder.path().to_owned(),
-            devices: self.devices(),
-            arena_bytes_max: ARENA_BYTES_MAX,
-            iodepth_max: 64,
-            engine: "auto".into(),
-        }
+        settings_in(self.folder.path())
     }
 
     pub(crate) fn start(&self) -> PrivateDaemon {
         PrivateDaemon::start(self.settings()).unwrap_or_else(|e| panic!("{e}"))
+    }
+}
+
+/// Of a private daemon with everything in `folder`.
+pub(crate) fn settings_in(folder: &Path) -> PrivateSettings {
+    PrivateSettings {
+        program: None,
+        folder: folder.to_owned(),
+        devices: ["a.tiles", "b.tiles"]
+            .map(|name| (folder.join(name), DEVICE_BYTES))
+            .into(),
+        arena_bytes_max: ARENA_BYTES_MAX,
+        iodepth_max: 64,
+        engine: "auto".into(),
     }
 }
 

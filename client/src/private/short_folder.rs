@@ -1,0 +1,172 @@
+//! A folder with a short path, for sockets whose own folder lies too deep. Whose process was killed could not remove it, and the
+//! next start does.
+
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+const PREFIX: &str = "offloadd-private-";
+
+/// Locked while the process lives that made the folder.
+const LOCK: &str = "lock";
+
+/// The same before it is locked: nobody may see it unlocked by its name while that process lives.
+const LOCK_NEW: &str = "lock.new";
+
+/// Names that are tried: what processes with our number left where files cannot be locked.
+const NAMES_MAX: usize = 1000;
+
+/// A folder that nobody else may enter, gone with this value.
+#[derive(Debug)]
+pub(super) struct ShortFolder {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl ShortFolder {
+    /// Makes one in `base`, and removes there what dead processes of this user left.
+    pub(super) fn new(base: &Path) -> io::Result<Self> {
+        // It is in nobody's way, and whoever may not look into the base may still make folders there.
+        let _ = remove_left(base);
+        let path = make(base)?;
+        let new = path.join(LOCK_NEW);
+        let locked = File::create_new(&new).inspect(|lock| {
+            // Where files cannot be locked it keeps this name, and the folder is taken for one that is being made.
+            if lock.lock().is_ok() {
+                let _ = fs::rename(&new, path.join(LOCK));
+            }
+        });
+        match locked {
+            Ok(lock) => Ok(Self { path, _lock: lock }),
+            Err(error) => {
+                let _ = fs::remove_dir(&path);
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for ShortFolder {
+    fn drop(&mut self) {
+        // What is left then lies in a place that is emptied at boot, and the next start tries again.
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// With a name that no living process of ours has.
+fn make(base: &Path) -> io::Result<PathBuf> {
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let mut last = io::Error::from(io::ErrorKind::AlreadyExists);
+    for _ in 0..NAMES_MAX {
+        let nth = MADE.fetch_add(1, Ordering::Relaxed);
+        let path = base.join(format!("{PREFIX}{}-{nth}", std::process::id()));
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
+}
+
+fn remove_left(base: &Path) -> io::Result<()> {
+    let us = rustix::process::geteuid().as_raw();
+    let is_named = |name: &OsStr| name.as_encoded_bytes().starts_with(PREFIX.as_bytes());
+    for entry in base.read_dir()?.flatten() {
+        let ours = is_named(&entry.file_name())
+            // Of the name itself: a link is nobody's folder.
+            && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == us);
+        if ours && is_left(&entry.path()).unwrap_or(false) {
+            // Two processes may be at it.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// Whether who made it lives no more. One without a lock is being made.
+fn is_left(folder: &Path) -> io::Result<bool> {
+    Ok(File::open(folder.join(LOCK))?.try_lock_shared().is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    //! What could go wrong: a folder is taken from under a living daemon, or stays for good.
+
+    use super::*;
+
+    /// As a process leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
+    /// has a copy of the file for a moment.
+    fn left(base: &Path) -> PathBuf {
+        let folder = ShortFolder::new(base).unwrap();
+        folder._lock.unlock().unwrap();
+        let path = folder.path.clone();
+        std::mem::forget(folder);
+        path
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_by_the_next_start() {
+        let base = tempfile::tempdir().unwrap();
+        let first = left(base.path());
+        fs::write(first.join("offloadd.sock"), "").unwrap();
+        let next = ShortFolder::new(base.path()).unwrap();
+        assert!(!first.exists());
+        assert_eq!(fs::metadata(next.path()).unwrap().mode() & 0o777, 0o700);
+        let path = next.path().to_owned();
+        drop(next);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_somebody_may_use_stays() {
+        let base = tempfile::tempdir().unwrap();
+        let in_base = |name: &str| base.path().join(name);
+        let living = ShortFolder::new(base.path()).unwrap();
+        let being_made = in_base("offloadd-private-1-0");
+        let not_locked_yet = in_base("offloadd-private-2-0");
+        let another = in_base("offloadd-launch-x");
+        let link = in_base("offloadd-private-3-0");
+        for folder in [&being_made, &not_locked_yet, &another] {
+            fs::create_dir(folder).unwrap();
+        }
+        fs::write(not_locked_yet.join(LOCK_NEW), "").unwrap();
+        fs::write(another.join(LOCK), "").unwrap();
+        std::os::unix::fs::symlink(&another, &link).unwrap();
+        let _next = ShortFolder::new(base.path()).unwrap();
+        let [new, next] = [&being_made, &not_locked_yet];
+        for stays in [living.path(), new, next, &another, &link] {
+            assert!(stays.exists(), "{}", stays.display());
+        }
+    }
+
+    /// Fails now and then where a lock can be seen before it is taken, and never where it cannot.
+    #[test]
+    fn processes_that_start_at_once_leave_each_other_their_folders() {
+        let base = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..250 {
+                        let own = ShortFolder::new(base.path()).unwrap();
+                        assert!(own.path().join(LOCK).exists());
+                    }
+                });
+            }
+        });
+        assert_eq!(base.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_base_that_cannot_be_used_is_an_error() {
+        let base = tempfile::tempdir().unwrap();
+        assert!(ShortFolder::new(&base.path().join("missing")).is_err());
+    }
+}
