@@ -6,7 +6,7 @@ mod fake;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use fake::{DEVICE, FakeDaemon, IODEPTH, Manners};
+use fake::{DEVICE, FakeDaemon, IODEPTH, LATER_DEVICE, Manners};
 use offload_client::{
     ClientError, Daemon, Done, Durability, FaultKind, Generation, JobDefinition, Rank, Session,
     SessionSettings, Slot, SlotClass, Tile, TileError, TileIndex, TileKind, checksum,
@@ -292,11 +292,9 @@ fn what_a_device_answers_arrives_with_device_tile_and_offset() {
     }
 }
 
-#[test]
-fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
-    let daemon = FakeDaemon::start(Manners {
-        described_once: true,
-        // Of a device that came after the session.
+/// Every read fails on a device that came after the session.
+fn with_a_later_device(manners: Manners) -> FakeDaemon {
+    FakeDaemon::start(Manners {
         answer: Some(|_, cqe| {
             Some(offload_api::ring::entry::Cqe {
                 fault: FaultKind::Io as u32,
@@ -304,15 +302,27 @@ fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
                 ..cqe
             })
         }),
+        ..manners
+    })
+}
+
+fn said_of_a_read(session: &mut Session, tile: u32) -> String {
+    let slot = filled(session, 1);
+    session.swap_in(TileIndex(tile), slot).unwrap();
+    done(session).unwrap().result.unwrap_err().to_string()
+}
+
+#[test]
+fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
+    let daemon = with_a_later_device(Manners {
+        described_once: true,
         ..Manners::default()
     });
     let mut session = open(&daemon);
     let asked = || daemon.describe_calls.load(Ordering::Relaxed);
     let before = asked();
     for tile in 0..3 {
-        let slot = filled(&mut session, 1);
-        session.swap_in(TileIndex(tile), slot).unwrap();
-        let said = done(&mut session).unwrap().result.unwrap_err().to_string();
+        let said = said_of_a_read(&mut session, tile);
         assert!(said.contains("device 1 of the store"), "{said}");
     }
     // A call is sent by another thread, which may come to it after the client has given the answer up.
@@ -321,6 +331,22 @@ fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(asked(), before + 1);
+}
+
+#[test]
+fn a_daemon_that_refuses_to_say_what_a_device_is_called_is_asked_again() {
+    let daemon = with_a_later_device(Manners {
+        description_refused: true,
+        ..Manners::default()
+    });
+    let mut session = open(&daemon);
+    let refused = said_of_a_read(&mut session, 0);
+    assert!(refused.contains("device 1 of the store"), "{refused}");
+    for tile in 1..3 {
+        let said = said_of_a_read(&mut session, tile);
+        assert!(said.contains(LATER_DEVICE), "{said}");
+    }
+    assert_eq!(daemon.describe_calls.load(Ordering::Relaxed), 3);
 }
 
 #[test]

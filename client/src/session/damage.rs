@@ -18,8 +18,8 @@ const REPORTS_MAX: u32 = 16;
 /// A process mostly ends over a damaged tile, so its word must be out before. The daemon answers within microseconds.
 const HEARD_WAIT: Duration = Duration::from_millis(500);
 
-/// What people call a device. One that came to the store after the session opened is asked for once; a daemon that does not
-/// answer then is not asked again, for each tile that fails on it.
+/// What people call a device. One that came to the store after the session opened is asked for once; a daemon that leaves that
+/// without an answer is not asked again, or each tile that fails on it would wait. An error is an answer, and comes at once.
 pub(super) fn name_of(
     device: DeviceIndex,
     known: &mut Vec<DeviceInfo>,
@@ -33,7 +33,8 @@ pub(super) fn name_of(
         });
         match asking.poll_for(HEARD_WAIT) {
             Some(Ok(reply)) => *known = reply.devices.into_iter().map(convert::device).collect(),
-            _ => *unheard = true,
+            Some(Err(_)) => {}
+            None => *unheard = true,
         }
     }
     known.get(index).map_or_else(

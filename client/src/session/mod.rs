@@ -59,7 +59,7 @@ pub struct Session {
     commit: Commit,
     /// Damaged tiles that the daemon was told of.
     reported_count: u32,
-    /// The daemon did not say what a device is called.
+    /// The daemon gave no answer when asked what a device is called.
     names_unheard: bool,
 }
 

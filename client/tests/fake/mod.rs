@@ -23,6 +23,8 @@ use tonic::{Request, Response, Status};
 pub(crate) const EPOCH: u64 = 0xfeed;
 pub(crate) const IODEPTH: u32 = 4;
 pub(crate) const DEVICE: &str = "/mnt/fake/tiles";
+/// It came after sessions opened.
+pub(crate) const LATER_DEVICE: &str = "/mnt/later/tiles";
 
 /// What it does otherwise than a real one.
 #[derive(Clone, Copy, Default)]
@@ -33,6 +35,8 @@ pub(crate) struct Manners {
     pub(crate) unsealed_arena: bool,
     /// It says what it is when a session opens, and not again.
     pub(crate) described_once: bool,
+    /// It refuses once to say what it is: the first time after the session opened.
+    pub(crate) description_refused: bool,
     /// Commits are never answered.
     pub(crate) silent_commit: bool,
     /// The answer to the first commit is lost in a restart; `Some(true)`: after it was made.
@@ -239,7 +243,15 @@ impl Offload for Service {
         if self.manners.described_once && before > 0 {
             std::future::pending::<()>().await;
         }
+        if self.manners.description_refused && before == 1 {
+            return Err(Fault::new(FaultKind::Busy, "not now").into());
+        }
+        let device = |path: &str| proto::Device {
+            path: path.into(),
+            ..Default::default()
+        };
         Ok(Response::new(DescribeReply {
+            devices: vec![device(DEVICE), device(LATER_DEVICE)],
             protocol_version: self
                 .manners
                 .version
