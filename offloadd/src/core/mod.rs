@@ -216,8 +216,8 @@ impl Core {
             return None;
         }
         let what = "all tiles have left it; the store's catalog and the jobs' records";
-        Some(match self.take_new_home(&mut self.space.clone()) {
-            Ok(()) => {
+        Some(match self.find_new_home(&self.space) {
+            Ok(_) => {
                 format!("{what} leave it when offloadd is started next with no session to take up")
             }
             Err(fault) => format!("{what} are still there: {}", fault.message),

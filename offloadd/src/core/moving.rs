@@ -423,11 +423,19 @@ impl Core {
         !busy && self.bytes_on(device) == 0
     }
 
-    /// Room for the areas of all jobs on one device, each in one piece.
-    pub(super) fn take_new_home(&self, trial: &mut Space) -> Result<(), Fault> {
+    /// Takes room for the areas of all jobs on one device, each in one piece.
+    fn take_new_home(&self, trial: &mut Space) -> Result<(), Fault> {
+        for (extent, bytes) in self.find_new_home(trial)? {
+            assert!(trial.take(extent, bytes), "just found free");
+        }
+        Ok(())
+    }
+
+    /// Room for them in `space`, and how many bytes each takes.
+    pub(super) fn find_new_home(&self, space: &Space) -> Result<Vec<(Extent, u64)>, Fault> {
         let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
         let sizes: Vec<u64> = stored.map(|stored| stored.entry.area.bytes()).collect();
-        let Some((to, offsets)) = place_areas(trial, self.devices.len(), &sizes) else {
+        let Some((to, offsets)) = place_areas(space, self.devices.len(), &sizes) else {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
@@ -437,11 +445,8 @@ impl Core {
                 ),
             ));
         };
-        for (offset, bytes) in offsets.into_iter().zip(sizes) {
-            let extent = Extent { device: to, offset };
-            assert!(trial.take(extent, bytes), "just found free");
-        }
-        Ok(())
+        let extents = (offsets.into_iter()).map(|offset| Extent { device: to, offset });
+        Ok(extents.zip(sizes).collect())
     }
 
     /// Refused with the numbers when the tiles of `device` do not fit on the others.

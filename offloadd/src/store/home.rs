@@ -49,11 +49,11 @@ pub fn place_areas(
     others.sort_by_key(|device| std::cmp::Reverse(space.free_bytes(*device)));
     let mut largest_first: Vec<usize> = (0..area_bytes.len()).collect();
     largest_first.sort_by_key(|area| std::cmp::Reverse(area_bytes[*area]));
+    let sizes: Vec<u64> = largest_first.iter().map(|&area| area_bytes[area]).collect();
     others.into_iter().find_map(|device| {
-        let mut trial = space.clone();
         let mut offsets = vec![0; area_bytes.len()];
-        for &area in &largest_first {
-            offsets[area] = trial.take_on(device, area_bytes[area], false)?.offset;
+        for (&area, offset) in largest_first.iter().zip(space.would_lie(device, &sizes)?) {
+            offsets[area] = offset;
         }
         Some((device, offsets))
     })

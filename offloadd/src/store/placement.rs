@@ -400,6 +400,27 @@ impl Space {
         others.into_iter().find_map(|device| on(self, device))
     }
 
+    /// Where ranges of `sizes` would lie on `device`, each as [`Space::take_on`] would take it after those before it; nothing:
+    /// not all of them find room. Takes nothing and copies nothing: whoever only looks does so often.
+    pub fn would_lie(&self, device: DeviceIndex, sizes: &[u64]) -> Option<Vec<u64>> {
+        let device = &self.devices[device.0 as usize];
+        // What is gone of a free range, at its beginning.
+        let mut gone: BTreeMap<u64, u64> = BTreeMap::new();
+        let place = |&bytes: &u64| {
+            let left = |(start, length): (&u64, &u64)| {
+                let gone_bytes = gone.get(start).copied().unwrap_or(0);
+                (length - gone_bytes >= bytes).then_some((*start, gone_bytes))
+            };
+            let (start, gone_bytes) = device.free.iter().find_map(left)?;
+            gone.insert(start, gone_bytes + bytes);
+            Some(start + gone_bytes)
+        };
+        match device.closed {
+            true => None,
+            false => sizes.iter().map(place).collect(),
+        }
+    }
+
     /// The shares of tiles that lie so already, and take room only where there are not so many yet.
     fn deal_among(&self, current: &[u64], copies: usize) -> Deal {
         let mut all = self.clone();
@@ -491,6 +512,34 @@ mod tests {
         };
         let tiles = (0..tiles).map(tile).collect();
         JobDefinition::new(Vec::new(), tiles, Durability::Committed, 1).unwrap()
+    }
+
+    /// Free in pieces of many sizes: a look says the same as taking, and leaves all as it was.
+    #[test]
+    fn where_ranges_would_lie_is_where_they_are_taken() {
+        let device = DeviceIndex(0);
+        let mut refused = 0;
+        for seed in 0..200_u64 {
+            let number = |nth: u64| (seed + 1).wrapping_mul(nth + 7).wrapping_mul(0x9E37_79B9) >> 8;
+            let mut space = space([(64 * 4096, 0), (64 * 4096, 0)]);
+            for nth in 0..8 {
+                let offset = DATA_OFFSET + number(nth) % 64 * 4096;
+                // Where another lies already nothing is taken.
+                let _ = space.take(Extent { device, offset }, 4096);
+            }
+            let count = 1 + number(20) % 9;
+            let sizes: Vec<u64> = (0..count)
+                .map(|nth| (1 + number(nth) % 12) * 4096)
+                .collect();
+            let before = space.clone();
+            let told = space.would_lie(device, &sizes);
+            assert_eq!(space, before);
+            let mut take = |bytes: &u64| Some(space.take_on(device, *bytes, false)?.offset);
+            let taken: Option<Vec<u64>> = sizes.iter().map(&mut take).collect();
+            refused += u32::from(taken.is_none());
+            assert_eq!(told, taken, "seed {seed}: {sizes:?}");
+        }
+        assert!((20..180).contains(&refused), "{refused}");
     }
 
     #[test]
