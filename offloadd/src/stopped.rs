@@ -56,14 +56,17 @@ impl Stopped {
         Ok(Self::of(store, devices, begin_life)?)
     }
 
-    /// The same; the store's home moves first, if it is to.
+    /// The same; the store's home moves first, if it is to, and `watch` is told how many bytes of how many are done.
     ///
     /// # Errors
     /// [`StoreError`], as a daemon's start would have.
-    pub fn open_settled(devices: Vec<Device>) -> Result<(Self, HomeMove), StoreError> {
+    pub fn open_settled(
+        devices: Vec<Device>,
+        watch: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Self, HomeMove), StoreError> {
         let mut blocks = DeviceBlocks(&devices);
         let mut store = recover::open(&mut blocks)?;
-        let moved = home::settle(&mut blocks, &mut store)?;
+        let moved = home::settle_watched(&mut blocks, &mut store, watch)?;
         Ok((Self::of(store, devices, begin_life)?, moved))
     }
 

@@ -98,7 +98,17 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     drop(work);
     // Sessions may hold room that the store does not know of.
     if !handover::has_sessions(&given) {
-        match home::settle(&mut DeviceBlocks(&devices), &mut store)? {
+        let what = "moving the store's catalog and records";
+        let mut work = LongWork::new(what, Unit::Bytes, Listener::Service);
+        let moved = home::settle_watched(
+            &mut DeviceBlocks(&devices),
+            &mut store,
+            &mut |done, total| {
+                work.at(done, total);
+            },
+        );
+        drop(work);
+        match moved? {
             HomeMove::NotDue => {}
             HomeMove::Moved { from, to } => {
                 tracing::info!("the store's catalog and records moved from {from} to {to}");

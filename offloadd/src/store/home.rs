@@ -12,7 +12,7 @@ use offload_api::ids::DeviceIndex;
 use super::catalog::{Area, Phase};
 use super::manifest::SlotContent;
 use super::placement::Space;
-use super::recover::{RecoveredStore, read};
+use super::recover::{RecoveredStore, read_watched};
 use super::{BLOCK, CATALOG_OFFSETS, StoreError};
 use crate::blocks::{AlignedBytes, BlockError, Blocks};
 
@@ -68,6 +68,18 @@ pub fn settle(
     blocks: &mut impl Blocks,
     store: &mut RecoveredStore,
 ) -> Result<HomeMove, StoreError> {
+    settle_watched(blocks, store, &mut |_, _| {})
+}
+
+/// The same; `watch` is told how many bytes of how many are done: each is copied, and then read again.
+///
+/// # Errors
+/// As [`settle`].
+pub fn settle_watched(
+    blocks: &mut impl Blocks,
+    store: &mut RecoveredStore,
+    watch: &mut dyn FnMut(u64, u64),
+) -> Result<HomeMove, StoreError> {
     let home = store.home;
     if store[home].phase != Some(Phase::Draining) {
         return Ok(HomeMove::NotDue);
@@ -93,11 +105,11 @@ pub fn settle(
     }
     let areas: Vec<Area> = store.catalog.entries.iter().map(|e| e.area).collect();
     let sizes: Vec<u64> = areas.iter().map(Area::bytes).collect();
+    let area_bytes: u64 = sizes.iter().sum();
     let Some((target, offsets)) = place_areas(&store.space, store.devices.len(), &sizes) else {
         return Ok(HomeMove::Failed(format!(
-            "the records of {} jobs, {} bytes, find no room on one other device",
-            areas.len(),
-            sizes.iter().sum::<u64>()
+            "the records of {} jobs, {area_bytes} bytes, find no room on one other device",
+            areas.len()
         )));
     };
     let [from, to] = [home, target].map(|device| store[device].position);
@@ -105,10 +117,16 @@ pub fn settle(
     for (entry, offset) in catalog.entries.iter_mut().zip(offsets) {
         entry.area.offset = offset;
     }
+    let mut copied_bytes = 0;
+    let mut tell = |bytes| {
+        // What is taken from its twin is copied again.
+        copied_bytes = area_bytes.min(copied_bytes + bytes);
+        watch(copied_bytes, 2 * area_bytes);
+    };
     let copied = areas
         .iter()
         .zip(&catalog.entries)
-        .try_for_each(|(old, entry)| copy_area(blocks, [from, to], *old, entry.area));
+        .try_for_each(|(old, entry)| copy_area(blocks, [from, to], *old, entry.area, &mut tell));
     // Flushed with it.
     let prepared = copied.and_then(|()| forget_catalogs(blocks, to));
     if let Err(error) = prepared {
@@ -116,13 +134,20 @@ pub fn settle(
     }
     // What is there is read before the old one goes: a drive may say that it wrote and not have done so.
     let written = match catalog.write(blocks, to) {
-        Ok(()) => read(blocks).and_then(|found| match found[found.home].position == to {
-            true => Ok(found),
-            false => Err(StoreError::Contradiction(format!(
-                "{} does not give the catalog that was written to it",
-                blocks.path(to)
-            ))),
-        }),
+        Ok(()) => {
+            let mut tell = |jobs_read, jobs| {
+                watch(area_bytes + area_bytes * jobs_read / jobs, 2 * area_bytes);
+            };
+            read_watched(blocks, &mut tell).and_then(|found| {
+                match found[found.home].position == to {
+                    true => Ok(found),
+                    false => Err(StoreError::Contradiction(format!(
+                        "{} does not give the catalog that was written to it",
+                        blocks.path(to)
+                    ))),
+                }
+            })
+        }
         Err(error) => Err(error.into()),
     };
     let found = match written {
@@ -154,12 +179,14 @@ pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Resu
     Ok(())
 }
 
-/// Copies definitions, records and marks, every copy of each. A mark has no stand-in: what one says counts by how it was read.
+/// Copies definitions, records and marks, every copy of each; `tell` hears of each piece. A mark has no stand-in: what one says
+/// counts by how it was read.
 fn copy_area(
     blocks: &mut impl Blocks,
     [from, to]: [usize; 2],
     old: Area,
     new: Area,
+    tell: &mut dyn FnMut(u64),
 ) -> Result<(), BlockError> {
     let pairs = [
         (
@@ -176,9 +203,9 @@ fn copy_area(
     for (old, new, bytes, stand_in) in pairs {
         for which in 0..2 {
             let (here, twin) = (old[which], old[1 - which]);
-            let copied = copy(blocks, [from, to], here, new[which], bytes);
+            let copied = copy(blocks, [from, to], here, new[which], bytes, tell);
             copied.or_else(|error| match stand_in {
-                true => copy(blocks, [from, to], twin, new[which], bytes),
+                true => copy(blocks, [from, to], twin, new[which], bytes, tell),
                 false => Err(error),
             })?;
         }
@@ -192,6 +219,7 @@ fn copy(
     old: u64,
     new: u64,
     bytes: u64,
+    tell: &mut dyn FnMut(u64),
 ) -> Result<(), BlockError> {
     let mut done = 0;
     while done < bytes {
@@ -200,6 +228,7 @@ fn copy(
         blocks.read(from, old + done, &mut read)?;
         blocks.write(to, new + done, &read)?;
         done += piece;
+        tell(piece);
     }
     Ok(())
 }

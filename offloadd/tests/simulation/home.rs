@@ -5,7 +5,7 @@ use offload_api::fault::FaultKind;
 use offloadd::core::{Event, Moves, Reply};
 use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability;
-use offloadd::store::home::{HomeMove, settle};
+use offloadd::store::home::{HomeMove, settle, settle_watched};
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_BYTES_MAX, CATALOG_OFFSETS, StoreError, recover};
 
@@ -132,6 +132,28 @@ fn a_store_without_jobs_keeps_a_catalog() {
             .jobs
             .is_empty()
     );
+}
+
+#[test]
+fn who_watches_sees_every_byte_be_copied_and_read_again() {
+    let (mut disks, _) = emptied();
+    let mut store = recover::open(&mut disks).unwrap();
+    let areas = store.catalog.entries.iter().map(|entry| entry.area.bytes());
+    let total_bytes = 2 * areas.sum::<u64>();
+    let mut seen = Vec::new();
+    let outcome = settle_watched(&mut disks, &mut store, &mut |done, total| {
+        assert_eq!(total, total_bytes);
+        seen.push(done);
+    });
+    assert_eq!(outcome, Ok(moved()));
+    assert!(seen.is_sorted(), "{seen:?}");
+    assert!(seen.contains(&(total_bytes / 2)), "all is copied: {seen:?}");
+    assert_eq!(seen.last(), Some(&total_bytes));
+    // Nothing is due any more.
+    let again = settle_watched(&mut disks, &mut store, &mut |_, _| {
+        panic!("nothing is done")
+    });
+    assert_eq!(again, Ok(HomeMove::NotDue));
 }
 
 #[test]

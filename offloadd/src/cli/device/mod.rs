@@ -269,7 +269,13 @@ fn open_stopped(config: &Config) -> Result<Stopped> {
 
 /// The same, to change it; if the store's home is to move, it does.
 fn open_settled(config: &Config) -> Result<Stopped> {
-    let (stopped, moved) = Stopped::open_settled(open_all(&config.devices)?)?;
+    let what = "moving the store's catalog and records";
+    let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+    let opened = Stopped::open_settled(open_all(&config.devices)?, &mut |done, total| {
+        work.at(done, total);
+    });
+    drop(work);
+    let (stopped, moved) = opened?;
     say_outsiders(&stopped);
     match moved {
         HomeMove::NotDue => {}

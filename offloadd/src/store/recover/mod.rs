@@ -110,7 +110,8 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     read_watched(blocks, &mut |_, _| {})
 }
 
-fn read_watched(
+/// The same; `watch` is told after each job how many of how many were read.
+pub(super) fn read_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<RecoveredStore, StoreError> {
