@@ -8,10 +8,9 @@ use std::path::Path;
 use std::process::Command;
 
 use offload_client::Daemon;
-use offload_client::private::{PrivateDaemon, PrivateSettings};
 use serde_json::Value;
 
-use super::lab::{drive, program, said};
+use super::lab::{daemon, drive, program, said};
 
 /// Builds the stand-in into `folder`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
 fn stand_in(folder: &Path) -> Result<(), String> {
@@ -109,16 +108,8 @@ fn a_machine_without_a_gpu_is_told_so() {
         "{words}"
     );
 
-    // A daemon that others use too keeps nothing of it.
-    let daemon = PrivateDaemon::start(PrivateSettings {
-        program: None,
-        folder: folder.path().to_owned(),
-        devices: vec![(folder.path().join("tiles"), 128 << 20)],
-        arena_bytes_max: 64 << 20,
-        engine: "auto".into(),
-        iodepth_max: 64,
-    })
-    .expect("a daemon");
+    // A daemon keeps nothing of it.
+    let daemon = daemon(folder.path());
     let output = program()
         .args(["run", "--target", "gpu", "--size", "16m", "--bs", "256k"])
         .args(["--iodepth", "8", "--socket"])

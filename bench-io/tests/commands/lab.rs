@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use offload_client::private::{PrivateDaemon, PrivateSettings};
 use serde_json::Value;
 
 /// The program, nothing said to it yet.
@@ -38,6 +39,19 @@ pub(crate) fn said(output: &Output) -> String {
 /// A folder for files on the drive that holds the target folder: direct I/O needs a real one.
 pub(crate) fn drive() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for the test")
+}
+
+/// A daemon that others use too, with a store of 128 MiB in `folder`.
+pub(crate) fn daemon(folder: &Path) -> PrivateDaemon {
+    let settings = PrivateSettings {
+        program: None,
+        folder: folder.to_owned(),
+        devices: vec![(folder.join("tiles"), 128 << 20)],
+        arena_bytes_max: 64 << 20,
+        engine: "auto".into(),
+        iodepth_max: 64,
+    };
+    PrivateDaemon::start(settings).expect("a daemon starts")
 }
 
 /// Asserts that nothing was left in `folder`.

@@ -5,9 +5,8 @@
 use std::time::{Duration, Instant};
 
 use offload_client::Daemon;
-use offload_client::private::{PrivateDaemon, PrivateSettings};
 
-use crate::lab::{assert_empty, bench_io, drive, json, program, refused};
+use crate::lab::{assert_empty, bench_io, daemon, drive, json, program, refused};
 
 const SMALL: [&str; 8] = [
     "--bs=64k",
@@ -167,15 +166,7 @@ fn a_run_once_over_moves_all_bytes() {
 #[test]
 fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
     let folder = drive();
-    let daemon = PrivateDaemon::start(PrivateSettings {
-        program: None,
-        folder: folder.path().to_owned(),
-        devices: vec![(folder.path().join("tiles"), 128 << 20)],
-        arena_bytes_max: 64 << 20,
-        engine: "auto".into(),
-        iodepth_max: 64,
-    })
-    .unwrap();
+    let daemon = daemon(folder.path());
     let socket = daemon.socket().to_str().unwrap();
     let report = json(&with(&["--socket", socket, "--rw=rw"]));
     assert_eq!(report["target"], "daemon");
