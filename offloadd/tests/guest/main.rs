@@ -9,14 +9,14 @@
 //! Needs qemu-system-x86_64, a static busybox and a kernel with nvme built in (`.ci/test-tools.sh` fetches them; the kernel
 //! is `target/guest/vmlinuz` or `OFFLOADD_GUEST_KERNEL`). Where one is missing the tests say so and are skipped.
 
-// The daemon's tests need all of it, these a part.
-#[allow(dead_code)]
-#[path = "../daemon/common.rs"]
-mod common;
 mod drives;
 mod initramfs;
 mod machine;
 mod power;
+#[path = "../daemon/common/process.rs"]
+mod process;
 mod removal;
 mod service;
+#[path = "../daemon/common/store.rs"]
+mod store;
 mod writer;

@@ -14,9 +14,9 @@ use offloadd::engine::sim::{SECTOR_BYTES, SimRandom};
 use offloadd::store::manifest::resumable;
 use offloadd::store::recover;
 
-use crate::common::Store;
 use crate::drives::{Drives, Entry};
 use crate::machine::Parts;
+use crate::store::Store;
 use crate::writer::{self, TILE_BYTES, TILES, content};
 
 const BLOCK: usize = 4096;

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use crate::common::Store;
 use crate::drives::Drives;
 use crate::machine::Parts;
+use crate::store::Store;
 use crate::writer;
 
 #[test]

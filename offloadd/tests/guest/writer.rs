@@ -7,7 +7,7 @@ use offload_api::checksum::checksum;
 use offload_api::ids::SlotIndex;
 use offload_api::proto;
 
-use crate::common::{Control, Session, eventually, open_sized, swap_in, swap_out};
+use crate::process::{Control, Session, eventually, open_sized, swap_in, swap_out};
 
 pub(crate) const TILES: u32 = 6;
 pub(crate) const TILE_BYTES: u32 = 16 << 10;

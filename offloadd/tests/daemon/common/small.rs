@@ -1,0 +1,104 @@
+//! Sessions of four slots and tiles of 4 KiB, as most tests have them, and the calls that only they make.
+
+use std::time::Duration;
+
+use offload_api::checksum::checksum;
+use offload_api::fault::Fault;
+use offload_api::handoff::HandoffError;
+use offload_api::ids::SlotIndex;
+use offload_api::proto::{self, OpenSessionRequest};
+
+use super::process::{Control, Session, open_sized, readable, swap_in, swap_out};
+
+impl Control {
+    call!(
+        reserve_scratch,
+        proto::ReserveScratchRequest,
+        proto::ReserveScratchReply
+    );
+    call!(
+        report_damage,
+        proto::ReportDamageRequest,
+        proto::ReportDamageReply
+    );
+    call!(metrics, proto::MetricsRequest, proto::MetricsReply);
+    call!(
+        close_session,
+        proto::CloseSessionRequest,
+        proto::CloseSessionReply
+    );
+
+    call!(drop_job, proto::DropJobRequest, proto::DropJobReply);
+    call!(
+        drain_device,
+        proto::DrainDeviceRequest,
+        proto::DrainDeviceReply
+    );
+
+    pub(crate) fn arena_free_bytes(&mut self) -> u64 {
+        self.describe(proto::DescribeRequest {})
+            .unwrap()
+            .arena_free_bytes
+    }
+
+    /// Opens a session of `job` with four slots of 4 KiB, and takes its descriptors.
+    pub(crate) fn session(&mut self, job: &str) -> Session {
+        let reply = self.open_session(open(job)).unwrap();
+        Session::attach(&reply).unwrap()
+    }
+}
+
+pub(crate) fn open(job: &str) -> OpenSessionRequest {
+    open_sized(job, 4096)
+}
+
+impl Session {
+    pub(crate) fn attach(reply: &proto::OpenSessionReply) -> Result<Self, HandoffError> {
+        Self::attach_sized(reply, 4096)
+    }
+
+    /// Defines `count` tiles of 4 KiB and resumes from nothing.
+    pub(crate) fn begin(&self, control: &mut Control, count: u32) -> u64 {
+        self.begin_sized(control, count, 4096)
+    }
+
+    pub(crate) fn read_slot(&self, offset: u64) -> Vec<u8> {
+        let mut bytes = vec![0; 4096];
+        rustix::io::pread(&self.received.arena, &mut bytes[..], offset).unwrap();
+        bytes
+    }
+
+    /// Whether the daemon closed its end within `limit`.
+    pub(crate) fn hung_up(&self, limit: Duration) -> bool {
+        readable(&self.received.life_line, limit)
+    }
+}
+
+/// Writes `fill` to every tile through slot 1 and waits for each.
+pub(crate) fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
+    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    for tile in 0..count {
+        let bytes = [fill.wrapping_add(tile as u8); 4096];
+        session.write_slot(place.offset, &bytes);
+        session.submit(swap_out(tile, 1, generation, &bytes));
+        let cqe = session.complete();
+        assert_eq!(
+            (cqe.ticket, cqe.fault),
+            (u64::from(tile) + 100, 0),
+            "{cqe:?}"
+        );
+    }
+}
+
+pub(crate) fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
+    let place = session.geometry.place(SlotIndex(3)).unwrap();
+    for tile in 0..count {
+        session.write_slot(place.offset, &[0; 4096]);
+        session.submit(swap_in(tile, 3));
+        let cqe = session.complete();
+        assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{cqe:?}");
+        let bytes = session.read_slot(place.offset);
+        assert_eq!(bytes, vec![fill.wrapping_add(tile as u8); 4096]);
+        assert_eq!(cqe.checksum, checksum(&bytes));
+    }
+}
