@@ -1,9 +1,9 @@
 //! A session's memory. What could go wrong: the process shrinks it under the kernel's feet, it holds another session's
 //! bytes, it is not locked and nobody says so, the daemon refuses to run where it could.
 
+mod another_user;
+
 use std::os::fd::AsFd;
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
@@ -15,6 +15,8 @@ use offloadd::engine::{Engine, EngineChoice, Io, Memory};
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
+
+use another_user::{again, expect_success};
 
 fn geometry(slot_bytes: u64, slot_count: u32) -> Geometry {
     let class = SlotClass {
@@ -67,28 +69,9 @@ fn a_user_without_memlock_runs_unlocked_and_unregistered_and_is_told_so() {
     if std::env::var_os(CHILD).is_some() {
         return unprivileged();
     }
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([
-        "--exact",
-        "a_user_without_memlock_runs_unlocked_and_unregistered_and_is_told_so",
-        "--nocapture",
-    ]);
-    child.env(CHILD, "1").env("TMPDIR", "/tmp").current_dir("/");
-    if rustix::process::geteuid().is_root() {
-        child.uid(65534).gid(65534);
-    }
-    match child.output() {
-        Ok(output) => assert!(
-            output.status.success(),
-            "{}{}",
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        ),
-        Err(error) => println!(
-            "skipped: {}: another user cannot run this program: {error}",
-            std::thread::current().name().unwrap_or("a test")
-        ),
-    }
+    let mut child = again("a_user_without_memlock_runs_unlocked_and_unregistered_and_is_told_so");
+    child.env(CHILD, "1").env("TMPDIR", "/tmp");
+    expect_success(child);
 }
 
 fn unprivileged() {

@@ -1,13 +1,16 @@
 //! Everything that makes a device unusable, found before it is used, named with its path and what to do. What could go
 //! wrong: a message that helps nobody, a store that two daemons have, a full disk found in the middle of a run.
 
-use std::os::unix::process::CommandExt;
+mod another_user;
+
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use offloadd::blocks::{AlignedBytes, BlockErrorCause, Blocks};
 use offloadd::device::{Device, DeviceBlocks, DeviceError};
+
+use another_user::{again, expect_success};
 
 fn refusal(path: &Path) -> String {
     let message = Device::open(path).unwrap_err().to_string();
@@ -52,27 +55,9 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
     std::fs::write(&path, vec![0; 4096]).unwrap();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(folder.path(), open).unwrap();
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "a_device_of_another_user_is_named_with_what_to_do",
-        ])
-        .env(CHILD, &path)
-        .current_dir("/")
-        .uid(65534)
-        .gid(65534)
-        .output();
-    match child {
-        Ok(output) => assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stdout)
-        ),
-        Err(error) => println!(
-            "skipped: {}: another user cannot run this program: {error}",
-            std::thread::current().name().unwrap_or("a test")
-        ),
-    }
+    let mut child = again("a_device_of_another_user_is_named_with_what_to_do");
+    child.env(CHILD, &path);
+    expect_success(child);
 }
 
 #[test]

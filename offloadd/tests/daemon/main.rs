@@ -1,5 +1,7 @@
 //! Whole daemons on real sockets, files and processes. What could go wrong is said at the top of each part.
 
+#[path = "../another_user/mod.rs"]
+mod another_user;
 mod bytes;
 mod common;
 mod doctor;

@@ -2,7 +2,6 @@
 //! forgets, descriptors for whoever asks, memory that a dead process keeps, a wait that has no end.
 
 use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -12,6 +11,7 @@ use offload_api::handoff::{self, HandoffError};
 use offload_api::ids::{SessionToken, SlotIndex};
 use offload_api::proto;
 
+use crate::another_user::{again, expect_success};
 use crate::common::{
     Control, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, readable,
     swap_out,
@@ -183,32 +183,13 @@ fn another_users_token_and_job_are_not_ours() {
         std::fs::set_permissions(socket, all(0o666)).unwrap();
     }
     let token: String = reply.token.iter().map(|b| format!("{b:02x}")).collect();
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "sessions::another_users_token_and_job_are_not_ours",
-            "--nocapture",
-        ])
-        .env(CHILD, {
-            let (socket, device) = (daemon.socket.display(), store.devices[0].display());
-            format!("{socket}|{token}|{}|{device}", daemon.child.id())
-        })
-        .current_dir("/")
-        .uid(65534)
-        .gid(65534)
-        .output();
-    match child {
-        Ok(output) => assert!(
-            output.status.success(),
-            "{}{}",
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        ),
-        Err(error) => println!(
-            "skipped: {}: another user cannot run this program: {error}",
-            std::thread::current().name().unwrap_or("a test")
-        ),
-    }
+    let mut child = again("sessions::another_users_token_and_job_are_not_ours");
+    let (socket, device) = (daemon.socket.display(), store.devices[0].display());
+    child.env(
+        CHILD,
+        format!("{socket}|{token}|{}|{device}", daemon.child.id()),
+    );
+    expect_success(child);
     // The refusals cost the owner nothing.
     Session::attach(&reply).unwrap();
     // Who runs the daemon sees everybody's.

@@ -106,8 +106,7 @@ fn a_store_of_version_1_opens_and_is_gone_on_with_and_grows() {
     let (mut disks, random) = world.crash(true);
     assert!(verify(&mut disks).unwrap().is_sound());
     let mut world = World::start(disks, random);
-    let (process, _) = world.open(&job("golden"), 0, 1).unwrap();
-    world.resume(process, 3).unwrap();
+    let process = world.go_on("golden", 3);
     world.expect_tile(process, 0, TILE_SEED);
     // One of its first devices leaves, written as version 2 has it.
     let call = world.drain_call("sim1");

@@ -10,7 +10,7 @@ use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_BYTES_MAX, CATALOG_OFFSETS, StoreError, recover};
 
 use super::growth::{damage_a_tile, expect_all, write_all};
-use super::world::{World, formatted, job};
+use super::world::{World, formatted};
 
 const JOBS: [(&str, u32); 2] = [("one", 20), ("two", 7)];
 
@@ -62,8 +62,7 @@ fn expect_whole(mut disks: SimDisks, random: SimRandom) {
     world.move_all();
     assert_eq!(world.left, [0]);
     for (name, tiles) in JOBS {
-        let (process, _) = world.open(&job(name), 0, 1).unwrap();
-        world.resume(process, 2).unwrap();
+        let process = world.go_on(name, 2);
         expect_all(&mut world, process, 2, tiles);
         write_all(&mut world, process, 3, tiles);
     }
@@ -72,8 +71,7 @@ fn expect_whole(mut disks: SimDisks, random: SimRandom) {
     assert_eq!(verify(&mut alone).unwrap().damaged_tiles, []);
     let mut world = World::start(alone, random);
     for (name, tiles) in JOBS {
-        let (process, _) = world.open(&job(name), 0, 1).unwrap();
-        world.resume(process, 3).unwrap();
+        let process = world.go_on(name, 3);
         expect_all(&mut world, process, 3, tiles);
     }
 }
@@ -108,8 +106,7 @@ fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
     let mut world = World::start(disks, random);
     world.move_all();
     assert_eq!(world.left, [0]);
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 4).unwrap();
+    let process = world.go_on("one", 4);
     expect_all(&mut world, process, 4, 20);
 }
 
@@ -341,13 +338,11 @@ fn a_drive_that_takes_no_writes_any_more_can_go() {
     );
     let mut world = World::start(disks, random);
     world.move_all();
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 2).unwrap();
+    let process = world.go_on("one", 2);
     write_all(&mut world, process, 3, 20);
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks.pick(&[1]), random);
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 3).unwrap();
+    let process = world.go_on("one", 3);
     expect_all(&mut world, process, 3, 20);
 }
 
@@ -379,8 +374,7 @@ fn a_damaged_tile_on_the_home_is_told_and_leaves_when_it_is_written_again() {
     assert_eq!(world.core.moves(), Moves::Stopped);
     let told = why_it_stays(&world);
     assert!(told.contains("1 extents cannot be moved"), "{told}");
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 1).unwrap();
+    let process = world.go_on("one", 1);
     write_all(&mut world, process, 2, 10);
     write_all(&mut world, process, 3, 10);
     world.event(Event::RetryMoves);

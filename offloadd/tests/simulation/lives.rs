@@ -124,8 +124,7 @@ fn a_daemon_that_served_without_the_sessions_ends_them() {
             fault: SimFault::Lost,
         });
         let mut world = World::start(disks, random);
-        let (process, _) = world.open(&job("a"), 0, 1).unwrap();
-        world.resume(process, 1).unwrap();
+        let process = world.go_on("a", 1);
         for tile in 0..world.random.below(TILES as usize + 1) as u32 {
             world.submit_write(process, 2, tile, tile, 77);
         }

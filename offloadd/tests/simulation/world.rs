@@ -409,6 +409,13 @@ impl World {
         process
     }
 
+    /// The one rank of a job that is there goes on from `generation`.
+    pub(crate) fn go_on(&mut self, name: &str, generation: u64) -> Process {
+        let (process, _) = self.open(&job(name), 0, 1).unwrap();
+        self.resume(process, generation).unwrap();
+        process
+    }
+
     pub(crate) fn define(
         &mut self,
         process: Process,

@@ -125,8 +125,7 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
 fn expect_second_after_a_cut(world: World) {
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks, random);
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 2).unwrap();
+    let process = world.go_on("one", 2);
     expect_all(&mut world, process, 2, SLOTS);
 }
 
@@ -178,8 +177,7 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     world.engine.held = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
     world.event(Event::MoveOn { hurry: true });
     world.run();
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 1).unwrap();
+    let process = world.go_on("one", 1);
     write_all(&mut world, process, 2, SLOTS);
     world.engine.held = None;
     world.run();

@@ -9,7 +9,7 @@ use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, DATA_OFFSET, StoreError, recover};
 
 use super::{DISK_BYTES, added, expect_all, extents, write_all};
-use crate::world::{World, formatted, job};
+use crate::world::{World, formatted};
 
 #[test]
 fn a_device_that_comes_takes_its_share_of_jobs_that_nobody_runs() {
@@ -40,8 +40,7 @@ fn its_share_comes(seed: u64) {
     let mut world = World::start(disks, random);
     assert_eq!(world.core.moves(), Moves::None);
     for name in ["one", "two"] {
-        let (process, _) = world.open(&job(name), 0, 1).unwrap();
-        world.resume(process, 1).unwrap();
+        let process = world.go_on(name, 1);
         expect_all(&mut world, process, 1, 30);
         write_all(&mut world, process, 2, 30);
         expect_all(&mut world, process, 2, 30);

@@ -41,8 +41,7 @@ fn where_numbers_of_devices_end_a_device_is_refused() {
     let fault = world.answer(call).unwrap_err();
     assert_eq!(fault.kind, FaultKind::TooMany);
     assert!(fault.message.contains("none is given twice"), "{fault}");
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 1).unwrap();
+    let process = world.go_on("one", 1);
     expect_all(&mut world, process, 1, 20);
 }
 
@@ -56,8 +55,7 @@ fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
     assert_eq!(world.core.moves(), Moves::Stopped);
     let why = world.core.device_states()[1].standing.stuck.clone();
     assert!(why.unwrap().contains("job one of uid 1000"));
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 1).unwrap();
+    let process = world.go_on("one", 1);
     write_all(&mut world, process, 2, 20);
     expect_all(&mut world, process, 2, 20);
     world.close(process).unwrap();

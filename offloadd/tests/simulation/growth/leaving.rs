@@ -9,7 +9,7 @@ use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError, recover};
 
 use super::{damage_a_tile, expect_all, extents, write_all};
-use crate::world::{LIMITS, World, formatted, job};
+use crate::world::{LIMITS, World, formatted};
 
 #[test]
 fn a_drained_device_is_empty_and_the_store_opens_without_it() {
@@ -50,11 +50,9 @@ fn a_drained_device_is_empty_and_the_store_opens_without_it() {
     let mut alone = disks.pick(&[0]);
     assert_eq!(verify(&mut alone).unwrap().damaged_tiles, []);
     let mut world = World::start(alone, random);
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 4).unwrap();
+    let process = world.go_on("one", 4);
     expect_all(&mut world, process, 4, 20);
-    let (idle, _) = world.open(&job("idle"), 0, 1).unwrap();
-    world.resume(idle, 1).unwrap();
+    let idle = world.go_on("idle", 1);
     expect_all(&mut world, idle, 1, 20);
 }
 
@@ -111,8 +109,7 @@ fn a_failed_copy_leaves_everything_and_can_be_asked_again() {
             world.answer(call).unwrap();
         }
         world.move_all();
-        let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-        world.resume(process, 1).unwrap();
+        let process = world.go_on("one", 1);
         expect_all(&mut world, process, 1, 10);
         let (disks, _) = world.crash(true);
         let store = recover::read(&mut disks.pick(&[0])).unwrap();
@@ -148,8 +145,7 @@ fn a_damaged_tile_stays_is_told_and_leaves_when_it_is_written_again() {
         stuck.contains(&format!("tile {tile} of job one")),
         "{stuck}"
     );
-    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
-    world.resume(process, 1).unwrap();
+    let process = world.go_on("one", 1);
     assert_eq!(world.read(process, tile), Err(FaultKind::Damaged));
     write_all(&mut world, process, 2, 10);
     write_all(&mut world, process, 3, 10);
