@@ -10,6 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crc_fast::crc32_iscsi as crc32c;
 use prost::Message;
 
 use super::{MonitorError, Scalar};
@@ -129,9 +130,7 @@ fn now() -> std::time::Duration {
 
 /// A checksum of data that may hold checksums itself is turned and shifted, so that it is not one of them.
 fn masked_sum(bytes: &[u8]) -> u32 {
-    crc32c::crc32c(bytes)
-        .rotate_right(15)
-        .wrapping_add(0xA282_EAD8)
+    crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8)
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! The header, and elements as bytes.
 
+use crc_fast::crc32_iscsi as crc32c;
+
 use super::super::tokenize::NOT_COUNTED;
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
@@ -61,7 +63,7 @@ impl Header {
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
-        let crc = u64::from(crc32c::crc32c(&bytes[..HEADER_BYTES - 8]));
+        let crc = u64::from(crc32c(&bytes[..HEADER_BYTES - 8]));
         bytes[HEADER_BYTES - 8..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
@@ -75,7 +77,7 @@ impl Header {
         if words[0] != MAGIC {
             return Err("it is no file of tokens".into());
         }
-        if words[WORDS - 1] != u64::from(crc32c::crc32c(&bytes[..HEADER_BYTES - 8])) {
+        if words[WORDS - 1] != u64::from(crc32c(&bytes[..HEADER_BYTES - 8])) {
             return Err("its header fails its checksum".into());
         }
         if words[1] != VERSION {

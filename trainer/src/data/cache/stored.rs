@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crc_fast::crc32_iscsi as crc32c;
+
 use super::super::DataError;
 use super::format::{HEADER_BYTES, Header};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
@@ -54,7 +56,7 @@ impl Stored {
         let mut table = vec![0; 4 * header.blocks() as usize];
         file.read_exact_at(&mut table, ELEMENTS_AT + header.elements_bytes())
             .map_err(failed)?;
-        if crc32c::crc32c(&table) != header.table_crc {
+        if crc32c(&table) != header.table_crc {
             return Err(damaged("its table of checksums fails its own"));
         }
         let table = table.chunks_exact(4);
@@ -136,7 +138,7 @@ impl Stored {
                     source: error,
                 },
             })?;
-        let (expected, found) = (self.table[block as usize], crc32c::crc32c(bytes));
+        let (expected, found) = (self.table[block as usize], crc32c(bytes));
         if found == expected {
             Ok(())
         } else {

@@ -5,6 +5,8 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use crc_fast::crc32_iscsi as crc32c;
+
 use super::super::DataError;
 use super::super::tokenize::NOT_COUNTED;
 use super::format::Header;
@@ -105,7 +107,7 @@ impl<'a> Writer<'a> {
         self.header.train_elems -= last_held;
         self.header.held_elems += last_held;
         self.header.fingerprint = self.print.clone().finish();
-        self.header.table_crc = crc32c::crc32c(&self.table);
+        self.header.table_crc = crc32c(&self.table);
         let mut file = self.file;
         self.done(file.write_all(&self.table))?;
         // The header is last: without it this is no file of tokens.
@@ -119,8 +121,7 @@ impl<'a> Writer<'a> {
             let end = self.pending.len().min(from + BLOCK_BYTES);
             let block = &self.pending[from..end];
             self.print.add(block);
-            self.table
-                .extend_from_slice(&crc32c::crc32c(block).to_le_bytes());
+            self.table.extend_from_slice(&crc32c(block).to_le_bytes());
             let mut file = self.file;
             self.done(file.write_all(block))?;
             from = end;
