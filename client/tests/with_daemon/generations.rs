@@ -6,11 +6,21 @@ use std::time::{Duration, Instant};
 
 use offload_api::proto::MetricsRequest;
 use offload_client::{
-    BLOB_BYTES_MAX, ClientError, Durability, FaultKind, Generation, Rank, Session, TileIndex,
+    BLOB_BYTES_MAX, ClientError, Durability, FaultKind, Generation, Rank, Session, SessionSettings,
+    TileIndex,
 };
 
 use crate::hostile::connect;
 use crate::real::*;
+
+/// One of several ranks of the job.
+fn open_rank(socket: &Path, rank: u32, local_ranks: u32) -> Result<Session, ClientError> {
+    Session::open(SessionSettings {
+        rank: Rank(rank),
+        local_ranks,
+        ..settings(socket)
+    })
+}
 
 #[test]
 fn what_was_committed_survives_kill_9_and_nothing_else_does() {
@@ -101,12 +111,7 @@ fn until_it_is_confirmed_a_generation_can_be_given_up_for_the_one_before_it() {
 fn ranks_commit_together_and_each_finds_its_blob() {
     let place = Place::new();
     let daemon = place.start();
-    let rank = |rank| {
-        let mut settings = settings(daemon.socket());
-        settings.rank = Rank(rank);
-        settings.local_ranks = 2;
-        Session::open(settings)
-    };
+    let rank = |rank| open_rank(daemon.socket(), rank, 2);
     let (mut zero, mut one) = (rank(0).unwrap(), rank(1).unwrap());
     assert_eq!(rank(0).err().unwrap().fault(), Some(FaultKind::Busy));
     let mut alone = settings(daemon.socket());
@@ -169,12 +174,7 @@ fn more_ranks_than_defined_the_job_share_the_room_for_blobs() {
     alone.close().unwrap();
     // Three together may have as much as the one had.
     let mut ranks: Vec<Session> = (0..3)
-        .map(|rank| {
-            let mut settings = settings(daemon.socket());
-            settings.rank = Rank(rank);
-            settings.local_ranks = 3;
-            Session::open(settings).unwrap()
-        })
+        .map(|rank| open_rank(daemon.socket(), rank, 3).unwrap())
         .collect();
     for session in &mut ranks {
         session.define_tiles(definition()).unwrap();
@@ -198,12 +198,7 @@ fn more_ranks_than_defined_the_job_share_the_room_for_blobs() {
 fn a_rank_that_dies_ends_the_generation_for_the_others() {
     let place = Place::new();
     let daemon = place.start();
-    let rank = |rank| {
-        let mut settings = settings(daemon.socket());
-        settings.rank = Rank(rank);
-        settings.local_ranks = 2;
-        Session::open(settings).unwrap()
-    };
+    let rank = |rank| open_rank(daemon.socket(), rank, 2).unwrap();
     let (mut zero, mut one) = (rank(0), rank(1));
     zero.define_tiles(definition()).unwrap();
     one.define_tiles(definition()).unwrap();
