@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# What README.md and this folder report of one machine, by bench-io itself; as root, in the repository's folder:
+#
+#   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
+#
+#   read        one read of 1 MiB at a time in turns with fio, from a loop device over RAM           (1 min)
+#   engines     uring and aio in turns on the same, in small pages and in huge ones                  (1 min)
+#   gpu         drives without a pace into a GPU's memory and out of it, and without the GPU         (1 min)
+#   disk        this machine's disk, three rounds in turns with fio                                  (1 min)
+#   unequal     four drives of 6.2 and 3.2 GB/s, the last at half speed; 16 cores, 48 GiB            (1 min)
+#   drives      1 to 4 such drives, tiles of 1 to 16 MiB, fio beside us, a picture                   (5 min)
+#   training    a step of llama-1.3b.toml on 1 to 4 such drives, predicted and measured; a GPU       (4 min)
+#
+# Without PART all of them. Arenas are in huge pages meanwhile, as under the installed service, but where `small pages` is said.
+set -u
+out=$1
+shift
+[ $# -gt 0 ] || set -- read engines gpu disk unequal drives training
+bench=${PROGRAMS:-target/release}/bench-io
+fast="--read 6.2G --write 3.2G --parts 4 --size 2g"
+pages=/sys/kernel/mm/transparent_hugepage/shmem_enabled
+before=$(sed 's/.*\[\(.*\)\].*/\1/' $pages)
+ram=
+mkdir -p "$out"
+
+leave() {
+    echo "$before" >$pages
+    [ -z "$ram" ] || { umount "$ram/drive"; losetup -d "$device"; umount "$ram"; rmdir "$ram"; }
+}
+said() { echo; echo "\$ bench-io $*" | sed "s|${ram:-no such}|RAM|g"; "$bench" "$@" 2>&1 | grep -v '^/run/paced'; }
+
+# A folder on a loop device over RAM, once.
+folder() {
+    [ -z "$ram" ] || return 0
+    ram=$(mktemp -d) && mount -t tmpfs -o size=8g none "$ram" && mkdir "$ram/drive" && fallocate -l 7g "$ram/image" &&
+        device=$(losetup --find --show "$ram/image") && mkfs.ext4 -q -E nodiscard,lazy_itable_init=0 "$device" &&
+        mount "$device" "$ram/drive"
+}
+
+part() {
+    case $1 in
+    read)
+        folder
+        for word in never advise; do
+            echo $word >$pages
+            said run --directory "$ram/drive" --rw randread --bs 1m --iodepth 1 --size 512m --runtime 2 --rounds 5
+        done
+        ;;
+    engines)
+        folder
+        for round in 1 2 3; do
+            for word in never advise; do
+                echo $word >$pages
+                for rw in read write; do
+                    for engine in uring aio; do
+                        printf '%s: huge pages %s, %s: ' $round $word $engine
+                        "$bench" run --directory "$ram/drive" --rw $rw --bs 4m --iodepth 16 --size 1g --runtime 1.5 --ioengine $engine 2>&1 | grep -E "^$rw"
+                    done
+                done
+            done
+        done
+        ;;
+    gpu)
+        "$bench" paced up 4 4g 100G 100G --parts 2 --name gpu >"$out/folders" || return
+        folders=$(sed 's/^/--directory /' "$out/folders" | tr '\n' ' ')
+        for rw in read write rw; do
+            for target in gpu daemon; do
+                # shellcheck disable=SC2086
+                said run --target $target $folders --rw $rw --bs 4m --iodepth 128 --size 512m --runtime 3
+            done
+        done
+        # shellcheck disable=SC2086
+        said verify --target gpu $folders --bs 4m --size 512m
+        "$bench" paced down --name gpu
+        ;;
+    disk) said scale --folder "$out" --size 1g --runtime 1 ;;
+    unequal) said scale --paced 4 --last-half $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
+    drives) said scale --paced 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
+    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2G --write 3.2G --parts 2 --steps 7 --out "$out/training" ;;
+    *) echo "$1: no such part" >&2; return 2 ;;
+    esac
+}
+
+{
+    trap leave EXIT
+    for one; do
+        echo advise >$pages
+        echo "== $one"
+        part "$one"
+    done
+} 2>&1 | tee -a "$out/measured.txt"
