@@ -1,8 +1,10 @@
-//! What a device reads and writes a second, measured once at format: placement spreads tiles by it.
+//! What a device reads and writes a second, measured when it comes and when somebody asks again: placement spreads tiles by it.
 //!
 //! Writes first and reads what was written: reading preallocated but unwritten space would show the speed of memory. The
 //! figures of a device smaller than its own cache say little, and do no harm.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
@@ -12,19 +14,16 @@ use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, Memory};
-use crate::store::format::MeasuredRates;
+use crate::store::format::{MeasuredArea, MeasuredRates};
 
 /// One operation: where drives reach their rate.
-const OPERATION_BYTES: usize = 1 << 20;
+const OPERATION_BYTES: usize = MeasuredArea::BYTES_MIN as usize;
 
 /// In flight at a time.
 const DEPTH: usize = 16;
 
 /// For each direction.
 const TIME: Duration = Duration::from_secs(1);
-
-/// Written at most: a third of a second of the fastest drives, and little wear.
-const AREA_BYTES_MAX: u64 = 2 << 30;
 
 /// An operation that takes longer is not coming back.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -49,7 +48,7 @@ pub enum MeasureError {
     },
 }
 
-/// Overwrites up to 2 GiB from `offset` on, for at most a second, and reads it again for at most a second.
+/// Of a device that holds nothing from `offset` on.
 ///
 /// # Errors
 /// [`MeasureError`].
@@ -58,13 +57,27 @@ pub fn measure(
     offset: u64,
     choice: EngineChoice,
 ) -> Result<MeasuredRates, MeasureError> {
-    let operations_max =
-        device.bytes().saturating_sub(offset).min(AREA_BYTES_MAX) / OPERATION_BYTES as u64;
-    let (mut engine, _) = Engine::open(choice, &[device.file().clone()], DEPTH + 1)?;
+    let bytes = device.bytes().saturating_sub(offset);
+    let area = MeasuredArea { offset, bytes };
+    measure_in(device.file(), device.path(), area, choice)
+}
+
+/// Overwrites `area` for at most a second, and reads it again for at most a second.
+///
+/// # Errors
+/// [`MeasureError`].
+pub fn measure_in(
+    file: &Arc<File>,
+    path: &str,
+    area: MeasuredArea,
+    choice: EngineChoice,
+) -> Result<MeasuredRates, MeasureError> {
+    let operations_max = area.bytes.min(MeasuredArea::BYTES_MAX) / OPERATION_BYTES as u64;
+    let (mut engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
     let mut pass = Pass {
-        device,
+        path,
         engine: &mut engine,
-        offset,
+        offset: area.offset,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
     let (written, write_bytes_per_s) = pass.run(IoOp::Write, operations_max)?;
@@ -76,7 +89,7 @@ pub fn measure(
 }
 
 struct Pass<'a> {
-    device: &'a Device,
+    path: &'a str,
     engine: &'a mut Engine,
     offset: u64,
     buffers: Vec<AlignedBytes>,
@@ -127,7 +140,7 @@ impl Pass<'_> {
     /// Waits for at least one operation and gives its buffer back.
     fn collect(&mut self, op: IoOp, asked_bytes: u32) -> Result<(), MeasureError> {
         let failed = |id: IoId, what: String| MeasureError::Operation {
-            path: self.device.path().to_owned(),
+            path: self.path.to_owned(),
             op,
             offset: self.offset + id.0 * OPERATION_BYTES as u64,
             what,

@@ -17,8 +17,11 @@ use crate::core::{
 };
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_life;
+use crate::engine::EngineChoice;
+use crate::measure::measure_in;
 use crate::store::StoreError;
 use crate::store::definition::JobName;
+use crate::store::format::MeasuredRates;
 use crate::store::home::{self, HomeMove};
 use crate::store::recover::{self, Outsider, RecoveredStore};
 use crate::store::superblock::StoreId;
@@ -153,6 +156,28 @@ impl Stopped {
             path: path.to_owned(),
             move_bytes_per_s_max: None,
         })
+    }
+
+    /// Measures the device at `path` again: what its rates were, and what they are. Tiles are to move then, perhaps.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn measure(
+        &mut self,
+        path: &str,
+        engine: EngineChoice,
+    ) -> Result<(MeasuredRates, MeasuredRates), Fault> {
+        let path = path.to_owned();
+        let Reply::BeginMeasuring(was) = self.call(Call::BeginMeasuring { path })? else {
+            unreachable!("the core answered another call");
+        };
+        let index = was.device.0 as usize;
+        let device = self.devices[index].as_ref().expect("it is of the store");
+        let found = measure_in(device.file(), device.path(), was.area, engine);
+        let rates = found.as_ref().ok().copied();
+        let ended = self.call(Call::EndMeasuring { rates });
+        let now = found.map_err(|error| Fault::new(FaultKind::Io, error.to_string()))?;
+        ended.map(|_| (was.before, now))
     }
 
     /// Forgets records of a job that could not be read. What it can be gone on from then; 0: nothing.

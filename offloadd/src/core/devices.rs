@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   add:    superblock ──▶ catalog (filling) ──▶ tiles move to it ──▶ catalog (settled)
+//!   measure: superblock ──▶ catalog (filling) ──▶ tiles move: see [`super::measuring`]
 //!   drain:  catalog (draining) ──▶ tiles leave it ──▶ catalog without it ──▶ superblock says so
 //! ```
 //!
@@ -17,6 +18,7 @@ use super::script::{Failed, Step};
 use super::{Action, CallId, Core, NewDevice, Reply, refuse};
 use crate::blocks::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
+use crate::store::format::MeasuredRates;
 use crate::store::placement::rate;
 use crate::store::recover::RecoveredDevice;
 use crate::store::superblock::Superblock;
@@ -33,6 +35,13 @@ pub(super) enum DeviceChange {
         call: CallId,
         device: DeviceIndex,
     },
+    /// It was measured again.
+    Measure {
+        call: CallId,
+        device: DeviceIndex,
+        rates: MeasuredRates,
+        busy: bool,
+    },
     /// It has its share.
     Settle {
         device: DeviceIndex,
@@ -47,7 +56,9 @@ impl DeviceChange {
     /// Who waits for it.
     pub(super) fn call(&self) -> Option<CallId> {
         match self {
-            Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
+            Self::Add { call, .. } | Self::Drain { call, .. } | Self::Measure { call, .. } => {
+                Some(*call)
+            }
             Self::Settle { .. } | Self::Remove { .. } => None,
         }
     }
@@ -56,6 +67,7 @@ impl DeviceChange {
     pub(super) fn steps_before_catalog(&self) -> usize {
         match self {
             Self::Add { .. } => 2,
+            Self::Measure { .. } => 4,
             Self::Drain { .. } | Self::Settle { .. } | Self::Remove { .. } => 0,
         }
     }
@@ -119,6 +131,19 @@ impl Core {
         Ok(None)
     }
 
+    /// As the settings name it.
+    pub(super) fn device_named(&self, path: &str) -> Result<DeviceIndex, Fault> {
+        let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
+        found.map(|index| DeviceIndex(index as u32)).ok_or_else(|| {
+            let known: Vec<&str> = (self.devices.iter().filter(|d| d.phase.is_some()))
+                .map(|device| device.path.as_str())
+                .collect();
+            let known = known.join(", ");
+            let what = format!("the store has no device {path}; it has {known}");
+            Fault::new(FaultKind::NotFound, what)
+        })
+    }
+
     pub(super) fn drain_device(
         &mut self,
         call: CallId,
@@ -126,20 +151,8 @@ impl Core {
         move_bytes_per_s_max: Option<u64>,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
-        let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
-        let Some(index) = found else {
-            let known: Vec<&str> = (self.devices.iter().filter(|d| d.phase.is_some()))
-                .map(|device| device.path.as_str())
-                .collect();
-            return Err(Fault::new(
-                FaultKind::NotFound,
-                format!(
-                    "the store has no device {path}; it has {}",
-                    known.join(", ")
-                ),
-            ));
-        };
-        let device = DeviceIndex(index as u32);
+        let device = self.device_named(path)?;
+        let index = device.0 as usize;
         if self.space.is_closed(device) {
             if self.devices[index].phase != Some(Phase::Draining) {
                 let what = format!("{path} is just about to be drained: ask again");
@@ -207,6 +220,12 @@ impl Core {
                 self.entry_of(catalog, device).phase = Phase::Draining;
                 Some(catalog_steps(self.home, catalog))
             }
+            DeviceChange::Measure {
+                call,
+                device,
+                rates,
+                ..
+            } => self.measure_steps(call, device, &rates, catalog, actions),
             DeviceChange::Settle { device } => {
                 // It may be drained by now.
                 if self.devices[device.0 as usize].phase != Some(Phase::Filling) {
@@ -250,17 +269,23 @@ impl Core {
     ) {
         let (DeviceChange::Add { device, .. }
         | DeviceChange::Drain { device, .. }
+        | DeviceChange::Measure { device, .. }
         | DeviceChange::Settle { device }
         | DeviceChange::Remove { device }) = change;
         if let Err(failed) = result {
             if let DeviceChange::Drain { .. } = change {
                 self.space.open(device);
             }
-            self.mover.stop(&failed.fault);
+            if !matches!(change, DeviceChange::Measure { .. }) {
+                self.mover.stop(&failed.fault);
+            }
             if let Some(call) = change.call() {
                 refuse(call, failed.fault, actions);
             }
             return;
+        }
+        if let DeviceChange::Measure { rates, .. } = &change {
+            self.take_measured(device, rates);
         }
         let state = &mut self.devices[device.0 as usize];
         let answer = match change {
@@ -274,6 +299,9 @@ impl Core {
                 state.phase = Some(Phase::Draining);
                 let left_bytes = self.left_bytes(device);
                 Some((call, Reply::DrainDevice { left_bytes }))
+            }
+            DeviceChange::Measure { call, busy, .. } => {
+                Some((call, Reply::EndMeasuring { device, busy }))
             }
             DeviceChange::Settle { .. } => {
                 state.phase = Some(Phase::Settled);

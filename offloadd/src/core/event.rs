@@ -11,7 +11,7 @@ use super::quota::Quotas;
 use crate::blocks::AlignedBytes;
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
-use crate::store::format::MeasuredRates;
+use crate::store::format::{MeasuredArea, MeasuredRates};
 use crate::store::superblock::DeviceId;
 
 /// The driver's number for a call that waits for its reply.
@@ -194,6 +194,16 @@ pub enum Call {
         /// As [`Call::LimitMoves`].
         move_bytes_per_s_max: Option<u64>,
     },
+    /// Room on a device is lent to whoever measures it; [`Call::EndMeasuring`] gives it back. One device at a time.
+    BeginMeasuring {
+        /// As the settings name it.
+        path: String,
+    },
+    /// The device was measured again, or could not be: tiles go where its rates say from now on.
+    EndMeasuring {
+        /// `None`: they stay as they were.
+        rates: Option<MeasuredRates>,
+    },
     /// A ceiling for what is copied while tiles move now, as long as some are to.
     LimitMoves {
         /// On the average.
@@ -322,8 +332,32 @@ pub enum Reply {
         /// That must move.
         left_bytes: u64,
     },
+    /// Whoever asked may write there until it says that it has ended.
+    BeginMeasuring(Measuring),
+    /// The rates are kept.
+    EndMeasuring {
+        /// Which.
+        device: DeviceIndex,
+        /// Somebody used devices before or after: the figures are of busy ones.
+        busy: bool,
+    },
     /// Tiles move so from now on.
     LimitMoves,
+}
+
+/// A device that is being measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measuring {
+    /// Which.
+    pub device: DeviceIndex,
+    /// Of the store, for good.
+    pub number: u32,
+    /// Nothing of anybody is there.
+    pub area: MeasuredArea,
+    /// As they were kept until now.
+    pub before: MeasuredRates,
+    /// Sessions were there when it began, or tiles moved.
+    pub busy: bool,
 }
 
 /// What the core knows about the daemon; engine and memory notes are the driver's.

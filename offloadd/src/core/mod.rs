@@ -8,6 +8,7 @@
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┤
 //!   Reattach                  ──▶ handing ────▶ what outlives the daemon
 //!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
+//!   Begin-, EndMeasuring      ──▶ measuring ▶ what its devices are worth  ─┤
 //!   MoveOn                    ──▶ moving, copying ▶ tiles to other devices ─┘
 //!                                 look ◀───── a driver that shows people what goes on
 //! ```
@@ -30,6 +31,7 @@ mod inspect;
 mod io;
 mod job;
 mod look;
+mod measuring;
 mod members;
 mod moving;
 mod quota;
@@ -79,6 +81,7 @@ pub struct Core {
     operations: HashMap<IoId, Operation>,
     scripts: BTreeMap<ScriptId, Script>,
     arena_used_bytes: u64,
+    measuring: Option<Measuring>,
     next_number: u64,
 }
 
@@ -109,6 +112,7 @@ impl Core {
             operations: HashMap::new(),
             scripts: BTreeMap::new(),
             arena_used_bytes: 0,
+            measuring: None,
             next_number: 1,
         }
     }
@@ -181,6 +185,8 @@ impl Core {
                 path,
                 move_bytes_per_s_max,
             } => self.drain_device(call, &path, move_bytes_per_s_max, actions),
+            Call::BeginMeasuring { path } => self.begin_measuring(&path).map(Some),
+            Call::EndMeasuring { rates } => self.end_measuring(call, rates, actions),
             Call::LimitMoves { bytes_per_s_max } => self
                 .limit_moves(bytes_per_s_max)
                 .map(|()| Some(Reply::LimitMoves)),

@@ -27,6 +27,7 @@ pub(super) enum Counted {
     Drop(u32, JobName),
     Damage(JobPlace, u32, Damage),
     AddDevice(DeviceIndex),
+    Measured,
 }
 
 impl Driver {
@@ -117,7 +118,16 @@ impl Driver {
                         (Counted::AddDevice(device), reply) => {
                             self.device_answered(device, reply.as_ref().ok());
                         }
-                        (Counted::Drop(..) | Counted::Damage(..) | Counted::Nothing, _) => {}
+                        (Counted::Measured, Ok(Reply::EndMeasuring { device, .. })) => {
+                            self.device_measured(*device);
+                        }
+                        (
+                            Counted::Drop(..)
+                            | Counted::Damage(..)
+                            | Counted::Measured
+                            | Counted::Nothing,
+                            _,
+                        ) => {}
                     }
                     // An error means that the caller no longer listens.
                     let _ = waiting.answer.send(reply);

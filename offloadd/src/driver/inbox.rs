@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
@@ -55,6 +56,11 @@ pub(super) enum Message {
         file: Arc<File>,
         device: NewDevice,
         answer: oneshot::Sender<Result<Reply, Fault>>,
+    },
+    /// Somebody is to measure a device.
+    File {
+        device: DeviceIndex,
+        answer: oneshot::Sender<Option<Arc<File>>>,
     },
     /// What goes on.
     Look { viewer: Viewer, answer: LookAnswer },
@@ -125,6 +131,19 @@ impl DriverHandle {
             device,
             answer,
         })?;
+        Ok(receiver)
+    }
+
+    /// A device as it is opened here, under the store's lock; `None`: it has left the store.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn file(
+        &self,
+        device: DeviceIndex,
+    ) -> Result<oneshot::Receiver<Option<Arc<File>>>, Fault> {
+        let (answer, receiver) = oneshot::channel();
+        self.hand_over(Message::File { device, answer })?;
         Ok(receiver)
     }
 

@@ -199,6 +199,8 @@ struct Driver {
     core: Core,
     queue: Queue,
     engine: Engine,
+    /// Of each device; `None`: it has left.
+    files: Vec<Option<Arc<File>>>,
     keeper: Keeper,
     epoll: OwnedFd,
     inbox: Inbox,
@@ -280,6 +282,7 @@ impl Driver {
             core,
             queue: Queue::new(&device_limits),
             engine,
+            files: devices.into_iter().map(Some).collect(),
             keeper,
             epoll,
             inbox,
@@ -413,6 +416,10 @@ impl Driver {
                     device,
                     answer,
                 } => self.add_device(peer, file, device, answer),
+                Message::File { device, answer } => {
+                    // An error means that nobody waits for it any more.
+                    let _ = answer.send(self.files[device.0 as usize].clone());
+                }
                 Message::Look { viewer, answer } => {
                     if self.lookers.len() < CALLS_MAX {
                         self.lookers.push((viewer, answer));

@@ -14,6 +14,7 @@ use super::{CALLS_MAX, Counted, Driver, Waiting};
 use crate::ceiling::Ceiling;
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::queue::DeviceLimits;
+use crate::store::format::MeasuredRates;
 
 /// While sessions are open, moving rests so many times as long as it took.
 const RESTS: u32 = 3;
@@ -146,13 +147,14 @@ impl Driver {
             Err(Fault::new(FaultKind::TooMany, what))
         };
         let added = room.and_then(|()| {
-            (self.engine.add(file)).map_err(|e| Fault::new(FaultKind::Io, e.to_string()))
+            (self.engine.add(file.clone())).map_err(|e| Fault::new(FaultKind::Io, e.to_string()))
         });
         if let Err(fault) = added {
             let _ = answer.send(Err(fault));
             return;
         }
         let index = DeviceIndex(self.core.device_states().len() as u32);
+        self.files.push(Some(file));
         self.queue.add(&limits);
         self.ledger.add_device(&device.rates, Instant::now());
         let call = CallId(self.calls_made);
@@ -182,6 +184,25 @@ impl Driver {
         }
     }
 
+    /// What goes to it at a time, and what is slow of it, goes by its new rates.
+    pub(super) fn device_measured(&mut self, device: DeviceIndex) {
+        let state = self.core.device_states().swap_remove(device.0 as usize);
+        let rates = MeasuredRates {
+            read_bytes_per_s: state.read_bytes_per_s,
+            write_bytes_per_s: state.write_bytes_per_s,
+        };
+        if let Some(file) = &self.files[device.0 as usize] {
+            (self.queue).set_limits(device, &DeviceLimits::of(file, &rates));
+        }
+        self.ledger.device_measured(device, &rates);
+        tracing::info!(
+            "device {} was measured again: it reads {:.2} GB/s and writes {:.2} GB/s",
+            state.path,
+            rates.read_bytes_per_s as f64 / 1e9,
+            rates.write_bytes_per_s as f64 / 1e9
+        );
+    }
+
     pub(super) fn forget_device(&mut self, device: DeviceIndex) {
         let state = self.core.device_states().swap_remove(device.0 as usize);
         tracing::info!(
@@ -202,6 +223,7 @@ impl Driver {
     }
 
     fn close_device(&mut self, device: DeviceIndex) {
+        self.files[device.0 as usize] = None;
         if let Err(error) = self.engine.remove(device) {
             tracing::warn!(%error, "a device that left stays open until offloadd ends");
         }

@@ -115,6 +115,12 @@ impl Ledger {
         self.wearing.number(index, number);
     }
 
+    /// It was measured again: slow is what is slower than that.
+    pub fn device_measured(&mut self, device: DeviceIndex, rates: &MeasuredRates) {
+        let slowness = &mut self.devices[device.0 as usize].slowness;
+        slowness.measured(rates.read_bytes_per_s, rates.write_bytes_per_s);
+    }
+
     /// It is of no store any more: nothing is kept on it.
     pub fn device_left(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].of_store = false;

@@ -59,6 +59,11 @@ impl Work {
     }
 }
 
+fn known(read_bytes_per_s: u64, write_bytes_per_s: u64) -> Option<[f64; 2]> {
+    let known = read_bytes_per_s > 0 && write_bytes_per_s > 0;
+    known.then_some([read_bytes_per_s as f64, write_bytes_per_s as f64])
+}
+
 /// Watches one device.
 #[derive(Clone, Debug)]
 pub struct Slowness {
@@ -81,9 +86,8 @@ pub struct Slowness {
 impl Slowness {
     /// Of a device that was measured so, 0 = unknown.
     pub fn new(read_bytes_per_s: u64, write_bytes_per_s: u64, now: Instant) -> Self {
-        let known = read_bytes_per_s > 0 && write_bytes_per_s > 0;
         Self {
-            bytes_per_s: known.then_some([read_bytes_per_s as f64, write_bytes_per_s as f64]),
+            bytes_per_s: known(read_bytes_per_s, write_bytes_per_s),
             inflight_count: 0,
             inflight_expected: Duration::ZERO,
             flush_count: 0,
@@ -94,6 +98,14 @@ impl Slowness {
             good_seconds: 0,
             slow: false,
         }
+    }
+
+    /// It was measured again. What was seen until now was held against other rates.
+    pub fn measured(&mut self, read_bytes_per_s: u64, write_bytes_per_s: u64) {
+        self.bytes_per_s = known(read_bytes_per_s, write_bytes_per_s);
+        self.inflight_expected = Duration::ZERO;
+        self.second = Work::default();
+        self.run = Work::default();
     }
 
     /// Whether it is slow now.

@@ -208,6 +208,14 @@ impl Queue {
         self.devices.push(Device::new(limits));
     }
 
+    /// A device was measured again: what is in flight stays, what comes goes by these.
+    pub fn set_limits(&mut self, device: DeviceIndex, limits: &DeviceLimits) {
+        let ways = self.devices[device.0 as usize].ways.iter_mut();
+        for (index, way) in ways.enumerate() {
+            way.set_limits(limits.window_bytes[index], limits.bytes_per_s[index]);
+        }
+    }
+
     /// Pieces that may be in an engine at a time, beside `flushes_max` flushes.
     pub fn inflight_max(device_count: usize, flushes_max: usize) -> usize {
         device_count * 2 * INFLIGHT_COUNT_MAX + flushes_max

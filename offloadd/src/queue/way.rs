@@ -88,6 +88,10 @@ impl Way {
         }
     }
 
+    pub(super) fn set_limits(&mut self, window_bytes: u64, bytes_per_s: u64) {
+        self.neighbours.set_limits(window_bytes, bytes_per_s);
+    }
+
     /// An operation of `bytes` comes.
     pub(super) fn push(&mut self, place: usize, urgency: Urgency, owner: Owner, bytes: u32) {
         let ((job, _), weights) = owner.line(urgency == Urgency::Ahead);

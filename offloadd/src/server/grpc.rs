@@ -12,6 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::checked::{define, invalid, open, token};
+use super::measuring::{Measured, measure_again};
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{self, Call, Damage, DeviceState, Peer, Reply, Viewer};
@@ -44,8 +45,8 @@ pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
-    /// Whoever brings a device.
-    pub(super) adding: Mutex<()>,
+    /// One device at a time is measured, one that comes or one that is there: two would take each other for slow.
+    pub(super) measuring: Arc<Mutex<()>>,
 }
 
 impl Service {
@@ -305,6 +306,26 @@ impl proto::offload_server::Offload for Service {
             proto::DrainDeviceReply { left_bytes })
     }
 
+    async fn measure_device(
+        &self,
+        request: Request<proto::MeasureDeviceRequest>,
+    ) -> Result<Response<proto::MeasureDeviceReply>, Status> {
+        let peer = peer_of(&request)?;
+        may_administer(peer)?;
+        let engine = EngineChoice::from_name(self.about.engine).unwrap_or_default();
+        let path = request.into_inner().path;
+        let (driver, turns) = (self.driver.clone(), self.measuring.clone());
+        let Measured { was, now, busy } = measure_again(driver, turns, peer, path, engine).await?;
+        Ok(Response::new(proto::MeasureDeviceReply {
+            number: was.number,
+            read_bytes_per_s_before: was.before.read_bytes_per_s,
+            write_bytes_per_s_before: was.before.write_bytes_per_s,
+            read_bytes_per_s: now.read_bytes_per_s,
+            write_bytes_per_s: now.write_bytes_per_s,
+            busy,
+        }))
+    }
+
     async fn limit_moves(
         &self,
         request: Request<proto::LimitMovesRequest>,
@@ -377,7 +398,7 @@ impl Service {
         request: proto::AddDeviceRequest,
     ) -> Result<proto::AddDeviceReply, Fault> {
         // One at a time: two of one path would take each other for a stranger.
-        let _turn = self.adding.lock().await;
+        let _turn = self.measuring.lock().await;
         let proto::AddDeviceRequest {
             path,
             file_bytes,
@@ -455,7 +476,7 @@ fn may_administer(peer: Peer) -> Result<(), Fault> {
 }
 
 /// The owner thread ended with the call unanswered.
-fn ended_unanswered() -> Fault {
+pub(super) fn ended_unanswered() -> Fault {
     let what = "offloadd stopped before it answered; what was committed is safe";
     Fault::new(FaultKind::Stopping, what)
 }

@@ -5,6 +5,7 @@
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::UnixListener;
@@ -17,6 +18,7 @@ use crate::driver::DriverHandle;
 mod checked;
 mod content;
 mod grpc;
+mod measuring;
 pub mod page;
 mod peer;
 mod place;
@@ -152,7 +154,7 @@ pub async fn serve(
             driver,
             about,
             scrubs,
-            adding: tokio::sync::Mutex::new(()),
+            measuring: Arc::default(),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
     let patience = async {

@@ -119,6 +119,26 @@ impl Space {
         self.devices[device.0 as usize].closed
     }
 
+    /// It was measured again.
+    pub fn set_rate(&mut self, device: DeviceIndex, rate: u64) {
+        self.devices[device.0 as usize].rate = rate;
+    }
+
+    /// The largest piece of `device` that is free: from where on, and how much. `None`: it is full.
+    pub fn largest_free(&self, device: DeviceIndex) -> Option<(u64, u64)> {
+        let free = self.devices[device.0 as usize].free.iter();
+        let largest = free.max_by_key(|&(_, &bytes)| bytes);
+        largest.map(|(&offset, &bytes)| (offset, bytes))
+    }
+
+    /// Which devices have less than their share, by `least_bytes` or more, where so much of all tiles lies on each.
+    pub fn lacking(&self, current: &[u64], least_bytes: u64) -> Vec<DeviceIndex> {
+        let wanted = self.deal_among(current, 1).shares;
+        let lacks = (current.iter().zip(wanted).enumerate())
+            .filter(|(_, (current, wanted))| wanted.saturating_sub(**current) >= least_bytes);
+        lacks.map(|(index, _)| DeviceIndex(index as u32)).collect()
+    }
+
     /// Free bytes of `device`.
     pub fn free_bytes(&self, device: DeviceIndex) -> u64 {
         self.devices[device.0 as usize].free_bytes

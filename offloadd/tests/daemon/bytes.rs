@@ -112,7 +112,7 @@ fn noise(random: &mut SimRandom, below: usize) -> Vec<u8> {
     (0..count).map(|_| random.number() as u8).collect()
 }
 
-const CALLS: [&str; 15] = [
+const CALLS: [&str; 16] = [
     "Describe",
     "OpenSession",
     "DefineTiles",
@@ -126,6 +126,7 @@ const CALLS: [&str; 15] = [
     "ReportDamage",
     "Metrics",
     "LimitMoves",
+    "MeasureDevice",
     "Inspect",
     "NoSuchCall",
 ];

@@ -21,20 +21,25 @@ use crate::common::{
     open, open_sized, program, swap_out, words,
 };
 
-const TILES: u32 = 30;
+pub(crate) const TILES: u32 = 30;
 
 const TILE_BYTES: u32 = 4096;
 
 /// Each of the two devices that give gives whole tiles, one rounding down and one up.
-const ROUNDING_TILES: f64 = 1.5;
+pub(crate) const ROUNDING_TILES: f64 = 1.5;
 
 /// A thousand generations are written in less.
-const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// So long a device's lock is waited for whose owner has ended.
 const LOCK_WAIT: Duration = Duration::from_secs(30);
 
-fn device(store: &Store, verb: &str, path: &Path, more: &[&str]) -> std::process::Output {
+pub(crate) fn device(
+    store: &Store,
+    verb: &str,
+    path: &Path,
+    more: &[&str],
+) -> std::process::Output {
     program()
         .args(["device", verb])
         .arg(path)
@@ -45,21 +50,21 @@ fn device(store: &Store, verb: &str, path: &Path, more: &[&str]) -> std::process
         .unwrap()
 }
 
-fn view(control: &mut Control, path: &Path) -> Option<DeviceView> {
+pub(crate) fn view(control: &mut Control, path: &Path) -> Option<DeviceView> {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
     let snapshot = Snapshot::try_from(reply).unwrap();
     let mut views = snapshot.devices.into_iter();
     views.find(|view| Path::new(&view.state.path) == path)
 }
 
-fn tiles_held(view: &DeviceView) -> f64 {
+pub(crate) fn tiles_held(view: &DeviceView) -> f64 {
     let held_bytes = view.state.data_bytes - view.state.free_bytes;
     // Each tile has two extents.
     held_bytes as f64 / (2.0 * f64::from(TILE_BYTES))
 }
 
 /// Of all tiles, those that `path` should hold by what was measured of the store's devices.
-fn share(control: &mut Control, path: &Path) -> f64 {
+pub(crate) fn share(control: &mut Control, path: &Path) -> f64 {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
     let devices = Snapshot::try_from(reply).unwrap().devices;
     let rate = |DeviceView { state, .. }: &DeviceView| {
@@ -73,7 +78,7 @@ fn share(control: &mut Control, path: &Path) -> f64 {
 }
 
 /// Writes and commits generation after generation until `done`; the newest one.
-fn write_until(
+pub(crate) fn write_until(
     session: &mut Session,
     control: &mut Control,
     mut working: u64,
@@ -494,7 +499,7 @@ fn ceiling_seen(daemon: &Daemon) -> Option<u64> {
 }
 
 /// Keeps a part of each device for itself as long as it lives.
-fn keep_room(control: &mut Control) -> Session {
+pub(crate) fn keep_room(control: &mut Control) -> Session {
     let session = control.session("keeps");
     session.begin(control, 1);
     let token = session.token.clone();

@@ -12,6 +12,7 @@ mod inspect;
 mod life;
 #[path = "../loops/mod.rs"]
 mod loops;
+mod measured;
 mod metrics;
 mod mishaps;
 mod page;

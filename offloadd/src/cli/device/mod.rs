@@ -1,6 +1,7 @@
 //! `offloadd device`: devices come to a store and leave it, with a daemon that serves it or without.
 
 mod list;
+mod measure;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -63,6 +64,21 @@ With --rate no more is copied a second, on the average; `offloadd device rate` c
         /// Copy tiles no faster than that, like 200MB/s: until they have moved or the daemon is started again
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+    /// Measure a device of a store again: tiles of all jobs move as its new rates say
+    #[command(after_help = "Examples:
+  offloadd device measure /mnt/nvme2/offloadd.tiles --config /etc/offloadd.toml
+  offloadd device list --json                             # the rates that are kept
+
+A device that came while processors or drives were busy may have been measured too slow, and so have too few tiles. Writes for
+a second into free room on it, half of its largest piece and 2 GiB at most, and reads that again. Through the daemon where one
+serves the store, while jobs run: then the figures are what they leave. Only root and who runs the daemon may.")]
+    Measure {
+        /// As the settings name it
+        #[arg(value_name = "DEVICE")]
+        path: PathBuf,
         #[command(flatten)]
         store: WhichStore,
     },
@@ -141,6 +157,13 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                     let rate = rate.or(config.move_bytes_per_s_max);
                     drain_stopped(&config, &path, rate)
                 }
+            }
+        }
+        DeviceCommand::Measure { path, store } => {
+            let path = std::path::absolute(path)?;
+            match runtime.block_on(way(&store))? {
+                Way::Served(mut daemon) => runtime.block_on(measure::served(&mut daemon, &path)),
+                Way::Stopped(config) => measure::stopped(&config, &path),
             }
         }
         DeviceCommand::Rate { rate, store } => match runtime.block_on(way(&store))? {

@@ -5,6 +5,7 @@ mod beside_jobs;
 mod coming;
 mod last_numbers;
 mod leaving;
+mod measured;
 
 use offloadd::blocks::Blocks;
 use offloadd::core::Reply;

@@ -1,0 +1,59 @@
+//! `offloadd device measure`: one device again, and what that changes.
+
+use std::path::Path;
+
+use anyhow::{Result, anyhow};
+use offload_api::proto;
+use offloadd::config::Config;
+use offloadd::store::format::MeasuredRates;
+
+use super::super::connection::refusal;
+use super::super::top::Daemon;
+use super::{move_all, open_settled, utf8};
+
+pub(super) async fn served(daemon: &mut Daemon, path: &Path) -> Result<()> {
+    let request = proto::MeasureDeviceRequest { path: utf8(path)? };
+    let asked = daemon.client.measure_device(request).await;
+    let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    let reply = reply.into_inner();
+    say(
+        path,
+        [
+            reply.read_bytes_per_s_before,
+            reply.write_bytes_per_s_before,
+        ],
+        [reply.read_bytes_per_s, reply.write_bytes_per_s],
+    );
+    if reply.busy {
+        println!(
+            "Jobs run or tiles move: these are the figures of a busy device. Alone it may be faster; measure it again then."
+        );
+    }
+    println!(
+        "New jobs go by it, and tiles of others move while they run; `offloadd device list` shows how far they are."
+    );
+    Ok(())
+}
+
+fn say(path: &Path, before: [u64; 2], now: [u64; 2]) {
+    let words = |[read, write]: [u64; 2]| match read.min(write) {
+        0 => "was never measured".to_owned(),
+        _ => format!(
+            "reads {:.2} GB/s, writes {:.2} GB/s",
+            read as f64 / 1e9,
+            write as f64 / 1e9
+        ),
+    };
+    println!("{}", path.display());
+    println!("  before  {}", words(before));
+    println!("  now     {}", words(now));
+}
+
+pub(super) fn stopped(config: &Config, path: &Path) -> Result<()> {
+    let mut stopped = open_settled(config)?;
+    let measured = stopped.measure(&utf8(path)?, config.engine);
+    let (before, now) = measured.map_err(|fault| anyhow!("{}", fault.message))?;
+    let pair = |rates: MeasuredRates| [rates.read_bytes_per_s, rates.write_bytes_per_s];
+    say(path, pair(before), pair(now));
+    move_all(&mut stopped, config.move_bytes_per_s_max)
+}

@@ -1,0 +1,180 @@
+//! A device is measured again: its rates are kept with it, and tiles go where they say.
+//!
+//! ```text
+//!   BeginMeasuring ─▶ free room is lent ─▶ somebody writes and reads there ─▶ EndMeasuring
+//!     ─▶ superblock, one copy after the other ─▶ catalog: who lacks tiles by the new rates fills ─▶ tiles move
+//! ```
+//!
+//! A cut leaves the old rates or the new ones; with the new ones and the old catalog jobs that come go by them, and tiles that
+//! are there move when the device is measured again.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+
+use super::catalog_queue::{Work, catalog_steps, in_turn};
+use super::devices::DeviceChange;
+use super::script::Step;
+use super::{Action, CallId, Core, Measuring, Moves, Reply, refuse};
+use crate::store::catalog::{Catalog, Phase};
+use crate::store::format::{MeasuredArea, MeasuredRates};
+use crate::store::placement::rate;
+use crate::store::superblock::Superblock;
+use crate::store::tile_table::Extent;
+use crate::store::{BLOCK, SUPERBLOCK_OFFSETS};
+
+impl Core {
+    pub(super) fn begin_measuring(&mut self, path: &str) -> Result<Reply, Fault> {
+        let device = self.device_named(path)?;
+        self.check_stays(device)?;
+        if let Some(other) = &self.measuring {
+            let what = format!(
+                "{} is being measured: ask again when that has ended",
+                self.path(other.device)
+            );
+            return Err(Fault::new(FaultKind::Busy, what));
+        }
+        let (free, free_bytes) = self.space.largest_free(device).unwrap_or((0, 0));
+        // Not all of it: somebody may want to define a job meanwhile. From the end, where nothing is put first.
+        let half = (free_bytes / 2).clamp(MeasuredArea::BYTES_MIN, MeasuredArea::BYTES_MAX);
+        let bytes = half / BLOCK * BLOCK;
+        let offset = (free + free_bytes).saturating_sub(bytes);
+        if free_bytes < bytes || !self.space.take(Extent { device, offset }, bytes) {
+            return Err(Fault::new(
+                FaultKind::NoSpace,
+                format!(
+                    "{path} can be measured in free room only: {bytes} bytes in one piece, and its largest has {free_bytes}. Drop a job or let tiles move away first"
+                ),
+            ));
+        }
+        let superblock = &self.devices[device.0 as usize].superblock;
+        let measuring = Measuring {
+            device,
+            number: superblock.number,
+            area: MeasuredArea { offset, bytes },
+            before: superblock.rates(),
+            busy: self.devices_are_busy(),
+        };
+        self.measuring = Some(measuring);
+        Ok(Reply::BeginMeasuring(measuring))
+    }
+
+    pub(super) fn end_measuring(
+        &mut self,
+        call: CallId,
+        rates: Option<MeasuredRates>,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let Some(measuring) = self.measuring.take() else {
+            let what = "no device is being measured";
+            return Err(Fault::new(FaultKind::Invalid, what));
+        };
+        let Measuring { device, area, .. } = measuring;
+        let offset = area.offset;
+        self.space.give(Extent { device, offset }, area.bytes);
+        let busy = measuring.busy || self.devices_are_busy();
+        let Some(rates) = rates else {
+            return Ok(Some(Reply::EndMeasuring { device, busy }));
+        };
+        let change = DeviceChange::Measure {
+            call,
+            device,
+            rates,
+            busy,
+        };
+        self.change_catalog(Work::Device(change), actions)?;
+        Ok(None)
+    }
+
+    fn devices_are_busy(&self) -> bool {
+        !self.sessions.is_empty() || self.moves() == Moves::Moving
+    }
+
+    /// Of a device that leaves nobody needs to know how fast it is.
+    fn check_stays(&self, device: DeviceIndex) -> Result<(), Fault> {
+        let draining = self.devices[device.0 as usize].phase == Some(Phase::Draining);
+        if !draining && !self.space.is_closed(device) {
+            return Ok(());
+        }
+        let what = format!(
+            "{} is drained: no tiles go there any more, however fast it is",
+            self.path(device)
+        );
+        Err(Fault::new(FaultKind::Invalid, what))
+    }
+
+    /// As [`Core::device_steps`].
+    pub(super) fn measure_steps(
+        &mut self,
+        call: CallId,
+        device: DeviceIndex,
+        rates: &MeasuredRates,
+        catalog: &mut Catalog,
+        actions: &mut Vec<Action>,
+    ) -> Option<Vec<Step>> {
+        // It may have been asked to leave meanwhile.
+        if let Err(fault) = self.check_stays(device) {
+            refuse(call, fault, actions);
+            return None;
+        }
+        let lacking = self.lacking_with(device, rates);
+        for (index, state) in self.devices.iter().enumerate() {
+            let number = state.superblock.number;
+            let entry = catalog.devices.iter_mut().find(|e| e.number == number);
+            if let Some(entry) = entry.filter(|entry| entry.phase != Phase::Draining) {
+                entry.phase = match lacking.contains(&DeviceIndex(index as u32)) {
+                    true => Phase::Filling,
+                    false => Phase::Settled,
+                };
+            }
+        }
+        let superblock = self.superblock_with(device, rates);
+        let mut steps = in_turn(device, SUPERBLOCK_OFFSETS, superblock.encode());
+        steps.extend(catalog_steps(self.home, catalog));
+        Some(steps)
+    }
+
+    /// Both are durable.
+    pub(super) fn take_measured(&mut self, device: DeviceIndex, rates: &MeasuredRates) {
+        self.devices[device.0 as usize].superblock = self.superblock_with(device, rates);
+        let rate = rate(rates.read_bytes_per_s, rates.write_bytes_per_s);
+        self.space.set_rate(device, rate);
+        for state in self.devices.iter_mut().filter(|d| d.phase.is_some()) {
+            let number = state.superblock.number;
+            let entries = self.catalog.catalog.devices.iter();
+            let entry = { entries }.find(|entry| entry.number == number);
+            state.phase = entry.map(|entry| entry.phase);
+        }
+    }
+
+    fn superblock_with(&self, device: DeviceIndex, rates: &MeasuredRates) -> Superblock {
+        Superblock {
+            // Of version 1, which it is written without: the catalog lists it.
+            device_count: 0,
+            read_bytes_per_s: rates.read_bytes_per_s,
+            write_bytes_per_s: rates.write_bytes_per_s,
+            ..self.devices[device.0 as usize].superblock
+        }
+    }
+
+    /// Who has fewer of all tiles than its rate says, if `device` has these rates, by one tile at least.
+    fn lacking_with(&self, device: DeviceIndex, rates: &MeasuredRates) -> Vec<DeviceIndex> {
+        let mut current = vec![0; self.devices.len()];
+        let mut least_bytes = u64::MAX;
+        for stored in self.jobs.values().filter_map(|job| job.stored.as_ref()) {
+            let copies = stored.durability().extents_a_tile();
+            for (tile, extents) in stored.table.extents.iter().enumerate() {
+                let bytes = stored.tile_bytes(tile);
+                least_bytes = least_bytes.min(bytes);
+                for extent in &extents[..copies] {
+                    current[extent.device.0 as usize] += bytes;
+                }
+            }
+        }
+        let mut space = self.space.clone();
+        space.set_rate(
+            device,
+            rate(rates.read_bytes_per_s, rates.write_bytes_per_s),
+        );
+        space.lacking(&current, least_bytes)
+    }
+}
