@@ -114,7 +114,9 @@ fn a_store_at_rest_is_measured_and_its_tiles_move_at_once() {
 
 #[test]
 fn what_cannot_be_measured_is_named() {
-    let store = store();
+    // Of what is kept each device has a part.
+    let store = Store::new(2, "auto");
+    store.set_rates(&[0, 0]);
     let refused = |output: std::process::Output, said: &str| {
         let told = words(&output);
         assert!(!output.status.success() && told.contains(said), "{told}");
