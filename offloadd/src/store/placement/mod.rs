@@ -1,0 +1,358 @@
+//! Which bytes of which device are free, and where a job's tiles go.
+//!
+//! Tiles are dealt to devices so that each has bytes in proportion to its rate and neighbours in the table lie on
+//! different devices: with several tiles in flight the rates add up. A device without room for its share gets what it has
+//! room for, spread over the whole table: were it full halfway, the second half would have the other devices alone.
+
+mod shares;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use offload_api::ids::DeviceIndex;
+use offload_api::removable::{Mechanism, removed};
+
+use self::shares::Deal;
+pub use self::shares::rate;
+use super::DATA_OFFSET;
+use super::catalog::Area;
+use super::definition::JobDefinition;
+use super::manifest::record_bytes_max;
+use super::tile_table::{Extent, stored_bytes};
+
+/// Free space of all devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Space {
+    devices: Vec<DeviceSpace>,
+    /// Where jobs' areas lie.
+    home: DeviceIndex,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct DeviceSpace {
+    /// Offset to bytes; neighbours are merged.
+    free: BTreeMap<u64, u64>,
+    free_bytes: u64,
+    /// See [`rate`]; 0 = unknown.
+    rate: u64,
+    /// Nothing new goes there.
+    closed: bool,
+}
+
+/// Everything a job needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reservation {
+    /// At home.
+    pub area: Area,
+    /// Of each tile.
+    pub extents: Vec<[Extent; 2]>,
+    /// Over all devices.
+    pub bytes: u64,
+}
+
+/// A job does not fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoRoom {
+    /// It needs this.
+    pub needed_bytes: u64,
+    /// Each device has this.
+    pub free_bytes: Vec<u64>,
+    /// The job's records need so much in one piece at home, where the largest is so much: tiles of others lie between.
+    pub in_pieces: Option<(u64, u64)>,
+}
+
+impl DeviceSpace {
+    fn room_bytes(&self) -> u64 {
+        if self.closed { 0 } else { self.free_bytes }
+    }
+}
+
+impl Space {
+    /// Of no device yet.
+    pub fn new(home: DeviceIndex) -> Self {
+        Self {
+            devices: Vec::new(),
+            home,
+        }
+    }
+
+    /// One more device, all of its data free.
+    pub fn add(&mut self, data_bytes: u64, rate: u64) {
+        self.devices.push(DeviceSpace {
+            free: BTreeMap::from([(DATA_OFFSET, data_bytes)]),
+            free_bytes: data_bytes,
+            rate,
+            closed: false,
+        });
+    }
+
+    /// Nothing new goes to `device` from now on.
+    pub fn close(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize].closed = true;
+    }
+
+    /// What comes may go to `device` again.
+    pub fn open(&mut self, device: DeviceIndex) {
+        self.devices[device.0 as usize].closed = false;
+    }
+
+    /// Whether nothing new goes to `device`.
+    pub fn is_closed(&self, device: DeviceIndex) -> bool {
+        self.devices[device.0 as usize].closed
+    }
+
+    /// It was measured again.
+    pub fn set_rate(&mut self, device: DeviceIndex, rate: u64) {
+        self.devices[device.0 as usize].rate = rate;
+    }
+
+    /// The largest piece of `device` that is free: from where on, and how much. `None`: it is full.
+    pub fn largest_free(&self, device: DeviceIndex) -> Option<(u64, u64)> {
+        let free = self.devices[device.0 as usize].free.iter();
+        let largest = free.max_by_key(|&(_, &bytes)| bytes);
+        largest.map(|(&offset, &bytes)| (offset, bytes))
+    }
+
+    /// Free bytes of `device`.
+    pub fn free_bytes(&self, device: DeviceIndex) -> u64 {
+        self.devices[device.0 as usize].free_bytes
+    }
+
+    /// Takes a range that must be free: `false` when it is not (all of it) or there is no such device.
+    #[must_use]
+    pub fn take(&mut self, extent: Extent, bytes: u64) -> bool {
+        let Some(device) = self.devices.get_mut(extent.device.0 as usize) else {
+            return false;
+        };
+        let Some((&start, &length)) = device.free.range(..=extent.offset).next_back() else {
+            return false;
+        };
+        let Some(end) = extent.offset.checked_add(bytes) else {
+            return false;
+        };
+        if bytes == 0 || end > start + length {
+            return false;
+        }
+        device.free.remove(&start);
+        if extent.offset > start {
+            device.free.insert(start, extent.offset - start);
+        }
+        if start + length > end {
+            device.free.insert(end, start + length - end);
+        }
+        device.free_bytes -= bytes;
+        true
+    }
+
+    /// Gives a taken range back.
+    pub fn give(&mut self, extent: Extent, bytes: u64) {
+        let device = &mut self.devices[extent.device.0 as usize];
+        let (mut start, mut end) = (extent.offset, extent.offset + bytes);
+        if let Some((&before, &length)) = device.free.range(..start).next_back() {
+            assert!(before + length <= start, "a free range was given back");
+            if before + length == start {
+                start = before;
+            }
+        }
+        if let Some((&after, &length)) = device.free.range(extent.offset..).next() {
+            assert!(after >= end, "a free range was given back");
+            if after == end {
+                end = after + length;
+                device.free.remove(&after);
+            }
+        }
+        device.free.insert(start, end - start);
+        device.free_bytes += bytes;
+    }
+
+    /// Takes everything a job needs, or nothing.
+    pub fn reserve(
+        &mut self,
+        definition: &JobDefinition,
+        local_ranks: u32,
+    ) -> Result<Reservation, NoRoom> {
+        let before = self.clone();
+        self.try_reserve(definition, local_ranks).ok_or_else(|| {
+            let mut area = area_at(0, definition, local_ranks).bytes();
+            let home = &before.devices[before.home.0 as usize];
+            let largest = home.free.values().copied().max().unwrap_or(0);
+            let in_pieces = (largest < area && area <= home.free_bytes).then_some((area, largest));
+            let copies = definition.durability().extents_a_tile() as u64;
+            for tile in definition.tiles() {
+                area += copies * u64::from(tile.tile_bytes);
+            }
+            *self = before;
+            NoRoom {
+                needed_bytes: area,
+                free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
+                in_pieces,
+            }
+        })
+    }
+
+    /// Takes one extent for each of `tile_bytes`, or nothing.
+    pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
+        let before = self.clone();
+        let mut deal = self.deal(tile_bytes.iter().copied(), 1);
+        let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut deal)?[0]);
+        let placed: Option<Vec<Extent>> = tile_bytes.iter().map(&mut place).collect();
+        placed.ok_or_else(|| {
+            *self = before;
+            NoRoom {
+                needed_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
+                free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
+                in_pieces: None,
+            }
+        })
+    }
+
+    /// Gives back what [`Space::reserve`] took.
+    pub fn release(&mut self, definition: &JobDefinition, area: &Area, extents: &[[Extent; 2]]) {
+        for (tile, extents) in definition.tiles().iter().zip(extents) {
+            for extent in &extents[..definition.durability().extents_a_tile()] {
+                self.give(*extent, u64::from(tile.tile_bytes));
+            }
+        }
+        self.give(self.area_extent(area), area.bytes());
+    }
+
+    /// Takes what a stored job holds: `false` when something of it is taken or impossible.
+    #[must_use]
+    pub fn retake(
+        &mut self,
+        definition: &JobDefinition,
+        area: &Area,
+        extents: &[[Extent; 2]],
+    ) -> bool {
+        let copies = definition.durability().extents_a_tile();
+        self.take(self.area_extent(area), area.bytes())
+            && definition
+                .tiles()
+                .iter()
+                .zip(extents)
+                .all(|(tile, extents)| {
+                    extents[..copies]
+                        .iter()
+                        .all(|extent| self.take(*extent, u64::from(tile.tile_bytes)))
+                        && (copies == 2 || extents[0] == extents[1])
+                })
+    }
+
+    fn try_reserve(&mut self, definition: &JobDefinition, local_ranks: u32) -> Option<Reservation> {
+        let mut area = area_at(0, definition, local_ranks);
+        // Also while it is drained: areas leave it last, all together.
+        area.offset = self.first_free(self.home.0 as usize, area.bytes())?;
+        let copies = definition.durability().extents_a_tile();
+        let mut bytes = area.bytes();
+        let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
+        let mut deal = self.deal(tiles, copies);
+        let mut extents = Vec::with_capacity(definition.tiles().len());
+        for tile in definition.tiles() {
+            let tile_bytes = u64::from(tile.tile_bytes);
+            extents.push(self.place(tile_bytes, copies, &mut deal)?);
+            bytes += copies as u64 * tile_bytes;
+        }
+        Some(Reservation {
+            area,
+            extents,
+            bytes,
+        })
+    }
+
+    /// Takes an extent on `device`, or where the most room is if `anywhere` is as good.
+    pub fn take_on(&mut self, device: DeviceIndex, bytes: u64, anywhere: bool) -> Option<Extent> {
+        let on = |space: &mut Self, device: usize| {
+            let offset = space.first_fit(device, bytes)?;
+            Some(Extent {
+                device: DeviceIndex(device as u32),
+                offset,
+            })
+        };
+        if let Some(extent) = on(self, device.0 as usize) {
+            return Some(extent);
+        }
+        let mut others: Vec<usize> = (0..self.devices.len()).filter(|_| anywhere).collect();
+        others.sort_by_key(|&device| std::cmp::Reverse(self.devices[device].room_bytes()));
+        others.into_iter().find_map(|device| on(self, device))
+    }
+
+    /// Where ranges of `sizes` would lie on `device`, each as [`Space::take_on`] would take it after those before it; nothing:
+    /// not all of them find room. Takes nothing and copies nothing: whoever only looks does so often.
+    pub fn would_lie(&self, device: DeviceIndex, sizes: &[u64]) -> Option<Vec<u64>> {
+        let device = &self.devices[device.0 as usize];
+        // What is gone of a free range, at its beginning.
+        let mut gone: BTreeMap<u64, u64> = BTreeMap::new();
+        let place = |&bytes: &u64| {
+            let left = |(start, length): (&u64, &u64)| {
+                let gone_bytes = gone.get(start).copied().unwrap_or(0);
+                (length - gone_bytes >= bytes).then_some((*start, gone_bytes))
+            };
+            let (start, gone_bytes) = device.free.iter().find_map(left)?;
+            gone.insert(start, gone_bytes + bytes);
+            Some(start + gone_bytes)
+        };
+        match device.closed {
+            true => None,
+            false => sizes.iter().map(place).collect(),
+        }
+    }
+
+    /// Takes one tile's extents on the device that is the emptiest for its share.
+    fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
+        let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
+        if !removed(Mechanism::Placement) {
+            by_load.sort_by_key(|&device| (deal.load(device, tile_bytes), device));
+        }
+        let (device, places) = by_load.into_iter().find_map(|device| {
+            let first = self.first_fit(device, tile_bytes)?;
+            let at = |offset| Extent {
+                device: DeviceIndex(device as u32),
+                offset,
+            };
+            if copies == 1 {
+                return Some((device, [at(first); 2]));
+            }
+            let Some(second) = self.first_fit(device, tile_bytes) else {
+                self.give(at(first), tile_bytes);
+                return None;
+            };
+            Some((device, [at(first), at(second)]))
+        })?;
+        deal.dealt[device] += tile_bytes;
+        Some(places)
+    }
+
+    fn area_extent(&self, area: &Area) -> Extent {
+        Extent {
+            device: self.home,
+            offset: area.offset,
+        }
+    }
+
+    fn first_fit(&mut self, device: usize, bytes: u64) -> Option<u64> {
+        match self.devices[device].closed {
+            true => None,
+            false => self.first_free(device, bytes),
+        }
+    }
+
+    fn first_free(&mut self, device: usize, bytes: u64) -> Option<u64> {
+        let mut free = self.devices[device].free.iter();
+        let (&offset, _) = free.find(|(_, length)| **length >= bytes)?;
+        let extent = Extent {
+            device: DeviceIndex(device as u32),
+            offset,
+        };
+        assert!(self.take(extent, bytes));
+        Some(offset)
+    }
+}
+
+fn area_at(offset: u64, definition: &JobDefinition, local_ranks: u32) -> Area {
+    Area {
+        offset,
+        definition_bytes: stored_bytes(definition),
+        record_bytes_max: record_bytes_max(definition.tiles().len(), local_ranks),
+    }
+}

@@ -1,0 +1,166 @@
+//! How many bytes each device is to have, by its rate and its room, and which tiles move so that it has them.
+
+use offload_api::ids::DeviceIndex;
+
+use super::Space;
+
+/// What a device does in a second of bytes that are read once and written once, as a step does with its tiles; 0 where
+/// one of the rates is unknown. Not the sum: a drive that reads well and writes badly would get tiles for its reads and
+/// make everybody wait for its writes.
+pub fn rate(read_bytes_per_s: u64, write_bytes_per_s: u64) -> u64 {
+    let (read, write) = (u128::from(read_bytes_per_s), u128::from(write_bytes_per_s));
+    (read * write).checked_div(read + write).unwrap_or(0) as u64
+}
+
+/// How many bytes each device is to get, and has.
+#[derive(Debug)]
+pub(super) struct Deal {
+    shares: Vec<u64>,
+    pub(super) dealt: Vec<u64>,
+}
+
+impl Deal {
+    /// How full `device` is with `bytes` more: comparable between devices.
+    pub(super) fn load(&self, device: usize, bytes: u64) -> u128 {
+        let share = u128::from(self.shares[device].max(1));
+        (u128::from(self.dealt[device] + bytes) << 32) / share
+    }
+}
+
+impl Space {
+    /// Each device's share of all `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
+    pub(super) fn deal(&self, tiles: impl Iterator<Item = u32>, copies: usize) -> Deal {
+        self.deal_bytes(tiles.map(u128::from).sum(), copies)
+    }
+
+    fn deal_bytes(&self, mut left_bytes: u128, copies: usize) -> Deal {
+        let count = self.devices.len();
+        let any_unknown = self.devices.iter().any(|d| d.rate == 0);
+        let rates: Vec<_> = (self.devices.iter())
+            .map(|d| if any_unknown { 1 } else { u128::from(d.rate) })
+            .collect();
+        let mut shares = vec![0; count];
+        let mut open: Vec<usize> = (0..count).collect();
+        loop {
+            let together: u128 = open.iter().map(|&device| rates[device]).sum();
+            let room = |device: usize| self.devices[device].room_bytes() / copies as u64;
+            let share = |device: usize| (left_bytes * rates[device] / together.max(1)) as u64;
+            let (full, rest): (Vec<_>, Vec<_>) = open
+                .iter()
+                .partition(|&&device| share(device) > room(device));
+            if full.is_empty() {
+                for device in rest {
+                    shares[device] = share(device);
+                }
+                return Deal {
+                    shares,
+                    dealt: vec![0; count],
+                };
+            }
+            for &device in &full {
+                shares[device] = room(device);
+            }
+            left_bytes -= full
+                .iter()
+                .map(|&device| u128::from(room(device)))
+                .sum::<u128>();
+            open = rest;
+        }
+    }
+
+    /// Which devices have less than their share, by `least_bytes` or more, where so much of all tiles lies on each.
+    pub fn lacking(&self, current: &[u64], least_bytes: u64) -> Vec<DeviceIndex> {
+        let wanted = self.deal_among(current, 1).shares;
+        let lacks = (current.iter().zip(wanted).enumerate())
+            .filter(|(_, (current, wanted))| wanted.saturating_sub(**current) >= least_bytes);
+        lacks.map(|(index, _)| DeviceIndex(index as u32)).collect()
+    }
+
+    /// Where tiles of a job that is there already are to lie, of those that are to move: all that lie on a closed device,
+    /// and of the other devices' tiles so many that each device of `filling` has its share; evenly over the whole table.
+    /// Takes nothing.
+    pub fn targets(
+        &self,
+        tiles: &[(u32, [DeviceIndex; 2])],
+        copies: usize,
+        filling: &[DeviceIndex],
+    ) -> Vec<(u32, DeviceIndex)> {
+        let count = self.devices.len();
+        let mut current = vec![0_u64; count];
+        for (bytes, devices) in tiles {
+            // Of each of both extents half, so that it is one tile in all.
+            for device in devices {
+                current[device.0 as usize] += u64::from(*bytes) / 2;
+            }
+        }
+        let deal = self.deal_among(&current, copies);
+        let wanted = &deal.shares;
+        let is_filling = |device: usize| filling.iter().any(|f| f.0 as usize == device);
+        // Of a device's tiles, so many parts of 2^32 go.
+        let mut parts = vec![0_u64; count];
+        for device in 0..count {
+            let surplus = current[device].saturating_sub(wanted[device]);
+            let gives = !is_filling(device) && !filling.is_empty() && surplus > 0;
+            if self.devices[device].closed {
+                parts[device] = 1 << 32;
+            } else if gives {
+                parts[device] = ((u128::from(surplus) << 32) / u128::from(current[device])) as u64;
+            }
+        }
+        // Each rounds at another point, or many that owe less than a tile each would give none together.
+        let givers = parts.iter().filter(|&&parts| parts > 0).count() as u64;
+        let mut owed = vec![0_u64; count];
+        for (nth, device) in (0..count).filter(|&d| parts[d] > 0).enumerate() {
+            owed[device] = (2 * nth as u64 + 1) * (1 << 31) / givers;
+        }
+        let mut targets = Vec::new();
+        for (index, &(bytes, devices)) in tiles.iter().enumerate() {
+            let bytes = u64::from(bytes);
+            let [first, second] = devices.map(|device| device.0 as usize);
+            let half = |device: usize| is_filling(device) || self.devices[device].closed;
+            if first != second && (half(first) || half(second)) {
+                // Half of it has moved: the other half follows.
+                let stays = |device: usize| !self.devices[device].closed;
+                let target = [first, second].into_iter().filter(|&device| stays(device));
+                if let Some(target) = target.max_by_key(|&device| is_filling(device)) {
+                    targets.push((index as u32, DeviceIndex(target as u32)));
+                    continue;
+                }
+            }
+            owed[first] += parts[first];
+            if owed[first] < 1 << 32 {
+                continue;
+            }
+            let leaves = self.devices[first].closed;
+            let may_take = |device: &usize| {
+                let open = *device != first && !self.devices[*device].closed;
+                open && (leaves || is_filling(*device)) && current[*device] < wanted[*device]
+            };
+            let lack = |device: &usize| {
+                let lacking = u128::from(wanted[*device] - current[*device]);
+                (lacking << 32) / u128::from(wanted[*device])
+            };
+            let taker = (0..count).filter(may_take).max_by_key(lack);
+            // What leaves a closed device must go somewhere, even where the shares are full.
+            let somewhere = || (0..count).find(|&d| leaves && !self.devices[d].closed);
+            let Some(taker) = taker.or_else(somewhere) else {
+                continue;
+            };
+            owed[first] -= 1 << 32;
+            current[first] = current[first].saturating_sub(bytes);
+            current[taker] += bytes;
+            targets.push((index as u32, DeviceIndex(taker as u32)));
+        }
+        targets
+    }
+
+    /// The shares of tiles that lie so already, and take room only where there are not so many yet.
+    fn deal_among(&self, current: &[u64], copies: usize) -> Deal {
+        let mut all = self.clone();
+        for (device, bytes) in all.devices.iter_mut().zip(current) {
+            device.free_bytes += copies as u64 * bytes;
+        }
+        let bytes: u64 = current.iter().sum();
+        all.deal_bytes(u128::from(bytes), copies)
+    }
+}
