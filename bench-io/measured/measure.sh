@@ -17,7 +17,7 @@ out=$1
 shift
 [ $# -gt 0 ] || set -- read engines gpu disk unequal drives training
 bench=${PROGRAMS:-target/release}/bench-io
-fast="--read 6.2G --write 3.2G --parts 4 --size 2g"
+fast="--read 6.2G --write 3.2G --parts 4 --size 1g"
 pages=/sys/kernel/mm/transparent_hugepage/shmem_enabled
 before=$(sed 's/.*\[\(.*\)\].*/\1/' $pages)
 ram=
