@@ -92,12 +92,14 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     }
     say_status("recovering the store");
     let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
-    let mut store = recover::open_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
+    let mut store = recover::read_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
         work.at(done, total);
     })?;
+    // Then it is only read, which is more than nothing.
+    let unwritable = recover::mend(&mut DeviceBlocks(&devices), &mut store).err();
     drop(work);
     // Sessions may hold room that the store does not know of.
-    if !handover::has_sessions(&given) {
+    if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
         let mut work = LongWork::new(what, Unit::Bytes, Listener::Service);
         let moved = home::settle_watched(
@@ -180,6 +182,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let running = driver::start(Parts {
         core,
         opened: devices,
+        unwritable,
         devices: files,
         device_limits,
         engine: config.engine,

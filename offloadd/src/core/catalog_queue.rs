@@ -86,6 +86,16 @@ impl CatalogQueue {
         !self.busy && self.waiting.is_empty()
     }
 
+    /// No change is taken in this life.
+    pub(super) fn refuse_all(&mut self, why: Fault) {
+        self.broken = Some(why);
+    }
+
+    /// Why no change is taken any more.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
     /// The devices may hold the next one: its write failed.
     pub(super) fn is_unsure(&self) -> bool {
         self.broken.is_some()
@@ -112,9 +122,7 @@ impl Core {
         work: Work,
         actions: &mut Vec<Action>,
     ) -> Result<(), Fault> {
-        if let Some(fault) = &self.catalog.broken {
-            return Err(fault.clone());
-        }
+        self.catalog.check()?;
         if self.catalog.waiting.len() == QUEUE_MAX {
             return Err(Fault::new(
                 FaultKind::TooMany,

@@ -42,6 +42,7 @@ impl Core {
     ) -> Result<Option<Reply>, Fault> {
         let session = &self.sessions[&session];
         let (key, rank, resumed) = (session.key.clone(), session.rank, session.resumed);
+        self.check_writing()?;
         let job = self.jobs.get_mut(&key).expect("a session's job");
         if let Some(fault) = job.unusable() {
             return Err(fault.clone());
@@ -244,7 +245,7 @@ impl Core {
         if newest.confirmed() {
             return Ok(Some(Reply::Confirm));
         }
-        if let Some(fault) = &job.poison {
+        if let Some(fault) = self.reading_only.as_ref().or(job.poison.as_ref()) {
             return Err(fault.clone());
         }
         if job.confirm_waiters.len() >= 2 * job.local_ranks as usize {

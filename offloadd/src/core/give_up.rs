@@ -19,6 +19,7 @@ impl Core {
         key: JobKey,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
+        self.check_writing()?;
         let stored = self.closed(&key)?;
         let area = &stored.entry.area;
         let mut writes = Vec::new();

@@ -153,7 +153,7 @@ impl Core {
                 (version, Activity::Reading { count: reading })
             }
             Verb::SwapOut => {
-                if job.unusable().is_some() {
+                if self.unusable(job).is_some() {
                     return Err(FaultKind::Poisoned);
                 }
                 let closed = job.awaiting_confirm || self.has_committed(&key, session.rank);

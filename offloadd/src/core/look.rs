@@ -77,7 +77,10 @@ impl Core {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
-            .map(|(key, job)| (key, state(key, job, self.shares_of(key.uid, &key.name))))
+            .map(|(key, job)| {
+                let shares = self.shares_of(key.uid, &key.name);
+                (key, state(key, job, shares, self.reading_only.is_some()))
+            })
             .collect();
         for session in self.sessions.values() {
             let Some(job) = jobs.get_mut(&session.key) else {
@@ -109,7 +112,7 @@ impl Core {
     }
 }
 
-fn state(key: &JobKey, job: &Job, shares: Shares) -> JobState {
+fn state(key: &JobKey, job: &Job, shares: Shares, reading_only: bool) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -135,6 +138,6 @@ fn state(key: &JobKey, job: &Job, shares: Shares) -> JobState {
         commit,
         newest_generation: stored.map_or(0, |stored| stored.newest().0),
         working_generation: job.resumed.map_or(0, |_| job.working.0),
-        poisoned: job.poison.is_some(),
+        poisoned: reading_only || job.poison.is_some(),
     }
 }

@@ -26,6 +26,7 @@ impl Core {
     pub(super) fn begin_measuring(&mut self, path: &str) -> Result<Reply, Fault> {
         let device = self.device_named(path)?;
         self.check_stays(device)?;
+        self.catalog.check()?;
         if let Some(other) = &self.measuring {
             let what = format!(
                 "{} is being measured: ask again when that has ended",

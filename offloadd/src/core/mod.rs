@@ -10,6 +10,7 @@
 //!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
 //!   Begin-, EndMeasuring      ──▶ measuring ▶ what its devices are worth  ─┤
 //!   MoveOn                    ──▶ moving, copying ▶ tiles to other devices ─┘
+//!                                 reading ▶ a life in which nothing is written
 //!                                 look ◀───── a driver that shows people what goes on
 //! ```
 //!
@@ -35,6 +36,7 @@ mod measuring;
 mod members;
 mod moving;
 mod quota;
+mod reading;
 mod resume;
 mod scratch;
 mod script;
@@ -82,6 +84,8 @@ pub struct Core {
     scripts: BTreeMap<ScriptId, Script>,
     arena_used_bytes: u64,
     measuring: Option<Measuring>,
+    /// Why nothing is written in this life.
+    reading_only: Option<Fault>,
     next_number: u64,
 }
 
@@ -113,6 +117,7 @@ impl Core {
             scripts: BTreeMap::new(),
             arena_used_bytes: 0,
             measuring: None,
+            reading_only: None,
             next_number: 1,
         }
     }
@@ -246,6 +251,7 @@ impl Core {
                 stuck: (device.phase != Some(Phase::Settled))
                     .then(|| self.mover.stuck())
                     .flatten()
+                    .or_else(|| self.only_read(DeviceIndex(index as u32)))
                     .or_else(|| self.waits_for_a_start(DeviceIndex(index as u32))),
             },
         };

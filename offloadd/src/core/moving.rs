@@ -127,7 +127,7 @@ impl Core {
         });
         match (&self.mover.batch, &self.mover.stopped) {
             (Some(_), _) => Moves::Moving,
-            (None, _) if !some => Moves::None,
+            (None, _) if !some || self.reading_only.is_some() => Moves::None,
             (None, Some(_)) => Moves::Stopped,
             (None, None) => Moves::Waiting,
         }

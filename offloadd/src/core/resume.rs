@@ -57,7 +57,11 @@ impl Core {
             return Ok(None);
         }
         stored.check_resume(&key.name, generation)?;
-        let steps = give_up_steps(self.home, stored, generation);
+        // Where nothing is written over, whatever claims to be later may stay.
+        let steps = match &self.reading_only {
+            None => give_up_steps(self.home, stored, generation),
+            Some(_) => Vec::new(),
+        };
         job.resumed = Some(generation);
         job.working = next(generation);
         job.resume_waiters.push((call, session));
@@ -76,8 +80,9 @@ impl Core {
     ) {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it resumes");
+        let writes = self.reading_only.is_none();
         for slot in &mut stored.slots {
-            if is_given_up(slot, generation) {
+            if writes && is_given_up(slot, generation) {
                 *slot = match result {
                     Ok(()) => SlotContent::Empty,
                     Err(_) => SlotContent::Unknown,
@@ -90,7 +95,7 @@ impl Core {
                 if let (SlotContent::Sound(marked), true) =
                     (stored.slot_of(generation), generation.0 > 0)
                 {
-                    if !marked.confirmed() {
+                    if writes && !marked.confirmed() {
                         marked.mark = Some(Mark::Confirmed);
                     }
                     versions = Some(marked.record.versions.clone());

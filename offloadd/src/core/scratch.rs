@@ -104,6 +104,7 @@ impl Core {
         place: SlotPlace,
     ) -> Result<(TileIo, IoOp), FaultKind> {
         self.leave_closed(id, index, request.verb, place.bytes);
+        let reading_only = self.reading_only.is_some();
         let session = self.sessions.get_mut(&id).expect("its submission is taken");
         let job = &self.jobs[&session.key];
         let tile = &mut session.scratch[index];
@@ -123,7 +124,7 @@ impl Core {
                 (version, Activity::Reading { count }, IoOp::Read)
             }
             (Verb::SwapOut, Activity::Idle) => {
-                if job.unusable().is_some() {
+                if reading_only || job.unusable().is_some() {
                     return Err(FaultKind::Poisoned);
                 }
                 // Of no generation: the number only says when it was written.

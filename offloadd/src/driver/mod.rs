@@ -91,6 +91,8 @@ pub struct Parts {
     pub core: Core,
     /// In the settings' order, until this life has begun.
     pub opened: Vec<Device>,
+    /// What a device did not take as the store was opened: then it is only read.
+    pub unwritable: Option<BlockError>,
     /// In the store's order.
     pub devices: Vec<Arc<File>>,
     /// Of each of them.
@@ -132,9 +134,6 @@ pub enum DriverError {
     /// No engine, or a broken one.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The device with the store's catalog.
-    #[error("beginning to serve the store: {0}")]
-    Store(#[from] BlockError),
     /// A system call it cannot do without.
     #[error("{action}: {source}")]
     System {
@@ -252,6 +251,7 @@ impl Driver {
         let Parts {
             core,
             opened,
+            unwritable,
             devices,
             device_limits,
             engine,
@@ -321,7 +321,15 @@ impl Driver {
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
         // All that can fail has been done: what is left to us is spent from here on.
-        begin_life(&mut driver.core, &opened)?;
+        let begun = match unwritable {
+            None => begin_life(&mut driver.core, &opened),
+            Some(error) => Err(error),
+        };
+        if let Err(error) = begun {
+            driver.core.begin_reading(&error);
+            let why = driver.core.reading_only().expect("just begun");
+            tracing::error!("nothing is written: {}", why.message);
+        }
         // The engine has what it needs.
         drop(opened);
         if let Some(left) = left_to_us {

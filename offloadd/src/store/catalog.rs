@@ -4,7 +4,7 @@
 //! so copy B is never older than the catalog before the one being written to A.
 //!
 //! Each life of a daemon writes one before it serves, so that its number tells lives apart: whoever kept something of a
-//! life before sees whether another one has been there since.
+//! life before sees whether another one has been there since. One that cannot write it writes nothing else either.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

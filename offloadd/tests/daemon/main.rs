@@ -18,6 +18,7 @@ mod mishaps;
 mod page;
 mod progress;
 mod quotas;
+mod reading;
 mod restart;
 mod service;
 mod sessions;

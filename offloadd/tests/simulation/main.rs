@@ -17,6 +17,7 @@ mod home;
 mod lives;
 mod oracle;
 mod quotas;
+mod reading;
 mod removed;
 mod rules;
 mod scratch;

@@ -11,8 +11,8 @@ use offload_api::ids::{
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
 use offloadd::blocks::Blocks;
 use offloadd::core::{
-    Action, Call, CallId, Core, Event, IoId, JobRecord, Limits, Moves, NewDevice, OpenSession,
-    Peer, Reply, SessionId,
+    Action, Call, CallId, Core, DeviceState, Event, IoId, JobRecord, Limits, Moves, NewDevice,
+    OpenSession, Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::handover::message::State;
@@ -154,6 +154,19 @@ impl World {
         (world, processes)
     }
 
+    /// A daemon starts on disks of which one may not take what a start writes: then nothing is written.
+    pub(crate) fn start_all_the_same(mut disks: SimDisks, mut random: SimRandom) -> Self {
+        let mut store = recover::read(&mut disks).expect("a store recovers");
+        let mended = recover::mend(&mut disks, &mut store);
+        let mut core = Core::new(store, Epoch(random.number()), LIMITS);
+        let (home, catalog) = core.first_catalog();
+        match mended.and_then(|()| catalog.write(&mut disks, home)) {
+            Ok(()) => core.begin_life(catalog),
+            Err(error) => core.begin_reading(&error),
+        }
+        Self::of(core, HomeMove::NotDue, disks, random)
+    }
+
     /// `take_up` comes between recovery and the life that begins.
     fn try_start_with(
         mut disks: SimDisks,
@@ -169,8 +182,6 @@ impl World {
             Err(error) => return Err(Box::new((error, disks))),
         };
         let epoch = Epoch(random.number());
-        let positions = store.devices.iter().map(|device| device.position);
-        let positions = positions.collect();
         let mut core = Core::new(store, epoch, LIMITS);
         take_up(&mut core);
         let (home, catalog) = core.first_catalog();
@@ -178,8 +189,18 @@ impl World {
             return Err(Box::new((error.into(), disks)));
         }
         core.begin_life(catalog);
-        Ok(Self {
-            positions,
+        Ok(Self::of(core, home_move, disks, random))
+    }
+
+    fn of(core: Core, home_move: HomeMove, disks: SimDisks, random: SimRandom) -> Self {
+        let path_of = |state: DeviceState| {
+            let mut positions = 0..disks.count();
+            positions.find(|&position| disks.path(position) == state.path)
+        };
+        let positions = core.device_states().into_iter();
+        let positions = positions.map(|state| path_of(state).expect("a disk"));
+        Self {
+            positions: positions.collect(),
             left: Vec::new(),
             home_move,
             epoch: core.epoch(),
@@ -197,7 +218,7 @@ impl World {
             geometries: HashMap::new(),
             made: HashMap::new(),
             next_call: 1,
-        })
+        }
     }
 
     /// A new disk comes to the store, as far as its call is made.

@@ -16,7 +16,7 @@ use super::superblock::{StoreId, Superblock};
 use super::tile_table::TileTable;
 use super::twins::{Consequence, Note, Reader, Repair};
 use super::{CATALOG_OFFSETS, StoreError};
-use crate::blocks::Blocks;
+use crate::blocks::{BlockError, Blocks};
 
 /// All that is known of a store.
 #[derive(Clone, Debug)]
@@ -111,7 +111,7 @@ pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
 }
 
 /// The same; `watch` is told after each job how many of how many were read.
-pub(super) fn read_watched(
+pub fn read_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<RecoveredStore, StoreError> {
@@ -206,6 +206,15 @@ pub fn open_watched(
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<RecoveredStore, StoreError> {
     let mut store = read_watched(blocks, watch)?;
+    mend(blocks, &mut store)?;
+    Ok(store)
+}
+
+/// What [`open`] does after [`read_watched`]: whoever cannot have it done may read, and must write nothing.
+///
+/// # Errors
+/// A device takes no writes, or no flush.
+pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), BlockError> {
     for repair in std::mem::take(&mut store.repairs) {
         blocks.write(repair.position, repair.offset, &repair.blocks)?;
     }
@@ -228,7 +237,7 @@ pub fn open_watched(
             });
         }
     }
-    Ok(store)
+    Ok(())
 }
 
 /// The devices of one store, in its order, and those of none, by their superblocks and the catalog alone: nothing else is

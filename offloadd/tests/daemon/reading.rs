@@ -1,0 +1,131 @@
+//! A store whose device with the catalog takes no writes is served for reading. What could go wrong: it is not served, somebody
+//! is told that something was written, or nobody is told why it was not.
+
+use std::io::Read;
+use std::process::Command;
+use std::time::Duration;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::SlotIndex;
+use offload_api::proto;
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Store, expect_tiles, fill_tiles, open, program, swap_out, words};
+
+const TILES: u32 = 6;
+const SOON: Duration = Duration::from_secs(60);
+
+/// A daemon whose writes to the first device fail from before its start on. `None` where strace cannot trace.
+fn serve_unwritable(store: &Store) -> Option<Daemon> {
+    let probe = Command::new("strace")
+        .args(["-f", "-qq", "-e", "trace=none", "true"])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        println!(
+            "skipped: {}: strace cannot trace here",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return None;
+    }
+    let mut command = Command::new("strace");
+    // Not as the parent: the daemon is this process's child, as without.
+    command.args(["-D", "-f", "-qq", "-o", "/dev/null", "-P"]);
+    command.arg(&store.devices[0]);
+    command.args(["-e", "trace=pwrite64", "-e", "inject=pwrite64:error=EIO"]);
+    let served = store.serve_command();
+    command.arg(served.get_program()).args(served.get_args());
+    Some(Daemon::start(command, store.socket()))
+}
+
+#[test]
+fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
+    let store = Store::new(2, "psync");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, TILES);
+    fill_tiles(&mut session, TILES, working, 40);
+    let working = session.commit(&mut control, working, b"one");
+    drop((session, control));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+
+    let Some(mut daemon) = serve_unwritable(&store) else {
+        return;
+    };
+    let path = store.devices[0].display().to_string();
+    let told = |fault: Fault| {
+        assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
+        let said = fault.message.contains("only read") && fault.message.contains(&path);
+        assert!(said, "{fault}");
+    };
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    assert_eq!(session.resume(&mut control, working - 1), working);
+    expect_tiles(&mut session, TILES, 40);
+    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let bytes = [99; 4096];
+    session.write_slot(place.offset, &bytes);
+    session.submit(swap_out(0, 0, working, &bytes));
+    assert_eq!(session.complete().fault, FaultKind::Poisoned as u32);
+    let committed = control.commit(proto::CommitRequest {
+        token: session.token.clone(),
+        generation: working,
+        blob: Vec::new(),
+    });
+    told(committed.unwrap_err());
+    let job = "tiny".to_owned();
+    drop(session);
+    let reply = control.open_session(open("other")).unwrap();
+    let defined = control.define_tiles(proto::DefineTilesRequest {
+        token: reply.token,
+        layout: Vec::new(),
+        tiles: vec![proto::Tile {
+            unit: 0,
+            kind: 1,
+            elem_offset: 0,
+            tile_bytes: 4096,
+        }],
+        durability: 1,
+        nodes: 1,
+    });
+    told(defined.unwrap_err());
+    told(loop {
+        // Until its session has ended.
+        let dropped = control.drop_job(proto::DropJobRequest { job: job.clone() });
+        match dropped.unwrap_err() {
+            busy if busy.kind == FaultKind::Busy => std::thread::sleep(Duration::from_millis(5)),
+            other => break other,
+        }
+    });
+    for (arguments, said) in [
+        (&["verify"][..], "sound"),
+        (&["inspect"], "tiny"),
+        (&["device", "list"], "the store is only read since"),
+    ] {
+        let mut command = program();
+        command.args(arguments).arg("--config").arg(&store.config);
+        let output = command.output().unwrap();
+        let told = words(&output);
+        assert!(output.status.success() && told.contains(said), "{told}");
+    }
+    drop(control);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let mut said = String::new();
+    let stderr = daemon.child.stderr.as_mut().unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    let error = said.lines().find(|line| line.contains("ERROR"));
+    let error = error.unwrap_or_else(|| panic!("{said}"));
+    assert!(error.contains("nothing is written") && error.contains(&path));
+
+    // Another drive, or the same one mended: nothing is lost, and it goes on.
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    session.resume(&mut control, working - 1);
+    expect_tiles(&mut session, TILES, 40);
+    fill_tiles(&mut session, TILES, working, 50);
+    session.commit(&mut control, working, b"two");
+    expect_tiles(&mut session, TILES, 50);
+}

@@ -1,0 +1,215 @@
+//! A store whose first device takes no writes is read. What could go wrong: it is not served at all, or something is written
+//! that somebody believes; a life before or after it loses what it had.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::Generation;
+use offloadd::core::{Call, Event, Moves, Reply};
+use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
+use offloadd::handover::message::State;
+use offloadd::store::catalog::Phase;
+use offloadd::store::definition::Durability;
+use offloadd::store::format::MeasuredRates;
+use offloadd::store::verify::verify;
+use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
+
+use super::growth::{expect_all, write_all};
+use super::world::{Process, World, definition, formatted, job};
+
+const TILES: u32 = 12;
+
+/// A job that committed two generations, with writes since; it is handed over.
+fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
+    let mut world = World::start(formatted(), SimRandom::new(seed));
+    prepare(&mut world);
+    let process = world.begin("one", TILES, Durability::Committed);
+    write_all(&mut world, process, 1, TILES);
+    write_all(&mut world, process, 2, TILES);
+    world.write(process, 3, 0, 300).unwrap();
+    world.run();
+    let state = world.core.hand_over();
+    let (disks, random) = world.crash(false);
+    (state, disks, random)
+}
+
+fn told(fault: &Fault) {
+    assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
+    let said = fault.message.contains("only read") && fault.message.contains(" of sim");
+    assert!(said, "{fault}");
+}
+
+/// Of two nodes, the second generation prepared on this one alone.
+fn prepare(world: &mut World) {
+    let (process, _) = world.open(&job("two"), 0, 1).unwrap();
+    let two = definition(TILES, Durability::Committed, 2);
+    world.define(process, two).unwrap();
+    world.resume(process, 0).unwrap();
+    write_all(world, process, 1, TILES);
+    let token = process.token;
+    let generation = Generation(1);
+    world.ask(Call::Confirm { token, generation }).unwrap();
+    write_all(world, process, 2, TILES);
+    world.close(process).unwrap();
+}
+
+fn cannot_write(world: &mut World, process: Process, working: u64) {
+    let refused = world.write(process, working, 0, 7).unwrap_err();
+    assert_eq!(refused, FaultKind::Poisoned);
+    told(&world.commit(process, working).unwrap_err());
+    let token = process.token;
+    let tile_bytes = vec![4096];
+    (world.ask(Call::ReserveScratch { token, tile_bytes })).unwrap();
+    let scratch = world.write(process, working, TILES, 7).unwrap_err();
+    assert_eq!(scratch, FaultKind::Poisoned);
+}
+
+/// Both generations of that job are there as they were.
+fn expect_both(world: &mut World) -> Process {
+    let (process, record) = world.open(&job("two"), 0, 1).unwrap();
+    let generations = record.unwrap().generations;
+    let found: Vec<_> = (generations.iter())
+        .map(|found| (found.generation.0, found.confirmed))
+        .collect();
+    assert_eq!(found, [(1, true), (2, false)]);
+    process
+}
+
+/// All that is read, and nothing that is written.
+fn only_reads(world: &mut World) {
+    let reason = world.core.reading_only().expect("nothing is written");
+    let reason = reason.clone();
+    told(&reason);
+    // Nothing is given up by who goes back, nor confirmed by who goes on.
+    for generation in [1, 2, 1] {
+        let process = expect_both(world);
+        world.resume(process, generation).unwrap();
+        expect_all(world, process, generation, TILES);
+        cannot_write(world, process, generation + 1);
+        let token = process.token;
+        let generation = Generation(2);
+        told(&world.ask(Call::Confirm { token, generation }).unwrap_err());
+        world.close(process).unwrap();
+    }
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 2).unwrap();
+    expect_all(world, process, 2, TILES);
+    cannot_write(world, process, 3);
+    world.close(process).unwrap();
+    let (other, _) = world.open(&job("other"), 0, 1).unwrap();
+    let defined = world.define(other, definition(2, Durability::Committed, 1));
+    told(&defined.unwrap_err());
+    let name = || job("one");
+    told(&world.ask(Call::DropJob { job: name() }).unwrap_err());
+    let uid = super::world::PEER.uid;
+    told(&world.ask(Call::GiveUp { uid, job: name() }).unwrap_err());
+    let drained = world.drain_call("sim1");
+    told(&world.answer(drained).unwrap_err());
+    let measured = world.call(Call::BeginMeasuring {
+        path: "sim1".into(),
+    });
+    told(&world.answer(measured).unwrap_err());
+    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RetryMoves);
+    world.event(Event::MoveOn { hurry: true });
+    world.run();
+    assert_eq!(world.core.moves(), Moves::None);
+    let said = world.core.device_states()[0].standing.stuck.clone();
+    assert_eq!(said, Some(reason.message));
+}
+
+#[test]
+fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
+    let mut seen = 0;
+    // Writes alone fail, or flushes too: one of each device, then of the catalog one copy, then the other.
+    for (fault, at) in (0..8).flat_map(|at| [(SimFault::Full, at), (SimFault::Gone, at)]) {
+        let (state, mut disks, random) = handed_over(at);
+        let first = disks.operation_count();
+        let (reads, mends) = {
+            let mut disks = disks.clone();
+            let mut store = recover::read(&mut disks).unwrap();
+            let reads = disks.operation_count() - first;
+            recover::mend(&mut disks, &mut store).unwrap();
+            (reads, disks.operation_count() - first - reads)
+        };
+        disks.plan = Some(SimFaultPlan {
+            at: first + reads + at,
+            for_good: false,
+            fault,
+        });
+        let mut world = World::start_all_the_same(disks, random);
+        world.engine.disks.mend();
+        if world.core.reading_only().is_none() {
+            // That operation was none of a start's, or none that fails so.
+            continue;
+        }
+        seen += 1;
+        only_reads(&mut world);
+        let (mut disks, random) = world.crash(false);
+        assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
+        // The sessions that were handed over go on, if no catalog came to the device that says otherwise.
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        let process = expect_both(&mut world);
+        world.close(process).unwrap();
+        match taken_up {
+            Ok(processes) => {
+                let process = processes[0];
+                world.expect_tile(process, 0, 300);
+                write_all(&mut world, process, 3, TILES);
+                expect_all(&mut world, process, 3, TILES);
+            }
+            Err(why) => {
+                assert!(at > mends, "no copy was written: {why}");
+                let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+                world.resume(process, 2).unwrap();
+                expect_all(&mut world, process, 2, TILES);
+                write_all(&mut world, process, 3, TILES);
+            }
+        }
+    }
+    // All six fail as a drive that is gone, two as a full one.
+    assert_eq!(seen, 6 + 2);
+}
+
+#[test]
+fn a_drive_that_takes_no_writes_for_good_is_read_life_after_life() {
+    let (_, mut disks, mut random) = handed_over(20);
+    // A copy that cannot be mended does not matter either.
+    disks.flip(0, SUPERBLOCK_OFFSETS[1] + 40, 3);
+    disks.break_for_good(0, SimFault::Full);
+    for _ in 0..3 {
+        let mut world = World::start_all_the_same(disks, random);
+        only_reads(&mut world);
+        (disks, random) = world.crash(true);
+    }
+    disks.mend();
+    let mut world = World::start(disks, random);
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    world.resume(process, 2).unwrap();
+    expect_all(&mut world, process, 2, TILES);
+    write_all(&mut world, process, 3, TILES);
+}
+
+#[test]
+fn tiles_that_were_to_move_stay_until_they_can() {
+    let mut world = World::start(formatted(), SimRandom::new(21));
+    prepare(&mut world);
+    let process = world.begin("one", TILES, Durability::Committed);
+    write_all(&mut world, process, 1, TILES);
+    write_all(&mut world, process, 2, TILES);
+    world.close(process).unwrap();
+    let come = world.add_disk(2 << 20, MeasuredRates::default());
+    assert!(matches!(world.answer(come), Ok(Reply::AddDevice { .. })));
+    let (mut disks, random) = world.crash(true);
+    disks.break_for_good(0, SimFault::Full);
+    let mut world = World::start_all_the_same(disks, random);
+    let phase = |world: &World| world.core.device_states()[2].standing.phase;
+    assert_eq!(phase(&world), Some(Phase::Filling));
+    only_reads(&mut world);
+    let (mut disks, random) = world.crash(true);
+    disks.mend();
+    let mut world = World::start(disks, random);
+    assert_eq!(world.core.moves(), Moves::Waiting);
+    let process = expect_both(&mut world);
+    world.close(process).unwrap();
+    world.move_all();
+    assert_eq!(phase(&world), Some(Phase::Settled));
+}
