@@ -5,6 +5,7 @@
 //!   fill, run ── Order ──▶ load::run ── Outcome ──▶ Figures, with the processor time of the same seconds
 //! ```
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -12,7 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use offload_client::DeviceInfo;
 use offloadd::engine::EngineChoice;
 
@@ -107,7 +108,15 @@ impl Bench {
                 (plan.clone(), say_opened.clone(), say_ended.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("job-{index}"))
-                .spawn(move || work(&plan, index, &say_opened, &to_do, &say_ended))
+                .spawn(move || {
+                    let worked = || work(&plan, index, &say_opened, &to_do, &say_ended);
+                    // Others of its kind go on, so that only a word tells of its end.
+                    if catch_unwind(AssertUnwindSafe(worked)).is_err() {
+                        let panicked = || anyhow!("the thread of job {index} panicked");
+                        let _ = say_opened.send(Err(panicked()));
+                        let _ = say_ended.send(Err(panicked()));
+                    }
+                })
                 .context("starting a thread")?;
             workers.push(Worker {
                 orders: Some(orders),

@@ -51,37 +51,44 @@ pub(crate) enum Figure {
 }
 
 impl Beside {
-    /// Makes files for fio where `job` has none that it may use.
+    /// Whether fio can do `job`: `fio`, if it can.
     ///
     /// # Errors
-    /// There is no fio; the job's drives are a running daemon's; or no room.
-    pub(crate) fn new(
-        job: &Job,
-        prepared: &Prepared,
-        fio: Option<Fio>,
-        progress: &Progress,
-    ) -> Result<Self> {
+    /// There is no fio; the job has no time; or its drives are a running daemon's.
+    pub(crate) fn can(job: &Job, fio: Option<Fio>) -> Result<Fio> {
         let fio = fio.context("rounds: there is no fio to take turns with; name it with --fio")?;
         ensure!(
             !job.runtime.is_zero(),
             "rounds: fio is compared over a time; say --runtime 5"
         );
-        let (mut files, mut folders) = (prepared.files.clone(), Vec::new());
-        match &job.place {
-            Place::Files(_) | Place::NewFiles(_) => {}
-            Place::Socket(socket) => bail!(
+        if let Place::Socket(socket) = &job.place {
+            bail!(
                 "rounds: fio cannot use the devices of the daemon at {}; name their folders with --directory",
                 socket.display()
-            ),
-            Place::Private(parents) => {
-                progress.say("making files for fio");
-                for parent in parents {
-                    let folder = WorkFolder::make(parent)?;
-                    let path = folder.path().join("fio");
-                    write_file(&path, prepared.size)?;
-                    files.push(path);
-                    folders.push(folder);
-                }
+            );
+        }
+        Ok(fio)
+    }
+
+    /// Makes files for `fio`, which can do `job`, where the job has none that it may use.
+    ///
+    /// # Errors
+    /// No room.
+    pub(crate) fn new(
+        job: &Job,
+        prepared: &Prepared,
+        fio: Fio,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let (mut files, mut folders) = (prepared.files.clone(), Vec::new());
+        if let Place::Private(parents) = &job.place {
+            progress.say("making files for fio");
+            for parent in parents {
+                let folder = WorkFolder::make(parent)?;
+                let path = folder.path().join("fio");
+                write_file(&path, prepared.size)?;
+                files.push(path);
+                folders.push(folder);
             }
         }
         Ok(Self {

@@ -62,7 +62,10 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
     };
     let job = words.check()?;
     let turns = match args.rounds {
-        Some(rounds) => Some((rounds, Fio::find(args.fio.as_deref())?)),
+        Some(rounds) => {
+            let fio = Fio::find(args.fio.as_deref())?;
+            Some((rounds, Beside::can(&job, fio)?))
+        }
         None => None,
     };
     let report = measure(&job, turns, &Progress::new())?;
@@ -74,7 +77,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
 }
 
 /// Prepares what `job` needs, runs it, takes it away again. With `turns` so many times, and fio as often.
-fn measure(job: &Job, turns: Option<(u32, Option<Fio>)>, progress: &Progress) -> Result<Report> {
+fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<Report> {
     let mut warnings = warnings::before();
     let prepared = Prepared::new(job, None, progress)?;
     let (rounds, beside) = match turns {

@@ -97,17 +97,18 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         );
     }
     let trainer = Trainer::find(args.trainer.as_deref())?;
-    let micro_batches = match args.accumulation {
-        Some(count) => count,
-        None => micro_batches(args)?,
+    let measures = args.run.is_some() || !args.folders.is_empty();
+    let warnings = match measures {
+        true => warnings::before(),
+        false => Vec::new(),
     };
     let progress = Progress::new();
     let mut rows = Vec::new();
     for &drives in &counts {
         crate::stop::check()?;
         rows.push(match &args.run {
-            Some(file) => trained(args, file, drives, micro_batches, &trainer, &progress)?,
-            None => predicted(args, drives, micro_batches, &trainer, &progress)?,
+            Some(file) => trained(args, file, drives, &trainer, &progress)?,
+            None => predicted(args, drives, &trainer, &progress)?,
         });
     }
     drop(progress);
@@ -122,19 +123,13 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             args.read, args.write
         ),
     };
-    let measures = args.run.is_some() || !args.folders.is_empty();
     let report = TrainingReport {
         version: REPORT_VERSION,
         command: std::env::args().collect::<Vec<_>>().join(" "),
         machine: Machine::here(),
         rates,
-        micro_batches,
         rows,
-        warnings: if measures {
-            warnings::before()
-        } else {
-            Vec::new()
-        },
+        warnings,
     };
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
@@ -174,28 +169,17 @@ fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
     Ok(args.drives.clone())
 }
 
-/// As the run file says it; the plan does not.
-fn micro_batches(args: &TrainingArgs) -> Result<u64> {
-    let Some(path) = args.run.as_ref().or(args.file.as_ref()) else {
-        return Ok(1);
-    };
-    let text = std::fs::read_to_string(path)
-        .with_context(|| format!("the run file {}", path.display()))?;
-    let table: toml::Table =
-        toml::from_str(&text).with_context(|| format!("the run file {}", path.display()))?;
-    let count = table
-        .get("gradient_accumulation_steps")
-        .and_then(toml::Value::as_integer);
-    Ok(count
-        .and_then(|count| u64::try_from(count).ok())
-        .unwrap_or(1)
-        .max(1))
+/// What is laid over the run file.
+fn sets(args: &TrainingArgs) -> Vec<String> {
+    let accumulation = args
+        .accumulation
+        .map(|count| format!("gradient_accumulation_steps={count}"));
+    args.sets.iter().cloned().chain(accumulation).collect()
 }
 
 fn predicted(
     args: &TrainingArgs,
     drives: u32,
-    micro_batches: u64,
     trainer: &Trainer,
     progress: &Progress,
 ) -> Result<TrainingRow> {
@@ -204,11 +188,11 @@ fn predicted(
             config: config.clone(),
             seq_len: args.seq_len,
             micro_batch: args.micro_batch,
-            accumulation: micro_batches,
+            accumulation: args.accumulation.unwrap_or(1),
         },
         (None, Some(file)) => Subject::Run {
             file: file.clone(),
-            sets: args.sets.clone(),
+            sets: sets(args),
         },
         (None, None) => anyhow::bail!("name a run file or a model"),
     };
@@ -238,20 +222,19 @@ fn predicted(
         "the run keeps nothing on drives, so they make no difference: set zero_optimization.offload_param and \
          offload_optimizer to \"nvme\" with --set"
     );
-    Ok(row(drives, given, ours, micro_batches, None))
+    Ok(row(drives, given, ours, None))
 }
 
 fn trained(
     args: &TrainingArgs,
     file: &std::path::Path,
     drives: u32,
-    micro_batches: u64,
     trainer: &Trainer,
     progress: &Progress,
 ) -> Result<TrainingRow> {
     let plan = TrialPlan {
         file: file.to_owned(),
-        sets: args.sets.clone(),
+        sets: sets(args),
         steps: args.steps as usize,
         drives,
         pace: Pace {
@@ -262,14 +245,13 @@ fn trained(
         patience: Duration::from_secs(args.timeout),
     };
     let (given, ours, trial) = training::run(&plan, trainer, progress)?;
-    Ok(row(drives, given, ours, micro_batches, Some(trial)))
+    Ok(row(drives, given, ours, Some(trial)))
 }
 
 fn row(
     drives: u32,
     given: Given,
     ours: training::Planned,
-    micro_batches: u64,
     measured: Option<training::Trial>,
 ) -> TrainingRow {
     TrainingRow {
@@ -278,7 +260,7 @@ fn row(
         write_bytes_per_s: given.write_bytes_per_s,
         deepspeed: DeepSpeedStep::new(
             ours.parameters,
-            micro_batches as f64,
+            ours.micro_batches,
             ours.compute_s,
             given.read_bytes_per_s,
             given.write_bytes_per_s,

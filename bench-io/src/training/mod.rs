@@ -43,7 +43,6 @@ pub(crate) struct TrainingReport {
     pub(crate) machine: Machine,
     /// Where the rates are from.
     pub(crate) rates: String,
-    pub(crate) micro_batches: u64,
     pub(crate) rows: Vec<TrainingRow>,
     pub(crate) warnings: Vec<String>,
 }
@@ -75,7 +74,7 @@ impl fmt::Display for TrainingReport {
             "{:.1} M parameters, {} tokens a step in {} micro-batches, computing {:.3} s",
             ours.parameters / 1e6,
             ours.tokens,
-            self.micro_batches,
+            ours.micro_batches,
             ours.compute_s
         )?;
         writeln!(

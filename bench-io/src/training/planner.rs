@@ -39,6 +39,7 @@ pub(crate) struct Given {
 pub(crate) struct Planned {
     pub(crate) parameters: f64,
     pub(crate) tokens: f64,
+    pub(crate) micro_batches: f64,
     pub(crate) read_bytes: f64,
     pub(crate) written_bytes: f64,
     /// The bound, which is what it predicts.
@@ -133,9 +134,10 @@ fn planned(plan: &Value) -> Result<Planned> {
             .as_f64()
             .with_context(|| format!("the plan has no number `{name}`"))
     };
-    let (parameters, tokens) = (
+    let (parameters, tokens, micro_batches) = (
         number(plan, "parameters")?,
         number(plan, "tokens_per_step")?,
+        number(plan, "gradient_accumulation_steps")?,
     );
     if let Some(places) = plan["places"].as_array() {
         let drives = places.iter().find(|place| place["place"] == "drives");
@@ -148,6 +150,7 @@ fn planned(plan: &Value) -> Result<Planned> {
         return Ok(Planned {
             parameters,
             tokens,
+            micro_batches,
             read_bytes: number(drives, "step_read_bytes")?,
             written_bytes: number(drives, "step_written_bytes")?,
             step_s: number(drives, "step_s")?,
@@ -160,6 +163,7 @@ fn planned(plan: &Value) -> Result<Planned> {
     Ok(Planned {
         parameters,
         tokens,
+        micro_batches,
         read_bytes: number(step, "read_bytes")?,
         written_bytes: number(step, "written_bytes")?,
         step_s: number(bound, "s")?,
@@ -176,12 +180,12 @@ mod tests {
     #[test]
     fn plans_of_runs_and_of_models_are_read_alike() {
         let run = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "device_bytes": 5000,
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000,
             "step": {"read_bytes": 1400, "written_bytes": 1200},
             "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
         });
         let model = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10,
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2,
             "hardware": {"tflops": {"value": 4e-9}},
             "places": [
                 {"place": "host", "step_s": 1.0},

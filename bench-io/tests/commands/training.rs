@@ -91,6 +91,9 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
         let (theirs, ours) = (&row["deepspeed"], &row["ours"]);
         assert_eq!(number(&theirs["read_bytes"]), 32.0 * parameters);
         assert_eq!(number(&theirs["written_bytes"]), 18.0 * parameters);
+        // The same step of ours: four sequences of 96 tokens, four times.
+        assert_eq!(number(&ours["micro_batches"]), 4.0);
+        assert_eq!(number(&ours["tokens"]), 4.0 * 4.0 * 96.0);
         // Of a small model, tiles are padded by some percent.
         assert!(
             (1.0..1.12).contains(&(number(&ours["read_bytes"]) / parameters / 14.0)),

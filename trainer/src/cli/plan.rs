@@ -174,6 +174,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             "version": REPORT_VERSION,
             "parameters": model.params_count(),
             "tokens_per_step": settings.step_tokens(),
+            "gradient_accumulation_steps": settings.batch.micro_batches,
             "ranks": settings.ranks,
             "hardware": hardware,
             "places": places,

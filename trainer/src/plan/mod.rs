@@ -95,6 +95,8 @@ pub struct Plan {
     pub ranks: u32,
     /// Of one step, all processes together.
     pub tokens: u64,
+    /// Of a step, in each process.
+    pub micro_batches: usize,
     /// Of the whole run.
     pub steps: u64,
     /// What its saves take, if it makes any.
@@ -156,6 +158,7 @@ impl Plan {
             params_count: settings.model.params_count() as u64,
             ranks: settings.ranks,
             tokens: settings.step_tokens(),
+            micro_batches: settings.batch.micro_batches,
             steps: settings.train.steps,
             saves: None,
             hardware,

@@ -23,6 +23,8 @@ pub struct Report {
     /// Param and state tiles of all processes.
     pub tiles_count: usize,
     pub tokens_per_step: u64,
+    /// Micro-batches of a step, in each process.
+    pub gradient_accumulation_steps: usize,
     /// Processes of the run.
     pub ranks: u32,
     pub hardware: Hardware,
@@ -167,6 +169,7 @@ impl Plan {
             units_count: self.units.len(),
             tiles_count: memory.table_count,
             tokens_per_step: self.tokens,
+            gradient_accumulation_steps: self.micro_batches,
             ranks: self.ranks,
             hardware: self.hardware.clone(),
             host: HostReport {

@@ -60,6 +60,7 @@ fn the_report_has_the_names_that_others_read() {
         ("/fits", json!(true)),
         ("/problems", json!([])),
         ("/tokens_per_step", json!(16384)),
+        ("/gradient_accumulation_steps", json!(1)),
         ("/chosen/commit_every", json!(1)),
         ("/chosen/schedule", json!("deferred")),
         ("/chosen/update", json!("cpu")),
