@@ -28,6 +28,9 @@ const TIME: Duration = Duration::from_secs(1);
 /// An operation that takes longer is not coming back.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// While what is left of them ends.
+const LOOKS_APART: Duration = Duration::from_millis(10);
+
 /// The device cannot be measured, and so not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
@@ -46,6 +49,27 @@ pub enum MeasureError {
         /// The errno in words, or how much moved.
         what: String,
     },
+    /// It was given up with operations on their way: what lies there may still be written over.
+    #[error(
+        "{source}; {count} operations have not ended and may still change its bytes from {offset} to {end}"
+    )]
+    LeftBehind {
+        /// Why it was given up.
+        source: Box<MeasureError>,
+        /// Of those.
+        count: usize,
+        /// Where the measured area begins.
+        offset: u64,
+        /// Where it ends.
+        end: u64,
+    },
+}
+
+impl MeasureError {
+    /// Nothing is on its way to the device any more.
+    pub fn all_ended(&self) -> bool {
+        !matches!(self, Self::LeftBehind { .. })
+    }
 }
 
 /// Of a device that holds nothing from `offset` on.
@@ -72,19 +96,40 @@ pub fn measure_in(
     area: MeasuredArea,
     choice: EngineChoice,
 ) -> Result<MeasuredRates, MeasureError> {
-    let operations_max = area.bytes.min(MeasuredArea::BYTES_MAX) / OPERATION_BYTES as u64;
-    let (mut engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
+    let (engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
+    measure_with(engine, path, area, PATIENCE)
+}
+
+fn measure_with(
+    mut engine: Engine,
+    path: &str,
+    area: MeasuredArea,
+    patience: Duration,
+) -> Result<MeasuredRates, MeasureError> {
     let mut pass = Pass {
         path,
         engine: &mut engine,
         offset: area.offset,
+        patience,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
-    let (written, write_bytes_per_s) = pass.run(IoOp::Write, operations_max)?;
-    let (_, read_bytes_per_s) = pass.run(IoOp::Read, written)?;
-    Ok(MeasuredRates {
-        read_bytes_per_s,
-        write_bytes_per_s,
+    let operations_max = area.bytes.min(MeasuredArea::BYTES_MAX) / OPERATION_BYTES as u64;
+    let source = match pass.both_ways(operations_max) {
+        Ok(rates) => return Ok(rates),
+        Err(error) => error,
+    };
+    pass.end();
+    let count = engine.inflight_count();
+    if count == 0 {
+        return Err(source);
+    }
+    // Dropping it would wait for them, with threads for ever.
+    std::mem::forget(engine);
+    Err(MeasureError::LeftBehind {
+        source: Box::new(source),
+        count,
+        offset: area.offset,
+        end: area.offset + area.bytes,
     })
 }
 
@@ -92,10 +137,40 @@ struct Pass<'a> {
     path: &'a str,
     engine: &'a mut Engine,
     offset: u64,
+    /// An operation that takes longer is not coming back.
+    patience: Duration,
     buffers: Vec<AlignedBytes>,
 }
 
 impl Pass<'_> {
+    fn both_ways(&mut self, operations_max: u64) -> Result<MeasuredRates, MeasureError> {
+        let (written, write_bytes_per_s) = self.run(IoOp::Write, operations_max)?;
+        let (_, read_bytes_per_s) = self.run(IoOp::Read, written)?;
+        Ok(MeasuredRates {
+            read_bytes_per_s,
+            write_bytes_per_s,
+        })
+    }
+
+    /// One has failed: waits for the others, as long as they can be expected to end.
+    fn end(&mut self) {
+        let limit = Instant::now() + self.patience / 2;
+        let mut done = Vec::new();
+        while self.engine.inflight_count() > 0 {
+            let left = limit.saturating_duration_since(Instant::now());
+            let broken = self.engine.start().is_err() || self.engine.reap(&mut done).is_err();
+            if broken || left.is_zero() {
+                return;
+            }
+            // An engine may wake nobody for what it has put back.
+            let wait = Timespec::try_from(left.min(LOOKS_APART)).expect("milliseconds");
+            let _ = poll(
+                &mut [PollFd::new(&self.engine.wake(), PollFlags::IN)],
+                Some(&wait),
+            );
+        }
+    }
+
     /// Up to `operations_max` operations one after the other on the device, DEPTH at a time. How many, and bytes a second.
     fn run(&mut self, op: IoOp, operations_max: u64) -> Result<(u64, u64), MeasureError> {
         let since = Instant::now();
@@ -146,13 +221,13 @@ impl Pass<'_> {
             what,
         };
         self.engine.start()?;
-        let wait = Timespec::try_from(PATIENCE).expect("a minute");
+        let wait = Timespec::try_from(self.patience).expect("a minute");
         let mut done = Vec::new();
         // A wake-up may be of an operation that was taken already.
         while done.is_empty() {
             let wake = self.engine.wake();
             if let Ok(0) = poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
-                let what = format!("no answer in {} s", PATIENCE.as_secs());
+                let what = format!("no answer in {} s", self.patience.as_secs());
                 return Err(failed(IoId(0), what));
             }
             self.engine.reap(&mut done)?;
@@ -185,4 +260,63 @@ fn noise(seed: u64) -> AlignedBytes {
         word.copy_from_slice(&state.to_le_bytes());
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use offload_api::pace::Pace;
+
+    use super::*;
+    use crate::engine::paced::Paced;
+
+    const AREA: MeasuredArea = MeasuredArea {
+        offset: MeasuredArea::BYTES_MIN,
+        bytes: 2 * MeasuredArea::BYTES_MIN,
+    };
+
+    fn opened(writable: bool) -> Arc<File> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(AREA.offset + AREA.bytes).unwrap();
+        let mut options = File::options();
+        Arc::new(
+            options
+                .read(true)
+                .write(writable)
+                .open(file.path())
+                .unwrap(),
+        )
+    }
+
+    #[test]
+    fn operations_that_do_not_end_are_told() {
+        let file = opened(true);
+        let files = std::slice::from_ref(&file);
+        let (engine, _) = Engine::open(EngineChoice::Psync, files, DEPTH + 1).unwrap();
+        // In twelve days they would.
+        let pace = Pace {
+            read_bytes_per_s: 1,
+            write_bytes_per_s: 1,
+        };
+        let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
+        let patience = Duration::from_millis(20);
+        let error = measure_with(paced, "/dev/lost", AREA, patience).unwrap_err();
+        assert!(!error.all_ended(), "{error}");
+        let told = error.to_string();
+        for said in [
+            "/dev/lost",
+            "no answer",
+            "2 operations have not ended",
+            "from 1048576 to 3145728",
+        ] {
+            assert!(told.contains(said), "{said}: {told}");
+        }
+    }
+
+    #[test]
+    fn who_fails_has_waited_for_what_he_began() {
+        let file = opened(false);
+        let error = measure_in(&file, "/dev/readonly", AREA, EngineChoice::Psync).unwrap_err();
+        assert!(error.all_ended(), "{error}");
+        assert!(matches!(error, MeasureError::Operation { .. }), "{error}");
+    }
 }

@@ -18,7 +18,7 @@ use crate::core::{
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_life;
 use crate::engine::EngineChoice;
-use crate::measure::measure_in;
+use crate::measure::{MeasureError, measure_in};
 use crate::store::StoreError;
 use crate::store::definition::JobName;
 use crate::store::format::MeasuredRates;
@@ -175,7 +175,10 @@ impl Stopped {
         let device = self.devices[index].as_ref().expect("it is of the store");
         let found = measure_in(device.file(), device.path(), was.area, engine);
         let rates = found.as_ref().ok().copied();
-        let ended = self.call(Call::EndMeasuring { rates });
+        let all_ended = found
+            .as_ref()
+            .map_or_else(MeasureError::all_ended, |_| true);
+        let ended = self.call(Call::EndMeasuring { rates, all_ended });
         let now = found.map_err(|error| Fault::new(FaultKind::Io, error.to_string()))?;
         ended.map(|_| (was.before, now))
     }

@@ -203,6 +203,8 @@ pub enum Call {
     EndMeasuring {
         /// `None`: they stay as they were.
         rates: Option<MeasuredRates>,
+        /// No operation of whoever measured is on its way any more. Otherwise the room stays taken until the next start.
+        all_ended: bool,
     },
     /// A ceiling for what is copied while tiles move now, as long as some are to.
     LimitMoves {

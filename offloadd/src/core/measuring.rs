@@ -63,6 +63,7 @@ impl Core {
         &mut self,
         call: CallId,
         rates: Option<MeasuredRates>,
+        all_ended: bool,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
         let Some(measuring) = self.measuring.take() else {
@@ -70,12 +71,19 @@ impl Core {
             return Err(Fault::new(FaultKind::Invalid, what));
         };
         let Measuring { device, area, .. } = measuring;
-        let offset = area.offset;
-        self.space.give(Extent { device, offset }, area.bytes);
         let busy = measuring.busy || self.devices_are_busy();
+        let lent = Extent {
+            device,
+            offset: area.offset,
+        };
+        // What may still be written there would be written over a tile: it stays taken until the next start.
+        if all_ended {
+            self.space.give(lent, area.bytes);
+        }
         let Some(rates) = rates else {
             return Ok(Some(Reply::EndMeasuring { device, busy }));
         };
+        assert!(all_ended, "rates are of operations that have all ended");
         let change = DeviceChange::Measure {
             call,
             device,

@@ -191,7 +191,9 @@ impl Core {
                 move_bytes_per_s_max,
             } => self.drain_device(call, &path, move_bytes_per_s_max, actions),
             Call::BeginMeasuring { path } => self.begin_measuring(&path).map(Some),
-            Call::EndMeasuring { rates } => self.end_measuring(call, rates, actions),
+            Call::EndMeasuring { rates, all_ended } => {
+                self.end_measuring(call, rates, all_ended, actions)
+            }
             Call::LimitMoves { bytes_per_s_max } => self
                 .limit_moves(bytes_per_s_max)
                 .map(|()| Some(Reply::LimitMoves)),

@@ -25,7 +25,7 @@ impl Driver {
         let (token, damage) = match request {
             Call::Commit { token, .. } => (token, None),
             Call::ReportDamage { token, damage } => (token, Some(*damage)),
-            Call::EndMeasuring { rates: Some(_) } => return Counted::Measured,
+            Call::EndMeasuring { rates: Some(_), .. } => return Counted::Measured,
             Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
             _ => return Counted::Nothing,
         };

@@ -58,7 +58,7 @@ impl Paced {
     ///
     /// # Errors
     /// No descriptors are to be had.
-    pub(super) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
+    pub(crate) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
         let broken = |action| {
             move |errno: rustix::io::Errno| EngineError::Broken {
                 engine: "paced",

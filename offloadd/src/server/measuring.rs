@@ -1,7 +1,7 @@
 //! A device of a served store is measured again, beside whatever it does.
 //!
 //! The core lends free room on it, which is written and read here, on a thread that may block; then the core keeps what was
-//! found. Whoever asked may have gone meanwhile: what was lent is given back all the same.
+//! found. Whoever asked may have gone meanwhile: what was lent is given back all the same, unless it may still be written.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::grpc::ended_unanswered;
 use crate::core::{Call, Measuring, Peer, Reply};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
-use crate::measure::measure_in;
+use crate::measure::{MeasureError, measure_in};
 use crate::store::format::MeasuredRates;
 
 /// What came of it.
@@ -21,6 +21,21 @@ pub(super) struct Measured {
     pub(super) was: Measuring,
     pub(super) now: MeasuredRates,
     pub(super) busy: bool,
+}
+
+/// Why there are no figures.
+struct Failed {
+    fault: Fault,
+    /// As of [`Call::EndMeasuring`].
+    all_ended: bool,
+}
+
+/// Before anything is written.
+impl From<Fault> for Failed {
+    fn from(fault: Fault) -> Self {
+        let all_ended = true;
+        Self { fault, all_ended }
+    }
 }
 
 /// Measures the device at `path`, after whatever else is measured under `turns`.
@@ -43,8 +58,9 @@ pub(super) async fn measure_again(
         };
         let found = run(&driver, was, path_named, engine).await;
         let rates = found.as_ref().ok().copied();
-        let ended = ask(Call::EndMeasuring { rates }).await;
-        let now = found?;
+        let all_ended = found.as_ref().map_or_else(|f| f.all_ended, |_| true);
+        let ended = ask(Call::EndMeasuring { rates, all_ended }).await;
+        let now = found.map_err(|failed| failed.fault)?;
         let Reply::EndMeasuring { busy, .. } = ended? else {
             unreachable!("the core answered another call");
         };
@@ -60,15 +76,67 @@ async fn run(
     was: Measuring,
     path: String,
     engine: EngineChoice,
-) -> Result<MeasuredRates, Fault> {
+) -> Result<MeasuredRates, Failed> {
     let file = driver.file(was.device)?.await;
     let file = file.map_err(|_| ended_unanswered())?;
     let Some(file) = file else {
         let what = format!("{path} has left the store");
-        return Err(Fault::new(FaultKind::NotFound, what));
+        return Err(Fault::new(FaultKind::NotFound, what).into());
     };
     let measured =
         tokio::task::spawn_blocking(move || measure_in(&file, &path, was.area, engine)).await;
-    let measured = measured.map_err(|_| ended_unanswered())?;
-    measured.map_err(|error| Fault::new(FaultKind::Io, error.to_string()))
+    let measured = measured.map_err(|_| Failed {
+        fault: ended_unanswered(),
+        all_ended: false,
+    })?;
+    measured.map_err(|error| failed(&error))
+}
+
+fn failed(error: &MeasureError) -> Failed {
+    let all_ended = error.all_ended();
+    let mut what = error.to_string();
+    if !all_ended {
+        what.push_str(
+            "; that room stays taken, and its device in the store, until offloadd is started again",
+        );
+        // Whoever asked may have gone.
+        tracing::error!("{what}");
+    }
+    let fault = Fault::new(FaultKind::Io, what);
+    Failed { fault, all_ended }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::IoOp;
+
+    #[test]
+    fn operations_left_behind_are_told_with_what_that_means() {
+        let lost = || MeasureError::Operation {
+            path: "/dev/slow".into(),
+            op: IoOp::Write,
+            offset: 4096,
+            what: "no answer in 60 s".into(),
+        };
+        let failed_whole = failed(&lost());
+        assert!(failed_whole.all_ended);
+        let left = failed(&MeasureError::LeftBehind {
+            source: Box::new(lost()),
+            count: 3,
+            offset: 4096,
+            end: 8192,
+        });
+        assert!(!left.all_ended);
+        let told = left.fault.message;
+        for said in [
+            "/dev/slow",
+            "no answer in 60 s",
+            "3 operations",
+            "from 4096 to 8192",
+            "started again",
+        ] {
+            assert!(told.contains(said), "{said}: {told}");
+        }
+    }
 }

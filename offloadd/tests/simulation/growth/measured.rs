@@ -49,7 +49,15 @@ fn begin(world: &mut World, path: &str) -> Result<Measuring, Fault> {
 }
 
 fn end(world: &mut World, rates: Option<MeasuredRates>) -> Result<bool, Fault> {
-    let call = world.call(Call::EndMeasuring { rates });
+    end_with(world, rates, true)
+}
+
+fn end_with(
+    world: &mut World,
+    rates: Option<MeasuredRates>,
+    all_ended: bool,
+) -> Result<bool, Fault> {
+    let call = world.call(Call::EndMeasuring { rates, all_ended });
     world.answer(call).map(|reply| match reply {
         Reply::EndMeasuring { busy, .. } => busy,
         other => panic!("{other:?}"),
@@ -180,7 +188,8 @@ fn a_cut_at_any_operation_keeps_the_rates_of_before_or_the_new_ones() {
             let measuring = begin(&mut world, "sim1").unwrap();
             overwrite(&mut world, &measuring);
             let rates = Some(rates(900));
-            let call = world.call(Call::EndMeasuring { rates });
+            let all_ended = true;
+            let call = world.call(Call::EndMeasuring { rates, all_ended });
             for _ in 0..steps {
                 world.step();
             }
@@ -237,6 +246,37 @@ fn a_failed_operation_is_told_and_the_store_goes_on() {
     }
     // Four operations of the superblock, and as many of the catalog, which only those break; a full device takes flushes.
     assert_eq!((refused, broken), (8 + 4, 4 + 2));
+}
+
+#[test]
+fn room_that_may_still_be_written_is_lent_and_given_to_nobody() {
+    let mut world = World::start(disks(), SimRandom::new(35));
+    job_at_rest(&mut world);
+    expect_on_second(&mut world, 0.25);
+    let free = |world: &World| world.core.device_states()[1].free_bytes;
+    let before = free(&world);
+    let left_behind = begin(&mut world, "sim1").unwrap();
+    assert_eq!(end_with(&mut world, None, false), Ok(false));
+    assert_eq!(free(&world), before - left_behind.area.bytes);
+    assert_eq!(kept(&world), [900, 300]);
+    // It is measured elsewhere, and that is given back.
+    let lent = begin(&mut world, "sim1").unwrap();
+    let apart = lent.area.offset + lent.area.bytes <= left_behind.area.offset
+        || left_behind.area.offset + left_behind.area.bytes <= lent.area.offset;
+    assert!(apart, "{lent:?} {left_behind:?}");
+    overwrite(&mut world, &lent);
+    assert_eq!(end(&mut world, Some(rates(900))), Ok(false));
+    assert_eq!(free(&world), before - left_behind.area.bytes);
+    // Tiles that come do not lie there: what is written late changes nothing.
+    expect_on_second(&mut world, 0.5);
+    overwrite(&mut world, &left_behind);
+    goes_on(&mut world);
+
+    // Nobody writes there any more when the daemon has ended.
+    let with_it = free(&world);
+    let (disks, random) = world.crash(true);
+    let world = World::start(disks, random);
+    assert_eq!(free(&world), with_it + left_behind.area.bytes);
 }
 
 #[test]
