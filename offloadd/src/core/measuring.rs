@@ -84,6 +84,7 @@ impl Core {
             return Ok(Some(Reply::EndMeasuring { device, busy }));
         };
         assert!(all_ended, "rates are of operations that have all ended");
+        self.limit_next_moves(None);
         let change = DeviceChange::Measure {
             call,
             device,
@@ -94,8 +95,10 @@ impl Core {
         Ok(None)
     }
 
+    /// Under a ceiling tiles move some of the time only: none may just now.
     fn devices_are_busy(&self) -> bool {
-        !self.sessions.is_empty() || self.moves() == Moves::Moving
+        let move_tiles = matches!(self.moves(), Moves::Moving | Moves::Waiting);
+        move_tiles || !self.sessions.is_empty()
     }
 
     /// Of a device that leaves nobody needs to know how fast it is.

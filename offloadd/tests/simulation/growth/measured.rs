@@ -204,7 +204,7 @@ fn a_cut_at_any_operation_keeps_the_rates_of_before_or_the_new_ones() {
             assert!(moves || !answered);
             seen[usize::from(new) + usize::from(moves)] += 1;
             // Whatever it was, the same again does the rest.
-            assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
+            assert_eq!(measure(&mut world, "sim1", 900), Ok(moves));
             expect_on_second(&mut world, 0.5);
             goes_on(&mut world);
         }
@@ -239,7 +239,8 @@ fn a_failed_operation_is_told_and_the_store_goes_on() {
             let (disks, random) = world.crash(true);
             let mut world = World::start(disks, random);
             assert!(ended.is_err() || kept(&world) == [900, 900]);
-            assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
+            let moves = world.core.moves() != Moves::None;
+            assert_eq!(measure(&mut world, "sim1", 900), Ok(moves));
             expect_on_second(&mut world, 0.5);
             goes_on(&mut world);
         }
@@ -277,6 +278,25 @@ fn room_that_may_still_be_written_is_lent_and_given_to_nobody() {
     let (disks, random) = world.crash(true);
     let world = World::start(disks, random);
     assert_eq!(free(&world), with_it + left_behind.area.bytes);
+}
+
+#[test]
+fn a_ceiling_of_moves_that_have_ended_is_not_of_those_that_come() {
+    let mut world = World::start(disks(), SimRandom::new(37));
+    job_at_rest(&mut world);
+    assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
+    assert_eq!(world.core.move_bytes_per_s_max(), None);
+    let bytes_per_s_max = 1 << 20;
+    world.ask(Call::LimitMoves { bytes_per_s_max }).unwrap();
+    // Those under way keep theirs; and though none moves just now, the device is busy.
+    assert_eq!(world.core.moves(), Moves::Waiting);
+    assert_eq!(measure(&mut world, "sim1", 900), Ok(true));
+    let ceiling = Some(bytes_per_s_max);
+    assert_eq!(world.core.move_bytes_per_s_max(), ceiling);
+    expect_on_second(&mut world, 0.5);
+    assert_eq!(measure(&mut world, "sim1", 100), Ok(false));
+    assert_eq!(world.core.moves(), Moves::Waiting);
+    assert_eq!(world.core.move_bytes_per_s_max(), None);
 }
 
 #[test]
