@@ -91,8 +91,15 @@ impl Core {
             rates,
             busy,
         };
-        self.change_catalog(Work::Device(change), actions)?;
-        Ok(None)
+        let queued = self.change_catalog(Work::Device(change), actions);
+        if let Err(fault) = &queued
+            && fault.kind == FaultKind::TooMany
+        {
+            // Whoever measured asks again, and nothing is lost until then.
+            assert!(self.space.take(lent, area.bytes), "just given back");
+            self.measuring = Some(measuring);
+        }
+        queued.map(|()| None)
     }
 
     /// Under a ceiling tiles move some of the time only: none may just now.

@@ -4,6 +4,7 @@
 //! found. Whoever asked may have gone meanwhile: what was lent is given back all the same, unless it may still be written.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use offload_api::fault::{Fault, FaultKind};
 use tokio::sync::Mutex;
@@ -14,6 +15,9 @@ use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure_in};
 use crate::store::format::MeasuredRates;
+
+/// Much waits, of the driver or of the catalog: it is told again after that.
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// What came of it.
 #[derive(Debug)]
@@ -59,7 +63,7 @@ pub(super) async fn measure_again(
         let found = run(&driver, was, path_named, engine).await;
         let rates = found.as_ref().ok().copied();
         let all_ended = found.as_ref().map_or_else(|f| f.all_ended, |_| true);
-        let ended = ask(Call::EndMeasuring { rates, all_ended }).await;
+        let ended = until_taken(|| ask(Call::EndMeasuring { rates, all_ended })).await;
         let now = found.map_err(|failed| failed.fault)?;
         let Reply::EndMeasuring { busy, .. } = ended? else {
             unreachable!("the core answered another call");
@@ -69,6 +73,19 @@ pub(super) async fn measure_again(
     // Of its own: a caller that goes away ends his call, not this.
     let done = tokio::spawn(work).await;
     done.unwrap_or_else(|_| Err(ended_unanswered()))
+}
+
+/// What was lent stays lent until the core has heard of it: nobody else will tell.
+async fn until_taken<F>(mut ask: impl FnMut() -> F) -> Result<Reply, Fault>
+where
+    F: Future<Output = Result<Reply, Fault>>,
+{
+    loop {
+        match ask().await {
+            Err(fault) if fault.kind == FaultKind::TooMany => tokio::time::sleep(AGAIN).await,
+            answer => return answer,
+        }
+    }
 }
 
 async fn run(
@@ -108,8 +125,35 @@ fn failed(error: &MeasureError) -> Failed {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+
+    use offload_api::ids::DeviceIndex;
+
     use super::*;
     use crate::core::IoOp;
+
+    #[tokio::test]
+    async fn the_end_is_told_until_it_is_taken() {
+        let refused = |kind| Err(Fault::new(kind, ""));
+        let taken = || {
+            let (device, busy) = (DeviceIndex(1), false);
+            Ok(Reply::EndMeasuring { device, busy })
+        };
+        let much = FaultKind::TooMany;
+        let mut answers = VecDeque::from([refused(much), refused(much), taken(), taken()]);
+        let answer = until_taken(|| std::future::ready(answers.pop_front().unwrap())).await;
+        assert!(
+            matches!(answer, Ok(Reply::EndMeasuring { .. })),
+            "{answer:?}"
+        );
+        assert_eq!(answers.len(), 1);
+
+        // What is no better the next time is told.
+        let mut answers = VecDeque::from([refused(FaultKind::Stopping), taken()]);
+        let answer = until_taken(|| std::future::ready(answers.pop_front().unwrap())).await;
+        assert_eq!(answer.unwrap_err().kind, FaultKind::Stopping);
+        assert_eq!(answers.len(), 1);
+    }
 
     #[test]
     fn operations_left_behind_are_told_with_what_that_means() {

@@ -299,6 +299,38 @@ fn a_ceiling_of_moves_that_have_ended_is_not_of_those_that_come() {
     assert_eq!(world.core.move_bytes_per_s_max(), None);
 }
 
+/// All its tiles have come to the second disk, and nobody has said so.
+fn all_moved(seed: u64) -> World {
+    let mut world = World::start(disks(), SimRandom::new(seed));
+    job_at_rest(&mut world);
+    assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
+    world.event(Event::MoveOn { hurry: true });
+    world.run();
+    expect_part(bytes_on(&world), 0.5);
+    assert_eq!(world.core.moves(), Moves::Waiting);
+    world
+}
+
+#[test]
+fn rates_that_are_refused_because_much_waits_can_be_told_again() {
+    let mut world = all_moved(39);
+    let free = |world: &World| world.core.device_states()[1].free_bytes;
+    let lent = begin(&mut world, "sim1").unwrap();
+    overwrite(&mut world, &lent);
+    let while_lent = free(&world);
+    // More than may wait.
+    for _ in 0..300 {
+        world.event(Event::MoveOn { hurry: true });
+    }
+    let refused = end(&mut world, Some(rates(2700))).unwrap_err();
+    assert_eq!(refused.kind, FaultKind::TooMany, "{refused}");
+    assert_eq!(free(&world), while_lent);
+    world.run();
+    assert_eq!(end(&mut world, Some(rates(2700))), Ok(true));
+    assert_eq!(kept(&world), [900, 2700]);
+    expect_on_second(&mut world, 0.75);
+}
+
 #[test]
 fn what_cannot_be_measured_is_refused_and_what_was_lent_is_given_back() {
     let mut world = World::start(disks(), SimRandom::new(33));
