@@ -227,8 +227,9 @@ impl Core {
                 ..
             } => self.measure_steps(call, device, &rates, catalog, actions),
             DeviceChange::Settle { device } => {
-                // It may be drained by now.
-                if self.devices[device.0 as usize].phase != Some(Phase::Filling) {
+                // While this waited it may have been drained, or measured again, and lack tiles: then all is planned anew.
+                let filling = self.devices[device.0 as usize].phase == Some(Phase::Filling);
+                if !filling || !self.mover.is_done() {
                     return None;
                 }
                 self.entry_of(catalog, device).phase = Phase::Settled;

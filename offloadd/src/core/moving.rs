@@ -101,6 +101,11 @@ impl Mover {
         self.stopped = Some(fault.message.clone());
     }
 
+    /// Whether all that could move has, and nothing has come since that is to be planned.
+    pub(super) fn is_done(&self) -> bool {
+        self.plan.as_ref().is_some_and(VecDeque::is_empty)
+    }
+
     /// Why tiles do not move.
     pub(super) fn stuck(&self) -> Option<String> {
         let places = self.stuck.places.len();

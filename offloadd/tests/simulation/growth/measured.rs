@@ -312,6 +312,20 @@ fn all_moved(seed: u64) -> World {
 }
 
 #[test]
+fn tiles_still_move_when_a_device_was_about_to_be_called_settled_meanwhile() {
+    let mut world = all_moved(38);
+    let lent = begin(&mut world, "sim1").unwrap();
+    overwrite(&mut world, &lent);
+    let (rates, all_ended) = (Some(rates(2700)), true);
+    let call = world.call(Call::EndMeasuring { rates, all_ended });
+    // Nothing is left to move by the rates of before: that waits behind the new ones.
+    world.event(Event::MoveOn { hurry: true });
+    assert!(world.answer(call).is_ok());
+    world.run();
+    expect_on_second(&mut world, 0.75);
+}
+
+#[test]
 fn rates_that_are_refused_because_much_waits_can_be_told_again() {
     let mut world = all_moved(39);
     let free = |world: &World| world.core.device_states()[1].free_bytes;
