@@ -74,7 +74,8 @@ With --rate no more is copied a second, on the average; `offloadd device rate` c
 
 A device that came while processors or drives were busy may have been measured too slow, and so have too few tiles. Writes for
 a second into free room on it, half of its largest piece and 2 GiB at most, and reads that again. Through the daemon where one
-serves the store, while jobs run: then the figures are what they leave. Only root and who runs the daemon may.")]
+serves the store, while jobs run: then the figures are what they leave, and whoever uses that device waits longer for two seconds,
+behind 16 MiB at a time that take no turns. Only root and who runs the daemon may.")]
     Measure {
         /// As the settings name it
         #[arg(value_name = "DEVICE")]
