@@ -206,7 +206,9 @@ fn refusal(kind: FaultKind) -> String {
     match kind {
         FaultKind::NeverWritten => "it was never written".into(),
         FaultKind::Poisoned => {
-            "the job takes nothing more after a failed flush or a dead rank; open it again".into()
+            "the job takes nothing more after a failed flush or a dead rank: open it again; or the whole store is only \
+             read: `offloadd device list` says why"
+                .into()
         }
         FaultKind::WrongGeneration => {
             "the write names another generation than the working one".into()

@@ -95,8 +95,15 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let mut store = recover::read_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
         work.at(done, total);
     })?;
-    // Then it is only read, which is more than nothing.
+    // Then it is only read, which is more than nothing; but not to sessions, which the next start may take up.
     let unwritable = recover::mend(&mut DeviceBlocks(&devices), &mut store).err();
+    let unwritable = match unwritable {
+        Some(error) if handover::has_sessions(&given) => {
+            let left = "making the store ready; the sessions of the daemon before are left to the next start";
+            return Err(error).context(left);
+        }
+        unwritable => unwritable,
+    };
     drop(work);
     // Sessions may hold room that the store does not know of.
     if unwritable.is_none() && !handover::has_sessions(&given) {

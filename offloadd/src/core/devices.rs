@@ -100,6 +100,7 @@ impl Core {
         new: NewDevice,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
+        self.check_writing()?;
         let device = DeviceIndex(self.devices.len() as u32);
         let rates = new.rates;
         self.limit_next_moves(new.move_bytes_per_s_max);
@@ -152,6 +153,7 @@ impl Core {
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
         let device = self.device_named(path)?;
+        self.check_writing()?;
         let index = device.0 as usize;
         if self.space.is_closed(device) {
             if self.devices[index].phase != Some(Phase::Draining) {

@@ -134,6 +134,11 @@ pub enum DriverError {
     /// No engine, or a broken one.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The device with the store's catalog, and sessions wait for a daemon that writes.
+    #[error(
+        "beginning to serve the store: {0}; the sessions of the daemon before are left to the next start"
+    )]
+    Store(#[from] BlockError),
     /// A system call it cannot do without.
     #[error("{action}: {source}")]
     System {
@@ -326,6 +331,10 @@ impl Driver {
             Some(error) => Err(error),
         };
         if let Err(error) = begun {
+            // What fails now may not fail in a second; to be read from is nothing that they could go on with.
+            if left_to_us.is_some() {
+                return Err(error.into());
+            }
             driver.core.begin_reading(&error);
             let why = driver.core.reading_only().expect("just begun");
             tracing::error!("nothing is written: {}", why.message);

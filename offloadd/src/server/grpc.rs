@@ -416,6 +416,11 @@ impl Service {
                 known.standing.number
             )));
         }
+        // Before anything on the device is written over.
+        let only_read = self.driver.ask(|core| core.reading_only().cloned())?;
+        if let Some(why) = only_read.await.map_err(|_| ended_unanswered())? {
+            return Err(why);
+        }
         let path = PathBuf::from(path);
         let (store, engine) = (self.about.store, self.about.engine);
         let engine = EngineChoice::from_name(engine).unwrap_or_default();

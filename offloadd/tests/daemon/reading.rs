@@ -15,8 +15,8 @@ use crate::common::{Daemon, Store, expect_tiles, fill_tiles, open, program, swap
 const TILES: u32 = 6;
 const SOON: Duration = Duration::from_secs(60);
 
-/// A daemon whose writes to the first device fail from before its start on. `None` where strace cannot trace.
-fn serve_unwritable(store: &Store) -> Option<Daemon> {
+/// `served` with each of its `calls` to the first device of `store` failing. `None` where strace cannot trace.
+pub(crate) fn with_failing(calls: &str, store: &Store, served: &Command) -> Option<Command> {
     let probe = Command::new("strace")
         .args(["-f", "-qq", "-e", "trace=none", "true"])
         .output();
@@ -31,9 +31,17 @@ fn serve_unwritable(store: &Store) -> Option<Daemon> {
     // Not as the parent: the daemon is this process's child, as without.
     command.args(["-D", "-f", "-qq", "-o", "/dev/null", "-P"]);
     command.arg(&store.devices[0]);
-    command.args(["-e", "trace=pwrite64", "-e", "inject=pwrite64:error=EIO"]);
-    let served = store.serve_command();
+    command.args(["-e", &format!("trace={calls}")]);
+    command.args(["-e", &format!("inject={calls}:error=EIO")]);
     command.arg(served.get_program()).args(served.get_args());
+    let variables = served.get_envs();
+    command.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+    Some(command)
+}
+
+/// A daemon whose writes to the first device fail from before its start on.
+fn serve_unwritable(store: &Store) -> Option<Daemon> {
+    let command = with_failing("pwrite64", store, &store.serve_command())?;
     Some(Daemon::start(command, store.socket()))
 }
 
@@ -75,6 +83,12 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     });
     told(committed.unwrap_err());
     let job = "tiny".to_owned();
+    let new = store.folder.path().join("new");
+    let mut add = program();
+    add.args(["device", "add", "--size", "16MiB"]).arg(&new);
+    let output = add.arg("--config").arg(&store.config).output().unwrap();
+    assert!(!output.status.success() && words(&output).contains("only read"));
+    assert!(!new.exists(), "refused before anything is made");
     drop(session);
     let reply = control.open_session(open("other")).unwrap();
     let defined = control.define_tiles(proto::DefineTilesRequest {

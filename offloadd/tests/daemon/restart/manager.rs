@@ -4,6 +4,7 @@ use std::io::{IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use offload_api::proto;
@@ -43,6 +44,26 @@ impl Manager {
             self.hear(kept);
             started.join().unwrap()
         })
+    }
+
+    /// The same of `command`, a daemon that does not come to serve. What it logged.
+    pub(super) fn start_in_vain(&self, mut command: Command, kept: &mut Kept) -> String {
+        command.env("NOTIFY_SOCKET", self.store.folder.path().join("notify"));
+        let _numbers = inherited::pass(&mut command, kept).unwrap();
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut ended = None;
+        eventually("it gives up", LONG, || {
+            self.hear(kept);
+            ended = child.try_wait().unwrap();
+            ended.is_some()
+        });
+        self.hear(kept);
+        assert!(ended.is_some_and(|status| !status.success()));
+        let mut log = String::new();
+        let mut stderr = child.stderr.take().unwrap();
+        stderr.read_to_string(&mut log).unwrap();
+        log
     }
 
     /// What it said since, as `kept` changes by it.

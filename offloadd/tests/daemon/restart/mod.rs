@@ -18,6 +18,7 @@ use self::manager::{Manager, reattach};
 use crate::common::{
     Control, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, swap_in, swap_out,
 };
+use crate::reading::with_failing;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -60,6 +61,33 @@ fn memory_rings_and_what_was_written_since_the_commit_outlive_the_daemon() {
         session.resume(&mut control, 3);
         expect_tiles(&mut session, 6, 30);
     }
+}
+
+#[test]
+fn a_start_that_cannot_write_leaves_sessions_to_the_next() {
+    let manager = Manager::new(Store::new(2, "psync"));
+    let daemon = manager.start(&mut Vec::new());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 6);
+    fill_tiles(&mut session, 6, working, 10);
+    let (mut kept, _) = manager.stop(daemon);
+    let kept_count = kept.len();
+    for calls in ["pwrite64", "fdatasync"] {
+        let served = manager.store.serve_command();
+        let Some(command) = with_failing(calls, &manager.store, &served) else {
+            return;
+        };
+        let said = manager.start_in_vain(command, &mut kept);
+        assert!(said.contains("left to the next start"), "{said}");
+        assert_eq!(kept.len(), kept_count, "nothing is taken: {said}");
+    }
+    let daemon = manager.start(&mut kept);
+    let mut control = daemon.control();
+    reattach(&mut control, &session);
+    assert!(!session.hung_up(Duration::ZERO));
+    expect_tiles(&mut session, 6, 10);
+    session.commit(&mut control, working, b"one");
 }
 
 #[test]
