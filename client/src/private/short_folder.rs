@@ -83,17 +83,24 @@ fn remove_left(base: &Path) -> io::Result<()> {
         let ours = is_named(&entry.file_name())
             // Of the name itself: a link is nobody's folder.
             && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == us);
-        if ours && is_left(&entry.path()).unwrap_or(false) {
-            // Two processes may be at it.
+        // Held until the folder is gone: then nobody else removes it, and by then it may be somebody's anew.
+        if ours && let Ok(Some(_held)) = left(&entry.path()) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
     Ok(())
 }
 
-/// Whether who made it lives no more. One without a lock is being made.
-fn is_left(folder: &Path) -> io::Result<bool> {
-    Ok(File::open(folder.join(LOCK))?.try_lock_shared().is_ok())
+/// Its lock, taken, where who made it lives no more. One without a lock is being made.
+fn left(folder: &Path) -> io::Result<Option<File>> {
+    let path = folder.join(LOCK);
+    let lock = File::open(&path)?;
+    // Somebody may have removed it since it was opened, and another made one of its name: where processes have equal numbers.
+    let is_there = |taken: &File| -> io::Result<bool> {
+        let (taken, there) = (taken.metadata()?, fs::metadata(&path)?);
+        Ok((taken.dev(), taken.ino()) == (there.dev(), there.ino()))
+    };
+    Ok((lock.try_lock().is_ok() && is_there(&lock)?).then_some(lock))
 }
 
 #[cfg(test)]
@@ -104,7 +111,7 @@ mod tests {
 
     /// As a process leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
     /// has a copy of the file for a moment.
-    fn left(base: &Path) -> PathBuf {
+    fn leave(base: &Path) -> PathBuf {
         let folder = ShortFolder::new(base).unwrap();
         folder._lock.unlock().unwrap();
         let path = folder.path.clone();
@@ -115,7 +122,7 @@ mod tests {
     #[test]
     fn what_a_killed_process_left_is_removed_by_the_next_start() {
         let base = tempfile::tempdir().unwrap();
-        let first = left(base.path());
+        let first = leave(base.path());
         fs::write(first.join("offloadd.sock"), "").unwrap();
         let next = ShortFolder::new(base.path()).unwrap();
         assert!(!first.exists());
@@ -123,6 +130,15 @@ mod tests {
         let path = next.path().to_owned();
         drop(next);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_another_removes_already_is_left_to_it() {
+        let base = tempfile::tempdir().unwrap();
+        let folder = leave(base.path());
+        let held = left(&folder).unwrap().expect("nobody has it");
+        assert!(left(&folder).unwrap().is_none());
+        drop(held);
     }
 
     #[test]
