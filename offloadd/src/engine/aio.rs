@@ -16,7 +16,7 @@
 //! read by io_uring with registered buffers, 2.38 without and 2.38 by libaio; 0.011, 0.057 and 0.057 s of processor a GB;
 //! written 1.74, 1.68 and 1.58. So fewer system calls would not bring reads nearer: huge pages do, which are fewer to pin
 //! (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled). With them a daemon on the same machine read 98 % of what
-//! `uring` did and wrote 99, in 4 MiB at depth 16; without, 78 to 90 and 90 to 95 (`bench-io/measured/README.md`).
+//! `uring` did and wrote 100, in 4 MiB at depth 16 (`bench-io/measured/README.md`); without, 78 to 103 and 90 to 95 on several days.
 
 use std::collections::VecDeque;
 use std::fs::File;
