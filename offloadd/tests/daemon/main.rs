@@ -25,5 +25,6 @@ mod sessions;
 mod settings;
 mod shares;
 mod soak;
+mod strace;
 mod top;
 mod wear;

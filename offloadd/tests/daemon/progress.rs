@@ -2,28 +2,18 @@
 //! whole. System calls are delayed by strace, so that little work takes long.
 
 use std::io::Read;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::time::Duration;
 
 use offload_api::ids::SlotIndex;
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open_sized, swap_out, words};
+use crate::strace::strace;
 
 /// Runs the program with these calls of it changed; `None` where strace cannot.
 fn slowed(inject: &[&str], arguments: &[&str]) -> Option<Output> {
-    let probe = Command::new("strace")
-        .args(["-f", "-qq", "-e", "trace=none", "true"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        println!(
-            "skipped: {}: strace cannot trace here",
-            std::thread::current().name().unwrap_or("a test")
-        );
-        return None;
-    }
-    let mut command = Command::new("strace");
-    command.args(["-f", "-qq", "-o", "/dev/null"]);
+    let mut command = strace()?;
     for one in inject {
         command.arg("-e").arg(format!("inject={one}"));
     }

@@ -11,25 +11,16 @@ use offload_api::proto;
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, expect_tiles, fill_tiles, open, program, swap_out, words};
+use crate::strace::strace;
 
 const TILES: u32 = 6;
 const SOON: Duration = Duration::from_secs(60);
 
 /// `served` with each of its `calls` to the first device of `store` failing. `None` where strace cannot trace.
 pub(crate) fn with_failing(calls: &str, store: &Store, served: &Command) -> Option<Command> {
-    let probe = Command::new("strace")
-        .args(["-f", "-qq", "-e", "trace=none", "true"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        println!(
-            "skipped: {}: strace cannot trace here",
-            std::thread::current().name().unwrap_or("a test")
-        );
-        return None;
-    }
-    let mut command = Command::new("strace");
+    let mut command = strace()?;
     // Not as the parent: the daemon is this process's child, as without.
-    command.args(["-D", "-f", "-qq", "-o", "/dev/null", "-P"]);
+    command.args(["-D", "-P"]);
     command.arg(&store.devices[0]);
     command.args(["-e", &format!("trace={calls}")]);
     command.args(["-e", &format!("inject={calls}:error=EIO")]);
