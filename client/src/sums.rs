@@ -1,5 +1,5 @@
-//! Checksums of tiles, computed by threads beside the session's own: one core sums 8 to 23 GB/s out of memory, several drives
-//! move more in both directions together. A slot is with such a thread or with its flight, never with both.
+//! Checksums of tiles, computed by threads beside the session's own: one core sums 6 to 23 GB/s, several drives move more in
+//! both directions together. A slot is with such a thread or with its flight, never with both.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,8 +15,8 @@ use crate::signal::Waker;
 /// another one and being woken takes as long.
 pub(crate) const ALONE_BYTES_MAX: u32 = 1 << 20;
 
-/// Four drives of 6.2 and 3.2 GB/s move 37.6 both ways, and a core of a 16-core Xeon summed 7.5 while others did: four threads
-/// were full at 30 (2026-11-22). More than are needed sleep.
+/// Four drives of 6.2 and 3.2 GB/s move 37.6 both ways, and a core of a 16-core Xeon summed 12 to 20 of tiles that were in its
+/// caches and 6 to 8 out of memory while others did (2026-11-22). More than are needed sleep.
 const THREADS_MAX: usize = 8;
 
 /// A tile's bytes, on their way to or from a checksum.

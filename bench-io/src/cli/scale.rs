@@ -63,9 +63,10 @@ pub(crate) struct ScaleArgs {
         value_delimiter = ','
     )]
     bs: Vec<Bytes>,
-    /// Operations in flight of each drive and direction; through the daemon at most 1024 in all, and one a tile
-    #[arg(long, value_name = "N", default_value_t = 32)]
-    iodepth: u32,
+    /// Operations in flight of each file and direction; through the daemon at most 1024 in all, and one a tile
+    /// [default: fio's 32; through the daemon 16 MiB of them a drive, two at least, so that tiles stay in the processor's cache]
+    #[arg(long, value_name = "N")]
+    iodepth: Option<u32>,
     /// Bytes used of each drive; it needs five times that
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
@@ -148,11 +149,12 @@ fn check(args: &ScaleArgs) -> Result<()> {
     if let Some(wrong) = args.drives.iter().find(|count| !(1..=all).contains(*count)) {
         bail!("--drives {wrong}: there are {all}");
     }
-    ensure!(
-        (1..=1024).contains(&args.iodepth),
-        "--iodepth {}: 1 to 1024",
-        args.iodepth
-    );
+    if let Some(iodepth) = args.iodepth {
+        ensure!(
+            (1..=1024).contains(&iodepth),
+            "--iodepth {iodepth}: 1 to 1024"
+        );
+    }
     ensure!(
         (0.1..=3600.0).contains(&args.runtime),
         "--runtime {}: seconds, 0.1 to 3600",

@@ -11,7 +11,7 @@ use crate::words::{Micros, SpeedText};
 pub(crate) mod warnings;
 
 /// Of the JSON's names and their meaning.
-pub(crate) const REPORT_VERSION: u32 = 3;
+pub(crate) const REPORT_VERSION: u32 = 4;
 
 /// One direction of a measurement.
 #[derive(Clone, Debug, Serialize)]

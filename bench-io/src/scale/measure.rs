@@ -95,7 +95,7 @@ pub(crate) fn measure(
                         read_percent: None,
                         jobs: 1,
                         bs,
-                        iodepth: plan.iodepth,
+                        iodepth: plan.fio_depth(),
                         size: plan.size,
                         direct: true,
                         ramp: plan.ramp,
@@ -185,7 +185,7 @@ pub(crate) fn measure(
         runtime_s: plan.runtime.as_secs_f64(),
         settings: Settings {
             size: plan.size,
-            iodepth: plan.iodepth,
+            fio_iodepth: plan.fio_depth(),
             ioengine: plan.engine.clone(),
             rounds: plan.rounds,
         },
@@ -245,7 +245,7 @@ impl Store {
             plan.size
         );
         let depth_max = u64::from(IODEPTH_MAX).min(tile_count);
-        let one_way = (u64::from(plan.iodepth) * folders as u64).min(depth_max) as u32;
+        let one_way = plan.own_depth(bs, folders).min(depth_max) as u32;
         let depth = (2 * u64::from(one_way)).min(depth_max) as u32;
         let slot_bytes = u64::from(bs) * u64::from(depth);
         let daemon = OwnDaemon::start(

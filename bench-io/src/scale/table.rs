@@ -37,9 +37,9 @@ impl ScaleReport {
         let settings = &self.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
         let mut line = format!(
-            "direct, size {} and iodepth {} of each drive and way, ioengine {} (took {engine}), {:.1} s a measurement",
+            "direct, size {} and fio's iodepth {} of each file and way, ioengine {} (took {engine}), {:.1} s a measurement",
             Bytes(settings.size),
-            settings.iodepth,
+            settings.fio_iodepth,
             settings.ioengine,
             self.runtime_s
         );
@@ -51,8 +51,8 @@ impl ScaleReport {
 }
 
 const HEAD: &str = "\
-| drives | bs | | through offloadd | of the limit | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
-|---|---|---|---|---|---|---|---|---|";
+| drives | bs | in flight | | through offloadd | of the limit | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
+|---|---|---|---|---|---|---|---|---|---|";
 
 /// One line. Its cells are also the HTML page's.
 struct RowText<'a>(&'a Row);
@@ -64,9 +64,10 @@ impl fmt::Display for RowText<'_> {
 }
 
 /// What the columns are called.
-pub(super) const COLUMNS: [&str; 9] = [
+pub(super) const COLUMNS: [&str; 10] = [
     "drives",
     "bs",
+    "in flight",
     "",
     "through offloadd",
     "of the limit",
@@ -77,7 +78,7 @@ pub(super) const COLUMNS: [&str; 9] = [
 ];
 
 /// What stands in them.
-pub(super) fn cells(row: &Row) -> [String; 9] {
+pub(super) fn cells(row: &Row) -> [String; 10] {
     let nothing = String::new;
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let ours = row.daemon_bytes_per_s();
@@ -106,6 +107,7 @@ pub(super) fn cells(row: &Row) -> [String; 9] {
             false => format!("{} unpaced", row.drives),
         },
         Bytes(u64::from(row.bs)).to_string(),
+        row.iodepth.to_string(),
         row.load.word().into(),
         rates(of(&row.daemon.read), of(&row.daemon.write))
             + &range(rounds.map(|rounds| &rounds.daemon)),
