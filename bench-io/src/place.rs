@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use offload_client::private::{PrivateDaemon, PrivateSettings};
+use offload_client::private::{OwnFolder, PrivateDaemon, PrivateSettings};
 
 use crate::noise;
 
@@ -22,9 +22,9 @@ const ARENA_SLACK_BYTES: u64 = 64 << 20;
 /// A ring is gone some 0.1 s after its process, a busy one's later.
 const RELEASE_WAIT: Duration = Duration::from_secs(10);
 
-/// A folder of this run's own; gone with it.
+/// A folder of this run's own; gone with it, or with the next run on the same drive where this one was killed.
 #[derive(Debug)]
-pub(crate) struct WorkFolder(PathBuf);
+pub(crate) struct WorkFolder(OwnFolder);
 
 impl WorkFolder {
     /// In `parent`, which must exist.
@@ -32,26 +32,17 @@ impl WorkFolder {
     /// # Errors
     /// It cannot be made.
     pub(crate) fn make(parent: &Path) -> Result<Self> {
-        static MADE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let nth = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let path = parent.join(format!(".bench-io-{}-{nth}", std::process::id()));
-        std::fs::create_dir(&path).with_context(|| {
+        let made = OwnFolder::new(parent, ".bench-io-").with_context(|| {
             format!(
-                "making {}: name a folder on the drive with --directory",
-                path.display()
+                "making a folder in {}: name one on the drive",
+                parent.display()
             )
         })?;
-        Ok(Self(path))
+        Ok(Self(made))
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for WorkFolder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        self.0.path()
     }
 }
 

@@ -311,25 +311,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
 #[test]
 fn a_measurement_that_is_stopped_leaves_nothing() {
     let folder = drive();
-    let mut running = program()
-        .args([
-            "run",
-            "--size=16m",
-            "--bs=64k",
-            "--runtime=60",
-            "--directory",
-        ])
-        .arg(folder.path())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let since = Instant::now();
-    while std::fs::read_dir(folder.path()).unwrap().count() == 0 {
-        assert!(since.elapsed().as_secs() < 20, "nothing was made");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    // In the middle of whatever it is at.
-    std::thread::sleep(Duration::from_secs(1));
+    let mut running = in_the_middle(folder.path());
     let pid = rustix::process::Pid::from_child(&running);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     let stopped = Instant::now();
@@ -337,6 +319,44 @@ fn a_measurement_that_is_stopped_leaves_nothing() {
     assert!(!status.success());
     assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
     assert_empty(folder.path());
+}
+
+#[test]
+fn what_a_killed_measurement_left_the_next_one_removes() {
+    let folder = drive();
+    let mut killed = in_the_middle(folder.path());
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    json(&with(&[
+        "--rw=read",
+        "--directory",
+        folder.path().to_str().unwrap(),
+    ]));
+    assert_empty(folder.path());
+}
+
+/// One that would take a minute, a second after it began to make files in `folder`.
+fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
+    let running = program()
+        .args([
+            "run",
+            "--size=16m",
+            "--bs=64k",
+            "--runtime=60",
+            "--directory",
+        ])
+        .arg(folder)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let since = Instant::now();
+    while std::fs::read_dir(folder).unwrap().count() == 0 {
+        assert!(since.elapsed().as_secs() < 20, "nothing was made");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    running
 }
 
 #[test]

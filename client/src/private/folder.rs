@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use super::short_folder::ShortFolder;
+use super::own_folder::OwnFolder;
 use super::{PrivateSettings, failed};
 use crate::ClientError;
 
@@ -13,7 +13,7 @@ use crate::ClientError;
 const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// Where its socket is to be, and the folder made for it if that is not below `folder`.
-pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<ShortFolder>), ClientError> {
+pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<OwnFolder>), ClientError> {
     let folder = std::path::absolute(folder).map_err(|e| failed(e.to_string()))?;
     let usual = folder.join("run");
     let socket = usual.join("offloadd.sock");
@@ -22,7 +22,7 @@ pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<ShortFolder
         return Ok((socket, None));
     }
     let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
-    let short = ShortFolder::new(&base)
+    let short = OwnFolder::new(&base, "offloadd-private-")
         .map_err(|e| failed(format!("making a folder in {}: {e}", base.display())))?;
     Ok((short.path().join("offloadd.sock"), Some(short)))
 }

@@ -12,7 +12,7 @@
 
 mod folder;
 mod keeper;
-mod short_folder;
+mod own_folder;
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -25,7 +25,7 @@ use std::time::Duration;
 use crate::ClientError;
 use folder::{config_text, make_folder, socket_place};
 use keeper::Keeper;
-use short_folder::ShortFolder;
+pub use own_folder::OwnFolder;
 
 /// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
@@ -65,7 +65,7 @@ pub struct PrivateDaemon {
     pid: u32,
     keeper: Keeper,
     /// Removed with this value, after the child has ended.
-    _short_folder: Option<ShortFolder>,
+    _short_folder: Option<OwnFolder>,
 }
 
 impl PrivateDaemon {

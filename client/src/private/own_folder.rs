@@ -1,5 +1,5 @@
-//! A folder with a short path, for sockets whose own folder lies too deep. Whose process was killed could not remove it, and the
-//! next start does.
+//! A folder of one process, gone with it: for sockets whose own folder lies too deep, and for what a measurement leaves on a
+//! drive. Whose process was killed could not remove it, and the next that makes one beside it does.
 
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
@@ -7,8 +7,6 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-
-const PREFIX: &str = "offloadd-private-";
 
 /// Locked while the process lives that made the folder.
 const LOCK: &str = "lock";
@@ -21,17 +19,20 @@ const NAMES_MAX: usize = 1000;
 
 /// A folder that nobody else may enter, gone with this value.
 #[derive(Debug)]
-pub(super) struct ShortFolder {
+pub struct OwnFolder {
     path: PathBuf,
     _lock: File,
 }
 
-impl ShortFolder {
-    /// Makes one in `base`, and removes there what dead processes of this user left.
-    pub(super) fn new(base: &Path) -> io::Result<Self> {
+impl OwnFolder {
+    /// Makes one in `base` whose name begins with `prefix`, and removes there what dead processes of this user left.
+    ///
+    /// # Errors
+    /// It cannot be made: `base` is not there, is full, or is another's.
+    pub fn new(base: &Path, prefix: &str) -> io::Result<Self> {
         // It is in nobody's way, and whoever may not look into the base may still make folders there.
-        let _ = remove_left(base);
-        let path = make(base)?;
+        let _ = remove_left(base, prefix);
+        let path = make(base, prefix)?;
         let new = path.join(LOCK_NEW);
         let locked = File::create_new(&new).inspect(|lock| {
             // Where files cannot be locked it keeps this name, and the folder is taken for one that is being made.
@@ -48,25 +49,26 @@ impl ShortFolder {
         }
     }
 
-    pub(super) fn path(&self) -> &Path {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-impl Drop for ShortFolder {
+impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // What is left then lies in a place that is emptied at boot, and the next start tries again.
+        // What is left then the next start tries to remove again.
         let _ = fs::remove_dir_all(&self.path);
     }
 }
 
 /// With a name that no living process of ours has.
-fn make(base: &Path) -> io::Result<PathBuf> {
+fn make(base: &Path, prefix: &str) -> io::Result<PathBuf> {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let mut last = io::Error::from(io::ErrorKind::AlreadyExists);
     for _ in 0..NAMES_MAX {
         let nth = MADE.fetch_add(1, Ordering::Relaxed);
-        let path = base.join(format!("{PREFIX}{}-{nth}", std::process::id()));
+        let path = base.join(format!("{prefix}{}-{nth}", std::process::id()));
         match DirBuilder::new().mode(0o700).create(&path) {
             Ok(()) => return Ok(path),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => last = error,
@@ -76,9 +78,9 @@ fn make(base: &Path) -> io::Result<PathBuf> {
     Err(last)
 }
 
-fn remove_left(base: &Path) -> io::Result<()> {
+fn remove_left(base: &Path, prefix: &str) -> io::Result<()> {
     let us = rustix::process::geteuid().as_raw();
-    let is_named = |name: &OsStr| name.as_encoded_bytes().starts_with(PREFIX.as_bytes());
+    let is_named = |name: &OsStr| name.as_encoded_bytes().starts_with(prefix.as_bytes());
     for entry in base.read_dir()?.flatten() {
         let ours = is_named(&entry.file_name())
             // Of the name itself: a link is nobody's folder.
@@ -109,10 +111,12 @@ mod tests {
 
     use super::*;
 
+    const PREFIX: &str = "offloadd-private-";
+
     /// As a process leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
     /// has a copy of the file for a moment.
     fn leave(base: &Path) -> PathBuf {
-        let folder = ShortFolder::new(base).unwrap();
+        let folder = OwnFolder::new(base, PREFIX).unwrap();
         folder._lock.unlock().unwrap();
         let path = folder.path.clone();
         std::mem::forget(folder);
@@ -124,7 +128,7 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let first = leave(base.path());
         fs::write(first.join("offloadd.sock"), "").unwrap();
-        let next = ShortFolder::new(base.path()).unwrap();
+        let next = OwnFolder::new(base.path(), PREFIX).unwrap();
         assert!(!first.exists());
         assert_eq!(fs::metadata(next.path()).unwrap().mode() & 0o777, 0o700);
         let path = next.path().to_owned();
@@ -145,7 +149,7 @@ mod tests {
     fn what_somebody_may_use_stays() {
         let base = tempfile::tempdir().unwrap();
         let in_base = |name: &str| base.path().join(name);
-        let living = ShortFolder::new(base.path()).unwrap();
+        let living = OwnFolder::new(base.path(), PREFIX).unwrap();
         let being_made = in_base("offloadd-private-1-0");
         let not_locked_yet = in_base("offloadd-private-2-0");
         let another = in_base("offloadd-launch-x");
@@ -156,7 +160,7 @@ mod tests {
         fs::write(not_locked_yet.join(LOCK_NEW), "").unwrap();
         fs::write(another.join(LOCK), "").unwrap();
         std::os::unix::fs::symlink(&another, &link).unwrap();
-        let _next = ShortFolder::new(base.path()).unwrap();
+        let _next = OwnFolder::new(base.path(), PREFIX).unwrap();
         let [new, next] = [&being_made, &not_locked_yet];
         for stays in [living.path(), new, next, &another, &link] {
             assert!(stays.exists(), "{}", stays.display());
@@ -171,7 +175,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..250 {
-                        let own = ShortFolder::new(base.path()).unwrap();
+                        let own = OwnFolder::new(base.path(), PREFIX).unwrap();
                         assert!(own.path().join(LOCK).exists());
                     }
                 });
@@ -183,6 +187,6 @@ mod tests {
     #[test]
     fn a_base_that_cannot_be_used_is_an_error() {
         let base = tempfile::tempdir().unwrap();
-        assert!(ShortFolder::new(&base.path().join("missing")).is_err());
+        assert!(OwnFolder::new(&base.path().join("missing"), PREFIX).is_err());
     }
 }
