@@ -19,7 +19,7 @@ use offloadd::engine::EngineChoice;
 
 use crate::drive::Drive;
 use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
-use crate::pattern::{Pattern, WrongBlock};
+use crate::pattern::{Pattern, WrongBlocks};
 use crate::progress::Progress;
 use crate::report::Figures;
 use crate::target::Target;
@@ -84,7 +84,7 @@ struct Order {
 
 struct Ended {
     outcome: Outcome,
-    wrong: Vec<WrongBlock>,
+    wrong: WrongBlocks,
 }
 
 /// How a target answers when it is open.
@@ -197,7 +197,7 @@ impl Bench {
         timing: Timing,
         progress: &Progress,
         what: &str,
-    ) -> Result<(Figures, Vec<WrongBlock>)> {
+    ) -> Result<(Figures, WrongBlocks)> {
         assert_eq!(streams.len(), self.workers.len(), "streams for every job");
         let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
         let start = Instant::now() + START_DELAY;
@@ -218,7 +218,7 @@ impl Bench {
             drives: self.drives.clone(),
         };
         let mut watch = Watch::new(watched, progress, what, start, timing, moved);
-        let (mut outcome, mut wrong, mut failure) = (Outcome::new(), Vec::new(), None);
+        let (mut outcome, mut wrong, mut failure) = (Outcome::new(), WrongBlocks::default(), None);
         let mut missing = self.workers.len();
         while missing > 0 {
             match self.ended.recv_timeout(watch.sleep()) {
@@ -227,7 +227,7 @@ impl Bench {
                     match ended {
                         Ok(ended) => {
                             outcome.add(&ended.outcome);
-                            wrong.extend(ended.wrong);
+                            wrong.add(ended.wrong);
                         }
                         // The others end by themselves.
                         Err(error) => failure = failure.or(Some(error)),

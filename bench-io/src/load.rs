@@ -283,7 +283,7 @@ fn submit(target: &mut dyn Target, streams: &mut [Stream], once: bool) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::{Pattern, WrongBlock};
+    use crate::pattern::{Pattern, WrongBlocks};
 
     /// Ends operations in the order they came, two at a time, and remembers them.
     #[derive(Default)]
@@ -317,8 +317,8 @@ mod tests {
 
         fn expect(&mut self, _: Pattern) {}
 
-        fn wrong(&mut self) -> Vec<WrongBlock> {
-            Vec::new()
+        fn wrong(&mut self) -> WrongBlocks {
+            WrongBlocks::default()
         }
     }
 

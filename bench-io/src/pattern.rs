@@ -56,6 +56,31 @@ pub(crate) enum Found {
     Foreign,
 }
 
+/// Blocks that are wrong: all of them counted, the first ones kept, as a drive can be wrong everywhere.
+#[derive(Debug, Default)]
+pub(crate) struct WrongBlocks {
+    pub(crate) kept: Vec<WrongBlock>,
+    pub(crate) count: u64,
+}
+
+impl WrongBlocks {
+    /// 64 MiB of them.
+    const KEPT_MAX: usize = 1 << 20;
+
+    pub(crate) fn add(&mut self, other: Self) {
+        let room = Self::KEPT_MAX - self.kept.len();
+        self.kept.extend(other.kept.into_iter().take(room));
+        self.count += other.count;
+    }
+}
+
+impl From<Vec<WrongBlock>> for WrongBlocks {
+    fn from(kept: Vec<WrongBlock>) -> Self {
+        let count = kept.len() as u64;
+        Self { kept, count }
+    }
+}
+
 impl fmt::Display for WrongBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "at {}: ", self.offset)?;
@@ -154,6 +179,24 @@ fn differs(block: &[u8], words: impl Iterator<Item = u64>) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_drive_that_is_wrong_everywhere_is_counted_in_bounded_memory() {
+        let wrong = |count| {
+            let block = WrongBlock {
+                device: 0,
+                offset: 0,
+                found: Found::Zeros,
+            };
+            WrongBlocks::from(vec![block; count])
+        };
+        let mut all = WrongBlocks::default();
+        for part in [5, WrongBlocks::KEPT_MAX - 2, 7] {
+            all.add(wrong(part));
+        }
+        assert_eq!(all.count, WrongBlocks::KEPT_MAX as u64 + 10);
+        assert_eq!(all.kept.len(), WrongBlocks::KEPT_MAX);
+    }
 
     #[test]
     fn every_way_in_which_a_block_can_be_wrong_has_its_name() {

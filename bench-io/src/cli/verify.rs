@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::bench::Bench;
 use crate::job::{Access, JobWords};
 use crate::load::{StreamPlan, Timing};
-use crate::pattern::{Found, Pattern, WrongBlock};
+use crate::pattern::{Found, Pattern, WrongBlock, WrongBlocks};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 
@@ -60,6 +60,8 @@ struct VerifyReport {
     /// Of the first.
     pass: u64,
     wrong_blocks: u64,
+    /// Of these, not in the ranges: there were too many.
+    unnamed_blocks: u64,
     wrong: Vec<WrongRange>,
 }
 
@@ -116,7 +118,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
             .map(|job| job.iter().map(plan).collect())
             .collect()
     };
-    let mut wrong = Vec::new();
+    let mut wrong = WrongBlocks::default();
     let mut bytes = 0;
     for nth in 0..passes {
         bench.set_pattern(Pattern {
@@ -128,7 +130,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         if only != Some(Only::Write) {
             let (figures, found) = bench.run(&one_way(true), timing, &progress, "checking")?;
             bytes += figures.ways().map(|(_, way)| way.bytes).sum::<u64>();
-            wrong.extend(found);
+            wrong.add(found);
         }
     }
     drop(progress);
@@ -141,8 +143,9 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         bytes,
         passes,
         pass: first,
-        wrong_blocks: wrong.len() as u64,
-        wrong: ranges(wrong, &files),
+        wrong_blocks: wrong.count,
+        unnamed_blocks: wrong.count - wrong.kept.len() as u64,
+        wrong: ranges(wrong.kept, &files),
     };
     match args.json {
         true => println!("{}", serde_json::to_string(&report)?),
@@ -201,6 +204,9 @@ impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for range in &self.wrong {
             writeln!(f, "{}: {} bytes {}", range.file, range.bytes, range.first)?;
+        }
+        if self.unnamed_blocks > 0 {
+            writeln!(f, "and {} blocks more", self.unnamed_blocks)?;
         }
         let how = if self.wrong_blocks == 0 {
             "all as written"

@@ -13,7 +13,7 @@ use offload_client::{
 use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
 use crate::noise;
-use crate::pattern::{Pattern, WrongBlock};
+use crate::pattern::{Pattern, WrongBlocks};
 
 /// A session and the tiles it moves.
 pub(crate) struct DaemonTarget {
@@ -29,7 +29,7 @@ pub(crate) struct DaemonTarget {
     /// By slot.
     flights: Vec<Option<Flight>>,
     done: Vec<Done>,
-    wrong: Vec<WrongBlock>,
+    wrong: WrongBlocks,
     written: bool,
 }
 
@@ -95,7 +95,7 @@ impl DaemonTarget {
             pattern,
             flights: vec![None; depth as usize],
             done: Vec::new(),
-            wrong: Vec::new(),
+            wrong: WrongBlocks::default(),
             written: false,
         };
         target.session()?.resume(Generation(0))?;
@@ -152,7 +152,7 @@ impl DaemonTarget {
         if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
             let offset = flight.block * u64::from(self.tile_bytes);
             let bytes = &slot.as_slice()[..self.tile_bytes as usize];
-            self.wrong.extend(pattern.check(bytes, 0, offset));
+            self.wrong.add(pattern.check(bytes, 0, offset).into());
         }
         self.session()?.give_slot(slot);
         ended.push(flight);
@@ -230,7 +230,7 @@ impl Target for DaemonTarget {
         self.pattern = Some(pattern);
     }
 
-    fn wrong(&mut self) -> Vec<WrongBlock> {
+    fn wrong(&mut self) -> WrongBlocks {
         std::mem::take(&mut self.wrong)
     }
 }

@@ -20,7 +20,7 @@ use rustix::fs::{FlockOperation, OFlags};
 
 use super::{Flight, Target, Way};
 use crate::noise;
-use crate::pattern::{Pattern, WrongBlock};
+use crate::pattern::{Pattern, WrongBlocks};
 
 /// Where a target's files are, and how they are opened.
 #[derive(Clone, Debug)]
@@ -99,7 +99,7 @@ pub(crate) struct DeviceTarget {
     free: Vec<u32>,
     flights: Vec<Option<Flight>>,
     done: Vec<IoDone>,
-    wrong: Vec<WrongBlock>,
+    wrong: WrongBlocks,
 }
 
 /// What operations read into and write from.
@@ -153,7 +153,7 @@ impl DeviceTarget {
             free: (0..depth).rev().collect(),
             flights: vec![None; depth as usize],
             done: Vec::new(),
-            wrong: Vec::new(),
+            wrong: WrongBlocks::default(),
         })
     }
 
@@ -183,7 +183,7 @@ impl DeviceTarget {
         {
             if flight.way == Way::Read {
                 let found = pattern.check(bytes.as_slice(), u64::from(flight.device), offset);
-                self.wrong.extend(found);
+                self.wrong.add(found.into());
             }
             own[slot] = Some(bytes);
         }
@@ -264,7 +264,7 @@ impl Target for DeviceTarget {
         }
     }
 
-    fn wrong(&mut self) -> Vec<WrongBlock> {
+    fn wrong(&mut self) -> WrongBlocks {
         std::mem::take(&mut self.wrong)
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::pattern::{Pattern, WrongBlock};
+use crate::pattern::{Pattern, WrongBlocks};
 
 pub(crate) mod daemon;
 pub(crate) mod device;
@@ -73,5 +73,5 @@ pub(crate) trait Target {
     fn expect(&mut self, pattern: Pattern);
 
     /// What did not come back as it was written, where the target was opened to check.
-    fn wrong(&mut self) -> Vec<WrongBlock>;
+    fn wrong(&mut self) -> WrongBlocks;
 }
