@@ -14,6 +14,7 @@ mod doubts;
 mod measure;
 pub(crate) mod page;
 pub(crate) mod picture;
+mod store;
 mod table;
 
 use std::path::PathBuf;

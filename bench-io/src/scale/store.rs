@@ -1,0 +1,135 @@
+//! What is measured through the daemon: a store of its own on the first drives, and the streams that go through it.
+
+use anyhow::{Context, Result, ensure};
+use offloadd::api::IODEPTH_MAX;
+
+use super::{Load, ScalePlan};
+use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::load::{StreamPlan, Timing};
+use crate::place::OwnDaemon;
+use crate::progress::Progress;
+use crate::report::Figures;
+use crate::target::Way;
+
+/// A store on some drives, filled, with a session open on it.
+pub(super) struct Store {
+    /// Before the daemon.
+    bench: Bench,
+    _daemon: OwnDaemon,
+    pub(super) drives: usize,
+    pub(super) bs: u32,
+    tile_count: u64,
+    /// What a session may ask for, and a tile is moved once at a time: both bound these.
+    one_way_depth: u32,
+    depth: u32,
+}
+
+impl Store {
+    /// Formats while drives keep their pace, as placement goes by what a format measures; fills as fast as it can.
+    ///
+    /// # Errors
+    /// No room, or no daemon.
+    pub(super) fn new(
+        plan: &ScalePlan,
+        bs: u32,
+        drives: usize,
+        set_pace: impl Fn(bool) -> Result<()>,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let folders = drives * plan.parts;
+        set_pace(true)?;
+        progress.say("formatting a store");
+        let tile_count = plan.size / u64::from(bs) * folders as u64;
+        ensure!(
+            tile_count >= 2,
+            "size = {}: too small for operations of {bs} bytes",
+            plan.size
+        );
+        let depth_max = u64::from(IODEPTH_MAX).min(tile_count);
+        let one_way = plan.own_depth(bs, folders).min(depth_max) as u32;
+        let depth = (2 * u64::from(one_way)).min(depth_max) as u32;
+        let slot_bytes = u64::from(bs) * u64::from(depth);
+        let daemon = OwnDaemon::start(
+            &plan.folders[..folders],
+            plan.size,
+            slot_bytes,
+            depth,
+            &plan.engine,
+        )?;
+        let bench = Bench::open(BenchPlan {
+            target: TargetPlan::Daemon {
+                socket: daemon.socket().to_owned(),
+                tile_count: u32::try_from(tile_count).context("too many tiles; use a larger bs")?,
+                gpu: false,
+            },
+            block_bytes: bs,
+            depth,
+            jobs: 1,
+            pattern: None,
+        })?;
+        let store = Self {
+            bench,
+            _daemon: daemon,
+            drives,
+            bs,
+            tile_count,
+            one_way_depth: one_way,
+            depth,
+        };
+        set_pace(false)?;
+        store.bench.fill(
+            &[vec![store.stream(0, tile_count, Way::Write, depth)]],
+            progress,
+        )?;
+        Ok(store)
+    }
+
+    /// Operations in flight.
+    pub(super) fn depth(&self, load: Load) -> u32 {
+        match load {
+            Load::Both => self.depth,
+            _ => self.one_way_depth,
+        }
+    }
+
+    fn stream(&self, first: u64, count: u64, way: Way, depth: u32) -> StreamPlan {
+        StreamPlan {
+            device: 0,
+            blocks: (first, count),
+            reads: way == Way::Read,
+            writes: way == Way::Write,
+            read_percent: 50,
+            random: false,
+            depth,
+        }
+    }
+
+    /// Moves tiles for as long as the plan says.
+    ///
+    /// # Errors
+    /// The daemon or an operation fails.
+    pub(super) fn run(
+        &self,
+        plan: &ScalePlan,
+        load: Load,
+        progress: &Progress,
+        what: &str,
+    ) -> Result<Figures> {
+        let (half, depth) = (self.tile_count / 2, self.depth(load));
+        let rest = self.tile_count - half;
+        let streams = match load {
+            Load::Read => vec![self.stream(0, self.tile_count, Way::Read, depth)],
+            Load::Write => vec![self.stream(0, self.tile_count, Way::Write, depth)],
+            Load::Both => vec![
+                self.stream(0, half, Way::Read, depth / 2),
+                self.stream(half, rest, Way::Write, depth / 2),
+            ],
+        };
+        let timing = Timing {
+            ramp: plan.ramp,
+            runtime: plan.runtime,
+        };
+        let (figures, _) = self.bench.run(&[streams], timing, progress, what)?;
+        Ok(figures)
+    }
+}
