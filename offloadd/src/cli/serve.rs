@@ -209,6 +209,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         lock,
         descriptor_socket,
         store: store_id,
+        sessions_max: config.sessions_max,
         scrub_bytes_per_s_max: config.scrub_bytes_per_s_max,
     };
     let metrics = (config.metrics_listen.as_ref())

@@ -35,6 +35,8 @@ pub struct About {
     pub descriptor_socket: PathBuf,
     /// Which one it serves.
     pub store: StoreId,
+    /// The settings' own.
+    pub sessions_max: u32,
     /// What users' scrubs may read together.
     pub scrub_bytes_per_s_max: u64,
 }

@@ -142,7 +142,7 @@ pub async fn serve(
     about: About,
     stop: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
-    let places = Places::default();
+    let places = Places::new(about.sessions_max);
     let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
     let incoming =
         UnixListenerStream::new(listener).filter_map(move |accepted| places.admit(accepted));

@@ -12,8 +12,11 @@ use tonic::transport::server::Connected;
 
 use crate::core::Peer;
 
-/// Connections of one user: a process has one, and 32 ranks on a node are many.
-const CONNECTIONS_A_USER: usize = 64;
+/// Connections of one user beside those of its sessions: commands, and whoever looks.
+const CONNECTIONS_BESIDE: usize = 64;
+
+/// A session has one, and its process may have another to look at the daemon.
+const CONNECTIONS_A_SESSION: usize = 2;
 
 /// A connection and whose it is.
 #[derive(Debug)]
@@ -24,8 +27,11 @@ pub(super) struct PeerStream {
 }
 
 /// Connections by user.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Places(Arc<Mutex<HashMap<u32, usize>>>);
+#[derive(Clone, Debug)]
+pub(super) struct Places {
+    most: usize,
+    counts: Arc<Mutex<HashMap<u32, usize>>>,
+}
 
 /// One connection's share of its user's bound; given back when dropped.
 #[derive(Debug)]
@@ -35,6 +41,14 @@ struct Place {
 }
 
 impl Places {
+    /// All `sessions_max` sessions may be one user's.
+    pub(super) fn new(sessions_max: u32) -> Self {
+        Self {
+            most: CONNECTIONS_A_SESSION * sessions_max as usize + CONNECTIONS_BESIDE,
+            counts: Arc::default(),
+        }
+    }
+
     /// The connection, unless its user has too many already: then it is closed.
     pub(super) fn admit(&self, accepted: io::Result<UnixStream>) -> Option<io::Result<PeerStream>> {
         let admitted = accepted.and_then(|stream| {
@@ -58,7 +72,9 @@ impl Places {
                     tracing::warn!(
                         uid,
                         pid,
-                        "closed a connection: this user has {CONNECTIONS_A_USER} already"
+                        "closed a connection: this user has {} already, which is {CONNECTIONS_A_SESSION} for each of `sessions_max` \
+                         and {CONNECTIONS_BESIDE} more",
+                        self.most
                     );
                     None
                 }
@@ -73,9 +89,9 @@ impl Places {
     }
 
     fn take(&self, uid: u32) -> Option<Place> {
-        let mut counts = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let mut counts = self.counts.lock().unwrap_or_else(|e| e.into_inner());
         let count = counts.entry(uid).or_default();
-        if *count >= CONNECTIONS_A_USER {
+        if *count >= self.most {
             return None;
         }
         *count += 1;
@@ -88,7 +104,7 @@ impl Places {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut counts = self.places.0.lock().unwrap_or_else(|e| e.into_inner());
+        let mut counts = self.places.counts.lock().unwrap_or_else(|e| e.into_inner());
         let count = counts.get_mut(&self.uid).expect("taken");
         *count -= 1;
         if *count == 0 {
@@ -139,8 +155,8 @@ mod tests {
 
     #[test]
     fn one_users_connections_are_bounded_and_anothers_are_not_its() {
-        let places = Places::default();
-        let mut held: Vec<_> = (0..CONNECTIONS_A_USER)
+        let places = Places::new(3);
+        let mut held: Vec<_> = (0..CONNECTIONS_A_SESSION * 3 + CONNECTIONS_BESIDE)
             .map(|_| places.take(7).unwrap())
             .collect();
         assert!(places.take(7).is_none());
@@ -148,6 +164,6 @@ mod tests {
         held.pop();
         assert!(places.take(7).is_some());
         drop(held);
-        assert!(places.0.lock().unwrap().is_empty(), "nothing is kept");
+        assert!(places.counts.lock().unwrap().is_empty(), "nothing is kept");
     }
 }

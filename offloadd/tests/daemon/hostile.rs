@@ -229,10 +229,16 @@ fn a_service_manager_that_listens_no_more_delays_nobody() {
 #[test]
 fn one_users_connections_are_bounded() {
     let store = Store::new(1, "psync");
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text + "sessions_max = 40\n").unwrap();
     let daemon = store.serve();
     let mut held = Vec::new();
     let mut closed = 0;
-    for _ in 0..80 {
+    for nth in 0..160 {
+        if nth == 100 {
+            // As many sessions as the settings allow, each beside a look at the daemon, keep nobody out.
+            Control::connect(&daemon.socket).arena_free_bytes();
+        }
         let mut stream = std::os::unix::net::UnixStream::connect(&daemon.socket).unwrap();
         stream
             .set_read_timeout(Some(Duration::from_millis(20)))
@@ -243,7 +249,7 @@ fn one_users_connections_are_bounded() {
             _ => held.push(stream),
         }
     }
-    assert!(closed >= 80 - 64, "{closed} of 80 were closed");
+    assert!(closed >= 160 - 144, "{closed} of 160 were closed");
     drop(held);
     eventually("room again", SOON, || {
         let socket = daemon.socket.clone();
