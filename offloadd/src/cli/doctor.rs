@@ -39,10 +39,10 @@ pub(crate) fn run(
     let worst = worst(&findings);
     if as_json {
         let found: Vec<_> = findings.iter().map(to_json).collect();
-        println!("{}", json!({ "worst": worst.name(), "findings": found }));
+        say!("{}", json!({ "worst": worst.name(), "findings": found }));
     } else {
         for finding in &findings {
-            println!("{}", text(finding));
+            say!("{}", text(finding));
         }
         let count = |severity| {
             findings
@@ -50,7 +50,7 @@ pub(crate) fn run(
                 .filter(|one| one.severity == severity)
                 .count()
         };
-        println!(
+        say!(
             "{} looked at: {} problems, {} hints",
             findings.len(),
             count(Severity::Problem),

@@ -90,13 +90,16 @@ fn make_store(
         created_unix_s,
         force,
     )?;
-    println!("store {}", StoreId(id));
-    println!(
+    say!("store {}", StoreId(id));
+    say!(
         "{:>6}  {:>12}  {:>10}  {:>10}  path",
-        "device", "data", "read", "write"
+        "device",
+        "data",
+        "read",
+        "write"
     );
     for (device, superblock) in devices.iter().zip(superblocks) {
-        println!(
+        say!(
             "{:>6}  {:>12}  {:>5.2} GB/s  {:>5.2} GB/s  {}",
             superblock.number,
             binary(superblock.data_bytes),

@@ -62,13 +62,13 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
         }
     })?;
     match (newest.0, choice.force) {
-        (0, _) => println!(
+        (0, _) => say!(
             "{job} goes on from nothing: the store has no other generation of it that is whole. Drop it to start again"
         ),
-        (newest, false) => println!(
+        (newest, false) => say!(
             "{job} goes on from generation {newest}, the newest that can be read: its tiles were compared"
         ),
-        (newest, true) => println!(
+        (newest, true) => say!(
             "{job} goes on from generation {newest} if its tiles are whole: they were not compared, `offloadd verify` does that"
         ),
     }

@@ -1,5 +1,13 @@
 //! What each command does, from its arguments to its output.
 
+/// As `println!`, but a reader that has gone (`| head -1`) is no reason to fail what is done.
+macro_rules! say {
+    ($($words:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stdout(), $($words)*);
+    }};
+}
+
 mod at_rest;
 pub(crate) mod check_config;
 mod connection;

@@ -4,7 +4,9 @@
 use std::process::Output;
 use std::time::Duration;
 
-use crate::common::{Daemon, Store, expect_tiles, fill_tiles, program, words};
+use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
+
+const SOON: Duration = Duration::from_secs(60);
 
 fn top(daemon: &Daemon, more: &[&str]) -> Output {
     let mut command = program();
@@ -70,7 +72,7 @@ fn a_daemon_that_is_not_there_and_an_output_that_is_no_terminal_are_told() {
         words(&output)
     );
     daemon.child.kill().unwrap();
-    daemon.wait(Duration::from_secs(60));
+    daemon.wait(SOON);
     let output = top(&daemon, &["--once"]);
     assert!(!output.status.success());
     let message = words(&output);
@@ -98,4 +100,114 @@ fn lines_of_json_end_when_nobody_reads_them() {
     }
     assert_eq!(output.status.code(), Some(0), "it ended by itself");
     assert!(output.stderr.is_empty(), "{:?}", output.stderr);
+}
+
+/// A terminal, what is drawn on it, and the program in it.
+struct Terminal {
+    script: std::process::Child,
+    folder: tempfile::TempDir,
+}
+
+impl Terminal {
+    fn top(daemon: &Daemon) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let line = format!(
+            "echo $$ >{folder}/pid; exec {} top --interval 0.1 --socket {}",
+            env!("CARGO_BIN_EXE_offloadd"),
+            daemon.socket.display(),
+            folder = folder.path().display()
+        );
+        let script = std::process::Command::new("script")
+            .args(["--quiet", "--flush", "--return", "--command", &line])
+            .arg(folder.path().join("drawn"))
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        Self { script, folder }
+    }
+
+    fn drawn(&self) -> String {
+        let drawn = std::fs::read(self.folder.path().join("drawn")).unwrap_or_default();
+        String::from_utf8_lossy(&drawn).into_owned()
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
+        let pid = std::fs::read_to_string(self.folder.path().join("pid")).unwrap();
+        let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // Its terminal goes with it, and so does what runs there.
+        let _ = self.script.kill();
+        let _ = self.script.wait();
+    }
+}
+
+#[test]
+fn the_live_view_outlasts_its_daemon_and_ends_beside_one_that_hangs() {
+    if std::process::Command::new("script")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        println!("skipped: no `script`, which makes a terminal: the live view of top");
+        return;
+    }
+    let store = Store::new(1, "psync");
+    let mut daemon = store.serve();
+    let mut terminal = Terminal::top(&daemon);
+    eventually("a table", SOON, || {
+        terminal.drawn().contains("offloadd up ")
+    });
+    daemon.child.kill().unwrap();
+    daemon.wait(SOON);
+    eventually("that it waits", SOON, || {
+        terminal.drawn().contains("waiting for a daemon there")
+    });
+    let tables = || terminal.drawn().matches("offloadd up ").count();
+    let before = tables();
+    let next = store.serve();
+    eventually("another table", SOON, || tables() > before);
+    next.signal(rustix::process::Signal::STOP);
+    // It asks, and is not answered.
+    std::thread::sleep(Duration::from_millis(300));
+    let since = std::time::Instant::now();
+    terminal.signal(rustix::process::Signal::INT);
+    let status = terminal.script.wait().unwrap();
+    let took = since.elapsed();
+    next.signal(rustix::process::Signal::CONT);
+    assert!(status.success(), "{status}");
+    assert!(
+        took < Duration::from_secs(8),
+        "{took:?}: it waited for an answer"
+    );
+    let drawn = terminal.drawn();
+    assert!(
+        drawn.contains("\x1b[?1049l"),
+        "the screen is as it was: {drawn}"
+    );
+}
+
+#[test]
+fn a_reader_that_has_gone_does_not_make_a_command_fail() {
+    let store = Store::new(1, "psync");
+    // Nobody reads: the pipe's other end is closed before anything is printed.
+    let line = "(sleep 0.2; \"$0\" doctor --config \"$1\"; echo $? >\"$2\") | true";
+    let code = store.folder.path().join("code");
+    let output = std::process::Command::new("sh")
+        .args(["-c", line])
+        .arg(env!("CARGO_BIN_EXE_offloadd"))
+        .args([&store.config, &code])
+        .output()
+        .unwrap();
+    eventually("the end", SOON, || {
+        std::fs::read_to_string(&code).is_ok_and(|code| code.ends_with('\n'))
+    });
+    let said = words(&output);
+    assert!(!said.contains("panicked"), "{said}");
+    assert_ne!(std::fs::read_to_string(&code).unwrap(), "101\n", "{said}");
 }

@@ -25,11 +25,11 @@ pub(super) async fn served(daemon: &mut Daemon, path: &Path) -> Result<()> {
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
     if reply.busy {
-        println!(
+        say!(
             "Jobs run or tiles move: these are the figures of a busy device. Alone it may be faster; measure it again then."
         );
     }
-    println!(
+    say!(
         "New jobs go by it, and tiles of others move while they run; `offloadd device list` shows how far they are."
     );
     Ok(())
@@ -44,9 +44,9 @@ fn say(path: &Path, before: [u64; 2], now: [u64; 2]) {
             write as f64 / 1e9
         ),
     };
-    println!("{}", path.display());
-    println!("  before  {}", words(before));
-    println!("  now     {}", words(now));
+    say!("{}", path.display());
+    say!("  before  {}", words(before));
+    say!("  now     {}", words(now));
 }
 
 pub(super) fn stopped(config: &Config, path: &Path) -> Result<()> {

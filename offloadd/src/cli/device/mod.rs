@@ -180,7 +180,7 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                 Way::Stopped(config) => list::lines_stopped(&config)?,
             };
             match json {
-                true => println!("{}", list::to_json(&lines)),
+                true => say!("{}", list::to_json(&lines)),
                 false => print!("{}", list::table(&lines)),
             }
             Ok(())
@@ -224,7 +224,7 @@ async fn add_served(
         reply.data_bytes,
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
-    println!(
+    say!(
         "Tiles move to it while jobs run{ceiling}; `offloadd device list` shows how far they are."
     );
     Ok(())
@@ -232,12 +232,12 @@ async fn add_served(
 
 fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
     let [read, write] = rates.map(|rate| rate as f64 / 1e9);
-    println!(
+    say!(
         "device {number}: {}, {} for tiles, reads {read:.2} GB/s, writes {write:.2} GB/s",
         path.display(),
         binary(data_bytes)
     );
-    println!(
+    say!(
         "Add it to `devices` in the settings before the next start: \"{}\"",
         path.display()
     );
@@ -250,7 +250,7 @@ async fn drain_served(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Re
     };
     let asked = daemon.client.drain_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
-    println!(
+    say!(
         "{} leave {} while jobs run{}; `offloadd device list` shows how far they are.",
         binary(reply.into_inner().left_bytes),
         path.display(),
@@ -264,7 +264,7 @@ async fn limit_served(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
     let request = proto::LimitMovesRequest { bytes_per_s_max };
     let asked = daemon.client.limit_moves(request).await;
     asked.map_err(|status| refusal(&daemon.socket, &status))?;
-    println!(
+    say!(
         "Tiles move{} from now on; `offloadd device list` shows how far they are.",
         at_most(Some(bytes_per_s_max))
     );
@@ -279,7 +279,7 @@ fn at_most(bytes_per_s_max: Option<u64>) -> String {
 }
 
 fn say_drained(path: &Path) {
-    println!(
+    say!(
         "When it is of the store no more, take it from `devices` in the settings: \"{}\"",
         path.display()
     );
@@ -303,7 +303,7 @@ fn open_settled(config: &Config) -> Result<Stopped> {
     say_outsiders(&stopped);
     match moved {
         HomeMove::NotDue => {}
-        HomeMove::Moved { to, .. } => println!("the store's catalog and records moved to {to}"),
+        HomeMove::Moved { to, .. } => say!("the store's catalog and records moved to {to}"),
         HomeMove::Failed(why) => {
             eprintln!("offloadd: the store's catalog and records cannot move: {why}");
         }
@@ -334,7 +334,7 @@ fn add_stopped(
     let name = utf8(path)?;
     let known = stopped.devices().into_iter().find(|d| d.path == name);
     if let Some(known) = known {
-        println!(
+        say!(
             "{name} is device {} of the store already",
             known.standing.number
         );
@@ -407,12 +407,12 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         .iter()
         .any(|outsider| outsider.path == name)
     {
-        println!("{name} is of the store no more");
+        say!("{name} is of the store no more");
         return Ok(());
     }
     match stopped.drain(&name) {
         Ok(Reply::DrainDevice { left_bytes }) => {
-            println!("{} leave {name}", binary(left_bytes));
+            say!("{} leave {name}", binary(left_bytes));
         }
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => bail!("{}", fault.message),
@@ -431,7 +431,7 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         let why = why.unwrap_or_else(|| "run the same again".into());
         bail!("{name} is not empty yet: {why}");
     }
-    println!("{name} is empty and of the store no more: take it from `devices` in the settings");
+    say!("{name} is empty and of the store no more: take it from `devices` in the settings");
     Ok(())
 }
 

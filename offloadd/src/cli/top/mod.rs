@@ -19,6 +19,7 @@ use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::Config;
 use offloadd::metrics::Snapshot;
+use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tonic::transport::Channel;
 
@@ -115,32 +116,57 @@ async fn lines(daemon: &mut Daemon, interval: Duration) -> Result<()> {
     }
 }
 
-/// Draws over the terminal until Ctrl-C, and leaves it as it was.
+/// Draws over the terminal until Ctrl-C, and leaves it as it was. A daemon that is started anew is waited for.
 async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
     let mut before = daemon.look().await?;
+    let mut ends = [
+        signal(SignalKind::interrupt())?,
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::hangup())?,
+    ];
+    let mut stop = signal(SignalKind::from_raw(Signal::TSTP.as_raw()))?;
     let mut tick = tokio::time::interval(interval);
     // The first is at once: then counts are there and rates are not yet.
     print(ENTER)?;
     let ended = loop {
-        tokio::select! {
+        let [interrupt, terminate, hangup] = &mut ends;
+        let looked = async {
+            tick.tick().await;
+            daemon.look().await
+        };
+        // A daemon that hangs keeps nobody here.
+        let looked = tokio::select! {
             _ = interrupt.recv() => break Ok(()),
             _ = terminate.recv() => break Ok(()),
-            _ = tick.tick() => {}
-        }
-        let now = match daemon.look().await {
-            Ok(now) => now,
-            Err(error) => break Err(error),
+            _ = hangup.recv() => break Ok(()),
+            _ = stop.recv() => match rest() {
+                Ok(()) => continue,
+                Err(error) => break Err(error),
+            },
+            looked = looked => looked,
         };
-        let text = table::draw(&before, &now);
+        let text = match looked {
+            Ok(now) => {
+                let text = table::draw(&before, &now);
+                before = now;
+                text
+            }
+            // The connection is made anew by the next look.
+            Err(error) => format!("{error:#}\n\nwaiting for a daemon there\n"),
+        };
         if let Err(error) = print(&screen(&text)) {
             break Err(error);
         }
-        before = now;
     };
     print(LEAVE)?;
     ended
+}
+
+/// Ctrl-Z: the terminal is the shell's until it lets us go on.
+fn rest() -> Result<()> {
+    print(LEAVE)?;
+    rustix::process::kill_process(rustix::process::getpid(), Signal::STOP).context("stopping")?;
+    print(ENTER)
 }
 
 /// The text from the top left on, as much as fits; what stood there before goes line by line, so that nothing flickers.
