@@ -123,7 +123,7 @@ fn measure_with(
     if count == 0 {
         return Err(source);
     }
-    // Dropping it would wait for them, with threads for ever.
+    // Dropping it would wait for them, half a minute.
     std::mem::forget(engine);
     Err(MeasureError::LeftBehind {
         source: Box::new(source),

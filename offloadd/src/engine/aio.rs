@@ -29,7 +29,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
-use super::{EngineError, Io, IoDone, batch_of, processors};
+use super::{END_WAIT, EngineError, Io, IoDone, batch_of, processors};
 use crate::core::IoOp;
 
 /// In the kernel at a time; more wait in the backlog. Far above what drives need (some tens).
@@ -283,7 +283,7 @@ impl Aio {
 impl Drop for Aio {
     /// The kernel may still write to memory we own: wait for it, or never give that memory back.
     fn drop(&mut self) {
-        let limit = Instant::now() + Duration::from_secs(30);
+        let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
         self.backlog.clear();
         while self.kernel_inflight_count > 0 && Instant::now() < limit {

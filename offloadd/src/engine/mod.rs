@@ -6,7 +6,7 @@
 //!
 //! Promises: every [`Io`] that was submitted comes back as exactly one [`IoDone`], with what the device said: an errno, or
 //! the bytes it moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits,
-//! except [`Engine::open`]'s probe and dropping an engine, which waits for what is in flight.
+//! except [`Engine::open`]'s probe and dropping an engine, which waits half a minute for what is in flight.
 //!
 //! An enum and not a trait: there are three (and one around them in test builds), and the owner thread should not care which it has.
 
@@ -36,6 +36,10 @@ pub mod uring;
 
 /// How long each operation of the probe may take: a drive that needs longer is not usable.
 const PROBE: Duration = Duration::from_secs(10);
+
+/// How long the end of an engine waits for what is in flight. What has not ended then is left with its memory, which its
+/// device may still write to.
+const END_WAIT: Duration = Duration::from_secs(30);
 
 /// What the settings ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -177,7 +181,7 @@ pub struct IoDone {
     pub id: IoId,
     /// Bytes moved (a flush: 0), or the errno.
     pub outcome: Result<u32, i32>,
-    /// From submission to completion, as the engine saw it.
+    /// From submission to completion, as the engine saw it; of threads, from when one took it.
     pub device_ns: u64,
     /// Times the kernel put it back (EAGAIN, EINTR) and it was tried again.
     pub retried_count: u32,

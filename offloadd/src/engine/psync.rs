@@ -1,26 +1,28 @@
-//! The engine for machines that forbid io_uring and kernel AIO: a fixed number of threads, each with one pread, pwrite or
+//! The engine for machines that forbid io_uring and kernel AIO: a few threads a device, each with one pread, pwrite or
 //! fdatasync at a time.
 //!
-//! Costs about one thread switch an operation, which megabytes hide; what it lacks is depth beyond its threads.
+//! ```text
+//!   submit ─▶ the device's queue ─▶ one of its threads: pread, pwrite, fdatasync ─▶ list, eventfd ─reap─▶ IoDone
+//! ```
+//!
+//! A queue and threads for each device: one that has become slow, or hangs, has its own threads in the kernel and nobody
+//! else's. Costs about one thread switch an operation, which megabytes hide; what it lacks is depth beyond its threads.
 
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::{EngineError, Io, IoDone};
+use super::{END_WAIT, EngineError, Io, IoDone};
 use crate::core::IoOp;
 
 /// In flight on one device. Drives reach their rate with megabytes at a depth of two or three; one more for flushes.
 const THREADS_A_DEVICE: usize = 4;
-
-/// Of all devices together.
-const THREADS_MAX: usize = 64;
 
 /// An interrupted call is tried again so often.
 const INTERRUPTED_MAX: u32 = 100;
@@ -30,18 +32,35 @@ const INTERRUPTED_MAX: u32 = 100;
 pub struct Psync {
     shared: Arc<Shared>,
     /// `None`: it was removed.
-    devices: Vec<Option<Arc<File>>>,
-    threads: Vec<JoinHandle<()>>,
+    devices: Vec<Option<Device>>,
     inflight_count: usize,
     inflight_max: usize,
+    /// How long its end waits for devices that do not answer.
+    end_wait: Duration,
+}
+
+/// A device with its threads. They end when it is dropped, after what they do.
+#[derive(Debug)]
+struct Device {
+    file: Arc<File>,
+    queue: Arc<Queue>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    jobs: Mutex<Jobs>,
-    work: Condvar,
     done: Mutex<Vec<IoDone>>,
     wake: OwnedFd,
+    perform: Perform,
+}
+
+/// How an operation ended, and how often it was tried again.
+type Perform = fn(&mut Io, &File) -> (Result<u32, i32>, u32);
+
+#[derive(Debug, Default)]
+struct Queue {
+    jobs: Mutex<Jobs>,
+    work: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -54,26 +73,32 @@ struct Jobs {
 struct Job {
     io: Io,
     file: Arc<File>,
-    since: Instant,
 }
 
 impl Psync {
     /// Starts the threads.
     pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
+        Self::with(devices, inflight_max, perform)
+    }
+
+    fn with(
+        devices: &[Arc<File>],
+        inflight_max: usize,
+        perform: Perform,
+    ) -> Result<Self, EngineError> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed("eventfd")(e.into()))?;
         let shared = Arc::new(Shared {
-            jobs: Mutex::default(),
-            work: Condvar::new(),
             done: Mutex::default(),
             wake,
+            perform,
         });
         let mut engine = Self {
             shared,
             devices: Vec::new(),
-            threads: Vec::new(),
             inflight_count: 0,
             inflight_max,
+            end_wait: END_WAIT,
         };
         for device in devices {
             engine.add(device.clone())?;
@@ -83,17 +108,21 @@ impl Psync {
 
     /// One more device, behind the others, with its threads.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let devices = self.devices.len() + 1;
-        while self.threads.len() < (devices * THREADS_A_DEVICE).min(THREADS_MAX) {
-            let shared = self.shared.clone();
+        let mut device = Device {
+            file,
+            queue: Arc::default(),
+            threads: Vec::new(),
+        };
+        for _ in 0..THREADS_A_DEVICE {
+            let (shared, queue) = (self.shared.clone(), device.queue.clone());
             let thread = std::thread::Builder::new()
                 .name("psync".into())
-                .spawn(move || shared.run())
+                .spawn(move || shared.run(&queue))
                 .map_err(failed("starting a thread"))?;
-            self.threads.push(thread);
+            device.threads.push(thread);
         }
         // Refused, it has no place: the next one's would be another.
-        self.devices.push(Some(file));
+        self.devices.push(Some(device));
         Ok(())
     }
 
@@ -107,15 +136,14 @@ impl Psync {
             self.inflight_count < self.inflight_max,
             "more in flight than the engine was opened for"
         );
-        let file = self.devices[io.device.0 as usize].clone();
-        let file = file.expect("nothing is asked of a device that was removed");
+        let device = self.devices[io.device.0 as usize].as_ref();
+        let device = device.expect("nothing is asked of a device that was removed");
         self.inflight_count += 1;
-        locked(&self.shared.jobs).waiting.push_back(Job {
-            io,
-            file,
-            since: Instant::now(),
-        });
-        self.shared.work.notify_one();
+        let file = device.file.clone();
+        locked(&device.queue.jobs)
+            .waiting
+            .push_back(Job { io, file });
+        device.queue.work.notify_one();
     }
 
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) {
@@ -136,25 +164,73 @@ impl Psync {
 }
 
 impl Drop for Psync {
+    /// Waits for what is with the devices. A thread that does not come back is left, with the memory its device may still
+    /// write to: that is its own.
     fn drop(&mut self) {
-        locked(&self.shared.jobs).ending = true;
-        self.shared.work.notify_all();
-        for thread in self.threads.drain(..) {
-            // A thread that panicked has told so itself.
-            let _ = thread.join();
+        for device in self.devices.iter().flatten() {
+            self.inflight_count -= device.queue.end();
+        }
+        let limit = Instant::now() + self.end_wait;
+        let mut done = Vec::new();
+        while self.inflight_count > 0 && Instant::now() < limit {
+            let wait = Timespec {
+                tv_sec: 0,
+                tv_nsec: 10_000_000,
+            };
+            let _ = poll(
+                &mut [PollFd::new(&self.shared.wake, PollFlags::IN)],
+                Some(&wait),
+            );
+            self.reap(&mut done);
+        }
+        if self.inflight_count > 0 {
+            return;
+        }
+        for device in self.devices.iter_mut().flatten() {
+            for thread in device.threads.drain(..) {
+                // A thread that panicked has told so itself.
+                let _ = thread.join();
+            }
         }
     }
 }
 
+impl Drop for Device {
+    fn drop(&mut self) {
+        self.queue.end();
+    }
+}
+
+impl Queue {
+    /// The oldest job, or `None` when the engine or the device ends.
+    fn next(&self) -> Option<Job> {
+        let mut jobs = locked(&self.jobs);
+        loop {
+            if jobs.ending {
+                return None;
+            }
+            if let Some(job) = jobs.waiting.pop_front() {
+                return Some(job);
+            }
+            jobs = self.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    /// No thread takes another job. How many waited: no device knows of them.
+    fn end(&self) -> usize {
+        let mut jobs = locked(&self.jobs);
+        jobs.ending = true;
+        self.work.notify_all();
+        std::mem::take(&mut jobs.waiting).len()
+    }
+}
+
 impl Shared {
-    fn run(&self) {
-        while let Some(Job {
-            mut io,
-            file,
-            since,
-        }) = self.next()
-        {
-            let (outcome, retried_count) = perform(&mut io, &file);
+    fn run(&self, queue: &Queue) {
+        while let Some(Job { mut io, file }) = queue.next() {
+            // Not before: what waits here waits for no device.
+            let since = Instant::now();
+            let (outcome, retried_count) = (self.perform)(&mut io, &file);
             // Before it is told: who closes a device then has closed it.
             drop(file);
             let ended = IoDone {
@@ -167,20 +243,6 @@ impl Shared {
             locked(&self.done).push(ended);
             // Can only fail when 2^64 - 2 signals were not read.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        }
-    }
-
-    /// The oldest job, or `None` when there is none and the engine ends.
-    fn next(&self) -> Option<Job> {
-        let mut jobs = locked(&self.jobs);
-        loop {
-            if let Some(job) = jobs.waiting.pop_front() {
-                return Some(job);
-            }
-            if jobs.ending {
-                return None;
-            }
-            jobs = self.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
         }
     }
 }
@@ -224,4 +286,124 @@ fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> EngineError {
 /// A thread that panicked leaves the list whole: nothing is half done under these locks.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+    use crate::core::IoId;
+    use crate::engine::Memory;
+
+    const NO_HANG: Duration = Duration::from_secs(60);
+
+    /// Operations at this offset hang until they are let go.
+    const HANGS: u64 = 1 << 40;
+
+    /// How many are let go.
+    static LET_GO: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+    fn hanging(io: &mut Io, file: &File) -> (Result<u32, i32>, u32) {
+        if io.offset == HANGS {
+            let free = |count: &mut usize| *count == 0;
+            let count = locked(&LET_GO.0);
+            let mut count = LET_GO.1.wait_while(count, free).unwrap();
+            *count -= 1;
+        }
+        perform(io, file)
+    }
+
+    fn let_go(count: usize) {
+        *locked(&LET_GO.0) += count;
+        LET_GO.1.notify_all();
+    }
+
+    fn flush(id: u64, device: u32, offset: u64) -> Io {
+        Io {
+            id: IoId(id),
+            device: DeviceIndex(device),
+            op: IoOp::Flush,
+            offset,
+            bytes: 0,
+            memory: Memory::None,
+        }
+    }
+
+    fn finish(engine: &mut Psync, count: usize) -> Vec<IoDone> {
+        let limit = Instant::now() + NO_HANG;
+        let mut done = Vec::new();
+        while done.len() < count {
+            assert!(Instant::now() < limit, "{} of {count} ended", done.len());
+            let wait = Timespec {
+                tv_sec: 1,
+                tv_nsec: 0,
+            };
+            let wake = engine.wake();
+            poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)).unwrap();
+            engine.reap(&mut done);
+        }
+        done
+    }
+
+    #[test]
+    fn a_device_that_hangs_holds_neither_the_others_nor_the_end() {
+        let files = [(); 2].map(|()| Arc::new(tempfile::tempfile().unwrap()));
+        let mut engine = Psync::with(&files, 256, hanging).unwrap();
+        let hanging_count = 3 * THREADS_A_DEVICE;
+        for id in 0..hanging_count as u64 {
+            engine.submit(flush(id, 0, HANGS));
+        }
+        for id in 100..150 {
+            engine.submit(flush(id, 1, 0));
+        }
+        let done = finish(&mut engine, 50);
+        assert!(done.iter().all(|done| done.id.0 >= 100), "{done:?}");
+        assert_eq!(engine.inflight_count(), hanging_count);
+        // Its threads are with the device now: there is something that the end could wait for.
+        let taken = |engine: &Psync| {
+            let device = engine.devices[0].as_ref().unwrap();
+            locked(&device.queue.jobs).waiting.len() == hanging_count - THREADS_A_DEVICE
+        };
+        let limit = Instant::now() + NO_HANG;
+        while !taken(&engine) {
+            assert!(Instant::now() < limit);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        engine.end_wait = Duration::from_millis(20);
+        let (told, ended): (Sender<()>, Receiver<()>) = channel();
+        let ending = std::thread::spawn(move || {
+            drop(engine);
+            told.send(()).unwrap();
+        });
+        (ended.recv_timeout(NO_HANG)).expect("the end does not wait for ever");
+        ending.join().unwrap();
+        // The threads left come back, and end: nothing of theirs is lost.
+        let_go(THREADS_A_DEVICE);
+        let limit = Instant::now() + NO_HANG;
+        while Arc::strong_count(&files[0]) > 1 {
+            assert!(Instant::now() < limit, "a thread keeps the device open");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn what_waits_for_a_thread_is_not_counted_as_the_devices_time() {
+        fn slow(io: &mut Io, file: &File) -> (Result<u32, i32>, u32) {
+            std::thread::sleep(Duration::from_millis(5));
+            perform(io, file)
+        }
+        let mut engine =
+            Psync::with(&[Arc::new(tempfile::tempfile().unwrap())], 256, slow).unwrap();
+        let begun = Instant::now();
+        let count = 30 * THREADS_A_DEVICE;
+        for id in 0..count as u64 {
+            engine.submit(flush(id, 0, 0));
+        }
+        let done = finish(&mut engine, count);
+        // However slow the machine is, threads have done one after the other; all that waited would be half of all times.
+        let sum: u64 = done.iter().map(|done| done.device_ns).sum();
+        let threads_had = begun.elapsed().as_nanos() as u64 * THREADS_A_DEVICE as u64;
+        assert!(sum <= threads_had, "{sum} ns of {threads_had}");
+    }
 }

@@ -22,7 +22,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
-use super::{EngineError, Io, IoDone, Memory, batch_of, processors};
+use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, processors};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
 use crate::store::DEVICES_MAX;
@@ -400,7 +400,7 @@ impl Uring {
 impl Drop for Uring {
     /// The kernel may still write to memory we own: wait for it, or never give that memory back.
     fn drop(&mut self) {
-        let limit = Instant::now() + Duration::from_secs(30);
+        let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
         self.backlog.clear();
         while self.kernel_inflight_count > 0 && Instant::now() < limit {
