@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::DeviceIndex;
@@ -166,6 +166,31 @@ fn read_ahead_progresses_however_much_is_wanted() {
         pieces_before >= 16 * (TURNS - 1) - 8,
         "and yet {pieces_before} pieces went before its sixteen"
     );
+}
+
+/// Looked for one by one they would take minutes: a process may urge as fast as its ring goes, and all others wait meanwhile.
+#[test]
+fn urging_costs_the_same_however_much_waits() {
+    const COUNT: u64 = 200_000;
+    let mut bench = Bench::new(1);
+    for id in 0..COUNT {
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+    }
+    let begun = Instant::now();
+    for id in (0..COUNT).rev() {
+        for (id, urgency) in [
+            (id, Urgency::Wanted),
+            (id, Urgency::Ahead),
+            (COUNT + id, Urgency::Wanted),
+        ] {
+            bench.queue.urge(IoId(id), urgency);
+        }
+        let took = begun.elapsed();
+        assert!(took < Duration::from_secs(60), "{took:?} down to {id}");
+    }
+    bench.start();
+    let first = bench.pieces[0].offset >> 24;
+    assert_eq!(first, COUNT - 1, "the first that went behind all others");
 }
 
 #[test]

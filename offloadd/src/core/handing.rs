@@ -4,7 +4,7 @@
 //! generation and who wrote that), each session against the settings of this life. What does not fit is left out with the
 //! reason; a job's sessions come all or none, as without one of them its generation could not be completed.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
@@ -370,6 +370,7 @@ impl Core {
             stage: Stage::Live,
             busy_slots: HashSet::new(),
             inflight_count: 0,
+            tickets: HashMap::new(),
             resumed: checked.resumed,
             scratch: checked.scratch,
         };

@@ -87,22 +87,20 @@ impl Core {
         }
     }
 
-    /// Some hundred operations are looked through; a process urges a few thousand times a second at most.
+    /// Costs the same whatever is in flight, and whether the ticket is known: a process may send as many as its ring takes.
     fn urge(&mut self, id: SessionId, urge: Urge, actions: &mut Vec<Action>) {
-        let found = self.operations.iter_mut().find_map(|(io, operation)| {
-            let Operation::Tile(tile) = operation else {
-                return None;
-            };
-            let named = tile.session == id && tile.request.ticket == urge.ticket;
-            named.then_some((*io, tile))
+        let session = &self.sessions[&id];
+        let Some(&io) = session.tickets.get(&urge.ticket.0) else {
+            return;
+        };
+        let Some(Operation::Tile(tile)) = self.operations.get_mut(&io) else {
+            panic!("a ticket is of a tile in flight");
+        };
+        tile.request.urgency = urge.urgency;
+        actions.push(Action::Urge {
+            io,
+            urgency: urge.urgency,
         });
-        if let Some((io, tile)) = found {
-            tile.request.urgency = urge.urgency;
-            actions.push(Action::Urge {
-                io,
-                urgency: urge.urgency,
-            });
-        }
     }
 
     fn start_tile(
@@ -225,6 +223,9 @@ impl Core {
             },
             urgency: tile.request.urgency,
         });
+        if let Some(session) = self.sessions.get_mut(&tile.session) {
+            session.tickets.insert(tile.request.ticket.0, io);
+        }
         self.operations.insert(io, Operation::Tile(tile));
     }
 
@@ -336,7 +337,7 @@ impl Core {
                 self.on_script_io_done(script, failed, actions);
             }
             Operation::Tile(tile) => {
-                self.on_tile_done(&tile, result, actions);
+                self.on_tile_done(io, &tile, result, actions);
                 self.free_left(Some(tile.extent));
             }
             Operation::Copy(copy) => self.on_copy_done(copy, result, read, actions),
@@ -362,15 +363,19 @@ impl Core {
         }
     }
 
-    fn on_tile_done(&mut self, io: &TileIo, result: IoResult, actions: &mut Vec<Action>) {
+    fn on_tile_done(&mut self, id: IoId, io: &TileIo, result: IoResult, actions: &mut Vec<Action>) {
         let fault = match result.outcome {
             Ok(moved) if moved == io.bytes => None,
             Ok(_) => Some(FaultKind::Short),
             Err(errno) => Some(errno_kind(errno)),
         };
-        if !self.sessions.contains_key(&io.session) {
+        let Some(session) = self.sessions.get_mut(&io.session) else {
             assert!(removed(Mechanism::ReclaimAfterIo));
             return;
+        };
+        // Another may have been given the same ticket since.
+        if session.tickets.get(&io.request.ticket.0) == Some(&id) {
+            session.tickets.remove(&io.request.ticket.0);
         }
         self.end_activity(io, fault.is_none());
         self.free_slot(io.session, io.request.slot);

@@ -3,7 +3,7 @@
 //! A session ends when its process closes it, dies, or breaks the protocol. Nothing new starts for it then; its arena is
 //! dropped after its last operation, because the device may still be writing there.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
@@ -14,7 +14,7 @@ use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
 
 use super::job::{Job, JobKey};
 use super::scratch::ScratchTile;
-use super::{Action, CallId, Core, OpenReply, OpenSession, Peer, Reply, SessionId, refuse};
+use super::{Action, CallId, Core, IoId, OpenReply, OpenSession, Peer, Reply, SessionId, refuse};
 use crate::store::manifest::LOCAL_RANKS_MAX;
 
 pub(super) struct Session {
@@ -30,6 +30,9 @@ pub(super) struct Session {
     pub(super) stage: Stage,
     pub(super) busy_slots: HashSet<SlotIndex>,
     pub(super) inflight_count: u32,
+    /// Its operations by the tickets it gave them; of those with one ticket, the last that began. Never more than are in
+    /// flight.
+    pub(super) tickets: HashMap<u64, IoId>,
     /// It has resumed: tiles can be read and written.
     pub(super) resumed: bool,
     /// Tiles of its own, in the order of their indices.
@@ -121,6 +124,7 @@ impl Core {
             stage: Stage::Making { open: call },
             busy_slots: HashSet::new(),
             inflight_count: 0,
+            tickets: HashMap::new(),
             resumed: false,
             scratch: Vec::new(),
         };

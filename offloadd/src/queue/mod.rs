@@ -32,7 +32,7 @@ mod neighbours;
 mod owner;
 mod way;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
@@ -74,6 +74,8 @@ pub enum Ended {
 pub struct Queue {
     devices: Vec<Device>,
     wholes: Vec<Option<Whole>>,
+    /// Where the operation of an id is among them.
+    places: HashMap<IoId, usize>,
     free: Vec<usize>,
     flushes: VecDeque<usize>,
     /// Not handed over, or not all of it.
@@ -197,6 +199,7 @@ impl Queue {
         Self {
             devices: devices.iter().map(Device::new).collect(),
             wholes: Vec::new(),
+            places: HashMap::new(),
             free: Vec::new(),
             flushes: VecDeque::new(),
             waiting_count: 0,
@@ -228,6 +231,8 @@ impl Queue {
             self.wholes.len() - 1
         });
         let (device, op, bytes) = (io.device, io.op, io.bytes);
+        let before = self.places.insert(io.id, place);
+        assert_eq!(before, None, "{:?} is in flight already", io.id);
         let piece_bytes = match io.memory {
             Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
             // The daemon's own structures: pieces of some megabytes already.
@@ -253,13 +258,12 @@ impl Queue {
     }
 
     /// Gives an operation another urgency: its pieces that still wait go with those of that class, behind them. One that was
-    /// handed over or has ended stays as it is.
+    /// handed over or has ended stays as it is. Costs the same whatever waits.
     pub fn urge(&mut self, io: IoId, urgency: Urgency) {
-        let named = |whole: &Option<Whole>| whole.as_ref().is_some_and(|w| w.io.id == io);
-        let Some(place) = self.wholes.iter().position(named) else {
+        let Some(&place) = self.places.get(&io) else {
             return;
         };
-        let whole = self.wholes[place].as_mut().expect("just seen");
+        let whole = self.wholes[place].as_mut().expect("known by its id");
         let before = std::mem::replace(&mut whole.urgency, urgency);
         if before == urgency || !whole.waits() {
             return;
@@ -337,6 +341,7 @@ impl Queue {
         }
         let whole = self.wholes[place].take().expect("just seen");
         self.free.push(place);
+        self.places.remove(&id);
         let since = whole.since.expect("it was handed over");
         Ended::Whole(IoDone {
             id,

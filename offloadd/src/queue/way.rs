@@ -1,6 +1,6 @@
 //! One way of one device: who waits, in which order, and how much is in flight.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 
 use offload_api::ring::entry::Urgency;
 
@@ -29,6 +29,9 @@ pub(super) struct Way {
     /// Operations that wait.
     waiting_count: usize,
     lines: BTreeMap<Line, Places>,
+    /// Of each operation that waits, its number: in the order in which they came, to where they wait.
+    numbers: HashMap<usize, u64>,
+    numbered: u64,
     users: Fair<User>,
     /// Of each user that waits, by what its jobs take turns.
     jobs: BTreeMap<User, Fair<Job>>,
@@ -40,21 +43,22 @@ pub(super) struct Way {
     neighbours: Neighbours,
 }
 
-/// What a session waits for: wanted, ahead.
+/// What a session waits for: wanted, ahead. By their numbers, so that one leaves from among thousands at once.
 #[derive(Debug, Default)]
-struct Places([VecDeque<usize>; 2]);
+struct Places([BTreeMap<u64, usize>; 2]);
 
 impl Places {
-    fn of(&mut self, urgency: Urgency) -> &mut VecDeque<usize> {
+    fn of(&mut self, urgency: Urgency) -> &mut BTreeMap<u64, usize> {
         &mut self.0[class(urgency)]
     }
 
     fn front(&self, urgency: Urgency) -> Option<usize> {
-        self.0[class(urgency)].front().copied()
+        let first = self.0[class(urgency)].first_key_value();
+        first.map(|(_, place)| *place)
     }
 
     fn count(&self) -> usize {
-        self.0.iter().map(VecDeque::len).sum()
+        self.0.iter().map(BTreeMap::len).sum()
     }
 }
 
@@ -80,6 +84,8 @@ impl Way {
             inflight_count: 0,
             waiting_count: 0,
             lines: BTreeMap::new(),
+            numbers: HashMap::new(),
+            numbered: 0,
             users: Fair::default(),
             jobs: BTreeMap::new(),
             sessions: BTreeMap::new(),
@@ -129,19 +135,21 @@ impl Way {
         self.users.came(user, weight.unwrap_or(weights.user));
         self.jobs.entry(user).or_default().came(job, weights.job);
         self.sessions.entry(job).or_default()[class(urgency)].came(line, WEIGHT_EACH);
-        (self.lines.entry(line).or_default().of(urgency)).push_back(place);
+        let number = self.numbered;
+        self.numbered += 1;
+        self.numbers.insert(place, number);
+        (self.lines.entry(line).or_default().of(urgency)).insert(number, place);
         self.waiting_count += 1;
     }
 
     fn leave(&mut self, place: usize, urgency: Urgency, line: Line) {
-        let Some(places) = self.lines.get_mut(&line) else {
+        let Some(number) = self.numbers.remove(&place) else {
             return;
         };
-        let waiting = places.of(urgency);
-        if let Some(index) = waiting.iter().position(|other| *other == place) {
-            waiting.remove(index);
-            self.went(urgency, line);
-        }
+        let places = self.lines.get_mut(&line).expect("it waits");
+        let left = places.of(urgency).remove(&number);
+        assert_eq!(left, Some(place), "it waited there");
+        self.went(urgency, line);
     }
 
     /// One operation of `line` waits no more. Who waits for nothing is not kept.
@@ -225,7 +233,9 @@ impl Way {
         }
         if last {
             let places = self.lines.get_mut(&line).expect("it waits");
-            places.of(urgency).pop_front();
+            let gone = places.of(urgency).pop_first();
+            assert_eq!(gone.map(|(_, place)| place), Some(next.place));
+            self.numbers.remove(&next.place);
             self.went(urgency, line);
         }
     }
@@ -334,5 +344,6 @@ mod tests {
         assert!(way.lines.is_empty() && way.passed.is_empty());
         assert!(way.jobs.is_empty() && way.sessions.is_empty());
         assert_eq!((way.users.known_count(), way.waiting_count), (0, 0));
+        assert!(way.numbers.is_empty());
     }
 }

@@ -516,6 +516,46 @@ fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
 }
 
 #[test]
+fn of_two_operations_with_one_ticket_the_last_is_urged_until_it_has_ended() {
+    let mut world = world();
+    let (process, _) = world.open(&job("a"), 0, 1).unwrap();
+    world
+        .define(process, definition(TILES, Committed, 1))
+        .unwrap();
+    world.resume(process, 0).unwrap();
+    for tile in [1, 2] {
+        world.write(process, 1, tile, 5).unwrap();
+    }
+    let read = |tile| Request {
+        ticket: TicketId(7),
+        verb: Verb::SwapIn,
+        urgency: Urgency::Ahead,
+        tile: TileIndex(tile),
+        slot: SlotIndex(tile),
+        generation: Generation(0),
+        checksum: 0,
+    };
+    let urge = Urge {
+        ticket: TicketId(7),
+        urgency: Urgency::Wanted,
+    };
+    let urge = urge.to_sqe(world.epoch);
+    world.submit(process, read(1));
+    world.submit_raw(process, urge);
+    world.submit(process, read(2));
+    world.submit_raw(process, urge);
+    assert_eq!(world.urged.len(), 2);
+    assert_ne!(world.urged[0], world.urged[1]);
+    world.run();
+    for _ in 0..2 {
+        let entry = world.completion(process).unwrap();
+        assert_eq!((entry.ticket, outcome(&entry)), (7, Ok(())));
+    }
+    world.submit_raw(process, urge);
+    assert_eq!((world.urged.len(), world.evicted.len()), (2, 0));
+}
+
+#[test]
 fn who_waits_for_one_read_alone_is_told_how_far_it_has_come() {
     let mut world = world();
     let (process, _) = world.open(&job("a"), 0, 1).unwrap();
