@@ -179,7 +179,6 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     let sockets = Sockets {
         place: server::Place::of(&config.socket),
-        path: config.socket.clone(),
         listener,
         page,
     };
@@ -214,8 +213,10 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     let metrics = (config.metrics_listen.as_ref())
         .map_or_else(String::new, |address| format!(", metrics at {address}"));
+    let limited = (running.reading_only.as_ref())
+        .map_or_else(String::new, |why| format!(", for reading only: {why}"));
     let ready = format!(
-        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}",
+        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}{limited}",
         env!("CARGO_PKG_VERSION"),
         config.socket.display(),
         config.devices.len(),
@@ -227,6 +228,13 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         file: file.to_owned(),
         config: config.clone(),
         positions,
+        serving: match &running.reading_only {
+            None => format!("serving at {}", config.socket.display()),
+            Some(why) => format!(
+                "serving for reading only at {}: {why}",
+                config.socket.display()
+            ),
+        },
     };
     let serving = serve(sockets, running, about, parent, started, signals, &ready);
     let result = runtime.block_on(serving);
@@ -256,8 +264,7 @@ impl Signals {
 
 /// Where people and processes come to ask.
 struct Sockets {
-    path: PathBuf,
-    /// Removes it at the end, before the listener goes.
+    /// Removes the socket at the end, before the listener goes.
     place: server::Place,
     listener: UnixListener,
     page: Option<Page>,
@@ -269,6 +276,8 @@ struct Started {
     config: Config,
     /// Where each device of the store stands in the settings.
     positions: Vec<usize>,
+    /// What `systemctl status` shows while it does nothing else.
+    serving: String,
 }
 
 impl Started {
@@ -293,8 +302,7 @@ impl Started {
         };
         tracing::info!("{done}");
         say_ready();
-        let socket = self.config.socket.display();
-        say_status(&format!("serving at {socket}; {done}"));
+        say_status(&format!("{}; {done}", self.serving));
     }
 }
 
@@ -330,7 +338,6 @@ async fn serve(
         mut quit,
     } = signals;
     let Sockets {
-        path,
         place,
         listener,
         page,
@@ -350,7 +357,7 @@ async fn serve(
         told.context("the parent process no longer listens")?;
     }
     say_ready();
-    say_status(&format!("serving at {}", path.display()));
+    say_status(&started.serving);
 
     let reloads = start_reloads(started, handle.clone())?;
     let mut parent_check = tokio::time::interval(PARENT_CHECK);

@@ -85,6 +85,12 @@ impl Driver {
         views
     }
 
+    /// Why nothing is written in this life, in words.
+    pub(super) fn reading_only(&self) -> Option<String> {
+        let why = self.core.reading_only();
+        why.map(|fault| fault.message.clone())
+    }
+
     fn look(&self, viewer: Viewer) -> Snapshot {
         let (arena_used_bytes, session_count) = self.core.arena_used();
         let jobs = self.core.look(viewer).into_iter();
@@ -94,6 +100,7 @@ impl Driver {
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
             move_bytes_per_s_max: self.core.move_bytes_per_s_max(),
+            reading_only: self.reading_only(),
             devices: self.devices_of_store(),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }

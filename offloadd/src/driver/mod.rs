@@ -124,6 +124,8 @@ pub struct Running {
     pub engine: &'static str,
     /// Why that one.
     pub engine_reason: String,
+    /// Why nothing is written in this life, if nothing is.
+    pub reading_only: Option<String>,
     /// Ends with the daemon, with what is for the next one; an error means that nothing can be done any more.
     pub thread: JoinHandle<Result<Option<HandedOver>, DriverError>>,
 }
@@ -178,7 +180,7 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
                     if let Some(place) = place {
                         reason = format!("{reason}; {place}");
                     }
-                    let _ = ready.send(Ok((driver.engine.name(), reason)));
+                    let _ = ready.send(Ok((driver.engine.name(), reason, driver.reading_only())));
                     driver
                 }
                 Err(error) => {
@@ -190,11 +192,13 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
             driver.give()
         })
         .map_err(system("starting the owner thread"))?;
-    let (engine, engine_reason) = started.recv().expect("the owner thread says how it went")?;
+    let (engine, engine_reason, reading_only) =
+        started.recv().expect("the owner thread says how it went")?;
     Ok(Running {
         handle,
         engine,
         engine_reason,
+        reading_only,
         thread,
     })
 }

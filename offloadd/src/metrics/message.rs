@@ -18,6 +18,7 @@ impl From<Snapshot> for proto::MetricsReply {
             arena_bytes_max: snapshot.arena_bytes_max,
             session_count: snapshot.session_count,
             move_bytes_per_s_max: snapshot.move_bytes_per_s_max,
+            reading_only: snapshot.reading_only,
             devices: snapshot.devices.into_iter().map(Into::into).collect(),
             jobs: snapshot.jobs.into_iter().map(Into::into).collect(),
         }
@@ -152,6 +153,7 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
             arena_bytes_max: message.arena_bytes_max,
             session_count: message.session_count,
             move_bytes_per_s_max: message.move_bytes_per_s_max,
+            reading_only: message.reading_only,
             devices: devices.collect::<Result<_, _>>()?,
             jobs: jobs.collect::<Result<_, _>>()?,
         })
@@ -286,6 +288,7 @@ mod tests {
             arena_bytes_max: 6,
             session_count: 2,
             move_bytes_per_s_max: Some(0),
+            reading_only: Some("a device".into()),
             devices: vec![DeviceView {
                 state: DeviceState {
                     path: "/mnt/a".into(),

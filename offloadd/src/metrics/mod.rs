@@ -70,6 +70,8 @@ pub struct Snapshot {
     pub session_count: u64,
     /// While tiles move under a ceiling: what may be copied.
     pub move_bytes_per_s_max: Option<u64>,
+    /// Why nothing is written in this life of the daemon, if nothing is.
+    pub reading_only: Option<String>,
     /// In the store's order.
     pub devices: Vec<DeviceView>,
     /// Those that may be seen, by owner and name.

@@ -69,6 +69,12 @@ impl Collector for Page {
             None,
             alone(snapshot.session_count as f64),
         )?;
+        page.gauge(
+            "offloadd_reading_only",
+            "1 when a device did not take what the start writes: nothing is written until it starts again",
+            None,
+            alone(f64::from(u8::from(snapshot.reading_only.is_some()))),
+        )?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
         page.users(&jobs)?;
@@ -281,7 +287,7 @@ impl Encoder<'_, '_> {
         )?;
         self.gauge(
             "offloadd_job_poisoned",
-            "1 after a failed flush or record, until it resumes",
+            "1 after a failed flush or record, until it resumes, and while nothing at all is written",
             None,
             lines(|job| f64::from(u8::from(job.state.poisoned))),
         )

@@ -23,7 +23,7 @@ fn with_page() -> (Store, PathBuf) {
     (store, page)
 }
 
-fn listen(store: &Store, address: &str) {
+pub(crate) fn listen(store: &Store, address: &str) {
     let mut text = std::fs::read_to_string(&store.config).unwrap();
     text.push_str("rated_tb_written = 600\n");
     text.push_str(&format!("[metrics]\nlisten = {address:?}\n"));
@@ -40,7 +40,7 @@ fn ask(mut stream: impl Read + Write, request: &str) -> (String, String) {
     (head.into(), body.into())
 }
 
-fn get(page: &PathBuf, path: &str) -> (String, String) {
+pub(crate) fn get(page: &PathBuf, path: &str) -> (String, String) {
     let stream = UnixStream::connect(page).unwrap();
     stream.set_read_timeout(Some(SOON)).unwrap();
     ask(

@@ -2,6 +2,7 @@
 //! is told that something was written, or nobody is told why it was not.
 
 use std::io::Read;
+use std::os::unix::net::UnixDatagram;
 use std::process::Command;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use offload_api::proto;
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, expect_tiles, fill_tiles, open, program, swap_out, words};
+use crate::page;
 use crate::strace::strace;
 
 const TILES: u32 = 6;
@@ -18,12 +20,17 @@ const SOON: Duration = Duration::from_secs(60);
 
 /// `served` with each of its `calls` to the first device of `store` failing. `None` where strace cannot trace.
 pub(crate) fn with_failing(calls: &str, store: &Store, served: &Command) -> Option<Command> {
+    with_injected(calls, "error=EIO", store, served)
+}
+
+/// The same with what strace is to do to them.
+fn with_injected(calls: &str, what: &str, store: &Store, served: &Command) -> Option<Command> {
     let mut command = strace()?;
     // Not as the parent: the daemon is this process's child, as without.
     command.args(["-D", "-P"]);
     command.arg(&store.devices[0]);
     command.args(["-e", &format!("trace={calls}")]);
-    command.args(["-e", &format!("inject={calls}:error=EIO")]);
+    command.args(["-e", &format!("inject={calls}:{what}")]);
     command.arg(served.get_program()).args(served.get_args());
     let variables = served.get_envs();
     command.envs(variables.filter_map(|(name, value)| Some((name, value?))));
@@ -133,4 +140,65 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     fill_tiles(&mut session, TILES, working, 50);
     session.commit(&mut control, working, b"two");
     expect_tiles(&mut session, TILES, 50);
+}
+
+#[test]
+fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
+    let store = Store::new(2, "psync");
+    let prometheus = store.folder.path().join("run/metrics.sock");
+    page::listen(&store, &format!("unix:{}", prometheus.display()));
+    let notify = store.folder.path().join("notify");
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    manager.set_read_timeout(Some(SOON)).unwrap();
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    control.session("tiny").begin(&mut control, TILES);
+    let (_, text) = page::get(&prometheus, "/metrics");
+    assert!(text.contains("\noffloadd_reading_only 0.0\n"), "{text}");
+    drop(control);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+
+    let mut served = store.serve_command();
+    served.env("NOTIFY_SOCKET", &notify);
+    let Some(command) = with_failing("pwrite64", &store, &served) else {
+        return;
+    };
+    let daemon = Daemon::start(command, store.socket());
+    let path = store.devices[0].display().to_string();
+    let why = |words: &str| {
+        let said = words.contains("the store is only read") && words.contains(&path);
+        assert!(said, "{words}");
+    };
+    let limited = daemon.ready.split_once(", for reading only: ");
+    why(limited.expect(&daemon.ready).1);
+    let status = |end: &str| loop {
+        let mut bytes = [0; 2048];
+        let length = manager.recv(&mut bytes).expect("a word from the daemon");
+        let word = String::from_utf8_lossy(&bytes[..length]);
+        if let Some(status) = word.trim_end().strip_prefix("STATUS=serving")
+            && status.ends_with(end)
+        {
+            why(status);
+            break assert!(status.starts_with(" for reading only at "), "{status}");
+        }
+    };
+    status("");
+    daemon.signal(Signal::HUP);
+    status("; changed settings taken up");
+
+    let (_, text) = page::get(&prometheus, "/metrics");
+    assert!(text.contains("\noffloadd_reading_only 1.0\n"), "{text}");
+    let mut control = daemon.control();
+    let _session = control.session("tiny");
+    let mut top = program();
+    top.args(["top", "--once", "--interval", "0.1", "--config"]);
+    let shown = words(&top.arg(&store.config).output().unwrap());
+    why(shown.lines().nth(1).expect(&shown));
+    assert!(shown.contains("\nREADING ONLY: "), "{shown}");
+    assert!(
+        shown.contains("  a start of offloadd that can write\n"),
+        "{shown}"
+    );
+    assert!(!shown.contains("a new resume"), "{shown}");
 }

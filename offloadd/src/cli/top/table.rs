@@ -24,6 +24,9 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
         binary(now.arena_used_bytes),
         binary(now.arena_bytes_max)
     );
+    if let Some(why) = &now.reading_only {
+        let _ = writeln!(text, "READING ONLY: {why}");
+    }
     let _ = writeln!(
         text,
         "\n{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
@@ -83,7 +86,7 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
             worn(job.worn_bytes, None),
-            waits_for(job)
+            waits_for(job, now)
         );
         let _ = writeln!(text, "{}", line.trim_end());
     }
@@ -142,12 +145,15 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
 }
 
 /// What a job's processes cannot go on without; "-" when the daemon has nothing of theirs.
-pub(super) fn waits_for(job: &JobView) -> String {
+pub(super) fn waits_for(job: &JobView, now: &Snapshot) -> String {
     let state = &job.state;
-    if state.poisoned {
+    let mut waits = Vec::new();
+    if now.reading_only.is_some() {
+        // No resume mends that, and reads go on.
+        waits.push("a start of offloadd that can write".into());
+    } else if state.poisoned {
         return "a new resume: a flush or a record FAILED".into();
     }
-    let mut waits = Vec::new();
     if state.reading_count > 0 {
         let (count, s) = plural(state.reading_count);
         waits.push(format!("{count} read{s}"));

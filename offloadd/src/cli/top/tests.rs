@@ -90,6 +90,7 @@ fn look(seconds: u64) -> Snapshot {
         arena_bytes_max: 64 << 30,
         session_count: 1,
         move_bytes_per_s_max: None,
+        reading_only: None,
         devices: vec![
             device("/mnt/nvme0/offloadd.tiles", counts.clone(), false),
             device(
@@ -117,6 +118,36 @@ llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1
 ";
     let drawn = draw(&look(10), &look(12));
     assert_eq!(drawn, expected, "\n{drawn}");
+}
+
+#[test]
+fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
+    let mut now = look(12);
+    now.reading_only = Some("the store is only read: /mnt/a takes no writes".into());
+    now.jobs[0].state.poisoned = true;
+    let drawn = draw(&look(10), &now);
+    let second = drawn.lines().nth(1).unwrap();
+    assert_eq!(
+        second,
+        "READING ONLY: the store is only read: /mnt/a takes no writes"
+    );
+    let job = drawn.lines().find(|line| line.starts_with("llama"));
+    let job = job.unwrap();
+    assert!(
+        job.ends_with(
+            "  a start of offloadd that can write, 8 reads, 1 write, commit (3 of 8 ranks)"
+        ),
+        "{drawn}"
+    );
+    assert_eq!(
+        json(&look(10), &now)["reading_only"],
+        json!(now.reading_only)
+    );
+    // In any other life it is the job's own.
+    now.reading_only = None;
+    let drawn = draw(&look(10), &now);
+    assert!(drawn.contains("a new resume"), "{drawn}");
+    assert!(!drawn.contains("READING ONLY"), "{drawn}");
 }
 
 #[test]
