@@ -12,6 +12,7 @@
 //! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
 //! so `tests/simulation` drives it through thousands of seeded crashes.
 
+pub mod again;
 pub mod arena;
 pub mod blocks;
 mod ceiling;

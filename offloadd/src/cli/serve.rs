@@ -15,10 +15,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
 use offload_api::ring::Reached;
+use offloadd::again;
 use offloadd::arena::{LockPolicy, lock_outlook};
+use offloadd::blocks::BlockError;
 use offloadd::config::Config;
 use offloadd::core::Core;
-use offloadd::device::DeviceBlocks;
+use offloadd::device::{Device, DeviceBlocks};
 use offloadd::doctor::{Roots, huge_pages};
 use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
 use offloadd::handover::inherited::{self, Inherited};
@@ -28,8 +30,9 @@ use offloadd::metrics::Wearing;
 use offloadd::queue::DeviceLimits;
 use offloadd::server::page::Page;
 use offloadd::server::{self, About};
+use offloadd::store::StoreError;
 use offloadd::store::home::{self, HomeMove};
-use offloadd::store::recover;
+use offloadd::store::recover::{self, RecoveredStore};
 use rustix::process::Pid;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -90,21 +93,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
             device.path()
         );
     }
-    say_status("recovering the store");
-    let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
-    let mut store = recover::read_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
-        work.at(done, total);
-    })?;
-    // Then it is only read, which is more than nothing; but not to sessions, which the next start may take up.
-    let unwritable = recover::mend(&mut DeviceBlocks(&devices), &mut store).err();
-    let unwritable = match unwritable {
-        Some(error) if handover::has_sessions(&given) => {
-            let left = "making the store ready; the sessions of the daemon before are left to the next start";
-            return Err(error).context(left);
-        }
-        unwritable => unwritable,
-    };
-    drop(work);
+    let (mut store, unwritable) = recover_store(&devices, handover::has_sessions(&given))?;
     // Sessions may hold room that the store does not know of.
     if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
@@ -241,6 +230,43 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     // Somebody's device may still be measured: nothing waits for it, and it can be brought again.
     runtime.shutdown_background();
     result
+}
+
+/// The store as its devices have it, mended; or what a device did not take: then it is only read, which is more than
+/// nothing. But not to sessions that wait: the next start may take them up.
+fn recover_store(
+    devices: &[Device],
+    sessions_wait: bool,
+) -> Result<(RecoveredStore, Option<BlockError>)> {
+    say_status("recovering the store");
+    let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
+    let mut read = || {
+        recover::read_watched(&mut DeviceBlocks(devices), &mut |done, total| {
+            work.at(done, total);
+        })
+    };
+    let mut store = read()?;
+    let mut is_fresh = true;
+    let waits = if sessions_wait {
+        &[][..]
+    } else {
+        &again::WAITS
+    };
+    let mended = again::patiently(waits, || {
+        // Of what was read before a flush that failed nothing is known any more.
+        if !std::mem::replace(&mut is_fresh, false) {
+            store = read()?;
+        }
+        recover::mend(&mut DeviceBlocks(devices), &mut store).map_err(StoreError::from)
+    });
+    match mended {
+        Ok(()) => Ok((store, None)),
+        Err(error) if sessions_wait => Err(error).context(
+            "making the store ready; the sessions of the daemon before are left to the next start",
+        ),
+        Err(StoreError::Device(error)) => Ok((store, Some(error))),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// What ends the daemon or makes it look at its settings.

@@ -29,6 +29,7 @@ use offload_api::ring::entry::Sqe;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
+use crate::again;
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
 use crate::core::{Action, CallId, Core, Event, IoResult, Limits, Quotas, SessionId, Viewer};
@@ -331,7 +332,14 @@ impl Driver {
         driver.watch(&driver.listener, Source::Listener, edge)?;
         // All that can fail has been done: what is left to us is spent from here on.
         let begun = match unwritable {
-            None => begin_life(&mut driver.core, &opened),
+            None => {
+                // Who waits is left to the next start at once.
+                let waits = match left_to_us {
+                    None => &again::WAITS[..],
+                    Some(_) => &[],
+                };
+                again::patiently(waits, || begin_life(&mut driver.core, &opened))
+            }
             Some(error) => Err(error),
         };
         if let Err(error) = begun {

@@ -202,3 +202,27 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     );
     assert!(!shown.contains("a new resume"), "{shown}");
 }
+
+#[test]
+fn what_fails_but_once_at_the_start_is_tried_again() {
+    // The start flushes what it has read, and writes that its life began.
+    for call in ["fdatasync", "pwrite64"] {
+        let store = Store::new(2, "psync");
+        let served = store.serve_command();
+        let Some(command) = with_injected(call, "error=EIO:when=1", &store, &served) else {
+            return;
+        };
+        let mut daemon = Daemon::start(command, store.socket());
+        assert!(!daemon.ready.contains("reading only"), "{}", daemon.ready);
+        // No more than that: strace counts for each thread, and the engine's are still to come.
+        let seen = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
+        assert_eq!(seen.reading_only, None);
+        daemon.signal(Signal::TERM);
+        assert_eq!(daemon.wait(SOON), Some(0));
+        let mut said = String::new();
+        let stderr = daemon.child.stderr.as_mut().unwrap();
+        stderr.read_to_string(&mut said).unwrap();
+        assert!(said.contains("tried again in"), "{said}");
+        store.serve();
+    }
+}
