@@ -120,6 +120,8 @@ pub struct Config {
     pub iodepth_max: u32,
     /// What may be written to each device before it is worn out, in the order of `devices`; `None`: nobody said.
     pub rated_bytes: Vec<Option<u64>>,
+    /// Of a device that is not listed, as one that came while the daemon runs: what was said of all.
+    pub rated_bytes_others: Option<u64>,
     /// What the scrubs of all users may read together; root and who runs the daemon read as fast as they ask.
     pub scrub_bytes_per_s_max: u64,
     /// What may be copied while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
@@ -300,6 +302,10 @@ impl ConfigToml {
             let message = format!("{iodepth_max}; from 1 to {}", offload_api::IODEPTH_MAX);
             return refuse("iodepth_max", message);
         }
+        let rated_tb_others = match self.rated_tb_written {
+            Some(Rating::All(tb)) => Some(tb),
+            Some(Rating::Each(_)) | None => None,
+        };
         let rated_tb = match self.rated_tb_written {
             None => vec![None; self.devices.len()],
             Some(Rating::All(tb)) => vec![Some(tb); self.devices.len()],
@@ -360,6 +366,7 @@ impl ConfigToml {
             sessions_max,
             iodepth_max,
             rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
+            rated_bytes_others: rated_bytes(rated_tb_others),
             scrub_bytes_per_s_max,
             move_bytes_per_s_max,
             metrics_listen,

@@ -33,7 +33,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, DeviceError};
-use offloadd::metrics::Worn;
+use offloadd::metrics::{Ratings, Worn};
 use offloadd::store::recover::RecoveredStore;
 use offloadd::store::wear::Wear;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
@@ -44,8 +44,9 @@ fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
 }
 
 /// How far each device of the store is worn, in the store's order.
-fn worn(store: &RecoveredStore, devices: &[Device], config: &Config) -> Vec<Worn> {
+fn worn(store: &RecoveredStore, devices: &[Device]) -> Vec<Worn> {
     let worn = store.devices.iter().map(|device| Worn {
+        path: device.path.clone(),
         number: device.superblock.number,
         before: Wear::read(
             &mut DeviceBlocks(devices),
@@ -53,9 +54,17 @@ fn worn(store: &RecoveredStore, devices: &[Device], config: &Config) -> Vec<Worn
             store.id,
             device.superblock.number,
         ),
-        rated_bytes: config.rated_bytes[device.position],
     });
     worn.collect()
+}
+
+/// What the settings say that drives may take.
+fn ratings(config: &Config) -> Ratings {
+    let paths = config.devices.iter().map(|path| path.display().to_string());
+    Ratings {
+        listed: paths.zip(config.rated_bytes.iter().copied()).collect(),
+        others: config.rated_bytes_others,
+    }
 }
 
 /// Seven descriptors a session, and one a device: the usual soft limit of 1024 would be reached first.

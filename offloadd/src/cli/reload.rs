@@ -8,6 +8,8 @@ use offloadd::config::Config;
 use offloadd::driver::Change;
 use offloadd::findings::Severity;
 
+use super::ratings;
+
 /// What is to be told to the owner thread, and what was changed in the file and is not taken up.
 #[derive(Debug)]
 pub(super) struct Reload {
@@ -15,8 +17,8 @@ pub(super) struct Reload {
     pub(super) refused: Vec<String>,
 }
 
-/// Reads `path` again. `started` is what the daemon started with, `positions` the place of each device of the store in it.
-pub(super) fn read(path: &Path, started: &Config, positions: &[usize]) -> Result<Reload> {
+/// Reads `path` again. `started` is what the daemon started with.
+pub(super) fn read(path: &Path, started: &Config) -> Result<Reload> {
     let config = Config::read(path)?;
     let problem = check(&config)
         .into_iter()
@@ -24,10 +26,10 @@ pub(super) fn read(path: &Path, started: &Config, positions: &[usize]) -> Result
     if let Some(problem) = problem {
         bail!("{}: {}", problem.what, problem.message);
     }
-    Ok(compare(started, config, positions))
+    Ok(compare(started, &config))
 }
 
-fn compare(started: &Config, new: Config, positions: &[usize]) -> Reload {
+fn compare(started: &Config, new: &Config) -> Reload {
     let restart = |key: &str| format!("`{key}` takes a restart");
     let mut refused = Vec::new();
     let fixed = [
@@ -70,14 +72,10 @@ fn compare(started: &Config, new: Config, positions: &[usize]) -> Reload {
             *limit = started;
         }
     }
-    let rated = match started.devices == new.devices {
-        true => &new.rated_bytes,
-        false => &started.rated_bytes,
-    };
     let change = Change {
         limits,
         quotas: new.quotas.clone(),
-        rated_bytes: positions.iter().map(|&position| rated[position]).collect(),
+        ratings: ratings(new),
     };
     Reload { change, refused }
 }
@@ -99,8 +97,7 @@ mod tests {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
         let new = STARTED.replace(from, to);
         assert_ne!(new, STARTED);
-        // The store's first device is the settings' second.
-        compare(&parse(STARTED), parse(&new), &[1, 0])
+        compare(&parse(STARTED), &parse(&new))
     }
 
     #[test]
@@ -113,8 +110,32 @@ mod tests {
         assert_eq!(reload.change.limits.move_bytes_per_s_max, Some(1 << 20));
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
         let reload = compared("[1, 2]", "[3, 4]");
-        let rated = [4_000_000_000_000, 3_000_000_000_000].map(Some);
-        assert_eq!(reload.change.rated_bytes, rated);
+        let rated = |reload: &Reload, path| {
+            reload
+                .change
+                .ratings
+                .of(path)
+                .map(|b| b / 1_000_000_000_000)
+        };
+        assert_eq!(
+            ["/a", "/b", "/late"].map(|path| rated(&reload, path)),
+            [Some(3), Some(4), None]
+        );
+        let reload = compared("[1, 2]", "5");
+        assert_eq!(
+            ["/a", "/late"].map(|path| rated(&reload, path)),
+            [Some(5), Some(5)]
+        );
+        // One that came while it runs, and was added to the list since: the list waits for a restart, its rating does not.
+        let reload = compared(
+            "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2]",
+            "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2, 6]",
+        );
+        assert_eq!(
+            ["/a", "/late"].map(|path| rated(&reload, path)),
+            [Some(1), Some(6)]
+        );
+        assert_eq!(reload.refused, ["`devices` takes a restart"]);
         let reload = compared("sessions_max = 8", "sessions_max = 2");
         assert_eq!(reload.change.limits.sessions_max, 2);
     }
@@ -150,7 +171,7 @@ mod tests {
         }
         let listening = format!("{STARTED}\n[metrics]\nlisten = \"127.0.0.1:9464\"");
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
-        let reload = compare(&parse(STARTED), parse(&listening), &[0, 1]);
+        let reload = compare(&parse(STARTED), &parse(&listening));
         assert_eq!(reload.refused, ["`metrics.listen` takes a restart"]);
     }
 }

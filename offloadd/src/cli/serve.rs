@@ -45,7 +45,7 @@ use super::service_manager::{
     forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
     somebody_keeps,
 };
-use super::{binary, follow_parent, open_all, raise_descriptor_limit, worn};
+use super::{binary, follow_parent, open_all, raise_descriptor_limit, ratings, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -116,14 +116,13 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
             }
         }
     }
-    let wearing = Wearing::new(store.id, worn(&store, &devices, &config));
+    let wearing = Wearing::new(store.id, ratings(&config), worn(&store, &devices));
     for note in &store.notes {
         tracing::warn!("{note}");
     }
     for outsider in &store.outsiders {
         tracing::warn!("device {outsider}");
     }
-    let positions: Vec<_> = store.devices.iter().map(|device| device.position).collect();
     let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
         .collect();
@@ -216,7 +215,6 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let started = Started {
         file: file.to_owned(),
         config: config.clone(),
-        positions,
         serving: match &running.reading_only {
             None => format!("serving at {}", config.socket.display()),
             Some(why) => format!(
@@ -300,8 +298,6 @@ struct Sockets {
 struct Started {
     file: PathBuf,
     config: Config,
-    /// Where each device of the store stands in the settings.
-    positions: Vec<usize>,
     /// What `systemctl status` shows while it does nothing else.
     serving: String,
 }
@@ -310,7 +306,7 @@ impl Started {
     /// Settings that are wrong, or changed where nothing can change, are told and leave everything as it was.
     fn reload(&self, owner: &DriverHandle) {
         say_reloading();
-        let done = match reload::read(&self.file, &self.config, &self.positions) {
+        let done = match reload::read(&self.file, &self.config) {
             Err(error) => {
                 tracing::error!("the settings stay as they were: {error:#}");
                 "the changed settings are wrong and were not taken up".to_owned()

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::keeper::Made;
 use crate::core::{Call, Core, Damage, Limits, NewDevice, Peer, Quotas, Reply, SessionId, Viewer};
-use crate::metrics::Snapshot;
+use crate::metrics::{Ratings, Snapshot};
 use crate::store::definition::JobName;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
@@ -28,8 +28,8 @@ pub struct Change {
     pub limits: Limits,
     /// Of each user and job.
     pub quotas: Quotas,
-    /// Of each device, in the store's order.
-    pub rated_bytes: Vec<Option<u64>>,
+    /// Of the drives.
+    pub ratings: Ratings,
 }
 
 /// What somebody wants to know of the core, and its own way to the answer.

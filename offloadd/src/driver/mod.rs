@@ -465,7 +465,7 @@ impl Driver {
                 }
                 Message::Change(change) => {
                     self.limits = change.limits;
-                    self.ledger.rate(&change.rated_bytes);
+                    self.ledger.rate(change.ratings);
                     self.events.push_back(Event::Limits(change.limits));
                     self.events.push_back(Event::Quotas(change.quotas));
                 }

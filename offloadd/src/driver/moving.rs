@@ -156,7 +156,8 @@ impl Driver {
         let index = DeviceIndex(self.core.device_states().len() as u32);
         self.files.push(Some(file));
         self.queue.add(&limits);
-        self.ledger.add_device(&device.rates, Instant::now());
+        self.ledger
+            .add_device(&device.path, &device.rates, Instant::now());
         let call = CallId(self.calls_made);
         self.calls_made += 1;
         let counted = Counted::AddDevice(index);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
-use super::wearing::{ToKeep, Wearing, Worn};
+use super::wearing::{Ratings, ToKeep, Wearing, Worn};
 use super::{Counts, DeviceView, JobView, Latencies, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
@@ -97,12 +97,15 @@ impl Ledger {
     }
 
     /// One more device comes, behind the others.
-    pub fn add_device(&mut self, rates: &MeasuredRates, now: Instant) {
+    pub fn add_device(&mut self, path: &str, rates: &MeasuredRates, now: Instant) {
         let (read, write) = (rates.read_bytes_per_s, rates.write_bytes_per_s);
         let mut device = Device::new(read, write, now);
         device.of_store = false;
         self.devices.push(device);
-        self.wearing.add(Worn::default());
+        self.wearing.add(Worn {
+            path: path.to_owned(),
+            ..Worn::default()
+        });
         for job in &mut self.jobs {
             job.written_bytes.push(0);
         }
@@ -305,8 +308,8 @@ impl Ledger {
     }
 
     /// What may be written to each device, from now on.
-    pub fn rate(&mut self, rated_bytes: &[Option<u64>]) {
-        self.wearing.rate(rated_bytes);
+    pub fn rate(&mut self, ratings: Ratings) {
+        self.wearing.rate(ratings);
     }
 
     /// Devices that have newly come near the end of their rating, and how near.
@@ -436,7 +439,7 @@ mod tests {
             standing: Standing::settled(0),
         };
         let worn = vec![Worn::default(); 2];
-        let wearing = Wearing::new(StoreId([7; 16]), worn);
+        let wearing = Wearing::new(StoreId([7; 16]), Ratings::default(), worn);
         Ledger::new(&[device("/a"), device("/b")], wearing, Instant::now())
     }
 

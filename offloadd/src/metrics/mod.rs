@@ -24,7 +24,7 @@ pub mod wearing;
 pub use latencies::Latencies;
 pub use ledger::Ledger;
 pub use message::Misunderstood;
-pub use wearing::{Wearing, Worn};
+pub use wearing::{Ratings, Wearing, Worn};
 
 /// Operations of one kind that have ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 //!
 //! Bytes as the store writes them: other files on the drive, and what a drive writes again by itself, are not in it.
 
+use std::collections::BTreeMap;
+
 use offload_api::ids::DeviceIndex;
 
 use crate::blocks::AlignedBytes;
@@ -15,23 +17,41 @@ const WARN_SHARE: f64 = 0.8;
 #[derive(Debug)]
 pub struct Wearing {
     store: StoreId,
+    ratings: Ratings,
     devices: Vec<Device>,
+}
+
+/// What drives may take in their lives, as the settings say. By path, as a device may come while the daemon runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ratings {
+    /// Those that the settings list, and what of them.
+    pub listed: BTreeMap<String, Option<u64>>,
+    /// What was said of all.
+    pub others: Option<u64>,
+}
+
+impl Ratings {
+    /// What the device at `path` is rated for, if the settings say.
+    pub fn of(&self, path: &str) -> Option<u64> {
+        *self.listed.get(path).unwrap_or(&self.others)
+    }
 }
 
 /// What is known of a device when the daemon starts, or when it comes.
 #[derive(Clone, Debug, Default)]
 pub struct Worn {
+    /// As the settings name it.
+    pub path: String,
     /// In the store.
     pub number: u32,
     /// As it was kept last.
     pub before: Wear,
-    /// From the settings.
-    pub rated_bytes: Option<u64>,
 }
 
 #[derive(Debug)]
 struct Device {
     worn: Worn,
+    rated_bytes: Option<u64>,
     /// The newest sequence, and how much was written when it was kept.
     sequence: u64,
     kept_bytes: u64,
@@ -51,9 +71,10 @@ pub struct ToKeep {
 
 impl Wearing {
     /// `devices` in the store's order.
-    pub fn new(store: StoreId, devices: Vec<Worn>) -> Self {
+    pub fn new(store: StoreId, ratings: Ratings, devices: Vec<Worn>) -> Self {
         let mut wearing = Self {
             store,
+            ratings,
             devices: Vec::new(),
         };
         devices.into_iter().for_each(|worn| wearing.add(worn));
@@ -65,6 +86,7 @@ impl Wearing {
         self.devices.push(Device {
             sequence: worn.before.sequence,
             kept_bytes: worn.before.written_bytes,
+            rated_bytes: self.ratings.of(&worn.path),
             worn,
             warned: false,
         });
@@ -82,17 +104,19 @@ impl Wearing {
 
     /// What it is rated for, if the settings say.
     pub fn rated_bytes(&self, device: usize) -> Option<u64> {
-        self.devices[device].worn.rated_bytes
+        self.devices[device].rated_bytes
     }
 
     /// The settings say something else now. A device that was warned of is judged anew.
-    pub fn rate(&mut self, rated_bytes: &[Option<u64>]) {
-        for (device, rated) in self.devices.iter_mut().zip(rated_bytes) {
-            if device.worn.rated_bytes != *rated {
-                device.worn.rated_bytes = *rated;
+    pub fn rate(&mut self, ratings: Ratings) {
+        for device in &mut self.devices {
+            let rated_bytes = ratings.of(&device.worn.path);
+            if device.rated_bytes != rated_bytes {
+                device.rated_bytes = rated_bytes;
                 device.warned = false;
             }
         }
+        self.ratings = ratings;
     }
 
     /// Ever written by a job, of which `now_bytes` in this life to each device.
@@ -137,7 +161,7 @@ impl Wearing {
     pub fn newly_worn(&mut self, index: usize, now_bytes: u64) -> Option<f64> {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];
-        let share = written_bytes as f64 / device.worn.rated_bytes? as f64;
+        let share = written_bytes as f64 / device.rated_bytes? as f64;
         let warn = share >= WARN_SHARE && !device.warned;
         device.warned |= warn;
         warn.then_some(share)
@@ -160,9 +184,9 @@ mod tests {
         let worn = Worn {
             number: 0,
             before,
-            rated_bytes: None,
+            path: "/a".into(),
         };
-        let mut wearing = Wearing::new(STORE, vec![worn]);
+        let mut wearing = Wearing::new(STORE, Ratings::default(), vec![worn]);
         assert_eq!(wearing.behind_bytes(0, 0), 0);
         assert_eq!(wearing.behind_bytes(0, 50), 50);
         assert_eq!(wearing.job_bytes(2, &[50]), 650);
@@ -181,21 +205,47 @@ mod tests {
 
     #[test]
     fn a_warning_comes_once_at_four_fifths_of_the_rating() {
-        let worn = |rated_bytes| Worn {
-            number: 0,
-            before: Wear::default(),
-            rated_bytes,
+        let worn = |path: &str| Worn {
+            path: path.into(),
+            ..Worn::default()
         };
-        let mut wearing = Wearing::new(STORE, vec![worn(Some(1000)), worn(None)]);
+        let ratings = |a, b| Ratings {
+            listed: [("/a".into(), a), ("/b".into(), b)].into(),
+            others: None,
+        };
+        let rated = ratings(Some(1000), None);
+        let mut wearing = Wearing::new(STORE, rated, vec![worn("/a"), worn("/b")]);
         assert_eq!(wearing.newly_worn(0, 799), None);
         assert_eq!(wearing.newly_worn(0, 800), Some(0.8));
         assert_eq!(wearing.newly_worn(0, 900), None);
         assert_eq!(wearing.newly_worn(1, u64::MAX / 2), None, "nobody rated it");
         // Another rating is another question; the same one is not.
-        wearing.rate(&[Some(2000), Some(1000)]);
+        wearing.rate(ratings(Some(2000), Some(1000)));
         assert_eq!(wearing.newly_worn(0, 1000), None);
         assert_eq!(wearing.newly_worn(1, 900), Some(0.9));
-        wearing.rate(&[Some(2000), Some(1000)]);
+        wearing.rate(ratings(Some(2000), Some(1000)));
         assert_eq!(wearing.newly_worn(1, 950), None);
+    }
+
+    #[test]
+    fn a_device_that_comes_is_rated_by_its_path_at_once_and_at_a_reload() {
+        let came = |path: &str| Worn {
+            path: path.into(),
+            ..Worn::default()
+        };
+        let mut wearing = Wearing::new(STORE, Ratings::default(), vec![came("/a")]);
+        wearing.rate(Ratings {
+            listed: [("/a".into(), Some(1)), ("/late".into(), Some(2))].into(),
+            others: None,
+        });
+        wearing.add(came("/late"));
+        wearing.add(came("/unlisted"));
+        let rated = |wearing: &Wearing| [0, 1, 2].map(|device| wearing.rated_bytes(device));
+        assert_eq!(rated(&wearing), [Some(1), Some(2), None]);
+        wearing.rate(Ratings {
+            listed: [("/late".into(), Some(7))].into(),
+            others: Some(9),
+        });
+        assert_eq!(rated(&wearing), [Some(9), Some(7), Some(9)]);
     }
 }
