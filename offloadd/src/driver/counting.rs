@@ -106,16 +106,15 @@ impl Driver {
         }
     }
 
-    /// Writes how far the devices are worn to them, if it is time or `at_once`. The next ones wait for these to end.
+    /// Writes how far the devices are worn to them, if it is time or `at_once`. A device's next one waits for its last to end.
     pub(super) fn keep_wear(&mut self, at_once: bool) {
         let now = Instant::now();
         let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
-        if !due || self.wear_inflight_count > 0 {
+        if !due {
             return;
         }
         let jobs = self.core.look(Viewer::All);
-        for to_keep in self.ledger.keep_wear(&jobs, now) {
-            self.wear_inflight_count += 1;
+        for to_keep in self.ledger.keep_wear(&jobs, now, at_once) {
             let io = Io {
                 id: IoId(WEAR_IO | u64::from(to_keep.device.0)),
                 device: to_keep.device,

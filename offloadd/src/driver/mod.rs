@@ -231,7 +231,6 @@ struct Driver {
     turn_waiters: Vec<oneshot::Sender<()>>,
     /// When the next look may be.
     look_at: Instant,
-    wear_inflight_count: usize,
     /// Devices that left the store and are still open.
     left: Vec<DeviceIndex>,
     /// The last time is over.
@@ -310,7 +309,6 @@ impl Driver {
             lookers: Vec::new(),
             turn_waiters: Vec::new(),
             look_at: Instant::now(),
-            wear_inflight_count: 0,
             left: Vec::new(),
             wear_kept: false,
             pacing: Pacing::new(Instant::now()),
@@ -490,10 +488,17 @@ impl Driver {
                 Ended::Nothing => continue,
             };
             if done.id.0 & WEAR_IO != 0 {
-                self.wear_inflight_count -= 1;
-                if let Err(errno) = done.outcome {
-                    let error = std::io::Error::from_raw_os_error(errno);
-                    tracing::warn!(%error, "how far a device is worn could not be kept on it");
+                let device = DeviceIndex((done.id.0 & !WEAR_IO) as u32);
+                let moved_bytes = done.outcome.ok().map(u64::from);
+                if !self.ledger.wear_kept(device, moved_bytes) {
+                    let why = match done.outcome {
+                        Err(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
+                        Ok(moved) => format!("only {moved} bytes moved"),
+                    };
+                    tracing::warn!(
+                        "how far device {} is worn could not be kept on it, tried again later: {why}",
+                        self.core.device_states()[device.0 as usize].path
+                    );
                 }
                 continue;
             }

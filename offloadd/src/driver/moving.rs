@@ -216,10 +216,10 @@ impl Driver {
 
     /// Closes devices that left, once nothing on its way is for them: how worn they are is written until then.
     pub(super) fn close_left(&mut self) {
-        if self.wear_inflight_count == 0 {
-            for device in std::mem::take(&mut self.left) {
-                self.close_device(device);
-            }
+        let ledger = &self.ledger;
+        let idle = (self.left).extract_if(.., |device| !ledger.is_keeping_wear(*device));
+        for device in idle.collect::<Vec<_>>() {
+            self.close_device(device);
         }
     }
 

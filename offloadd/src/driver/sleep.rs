@@ -67,7 +67,7 @@ impl Driver {
             .chain(self.stop_deadline)
             .chain(self.tell_stop_at)
             .chain(self.ledger.judge_at())
-            .chain((self.ledger.keep_wear_at()).filter(|_| self.wear_inflight_count == 0))
+            .chain(self.ledger.keep_wear_at())
             .chain(self.move_at())
             .chain((!self.lookers.is_empty()).then_some(self.look_at))
             .chain(accept_again)

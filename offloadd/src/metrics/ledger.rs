@@ -43,7 +43,6 @@ pub struct Ledger {
     places: HashMap<(u32, JobName), usize>,
     inflight: HashMap<IoId, InFlight>,
     wearing: Wearing,
-    wear_kept: Instant,
 }
 
 #[derive(Debug)]
@@ -54,6 +53,9 @@ struct Device {
     damaged_count: u64,
     slowness: Slowness,
     of_store: bool,
+    /// When its wear was begun to be kept last, and how much had been written in this life.
+    wear_kept: Instant,
+    wear_kept_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -92,7 +94,6 @@ impl Ledger {
             places: HashMap::new(),
             inflight: HashMap::new(),
             wearing,
-            wear_kept: now,
         }
     }
 
@@ -272,28 +273,37 @@ impl Ledger {
 
     /// When [`Self::keep_wear`] is wanted next; `None` while nothing new was written.
     pub fn keep_wear_at(&self) -> Option<Instant> {
-        let devices = self.devices.iter().enumerate();
-        let of_store = devices.filter(|(_, device)| device.of_store);
-        let behind = of_store.map(|(index, device)| {
-            self.wearing
-                .behind_bytes(index, device.counts.written.bytes)
-        });
-        match behind.max().unwrap_or(0) {
-            0 => None,
-            WEAR_KEPT_BYTES.. => Some(self.wear_kept),
-            _ => Some(self.wear_kept + WEAR_KEPT_EVERY),
-        }
+        let devices = 0..self.devices.len();
+        devices.filter_map(|index| self.wear_due(index)).min()
     }
 
-    /// What is to be written to the devices so that their wear is known later. `jobs`: all of the store.
-    pub fn keep_wear(&mut self, jobs: &[JobState], now: Instant) -> Vec<ToKeep> {
-        self.wear_kept = now;
+    /// The same of one device. Never while its wear is on its way: one that hangs keeps no other from it.
+    fn wear_due(&self, index: usize) -> Option<Instant> {
+        let device = &self.devices[index];
+        let now_bytes = device.counts.written.bytes;
+        let is_behind = self.wearing.behind_bytes(index, now_bytes) > 0;
+        if !device.of_store || !is_behind || self.wearing.is_keeping(index) {
+            return None;
+        }
+        // Since it was tried, not since it was kept: one that fails is not asked without end.
+        Some(match now_bytes - device.wear_kept_bytes {
+            WEAR_KEPT_BYTES.. => device.wear_kept,
+            _ => device.wear_kept + WEAR_KEPT_EVERY,
+        })
+    }
+
+    /// What is to be written to the devices so that their wear is known later, of those for which it is time or of all.
+    /// `jobs`: all of the store. [`Self::wear_kept`] follows for each.
+    pub fn keep_wear(&mut self, jobs: &[JobState], now: Instant, at_once: bool) -> Vec<ToKeep> {
         let mut to_keep = Vec::new();
-        for (index, device) in self.devices.iter().enumerate() {
-            let now_bytes = device.counts.written.bytes;
-            if !device.of_store || self.wearing.behind_bytes(index, now_bytes) == 0 {
+        for index in 0..self.devices.len() {
+            let due = self.wear_due(index);
+            if !due.is_some_and(|at| at_once || at <= now) {
                 continue;
             }
+            let now_bytes = self.devices[index].counts.written.bytes;
+            self.devices[index].wear_kept = now;
+            self.devices[index].wear_kept_bytes = now_bytes;
             let written = jobs.iter().filter_map(|state| {
                 let counted = self.counted(state);
                 Some((
@@ -305,6 +315,16 @@ impl Ledger {
             to_keep.push(self.wearing.keep(index, now_bytes, written.into_iter()));
         }
         to_keep
+    }
+
+    /// A device's wear was written to it, or not all of it. Whether it was.
+    pub fn wear_kept(&mut self, device: DeviceIndex, moved_bytes: Option<u64>) -> bool {
+        self.wearing.kept(device.0 as usize, moved_bytes)
+    }
+
+    /// Whether a device's wear is on its way to it.
+    pub fn is_keeping_wear(&self, device: DeviceIndex) -> bool {
+        self.wearing.is_keeping(device.0 as usize)
     }
 
     /// What may be written to each device, from now on.
@@ -389,6 +409,8 @@ impl Device {
             damaged_count: 0,
             slowness: Slowness::new(read_bytes_per_s, write_bytes_per_s, now),
             of_store: true,
+            wear_kept: now,
+            wear_kept_bytes: 0,
         }
     }
 }
@@ -565,8 +587,10 @@ mod tests {
         write(&mut ledger, 4096);
         assert_eq!(ledger.job(next.clone()).worn_bytes, 4096);
         assert!(ledger.keep_wear_at().is_some());
-        let kept = ledger.keep_wear(&[next], now);
+        let kept = ledger.keep_wear(&[next], now, true);
         assert_eq!(kept.len(), 1, "nothing was written to the other device");
+        assert_eq!(ledger.keep_wear_at(), None);
+        assert!(ledger.wear_kept(DeviceIndex(0), Some(kept[0].blocks.len() as u64)));
         let kept = Wear::decode(&kept[0].blocks, StoreId([7; 16]), 0).unwrap();
         assert_eq!((kept.written_bytes, kept.jobs), (12288, [(4, 4096)].into()));
         assert_eq!(ledger.keep_wear_at(), None);
@@ -575,7 +599,7 @@ mod tests {
     #[test]
     fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
         let mut ledger = ledger();
-        let now = Instant::now();
+        let now = ledger.started_at();
         let mut next_io = 0;
         let mut write = |ledger: &mut Ledger, bytes: u32| {
             next_io += 1;
@@ -590,7 +614,7 @@ mod tests {
             };
             ledger.ended(&done, now);
         };
-        ledger.keep_wear(&[], now);
+        assert!(ledger.keep_wear(&[], now, true).is_empty());
         assert_eq!(ledger.keep_wear_at(), None);
         write(&mut ledger, 4096);
         assert_eq!(ledger.keep_wear_at(), Some(now + WEAR_KEPT_EVERY));
@@ -598,8 +622,55 @@ mod tests {
             write(&mut ledger, 1 << 30);
         }
         assert_eq!(ledger.keep_wear_at(), Some(now));
-        assert_eq!(ledger.keep_wear(&[], now).len(), 1);
+        assert_eq!(ledger.keep_wear(&[], now, false).len(), 1);
         assert_eq!(ledger.keep_wear_at(), None);
+    }
+
+    #[test]
+    fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_without_end() {
+        let mut ledger = ledger();
+        let now = ledger.started_at();
+        let mut next_io = 0;
+        let mut write = |ledger: &mut Ledger, device, bytes: u32| {
+            next_io += 1;
+            let id = IoId(next_io);
+            ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, None, now);
+            let done = IoDone {
+                id,
+                outcome: Ok(bytes),
+                device_ns: 1,
+                retried_count: 0,
+                memory: Memory::None,
+            };
+            ledger.ended(&done, now);
+        };
+        write(&mut ledger, 0, 4096);
+        write(&mut ledger, 1, 4096);
+        let first = now + WEAR_KEPT_EVERY;
+        assert!(ledger.keep_wear(&[], now, false).is_empty(), "not yet");
+        let kept = ledger.keep_wear(&[], first, false);
+        assert_eq!(kept.len(), 2);
+        // The first one hangs from here on; the second takes it, and more is written to both.
+        assert!(ledger.wear_kept(DeviceIndex(1), Some(kept[1].blocks.len() as u64)));
+        for device in [0, 1] {
+            write(&mut ledger, device, 4096);
+        }
+        let second = first + WEAR_KEPT_EVERY;
+        assert_eq!(ledger.keep_wear_at(), Some(second));
+        let again = ledger.keep_wear(&[], second, true);
+        let devices: Vec<_> = again.iter().map(|one| one.device).collect();
+        assert_eq!(devices, [DeviceIndex(1)]);
+        assert!(ledger.is_keeping_wear(DeviceIndex(0)));
+        // It fails in the end, after much was written, and is tried again: at once, and then not before time.
+        for _ in 0..WEAR_KEPT_BYTES >> 30 {
+            write(&mut ledger, 0, 1 << 30);
+        }
+        assert!(!ledger.wear_kept(DeviceIndex(0), None));
+        let retried = ledger.keep_wear(&[], second, false);
+        assert_eq!((retried.len(), retried[0].device), (1, DeviceIndex(0)));
+        assert_eq!(retried[0].offset, kept[0].offset, "the sound copy stays");
+        assert!(!ledger.wear_kept(DeviceIndex(0), None));
+        assert_eq!(ledger.keep_wear_at(), Some(second + WEAR_KEPT_EVERY));
     }
 
     #[test]

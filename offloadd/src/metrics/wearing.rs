@@ -55,7 +55,17 @@ struct Device {
     /// The newest sequence, and how much was written when it was kept.
     sequence: u64,
     kept_bytes: u64,
+    /// What is on its way to it.
+    keeping: Option<Keeping>,
     warned: bool,
+}
+
+/// A device's wear on its way.
+#[derive(Debug)]
+struct Keeping {
+    written_bytes: u64,
+    /// Of the write itself.
+    blocks_bytes: u64,
 }
 
 /// A device's wear, to be written to it.
@@ -86,6 +96,7 @@ impl Wearing {
         self.devices.push(Device {
             sequence: worn.before.sequence,
             kept_bytes: worn.before.written_bytes,
+            keeping: None,
             rated_bytes: self.ratings.of(&worn.path),
             worn,
             warned: false,
@@ -139,22 +150,43 @@ impl Wearing {
     ) -> ToKeep {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];
-        device.sequence += 1;
         let number = device.worn.number;
-        device.kept_bytes = written_bytes;
         let before = &device.worn.before.jobs;
         let jobs = jobs.map(|(id, now)| (id, before.get(&id).unwrap_or(&0) + now));
         let wear = Wear {
-            sequence: device.sequence,
+            sequence: device.sequence + 1,
             written_bytes,
             jobs: jobs.filter(|(_, bytes)| *bytes > 0).collect(),
         };
         let (offset, blocks) = wear.encode(self.store, number);
+        let before = device.keeping.replace(Keeping {
+            written_bytes,
+            blocks_bytes: blocks.len() as u64,
+        });
+        assert!(before.is_none(), "one at a time to each device");
         ToKeep {
             device: DeviceIndex(index as u32),
             offset,
             blocks,
         }
+    }
+
+    /// Whether a device's wear is on its way to it.
+    pub fn is_keeping(&self, device: usize) -> bool {
+        self.devices[device].keeping.is_some()
+    }
+
+    /// What became of it: `moved_bytes` were written. If that is not all, the next one goes to the same place: the copy in the
+    /// other one is sound.
+    pub fn kept(&mut self, device: usize, moved_bytes: Option<u64>) -> bool {
+        let device = &mut self.devices[device];
+        let keeping = device.keeping.take().expect("it was on its way");
+        let whole = moved_bytes == Some(keeping.blocks_bytes);
+        if whole {
+            device.sequence += 1;
+            device.kept_bytes = keeping.written_bytes;
+        }
+        whole
     }
 
     /// The share of its rating that a device has reached, told once when it is worth a warning.
@@ -195,12 +227,21 @@ mod tests {
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (5, 1050));
         assert_eq!(again.jobs, [(2, 630), (3, 20)].into());
+        assert_eq!(wearing.behind_bytes(0, 50), 50, "it has not ended");
+        assert!(wearing.kept(0, Some(kept.blocks.len() as u64)));
         assert_eq!(wearing.behind_bytes(0, 50), 0);
         // This life's bytes are not counted twice when it is kept again.
         let kept = wearing.keep(0, 60, [(2, 40), (3, 20)].into_iter());
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (6, 1060));
         assert_eq!(again.jobs, [(2, 640), (3, 20)].into());
+        // One that failed leaves the sound copy where it is.
+        for moved_bytes in [None, Some(512)] {
+            assert!(!wearing.kept(0, moved_bytes));
+            assert_eq!(wearing.behind_bytes(0, 60), 10);
+            let retried = wearing.keep(0, 60, std::iter::empty());
+            assert_eq!(retried.offset, kept.offset);
+        }
     }
 
     #[test]
