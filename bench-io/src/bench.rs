@@ -8,7 +8,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::report::Figures;
 use crate::target::Target;
 use crate::target::daemon::DaemonTarget;
-use crate::target::device::{DeviceFiles, DeviceTarget};
+use crate::target::device::{Claim, DeviceFiles, DeviceTarget};
 use crate::watch::{Watch, Watched};
 
 /// Between giving an order and its start, so that all threads begin together.
@@ -67,6 +67,8 @@ pub(crate) struct Bench {
     devices: Vec<DeviceInfo>,
     daemon_pid: Option<u32>,
     drives: Vec<Drive>,
+    /// What jobs write to.
+    _claim: Option<Claim>,
 }
 
 struct Worker {
@@ -75,10 +77,12 @@ struct Worker {
 }
 
 struct Order {
-    streams: Vec<StreamPlan>,
+    streams: Vec<Stream>,
     start: Instant,
     timing: Timing,
     moved: Arc<[AtomicU64; 2]>,
+    /// Another job failed: there is nothing to measure any more.
+    failed: Arc<AtomicBool>,
     pattern: Option<Pattern>,
 }
 
@@ -99,6 +103,10 @@ impl Bench {
     /// # Errors
     /// One of them cannot be opened.
     pub(crate) fn open(plan: BenchPlan) -> Result<Self> {
+        let claim = match &plan.target {
+            TargetPlan::Device { files, .. } => Some(files.claim()?),
+            TargetPlan::Daemon { .. } => None,
+        };
         let (say_ended, ended) = channel();
         let (say_opened, opened) = channel();
         let mut workers = Vec::new();
@@ -135,6 +143,7 @@ impl Bench {
             about: String::new(),
             devices: Vec::new(),
             drives: Vec::new(),
+            _claim: claim,
         };
         for _ in 0..bench.plan.jobs {
             let one = opened.recv().context("a job's thread ended")??;
@@ -200,13 +209,20 @@ impl Bench {
     ) -> Result<(Figures, WrongBlocks)> {
         assert_eq!(streams.len(), self.workers.len(), "streams for every job");
         let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+        let failed = Arc::new(AtomicBool::new(false));
+        // Before the clock starts: to shuffle a terabyte's blocks takes seconds.
+        let streams: Vec<Vec<Stream>> = streams
+            .iter()
+            .map(|job| job.iter().map(Stream::new).collect())
+            .collect();
         let start = Instant::now() + START_DELAY;
         for (worker, streams) in self.workers.iter().zip(streams) {
             let order = Order {
-                streams: streams.clone(),
+                streams,
                 start,
                 timing,
                 moved: Arc::clone(&moved),
+                failed: Arc::clone(&failed),
                 pattern: self.plan.pattern,
             };
             let orders = worker.orders.as_ref().expect("taken in drop only");
@@ -229,8 +245,10 @@ impl Bench {
                             outcome.add(&ended.outcome);
                             wrong.add(ended.wrong);
                         }
-                        // The others end by themselves.
-                        Err(error) => failure = failure.or(Some(error)),
+                        Err(error) => {
+                            failed.store(true, Ordering::Relaxed);
+                            failure = failure.or(Some(error));
+                        }
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -278,18 +296,18 @@ fn work(
             return;
         }
     };
-    while let Ok(order) = orders.recv() {
+    while let Ok(mut order) = orders.recv() {
         if let Some(pattern) = order.pattern {
             target.expect(pattern);
         }
-        let mut streams: Vec<Stream> = order.streams.iter().map(Stream::new).collect();
         std::thread::sleep(order.start.saturating_duration_since(Instant::now()));
         let outcome = load::run(
             &mut *target,
-            &mut streams,
+            &mut order.streams,
             order.start,
             order.timing,
             &order.moved,
+            &order.failed,
         );
         let result = outcome.map(|outcome| Ended {
             outcome,

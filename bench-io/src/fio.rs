@@ -1,11 +1,17 @@
 //! fio in the same run, on the same drives: what people trust, with its command printed so that they can repeat it.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rustix::process::Signal;
 use serde::Serialize;
+
+use crate::stop;
+
+/// Whether it has ended, and whether it is to end.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// Where fio is, and its version.
 #[derive(Clone, Debug)]
@@ -94,11 +100,27 @@ impl Fio {
     /// It fails, or says what nobody understands.
     pub(crate) fn run(&self, job: &FioJob) -> Result<FioFigures> {
         let words = words(job);
-        let output = Command::new(&self.program)
+        let child = Command::new(&self.program)
             .args(&words)
             .arg("--output-format=json")
-            .output()
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
             .with_context(|| format!("starting {}", self.program.display()))?;
+        let pid = rustix::process::Pid::from_child(&child);
+        // It says more than a pipe holds.
+        let reading = std::thread::spawn(move || child.wait_with_output());
+        while !reading.is_finished() {
+            if stop::check().is_err() {
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+                break;
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        let output = reading.join().expect("reading does not panic");
+        stop::check()?;
+        let output = output.with_context(|| format!("running {}", self.program.display()))?;
         let command = format!("{} {}", self.program.display(), words.join(" "));
         ensure!(
             output.status.success(),

@@ -24,6 +24,8 @@ pub(crate) enum Access {
     Read,
     Write,
     /// Reads and writes mixed, in order
+    #[value(alias = "readwrite")]
+    #[serde(alias = "readwrite")]
     Rw,
     RandRead,
     RandWrite,
@@ -185,7 +187,13 @@ impl JobWords {
 
     /// These words, and those of `file` where these say nothing.
     pub(crate) fn over(self, file: Self) -> Self {
-        let many = |mine: Vec<PathBuf>, other| if mine.is_empty() { other } else { mine };
+        // A place is one thing, however it is named.
+        let is_placed =
+            self.socket.is_some() || !self.filename.is_empty() || !self.directory.is_empty();
+        let (filename, directory, socket) = match is_placed {
+            true => (self.filename, self.directory, self.socket),
+            false => (file.filename, file.directory, file.socket),
+        };
         Self {
             target: self.target.or(file.target),
             rw: self.rw.or(file.rw),
@@ -198,9 +206,9 @@ impl JobWords {
             ioengine: self.ioengine.or(file.ioengine),
             size: self.size.or(file.size),
             direct: self.direct.or(file.direct),
-            filename: many(self.filename, file.filename),
-            directory: many(self.directory, file.directory),
-            socket: self.socket.or(file.socket),
+            filename,
+            directory,
+            socket,
             overwrite: self.overwrite || file.overwrite,
         }
     }
@@ -254,6 +262,12 @@ impl JobWords {
             "ramp_time: with runtime = 0 every byte counts, so it must be 0 too"
         );
         let word = self.ioengine.unwrap_or_else(|| "auto".into());
+        // fio's names for the same.
+        let word = match word.as_str() {
+            "io_uring" => "uring".to_owned(),
+            "libaio" => "aio".to_owned(),
+            _ => word,
+        };
         let engine = EngineChoice::from_name(&word).with_context(|| {
             format!("ioengine = {word}: it is one of {:?}", EngineChoice::NAMES)
         })?;
@@ -374,6 +388,22 @@ mod tests {
         let job = words("bs = \"2m\"").over(file).check().unwrap();
         assert_eq!((job.rw, job.bs), (Access::RandRead, 2 << 20));
         assert_eq!(job.place, Place::Private(vec!["/a".into()]));
+        let file = words("directory = \"/a\"");
+        let job = words("filename = \"/b\"").over(file).check().unwrap();
+        assert_eq!(job.place, Place::Files(vec!["/b".into()]));
+    }
+
+    #[test]
+    fn fios_other_words_are_known() {
+        for (engine, ours) in [
+            ("io_uring", EngineChoice::Uring),
+            ("libaio", EngineChoice::Aio),
+        ] {
+            let job = words(&format!("ioengine = \"{engine}\"\nrw = \"readwrite\""));
+            let job = job.check().unwrap();
+            assert_eq!((job.engine, job.rw), (ours, Access::Rw));
+            assert_eq!(job.engine_word, ours.name());
+        }
     }
 
     #[test]

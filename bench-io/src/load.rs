@@ -8,7 +8,7 @@
 //! A stream goes one way, or mixes both, over a part of the blocks, in order or not, with a depth of its own. What counts is
 //! what ended between `begin` and `end`, with the time between, so that neither a cold start nor a tail is measured.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
@@ -205,16 +205,18 @@ impl Outcome {
     }
 }
 
-/// Runs `streams` on `target` from `start` on. `moved` counts operations for whoever shows progress.
+/// Runs `streams` on `target` from `start` on. `moved` counts operations for whoever shows progress; `failed` is of a job beside
+/// this one.
 ///
 /// # Errors
-/// The first operation that fails; or none ends for a minute.
+/// The first operation that fails; or none ends for a minute; or the other job failed.
 pub(crate) fn run(
     target: &mut dyn Target,
     streams: &mut [Stream],
     start: Instant,
     timing: Timing,
     moved: &[AtomicU64; 2],
+    failed: &AtomicBool,
 ) -> Result<Outcome> {
     let once = timing.runtime.is_zero();
     let begin = start + timing.ramp;
@@ -232,6 +234,7 @@ pub(crate) fn run(
         }
         target.wait(WAIT, &mut ended)?;
         stop::check()?;
+        ensure!(!failed.load(Ordering::Relaxed), "another job failed");
         let now = Instant::now();
         if ended.is_empty() && now - last_end > PATIENCE {
             bail!("no operation ended for {} s", PATIENCE.as_secs());
@@ -342,7 +345,15 @@ mod tests {
         };
         let moved = [AtomicU64::new(0), AtomicU64::new(0)];
         let mut streams = [Stream::new(plan)];
-        let outcome = run(&mut fake, &mut streams, Instant::now(), timing, &moved).unwrap();
+        let outcome = run(
+            &mut fake,
+            &mut streams,
+            Instant::now(),
+            timing,
+            &moved,
+            &AtomicBool::new(false),
+        )
+        .unwrap();
         (fake, outcome)
     }
 
@@ -384,8 +395,31 @@ mod tests {
         };
         let moved = [AtomicU64::new(0), AtomicU64::new(0)];
         let mut streams = [Stream::new(&narrow)];
-        run(&mut fake, &mut streams, Instant::now(), timing, &moved).unwrap();
+        run(
+            &mut fake,
+            &mut streams,
+            Instant::now(),
+            timing,
+            &moved,
+            &AtomicBool::new(false),
+        )
+        .unwrap();
         assert_eq!(fake.most, 3);
         assert!(fake.seen.len() > 3);
+    }
+
+    #[test]
+    fn a_job_beside_one_that_failed_ends() {
+        let mut fake = Fake::default();
+        let timing = Timing {
+            ramp: Duration::ZERO,
+            runtime: Duration::from_secs(3600),
+        };
+        let moved = [AtomicU64::new(0), AtomicU64::new(0)];
+        let mut streams = [Stream::new(&plan(true, false, false))];
+        let failed = AtomicBool::new(true);
+        let start = Instant::now();
+        let ended = run(&mut fake, &mut streams, start, timing, &moved, &failed);
+        assert!(ended.unwrap_err().to_string().contains("another job"));
     }
 }

@@ -54,14 +54,15 @@ pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
         let mut piece = vec![0; 8 << 20];
         noise::fill(&mut piece, 1);
         let mut left = bytes;
-        while left > 0 {
+        while left > 0 && crate::stop::check().is_ok() {
             let now = left.min(piece.len() as u64) as usize;
             file.write_all(&piece[..now])?;
             left -= now as u64;
         }
         file.sync_all()
     };
-    wrote().with_context(|| format!("writing {bytes} bytes to {}", path.display()))
+    wrote().with_context(|| format!("writing {bytes} bytes to {}", path.display()))?;
+    crate::stop::check()
 }
 
 /// A private daemon with a device in each of some folders.

@@ -11,6 +11,7 @@ use crate::pattern::Pattern;
 use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
 use crate::target::device::{DeviceFiles, bytes_of};
+use crate::words::Bytes;
 
 /// What a job runs on. Dropping it takes away what was made, after the bench on it.
 pub(crate) struct Prepared {
@@ -35,6 +36,13 @@ impl Prepared {
     pub(crate) fn new(job: &Job, pattern: Option<Pattern>, progress: &Progress) -> Result<Self> {
         let (bs, jobs) = (u64::from(job.bs), u64::from(job.numjobs));
         let slot_bytes = bs * u64::from(job.iodepth) * jobs;
+        let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        ensure!(
+            slot_bytes <= available_bytes,
+            "bs x iodepth x numjobs = {}: {} of memory are to be had here",
+            Bytes(slot_bytes),
+            Bytes(available_bytes)
+        );
         let mut folders = Vec::new();
         let mut daemon = None;
         let mut files = Vec::new();

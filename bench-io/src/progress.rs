@@ -26,9 +26,9 @@ impl Progress {
     }
 
     /// `what`, how fast so far, and how long still.
-    pub(crate) fn show(&self, what: &str, bytes: [u64; 2], begin: Instant, end: Option<Instant>) {
+    pub(crate) fn show(&self, what: &str, bytes: [u64; 2], start: Instant, end: Option<Instant>) {
         let now = Instant::now();
-        let seconds = now.saturating_duration_since(begin).as_secs_f64().max(0.01);
+        let seconds = now.saturating_duration_since(start).as_secs_f64().max(0.1);
         let rate = |bytes: u64| SpeedText(bytes as f64 / seconds);
         let [read, write] = bytes;
         let rates = match (read, write) {

@@ -36,6 +36,7 @@ impl Watched {
 pub(crate) struct Watch<'a> {
     watched: Watched,
     progress: &'a Progress,
+    start: Instant,
     begin: Instant,
     end: Option<Instant>,
     at_begin: Option<Moment>,
@@ -68,6 +69,7 @@ impl<'a> Watch<'a> {
         Self {
             watched,
             progress,
+            start,
             begin,
             end: (!once).then(|| begin + timing.runtime),
             at_begin,
@@ -101,7 +103,7 @@ impl<'a> Watch<'a> {
             self.moved[way].load(Ordering::Relaxed) * u64::from(self.watched.block_bytes)
         };
         self.progress
-            .show(&self.what, [bytes(0), bytes(1)], self.begin, self.end);
+            .show(&self.what, [bytes(0), bytes(1)], self.start, self.end);
     }
 
     pub(crate) fn used(&self) -> Meanwhile {

@@ -121,8 +121,11 @@ pub(crate) fn run(args: PacedArgs) -> Result<()> {
 fn show(json: bool) -> Result<()> {
     let mut found = Vec::new();
     for name in paced::names() {
-        let drives = Drives::open(&name)?;
-        found.push((name, drives));
+        // One that cannot be read hides none of the others.
+        match Drives::open(&name) {
+            Ok(drives) => found.push((name, drives)),
+            Err(error) => eprintln!("bench-io: {error:#}"),
+        }
     }
     if json {
         let found: Vec<_> = found

@@ -125,7 +125,8 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
         settings: SettingsReport {
             rw: job.rw.word(),
             bs: job.bs,
-            iodepth: job.iodepth,
+            // Of several files each has one at least, and as many as the others.
+            iodepth: prepared.plan.depth,
             numjobs: job.numjobs,
             runtime: job.runtime.as_secs_f64(),
             ramp_time: job.ramp.as_secs_f64(),

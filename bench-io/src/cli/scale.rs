@@ -185,12 +185,16 @@ fn check(args: &ScaleArgs) -> Result<()> {
 }
 
 fn plan(args: &ScaleArgs, folders: Vec<PathBuf>, parts: u32) -> ScalePlan {
+    // The picture's lines go from few to many.
+    let mut drives = args.drives.clone();
+    drives.sort_unstable();
+    drives.dedup();
     ScalePlan {
         folders,
         parts: parts as usize,
         blocks_bytes: args.bs.iter().map(|bs| bs.0 as u32).collect(),
         iodepth: args.iodepth,
-        drives: args.drives.clone(),
+        drives,
         last_half: args.last_half,
         size: part_bytes(args),
         ramp: Duration::from_secs_f64((args.runtime / 4.0).min(0.5)),

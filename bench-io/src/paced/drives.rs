@@ -8,11 +8,12 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::group::{Entered, Group};
 use super::{DrivesPlan, Pace, State, check_name, folder_of, missing, read_state, state_file};
 use crate::stop;
+use crate::words::Bytes;
 
 /// A process with an io_uring keeps its files open for some 0.1 s after it has ended, a busy one longer.
 const RELEASE_WAIT: Duration = Duration::from_secs(10);
@@ -26,6 +27,7 @@ const TOUCH_BYTES: u64 = 256 << 20;
 /// A set of paced drives.
 #[derive(Debug)]
 pub(crate) struct Drives {
+    name: String,
     folder: PathBuf,
     state: State,
 }
@@ -40,11 +42,21 @@ impl Drives {
         if let Some(what) = missing(plan.raid0) {
             bail!("paced drives need {what}");
         }
+        let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
+        let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        ensure!(
+            bytes.saturating_add(RAM_SLACK_BYTES) <= available_bytes,
+            "{} drives of {} lie in memory, of which {} are to be had here",
+            plan.count,
+            Bytes(plan.bytes),
+            Bytes(available_bytes)
+        );
         let folder = folder_of(&plan.name);
         if state_file(&folder).exists() {
             bail!(
-                "{} exists: there are drives already; `bench-io paced down` takes them away",
-                folder.display()
+                "{} exists: there are drives already; `{}` takes them away",
+                folder.display(),
+                down_command(&plan.name)
             );
         }
         fs::create_dir_all(folder.join("ram"))
@@ -52,6 +64,7 @@ impl Drives {
         let group = Group::place(&plan.name).context("asked for above")?;
         let parts = u64::from(plan.parts);
         let mut drives = Self {
+            name: plan.name.clone(),
             state: State {
                 group: group.folder().to_owned(),
                 devices: Vec::new(),
@@ -87,7 +100,11 @@ impl Drives {
                 folder.display()
             )
         })?;
-        Ok(Self { folder, state })
+        Ok(Self {
+            name: name.to_owned(),
+            folder,
+            state,
+        })
     }
 
     pub(crate) fn state(&self) -> &State {
@@ -191,7 +208,11 @@ impl Drives {
     fn note(&self) -> Result<()> {
         let path = state_file(&self.folder);
         let text = serde_json::to_vec_pretty(&self.state)?;
-        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+        // Whole or not at all: half of it could not be taken away any more.
+        let new = path.with_extension("new");
+        fs::write(&new, text)
+            .and_then(|()| fs::rename(&new, &path))
+            .with_context(|| format!("writing {}", path.display()))
     }
 
     /// Takes away whatever was made. Waits a little for files that are about to be closed.
@@ -213,8 +234,9 @@ impl Drives {
         }
         if !trouble.is_empty() {
             bail!(
-                "{}; end what uses them and call `bench-io paced down` again",
-                trouble.join("; ")
+                "{}; end what uses them and call `{}` again",
+                trouble.join("; "),
+                down_command(&self.name)
             );
         }
         fs::remove_dir_all(&self.folder)
@@ -231,6 +253,13 @@ impl Drop for OwnDrives {
         if let Err(error) = self.0.down() {
             eprintln!("bench-io: {error:#}");
         }
+    }
+}
+
+fn down_command(name: &str) -> String {
+    match name {
+        "" => "bench-io paced down".into(),
+        name => format!("bench-io paced down --name {name}"),
     }
 }
 

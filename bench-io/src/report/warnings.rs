@@ -1,7 +1,8 @@
 //! When a result means little, and why: said beside every figure, never left for the reader to find out.
 
 use std::fs::File;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -18,7 +19,7 @@ const STRANGE_SHARE: f64 = 0.05;
 pub(crate) const IDLE_SHARE_MIN: f64 = 0.1;
 
 /// Shorter says little: throttles and caches work in slices of a tenth of a second.
-const SECONDS_MIN: f64 = 1.0;
+pub(crate) const SECONDS_MIN: f64 = 1.0;
 
 /// For a p99.9 that is more than one operation.
 const OPS_FOR_P999: u64 = 1000;
@@ -51,6 +52,21 @@ pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String
         }
     }
     found
+}
+
+/// Folders that lie in one file system, which is one drive or one set of them, whatever they are counted as.
+pub(crate) fn of_one_drive(folders: &[PathBuf]) -> Option<String> {
+    let device = |path: &PathBuf| path.metadata().ok().map(|found| found.dev());
+    let same = |(place, one): (usize, &PathBuf)| {
+        let mut before = folders[..place].iter();
+        let other = before.find(|other| device(other).is_some() && device(other) == device(one))?;
+        Some(format!(
+            "{} and {} lie in one file system: they are no two drives",
+            other.display(),
+            one.display()
+        ))
+    };
+    folders.iter().enumerate().find_map(same)
 }
 
 /// What drives moved beside what was asked of them.
@@ -220,5 +236,17 @@ mod tests {
         file.as_file().set_len(2 << 20).unwrap();
         let said = never_written(file.path(), 2 << 20).unwrap();
         assert!(said.contains("not written from byte 1048576 on"), "{said}");
+    }
+
+    #[test]
+    fn two_folders_of_one_file_system_are_no_two_drives() {
+        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [one, other] = folders.each_ref().map(|folder| folder.path().to_owned());
+        assert_eq!(of_one_drive(std::slice::from_ref(&one)), None);
+        assert_eq!(of_one_drive(&[one.clone(), "/proc".into()]), None);
+        let said = of_one_drive(&[one.clone(), "/proc".into(), other.clone()]).unwrap();
+        for folder in [one, other] {
+            assert!(said.contains(folder.to_str().unwrap()), "{said}");
+        }
     }
 }

@@ -14,6 +14,7 @@ const SPREAD_MAX: f64 = 1.2;
 pub(super) fn of(rows: &[Row]) -> Vec<String> {
     let mut found = off_the_limit(rows);
     found.extend(busy(rows));
+    found.extend(short(rows));
     found.extend(control_scales(rows));
     found.extend(apart(rows));
     found.extend(others(rows));
@@ -55,6 +56,13 @@ fn busy(rows: &[Row]) -> Option<String> {
             100.0 * warnings::IDLE_SHARE_MIN
         )
     })
+}
+
+/// Throttles and caches work in slices of a tenth of a second.
+fn short(rows: &[Row]) -> Option<String> {
+    let seconds = rows.first()?.daemon.seconds;
+    (seconds < warnings::SECONDS_MIN)
+        .then(|| format!("{seconds:.2} s a measurement are too short; say --runtime 3"))
 }
 
 /// Others that use the drives, and caches between.

@@ -42,6 +42,7 @@ pub(crate) fn measure(
     let rows = measuring.rows()?;
     warnings.extend(doubts::of(&rows));
     if paced.is_none() {
+        warnings.extend(warnings::of_one_drive(&plan.folders));
         warnings.extend(warnings::of_drives(
             plan.folders.iter().map(PathBuf::as_path),
         ));

@@ -1,6 +1,6 @@
 //! The engine alone: no daemon, no shared rings, no checksums.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
@@ -30,24 +30,33 @@ pub(crate) struct DeviceFiles {
     pub(crate) writes: bool,
 }
 
+/// Files that nobody else may write to, or mount, while this is held.
+#[derive(Debug)]
+pub(crate) struct Claim(#[expect(dead_code, reason = "held")] Vec<File>);
+
 impl DeviceFiles {
-    /// Opens them for an engine. Those that are written are locked: nobody's store is overwritten while it is served.
+    /// Keeps others away from what will be written, once for all jobs: a store that is served, a drive that is mounted, and
+    /// another measurement's files are in use.
     ///
     /// # Errors
-    /// A file is not there, not ours, or in use.
+    /// One of them is in use, or cannot be opened for writing.
+    pub(crate) fn claim(&self) -> Result<Claim> {
+        let written = if self.writes { &self.paths[..] } else { &[] };
+        let claimed = written.iter().map(|path| claim_one(path));
+        Ok(Claim(claimed.collect::<Result<_>>()?))
+    }
+
+    /// Opens them for an engine.
+    ///
+    /// # Errors
+    /// A file is not there or not ours.
     pub(crate) fn open(&self) -> Result<Vec<Arc<File>>> {
         self.paths.iter().map(|path| self.open_one(path)).collect()
     }
 
     fn open_one(&self, path: &Path) -> Result<Arc<File>> {
         let shown = path.display();
-        let kind = std::fs::metadata(path)
-            .with_context(|| format!("{shown}"))?
-            .file_type();
-        ensure!(
-            kind.is_file() || kind.is_block_device(),
-            "{shown}: neither a file nor a block device; a folder goes with --directory"
-        );
+        kind_of(path)?;
         let mut flags = OFlags::CLOEXEC;
         if self.direct {
             flags |= OFlags::DIRECT;
@@ -68,20 +77,58 @@ impl DeviceFiles {
             }
             opened => opened.with_context(|| format!("opening {shown}"))?,
         };
-        if self.writes && rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err() {
-            bail!(
-                "{shown}: a running offloadd has this store; stop it, or measure through it with --socket"
-            );
-        }
         Ok(Arc::new(file))
     }
+}
+
+fn claim_one(path: &Path) -> Result<File> {
+    let shown = path.display();
+    let mut flags = OFlags::CLOEXEC;
+    if kind_of(path)?.is_block_device() {
+        // The kernel gives it to one holder: a file system, swap, a RAID, or this.
+        flags |= OFlags::EXCL;
+    }
+    let opened = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(flags.bits() as i32)
+        .open(path);
+    let file = match opened {
+        Err(e) if e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) => {
+            bail!(
+                "{shown}: in use: mounted, swap, part of a RAID, or another's; writing would destroy what lies there"
+            )
+        }
+        opened => opened.with_context(|| format!("opening {shown} for writing"))?,
+    };
+    if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        bail!(
+            "{shown}: in use: a running offloadd has this store (stop it, or measure through it with --socket), or another \
+             measurement writes to it"
+        );
+    }
+    Ok(file)
+}
+
+/// Of a file or a block device. Nothing else is opened: a pipe would wait for a writer.
+fn kind_of(path: &Path) -> Result<FileType> {
+    let shown = path.display();
+    let kind = std::fs::metadata(path)
+        .with_context(|| format!("{shown}"))?
+        .file_type();
+    ensure!(
+        kind.is_file() || kind.is_block_device(),
+        "{shown}: neither a file nor a block device; a folder goes with --directory"
+    );
+    Ok(kind)
 }
 
 /// Its size, also of a block device.
 ///
 /// # Errors
-/// It cannot be asked.
+/// It is neither a file nor a block device, or cannot be asked.
 pub(crate) fn bytes_of(path: &Path) -> Result<u64> {
+    kind_of(path)?;
     let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;
     // A block device's metadata says 0; its end says it.
     rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))

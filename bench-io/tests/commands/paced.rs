@@ -100,7 +100,26 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     let shown = bench_io(&["paced", "show"]);
     assert!(String::from_utf8_lossy(&shown.stdout).contains(&folders[1]));
     let again = refused(&["paced", "up", "--name", &set.0, "1", "64m", "1M", "1M"]);
-    assert!(again.contains("there are drives already"), "{again}");
+    let down = format!(
+        "there are drives already; `bench-io paced down --name {}`",
+        set.0
+    );
+    assert!(again.contains(&down), "{again}");
+
+    // Its file system would be gone.
+    let shown = json(&["paced", "show", "--json"]);
+    let mut shown = shown.as_array().unwrap().iter();
+    let ours = shown.find(|one| one["name"] == set.0.as_str()).unwrap();
+    let device = ours["state"]["devices"][0].as_str().unwrap();
+    let words = [
+        "--rw=write",
+        "--overwrite",
+        "--bs=64k",
+        "--size=1m",
+        "--runtime=0.1",
+    ];
+    let said_so = refused(&[&["run", "--filename", device], &words[..]].concat());
+    assert!(said_so.contains("in use: mounted"), "{said_so}");
 
     let output = bench_io(&["paced", "down", "--name", &set.0]);
     assert!(output.status.success(), "{}", said(&output));

@@ -302,6 +302,19 @@ fn wrong_words_are_refused_before_anything_is_made() {
         assert!(said.contains(words), "{args:?}: {said}");
         assert_empty(folder.path());
     }
+    let many = ["--bs=64m", "--size=64g", "--iodepth=1024", "--numjobs=64"];
+    let said = refused(&[&["run", "--directory", path], &many[..]].concat());
+    assert!(said.contains("to be had"), "{said}");
+    let pipe = folder.path().join("pipe");
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(&pipe)
+            .status()
+            .unwrap()
+            .success()
+    );
+    let said = refused(&["run", "--filename", pipe.to_str().unwrap()]);
+    assert!(said.contains("neither a file nor a block device"), "{said}");
     let said = refused(&["run", "--filename", "/no/such/file"]);
     assert!(said.contains("/no/such/file"), "{said}");
     let said = refused(&["run", "--directory", "/no/such/folder"]);
@@ -334,6 +347,72 @@ fn what_a_killed_measurement_left_the_next_one_removes() {
         folder.path().to_str().unwrap(),
     ]));
     assert_empty(folder.path());
+}
+
+#[test]
+fn a_file_that_somebody_else_holds_is_not_written_to() {
+    let folder = drive();
+    let path = folder.path().join("file");
+    std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+    let held = std::fs::File::open(&path).unwrap();
+    // As another measurement's job would, beside others of its own.
+    held.lock_shared().unwrap();
+    let file = path.to_str().unwrap();
+    let words = [
+        "run",
+        "--filename",
+        file,
+        "--bs=64k",
+        "--runtime=0.1",
+        "--ramp_time=0",
+    ];
+    let said = refused(&[&words[..], &["--rw=write", "--overwrite"]].concat());
+    assert!(said.contains("in use"), "{said}");
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 7));
+    // Reading harms nobody; and two jobs of one measurement are no strangers to each other.
+    assert!(bench_io(&words).status.success());
+    drop(held);
+    json(
+        &[
+            &words[..],
+            &["--rw=write", "--overwrite", "--numjobs=2", "--json"],
+        ]
+        .concat(),
+    );
+}
+
+#[test]
+fn fio_is_ended_with_the_measurement() {
+    let folder = drive();
+    let fio = folder.path().join("fio");
+    // Says its version, and then takes an hour.
+    let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo fio-9 && exit\ntouch \"$0.runs\"\nexec sleep 3600\n";
+    std::fs::write(folder.path().join("new"), text).unwrap();
+    let made = std::process::Command::new("install")
+        .arg(folder.path().join("new"))
+        .arg(&fio)
+        .status();
+    assert!(made.unwrap().success());
+    let work = drive();
+    let mut running = program()
+        .args(["scale", "--size=8m", "--bs=64k", "--runtime=0.1", "--fio"])
+        .arg(&fio)
+        .arg("--folder")
+        .arg(work.path())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let since = Instant::now();
+    while !folder.path().join("fio.runs").exists() {
+        assert!(since.elapsed().as_secs() < 60, "fio was not started");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let pid = rustix::process::Pid::from_child(&running);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let stopped = Instant::now();
+    assert!(!running.wait().unwrap().success());
+    assert!(stopped.elapsed().as_secs() < 60, "{:?}", stopped.elapsed());
+    assert_empty(work.path());
 }
 
 /// One that would take a minute, a second after it began to make files in `folder`.
