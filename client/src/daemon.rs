@@ -90,7 +90,10 @@ impl Daemon {
 
     /// Gives a job's room back and answers how many bytes that were. Refused while a session of it is open.
     pub fn drop_job(&self, job: &str) -> Result<u64, ClientError> {
-        let request = proto::DropJobRequest { job: job.into() };
+        let request = proto::DropJobRequest {
+            job: job.into(),
+            uid: None,
+        };
         let reply = self
             .control
             .call("DropJob", LONG_WAIT, |mut client| async move {

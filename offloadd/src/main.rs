@@ -147,6 +147,30 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
         #[arg(long)]
         json: bool,
     },
+    /// Give a job's room back; what it holds is lost
+    #[command(after_help = "Examples:
+  offloadd inspect                                          # names the jobs, whose they are and what they hold
+  offloadd drop qwen                                        # yours, if nobody could go on from it
+  offloadd drop qwen --force                                # with the generation it could be gone on from
+  offloadd drop qwen --uid 1000 --force                     # of another: root and who runs the daemon may
+  offloadd drop qwen --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon")]
+    Drop {
+        /// The job; nobody may have it open
+        #[arg(value_name = "JOB")]
+        job: String,
+        /// Its owner, if it is not you
+        #[arg(long)]
+        uid: Option<u32>,
+        /// Also what could be gone on from
+        #[arg(long)]
+        force: bool,
+        /// Of the store of these settings
+        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+        config: Option<PathBuf>,
+        /// Of the daemon that answers here
+        #[arg(long, value_name = "SOCKET")]
+        socket: Option<PathBuf>,
+    },
     /// Go on without a record that a device does not give: until then its job is not gone on from
     #[command(after_help = "Examples:
   offloadd inspect                                          # names the jobs, their records and generations
@@ -286,6 +310,20 @@ fn main() -> ExitCode {
             socket,
             json,
         } => cli::inspect::run(config, socket, json).map(|()| ExitCode::SUCCESS),
+        Command::Drop {
+            job,
+            uid,
+            force,
+            config,
+            socket,
+        } => cli::drop::run(cli::drop::Choice {
+            job,
+            uid,
+            force,
+            config,
+            socket,
+        })
+        .map(|()| ExitCode::SUCCESS),
         Command::GiveUp {
             job,
             uid,

@@ -194,6 +194,17 @@ impl Stopped {
         }
     }
 
+    /// Gives a job's room back: how many bytes that were.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn drop_job(&mut self, uid: u32, job: JobName) -> Result<u64, Fault> {
+        match self.call_as(uid, Call::DropJob { job })? {
+            Reply::DropJob { freed_bytes } => Ok(freed_bytes),
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
+    }
+
     /// Moves all tiles that are to move, under a ceiling if there is one. `watch` is told how many bytes were moved.
     ///
     /// # Errors
@@ -259,8 +270,11 @@ impl Stopped {
     }
 
     fn call(&mut self, request: Call) -> Result<Reply, Fault> {
+        self.call_as(rustix::process::geteuid().as_raw(), request)
+    }
+
+    fn call_as(&mut self, uid: u32, request: Call) -> Result<Reply, Fault> {
         self.calls_made += 1;
-        let uid = rustix::process::geteuid().as_raw();
         self.carry_out(Event::Call {
             call: CallId(self.calls_made),
             peer: Peer { uid, pid: 0 },

@@ -35,7 +35,7 @@ pub(crate) fn run(config: Option<PathBuf>, socket: Option<PathBuf>, as_json: boo
 }
 
 /// From the devices of a store that nobody else has.
-fn read(devices: &[offloadd::device::Device]) -> Result<proto::InspectReply> {
+pub(super) fn read(devices: &[offloadd::device::Device]) -> Result<proto::InspectReply> {
     let store = recover::read(&mut DeviceBlocks(devices))?;
     for note in &store.notes {
         eprintln!("DAMAGED {note}");

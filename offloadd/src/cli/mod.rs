@@ -14,6 +14,7 @@ mod connection;
 pub(crate) mod device;
 pub(crate) mod doctor;
 pub(crate) mod documents;
+pub(crate) mod drop;
 mod findings;
 pub(crate) mod format;
 pub(crate) mod give_up;

@@ -232,8 +232,13 @@ impl proto::offload_server::Offload for Service {
 
     async fn drop_job(
         &self,
-        request: Request<proto::DropJobRequest>,
+        mut request: Request<proto::DropJobRequest>,
     ) -> Result<Response<proto::DropJobReply>, Status> {
+        let peer = peer_of(&request)?;
+        let uid = request.get_ref().uid.unwrap_or(peer.uid);
+        check_owner(peer, uid)?;
+        // From here on it is as if its owner called.
+        request.extensions_mut().insert(Peer { uid, ..peer });
         let check = |message: proto::DropJobRequest| {
             Ok::<_, Fault>(Call::DropJob {
                 job: JobName::new(message.job)?,
@@ -250,11 +255,8 @@ impl proto::offload_server::Offload for Service {
         let peer = peer_of(&request)?;
         let check = |message: proto::GiveUpRequest| {
             let uid = message.uid.unwrap_or(peer.uid);
-            if uid != peer.uid && viewer(peer) != Viewer::All {
-                let what = format!("uid {}: the job is of uid {uid}", peer.uid);
-                return Err(Fault::new(FaultKind::Denied, what));
-            }
-            Ok(Call::GiveUp {
+            check_owner(peer, uid)?;
+            Ok::<_, Fault>(Call::GiveUp {
                 uid,
                 job: JobName::new(message.job)?,
             })
@@ -512,6 +514,15 @@ fn viewer(peer: Peer) -> Viewer {
         true => Viewer::All,
         false => Viewer::Uid(peer.uid),
     }
+}
+
+/// A job of `uid` is changed by its owner, by root, and by who runs the daemon.
+fn check_owner(peer: Peer, uid: u32) -> Result<(), Fault> {
+    if uid != peer.uid && viewer(peer) != Viewer::All {
+        let what = format!("uid {}: the job is of uid {uid}", peer.uid);
+        return Err(Fault::new(FaultKind::Denied, what));
+    }
+    Ok(())
 }
 
 /// Who calls, as the kernel said when the connection was made.

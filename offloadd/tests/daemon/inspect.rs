@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use offload_api::fault::FaultKind;
 use offload_api::proto;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -102,6 +103,64 @@ fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
             assert_eq!(daemon.wait(SOON), Some(0));
         }
     }
+}
+
+#[test]
+fn a_job_is_dropped_by_its_name_and_not_by_mistake() {
+    let (store, mut daemon) = filled(2);
+    let told = |arguments: &[&str]| {
+        let output = command("drop", &store, arguments).output().unwrap();
+        assert!(!output.status.success(), "{}", words(&output));
+        words(&output)
+    };
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let session = control.session("tiny");
+    let said = told(&["tiny", "--force"]);
+    assert!(said.contains("open or being dropped"), "{said}");
+    drop((session, control));
+    let said = told(&["tiny"]);
+    assert!(said.contains("holds generation 2 of step 8"), "{said}");
+    assert!(told(&["other"]).contains("has no job other"));
+    assert!(told(&["a/b"]).contains("job name"));
+    if let Some(another) = another_user(&store, &daemon) {
+        // Of root's job another one knows nothing; what it asks for by number is refused.
+        let refused = words(&another(&["drop", "tiny", "--force"]));
+        assert!(refused.contains("has no job tiny"), "{refused}");
+        let refused = words(&another(&["drop", "tiny", "--force", "--uid", "0"]));
+        assert!(
+            refused.contains("has no job tiny") || refused.contains("the job is of uid 0"),
+            "{refused}"
+        );
+        let mut control = daemon.control();
+        let foreign = control.drop_job(proto::DropJobRequest {
+            job: "tiny".into(),
+            uid: Some(65534),
+        });
+        assert_eq!(foreign.unwrap_err().kind, FaultKind::NotFound);
+    }
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let output = command("drop", &store, &["tiny", "--force"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    let left = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    assert_eq!(left["jobs"].as_array().unwrap().len(), 0, "{left}");
+    // A daemon starts with what is left, and drops as well.
+    let (store, daemon) = filled(1);
+    drop(daemon);
+    let _daemon = store.serve();
+    let output = command("drop", &store, &["tiny", "--force"])
+        .output()
+        .unwrap();
+    assert!(
+        words(&output).contains("tiny dropped: "),
+        "{}",
+        words(&output)
+    );
 }
 
 /// Commands of another user; `None`, and said: only root can become one.

@@ -104,7 +104,10 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     told(defined.unwrap_err());
     told(loop {
         // Until its session has ended.
-        let dropped = control.drop_job(proto::DropJobRequest { job: job.clone() });
+        let dropped = control.drop_job(proto::DropJobRequest {
+            job: job.clone(),
+            uid: None,
+        });
         match dropped.unwrap_err() {
             busy if busy.kind == FaultKind::Busy => std::thread::sleep(Duration::from_millis(5)),
             other => break other,

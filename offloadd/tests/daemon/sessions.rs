@@ -261,7 +261,7 @@ fn other_user(place: &str) {
     }
     for job in ["mine", "tiny"] {
         let job = job.to_owned();
-        let dropped = control.drop_job(proto::DropJobRequest { job });
+        let dropped = control.drop_job(proto::DropJobRequest { job, uid: None });
         assert_eq!(dropped.unwrap_err().kind, FaultKind::NotFound);
     }
     // The same name is another job.

@@ -102,7 +102,9 @@ fn live(socket: &Path, name: &str, random: &mut SimRandom) {
         SOON,
         || {
             let job = name.to_owned();
-            control.drop_job(proto::DropJobRequest { job }).is_ok()
+            control
+                .drop_job(proto::DropJobRequest { job, uid: None })
+                .is_ok()
         },
     );
 }
