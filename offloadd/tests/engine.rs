@@ -14,7 +14,7 @@ use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 
 mod loops;
 
@@ -316,6 +316,57 @@ fn more_operations_than_the_rings_hold_all_end_once() {
         assert_eq!(ids, (0..4000).collect::<Vec<_>>());
         assert!(done.iter().all(|d| d.outcome == Ok(BLOCK)));
     });
+}
+
+/// More than the kernel takes at a time wait for a device that answers nothing.
+#[test]
+fn a_device_that_never_answers_stops_no_other() {
+    const UNANSWERED: u64 = 2500;
+    let folder = tempfile::tempdir().unwrap();
+    let good = file(&folder, "a", 1 << 20);
+    // One read an answer. Threads get an error of it: for them `engine/psync.rs` has a test.
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
+    let answers = rustix::event::eventfd(0, flags).unwrap();
+    let silent = Arc::new(File::from(answers.try_clone().unwrap()));
+    on_each_engine(&[good, silent], |engine| {
+        for i in 0..UNANSWERED {
+            let mut read = io(i, IoOp::Read, 0, meta(0, 4096));
+            read.device = DeviceIndex(1);
+            engine.submit(read);
+        }
+        engine.start().unwrap();
+        for i in 0..10 {
+            engine.submit(io(UNANSWERED + i, IoOp::Read, 0, meta(0, 4096)));
+        }
+        engine.start().unwrap();
+        let is_good = |done: &&IoDone| done.id.0 >= UNANSWERED && done.outcome == Ok(BLOCK);
+        let good_ended = |done: &[IoDone]| done.iter().filter(is_good).count() == 10;
+        let mut done = Vec::new();
+        reap_until(engine, &mut done, good_ended);
+        rustix::io::write(&answers, &UNANSWERED.to_ne_bytes()).unwrap();
+        let all_ended = |done: &[IoDone]| done.len() as u64 == UNANSWERED + 10;
+        reap_until(engine, &mut done, all_ended);
+        // What no thread took.
+        let flags = rustix::fs::fcntl_getfl(&answers).unwrap();
+        rustix::fs::fcntl_setfl(&answers, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+        while rustix::io::read(&answers, &mut [0; 8]).is_ok() {}
+        rustix::fs::fcntl_setfl(&answers, flags).unwrap();
+    });
+}
+
+/// Sleeps on the wake-up between two looks, a second at most.
+fn reap_until(engine: &mut Engine, done: &mut Vec<IoDone>, enough: impl Fn(&[IoDone]) -> bool) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !enough(done) {
+        assert!(Instant::now() < limit, "{} ended", done.len());
+        let wait = Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        };
+        let wake = engine.wake();
+        poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)).unwrap();
+        engine.reap(done).unwrap();
+    }
 }
 
 #[test]

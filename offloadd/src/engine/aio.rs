@@ -1,7 +1,7 @@
 //! The engine on kernel AIO, by raw system calls: for machines that forbid io_uring, as Docker's default profile does.
 //!
 //! ```text
-//!   submit ─▶ backlog ─start─▶ the device's queue ─▶ its thread: io_submit ─▶ kernel ─▶ eventfd ─reap: io_getevents─▶ IoDone
+//!   submit ─▶ lanes ─start─▶ the device's queue ─▶ its thread: io_submit ─▶ kernel ─▶ eventfd ─reap: io_getevents─▶ IoDone
 //!   inflight table: owns each operation's memory from `submit` until its event was reaped
 //! ```
 //!
@@ -9,6 +9,7 @@
 //! another device may wait with it. A flush is IOCB_CMD_FDSYNC, which the kernel does in a worker of its own: handed over in
 //! 3 ms after 256 MiB of writes, ended 120 ms later (two cores, ext4), so that operations behind it do not wait as they
 //! would for fdatasync.
+//! The context is one for all, and what it has room for is shared out among the devices (`lanes.rs`).
 //! What io_uring has and this lacks: registered memory and files, polling. Holds the `unsafe` of its system calls.
 //!
 //! Registered memory is what it costs: each operation pins its pages anew, and a read marks each of them as written. fio 3.33
@@ -29,11 +30,13 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
+use super::lanes::Lanes;
 use super::{END_WAIT, EngineError, Io, IoDone, batch_of, processors};
 use crate::core::IoOp;
 
-/// In the kernel at a time; more wait in the backlog. Far above what drives need (some tens).
+/// In the kernel at a time; more wait in the lanes. Far above what drives need (some tens), of which each has its part.
 const KERNEL_INFLIGHT_MAX: usize = 1024;
+const KERNEL_INFLIGHT_A_DEVICE: usize = 64;
 
 /// Where the machine's limit of events is nearly used up, fewer do.
 const KERNEL_INFLIGHT_MIN: usize = 32;
@@ -59,11 +62,9 @@ pub struct Aio {
     devices: Vec<Option<Arc<File>>>,
     queues: Vec<Arc<Queue>>,
     inflight: Inflight,
-    /// With the threads or the kernel.
-    kernel_inflight_count: usize,
-    kernel_inflight_max: usize,
     inflight_max: usize,
-    backlog: VecDeque<usize>,
+    /// What they handed on is with the threads or the kernel.
+    lanes: Lanes,
 }
 
 /// What the threads need.
@@ -138,7 +139,15 @@ impl Aio {
                 why: format!("{action}: {error}"),
             }
         };
-        let (context, kernel_inflight_max) = Context::new()?;
+        let asked = KERNEL_INFLIGHT_MAX.max(devices.len() * KERNEL_INFLIGHT_A_DEVICE);
+        let (context, room) = Context::new(asked)?;
+        if room < asked {
+            tracing::warn!(
+                "kernel AIO takes {room} operations of all devices at a time instead of {asked}, because other programs use \
+                 most of the machine's events: drives may be slower than they are (sysctl -w fs.aio-max-nr=1048576, and \
+                 start again)"
+            );
+        }
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| refused("eventfd")(e.into()))?;
         let shared = Arc::new(Shared {
@@ -153,10 +162,8 @@ impl Aio {
             devices: Vec::new(),
             queues: Vec::new(),
             inflight: Inflight::default(),
-            kernel_inflight_count: 0,
-            kernel_inflight_max,
             inflight_max,
-            backlog: VecDeque::new(),
+            lanes: Lanes::new(room),
         };
         for device in devices {
             engine.add(device.clone())?;
@@ -177,12 +184,14 @@ impl Aio {
             })?;
         self.threads.push(thread);
         self.queues.push(queue);
+        self.lanes.add();
         self.devices.push(Some(file));
         Ok(())
     }
 
     /// Nothing is in flight on this device, and nothing will be: closes it.
     pub(super) fn remove(&mut self, device: DeviceIndex) {
+        self.lanes.remove(device);
         self.devices[device.0 as usize] = None;
     }
 
@@ -192,19 +201,16 @@ impl Aio {
             "more in flight than the engine was opened for"
         );
         assert!((io.device.0 as usize) < self.devices.len());
-        self.backlog.push_back(self.inflight.add(io));
+        self.lanes.push(io.device, self.inflight.add(io));
     }
 
     pub(super) fn start(&mut self) {
-        while self.kernel_inflight_count < self.kernel_inflight_max
-            && let Some(place) = self.backlog.pop_front()
-        {
+        while let Some(place) = self.lanes.take() {
             let device = self.inflight.io(place).device.0 as usize;
             let entry = self.entry(place);
             let queue = &self.queues[device];
             locked(&queue.jobs).waiting.push_back(entry);
             queue.work.notify_one();
-            self.kernel_inflight_count += 1;
         }
     }
 
@@ -231,9 +237,10 @@ impl Aio {
     }
 
     fn end(&mut self, place: usize, result: i64, done: &mut Vec<IoDone>) {
-        self.kernel_inflight_count -= 1;
+        let device = self.inflight.io(place).device;
+        self.lanes.gave_back(device);
         if self.inflight.again(place, result) {
-            self.backlog.push_back(place);
+            self.lanes.push(device, place);
         } else {
             done.push(self.inflight.end(place, result));
         }
@@ -285,8 +292,8 @@ impl Drop for Aio {
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.backlog.clear();
-        while self.kernel_inflight_count > 0 && Instant::now() < limit {
+        self.lanes.give_up();
+        while self.lanes.kernel_count() > 0 && Instant::now() < limit {
             let wait = Timespec {
                 tv_sec: 0,
                 tv_nsec: 10_000_000,
@@ -298,12 +305,13 @@ impl Drop for Aio {
             if self.reap(&mut done).is_err() {
                 break;
             }
+            self.lanes.give_up();
         }
         for queue in &self.queues {
             locked(&queue.jobs).ending = true;
             queue.work.notify_one();
         }
-        if self.kernel_inflight_count > 0 {
+        if self.lanes.kernel_count() > 0 {
             self.inflight.leak();
             // Ending the context would wait for the device, as its threads do.
             std::mem::forget(self.shared.clone());
@@ -368,9 +376,9 @@ impl Shared {
 struct Context(libc::c_ulong);
 
 impl Context {
-    /// A context, and how many operations it takes at a time.
-    fn new() -> Result<(Self, usize), EngineError> {
-        let mut inflight_max = KERNEL_INFLIGHT_MAX;
+    /// A context, and how many operations it takes at a time: as many as are asked for, or what there is.
+    fn new(asked: usize) -> Result<(Self, usize), EngineError> {
+        let mut inflight_max = asked;
         loop {
             let mut id: libc::c_ulong = 0;
             // SAFETY: the kernel writes one number to `id`, which lives through the call.

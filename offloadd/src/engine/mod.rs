@@ -1,7 +1,7 @@
 //! Engines move bytes between devices and memory, many operations at a time.
 //!
 //! ```text
-//!   driver ── submit(Io) ──▶ backlog ──start──▶ kernel or threads ──▶ wake() is readable ──reap──▶ IoDone
+//!   driver ── submit(Io) ──▶ lanes ──start──▶ kernel or threads ──▶ wake() is readable ──reap──▶ IoDone
 //! ```
 //!
 //! Promises: every [`Io`] that was submitted comes back as exactly one [`IoDone`], with what the device said: an errno, or
@@ -27,6 +27,7 @@ use uring::Flavour;
 
 pub mod aio;
 mod inflight;
+mod lanes;
 mod mishap;
 pub mod paced;
 pub mod polled;

@@ -1,7 +1,7 @@
 //! The engine on io_uring: one ring, owned by the thread that opened it.
 //!
 //! ```text
-//!   submit ─▶ backlog ─start─▶ submission queue ─▶ kernel ─▶ completion queue ─reap─▶ IoDone
+//!   submit ─▶ lanes ─start─▶ submission queue ─▶ kernel ─▶ completion queue ─reap─▶ IoDone
 //!                                 │ registered files, registered pieces of arenas where the limits allow
 //!   inflight table: owns each operation's memory from `submit` until its completion was reaped
 //! ```
@@ -22,6 +22,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
+use super::lanes::Lanes;
 use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, processors};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
@@ -30,7 +31,7 @@ use crate::store::DEVICES_MAX;
 /// Entries handed to the kernel in one system call; more wait one round.
 const SUBMISSION_ENTRIES: u32 = 256;
 
-/// In the kernel at a time; more wait in the backlog. Far above what drives need (some tens), below what the completion
+/// In the kernel at a time; more wait in the lanes. Far above what drives need (some tens), below what the completion
 /// queue holds.
 const KERNEL_INFLIGHT_MAX: usize = 2048;
 
@@ -59,9 +60,9 @@ pub struct Uring {
     /// `None`: it was removed.
     devices: Vec<Option<Arc<File>>>,
     inflight: Inflight,
-    kernel_inflight_count: usize,
     inflight_max: usize,
-    backlog: VecDeque<usize>,
+    /// What they handed on is in the submission queue or with the kernel.
+    lanes: Lanes,
     registered: HashMap<ArenaId, Vec<Option<u16>>>,
     free_buffers: Vec<u16>,
     to_register: VecDeque<(Arc<Arena>, u32)>,
@@ -118,6 +119,8 @@ impl Uring {
             // Before 5.19, or no memory to be pinned: unregistered, then.
             Err(_) => Vec::new(),
         };
+        let mut lanes = Lanes::new(KERNEL_INFLIGHT_MAX);
+        devices.iter().for_each(|_| lanes.add());
         Ok(Self {
             ring: Ring(ring),
             wake,
@@ -126,9 +129,8 @@ impl Uring {
             processors: processors(),
             devices: devices.iter().cloned().map(Some).collect(),
             inflight: Inflight::default(),
-            kernel_inflight_count: 0,
             inflight_max,
-            backlog: VecDeque::new(),
+            lanes,
             registered: HashMap::new(),
             free_buffers,
             to_register: VecDeque::new(),
@@ -143,6 +145,7 @@ impl Uring {
     /// One more device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
         self.update(self.devices.len(), file.as_raw_fd())?;
+        self.lanes.add();
         self.devices.push(Some(file));
         Ok(())
     }
@@ -150,6 +153,7 @@ impl Uring {
     /// Nothing is in flight on this device, and nothing will be: closes it.
     pub(super) fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
         self.update(device.0 as usize, NO_FILE)?;
+        self.lanes.remove(device);
         self.devices[device.0 as usize] = None;
         Ok(())
     }
@@ -158,6 +162,7 @@ impl Uring {
     pub(super) fn forget_last(&mut self) {
         // A file that stays registered is replaced by the next.
         let _ = self.update(self.devices.len() - 1, NO_FILE);
+        self.lanes.forget_last();
         self.devices.pop();
     }
 
@@ -180,7 +185,7 @@ impl Uring {
             "more in flight than the engine was opened for"
         );
         assert!((io.device.0 as usize) < self.devices.len());
-        self.backlog.push_back(self.inflight.add(io));
+        self.lanes.push(io.device, self.inflight.add(io));
     }
 
     pub(super) fn start(&mut self) -> Result<(), EngineError> {
@@ -188,26 +193,23 @@ impl Uring {
             self.register_piece(&arena, piece);
         }
         let most = SUBMISSION_ENTRIES as usize;
-        let batch = batch_of(self.backlog.len(), most, self.processors);
-        while self.kernel_inflight_count < KERNEL_INFLIGHT_MAX
-            && let Some(&place) = self.backlog.front()
-        {
+        let batch = batch_of(self.lanes.waiting_count(), most, self.processors);
+        while self.lanes.waiting_count() > 0 {
             if self.ring.0.submission().len() >= batch {
-                self.enter()?;
-            }
-            let entry = self.entry(place);
-            // SAFETY: the entry's file is registered, and its memory is owned by the inflight table until its completion
-            // was reaped (see `entry` and `reap`).
-            if unsafe { self.ring.0.submission().push(&entry) }.is_err() {
                 self.enter()?;
                 if self.ring.0.submission().is_full() {
                     // The kernel takes no more until what has ended is reaped; `reap` comes back here.
                     return Ok(());
                 }
-                continue;
             }
-            self.backlog.pop_front();
-            self.kernel_inflight_count += 1;
+            let Some(place) = self.lanes.take() else {
+                break;
+            };
+            let entry = self.entry(place);
+            // SAFETY: the entry's file is registered, and its memory is owned by the inflight table until its completion
+            // was reaped (see `entry` and `reap`).
+            let pushed = unsafe { self.ring.0.submission().push(&entry) };
+            assert!(pushed.is_ok(), "the submission queue has room");
         }
         if self.ring.0.submission().is_empty() {
             return Ok(());
@@ -229,17 +231,18 @@ impl Uring {
             let Some(completion) = self.ring.0.completion().next() else {
                 break;
             };
-            self.kernel_inflight_count -= 1;
             let place = completion.user_data() as usize;
             let result = i64::from(completion.result());
+            let device = self.inflight.io(place).device;
+            self.lanes.gave_back(device);
             if self.inflight.again(place, result) {
-                self.backlog.push_back(place);
+                self.lanes.push(device, place);
             } else {
                 done.push(self.inflight.end(place, result));
             }
         }
         // What was put back, and what waited for room.
-        if self.backlog.is_empty() {
+        if self.lanes.waiting_count() == 0 {
             Ok(())
         } else {
             self.start()
@@ -402,13 +405,13 @@ impl Drop for Uring {
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.backlog.clear();
-        while self.kernel_inflight_count > 0 && Instant::now() < limit {
+        self.lanes.give_up();
+        while self.lanes.kernel_count() > 0 && Instant::now() < limit {
             if self.reap(&mut done).is_err() {
                 break;
             }
-            self.backlog.clear();
-            if self.kernel_inflight_count > 0 {
+            self.lanes.give_up();
+            if self.lanes.kernel_count() > 0 {
                 let wait = Timespec {
                     tv_sec: 0,
                     tv_nsec: 10_000_000,
@@ -416,7 +419,7 @@ impl Drop for Uring {
                 let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], Some(&wait));
             }
         }
-        if self.kernel_inflight_count > 0 {
+        if self.lanes.kernel_count() > 0 {
             self.inflight.leak();
         }
     }

@@ -1,7 +1,7 @@
 //! Start and end. What could go wrong: two daemons on one store or one socket, a dead one's socket that blocks the next, an
 //! orphan, an end that leaves sockets or loses what was acknowledged, a refusal that says nothing.
 
-use std::io::BufRead;
+use std::io::{BufRead, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::process::Stdio;
 use std::time::Duration;
@@ -362,15 +362,44 @@ fn interrupted_system_calls_of_an_engine_are_made_again() {
         let Some(daemon) = daemon_under(&store, &injected) else {
             return;
         };
-        let mut control = daemon.control();
-        let mut session = control.session("tiny");
-        let mut working = session.begin(&mut control, 10);
-        for fill in [1, 40] {
-            fill_tiles(&mut session, 10, working, fill);
-            expect_tiles(&mut session, 10, fill);
-            working = session.commit(&mut control, working, &[fill]);
-        }
+        moves_and_commits(&daemon);
     }
+}
+
+fn moves_and_commits(daemon: &Daemon) {
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let mut working = session.begin(&mut control, 10);
+    for fill in [1, 40] {
+        fill_tiles(&mut session, 10, working, fill);
+        expect_tiles(&mut session, 10, fill);
+        working = session.commit(&mut control, working, &[fill]);
+    }
+}
+
+#[test]
+fn kernel_aio_with_little_room_serves_and_says_so() {
+    if !engines().contains(&"aio") {
+        return;
+    }
+    let store = Store::new(2, "aio");
+    // 1024, 512, 256, 128.
+    let Some(mut daemon) = daemon_under(&store, &["io_setup:error=EAGAIN:when=1..4"]) else {
+        return;
+    };
+    moves_and_commits(&daemon);
+    let log = log_of(&mut daemon);
+    let said = "kernel AIO takes 64 operations of all devices at a time instead of 1024";
+    assert!(log.contains(said), "{log}");
+}
+
+/// Ends the daemon, whose parent is a program that traces it.
+fn log_of(daemon: &mut Daemon) -> String {
+    daemon.child.kill().unwrap();
+    let mut log = String::new();
+    let mut stderr = daemon.child.stderr.take().unwrap();
+    stderr.read_to_string(&mut log).unwrap();
+    log
 }
 
 #[test]
