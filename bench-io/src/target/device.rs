@@ -282,7 +282,8 @@ impl Target for DeviceTarget {
         let mut done = std::mem::take(&mut self.done);
         self.engine.reap(&mut done)?;
         if done.is_empty() {
-            let limit = Timespec::try_from(limit).context("a limit of seconds")?;
+            let again = self.engine.again_after().unwrap_or(limit);
+            let limit = Timespec::try_from(limit.min(again)).context("a limit of seconds")?;
             let wake = self.engine.wake();
             match poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&limit)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}

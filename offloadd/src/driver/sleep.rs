@@ -59,6 +59,8 @@ impl Driver {
             _ => None,
         });
         let accept_again = self.accept_again.then(|| Instant::now() + ACCEPT_AGAIN);
+        // What the kernel did not take, and nothing else comes back to.
+        let engine_again = (self.engine.again_after()).map(|after| Instant::now() + after);
         let next = self
             .hellos
             .values()
@@ -71,6 +73,7 @@ impl Driver {
             .chain(self.move_at())
             .chain((!self.lookers.is_empty()).then_some(self.look_at))
             .chain(accept_again)
+            .chain(engine_again)
             .min()?;
         Some(next.saturating_duration_since(Instant::now()))
     }

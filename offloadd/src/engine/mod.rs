@@ -335,13 +335,15 @@ impl Engine {
             let limit = Instant::now() + PROBE;
             while done.is_empty() {
                 let left = limit.saturating_duration_since(Instant::now());
-                let wait = Timespec::try_from(left).expect("seconds");
+                let wait = self.again_after().map_or(left, |again| again.min(left));
+                let wait = Timespec::try_from(wait).expect("seconds");
                 let wake = self.wake();
                 match poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
-                    Ok(0) => {
+                    Ok(0) if left.is_zero() => {
                         let what = format!("no answer to {op:?} in {} s", PROBE.as_secs());
                         return Err(refused(what));
                     }
+                    Ok(0) => self.start()?,
                     Ok(_) => self.reap(&mut done)?,
                     Err(rustix::io::Errno::INTR) => {}
                     Err(e) => return Err(refused(format!("poll: {e}"))),
@@ -498,6 +500,17 @@ impl Engine {
             Self::Polled(e) => e.has_work(),
             Self::Aio(_) | Self::Psync(_) => false,
             Self::Paced(e) => e.inner().has_work(),
+        }
+    }
+
+    /// When [`Self::start`] is to be called again although nothing ends: the kernel did not take all, and does not say when
+    /// it would.
+    pub fn again_after(&self) -> Option<Duration> {
+        match self {
+            Self::Uring(e) => e.again_after(),
+            Self::Polled(e) => e.again_after(),
+            Self::Aio(_) | Self::Psync(_) => None,
+            Self::Paced(e) => e.inner().again_after(),
         }
     }
 }

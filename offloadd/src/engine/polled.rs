@@ -11,6 +11,7 @@
 use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use offload_api::ids::DeviceIndex;
 
@@ -116,5 +117,9 @@ impl Polled {
 
     pub(super) fn has_work(&self) -> bool {
         self.data.has_work()
+    }
+
+    pub(super) fn again_after(&self) -> Option<Duration> {
+        self.data.again_after().or(self.flushes.again_after())
     }
 }

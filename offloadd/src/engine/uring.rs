@@ -9,8 +9,14 @@
 //! SINGLE_ISSUER and DEFER_TASKRUN where the kernel has them: completions are then handled when this thread asks, not in
 //! the middle of something else; an eventfd tells when to ask. Registered memory saves pinning pages for every operation
 //! (2.2 against 4.7 GB/s of writes in pieces of 1 MiB on one machine); without it everything works the same.
+//!
+//! What the kernel does not take for now (EAGAIN, EBUSY: it lacks memory, or room for completions) stays in the submission
+//! queue, and [`Uring::again_after`] says when it is to be offered again: it wakes nobody for that. Completions are asked for
+//! nevertheless, because they give back what it lacks.
 //! Holds the `unsafe` of submitting.
 
+#[cfg(test)]
+use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -41,8 +47,17 @@ const BUFFERS_MAX: u16 = 16_384;
 /// A place of the table of files without one.
 const NO_FILE: i32 = -1;
 
-/// A refused system call is tried again so often, a millisecond apart.
-const ENTER_RETRIES_MAX: u32 = 1000;
+/// System calls in a row, where each takes only some entries or is interrupted.
+const ENTERS_MAX: u32 = 2 * SUBMISSION_ENTRIES;
+
+/// When what the kernel did not take is offered to it again.
+const AGAIN_AFTER: Duration = Duration::from_millis(5);
+
+/// Between two words about that.
+const REFUSAL_TOLD_EVERY: Duration = Duration::from_secs(60);
+
+/// The flag with which io_uring_enter runs what was put off, whether it waits or not.
+const ENTER_GETEVENTS: u32 = 1;
 
 /// How long the kernel's thread looks for more (SQPOLL) before it sleeps and has to be woken by a system call.
 const SQPOLL_IDLE_MS: u32 = 10;
@@ -63,6 +78,12 @@ pub struct Uring {
     inflight_max: usize,
     /// What they handed on is in the submission queue or with the kernel.
     lanes: Lanes,
+    /// The kernel did not take all, the last time it was entered.
+    refused: bool,
+    refusal_told: Option<Instant>,
+    /// So many times a test has the kernel answer with this errno.
+    #[cfg(test)]
+    refuses: Cell<(u32, i32)>,
     registered: HashMap<ArenaId, Vec<Option<u16>>>,
     free_buffers: Vec<u16>,
     to_register: VecDeque<(Arc<Arena>, u32)>,
@@ -131,6 +152,10 @@ impl Uring {
             inflight: Inflight::default(),
             inflight_max,
             lanes,
+            refused: false,
+            refusal_told: None,
+            #[cfg(test)]
+            refuses: Cell::default(),
             registered: HashMap::new(),
             free_buffers,
             to_register: VecDeque::new(),
@@ -192,15 +217,17 @@ impl Uring {
         if let Some((arena, piece)) = self.to_register.pop_front() {
             self.register_piece(&arena, piece);
         }
+        // What it did not take goes first.
+        if self.refused && !self.enter()? {
+            return Ok(());
+        }
         let most = SUBMISSION_ENTRIES as usize;
         let batch = batch_of(self.lanes.waiting_count(), most, self.processors);
         while self.lanes.waiting_count() > 0 {
-            if self.ring.0.submission().len() >= batch {
-                self.enter()?;
-                if self.ring.0.submission().is_full() {
-                    // The kernel takes no more until what has ended is reaped; `reap` comes back here.
-                    return Ok(());
-                }
+            let filled_count = self.ring.0.submission().len();
+            // With a thread of the kernel's it is full until that has come to it; `reap` comes back here.
+            if filled_count >= batch && (!self.enter()? || self.ring.0.submission().is_full()) {
+                return Ok(());
             }
             let Some(place) = self.lanes.take() else {
                 break;
@@ -214,7 +241,7 @@ impl Uring {
         if self.ring.0.submission().is_empty() {
             return Ok(());
         }
-        self.enter()
+        self.enter().map(drop)
     }
 
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
@@ -298,6 +325,11 @@ impl Uring {
         !self.to_register.is_empty()
     }
 
+    /// When [`Self::start`] is to be called although nothing ends.
+    pub(super) fn again_after(&self) -> Option<Duration> {
+        self.refused.then_some(AGAIN_AFTER)
+    }
+
     /// One piece, at most 1 GiB: 20 to 80 ms with small pages. The reason why only one is done a turn.
     fn register_piece(&mut self, arena: &Arc<Arena>, piece: u32) {
         let Some(buffer) = self.free_buffers.pop() else {
@@ -367,36 +399,82 @@ impl Uring {
         entry.user_data(place as u64)
     }
 
-    /// One system call: hands over the submission queue and runs what was put off.
-    fn enter(&mut self) -> Result<(), EngineError> {
-        for _ in 0..ENTER_RETRIES_MAX {
-            match self.ring.0.submit() {
+    /// Hands over the submission queue and runs what was put off. Whether the kernel took all; it stays in the queue otherwise,
+    /// and [`Self::again_after`] says so.
+    fn enter(&mut self) -> Result<bool, EngineError> {
+        let before = self.refused;
+        let refusal = self.offer()?;
+        self.refused = refusal.is_some();
+        if let Some(error) = refusal {
+            self.run_what_was_put_off()?;
+            self.tell(&error);
+        }
+        // The signal of these may have been read when the kernel refused to hand them out.
+        if (before || self.refused) && !self.ring.0.completion().is_empty() {
+            self.signal();
+        }
+        Ok(!self.refused)
+    }
+
+    /// One system call, or some more until the kernel has taken all: why it has not.
+    fn offer(&mut self) -> Result<Option<std::io::Error>, EngineError> {
+        for _ in 0..ENTERS_MAX {
+            match self.submit_all() {
                 // The kernel's thread takes them when it comes to them.
-                Ok(_) if self.flavour == Flavour::Sqpoll => return Ok(()),
-                Ok(_) if self.ring.0.submission().is_empty() => return Ok(()),
+                Ok(_) if self.flavour == Flavour::Sqpoll => return Ok(None),
+                Ok(_) if self.ring.0.submission().is_empty() => return Ok(None),
                 Ok(_) => {}
                 Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
-                // No memory for a request, or completions that wait to be reaped: the caller reaps when this is back.
-                Err(e) if [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&e.raw_os_error()) => {
-                    if !self.ring.0.completion().is_empty() {
-                        return Ok(());
-                    }
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                Err(source) => {
-                    return Err(EngineError::Broken {
-                        engine: "uring",
-                        action: "io_uring_enter",
-                        source,
-                    });
-                }
+                Err(e) if is_for_now(&e) => return Ok(Some(e)),
+                Err(source) => return Err(broken(source)),
             }
         }
-        Err(EngineError::Broken {
-            engine: "uring",
-            action: "io_uring_enter takes no more operations",
-            source: std::io::ErrorKind::WouldBlock.into(),
-        })
+        Ok(Some(std::io::ErrorKind::Interrupted.into()))
+    }
+
+    /// A refused call does not come to this.
+    fn run_what_was_put_off(&self) -> Result<(), EngineError> {
+        let submitter = self.ring.0.submitter();
+        // SAFETY: no entry is handed over, and nothing is waited for: there is no argument the kernel could read.
+        match unsafe { submitter.enter::<libc::sigset_t>(0, 0, ENTER_GETEVENTS, None) } {
+            Err(e) if e.raw_os_error() != Some(libc::EINTR) && !is_for_now(&e) => Err(broken(e)),
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
+    fn submit_all(&self) -> std::io::Result<usize> {
+        #[cfg(test)]
+        if let (count @ 1.., errno) = self.refuses.get() {
+            self.refuses.set((count - 1, errno));
+            return Err(std::io::Error::from_raw_os_error(errno));
+        }
+        self.ring.0.submit()
+    }
+
+    fn tell(&mut self, error: &std::io::Error) {
+        if (self.refusal_told).is_some_and(|at| at.elapsed() < REFUSAL_TOLD_EVERY) {
+            return;
+        }
+        self.refusal_told = Some(Instant::now());
+        tracing::warn!(
+            %error,
+            "io_uring takes no more operations for now; they are offered to it again every {} ms. If this lasts, the kernel \
+             lacks memory: see what uses it (`free`, `slabtop`)",
+            AGAIN_AFTER.as_millis()
+        );
+    }
+}
+
+/// No memory for a request, or completions that wait to be reaped: it passes.
+fn is_for_now(error: &std::io::Error) -> bool {
+    [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&error.raw_os_error())
+}
+
+fn broken(source: std::io::Error) -> EngineError {
+    EngineError::Broken {
+        engine: "uring",
+        action: "io_uring_enter",
+        source,
     }
 }
 
@@ -493,5 +571,106 @@ fn why_not(error: &std::io::Error) -> String {
             "no memory for a ring; before Linux 5.12 it counts against `ulimit -l`".into()
         }
         _ => format!("io_uring_setup: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blocks::AlignedBytes;
+    use crate::core::IoId;
+
+    const NO_HANG: Duration = Duration::from_secs(60);
+
+    /// An engine on these, or none where the machine forbids it.
+    fn opened(files: &[Arc<File>]) -> Option<Uring> {
+        let opened = Uring::open(files, 256, Flavour::Plain);
+        let skipped = |error: &EngineError| {
+            let test = std::thread::current();
+            println!("skipped: {}: {error}", test.name().unwrap_or("a test"));
+        };
+        opened.inspect_err(skipped).ok()
+    }
+
+    fn read(id: u64, device: u32) -> Io {
+        Io {
+            id: IoId(id),
+            device: DeviceIndex(device),
+            op: IoOp::Read,
+            offset: 0,
+            bytes: 4096,
+            memory: Memory::Meta(AlignedBytes::zeroed(4096)),
+        }
+    }
+
+    fn file() -> Arc<File> {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        Arc::new(file)
+    }
+
+    /// Reaps until `count` have ended, as the driver does: woken by the engine, or by the time it gave.
+    fn finish(engine: &mut Uring, count: usize) -> Vec<IoDone> {
+        let limit = Instant::now() + NO_HANG;
+        let mut done = Vec::new();
+        while done.len() < count {
+            assert!(Instant::now() < limit, "{} of {count} ended", done.len());
+            let wait = engine.again_after().unwrap_or(NO_HANG);
+            let wait = Timespec::try_from(wait).unwrap();
+            let mut wake = [PollFd::new(&engine.wake, PollFlags::IN)];
+            match poll(&mut wake, Some(&wait)).unwrap() {
+                0 => engine.start().unwrap(),
+                _ => engine.reap(&mut done).unwrap(),
+            }
+        }
+        done
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_take_for_now_is_offered_again_and_nothing_breaks() {
+        for errno in [libc::EAGAIN, libc::EBUSY] {
+            let Some(mut engine) = opened(&[file()]) else {
+                return;
+            };
+            for id in 0..100 {
+                engine.submit(read(id, 0));
+            }
+            engine.refuses.set((3000, errno));
+            engine.start().unwrap();
+            assert_eq!(engine.refuses.get().0, 2999, "the thread goes on at once");
+            assert_eq!(engine.again_after(), Some(AGAIN_AFTER));
+            while engine.refuses.get().0 > 0 {
+                engine.start().unwrap();
+            }
+            // Nothing has ended that would wake anybody: the time does.
+            let mut done = finish(&mut engine, 100);
+            done.sort_by_key(|done| done.id.0);
+            let ids: Vec<_> = done.iter().map(|done| done.id.0).collect();
+            assert_eq!(ids, Vec::from_iter(0..100), "each once");
+            assert!(done.iter().all(|done| done.outcome == Ok(4096)));
+            assert_eq!((engine.again_after(), engine.inflight_count()), (None, 0));
+        }
+    }
+
+    #[test]
+    fn what_ends_is_reaped_while_the_kernel_takes_no_more() {
+        let signal = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let signalled = Arc::new(File::from(signal.try_clone().unwrap()));
+        let Some(mut engine) = opened(&[signalled, file()]) else {
+            return;
+        };
+        engine.submit(read(1, 0));
+        engine.start().unwrap();
+        assert_eq!(engine.again_after(), None);
+        engine.submit(read(2, 1));
+        engine.refuses.set((u32::MAX, libc::EAGAIN));
+        engine.start().unwrap();
+        rustix::io::write(&signal, &1u64.to_ne_bytes()).unwrap();
+        let done = finish(&mut engine, 1);
+        assert_eq!((done[0].id.0, &done[0].outcome), (1, &Ok(8)));
+        assert!(engine.refuses.get().0 > 0);
+        // A call that was refused has read the signal: what it did not hand out is told again.
+        engine.refuses.set((0, 0));
+        assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(4096));
     }
 }

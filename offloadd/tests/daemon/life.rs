@@ -377,6 +377,25 @@ fn moves_and_commits(daemon: &Daemon) {
     }
 }
 
+/// The kernel lacks memory for operations: for half a second from the probe on, or now and then. Nobody waits for ever.
+#[test]
+fn what_io_uring_does_not_take_for_now_is_offered_to_it_again() {
+    if !engines().contains(&"uring") {
+        return;
+    }
+    for when in ["1..100", "1+3"] {
+        let store = Store::new(2, "uring");
+        let injected = format!("io_uring_enter:error=EAGAIN:when={when}");
+        let Some(mut daemon) = daemon_under(&store, &[&injected]) else {
+            return;
+        };
+        assert!(daemon.ready.contains("engine uring"), "{}", daemon.ready);
+        moves_and_commits(&daemon);
+        let log = log_of(&mut daemon);
+        assert!(log.contains("takes no more operations for now"), "{log}");
+    }
+}
+
 #[test]
 fn kernel_aio_with_little_room_serves_and_says_so() {
     if !engines().contains(&"aio") {
