@@ -396,6 +396,8 @@ fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
         name => {
             assert_eq!(name, "uring");
             assert!(reason.contains("instead of engine polled: "), "{reason}");
+            let device = format!("device 0 ({})", folder.path().join("a").display());
+            assert!(reason.contains(&device), "{reason}");
         }
     }
     for device in 0..2 {
@@ -458,7 +460,7 @@ fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
     let folder = tempfile::tempdir().unwrap();
     drop(file(&folder, "a", 1 << 20));
     let path = folder.path().join("a");
-    let cannot_read = Arc::new(OpenOptions::new().write(true).open(path).unwrap());
+    let cannot_read = Arc::new(OpenOptions::new().write(true).open(&path).unwrap());
     let devices = [cannot_read];
     let (engine, reason) = Engine::open(EngineChoice::Auto, &devices, 16).unwrap();
     assert_eq!(engine.name(), "psync");
@@ -473,6 +475,8 @@ fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
             "uring"
         };
         assert!(said.starts_with(&format!("engine {name}: ")), "{said}");
+        let tried = format!("reading 4096 bytes at 0 of device 0 ({}): ", path.display());
+        assert!(said.contains(&tried), "{said}");
     }
 }
 

@@ -12,7 +12,8 @@
 
 use std::fmt;
 use std::fs::File;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -257,7 +258,7 @@ impl Engine {
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
         // What one takes all take, except being asked.
-        let one = devices.len().min(1);
+        let one = &devices[..devices.len().min(1)];
         let ring = |flavour| {
             let ring = uring::Uring::open(devices, inflight_max, flavour)?;
             let about = ring.about();
@@ -267,7 +268,7 @@ impl Engine {
         let polled = || {
             let rings = polled::Polled::open(devices, inflight_max)?;
             let about = rings.about();
-            Ok((Self::Polled(Box::new(rings)).probed(devices.len())?, about))
+            Ok((Self::Polled(Box::new(rings)).probed(devices)?, about))
         };
         let or_as_usual = |special: Result<(Self, &str), EngineError>| match special {
             Ok((engine, about)) => Ok((engine, format!("chosen by the settings; {about}"))),
@@ -307,24 +308,25 @@ impl Engine {
     }
 
     /// Reads the first block of the first devices, flushes them, and sees the wake-up come.
-    fn probed(mut self, device_count: usize) -> Result<Self, EngineError> {
+    fn probed(mut self, devices: &[Arc<File>]) -> Result<Self, EngineError> {
         let engine = self.name();
-        let refused = |what: String| EngineError::Unavailable {
-            engine,
-            why: format!("a probe: {what}"),
-        };
         let both = |device| [(device, IoOp::Read), (device, IoOp::Flush)];
-        for (device, op) in (0..device_count as u32).flat_map(both) {
-            let (bytes, memory) = match op {
+        for ((device, file), op) in devices.iter().enumerate().flat_map(both) {
+            let (bytes, memory, tried) = match op {
                 IoOp::Read => {
                     let block = AlignedBytes::zeroed(BLOCK_BYTES as usize);
-                    (BLOCK_BYTES, Memory::Meta(block))
+                    let tried = format!("reading {BLOCK_BYTES} bytes at 0 of");
+                    (BLOCK_BYTES, Memory::Meta(block), tried)
                 }
-                _ => (0, Memory::None),
+                _ => (0, Memory::None, "flushing".to_string()),
+            };
+            let refused = |what: String| EngineError::Unavailable {
+                engine,
+                why: format!("a probe: {tried} {}: {what}", named(device, file)),
             };
             self.submit(Io {
                 id: IoId(0),
-                device: DeviceIndex(device),
+                device: DeviceIndex(device as u32),
                 op,
                 offset: 0,
                 bytes,
@@ -340,8 +342,7 @@ impl Engine {
                 let wake = self.wake();
                 match poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
                     Ok(0) if left.is_zero() => {
-                        let what = format!("no answer to {op:?} in {} s", PROBE.as_secs());
-                        return Err(refused(what));
+                        return Err(refused(format!("no answer in {} s", PROBE.as_secs())));
                     }
                     Ok(0) => self.start()?,
                     Ok(_) => self.reap(&mut done)?,
@@ -351,7 +352,7 @@ impl Engine {
             }
             if let Err(errno) = done[0].outcome {
                 let error = std::io::Error::from_raw_os_error(errno);
-                return Err(refused(format!("{op:?}: {error}")));
+                return Err(refused(error.to_string()));
             }
         }
         Ok(self)
@@ -513,6 +514,18 @@ impl Engine {
             Self::Paced(e) => e.inner().again_after(),
         }
     }
+}
+
+/// A device as people know it.
+fn named(place: usize, file: &File) -> String {
+    match path_of(file) {
+        Some(path) => format!("device {place} ({})", path.display()),
+        None => format!("device {place}"),
+    }
+}
+
+fn path_of(file: &File) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
 impl fmt::Display for Engine {

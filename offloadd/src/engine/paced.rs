@@ -12,7 +12,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,15 +23,13 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
-use super::{Engine, EngineError, Io, IoDone};
+use super::{Engine, EngineError, Io, IoDone, path_of};
 use crate::core::{IoId, IoOp};
 
 /// The pace of the device that `file` is.
 pub(super) fn of(file: &File, paces: &Paces) -> Pace {
-    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    let name = link
-        .ok()
-        .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    let path = path_of(file);
+    let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     paces.of(&name.unwrap_or_default())
 }
 

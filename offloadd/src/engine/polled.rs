@@ -16,7 +16,7 @@ use std::time::Duration;
 use offload_api::ids::DeviceIndex;
 
 use super::uring::{Flavour, Uring};
-use super::{EngineError, Io, IoDone};
+use super::{EngineError, Io, IoDone, named};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
 use crate::drive_queue::queue_number;
@@ -26,6 +26,7 @@ use crate::drive_queue::queue_number;
 pub struct Polled {
     data: Uring,
     flushes: Uring,
+    device_count: usize,
 }
 
 impl Polled {
@@ -37,14 +38,18 @@ impl Polled {
             return Err(EngineError::Unavailable {
                 engine: "polled",
                 why: format!(
-                    "device {place} of {} has no queue that can be polled (nvme.poll_queues=N on the kernel's command line)",
-                    devices.len()
+                    "{} has no queue that can be polled (nvme.poll_queues=N on the kernel's command line)",
+                    named(place, &devices[place])
                 ),
             });
         }
         let flushes = Uring::open(devices, inflight_max, Flavour::Plain)?;
         let data = Uring::open(devices, inflight_max, Flavour::Polled)?;
-        Ok(Self { data, flushes })
+        Ok(Self {
+            data,
+            flushes,
+            device_count: devices.len(),
+        })
     }
 
     /// One more device, behind the others.
@@ -52,13 +57,19 @@ impl Polled {
         if queue_number(&file, "io_poll") != Some(1) {
             return Err(EngineError::Unavailable {
                 engine: "polled",
-                why: "the device that came has no queue that can be polled".into(),
+                why: format!(
+                    "{} has no queue that can be polled",
+                    named(self.device_count, &file)
+                ),
             });
         }
         self.data.add(file.clone())?;
-        self.flushes
-            .add(file)
-            .inspect_err(|_| self.data.forget_last())
+        let added = self.flushes.add(file);
+        match added {
+            Ok(()) => self.device_count += 1,
+            Err(_) => self.data.forget_last(),
+        }
+        added
     }
 
     /// Nothing is in flight on this device, and nothing will be: closes it.

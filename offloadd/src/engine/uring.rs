@@ -29,7 +29,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::inflight::Inflight;
 use super::lanes::Lanes;
-use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, processors};
+use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, named, processors};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
 use crate::store::DEVICES_MAX;
@@ -169,7 +169,9 @@ impl Uring {
 
     /// One more device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        self.update(self.devices.len(), file.as_raw_fd())?;
+        let place = self.devices.len();
+        self.update(place, file.as_raw_fd())
+            .map_err(|error| self.refused_device("registering", place, &file, &error))?;
         self.lanes.add();
         self.devices.push(Some(file));
         Ok(())
@@ -177,9 +179,13 @@ impl Uring {
 
     /// Nothing is in flight on this device, and nothing will be: closes it.
     pub(super) fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
-        self.update(device.0 as usize, NO_FILE)?;
+        let place = device.0 as usize;
+        let file = self.devices[place].clone();
+        let file = file.expect("nothing is removed twice");
+        self.update(place, NO_FILE)
+            .map_err(|error| self.refused_device("unregistering", place, &file, &error))?;
         self.lanes.remove(device);
-        self.devices[device.0 as usize] = None;
+        self.devices[place] = None;
         Ok(())
     }
 
@@ -191,12 +197,22 @@ impl Uring {
         self.devices.pop();
     }
 
-    fn update(&self, place: usize, fd: i32) -> Result<(), EngineError> {
+    fn update(&self, place: usize, fd: i32) -> std::io::Result<()> {
         let updated = (self.ring.0.submitter()).register_files_update(place as u32, &[fd]);
-        updated.map(drop).map_err(|error| EngineError::Unavailable {
+        updated.map(drop)
+    }
+
+    fn refused_device(
+        &self,
+        action: &str,
+        place: usize,
+        file: &File,
+        error: &std::io::Error,
+    ) -> EngineError {
+        EngineError::Unavailable {
             engine: self.flavour.name(),
-            why: format!("registering a device that came or went: {error}"),
-        })
+            why: format!("{action} {}: {error}", named(place, file)),
+        }
     }
 
     /// How the ring was set up, for people.
@@ -672,5 +688,19 @@ mod tests {
         // A call that was refused has read the signal: what it did not hand out is told again.
         engine.refuses.set((0, 0));
         assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(4096));
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_registered_is_named() {
+        let files = vec![file(); DEVICES_MAX as usize];
+        let Some(mut engine) = opened(&files) else {
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("one-too-many");
+        let error = engine.add(Arc::new(File::create(&path).unwrap()));
+        let told = error.unwrap_err().to_string();
+        let named = format!("registering device 64 ({})", path.display());
+        assert!(told.contains(&named), "{told}");
     }
 }
