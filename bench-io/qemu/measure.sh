@@ -120,7 +120,7 @@ for name in ("nvme", "cgroup2"):
         limit = sum(row["drives"] * rate for rate, way in zip(rates, ("read", "write")) if row["daemon"][way])
         total = lambda found: sum((found[way] or {}).get("bytes_per_s", 0) for way in ("read", "write")) / 1e6
         ours = total(row["daemon"])
-        fio = row["fio"] and (row["fio"]["read_bytes_per_s"] + row["fio"]["write_bytes_per_s"]) / 1e6
+        fio = row["fio"] and total(row["fio"])
         control = row["one_thread_bytes_per_s"]
         best = 100 * ours / limit
         words = f"  {row['drives']} drives {row['load']:5} {ours:7.1f} MB/s, {100 * ours / limit:5.1f} % of the limit"
