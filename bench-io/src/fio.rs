@@ -52,7 +52,7 @@ pub(crate) struct FioFigures {
 pub(crate) struct FioWay {
     /// Of all files together.
     pub(crate) bytes_per_s: f64,
-    /// From submission to completion. Of one job only: percentiles do not add up.
+    /// From submission to completion, of all jobs together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) latency_ns: Option<FioLatency>,
 }
@@ -62,6 +62,8 @@ pub(crate) struct FioWay {
 pub(crate) struct FioLatency {
     pub(crate) p50: u64,
     pub(crate) p99: u64,
+    pub(crate) p999: u64,
+    pub(crate) max: u64,
 }
 
 impl FioFigures {
@@ -149,6 +151,8 @@ fn words(job: &FioJob) -> Vec<String> {
         "--fallocate=none".into(),
         "--thread=1".into(),
         "--lat_percentiles=1".into(),
+        // Percentiles of several jobs do not add up; fio adds their histograms.
+        "--group_reporting=1".into(),
     ];
     if job.jobs > 1 {
         words.push(format!("--numjobs={}", job.jobs));
@@ -185,9 +189,8 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
         for (way, name) in [(&mut figures.read, "read"), (&mut figures.write, "write")] {
             way.bytes_per_s += number(&job[name]["bw_bytes"]);
             bytes += number(&job[name]["io_bytes"]);
-            let at = |percent: &str| job[name]["lat_ns"]["percentile"][percent].as_u64();
-            if let (1, Some(p50), Some(p99)) = (jobs.len(), at("50.000000"), at("99.000000")) {
-                way.latency_ns = Some(FioLatency { p50, p99 });
+            if jobs.len() == 1 {
+                way.latency_ns = latency(&job[name]["lat_ns"]);
             }
         }
         // Percent of the job's time.
@@ -198,6 +201,17 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
         figures.cpu_s_per_gb = cpu_s / (bytes / 1e9);
     }
     Ok(figures)
+}
+
+/// Nothing where nothing was moved.
+fn latency(said: &serde_json::Value) -> Option<FioLatency> {
+    let at = |percent: &str| said["percentile"][percent].as_u64();
+    Some(FioLatency {
+        p50: at("50.000000")?,
+        p99: at("99.000000")?,
+        p999: at("99.900000")?,
+        max: said["max"].as_u64()?,
+    })
 }
 
 #[cfg(test)]
@@ -216,21 +230,22 @@ mod tests {
             (found.read.bytes_per_s, found.write.bytes_per_s),
             (11.0, 3.0)
         );
-        assert!(found.read.latency_ns.is_none(), "of two jobs");
+        assert!(found.read.latency_ns.is_none(), "of two groups");
         assert!((found.cpu_s_per_gb - 0.2).abs() < 1e-9, "{found:?}");
         assert!(figures("no", String::new()).is_err());
         assert!(figures("{", String::new()).is_err());
     }
 
     #[test]
-    fn one_job_has_percentiles_where_it_moved_bytes() {
+    fn jobs_in_one_group_have_percentiles_where_they_moved_bytes() {
         let said = r#"{"jobs": [{
-            "read": {"bw_bytes": 5, "lat_ns": {"percentile": {"50.000000": 100, "99.000000": 200}}},
+            "read": {"bw_bytes": 5, "lat_ns": {"max": 400, "percentile": {"50.000000": 100, "99.000000": 200, "99.900000": 300}}},
             "write": {"bw_bytes": 0, "lat_ns": {"min": 0}}
         }]}"#;
         let found = figures(said, "fio".into()).unwrap();
         let latency = found.read.latency_ns.unwrap();
-        assert_eq!((latency.p50, latency.p99), (100, 200));
+        let all = [latency.p50, latency.p99, latency.p999, latency.max];
+        assert_eq!(all, [100, 200, 300, 400]);
         assert!(found.write.latency_ns.is_none());
     }
 
