@@ -1,7 +1,7 @@
 //! Short trials of an engine alone: on each of some drives a file to read and one to write.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use offloadd::engine::EngineChoice;
@@ -11,6 +11,7 @@ use crate::bench::{Bench, BenchPlan, TargetPlan};
 use crate::load::{StreamPlan, Timing};
 use crate::place::{WorkFolder, write_file};
 use crate::progress::Progress;
+use crate::report::Figures;
 use crate::scale::Load;
 use crate::target::device::DeviceFiles;
 
@@ -22,14 +23,25 @@ pub(crate) struct Trial {
     /// Of each drive and direction.
     pub(crate) iodepth: u32,
     pub(crate) load: Load,
-    pub(crate) read_bytes_per_s: f64,
-    pub(crate) write_bytes_per_s: f64,
-    pub(crate) cpu_s_per_gb: f64,
+    pub(crate) figures: Figures,
+    /// Until the engine was open and its buffers filled.
+    pub(crate) open_s: f64,
+    /// From then until the last operation had ended.
+    pub(crate) run_s: f64,
 }
 
 impl Trial {
-    pub(crate) fn bytes_per_s(&self) -> f64 {
-        self.read_bytes_per_s + self.write_bytes_per_s
+    /// Read and written.
+    pub(crate) fn rates(&self) -> [f64; 2] {
+        [&self.figures.read, &self.figures.write]
+            .map(|way| way.as_ref().map_or(0.0, |way| way.bytes_per_s))
+    }
+
+    /// Of both directions. Nothing where one of them that was to move bytes moved none: then it is not what was tried.
+    pub(crate) fn bytes_per_s(&self) -> Option<f64> {
+        let [read, write] = self.rates();
+        let missing = self.load.reads() && read == 0.0 || self.load.writes() && write == 0.0;
+        (!missing).then_some(read + write)
     }
 }
 
@@ -40,6 +52,18 @@ pub(crate) struct Bed {
     files: Vec<PathBuf>,
     size: u64,
     timing: Timing,
+}
+
+/// Of a file, to see how fast a drive takes it.
+const PIECE_BYTES: u64 = 16 << 20;
+
+/// Less is no file to try on.
+const FILE_BYTES_MIN: u64 = 4 << 20;
+
+/// What can be written in `limit`, in whole blocks.
+fn bytes_within(limit: Duration, s_per_byte: f64) -> u64 {
+    let bytes = limit.as_secs_f64() / s_per_byte.max(1e-15);
+    (bytes as u64 / 4096 * 4096).max(FILE_BYTES_MIN)
 }
 
 impl Bed {
@@ -54,18 +78,57 @@ impl Bed {
         progress: &Progress,
     ) -> Result<Self> {
         progress.say("making files");
-        let (mut folders, mut files) = (Vec::new(), Vec::new());
+        let folders = parents
+            .iter()
+            .map(|parent| WorkFolder::make(parent))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self::fill(folders, size, runtime)?.0)
+    }
+
+    /// The same, with files so small that making them ends in about `limit`, as a first piece of each drive shows. Also the
+    /// seconds that drives need for each byte in flight on all of them.
+    ///
+    /// # Errors
+    /// No room.
+    pub(crate) fn make_within(
+        parents: &[PathBuf],
+        size: u64,
+        runtime: Duration,
+        limit: Duration,
+        progress: &Progress,
+    ) -> Result<(Self, f64)> {
+        progress.say("making files");
+        let (mut folders, mut s_per_byte) = (Vec::new(), 0.0);
         for parent in parents {
             let folder = WorkFolder::make(parent)?;
+            let (piece, bytes) = (folder.path().join("piece"), size.min(PIECE_BYTES));
+            let since = Instant::now();
+            write_file(&piece, bytes)?;
+            s_per_byte += since.elapsed().as_secs_f64() / bytes as f64;
+            std::fs::remove_file(&piece).with_context(|| piece.display().to_string())?;
+            crate::stop::check()?;
+            folders.push(folder);
+        }
+        let size = size.min(bytes_within(limit, 2.0 * s_per_byte));
+        let (bed, slowest_s_per_byte) = Self::fill(folders, size, runtime)?;
+        // Files are made one after the other; what is in flight ends on all drives at once.
+        Ok((bed, slowest_s_per_byte / parents.len() as f64))
+    }
+
+    /// Also what a byte took on the slowest of them.
+    fn fill(folders: Vec<WorkFolder>, size: u64, runtime: Duration) -> Result<(Self, f64)> {
+        let (mut files, mut slowest_s) = (Vec::new(), 0.0_f64);
+        for folder in &folders {
+            let since = Instant::now();
             for name in ["read", "write"] {
                 let file = folder.path().join(name);
                 write_file(&file, size)?;
                 files.push(file);
                 crate::stop::check()?;
             }
-            folders.push(folder);
+            slowest_s = slowest_s.max(since.elapsed().as_secs_f64());
         }
-        Ok(Self {
+        let bed = Self {
             _folders: folders,
             files,
             size,
@@ -73,7 +136,8 @@ impl Bed {
                 ramp: runtime / 4,
                 runtime,
             },
-        })
+        };
+        Ok((bed, slowest_s / (2 * size) as f64))
     }
 
     pub(crate) fn file_bytes(&self) -> u64 {
@@ -85,7 +149,13 @@ impl Bed {
         u64::from(bs) * u64::from(depth) * self.files.len() as u64
     }
 
-    /// What one trial takes.
+    /// Bytes of a trial that end after its time: a file's blocks are moved once at a time.
+    pub(crate) fn inflight_bytes(&self, bs: u32, depth: u32) -> u64 {
+        let of_file = u64::from(bs) * u64::from(depth);
+        of_file.min(self.size) * self.files.len() as u64
+    }
+
+    /// What one trial takes, beside opening it and the end of what is in flight.
     pub(crate) fn trial_time(&self) -> Duration {
         self.timing.ramp + self.timing.runtime
     }
@@ -102,6 +172,7 @@ impl Bed {
         load: Load,
         progress: &Progress,
     ) -> Result<Trial> {
+        let since = Instant::now();
         let choice = EngineChoice::from_name(engine).context("a name of its own list")?;
         let bench = Bench::open(BenchPlan {
             target: TargetPlan::Device {
@@ -117,6 +188,7 @@ impl Bed {
             jobs: 1,
             pattern: None,
         })?;
+        let (open_s, opened) = (since.elapsed().as_secs_f64(), Instant::now());
         let streams = (0..self.files.len() as u32).filter_map(|device| {
             // Files come in pairs.
             let reads = device % 2 == 0;
@@ -137,17 +209,28 @@ impl Bed {
             load.word()
         );
         let (figures, _) = bench.run(&[streams.collect()], self.timing, progress, &what)?;
-        let of = |way: &Option<crate::report::WayReport>| {
-            way.as_ref().map_or(0.0, |way| way.bytes_per_s)
-        };
         Ok(Trial {
             engine: engine.to_owned(),
             bs,
             iodepth: depth,
             load,
-            read_bytes_per_s: of(&figures.read),
-            write_bytes_per_s: of(&figures.write),
-            cpu_s_per_gb: figures.cpu.s_per_gb,
+            figures,
+            open_s,
+            run_s: opened.elapsed().as_secs_f64(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_as_large_as_a_drive_takes_in_time() {
+        let ten = Duration::from_secs(10);
+        assert_eq!(bytes_within(ten, 1.0 / 50e6), 500_000_000 / 4096 * 4096);
+        // A drive that takes nothing still has a file to try on, and one that takes all has no end.
+        assert_eq!(bytes_within(ten, 1.0), FILE_BYTES_MIN);
+        assert!(bytes_within(ten, 0.0) > 1 << 50);
     }
 }

@@ -10,7 +10,6 @@
 mod bed;
 mod bench;
 mod beside;
-mod canonical;
 mod cli;
 mod drive;
 mod fio;
@@ -49,8 +48,8 @@ use crate::cli::verify::VerifyArgs;
 /// Measures what drives do for tiles, directly and through offloadd.
 ///
 /// Without a command: writes whole tiles in order through a daemon of its own, commits them, reads them back, checksums on;
-/// then moves the same bytes through the same engine without the daemon. Needs twice SIZE of space in FOLDER, and gives
-/// it back.
+/// then moves the same bytes through the same engine without the daemon. All was written once before, unmeasured. Needs two
+/// and a half times SIZE of space in FOLDER, and gives it back.
 #[derive(Parser)]
 #[command(
     version,

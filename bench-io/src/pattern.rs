@@ -27,7 +27,7 @@ pub(crate) struct Pattern {
 /// One block that is not what was written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct WrongBlock {
-    /// Of the target's files; 0 through a daemon.
+    /// Of the target's files; through a daemon the job's number.
     pub(crate) device: u64,
     /// From the file's start, or the first tile's.
     pub(crate) offset: u64,
@@ -65,7 +65,7 @@ pub(crate) struct WrongBlocks {
 
 impl WrongBlocks {
     /// 64 MiB of them.
-    const KEPT_MAX: usize = 1 << 20;
+    pub(crate) const KEPT_MAX: usize = 1 << 20;
 
     pub(crate) fn add(&mut self, other: Self) {
         let room = Self::KEPT_MAX - self.kept.len();
@@ -89,7 +89,7 @@ impl fmt::Display for WrongBlock {
             Found::OtherPlace { device, offset } => {
                 write!(f, "the bytes of offset {offset} of device {device}")
             }
-            Found::OtherPass { pass } => write!(f, "the bytes of an earlier pass ({pass:x})"),
+            Found::OtherPass { pass } => write!(f, "the bytes of another pass ({pass})"),
             Found::Damage { byte } => write!(f, "damaged from byte {byte} on"),
             Found::Foreign => f.write_str("bytes that were never written here"),
         }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{BenchPlan, TargetPlan};
+use crate::bench::{Bench, BenchPlan, TargetPlan};
 use crate::job::{Job, Place};
 use crate::load::StreamPlan;
 use crate::pattern::Pattern;
@@ -158,6 +158,12 @@ impl Prepared {
         })
     }
 
+    /// The job's files, or the devices of the daemon that `bench` found.
+    pub(crate) fn devices(&self, bench: &Bench) -> Vec<PathBuf> {
+        let from_daemon = bench.devices().iter().map(|device| device.path.clone());
+        self.files.iter().cloned().chain(from_daemon).collect()
+    }
+
     /// A stream for each file of each job; one for each job through the daemon, which spreads tiles itself.
     pub(crate) fn streams(&self, job: &Job) -> Vec<Vec<StreamPlan>> {
         let stream = |device, first, depth| StreamPlan {
@@ -170,7 +176,7 @@ impl Prepared {
             depth,
         };
         let of_job = |index: u32| match self.plan.target {
-            TargetPlan::Daemon { .. } => vec![stream(0, 0, job.iodepth)],
+            TargetPlan::Daemon { .. } => vec![stream(index, 0, job.iodepth)],
             TargetPlan::Device { .. } => {
                 let depth = depth_of_file(job, self.files.len());
                 let first = u64::from(index) * self.job_blocks;
@@ -185,4 +191,57 @@ impl Prepared {
 /// A job's depth is shared by its files, each having one operation at least.
 pub(crate) fn depth_of_file(job: &Job, files: usize) -> u32 {
     (job.iodepth / files as u32).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use offloadd::engine::EngineChoice;
+
+    use super::*;
+    use crate::job::Access;
+
+    #[test]
+    fn jobs_of_one_daemon_have_numbers_so_that_each_others_tiles_are_told_apart() {
+        let socket = PathBuf::from("/no/such/socket");
+        let job = Job {
+            rw: Access::Read,
+            read_percent: 50,
+            bs: 4096,
+            iodepth: 1,
+            numjobs: 3,
+            runtime: Duration::ZERO,
+            ramp: Duration::ZERO,
+            engine: EngineChoice::Auto,
+            engine_word: "auto".into(),
+            size: Some(1 << 20),
+            direct: true,
+            place: Place::Socket(socket.clone()),
+            gpu: false,
+        };
+        let prepared = Prepared {
+            plan: BenchPlan {
+                target: TargetPlan::Daemon {
+                    socket,
+                    tile_count: 8,
+                    gpu: false,
+                },
+                block_bytes: job.bs,
+                depth: 1,
+                jobs: job.numjobs,
+                pattern: Some(Pattern { pass: 1 }),
+            },
+            word: "daemon",
+            files: Vec::new(),
+            size: 1 << 20,
+            job_blocks: 8,
+            to_fill: true,
+            _folders: Vec::new(),
+            _daemon: None,
+        };
+        let streams = prepared.streams(&job);
+        let devices = streams.iter().flatten().map(|stream| stream.device);
+        assert_eq!(devices.collect::<Vec<_>>(), [0, 1, 2]);
+    }
 }

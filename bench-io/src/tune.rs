@@ -1,11 +1,12 @@
 //! Which engine, block size and depth the drives like, found one after the other: each stage keeps what the one before it chose.
 //!
 //! ```text
-//!   engine (4 MiB, 32) ─▶ block size ─▶ depth ─▶ read, write and both with what was chosen
+//!   engines in turns (4 MiB, 32) ─▶ block size ─▶ depth ─▶ read, write and both with what was chosen
 //! ```
 //!
 //! What counts is reading and writing at the same time, as training does. Of settings that are nearly as good the smaller one
-//! is taken: it needs less memory, and waits less.
+//! is taken: it needs less memory, and waits less. Time is bounded: before each trial it is known what trials took so far for
+//! the bytes they had in flight, which end after the measured time.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use serde::Serialize;
 
 use crate::bed::{Bed, Trial};
 use crate::progress::Progress;
+use crate::rounds::median;
 use crate::scale::Load;
 
 /// So near to the best is as good.
@@ -24,11 +26,19 @@ const NEAR: f64 = 0.97;
 const BLOCKS_BYTES: [u32; 4] = [1 << 20, 2 << 20, 4 << 20, 16 << 20];
 const DEPTHS: [u32; 4] = [4, 8, 16, 32];
 
+/// Each engine so often, in turns with the others: what others do on a drive comes and goes.
+const TURNS: usize = 3;
+
 /// Buffers take at most this part of the memory that is to be had: a trial must not push others out.
 const MEMORY_PART: u64 = 4;
 
+/// Threads and rings take this however many bytes there are.
+const SWITCHING_S: f64 = 0.1;
+
+/// Of the time, what making files may take.
+const MAKING_PART: u32 = 5;
+
 const FIRST_BLOCK_BYTES: u32 = 4 << 20;
-const FIRST_DEPTH: u32 = 32;
 
 /// What was tried, and what was chosen.
 #[derive(Clone, Debug, Serialize)]
@@ -36,14 +46,49 @@ pub(crate) struct Tuned {
     pub(crate) engine: String,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
-    pub(crate) trials: Vec<Trial>,
+    /// Bytes of each file: fewer than asked for on a slow drive.
+    pub(crate) file_bytes: u64,
+    pub(crate) trials: Vec<Tried>,
     /// Engines that do not run here, and why.
     pub(crate) without: Vec<String>,
-    /// Whether the time was over before everything was tried.
-    pub(crate) cut_short: bool,
+    /// What was not tried, and why.
+    pub(crate) untried: Vec<String>,
+    /// Of `engine`, `bs` and `iodepth`, those that no trial chose.
+    pub(crate) defaults: Vec<&'static str>,
 }
 
-/// Tries each for `runtime`, and until `deadline` at the latest.
+/// A trial, and what it was for.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Tried {
+    pub(crate) stage: Stage,
+    #[serde(flatten)]
+    pub(crate) trial: Trial,
+}
+
+/// What trials choose, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Stage {
+    Engine,
+    Bs,
+    Iodepth,
+    /// Nothing: this is what was chosen.
+    Chosen,
+}
+
+/// What is tried with.
+struct Trying<'a> {
+    bed: Bed,
+    deadline: Instant,
+    /// What bytes in flight take after the measured time, at most so far.
+    tail_s_per_byte: f64,
+    /// What buffers take to be made, at most so far.
+    open_s_per_byte: f64,
+    progress: &'a Progress,
+    tuned: Tuned,
+}
+
+/// Tries each for `runtime`, and until `limit` has passed at the latest.
 ///
 /// # Errors
 /// No engine runs here, or an operation fails.
@@ -51,77 +96,197 @@ pub(crate) fn tune(
     folders: &[PathBuf],
     size: u64,
     runtime: Duration,
-    deadline: Instant,
+    limit: Duration,
     progress: &Progress,
 ) -> Result<Tuned> {
-    let bed = Bed::make(folders, size, runtime, progress)?;
-    let mut tuned = Tuned {
-        engine: String::new(),
-        bs: FIRST_BLOCK_BYTES,
-        iodepth: FIRST_DEPTH,
-        trials: Vec::new(),
-        without: Vec::new(),
-        cut_short: false,
+    let deadline = Instant::now() + limit;
+    let (bed, tail_s_per_byte) =
+        Bed::make_within(folders, size, runtime, limit / MAKING_PART, progress)?;
+    let file_bytes = bed.file_bytes();
+    let mut trying = Trying {
+        bed,
+        deadline,
+        tail_s_per_byte,
+        open_s_per_byte: 0.0,
+        progress,
+        tuned: Tuned {
+            engine: String::new(),
+            bs: FIRST_BLOCK_BYTES,
+            iodepth: 0,
+            file_bytes,
+            trials: Vec::new(),
+            without: Vec::new(),
+            untried: Vec::new(),
+            defaults: Vec::new(),
+        },
     };
-    let mut best = 0.0;
-    for name in EngineChoice::AUTO.map(EngineChoice::name) {
-        match bed.try_one(name, FIRST_BLOCK_BYTES, FIRST_DEPTH, Load::Both, progress) {
-            Ok(trial) => {
-                // The first named is the one to prefer.
-                if trial.bytes_per_s() * NEAR > best {
-                    best = trial.bytes_per_s();
-                    name.clone_into(&mut tuned.engine);
-                }
-                tuned.trials.push(trial);
-            }
-            Err(error) => {
-                crate::stop::check()?;
-                tuned.without.push(format!("{error:#}"));
-            }
-        }
+    trying.tuned.iodepth = trying.first_depth();
+    trying.engines()?;
+    let depth = trying.tuned.iodepth;
+    match trying.stage(Stage::Bs, &BLOCKS_BYTES.map(|bs| (bs, depth)))? {
+        Some((bs, _)) => trying.tuned.bs = bs,
+        None => trying.tuned.defaults.push("bs"),
     }
-    if tuned.engine.is_empty() {
-        anyhow::bail!("no engine runs here: {}", tuned.without.join("; "));
+    let bs = trying.tuned.bs;
+    match trying.stage(Stage::Iodepth, &DEPTHS.map(|depth| (bs, depth)))? {
+        Some((_, depth)) => trying.tuned.iodepth = depth,
+        None => trying.tuned.defaults.push("iodepth"),
     }
-    let engine = tuned.engine.clone();
-    let blocks = BLOCKS_BYTES.map(|bs| (bs, FIRST_DEPTH));
-    (tuned.bs, _) = stage(&bed, &mut tuned, &engine, &blocks, deadline, progress)?
-        .unwrap_or((FIRST_BLOCK_BYTES, 0));
-    let depths = DEPTHS.map(|depth| (tuned.bs, depth));
-    (_, tuned.iodepth) =
-        stage(&bed, &mut tuned, &engine, &depths, deadline, progress)?.unwrap_or((0, FIRST_DEPTH));
-    for load in Load::ALL {
-        let trial = bed.try_one(&engine, tuned.bs, tuned.iodepth, load, progress)?;
-        tuned.trials.push(trial);
-    }
-    Ok(tuned)
+    trying.last()?;
+    Ok(trying.tuned)
 }
 
-/// Tries each (block size, depth), smallest first; the smallest that is nearly as good as the best.
-fn stage(
-    bed: &Bed,
-    tuned: &mut Tuned,
-    engine: &str,
-    settings: &[(u32, u32)],
-    deadline: Instant,
-    progress: &Progress,
-) -> Result<Option<(u32, u32)>> {
-    let memory = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
-    let mut found = Vec::new();
-    for &(bs, depth) in settings {
-        if u64::from(bs) > bed.file_bytes() || bed.buffer_bytes(bs, depth) > memory / MEMORY_PART {
-            continue;
-        }
-        // Three more are needed at the end.
-        if Instant::now() + 5 * bed.trial_time() > deadline {
-            tuned.cut_short = true;
-            break;
-        }
-        let trial = bed.try_one(engine, bs, depth, Load::Both, progress)?;
-        found.push(((bs, depth), trial.bytes_per_s()));
-        tuned.trials.push(trial);
+impl Trying<'_> {
+    /// Whether drives move what is in flight in about the time of a trial: otherwise little of it ends within.
+    fn is_seen(&self, bs: u32, depth: u32) -> bool {
+        self.tail(bs, depth) <= 2 * self.bed.trial_time()
     }
-    Ok(smallest_near_best(&found))
+
+    /// As deep as a trial sees.
+    fn first_depth(&self) -> u32 {
+        let fits = |depth: &&u32| self.is_seen(FIRST_BLOCK_BYTES, **depth);
+        *DEPTHS.iter().rev().find(fits).unwrap_or(&DEPTHS[0])
+    }
+
+    /// What ends after a trial's time.
+    fn tail(&self, bs: u32, depth: u32) -> Duration {
+        seconds(self.tail_s_per_byte, self.bed.inflight_bytes(bs, depth))
+    }
+
+    /// A whole trial.
+    fn expected(&self, bs: u32, depth: u32) -> Duration {
+        let opening = seconds(self.open_s_per_byte, self.bed.buffer_bytes(bs, depth));
+        opening + self.bed.trial_time() + self.tail(bs, depth)
+    }
+
+    /// What it reached, if both ways that it goes moved bytes; and what its bytes took beside the measured time is known then.
+    fn try_one(
+        &mut self,
+        stage: Stage,
+        engine: &str,
+        (bs, depth): (u32, u32),
+        load: Load,
+    ) -> Result<Option<f64>> {
+        let bed = &self.bed;
+        let trial = bed.try_one(engine, bs, depth, load, self.progress)?;
+        let over_s = (trial.run_s - bed.trial_time().as_secs_f64() - SWITCHING_S).max(0.0);
+        let tail = over_s / bed.inflight_bytes(bs, depth) as f64;
+        let open = (trial.open_s - SWITCHING_S).max(0.0) / bed.buffer_bytes(bs, depth) as f64;
+        self.tail_s_per_byte = self.tail_s_per_byte.max(tail);
+        self.open_s_per_byte = self.open_s_per_byte.max(open);
+        let reached = trial.bytes_per_s();
+        self.tuned.trials.push(Tried { stage, trial });
+        Ok(reached)
+    }
+
+    /// In turns, as often as half of the time allows and once at least; by the medians of what they reached.
+    fn engines(&mut self) -> Result<()> {
+        let (bs, depth) = (self.tuned.bs, self.tuned.iodepth);
+        let half = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
+        let names = EngineChoice::AUTO.map(EngineChoice::name);
+        let mut rates: Vec<(&str, Vec<f64>)> = names.map(|name| (name, Vec::new())).to_vec();
+        for turn in 0..TURNS {
+            let needed = self.expected(bs, depth) * rates.len() as u32;
+            if turn > 0 && Instant::now() + needed > half {
+                let left = TURNS - turn;
+                self.tuned.untried.push(format!(
+                    "{left} of {TURNS} turns of each engine: no time left"
+                ));
+                break;
+            }
+            let mut runs = Vec::new();
+            for (name, mut found) in rates {
+                match self.try_one(Stage::Engine, name, (bs, depth), Load::Both) {
+                    Ok(rate) => {
+                        found.extend(rate);
+                        runs.push((name, found));
+                    }
+                    Err(error) => {
+                        crate::stop::check()?;
+                        self.tuned.without.push(format!("{error:#}"));
+                    }
+                }
+            }
+            rates = runs;
+        }
+        let Some((preferred, _)) = rates.first() else {
+            anyhow::bail!("no engine runs here: {}", self.tuned.without.join("; "));
+        };
+        let medians = rates.iter().filter_map(|(name, found)| {
+            let (middle, _) = median(found.clone(), |rate| *rate)?;
+            Some((*name, middle))
+        });
+        // The first named is the one to prefer.
+        match smallest_near_best(&medians.collect::<Vec<_>>()) {
+            Some(name) => name.clone_into(&mut self.tuned.engine),
+            None => {
+                (*preferred).clone_into(&mut self.tuned.engine);
+                self.tuned.defaults.push("engine");
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries each (block size, depth), smallest first; the smallest that is nearly as good as the best.
+    fn stage(&mut self, stage: Stage, settings: &[(u32, u32)]) -> Result<Option<(u32, u32)>> {
+        let memory = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        let engine = self.tuned.engine.clone();
+        let mut found = Vec::new();
+        for &(bs, depth) in settings {
+            // Three more at the end, with what is chosen until then.
+            let last = 3 * self.expected(self.tuned.bs, self.tuned.iodepth);
+            let buffer_bytes = self.bed.buffer_bytes(bs, depth);
+            let why_not = if u64::from(bs) > self.bed.file_bytes() {
+                Some("files are smaller")
+            } else if buffer_bytes > memory / MEMORY_PART {
+                Some("too much of the memory")
+            } else if !self.is_seen(bs, depth) {
+                Some("drives need longer than a trial for what is in flight")
+            } else if Instant::now() + self.expected(bs, depth) + last > self.deadline {
+                Some("no time left")
+            } else {
+                None
+            };
+            if let Some(why) = why_not {
+                let kib = bs >> 10;
+                self.tuned
+                    .untried
+                    .push(format!("{kib} KiB, iodepth {depth}: {why}"));
+                continue;
+            }
+            match self.try_one(stage, &engine, (bs, depth), Load::Both) {
+                Ok(rate) => found.extend(rate.map(|rate| ((bs, depth), rate))),
+                Err(error) => {
+                    crate::stop::check()?;
+                    let kib = bs >> 10;
+                    let what = format!("{kib} KiB, iodepth {depth}: {error:#}");
+                    self.tuned.untried.push(what);
+                }
+            }
+        }
+        Ok(smallest_near_best(&found))
+    }
+
+    /// What was chosen, each way.
+    fn last(&mut self) -> Result<()> {
+        let (engine, bs, depth) = (self.tuned.engine.clone(), self.tuned.bs, self.tuned.iodepth);
+        for load in Load::ALL {
+            if Instant::now() + self.expected(bs, depth) > self.deadline {
+                let load = load.word();
+                self.tuned
+                    .untried
+                    .push(format!("what was chosen, {load}: no time left"));
+                continue;
+            }
+            self.try_one(Stage::Chosen, &engine, (bs, depth), load)?;
+        }
+        Ok(())
+    }
+}
+
+/// At most an hour, which is as good as any time that is too long.
+fn seconds(s_per_byte: f64, bytes: u64) -> Duration {
+    Duration::from_secs_f64((s_per_byte * bytes as f64).min(3600.0))
 }
 
 fn smallest_near_best<T: Copy>(found: &[(T, f64)]) -> Option<T> {

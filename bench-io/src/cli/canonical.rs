@@ -1,18 +1,24 @@
 //! `bench-io` without a command: one canonical workload, two numbers, beside what the same engine does without a daemon.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
-use offload_client::private::{PrivateDaemon, PrivateSettings};
-use offloadd::api::IODEPTH_MAX;
+use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 use offloadd::config::parse_size;
 use offloadd::engine::EngineChoice;
+use serde::Serialize;
 
-use crate::canonical::bare;
-use crate::canonical::workload::{self, Shape};
-use crate::place::WorkFolder;
+use crate::bench::Bench;
+use crate::job::{Access, Job, Place};
+use crate::load::{StreamPlan, Timing};
+use crate::prepared::Prepared;
+use crate::progress::Progress;
+use crate::report::{DeviceReport, Figures, Head, warnings};
+use crate::rounds::rate_of;
+use crate::words::{Bytes, SpeedText};
 
 /// The canonical workload's settings.
 #[derive(Args)]
@@ -50,69 +56,165 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         )
     })?;
     ensure!(
-        args.tile > 0 && args.tile.is_multiple_of(4096) && args.size >= args.tile,
-        "--tile {}: a multiple of 4096 bytes, not larger than --size",
-        args.tile
+        args.tile > 0
+            && args.tile.is_multiple_of(u64::from(BLOCK_BYTES))
+            && args.tile <= u64::from(TILE_BYTES_MAX)
+            && args.size >= args.tile,
+        "--tile {}: a multiple of {BLOCK_BYTES} bytes, at most {}, not larger than --size",
+        args.tile,
+        Bytes(u64::from(TILE_BYTES_MAX))
     );
     ensure!(
         (1..=IODEPTH_MAX).contains(&args.iodepth),
         "--iodepth {}: 1 to {IODEPTH_MAX}",
         args.iodepth
     );
-    let shape = Shape {
-        tile_bytes: u32::try_from(args.tile).context("--tile: at most 4 GiB")?,
-        tile_count: u32::try_from(args.size / args.tile)
-            .context("--size: too many tiles; use larger ones")?,
+    let mut warnings = warnings::before();
+    warnings.extend(warnings::of_drives(std::iter::once(&*args.folder)));
+    let job = |place| Job {
+        rw: Access::Write,
+        read_percent: 50,
+        bs: args.tile as u32,
         iodepth: args.iodepth,
+        numjobs: 1,
+        runtime: Duration::ZERO,
+        ramp: Duration::ZERO,
+        engine: choice,
+        engine_word: args.engine.clone(),
+        size: Some(args.size),
+        direct: true,
+        place,
+        gpu: false,
     };
-    let work = WorkFolder::make(&args.folder)?;
-    let device = work.path().join("tiles");
-    let progress = ProgressBar::new(2 * shape.total_bytes()).with_style(
-        ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-            .context("a fixed template")?,
-    );
-    let daemon = PrivateDaemon::start(PrivateSettings {
-        program: None,
-        folder: work.path().to_owned(),
-        devices: vec![(device.clone(), 2 * shape.total_bytes() + (256 << 20))],
-        arena_bytes_max: shape.geometry()?.arena_bytes() + (64 << 20),
-        iodepth_max: args.iodepth,
-        engine: args.engine.clone(),
-    })?;
-    let (through, about) = workload::run(daemon.socket(), &shape, &progress)?;
-    drop(daemon);
-    progress.finish_and_clear();
-    let bare = bare::run(&device, &shape, choice)?;
-
-    let gb = |rate: f64| rate / 1e9;
-    if args.json {
-        let rates = |r: &workload::Rates| serde_json::json!({"write_bytes_per_s": r.write_bytes_per_s, "read_bytes_per_s": r.read_bytes_per_s});
-        let report = serde_json::json!({
-            "folder": args.folder, "tile_bytes": shape.tile_bytes, "tile_count": shape.tile_count, "iodepth": shape.iodepth,
-            "about": about, "debug_build": cfg!(debug_assertions), "daemon": rates(&through), "engine_alone": rates(&bare),
-        });
-        println!("{report}");
-        return Ok(());
+    let folders = vec![args.folder.clone()];
+    let progress = Progress::new();
+    // One after the other, so that the first one's room is the second one's.
+    let daemon = passes(&job(Place::Private(folders.clone())), &progress)?;
+    let engine_alone = passes(&job(Place::NewFiles(folders)), &progress)?;
+    drop(progress);
+    for (who, passes) in [("daemon", &daemon), ("engine alone", &engine_alone)] {
+        for (way, figures) in passes.ways() {
+            let found = warnings::after(figures);
+            warnings.extend(found.iter().map(|said| format!("{who}, {way}: {said}")));
+        }
     }
-    if cfg!(debug_assertions) {
-        println!("warning: a debug build; these numbers mean little");
-    }
-    println!(
-        "{} tiles of {} bytes in {}; {about}",
-        shape.tile_count,
-        shape.tile_bytes,
-        args.folder.display()
-    );
-    for (name, through, bare) in [
-        ("write", through.write_bytes_per_s, bare.write_bytes_per_s),
-        ("read", through.read_bytes_per_s, bare.read_bytes_per_s),
-    ] {
-        println!(
-            "{name:6} {:6.2} GB/s   {:3.0} % of the engine alone ({:.2} GB/s)",
-            gb(through),
-            100.0 * through / bare,
-            gb(bare)
-        );
+    let settings = Settings {
+        tile_bytes: args.tile,
+        tile_count: args.size / args.tile,
+        iodepth: args.iodepth,
+        ioengine: args.engine.clone(),
+    };
+    let devices = vec![DeviceReport::of(&args.folder)];
+    let report = CanonicalReport {
+        head: Head::new(settings, devices, warnings),
+        daemon,
+        engine_alone,
+    };
+    match args.json {
+        true => println!("{}", serde_json::to_string(&report)?),
+        false => print!("{report}"),
     }
     Ok(())
+}
+
+/// All of it.
+#[derive(Debug, Serialize)]
+struct CanonicalReport {
+    #[serde(flatten)]
+    head: Head<Settings>,
+    daemon: Passes,
+    /// The same bytes without a daemon, shared rings and checksums.
+    engine_alone: Passes,
+}
+
+#[derive(Debug, Serialize)]
+struct Settings {
+    tile_bytes: u64,
+    tile_count: u64,
+    iodepth: u32,
+    ioengine: String,
+}
+
+/// Everything once each way.
+#[derive(Debug, Serialize)]
+struct Passes {
+    /// Up to and with the flush: through the daemon, the commit.
+    write: Figures,
+    read: Figures,
+}
+
+impl Passes {
+    fn ways(&self) -> [(&'static str, &Figures); 2] {
+        [("write", &self.write), ("read", &self.read)]
+    }
+}
+
+/// Writes and reads all bytes of `job`, on what was written before.
+fn passes(job: &Job, progress: &Progress) -> Result<Passes> {
+    let prepared = Prepared::new(job, None, progress)?;
+    let bench = Bench::open(prepared.plan.clone())?;
+    let streams = prepared.streams(job);
+    if prepared.to_fill {
+        bench.fill(&streams, progress)?;
+    }
+    let timing = Timing {
+        ramp: Duration::ZERO,
+        runtime: Duration::ZERO,
+    };
+    let pass = |reads: bool| -> Result<Figures> {
+        let one_way = |plan: &StreamPlan| StreamPlan {
+            reads,
+            writes: !reads,
+            ..plan.clone()
+        };
+        let streams: Vec<Vec<StreamPlan>> = streams
+            .iter()
+            .map(|job| job.iter().map(one_way).collect())
+            .collect();
+        let what = format!(
+            "{}, {}",
+            prepared.word,
+            if reads { "reading" } else { "writing" }
+        );
+        let (figures, _) = bench.run(&streams, timing, progress, &what)?;
+        Ok(figures)
+    };
+    Ok(Passes {
+        write: pass(false)?,
+        read: pass(true)?,
+    })
+}
+
+impl fmt::Display for CanonicalReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let settings = &self.head.settings;
+        write!(f, "{}", self.head)?;
+        writeln!(
+            f,
+            "{} tiles of {} bytes, iodepth {}, ioengine {}\n",
+            settings.tile_count, settings.tile_bytes, settings.iodepth, settings.ioengine
+        )?;
+        for ((way, through), (_, bare)) in
+            self.daemon.ways().into_iter().zip(self.engine_alone.ways())
+        {
+            let (through, bare) = (rate_of(through), rate_of(bare));
+            writeln!(
+                f,
+                "{way:5}  {:>11}   {:3.0} % of the engine alone ({})",
+                SpeedText(through).to_string(),
+                100.0 * through / bare,
+                SpeedText(bare)
+            )?;
+        }
+        for (who, passes) in [
+            ("through offloadd", &self.daemon),
+            ("the engine alone", &self.engine_alone),
+        ] {
+            writeln!(f, "\n{who}, engine {}", passes.write.engine)?;
+            for (_, figures) in passes.ways() {
+                write!(f, "{figures}")?;
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,20 +1,18 @@
 //! `bench-io run`: one job on a device or through the daemon.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::bench::Bench;
 use crate::beside::Beside;
-use crate::drive;
 use crate::fio::Fio;
 use crate::job::{Job, JobWords};
 use crate::load::Timing;
-use crate::machine::Machine;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
-use crate::report::{DeviceReport, REPORT_VERSION, Report, SettingsReport, warnings};
+use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
 
 /// Shown below the options.
@@ -113,37 +111,13 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     let (figures, _) = median(figures_of, rate_of).context("at least one round")?;
     let beside = beside.map(|beside| beside.report(&both));
     warnings.extend(warnings::after(&figures));
-    let from_daemon = bench.devices().iter().map(|device| device.path.clone());
-    let devices: Vec<PathBuf> = prepared.files.iter().cloned().chain(from_daemon).collect();
+    let devices = prepared.devices(&bench);
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
+    let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
     Ok(Report {
-        version: REPORT_VERSION,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        machine: Machine::here(),
+        head: Head::new(SettingsReport::new(job, &prepared), devices, warnings),
         target: prepared.word,
-        devices: devices.iter().map(|path| device_report(path)).collect(),
-        settings: SettingsReport {
-            rw: job.rw.word(),
-            bs: job.bs,
-            // Of several files each has one at least, and as many as the others.
-            iodepth: prepared.plan.depth,
-            numjobs: job.numjobs,
-            runtime: job.runtime.as_secs_f64(),
-            ramp_time: job.ramp.as_secs_f64(),
-            ioengine: job.engine_word.clone(),
-            size: prepared.size,
-            direct: job.direct,
-            rwmixread: (job.rw.reads() && job.rw.writes()).then_some(job.read_percent),
-        },
         figures,
         beside,
-        warnings,
     })
-}
-
-fn device_report(path: &Path) -> DeviceReport {
-    DeviceReport {
-        path: path.display().to_string(),
-        under: drive::under(path),
-    }
 }

@@ -41,13 +41,28 @@ pub(crate) struct ScaleArgs {
     #[arg(long, value_name = "N")]
     paced: Option<u32>,
     /// Of each paced drive, bytes a second
-    #[arg(long, value_name = "RATE", default_value = "620M")]
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value = "620M",
+        conflicts_with = "folders"
+    )]
     read: Rate,
     /// Of each paced drive, bytes a second
-    #[arg(long, value_name = "RATE", default_value = "320M")]
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value = "320M",
+        conflicts_with = "folders"
+    )]
     write: Rate,
     /// Loop devices of each paced drive; above some 4 GB/s one is not enough
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        conflicts_with = "folders"
+    )]
     parts: u32,
     /// The last paced drive is half as fast as the others
     #[arg(long)]
@@ -114,12 +129,12 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         )?,
     };
     drop(progress);
-    if let Some(out) = &args.out {
-        leave(out, &report)?;
-    }
     match args.json {
         true => println!("{}", serde_json::to_string(&report)?),
         false => print!("{report}"),
+    }
+    if let Some(out) = &args.out {
+        leave(out, &report)?;
     }
     let outside = args.within.map(|percent| report.outside(percent / 100.0));
     if let Some(outside) = outside.filter(|outside| !outside.is_empty()) {

@@ -7,13 +7,12 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 
 use crate::bed::Bed;
-use crate::machine::Machine;
 use crate::paced::Pace;
 use crate::progress::Progress;
-use crate::report::{REPORT_VERSION, warnings};
+use crate::report::{DeviceReport, Head, warnings};
 use crate::scale::Load;
 use crate::training::{
-    self, DeepSpeedStep, Given, Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
+    self, DeepSpeedStep, Given, Settings, Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
 };
 use crate::words::Rate;
 
@@ -38,10 +37,20 @@ pub(crate) struct TrainingArgs {
     #[arg(long, value_name = "RUN.toml")]
     run: Option<PathBuf>,
     /// Of one drive, bytes a second
-    #[arg(long, value_name = "RATE", default_value = "6.2G")]
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value = "6.2G",
+        conflicts_with = "folders"
+    )]
     read: Rate,
     /// Of one drive, bytes a second
-    #[arg(long, value_name = "RATE", default_value = "3.2G")]
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value = "3.2G",
+        conflicts_with = "folders"
+    )]
     write: Rate,
     /// Measure the rates here instead: a folder on each drive
     #[arg(long = "folder", value_name = "FOLDER", conflicts_with = "run")]
@@ -53,25 +62,25 @@ pub(crate) struct TrainingArgs {
     #[arg(long, value_name = "N", conflicts_with = "run")]
     tflops: Option<f64>,
     /// With --model: tokens of a sequence
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
     /// With --model: sequences computed at a time
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "run"])]
     micro_batch: u64,
     /// Micro-batches of a step [default: 1, or the run file's gradient_accumulation_steps]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     accumulation: Option<u64>,
     /// Replace a setting of the run file, as trainer does
-    #[arg(long = "set", value_name = "KEY=VALUE")]
+    #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "model")]
     sets: Vec<String>,
     /// With --run: steps of each run; the first three do not count
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(5..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u64).range(5..=1000))]
     steps: u64,
     /// With --run: loop devices of each paced drive
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u32).range(1..=64))]
     parts: u32,
     /// With --run: seconds that one run may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, conflicts_with_all = ["file", "model"])]
     timeout: u64,
     /// The trainer's program, when it is not beside this one
     #[arg(long, value_name = "PROGRAM")]
@@ -97,21 +106,40 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         );
     }
     let trainer = Trainer::find(args.trainer.as_deref())?;
+    // What cannot be left is known before minutes were spent on it.
+    if let Some(out) = &args.out {
+        std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
+    }
     let measures = args.run.is_some() || !args.folders.is_empty();
-    let warnings = match measures {
+    let mut warnings = match measures {
         true => warnings::before(),
         false => Vec::new(),
     };
+    let folders = args.folders.iter().map(PathBuf::as_path);
+    warnings.extend(warnings::of_drives(folders));
     let progress = Progress::new();
     let mut rows = Vec::new();
+    let devices = args.folders.iter().map(|folder| DeviceReport::of(folder));
+    let mut devices: Vec<DeviceReport> = devices.collect();
     for &drives in &counts {
         crate::stop::check()?;
         rows.push(match &args.run {
-            Some(file) => trained(args, file, drives, &trainer, &progress)?,
+            Some(file) => trained(args, file, drives, &trainer, &mut devices, &progress)?,
             None => predicted(args, drives, &trainer, &progress)?,
         });
     }
     drop(progress);
+    for row in &rows {
+        if let Some(trial) = &row.drives_measured {
+            let found = warnings::after(&trial.figures);
+            let drives = row.drives;
+            warnings.extend(
+                found
+                    .iter()
+                    .map(|said| format!("the rates of {drives}: {said}")),
+            );
+        }
+    }
     let rates = match (&args.run, args.folders.is_empty()) {
         (Some(_), _) => format!(
             "paced drives of {} read and {} written, measured both at once",
@@ -124,15 +152,16 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         ),
     };
     let report = TrainingReport {
-        version: REPORT_VERSION,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        machine: Machine::here(),
+        head: Head::new(settings(args), devices, warnings),
         rates,
         rows,
-        warnings,
     };
+    // First said, then left: a full drive takes only the files.
+    match args.json {
+        true => println!("{}", serde_json::to_string(&report)?),
+        false => print!("{report}"),
+    }
     if let Some(out) = &args.out {
-        std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
         for (name, text) in [
             ("training.json", serde_json::to_string_pretty(&report)?),
             ("training.svg", training::svg(&report)),
@@ -141,11 +170,21 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
     Ok(())
+}
+
+fn settings(args: &TrainingArgs) -> Settings {
+    let mut subject = [&args.file, &args.model, &args.run].into_iter().flatten();
+    let of_model = args.model.is_some();
+    Settings {
+        subject: subject.next().cloned().unwrap_or_default(),
+        sets: args.sets.clone(),
+        seq_len: of_model.then_some(args.seq_len),
+        micro_batch: of_model.then_some(args.micro_batch),
+        accumulation: args.accumulation,
+        tflops: args.tflops,
+        steps: args.run.is_some().then_some(args.steps),
+    }
 }
 
 fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
@@ -196,6 +235,7 @@ fn predicted(
         },
         (None, None) => anyhow::bail!("name a run file or a model"),
     };
+    let mut measured = None;
     let given = if args.folders.is_empty() {
         Given {
             read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
@@ -210,11 +250,7 @@ fn predicted(
             progress,
         )?;
         let trial = bed.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
-        Given {
-            read_bytes_per_s: trial.read_bytes_per_s,
-            write_bytes_per_s: trial.write_bytes_per_s,
-            tflops: args.tflops,
-        }
+        Given::measured(measured.insert(trial), args.tflops)
     };
     let ours = trainer.plan(&subject, given)?;
     ensure!(
@@ -222,7 +258,10 @@ fn predicted(
         "the run keeps nothing on drives, so they make no difference: set zero_optimization.offload_param and \
          offload_optimizer to \"nvme\" with --set"
     );
-    Ok(row(drives, given, ours, None))
+    Ok(TrainingRow {
+        drives_measured: measured,
+        ..row(drives, given, ours)
+    })
 }
 
 fn trained(
@@ -230,6 +269,7 @@ fn trained(
     file: &std::path::Path,
     drives: u32,
     trainer: &Trainer,
+    devices: &mut Vec<DeviceReport>,
     progress: &Progress,
 ) -> Result<TrainingRow> {
     let plan = TrialPlan {
@@ -244,16 +284,19 @@ fn trained(
         parts: args.parts,
         patience: Duration::from_secs(args.timeout),
     };
-    let (given, ours, trial) = training::run(&plan, trainer, progress)?;
-    Ok(row(drives, given, ours, Some(trial)))
+    let ran = training::run(&plan, trainer, progress)?;
+    // Each run has drives of its own, and of the largest number all are named.
+    if ran.devices.len() > devices.len() {
+        devices.clone_from(&ran.devices);
+    }
+    Ok(TrainingRow {
+        drives_measured: Some(ran.drives),
+        measured: Some(ran.trial),
+        ..row(drives, ran.given, ran.planned)
+    })
 }
 
-fn row(
-    drives: u32,
-    given: Given,
-    ours: training::Planned,
-    measured: Option<training::Trial>,
-) -> TrainingRow {
+fn row(drives: u32, given: Given, ours: training::Planned) -> TrainingRow {
     TrainingRow {
         drives,
         read_bytes_per_s: given.read_bytes_per_s,
@@ -266,6 +309,7 @@ fn row(
             given.write_bytes_per_s,
         ),
         ours,
-        measured,
+        drives_measured: None,
+        measured: None,
     }
 }

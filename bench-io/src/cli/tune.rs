@@ -1,18 +1,19 @@
-//! `bench-io tune`: the settings these drives like, as a file for the daemon that was seen to load.
+//! `bench-io tune`: the settings these drives like, as a file that the daemon's reader took.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use offloadd::api::IODEPTH_MAX;
-use offloadd::config::Config;
+use offloadd::config::{Config, IODEPTH_DEFAULT};
+use serde::Serialize;
 
-use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::report::{REPORT_VERSION, warnings};
+use crate::report::{DeviceReport, Head, warnings};
 use crate::scale::Load;
-use crate::tune::{self, Tuned};
+use crate::tune::{self, Stage, Tried, Tuned};
 use crate::words::{Bytes, SpeedText};
 
 /// Shown below the options.
@@ -35,7 +36,7 @@ pub(crate) struct TuneArgs {
     /// Bytes used of each drive, twice
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
-    /// Seconds of each of some 14 trials
+    /// Seconds of each of some 20 trials
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
     runtime: f64,
     /// Leave the settings in this file, which must not exist
@@ -67,6 +68,12 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
             "--config {}: it exists already",
             path.display()
         );
+        let folder = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        ensure!(
+            folder.parent().is_some_and(Path::is_dir),
+            "--config {}: there is no such folder; make it first",
+            path.display()
+        );
     }
     let mut warnings = warnings::before();
     let progress = Progress::new();
@@ -75,85 +82,189 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         &args.folders,
         size,
         Duration::from_secs_f64(args.runtime),
-        Instant::now() + TIME,
+        TIME,
         &progress,
     )?;
     drop(progress);
-    if tuned.cut_short {
-        warnings.push(format!(
-            "after {} s not everything was tried: use a smaller --size or --runtime",
-            TIME.as_secs()
-        ));
+    warnings.extend(warnings::of_one_drive(&args.folders));
+    warnings.extend(warnings::of_drives(
+        args.folders.iter().map(PathBuf::as_path),
+    ));
+    warnings.extend(doubts(&tuned));
+    let daemon_file = daemon_file(&args.folders, &tuned)?;
+    let stores = args.folders.iter().map(|folder| store(folder));
+    let stores = stores.collect::<Result<Vec<_>>>()?;
+    let devices = args.folders.iter().map(|folder| DeviceReport::of(folder));
+    let settings = Settings {
+        size,
+        runtime_s: args.runtime,
+    };
+    let report = TuneReport {
+        head: Head::new(settings, devices.collect(), warnings),
+        tuned,
+        format_first: stores.into_iter().filter(|path| !path.exists()).collect(),
+        daemon_file,
+    };
+    // First said, then left: what was found is not lost with a file that cannot be written.
+    match args.json {
+        true => println!("{}", serde_json::to_string(&report)?),
+        false => print!("{report}"),
     }
-    let settings = settings(&args.folders, &tuned)?;
     if let Some(path) = &args.config {
-        std::fs::write(path, &settings).with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(path, &report.daemon_file)
+            .with_context(|| format!("writing {}", path.display()))?;
     }
-    let machine = Machine::here();
-    if args.json {
-        let report = serde_json::json!({
-            "version": REPORT_VERSION, "machine": machine, "tuned": tuned, "settings": settings, "warnings": warnings,
-        });
-        println!("{report}");
-        return Ok(());
-    }
-    for warning in &warnings {
-        println!("warning: {warning}");
-    }
-    println!("{machine}\n");
-    for reason in &tuned.without {
-        println!("not here: {reason}");
-    }
-    println!(
-        "{:7} {:>8} {:>8} {:6} {:>12} {:>12} {:>12}",
-        "engine", "bs", "iodepth", "", "read", "write", "CPU s/GB"
-    );
-    for trial in &tuned.trials {
-        println!(
-            "{:7} {:>8} {:>8} {:6} {:>12} {:>12} {:>12.3}",
-            trial.engine,
-            Bytes(u64::from(trial.bs)).to_string(),
-            trial.iodepth,
-            trial.load.word(),
-            SpeedText(trial.read_bytes_per_s).to_string(),
-            SpeedText(trial.write_bytes_per_s).to_string(),
-            trial.cpu_s_per_gb
-        );
-    }
-    println!("\nFor the daemon (checked: it loads):\n\n{settings}");
     Ok(())
 }
 
+/// All of it.
+#[derive(Debug, Serialize)]
+struct TuneReport {
+    #[serde(flatten)]
+    head: Head<Settings>,
+    tuned: Tuned,
+    /// To paste.
+    daemon_file: String,
+    /// Its devices that are not there yet.
+    format_first: Vec<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct Settings {
+    /// Of each file, unless the drive is too slow for it.
+    size: u64,
+    /// Of each trial.
+    runtime_s: f64,
+}
+
+/// What makes the choice mean little.
+fn doubts(tuned: &Tuned) -> Vec<String> {
+    let mut found = Vec::new();
+    if !tuned.defaults.is_empty() {
+        found.push(format!(
+            "no trial chose {}: what stands there is a default",
+            tuned.defaults.join(" and ")
+        ));
+    }
+    let nothing = tuned
+        .trials
+        .iter()
+        .filter(|tried| tried.trial.bytes_per_s().is_none());
+    let nothing = nothing.count();
+    if nothing > 0 {
+        found.push(format!(
+            "in {nothing} of {} trials one direction moved nothing, so they chose nothing; use a longer --runtime",
+            tuned.trials.len()
+        ));
+    }
+    let busy = tuned
+        .trials
+        .iter()
+        .filter(|tried| warnings::is_busy(&tried.trial.figures));
+    let busy = busy.count();
+    if busy > 0 {
+        found.push(format!(
+            "in {busy} of {} trials the machine was less than {:.0} % idle: they may show the processor",
+            tuned.trials.len(),
+            100.0 * warnings::IDLE_SHARE_MIN
+        ));
+    }
+    let chosen = tuned
+        .trials
+        .iter()
+        .filter(|tried| tried.stage == Stage::Chosen);
+    found.extend(chosen.flat_map(|tried| warnings::after(&tried.trial.figures)));
+    found
+}
+
+impl fmt::Display for TuneReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.head)?;
+        let tuned = &self.tuned;
+        writeln!(
+            f,
+            "direct, two files of {} bytes a drive, {} s a trial\n",
+            tuned.file_bytes, self.head.settings.runtime_s
+        )?;
+        for reason in &tuned.without {
+            writeln!(f, "not here: {reason}")?;
+        }
+        for what in &tuned.untried {
+            writeln!(f, "not tried: {what}")?;
+        }
+        writeln!(
+            f,
+            "{:7} {:>8} {:>8} {:6} {:>12} {:>12} {:>9}  latency p50, p99, p99.9, max",
+            "engine", "bs", "iodepth", "", "read", "write", "CPU s/GB"
+        )?;
+        for Tried { trial, .. } in &tuned.trials {
+            let [read, write] = trial.rates();
+            let latencies = trial.figures.ways().map(|(_, way)| way.latencies());
+            writeln!(
+                f,
+                "{:7} {:>8} {:>8} {:6} {:>12} {:>12} {:>9.3}  {}",
+                trial.engine,
+                Bytes(u64::from(trial.bs)).to_string(),
+                trial.iodepth,
+                trial.load.word(),
+                SpeedText(read).to_string(),
+                SpeedText(write).to_string(),
+                trial.figures.cpu.s_per_gb,
+                latencies.collect::<Vec<_>>().join(" + ")
+            )?;
+        }
+        write!(f, "\nFor the daemon (checked: it parses")?;
+        if !self.format_first.is_empty() {
+            write!(
+                f,
+                "; its devices are not there: `offloadd format --config FILE --size SIZE` first"
+            )?;
+        }
+        writeln!(f, "):\n\n{}", self.daemon_file)
+    }
+}
+
+/// Its device in `folder`.
+fn store(folder: &Path) -> Result<PathBuf> {
+    let folder = std::path::absolute(folder).with_context(|| folder.display().to_string())?;
+    Ok(folder.join("offloadd.tiles"))
+}
+
 /// A whole file for the daemon, checked by the daemon's own reader.
-fn settings(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
+fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let devices = folders
         .iter()
         .map(|folder| {
-            let folder =
-                std::path::absolute(folder).with_context(|| folder.display().to_string())?;
-            let device = folder.join("offloadd.tiles");
+            let device = store(folder)?;
             let text = device.to_str().context("a folder's name is not UTF-8")?;
             Ok(toml::Value::from(text).to_string())
         })
         .collect::<Result<Vec<_>>>()?;
     let memory = offloadd::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
-    // Both ways on every drive.
-    let iodepth = (tuned.iodepth * 2 * folders.len() as u32).clamp(1, IODEPTH_MAX);
+    // Both ways on every drive; what sessions ask for where nobody says more must be granted in any case.
+    let drives = folders.len() as u32;
+    let iodepth = (tuned.iodepth.saturating_mul(2 * drives)).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
     let reached = |load: Load| {
-        let last = tuned.trials.iter().rev().find(|trial| trial.load == load);
-        last.map_or(0.0, |trial| trial.bytes_per_s())
+        let mut chosen = tuned.trials.iter();
+        let last = chosen.find(|tried| tried.stage == Stage::Chosen && tried.trial.load == load);
+        last.and_then(|tried| tried.trial.bytes_per_s())
+            .map_or_else(|| "not tried".into(), |rate| SpeedText(rate).to_string())
+    };
+    let defaults = match tuned.defaults.is_empty() {
+        true => String::new(),
+        false => format!("# not measured: {}\n", tuned.defaults.join(", ")),
     };
     let text = format!(
-        "# bench-io tune: {} read, {} written, {} both at once, in tiles of {}\n\
+        "# bench-io tune: {} read, {} written, {} both at once, in tiles of {}\n{defaults}\
          socket = \"/run/offloadd/offloadd.sock\"\n\
          devices = [{}]\n\
          arena_bytes_max = \"{}GiB\"\n\
          engine = \"{}\"\n\
          iodepth_max = {iodepth}\n",
-        SpeedText(reached(Load::Read)),
-        SpeedText(reached(Load::Write)),
-        SpeedText(reached(Load::Both)),
+        reached(Load::Read),
+        reached(Load::Write),
+        reached(Load::Both),
         Bytes(u64::from(tuned.bs)),
         devices.join(", "),
         arena.max(1),

@@ -14,6 +14,7 @@ use crate::load::{StreamPlan, Timing};
 use crate::pattern::{Found, Pattern, WrongBlock, WrongBlocks};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
+use crate::report::{DeviceReport, Figures, Head, SettingsReport, warnings};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -55,19 +56,42 @@ enum Only {
 /// What came of it.
 #[derive(Debug, Serialize)]
 struct VerifyReport {
+    #[serde(flatten)]
+    head: Head<VerifySettings>,
+    /// Checked, of all passes together.
     bytes: u64,
-    passes: u64,
-    /// Of the first.
-    pass: u64,
+    /// Of all passes together: a place that is wrong in two of them counts twice.
     wrong_blocks: u64,
     /// Of these, not in the ranges: there were too many.
     unnamed_blocks: u64,
     wrong: Vec<WrongRange>,
+    /// How each pass went. Making and checking the bytes is in its processor time.
+    passes: Vec<PassReport>,
 }
 
-/// Neighbouring blocks that are wrong in the same way.
+#[derive(Debug, Serialize)]
+struct VerifySettings {
+    target: &'static str,
+    #[serde(flatten)]
+    job: SettingsReport,
+    passes: u64,
+    /// The number of the first.
+    pass: u64,
+}
+
+/// One time over all bytes.
+#[derive(Debug, Serialize)]
+struct PassReport {
+    pass: u64,
+    write: Option<Figures>,
+    check: Option<Figures>,
+}
+
+/// Neighbouring blocks that are wrong in the same way in one pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct WrongRange {
+    /// In which pass.
+    pass: u64,
     bytes: u64,
     #[serde(flatten)]
     first: WrongBlock,
@@ -98,6 +122,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         Some(pass) => pass,
         None => random()?,
     };
+    let mut warnings = warnings::before();
     let progress = Progress::new();
     let prepared = Prepared::new(&job, Some(Pattern { pass: first }), &progress)?;
     let mut bench = Bench::open(prepared.plan.clone())?;
@@ -118,34 +143,53 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
             .map(|job| job.iter().map(plan).collect())
             .collect()
     };
-    let mut wrong = WrongBlocks::default();
+    let devices = prepared.devices(&bench);
+    warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
+    let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
+    let mut found = AllWrong::default();
     let mut bytes = 0;
+    let mut reports = Vec::new();
     for nth in 0..passes {
-        bench.set_pattern(Pattern {
-            pass: first.wrapping_add(nth),
-        });
+        let pass = first.wrapping_add(nth);
+        bench.set_pattern(Pattern { pass });
+        let mut report = PassReport {
+            pass,
+            write: None,
+            check: None,
+        };
         if only != Some(Only::Read) {
-            bench.run(&one_way(false), timing, &progress, "writing")?;
+            let (figures, _) = bench.run(&one_way(false), timing, &progress, "writing")?;
+            report.write = Some(figures);
         }
         if only != Some(Only::Write) {
-            let (figures, found) = bench.run(&one_way(true), timing, &progress, "checking")?;
+            let (figures, wrong) = bench.run(&one_way(true), timing, &progress, "checking")?;
             bytes += figures.ways().map(|(_, way)| way.bytes).sum::<u64>();
-            wrong.add(found);
+            found.add(pass, wrong, &prepared.files);
+            report.check = Some(figures);
         }
+        reports.push(report);
     }
     drop(progress);
-    let files: Vec<String> = prepared
-        .files
+    for figures in reports
         .iter()
-        .map(|path| path.display().to_string())
-        .collect();
-    let report = VerifyReport {
-        bytes,
+        .flat_map(|pass| [&pass.write, &pass.check])
+        .flatten()
+    {
+        warnings.extend(warnings::after(figures));
+    }
+    let settings = VerifySettings {
+        target: prepared.word,
+        job: SettingsReport::new(&job, &prepared),
         passes,
         pass: first,
-        wrong_blocks: wrong.count,
-        unnamed_blocks: wrong.count - wrong.kept.len() as u64,
-        wrong: ranges(wrong.kept, &files),
+    };
+    let report = VerifyReport {
+        head: Head::new(settings, devices, warnings),
+        bytes,
+        wrong_blocks: found.count,
+        unnamed_blocks: found.count - found.named,
+        wrong: found.ranges,
+        passes: reports,
     };
     match args.json {
         true => println!("{}", serde_json::to_string(&report)?),
@@ -164,23 +208,39 @@ fn random() -> Result<u64> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// Sorted, and neighbours in one.
-fn ranges(mut wrong: Vec<WrongBlock>, files: &[String]) -> Vec<WrongRange> {
-    wrong.sort_by_key(|block| (block.device, block.offset));
-    let mut ranges: Vec<WrongRange> = Vec::new();
-    for block in wrong {
-        match ranges.last_mut() {
-            Some(last) if goes_on(last, &block) => last.bytes += 4096,
-            _ => ranges.push(WrongRange {
-                bytes: 4096,
-                file: files
-                    .get(block.device as usize)
-                    .map_or_else(|| "the job's tiles".into(), String::clone),
-                first: block,
-            }),
+/// What is wrong, pass after pass.
+#[derive(Debug, Default)]
+struct AllWrong {
+    ranges: Vec<WrongRange>,
+    count: u64,
+    /// Of all, those in the ranges.
+    named: u64,
+}
+
+impl AllWrong {
+    /// Neighbours in one range. Passes stay apart: in one the drive may do what it did not in another. So many passes, so
+    /// many blocks: what is named is bounded over all of them.
+    fn add(&mut self, pass: u64, mut wrong: WrongBlocks, files: &[PathBuf]) {
+        self.count += wrong.count;
+        let room = WrongBlocks::KEPT_MAX - self.named as usize;
+        wrong.kept.sort_by_key(|block| (block.device, block.offset));
+        wrong.kept.truncate(room);
+        self.named += wrong.kept.len() as u64;
+        for block in wrong.kept {
+            match self.ranges.last_mut() {
+                Some(last) if last.pass == pass && goes_on(last, &block) => last.bytes += 4096,
+                _ => self.ranges.push(WrongRange {
+                    pass,
+                    bytes: 4096,
+                    file: match files.get(block.device as usize) {
+                        Some(path) => path.display().to_string(),
+                        None => format!("the tiles of job {}", block.device),
+                    },
+                    first: block,
+                }),
+            }
         }
     }
-    ranges
 }
 
 fn goes_on(range: &WrongRange, block: &WrongBlock) -> bool {
@@ -202,21 +262,42 @@ fn goes_on(range: &WrongRange, block: &WrongBlock) -> bool {
 
 impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.head)?;
+        let settings = &self.head.settings;
+        writeln!(f, "target={} {}", settings.target, settings.job)?;
+        // Of many passes only the last, which is like the others.
+        if let Some(last) = self.passes.last() {
+            let ways = [("writing", &last.write), ("checking", &last.check)];
+            for (what, figures) in ways
+                .into_iter()
+                .filter_map(|(what, way)| Some((what, way.as_ref()?)))
+            {
+                write!(
+                    f,
+                    "pass {}, {what}, {:.2} s, engine {}\n{figures}",
+                    last.pass, figures.seconds, figures.engine
+                )?;
+            }
+        }
         for range in &self.wrong {
-            writeln!(f, "{}: {} bytes {}", range.file, range.bytes, range.first)?;
+            writeln!(
+                f,
+                "pass {}: {}: {} bytes {}",
+                range.pass, range.file, range.bytes, range.first
+            )?;
         }
         if self.unnamed_blocks > 0 {
             writeln!(f, "and {} blocks more", self.unnamed_blocks)?;
         }
-        let how = if self.wrong_blocks == 0 {
-            "all as written"
-        } else {
-            "see above"
+        let how = match (self.bytes, self.wrong_blocks) {
+            (0, _) => "nothing was read",
+            (_, 0) => "all as written",
+            _ => "see above",
         };
         writeln!(
             f,
-            "{} bytes checked in {} passes ({}): {how}",
-            self.bytes, self.passes, self.pass
+            "{} bytes checked in {} passes, the first is {}: {how}",
+            self.bytes, settings.passes, settings.pass
         )
     }
 }
@@ -233,24 +314,37 @@ mod tests {
             found,
         };
         let other = |offset| Found::OtherPlace { device: 1, offset };
-        let found = ranges(
-            vec![
+        let wrong = || {
+            WrongBlocks::from(vec![
                 block(8192, Found::Zeros),
                 block(4096, Found::Zeros),
                 block(16384, Found::Zeros),
                 block(20480, other(0)),
                 block(24576, other(4096)),
                 block(28672, other(4096)),
-            ],
-            &["f".into()],
+            ])
+        };
+        let mut found = AllWrong::default();
+        found.add(7, wrong(), &["f".into()]);
+        found.add(8, wrong(), &[]);
+        assert_eq!((found.count, found.named), (12, 12));
+        let (first, second) = found.ranges.split_at(4);
+        assert!(
+            first
+                .iter()
+                .all(|range| range.pass == 7 && range.file == "f")
         );
-        let shape: Vec<(u64, u64)> = found
-            .iter()
-            .map(|range| (range.first.offset, range.bytes))
-            .collect();
-        assert_eq!(
-            shape,
-            [(4096, 8192), (16384, 4096), (20480, 8192), (28672, 4096)]
-        );
+        let of_jobs = |range: &WrongRange| range.pass == 8 && range.file == "the tiles of job 0";
+        assert!(second.iter().all(of_jobs), "{second:?}");
+        for found in [first, second] {
+            let shape: Vec<(u64, u64)> = found
+                .iter()
+                .map(|range| (range.first.offset, range.bytes))
+                .collect();
+            assert_eq!(
+                shape,
+                [(4096, 8192), (16384, 4096), (20480, 8192), (28672, 4096)]
+            );
+        }
     }
 }

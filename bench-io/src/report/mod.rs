@@ -4,14 +4,18 @@ use serde::Serialize;
 use std::fmt;
 
 use crate::beside::BesideReport;
+use crate::job::Job;
 use crate::load::{Outcome, Tally};
-use crate::machine::Machine;
+use crate::prepared::Prepared;
 use crate::words::{Micros, SpeedText};
 
+mod head;
 pub(crate) mod warnings;
 
+pub(crate) use head::{DeviceReport, Head};
+
 /// Of the JSON's names and their meaning.
-pub(crate) const REPORT_VERSION: u32 = 4;
+const REPORT_VERSION: u32 = 5;
 
 /// One direction of a measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -63,25 +67,13 @@ pub(crate) struct Figures {
 /// A whole report of `bench-io run`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
-    pub(crate) version: u32,
-    pub(crate) command: String,
-    pub(crate) machine: Machine,
+    #[serde(flatten)]
+    pub(crate) head: Head<SettingsReport>,
     pub(crate) target: &'static str,
-    pub(crate) devices: Vec<DeviceReport>,
-    pub(crate) settings: SettingsReport,
     #[serde(flatten)]
     pub(crate) figures: Figures,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) beside: Option<BesideReport>,
-    pub(crate) warnings: Vec<String>,
-}
-
-/// What was measured.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct DeviceReport {
-    pub(crate) path: String,
-    /// File system and device, or model.
-    pub(crate) under: String,
 }
 
 /// The job, with fio's names.
@@ -98,6 +90,48 @@ pub(crate) struct SettingsReport {
     pub(crate) direct: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rwmixread: Option<u32>,
+}
+
+impl SettingsReport {
+    /// With what `job` was given.
+    pub(crate) fn new(job: &Job, prepared: &Prepared) -> Self {
+        Self {
+            rw: job.rw.word(),
+            bs: job.bs,
+            // Of several files each has one at least, and as many as the others.
+            iodepth: prepared.plan.depth,
+            numjobs: job.numjobs,
+            runtime: job.runtime.as_secs_f64(),
+            ramp_time: job.ramp.as_secs_f64(),
+            ioengine: job.engine_word.clone(),
+            size: prepared.size,
+            direct: job.direct,
+            rwmixread: (job.rw.reads() && job.rw.writes()).then_some(job.read_percent),
+        }
+    }
+}
+
+/// In fio's words.
+impl fmt::Display for SettingsReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rw={} bs={} iodepth={} numjobs={}",
+            self.rw, self.bs, self.iodepth, self.numjobs
+        )?;
+        if let Some(percent) = self.rwmixread {
+            write!(f, " rwmixread={percent}")?;
+        }
+        write!(
+            f,
+            " size={} direct={} ioengine={} ramp_time={} runtime={}",
+            self.size,
+            u8::from(self.direct),
+            self.ioengine,
+            self.ramp_time,
+            self.runtime
+        )
+    }
 }
 
 impl WayReport {
@@ -119,6 +153,17 @@ impl WayReport {
             latency_ns_p999: latency.value_at_quantile(0.999),
             latency_ns_max: latency.max(),
         })
+    }
+
+    /// p50, p99, p99.9 and the most, for a cell of a table.
+    pub(crate) fn latencies(&self) -> String {
+        let all = [
+            self.latency_ns_p50,
+            self.latency_ns_p99,
+            self.latency_ns_p999,
+            self.latency_ns_max,
+        ];
+        all.map(|ns| Micros(ns).to_string()).join(", ")
     }
 }
 
@@ -174,30 +219,11 @@ pub(crate) struct Meanwhile {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let settings = &self.settings;
-        for warning in &self.warnings {
-            writeln!(f, "warning: {warning}")?;
-        }
-        writeln!(f, "{}", self.machine)?;
-        for device in &self.devices {
-            writeln!(f, "{}: {}", device.path, device.under)?;
-        }
-        write!(
-            f,
-            "target={} rw={} bs={} iodepth={} numjobs={}",
-            self.target, settings.rw, settings.bs, settings.iodepth, settings.numjobs
-        )?;
-        if let Some(percent) = settings.rwmixread {
-            write!(f, " rwmixread={percent}")?;
-        }
+        write!(f, "{}", self.head)?;
         writeln!(
             f,
-            " size={} direct={} ramp_time={} runtime={:.2}; engine {}",
-            settings.size,
-            u8::from(settings.direct),
-            settings.ramp_time,
-            self.figures.seconds,
-            self.figures.engine
+            "target={} {}; {:.2} s, engine {}",
+            self.target, self.head.settings, self.figures.seconds, self.figures.engine
         )?;
         write!(f, "{}", self.figures)?;
         match &self.beside {

@@ -130,7 +130,7 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     }
     if figures.seconds < SECONDS_MIN {
         found.push(format!(
-            "{:.2} s are too short; say --runtime 5",
+            "{:.2} s are too short: take a longer runtime or a larger size",
             figures.seconds
         ));
     }

@@ -7,13 +7,11 @@ use anyhow::{Context, Result};
 
 use super::store::Store;
 use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, control, doubts};
-use crate::drive;
 use crate::fio::{Fio, FioFigures, FioJob};
-use crate::machine::Machine;
 use crate::paced::{Drives, Pace};
 use crate::place::{WorkFolder, write_file};
 use crate::progress::Progress;
-use crate::report::{Figures, REPORT_VERSION, warnings};
+use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::{median, rate_of};
 use crate::target::Way;
 
@@ -47,26 +45,19 @@ pub(crate) fn measure(
             plan.folders.iter().map(PathBuf::as_path),
         ));
     }
+    let settings = Settings {
+        size: plan.size,
+        fio_iodepth: plan.fio_depth(),
+        ioengine: plan.engine.clone(),
+        runtime_s: plan.runtime.as_secs_f64(),
+        rounds: plan.rounds,
+    };
+    let devices = plan.folders.iter().map(|folder| DeviceReport::of(folder));
     Ok(ScaleReport {
-        version: REPORT_VERSION,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        machine: Machine::here(),
-        drives: plan
-            .folders
-            .iter()
-            .map(|folder| format!("{}: {}", folder.display(), drive::under(folder)))
-            .collect(),
+        head: Head::new(settings, devices.collect(), warnings),
         pace: paced.map(|(_, pace)| pace),
         fio_version: fio.map(|fio| fio.version.clone()),
-        runtime_s: plan.runtime.as_secs_f64(),
-        settings: Settings {
-            size: plan.size,
-            fio_iodepth: plan.fio_depth(),
-            ioengine: plan.engine.clone(),
-            rounds: plan.rounds,
-        },
         rows,
-        warnings,
     })
 }
 

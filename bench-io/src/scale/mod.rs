@@ -23,9 +23,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::fio::FioFigures;
-use crate::machine::Machine;
 use crate::paced::Pace;
-use crate::report::Figures;
+use crate::report::{Figures, Head};
 use crate::rounds::{Range, rate_of};
 
 pub(crate) use measure::measure;
@@ -120,6 +119,8 @@ pub(crate) struct Settings {
     /// fio's, of each file; ours stand in the rows.
     pub(crate) fio_iodepth: u32,
     pub(crate) ioengine: String,
+    /// Of each measurement.
+    pub(crate) runtime_s: f64,
     pub(crate) rounds: usize,
 }
 
@@ -174,18 +175,13 @@ impl Row {
 /// All of it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ScaleReport {
-    pub(crate) version: u32,
-    pub(crate) command: String,
-    pub(crate) machine: Machine,
-    /// What lies under each folder.
-    pub(crate) drives: Vec<String>,
+    /// Its devices are what lies under each folder.
+    #[serde(flatten)]
+    pub(crate) head: Head<Settings>,
     /// Of one drive.
     pub(crate) pace: Option<Pace>,
     pub(crate) fio_version: Option<String>,
-    pub(crate) runtime_s: f64,
-    pub(crate) settings: Settings,
     pub(crate) rows: Vec<Row>,
-    pub(crate) warnings: Vec<String>,
 }
 
 impl ScaleReport {

@@ -21,11 +21,12 @@ pub(crate) fn html(report: &ScaleReport) -> String {
         let _ = writeln!(out, "{text}");
     };
     put(format!(
-        "<h1>bench-io scale</h1>\n<p>{}<br><code>{}</code></p>",
-        escaped(&report.machine.to_string()),
-        escaped(&report.command)
+        "<h1>bench-io scale</h1>\n<p>{}<br>{}: <code>{}</code></p>",
+        escaped(&report.head.machine.to_string()),
+        escaped(report.head.program),
+        escaped(&report.head.command)
     ));
-    for warning in &report.warnings {
+    for warning in &report.head.warnings {
         put(format!(
             "<p class=\"warning\">warning: {}</p>",
             escaped(warning)
@@ -44,8 +45,8 @@ pub(crate) fn html(report: &ScaleReport) -> String {
         put(row("td", &cells(one)));
     }
     put("</table>\n<p>Drives:</p><ul>".into());
-    for drive in &report.drives {
-        put(format!("<li>{}</li>", escaped(drive)));
+    for device in &report.head.devices {
+        put(format!("<li>{}</li>", escaped(&device.to_string())));
     }
     put(format!(
         "</ul>\n<p>{}</p>",

@@ -14,7 +14,7 @@ pub(crate) fn svg(report: &ScaleReport) -> String {
     };
     let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));
     let panels = Load::ALL.map(|load| (load.word(), lines(&of(load))));
-    picture::svg(&title, &report.machine.to_string(), &panels)
+    picture::svg(&title, &report.head.machine.to_string(), &panels)
 }
 
 fn lines(rows: &[&Row]) -> Vec<Line> {

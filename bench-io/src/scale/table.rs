@@ -3,17 +3,12 @@
 use std::fmt;
 
 use super::{Range, Row, ScaleReport};
+use crate::report::WayReport;
 use crate::words::{Bytes, SpeedText};
 
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for warning in &self.warnings {
-            writeln!(f, "warning: {warning}")?;
-        }
-        writeln!(f, "{}\n`{}`", self.machine, self.command)?;
-        for drive in &self.drives {
-            writeln!(f, "{drive}")?;
-        }
+        write!(f, "{}", self.head)?;
         if let Some(pace) = self.pace {
             let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
             writeln!(f, "limit set: {read} read and {write} written a drive")?;
@@ -34,14 +29,14 @@ impl fmt::Display for ScaleReport {
 impl ScaleReport {
     /// How it was measured.
     pub(super) fn settings_line(&self) -> String {
-        let settings = &self.settings;
+        let settings = &self.head.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
         let mut line = format!(
             "direct, size {} and fio's iodepth {} of each file and way, ioengine {} (took {engine}), {:.1} s a measurement",
             Bytes(settings.size),
             settings.fio_iodepth,
             settings.ioengine,
-            self.runtime_s
+            settings.runtime_s
         );
         if settings.rounds > 1 {
             line += &format!(", the median of {} rounds", settings.rounds);
@@ -51,8 +46,8 @@ impl ScaleReport {
 }
 
 const HEAD: &str = "\
-| drives | bs | in flight | | through offloadd | of the limit | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
-|---|---|---|---|---|---|---|---|---|---|";
+| drives | bs | in flight | | through offloadd | of the limit | p50, p99, p99.9, max | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
+|---|---|---|---|---|---|---|---|---|---|---|";
 
 /// One line. Its cells are also the HTML page's.
 struct RowText<'a>(&'a Row);
@@ -64,13 +59,14 @@ impl fmt::Display for RowText<'_> {
 }
 
 /// What the columns are called.
-pub(super) const COLUMNS: [&str; 10] = [
+pub(super) const COLUMNS: [&str; 11] = [
     "drives",
     "bs",
     "in flight",
     "",
     "through offloadd",
     "of the limit",
+    "p50, p99, p99.9, max",
     "fio",
     "offloadd/fio",
     "one thread",
@@ -78,7 +74,7 @@ pub(super) const COLUMNS: [&str; 10] = [
 ];
 
 /// What stands in them.
-pub(super) fn cells(row: &Row) -> [String; 10] {
+pub(super) fn cells(row: &Row) -> [String; 11] {
     let nothing = String::new;
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let ours = row.daemon_bytes_per_s();
@@ -93,8 +89,7 @@ pub(super) fn cells(row: &Row) -> [String; 10] {
         (true, false) => SpeedText(read).to_string(),
         _ => SpeedText(write).to_string(),
     };
-    let of =
-        |way: &Option<crate::report::WayReport>| way.as_ref().map_or(0.0, |way| way.bytes_per_s);
+    let of = |way: &Option<WayReport>| way.as_ref().map_or(0.0, |way| way.bytes_per_s);
     let bytes = ours * row.daemon.seconds / 1e9;
     let cpu = &row.daemon.cpu;
     let fio_cpu = row
@@ -113,6 +108,11 @@ pub(super) fn cells(row: &Row) -> [String; 10] {
             + &range(rounds.map(|rounds| &rounds.daemon)),
         row.limit()
             .map_or_else(nothing, |limit| percent(ours / limit)),
+        row.daemon
+            .ways()
+            .map(|(_, way)| way.latencies())
+            .collect::<Vec<_>>()
+            .join(" + "),
         row.fio.as_ref().map_or_else(nothing, |fio| {
             rates(fio.read.bytes_per_s, fio.write.bytes_per_s)
                 + &range(rounds.and_then(|rounds| rounds.fio.as_ref()))

@@ -151,8 +151,9 @@ impl DaemonTarget {
     fn end(&mut self, slot: Slot, flight: Flight, ended: &mut Vec<Flight>) -> Result<()> {
         if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
             let offset = flight.block * u64::from(self.tile_bytes);
+            let device = u64::from(flight.device);
             let bytes = &slot.as_slice()[..self.tile_bytes as usize];
-            self.wrong.add(pattern.check(bytes, 0, offset).into());
+            self.wrong.add(pattern.check(bytes, device, offset).into());
         }
         self.session()?.give_slot(slot);
         ended.push(flight);
@@ -167,7 +168,7 @@ impl Target for DaemonTarget {
         let mut slot = session.take_slot(0).context("more operations than slots")?;
         if let (Some(pattern), Way::Write) = (pattern, flight.way) {
             let offset = flight.block * u64::from(tile_bytes);
-            pattern.fill(slot.as_mut_slice(), 0, offset);
+            pattern.fill(slot.as_mut_slice(), u64::from(flight.device), offset);
         }
         match (&mut self.gpu, flight.way) {
             (Some(gpu), Way::Write) => gpu.start(slot, flight, pattern.is_some()),

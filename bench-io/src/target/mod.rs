@@ -39,7 +39,7 @@ impl Way {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flight {
     pub(crate) way: Way,
-    /// Of the target's files; 0 through a daemon, which places tiles itself.
+    /// Of the target's files; through a daemon, which places tiles itself, the job's number, so that a pattern names it.
     pub(crate) device: u32,
     /// In blocks of the job's size, from the file's start or the first tile.
     pub(crate) block: u64,

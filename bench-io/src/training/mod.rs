@@ -11,11 +11,12 @@ mod planner;
 mod trial;
 
 use std::fmt;
+use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::machine::Machine;
 use crate::picture::{self, Line};
+use crate::report::Head;
 use crate::words::SpeedText;
 
 pub(crate) use deepspeed::DeepSpeedStep;
@@ -31,6 +32,8 @@ pub(crate) struct TrainingRow {
     pub(crate) write_bytes_per_s: f64,
     pub(crate) deepspeed: DeepSpeedStep,
     pub(crate) ours: Planned,
+    /// What the rates are from, where they were measured.
+    pub(crate) drives_measured: Option<crate::bed::Trial>,
     /// With `--run`.
     pub(crate) measured: Option<Trial>,
 }
@@ -38,13 +41,32 @@ pub(crate) struct TrainingRow {
 /// All of it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrainingReport {
-    pub(crate) version: u32,
-    pub(crate) command: String,
-    pub(crate) machine: Machine,
+    /// Its devices are those that were measured; none where rates are given.
+    #[serde(flatten)]
+    pub(crate) head: Head<Settings>,
     /// Where the rates are from.
     pub(crate) rates: String,
     pub(crate) rows: Vec<TrainingRow>,
-    pub(crate) warnings: Vec<String>,
+}
+
+/// What is predicted or run.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Settings {
+    /// A run file, or a model's config.json.
+    pub(crate) subject: PathBuf,
+    /// Laid over the run file.
+    pub(crate) sets: Vec<String>,
+    /// Of a model alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seq_len: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) micro_batch: Option<u64>,
+    pub(crate) accumulation: Option<u64>,
+    /// What was said that a process computes.
+    pub(crate) tflops: Option<f64>,
+    /// Of each run, with `--run`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) steps: Option<u64>,
 }
 
 impl TrainingRow {
@@ -56,14 +78,8 @@ impl TrainingRow {
 
 impl fmt::Display for TrainingReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for warning in &self.warnings {
-            writeln!(f, "warning: {warning}")?;
-        }
-        writeln!(
-            f,
-            "{}\n`{}`\nrates: {}",
-            self.machine, self.command, self.rates
-        )?;
+        write!(f, "{}", self.head)?;
+        writeln!(f, "rates: {}", self.rates)?;
         let Some(first) = self.rows.first() else {
             return Ok(());
         };
@@ -71,11 +87,10 @@ impl fmt::Display for TrainingReport {
         let gb = |bytes: f64| format!("{:.3} GB", bytes / 1e9);
         writeln!(
             f,
-            "{:.1} M parameters, {} tokens a step in {} micro-batches, computing {:.3} s",
+            "{:.1} M parameters, {} tokens a step in {} micro-batches",
             ours.parameters / 1e6,
             ours.tokens,
-            ours.micro_batches,
-            ours.compute_s
+            ours.micro_batches
         )?;
         writeln!(
             f,
@@ -85,25 +100,31 @@ impl fmt::Display for TrainingReport {
             gb(ours.read_bytes),
             gb(ours.written_bytes)
         )?;
+        if self.rows.iter().any(|row| row.measured.is_some()) {
+            writeln!(f, "{COMPUTING}\n")?;
+        }
         writeln!(f, "{HEAD}")?;
         for row in &self.rows {
             let both = |step_s: f64| format!("{step_s:.3} s, {}", Flops(row.tflops(step_s)));
             let measured = row.measured.as_ref().map_or_else(
-                || " | ".into(),
+                || " | | ".into(),
                 |trial| {
                     format!(
-                        "{} | {:.1} %",
+                        "{} | {:.1} % | {} + {}",
                         both(trial.step_s),
-                        100.0 * row.ours.step_s / trial.step_s
+                        100.0 * row.ours.step_s / trial.step_s,
+                        gb(trial.read_bytes),
+                        gb(trial.written_bytes)
                     )
                 },
             );
             writeln!(
                 f,
-                "| {} | {} + {} | {:.3} s | {} | {} | {} | {measured} |",
+                "| {} | {} + {} | {:.3} s | {:.3} s | {} | {} | {} | {measured} |",
                 row.drives,
                 SpeedText(row.read_bytes_per_s),
                 SpeedText(row.write_bytes_per_s),
+                row.ours.compute_s,
                 row.deepspeed.bound_s,
                 both(row.deepspeed.step_s),
                 both(row.ours.step_s),
@@ -114,9 +135,13 @@ impl fmt::Display for TrainingReport {
     }
 }
 
+/// A prediction that takes a number from the run beside it must say so.
+const COMPUTING: &str = "\
+what computing takes is each run's own, as measured, in all predictions of its row: they predict what drives add to it";
+
 const HEAD: &str = "\
-| drives | read + written | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | wall | ours, measured | of the bound |
-|---|---|---|---|---|---|---|---|";
+| drives | read + written | computing | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | wall | ours, measured | of the bound | measured bytes read + written |
+|---|---|---|---|---|---|---|---|---|---|";
 
 /// Operations in 10^12 a second, for people.
 struct Flops(f64);
@@ -159,7 +184,7 @@ pub(crate) fn svg(report: &TrainingReport) -> String {
         .collect();
     picture::svg(
         "TFLOPS over drives",
-        &report.machine.to_string(),
+        &report.head.machine.to_string(),
         &[("training", lines)],
     )
 }

@@ -6,6 +6,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::bed::Trial;
+
 /// The trainer's program.
 #[derive(Clone, Debug)]
 pub(crate) struct Trainer {
@@ -32,6 +34,18 @@ pub(crate) struct Given {
     pub(crate) read_bytes_per_s: f64,
     pub(crate) write_bytes_per_s: f64,
     pub(crate) tflops: Option<f64>,
+}
+
+impl Given {
+    /// Of all drives together, both directions at once.
+    pub(crate) fn measured(trial: &Trial, tflops: Option<f64>) -> Self {
+        let [read_bytes_per_s, write_bytes_per_s] = trial.rates();
+        Self {
+            read_bytes_per_s,
+            write_bytes_per_s,
+            tflops,
+        }
+    }
 }
 
 /// A step as it is planned.

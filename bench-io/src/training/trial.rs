@@ -9,9 +9,11 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{Given, Planned, Subject, Trainer};
-use crate::bed::Bed;
+use crate::bed::{self, Bed};
 use crate::paced::{Drives, DrivesPlan, OwnDrives, Pace};
 use crate::progress::Progress;
+use crate::report::DeviceReport;
+use crate::rounds;
 use crate::scale::Load;
 
 /// Fresh weights, first extents and empty read-ahead: the first steps are not like the others.
@@ -47,15 +49,21 @@ pub(crate) struct Trial {
     pub(crate) steps: usize,
 }
 
+/// What came of a run on drives of its own.
+pub(crate) struct Ran {
+    /// Rates that were measured, and what the run computed.
+    pub(crate) given: Given,
+    pub(crate) planned: Planned,
+    pub(crate) drives: bed::Trial,
+    pub(crate) devices: Vec<DeviceReport>,
+    pub(crate) trial: Trial,
+}
+
 /// Makes drives, measures them, trains on them, takes them away.
 ///
 /// # Errors
 /// No drives, a run that fails, or one that is refused.
-pub(crate) fn run(
-    plan: &TrialPlan,
-    trainer: &Trainer,
-    progress: &Progress,
-) -> Result<(Given, Planned, Trial)> {
+pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> Result<Ran> {
     let count = f64::from(plan.drives);
     let as_set = Given {
         read_bytes_per_s: plan.pace.read as f64 * count,
@@ -86,27 +94,27 @@ pub(crate) fn run(
     })?);
     let _inside = drives.0.enter()?;
     let folders = drives.0.state().folders.clone();
-    let given = measured(&folders, progress)?;
+    let devices = folders.iter().map(|folder| DeviceReport::of(folder));
+    let devices = devices.collect();
+    let measured = measured(&folders, progress)?;
     let subject = subject(plan, &folders, run_folder.path());
     let trial = train(plan, trainer, &subject, run_folder.path(), progress)?;
     // What computing takes was seen in the run; the rest is predicted.
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
-    let given = Given {
-        tflops: Some(flops / 1e12),
-        ..given
-    };
-    Ok((given, trainer.plan(&subject, given)?, trial))
+    let given = Given::measured(&measured, Some(flops / 1e12));
+    Ok(Ran {
+        planned: trainer.plan(&subject, given)?,
+        given,
+        drives: measured,
+        devices,
+        trial,
+    })
 }
 
 /// Both at once, as a step moves them.
-fn measured(folders: &[PathBuf], progress: &Progress) -> Result<Given> {
+fn measured(folders: &[PathBuf], progress: &Progress) -> Result<bed::Trial> {
     let bed = Bed::make(folders, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
-    let trial = bed.try_one("auto", 1 << 20, 16, Load::Both, progress)?;
-    Ok(Given {
-        read_bytes_per_s: trial.read_bytes_per_s,
-        write_bytes_per_s: trial.write_bytes_per_s,
-        tflops: None,
-    })
+    bed.try_one("auto", 1 << 20, 16, Load::Both, progress)
 }
 
 fn subject(plan: &TrialPlan, folders: &[PathBuf], run_folder: &Path) -> Subject {
@@ -205,9 +213,8 @@ fn trial(metrics: &str) -> Result<Trial> {
             .with_context(|| format!("the run's metrics have no `{key}`"))
     };
     let median = |key: &str| -> Result<f64> {
-        let mut values = values(key)?;
-        values.sort_by(f64::total_cmp);
-        Ok(values[values.len() / 2])
+        let (middle, _) = rounds::median(values(key)?, |value| *value).context("two steps")?;
+        Ok(middle)
     };
     // Writes behind a step may be counted with the next one: a mean, where times want a median.
     let mean =
@@ -242,6 +249,9 @@ mod tests {
             (1.5, 3, 12.0)
         );
         assert!((found.compute_s - 0.3).abs() < 1e-9);
+        // Of an even number, the lower one, as in every report.
+        let even = trial(&lines[..5].join("\n")).unwrap();
+        assert_eq!(even.step_s, 1.0);
         assert!(trial(&lines[..4].join("\n")).is_err());
         assert!(trial("{}\n{}\n{}\n{}\n{}").is_err());
     }

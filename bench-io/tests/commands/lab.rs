@@ -36,6 +36,42 @@ pub(crate) fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// Asserts that a report names who made it, how it was asked, and what of.
+pub(crate) fn says_what_it_is_of(report: &Value, folder: &Path) {
+    assert!(report["version"].as_u64().is_some(), "{report}");
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    assert_eq!(
+        text(&report["program"]),
+        concat!("bench-io ", env!("CARGO_PKG_VERSION"))
+    );
+    assert!(text(&report["command"]).contains("bench-io"), "{report}");
+    assert!(text(&report["machine"]["kernel"]).contains("Linux"));
+    let device = text(&report["devices"][0]["path"]);
+    assert!(Path::new(&device).starts_with(folder), "{device}");
+    assert!(!text(&report["devices"][0]["under"]).is_empty());
+    assert!(report["settings"].is_object(), "{report}");
+    // Whoever runs tests has a debug build.
+    let warnings = report["warnings"].as_array().expect("a list");
+    assert_eq!(
+        warnings
+            .iter()
+            .any(|said| text(said).contains("a debug build")),
+        cfg!(debug_assertions),
+        "{report}"
+    );
+}
+
+/// Asserts that figures of one direction have latencies and processor time.
+pub(crate) fn says_how_it_went(figures: &Value, way: &str) {
+    let latencies = ["p50", "p99", "p999", "max"].map(|which| {
+        figures[way][format!("latency_ns_{which}")]
+            .as_u64()
+            .expect("a latency")
+    });
+    assert!(latencies[0] > 0 && latencies.is_sorted(), "{figures}");
+    assert!(figures["cpu"]["s_per_gb"].as_f64().is_some(), "{figures}");
+}
+
 /// A folder for files on the drive that holds the target folder: direct I/O needs a real one.
 pub(crate) fn drive() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for the test")

@@ -4,7 +4,8 @@
 use serde_json::Value;
 
 use crate::lab::{
-    TRIES, alone, assert_empty, bench_io, json, program, refused, said, without_paced_drives,
+    TRIES, alone, assert_empty, bench_io, json, program, refused, said, says_how_it_went,
+    says_what_it_is_of, without_paced_drives,
 };
 
 const TWO_DRIVES: [&str; 13] = [
@@ -70,7 +71,7 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
     let (svg, html) = (read("scale.svg"), read("scale.html"));
     assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
-    assert!(html.contains(svg.trim()) && html.contains("<td>both</td>"));
+    assert!(html.contains(svg.trim()) && html.contains("<td>both</td>") && html.contains("p99.9"));
     assert!(!html.contains("<script") && !html.contains("src="));
     let stored: Value = serde_json::from_str(&read("scale.json")).unwrap();
     assert_eq!(stored["rows"].as_array().unwrap().len(), rows.len());
@@ -99,6 +100,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         "--json",
     ]);
     assert_eq!(report["settings"]["rounds"], 3);
+    says_what_it_is_of(&report, folder.path());
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 3);
     for row in rows {
@@ -112,6 +114,12 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
                 "{row}"
             );
             assert_eq!(command.contains(&format!("--rw={way} ")), goes, "{command}");
+            // Of both ways' jobs together, as ours.
+            let latency = &fio[way]["latency_ns"];
+            assert_eq!(latency["p999"].as_u64().is_some(), goes, "{row}");
+            if goes {
+                says_how_it_went(&row["daemon"], way);
+            }
         }
         for word in [
             "--ioengine=io_uring",
@@ -192,6 +200,9 @@ fn it_fails_when_all_tiles_go_to_one_device() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     for (args, why) in [
+        // They would have no effect: these drives have a speed of their own.
+        (&["--folder=.", "--read=1k"][..], "--read"),
+        (&["--folder=.", "--parts=7"], "--parts"),
         (&[][..], "--folder"),
         (&["--folder=/x", "--paced=2"], "cannot be used with"),
         (&["--folder=/x", "--drives=2"], "there are 1"),

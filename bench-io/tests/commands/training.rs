@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::lab::{alone, drive, json, program, refused, without_paced_drives};
+use crate::lab::{alone, drive, json, program, refused, says_how_it_went, without_paced_drives};
 
 /// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
 fn trainer() -> Option<PathBuf> {
@@ -85,6 +85,9 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
     ]);
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 4);
+    assert_eq!(report["settings"]["subject"], file);
+    assert_eq!(report["settings"]["tflops"], 0.05);
+    assert!(report["program"].as_str().unwrap().starts_with("bench-io "));
     let number = |value: &Value| value.as_f64().unwrap();
     for (index, row) in rows.iter().enumerate() {
         let parameters = number(&row["ours"]["parameters"]);
@@ -146,6 +149,10 @@ fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
         out.to_str().unwrap(),
     ]);
     let row = &report["rows"][0];
+    assert_eq!(report["devices"].as_array().unwrap().len(), 2, "{report}");
+    for way in ["read", "write"] {
+        says_how_it_went(&row["drives_measured"]["figures"], way);
+    }
     let number = |value: &Value| value.as_f64().unwrap();
     let (measured, predicted) = (
         number(&row["measured"]["step_s"]),
@@ -175,6 +182,13 @@ fn what_cannot_be_predicted_is_refused() {
             "no program at /no/such/trainer",
         ),
         (vec!["--run", &file[..], "--steps=2"], "5..="),
+        // What would have no effect is no setting of this run.
+        (vec!["--model", &file[..], "--set=a=1"], "--set"),
+        (vec!["--model", &file[..], "--steps=5"], "--steps"),
+        (vec![&file[..], "--parts=2"], "--parts"),
+        (vec![&file[..], "--timeout=3"], "--timeout"),
+        (vec![&file[..], "--seq-len=3"], "--seq-len"),
+        (vec![&file[..], "--folder=.", "--read=1k"], "--read"),
     ] {
         let said = refused(&[&["training"], &args[..]].concat());
         assert!(said.contains(why), "{args:?}: {said}");

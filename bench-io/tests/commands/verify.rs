@@ -5,7 +5,9 @@ use std::os::unix::fs::FileExt;
 
 use serde_json::Value;
 
-use crate::lab::{assert_empty, bench_io, drive, json, refused, said};
+use crate::lab::{
+    assert_empty, bench_io, drive, json, refused, said, says_how_it_went, says_what_it_is_of,
+};
 
 #[test]
 fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
@@ -26,6 +28,12 @@ fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
         let report = json(&args);
         assert_eq!(report["bytes"], 8 << 20, "{target}");
         assert_eq!(report["wrong_blocks"], 0);
+        says_what_it_is_of(&report, folder.path());
+        assert_eq!(report["settings"]["passes"], 2);
+        for pass in report["passes"].as_array().unwrap() {
+            says_how_it_went(&pass["write"], "write");
+            says_how_it_went(&pass["check"], "read");
+        }
         assert_empty(folder.path());
     }
 }
@@ -102,6 +110,21 @@ fn every_wrong_block_is_named_with_what_lies_there() {
     let old = verify("read", "8", &[]);
     let report: Value = serde_json::from_slice(&old.stdout).unwrap();
     assert_eq!(report["wrong_blocks"], (4 << 20) / 4096);
+    // One line for what belongs together, with the number as --pass takes it.
+    let old = bench_io(&[
+        "verify",
+        "--bs=64k",
+        "--filename",
+        path,
+        "--only=read",
+        "--pass=30",
+    ]);
+    let lines = String::from_utf8_lossy(&old.stdout).into_owned();
+    assert!(
+        lines.contains("pass 30: ") && lines.contains("the bytes of another pass (7)"),
+        "{lines}"
+    );
+    assert_eq!(lines.matches("pass 30: ").count(), 7, "{lines}");
 }
 
 #[test]

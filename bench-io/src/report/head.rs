@@ -1,0 +1,102 @@
+//! What every report begins with: which program said it, asked how, on what machine and devices, and what makes it mean little.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::REPORT_VERSION;
+use crate::drive;
+use crate::machine::Machine;
+
+/// The same in all reports; flattened into each. `S` is how it was measured, in the words of its command.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Head<S> {
+    /// Of the names in the JSON, and their meaning.
+    pub(crate) version: u32,
+    /// And its own version.
+    pub(crate) program: &'static str,
+    pub(crate) command: String,
+    pub(crate) machine: Machine,
+    pub(crate) devices: Vec<DeviceReport>,
+    pub(crate) settings: S,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct DeviceReport {
+    pub(crate) path: String,
+    /// File system and device, or model.
+    pub(crate) under: String,
+}
+
+impl<S> Head<S> {
+    /// Of this run, here and now; each warning once.
+    pub(crate) fn new(settings: S, devices: Vec<DeviceReport>, warnings: Vec<String>) -> Self {
+        let mut once: Vec<String> = Vec::new();
+        for warning in warnings {
+            if !once.contains(&warning) {
+                once.push(warning);
+            }
+        }
+        Self {
+            version: REPORT_VERSION,
+            program: concat!("bench-io ", env!("CARGO_PKG_VERSION")),
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            machine: Machine::here(),
+            devices,
+            settings,
+            warnings: once,
+        }
+    }
+}
+
+impl DeviceReport {
+    /// What lies at `path`, now: what was made for a measurement is gone after it.
+    pub(crate) fn of(path: &Path) -> Self {
+        Self {
+            path: path.display().to_string(),
+            under: drive::under(path),
+        }
+    }
+}
+
+impl fmt::Display for DeviceReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path, self.under)
+    }
+}
+
+/// All but the settings, which each report has a place of its own for.
+impl<S> fmt::Display for Head<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
+        }
+        writeln!(f, "{}", self.machine)?;
+        writeln!(f, "{}: `{}`", self.program, self.command)?;
+        for device in &self.devices {
+            writeln!(f, "{device}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_begins_with_who_said_it_of_what_and_each_warning_once() {
+        let devices = vec![DeviceReport::of(Path::new("/proc"))];
+        let warnings = ["busy", "short", "busy"].map(str::to_owned).to_vec();
+        let head = Head::new((), devices, warnings);
+        let said = head.to_string();
+        assert_eq!(said.matches("warning: ").count(), 2, "{said}");
+        let program = format!("bench-io {}: `", env!("CARGO_PKG_VERSION"));
+        for part in [&program[..], " cores, ", "\n/proc: proc on "] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+    }
+}
