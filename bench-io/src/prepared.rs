@@ -10,6 +10,7 @@ use crate::load::StreamPlan;
 use crate::pattern::Pattern;
 use crate::place::{OwnDaemon, WorkFolder, write_file};
 use crate::progress::Progress;
+use crate::target::daemon::drop_left;
 use crate::target::device::{DeviceFiles, bytes_of};
 use crate::words::Bytes;
 
@@ -100,10 +101,11 @@ impl Prepared {
             Some(socket) => {
                 let devices = match &daemon {
                     Some(daemon) => daemon.devices().len(),
-                    None => offload_client::Daemon::connect(&socket)?
-                        .info()
-                        .devices
-                        .len(),
+                    None => {
+                        drop_left(&socket)?;
+                        let daemon = offload_client::Daemon::connect(&socket)?;
+                        daemon.info().devices.len()
+                    }
                 };
                 let tile_count = size / bs * devices as u64 / jobs;
                 let target = TargetPlan::Daemon {

@@ -14,6 +14,30 @@ use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
 use crate::noise;
 use crate::pattern::{Pattern, WrongBlocks};
+use crate::words::Bytes;
+
+/// What jobs of measurements are called, with the process's number behind.
+pub(crate) const JOB_PREFIX: &str = "bench-io-";
+
+/// Drops what measurements left in the daemon's store that were killed: nobody else would, and room in it is others'.
+///
+/// # Errors
+/// There is no daemon.
+pub(crate) fn drop_left(socket: &Path) -> Result<()> {
+    let daemon = Daemon::connect(socket)?;
+    let left = daemon.jobs()?.into_iter();
+    for job in left.filter(|job| job.job.starts_with(JOB_PREFIX) && !job.open) {
+        // Another measurement may have come first.
+        if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
+            eprintln!(
+                "bench-io: dropped {}, which a killed measurement left: {} are free",
+                job.job,
+                Bytes(freed_bytes)
+            );
+        }
+    }
+    Ok(())
+}
 
 /// A session and the tiles it moves.
 pub(crate) struct DaemonTarget {
@@ -249,7 +273,12 @@ impl Drop for DaemonTarget {
             Daemon::connect(&self.socket)?.drop_job(&self.job)?;
             Ok(())
         };
-        // The daemon died, which whatever failed before says better; or another of ours has the store for itself.
-        let _ = give_back();
+        // The next one drops it.
+        if let Err(error) = give_back() {
+            eprintln!(
+                "bench-io: {} stays in the daemon's store: {error:#}",
+                self.job
+            );
+        }
     }
 }

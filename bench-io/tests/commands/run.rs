@@ -415,6 +415,39 @@ fn fio_is_ended_with_the_measurement() {
     assert_empty(work.path());
 }
 
+#[test]
+fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
+    let folder = drive();
+    let daemon = daemon(folder.path());
+    let socket = daemon.socket().to_str().unwrap();
+    let jobs = || Daemon::connect(daemon.socket()).unwrap().jobs().unwrap();
+    let words = ["--bs=64k", "--size=16m", "--iodepth=4", "--socket", socket];
+    let mut killed = program()
+        .args(["run", "--runtime=60"])
+        .args(words)
+        .spawn()
+        .unwrap();
+    let until = |what: &str, is: &dyn Fn() -> bool| {
+        let since = Instant::now();
+        while !is() {
+            assert!(since.elapsed().as_secs() < 60, "{what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    until("no job", &|| {
+        jobs().iter().any(|job| job.open && job.reserved_bytes > 0)
+    });
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    until("still open", &|| jobs().iter().all(|job| !job.open));
+    assert_eq!(jobs().len(), 1);
+    let output = bench_io(&[&["run", "--runtime=0.1"], &words[..]].concat());
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("which a killed measurement left"), "{said}");
+    assert_eq!(jobs().len(), 0);
+}
+
 /// One that would take a minute, a second after it began to make files in `folder`.
 fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
     let running = program()
