@@ -76,6 +76,14 @@ pub(crate) enum Stage {
     Chosen,
 }
 
+/// What a trial found, both ways together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Reached {
+    bytes_per_s: f64,
+    /// One operation more or less each way, as chance has it at both ends of the time: much of few large ones.
+    step_bytes_per_s: f64,
+}
+
 /// What is tried with.
 struct Trying<'a> {
     bed: Bed,
@@ -166,7 +174,7 @@ impl Trying<'_> {
         engine: &str,
         (bs, depth): (u32, u32),
         load: Load,
-    ) -> Result<Option<f64>> {
+    ) -> Result<Option<Reached>> {
         let bed = &self.bed;
         let trial = bed.try_one(engine, bs, depth, load, self.progress)?;
         let over_s = (trial.run_s - bed.trial_time().as_secs_f64() - SWITCHING_S).max(0.0);
@@ -174,7 +182,10 @@ impl Trying<'_> {
         let open = (trial.open_s - SWITCHING_S).max(0.0) / bed.buffer_bytes(bs, depth) as f64;
         self.tail_s_per_byte = self.tail_s_per_byte.max(tail);
         self.open_s_per_byte = self.open_s_per_byte.max(open);
-        let reached = trial.bytes_per_s();
+        let reached = trial.bytes_per_s().map(|bytes_per_s| Reached {
+            bytes_per_s,
+            step_bytes_per_s: 2.0 * f64::from(bs) / trial.figures.seconds,
+        });
         self.tuned.trials.push(Tried { stage, trial });
         Ok(reached)
     }
@@ -184,7 +195,7 @@ impl Trying<'_> {
         let (bs, depth) = (self.tuned.bs, self.tuned.iodepth);
         let half = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
         let names = EngineChoice::AUTO.map(EngineChoice::name);
-        let mut rates: Vec<(&str, Vec<f64>)> = names.map(|name| (name, Vec::new())).to_vec();
+        let mut rates: Vec<(&str, Vec<Reached>)> = names.map(|name| (name, Vec::new())).to_vec();
         for turn in 0..TURNS {
             let needed = self.expected(bs, depth) * rates.len() as u32;
             if turn > 0 && Instant::now() + needed > half {
@@ -213,7 +224,7 @@ impl Trying<'_> {
             anyhow::bail!("no engine runs here: {}", self.tuned.without.join("; "));
         };
         let medians = rates.iter().filter_map(|(name, found)| {
-            let (middle, _) = median(found.clone(), |rate| *rate)?;
+            let (middle, _) = median(found.clone(), |one| one.bytes_per_s)?;
             Some((*name, middle))
         });
         // The first named is the one to prefer.
@@ -289,9 +300,11 @@ fn seconds(s_per_byte: f64, bytes: u64) -> Duration {
     Duration::from_secs_f64((s_per_byte * bytes as f64).min(3600.0))
 }
 
-fn smallest_near_best<T: Copy>(found: &[(T, f64)]) -> Option<T> {
-    let best = found.iter().map(|(_, rate)| *rate).fold(0.0, f64::max);
-    let near = found.iter().find(|(_, rate)| *rate >= NEAR * best);
+fn smallest_near_best<T: Copy>(found: &[(T, Reached)]) -> Option<T> {
+    let rates = found.iter().map(|(_, reached)| reached.bytes_per_s);
+    let best = rates.fold(0.0, f64::max);
+    let is_near = |reached: &Reached| reached.bytes_per_s + reached.step_bytes_per_s >= NEAR * best;
+    let near = found.iter().find(|(_, reached)| is_near(reached));
     near.map(|(setting, _)| *setting)
 }
 
@@ -299,16 +312,26 @@ fn smallest_near_best<T: Copy>(found: &[(T, f64)]) -> Option<T> {
 mod tests {
     use super::*;
 
+    fn chosen(rates: &[f64], step: f64) -> Option<usize> {
+        let reached = |rate: &f64| Reached {
+            bytes_per_s: *rate,
+            step_bytes_per_s: step,
+        };
+        let found: Vec<_> = rates.iter().map(reached).enumerate().collect();
+        smallest_near_best(&found)
+    }
+
     #[test]
     fn of_settings_that_are_nearly_as_good_the_smaller_one_is_taken() {
-        assert_eq!(
-            smallest_near_best(&[(1, 50.0), (2, 99.0), (3, 100.0)]),
-            Some(2)
-        );
-        assert_eq!(
-            smallest_near_best(&[(1, 50.0), (2, 90.0), (3, 100.0)]),
-            Some(3)
-        );
-        assert_eq!(smallest_near_best::<u32>(&[]), None);
+        assert_eq!(chosen(&[50.0, 99.0, 100.0], 0.0), Some(1));
+        assert_eq!(chosen(&[50.0, 90.0, 100.0], 0.0), Some(2));
+        assert_eq!(chosen(&[], 0.0), None);
+    }
+
+    #[test]
+    fn one_operation_more_within_the_time_chooses_nothing() {
+        // Of a slow drive: four operations of 4 MiB, or five.
+        assert_eq!(chosen(&[33.6, 33.6, 37.8], 8.4), Some(0));
+        assert_eq!(chosen(&[33.6, 33.6, 67.2], 8.4), Some(2));
     }
 }
