@@ -212,6 +212,18 @@ fn what_cannot_be_predicted_is_refused() {
         !output.status.success() && said.contains("keeps nothing on drives"),
         "{said}"
     );
+    // Before anything is measured: a report that was printed would say that it was.
+    let output = program()
+        .args(["training", &file, "--out"])
+        .arg(Path::new(&file).join("out"))
+        .output()
+        .unwrap();
+    let words = crate::lab::said(&output);
+    assert!(
+        !output.status.success() && words.contains("making "),
+        "{words}"
+    );
+    assert!(output.stdout.is_empty());
     let said = refused(&["training", "/no/such/run.toml"]);
     assert!(said.contains("/no/such/run.toml"), "{said}");
 }

@@ -5,7 +5,9 @@ use std::time::Instant;
 use offloadd::config::{Config, IODEPTH_DEFAULT};
 use serde_json::Value;
 
-use crate::lab::{assert_empty, drive, json, refused, says_how_it_went, says_what_it_is_of};
+use crate::lab::{
+    assert_empty, drive, json, program, refused, said, says_how_it_went, says_what_it_is_of,
+};
 
 #[test]
 fn the_settings_it_prints_are_the_best_it_found_and_load() {
@@ -81,6 +83,31 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
             assert_eq!(chosen[key], tuned[key], "{tuned}");
         }
     }
+    assert_empty(folder.path());
+}
+
+#[test]
+fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
+    let folder = drive();
+    // A folder in which nobody makes files.
+    let output = program()
+        .args([
+            "tune",
+            "--size=4m",
+            "--runtime=0.1",
+            "--config=/proc/offloadd.toml",
+        ])
+        .arg("--folder")
+        .arg(folder.path())
+        .output()
+        .unwrap();
+    let words = said(&output);
+    assert!(
+        !output.status.success() && words.contains("writing /proc/offloadd.toml"),
+        "{words}"
+    );
+    let found = String::from_utf8_lossy(&output.stdout);
+    assert!(found.contains("iodepth_max = "), "{found}");
     assert_empty(folder.path());
 }
 
