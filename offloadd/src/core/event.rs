@@ -415,6 +415,22 @@ impl Standing {
             stuck: None,
         }
     }
+
+    /// One word for people and programs.
+    pub fn phase_name(&self) -> &'static str {
+        match self.phase {
+            None => "left",
+            Some(Phase::Settled) => "settled",
+            Some(Phase::Filling) => "filling",
+            Some(Phase::Draining) => "draining",
+        }
+    }
+
+    /// What is to come to it or to leave it does not.
+    pub fn is_stuck(&self) -> bool {
+        let moves = matches!(self.phase, Some(Phase::Filling | Phase::Draining));
+        moves && self.stuck.is_some()
+    }
 }
 
 /// What a new session needs; the server adds where the descriptor socket is.

@@ -160,6 +160,26 @@ impl Encoder<'_, '_> {
             bytes,
             lines(|d| d.state.standing.left_bytes as f64),
         )?;
+        let phases = devices.iter().flat_map(|d| {
+            ["settled", "filling", "draining"].map(|phase| {
+                let mut labels = labels(d);
+                labels.push(("phase", phase.into()));
+                let is_in = d.state.standing.phase_name() == phase;
+                (labels, f64::from(u8::from(is_in)))
+            })
+        });
+        self.gauge(
+            "offloadd_device_phase",
+            "1 of the phase it is in: settled, filling since it came or was measured again, draining",
+            None,
+            phases.collect(),
+        )?;
+        self.gauge(
+            "offloadd_device_stuck",
+            "1 while what is to come to it or to leave it does not move: offloadd top says why",
+            None,
+            lines(|d| f64::from(u8::from(d.state.standing.is_stuck()))),
+        )?;
         self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
             "Measured at format, 0 = unknown",

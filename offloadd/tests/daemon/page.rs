@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::common::{Daemon, Store, expect_tiles, fill_tiles};
+use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
 
 /// Slow peers are sent away before that.
 const SOON: Duration = Duration::from_secs(10);
@@ -47,6 +47,36 @@ pub(crate) fn get(page: &PathBuf, path: &str) -> (String, String) {
         stream,
         &format!("GET {path} HTTP/1.1\r\nHost: here\r\n\r\n"),
     )
+}
+
+#[test]
+fn a_drain_that_waits_for_a_start_is_seen_by_prometheus_and_in_top() {
+    let (store, page) = with_page();
+    let _daemon = store.serve();
+    let home = &store.devices[0];
+    let of = |what: &str, more: &str| {
+        let (_, text) = get(&page, "/metrics");
+        samples(&text)[&format!("{what}{{device=\"{}\"{more}}}", home.display())]
+    };
+    let phase = |name: &str| of("offloadd_device_phase", &format!(",phase=\"{name}\""));
+    assert_eq!((phase("settled"), phase("draining")), (1.0, 0.0));
+    assert_eq!(of("offloadd_device_stuck", ""), 0.0);
+    let mut drain = program();
+    drain.args(["device", "drain"]).arg(home);
+    let drained = drain.arg("--config").arg(&store.config).output().unwrap();
+    assert!(drained.status.success(), "{}", words(&drained));
+    // The catalog is there, and moves at a start.
+    eventually("its drain is stuck", Duration::from_secs(60), || {
+        of("offloadd_device_stuck", "") == 1.0
+    });
+    assert_eq!((phase("settled"), phase("draining")), (0.0, 1.0));
+    let mut top = program();
+    top.args(["top", "--once", "--interval", "0.1", "--config"]);
+    let shown = words(&top.arg(&store.config).output().unwrap());
+    assert!(
+        shown.contains("STUCK: all tiles have left it; the store's catalog"),
+        "{shown}"
+    );
 }
 
 /// Every sample of a text, by name and labels as they stand there.
@@ -143,6 +173,7 @@ fn the_text_parses_and_says_what_was_moved() {
     assert!(device("offloadd_device_busy_seconds_total") > 0.0);
     assert!(device("offloadd_device_free_bytes") > 0.0);
     assert_eq!(device("offloadd_device_slow"), 0.0);
+    assert_eq!(device("offloadd_device_stuck"), 0.0);
     assert!(samples["offloadd_arena_used_bytes"] > 0.0);
 
     // Of each histogram: buckets only grow, the last is the count, and there are as many reads as there were.

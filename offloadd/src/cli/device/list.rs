@@ -27,15 +27,6 @@ pub(super) struct Line {
 }
 
 impl Line {
-    fn phase(&self) -> &'static str {
-        match self.state.standing.phase {
-            None => "left",
-            Some(Phase::Settled) => "settled",
-            Some(Phase::Filling) => "filling",
-            Some(Phase::Draining) => "draining",
-        }
-    }
-
     fn left(&self) -> Option<Duration> {
         // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
         let rates = [self.moving_bytes_per_s, self.move_bytes_per_s_max];
@@ -111,7 +102,7 @@ pub(super) fn table(lines: &[Line]) -> String {
         text += &format!(
             "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
             standing.number,
-            line.phase(),
+            standing.phase_name(),
             binary(*data_bytes),
             binary(*free_bytes),
             binary(line.worn_bytes),
@@ -148,7 +139,7 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
         json!({
             "device": path,
             "number": standing.number,
-            "phase": line.phase(),
+            "phase": standing.phase_name(),
             "data_bytes": data_bytes,
             "free_bytes": free_bytes,
             "read_bytes_per_s": read_bytes_per_s,

@@ -31,7 +31,9 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": device.damaged_count,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,
+            "phase": device.state.standing.phase_name(),
             "left_bytes": device.state.standing.left_bytes,
+            "stuck": device.state.standing.stuck,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
             "measured_write_bytes_per_s": device.state.write_bytes_per_s,
         });

@@ -125,7 +125,10 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
         ));
     }
     let Standing {
-        phase, left_bytes, ..
+        phase,
+        left_bytes,
+        stuck,
+        ..
     } = &device.state.standing;
     if let Some(Phase::Filling | Phase::Draining) = phase {
         let what = match phase {
@@ -133,6 +136,9 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             _ => "filled",
         };
         notes.push(format!("{what}, {} to move", binary(*left_bytes)));
+        if let Some(why) = stuck {
+            notes.push(format!("STUCK: {why}"));
+        }
     }
     if failed > 0 {
         notes.push(format!("{failed} FAILED"));

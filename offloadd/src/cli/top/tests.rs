@@ -5,6 +5,7 @@ use std::time::Duration;
 use offload_api::BLOCK_BYTES;
 use offloadd::core::{CommitState, DeviceState, JobState, Shares, Standing};
 use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
 use serde_json::{Value, json};
 
@@ -148,6 +149,30 @@ fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
     let drawn = draw(&look(10), &now);
     assert!(drawn.contains("a new resume"), "{drawn}");
     assert!(!drawn.contains("READING ONLY"), "{drawn}");
+}
+
+#[test]
+fn a_drain_that_is_stuck_says_why() {
+    let mut now = look(12);
+    now.devices[0].state.standing = Standing {
+        number: 3,
+        phase: Some(Phase::Draining),
+        left_bytes: 3 << 20,
+        stuck: Some("the others have no room".into()),
+    };
+    let drawn = draw(&look(10), &now);
+    let line = drawn.lines().find(|line| line.contains("/mnt/nvme0/"));
+    let line = line.unwrap();
+    assert!(
+        line.ends_with("  drained, 3.0 MiB to move, STUCK: the others have no room"),
+        "{line}"
+    );
+    let device = &json(&look(10), &now)["devices"][0];
+    assert_eq!(device["phase"], "draining");
+    assert_eq!(device["stuck"], "the others have no room");
+    // What moves is not.
+    now.devices[0].state.standing.stuck = None;
+    assert!(!draw(&look(10), &now).contains("STUCK"));
 }
 
 #[test]
