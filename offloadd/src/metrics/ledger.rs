@@ -389,7 +389,16 @@ impl Ledger {
         let counted = self.counted(&state);
         let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);
         let ever = |id| self.wearing.job_bytes(id, now_bytes);
+        let of_store = |index: &usize| self.devices[*index].of_store;
+        let on = |id| {
+            let devices = (0..self.devices.len()).filter(of_store).map(|index| {
+                let now_bytes = now_bytes.get(index).copied().unwrap_or(0);
+                self.wearing.job_bytes_on(id, index, now_bytes)
+            });
+            devices.filter(|worn| worn.bytes > 0).collect()
+        };
         JobView {
+            worn: state.job_id.map(on).unwrap_or_default(),
             worn_bytes: state.job_id.map_or(0, ever),
             counts: counted.map(|job| job.counts.clone()).unwrap_or_default(),
             commits: counted.map(|job| job.commits.clone()).unwrap_or_default(),

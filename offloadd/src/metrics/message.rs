@@ -5,7 +5,7 @@ use std::time::Duration;
 use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
-use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
 use crate::core::{CommitState, DeviceState, JobState, Shares, Standing};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
@@ -104,9 +104,16 @@ impl From<JobView> for proto::JobMetrics {
             commits: Some(view.commits.into()),
             commit_failed_count: view.commit_failed_count,
             worn_bytes: view.worn_bytes,
+            worn: view.worn.into_iter().map(Into::into).collect(),
             damaged_count: view.damaged_count,
             job_id: state.job_id,
         }
+    }
+}
+
+impl From<DeviceWear> for proto::DeviceWear {
+    fn from(DeviceWear { number, bytes }: DeviceWear) -> Self {
+        Self { number, bytes }
     }
 }
 
@@ -244,6 +251,9 @@ impl TryFrom<proto::JobMetrics> for JobView {
             commits: latencies(message.commits)?,
             commit_failed_count: message.commit_failed_count,
             worn_bytes: message.worn_bytes,
+            worn: (message.worn.into_iter())
+                .map(|proto::DeviceWear { number, bytes }| DeviceWear { number, bytes })
+                .collect(),
             damaged_count: message.damaged_count,
         })
     }
@@ -341,6 +351,10 @@ mod tests {
                 commits: traffic(31).latencies,
                 commit_failed_count: 32,
                 worn_bytes: 34,
+                worn: vec![DeviceWear {
+                    number: 39,
+                    bytes: 40,
+                }],
                 damaged_count: 37,
             }],
         }

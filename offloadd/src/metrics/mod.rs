@@ -112,8 +112,20 @@ pub struct JobView {
     pub commits: Latencies,
     /// Calls that were answered with a fault.
     pub commit_failed_count: u64,
-    /// Ever written by it since it was defined.
+    /// Ever written by it since it was defined. What it wrote to a device that left counts until the daemon ends: it was kept
+    /// on that device.
     pub worn_bytes: u64,
+    /// The same by device, of those that are of the store and to which it wrote.
+    pub worn: Vec<DeviceWear>,
     /// Tiles that were not what was written, as its processes found.
     pub damaged_count: u64,
+}
+
+/// What a job has ever written to one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceWear {
+    /// The device's, in the store.
+    pub number: u32,
+    /// In all lives of the daemon.
+    pub bytes: u64,
 }

@@ -78,7 +78,8 @@ impl Collector for Page {
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
         page.users(&jobs)?;
-        page.jobs(&jobs)
+        page.jobs(&jobs)?;
+        page.jobs_on(&jobs, &snapshot.devices)
     }
 }
 
@@ -235,7 +236,7 @@ impl Encoder<'_, '_> {
         )?;
         self.counter(
             "offloadd_job_worn",
-            "Ever written by it since it was defined",
+            "Written by it since it was defined, to devices that were of the store when the daemon started or came since",
             Some(&Unit::Bytes),
             lines(|job| job.worn_bytes as f64),
         )?;
@@ -310,6 +311,31 @@ impl Encoder<'_, '_> {
             "1 after a failed flush or record, until it resumes, and while nothing at all is written",
             None,
             lines(|job| f64::from(u8::from(job.state.poisoned))),
+        )
+    }
+
+    /// Which job wears which device out.
+    fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
+        let path = |number| {
+            let mut devices = devices.iter();
+            let found = devices.find(|device| device.state.standing.number == number);
+            found.map(|device| device.state.path.clone())
+        };
+        let lines = jobs.iter().flat_map(|job| {
+            job.worn.iter().filter_map(|worn| {
+                let labels = vec![
+                    ("job_name", job.state.job.as_str().to_owned()),
+                    ("uid", job.state.uid.to_string()),
+                    ("device", path(worn.number)?),
+                ];
+                Some((labels, worn.bytes as f64))
+            })
+        });
+        self.counter(
+            "offloadd_job_device_worn",
+            "Ever written by it to a device since it was defined",
+            Some(&Unit::Bytes),
+            lines.collect(),
         )
     }
 

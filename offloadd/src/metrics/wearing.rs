@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use offload_api::ids::DeviceIndex;
 
+use super::DeviceWear;
 use crate::blocks::AlignedBytes;
 use crate::store::superblock::StoreId;
 use crate::store::wear::Wear;
@@ -128,6 +129,16 @@ impl Wearing {
             }
         }
         self.ratings = ratings;
+    }
+
+    /// Ever written by a job to a device, of which `now_bytes` in this life.
+    pub fn job_bytes_on(&self, job_id: u64, device: usize, now_bytes: u64) -> DeviceWear {
+        let worn = &self.devices[device].worn;
+        let before = worn.before.jobs.get(&job_id).unwrap_or(&0);
+        DeviceWear {
+            number: worn.number,
+            bytes: before + now_bytes,
+        }
     }
 
     /// Ever written by a job, of which `now_bytes` in this life to each device.

@@ -172,6 +172,15 @@ fn the_text_parses_and_says_what_was_moved() {
     );
     assert!(device("offloadd_device_busy_seconds_total") > 0.0);
     assert!(device("offloadd_device_free_bytes") > 0.0);
+    let of_both = store.devices.iter().map(|path| {
+        let labels = format!(
+            "job_name=\"tiny\",uid=\"{uid}\",device=\"{}\"",
+            path.display()
+        );
+        let name = format!("offloadd_job_device_worn_bytes_total{{{labels}}}");
+        samples.get(&name).copied().unwrap_or(0.0)
+    });
+    assert_eq!(of_both.sum::<f64>(), 6.0 * 4096.0);
     assert_eq!(device("offloadd_device_slow"), 0.0);
     assert_eq!(device("offloadd_device_stuck"), 0.0);
     assert!(samples["offloadd_arena_used_bytes"] > 0.0);

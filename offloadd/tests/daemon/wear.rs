@@ -37,6 +37,17 @@ fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
         session.commit(&mut control, working, b"");
         let now = look(&mut control);
         assert_eq!(now.jobs[0].worn_bytes, life * 6 * 4096);
+        let job = &now.jobs[0];
+        assert_eq!(
+            job.worn.iter().map(|worn| worn.bytes).sum::<u64>(),
+            life * 6 * 4096
+        );
+        for worn in &job.worn {
+            let device = now.devices.iter();
+            let mut device = device.filter(|d| d.state.standing.number == worn.number);
+            let device = device.next().expect("of the store");
+            assert!(worn.bytes <= device.worn_bytes);
+        }
         for (device, before) in now.devices.iter().zip(written) {
             assert_eq!(device.worn_bytes, before + device.counts.written.bytes);
         }

@@ -53,6 +53,10 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "arena_bytes": state.arena_bytes,
             "reserved_bytes": state.reserved_bytes,
             "worn_bytes": job.worn_bytes,
+            "worn": job.worn.iter().map(|worn| json!({
+                "device": path_of(now, worn.number),
+                "worn_bytes": worn.bytes,
+            })).collect::<Vec<_>>(),
             "damaged_count": job.damaged_count,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
@@ -85,6 +89,12 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
         "jobs": jobs.collect::<Vec<_>>(),
     })
+}
+
+fn path_of(now: &Snapshot, number: u32) -> Option<&str> {
+    let mut devices = now.devices.iter().map(|device| &device.state);
+    let found = devices.find(|state| state.standing.number == number);
+    found.map(|state| state.path.as_str())
 }
 
 impl Moved {

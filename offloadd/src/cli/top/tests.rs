@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
 use offloadd::core::{CommitState, DeviceState, JobState, Shares, Standing};
-use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use offloadd::metrics::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
 use serde_json::{Value, json};
@@ -72,6 +72,10 @@ fn look(seconds: u64) -> Snapshot {
         commits: traffic_of(0, 41, 23_000_000).latencies,
         commit_failed_count: 0,
         worn_bytes: 1_500_000_000,
+        worn: vec![DeviceWear {
+            number: 0,
+            bytes: 1_400_000_000,
+        }],
         damaged_count: 0,
     };
     let gathering = CommitState::Gathering {
@@ -194,6 +198,10 @@ fn json_says_the_same_in_numbers() {
     assert_eq!(
         (&job["newest_generation"], &job["commit_count"]),
         (&json!(41), &json!(41))
+    );
+    assert_eq!(
+        job["worn"],
+        json!([{"device": "/mnt/nvme0/offloadd.tiles", "worn_bytes": 1_400_000_000u64}])
     );
     assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
 }
