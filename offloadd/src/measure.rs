@@ -13,7 +13,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
 use crate::device::Device;
-use crate::engine::{Engine, EngineChoice, EngineError, Io, Memory};
+use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
+use crate::metrics::MovedBeside;
 use crate::store::format::{MeasuredArea, MeasuredRates};
 
 /// One operation: where drives reach their rate.
@@ -72,7 +73,7 @@ impl MeasureError {
     }
 }
 
-/// Of a device that holds nothing from `offset` on.
+/// Of a device that holds nothing from `offset` on. What it moves is counted in `moved`, however it ends.
 ///
 /// # Errors
 /// [`MeasureError`].
@@ -80,13 +81,14 @@ pub fn measure(
     device: &Device,
     offset: u64,
     choice: EngineChoice,
+    moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let bytes = device.bytes().saturating_sub(offset);
     let area = MeasuredArea { offset, bytes };
-    measure_in(device.file(), device.path(), area, choice)
+    measure_in(device.file(), device.path(), area, choice, moved)
 }
 
-/// Overwrites `area` for at most a second, and reads it again for at most a second.
+/// Overwrites `area` for at most a second, and reads it again for at most a second. `moved` as of [`measure`].
 ///
 /// # Errors
 /// [`MeasureError`].
@@ -95,9 +97,10 @@ pub fn measure_in(
     path: &str,
     area: MeasuredArea,
     choice: EngineChoice,
+    moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let (engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
-    measure_with(engine, path, area, PATIENCE)
+    measure_with(engine, path, area, PATIENCE, moved)
 }
 
 fn measure_with(
@@ -105,9 +108,12 @@ fn measure_with(
     path: &str,
     area: MeasuredArea,
     patience: Duration,
+    moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let mut pass = Pass {
         path,
+        moved,
+        op: IoOp::Write,
         engine: &mut engine,
         offset: area.offset,
         patience,
@@ -135,6 +141,9 @@ fn measure_with(
 
 struct Pass<'a> {
     path: &'a str,
+    moved: &'a mut MovedBeside,
+    /// What is on its way.
+    op: IoOp,
     engine: &'a mut Engine,
     offset: u64,
     /// An operation that takes longer is not coming back.
@@ -159,6 +168,7 @@ impl Pass<'_> {
         while self.engine.inflight_count() > 0 {
             let left = limit.saturating_duration_since(Instant::now());
             let broken = self.engine.start().is_err() || self.engine.reap(&mut done).is_err();
+            done.drain(..).for_each(|done| self.count(&done));
             if broken || left.is_zero() {
                 return;
             }
@@ -174,6 +184,7 @@ impl Pass<'_> {
     /// Up to `operations_max` operations one after the other on the device, DEPTH at a time. How many, and bytes a second.
     fn run(&mut self, op: IoOp, operations_max: u64) -> Result<(u64, u64), MeasureError> {
         let since = Instant::now();
+        self.op = op;
         let mut next = 0;
         loop {
             while next < operations_max
@@ -212,12 +223,22 @@ impl Pass<'_> {
         Ok((next, rate as u64))
     }
 
+    fn count(&mut self, done: &IoDone) {
+        let moved_bytes = u64::from(done.outcome.unwrap_or(0));
+        match self.op {
+            IoOp::Read => self.moved.read_bytes += moved_bytes,
+            IoOp::Write => self.moved.written_bytes += moved_bytes,
+            IoOp::Flush => {}
+        }
+    }
+
     /// Waits for at least one operation and gives its buffer back.
     fn collect(&mut self, op: IoOp, asked_bytes: u32) -> Result<(), MeasureError> {
+        let (path, area_offset) = (self.path, self.offset);
         let failed = |id: IoId, what: String| MeasureError::Operation {
-            path: self.path.to_owned(),
+            path: path.to_owned(),
             op,
-            offset: self.offset + id.0 * OPERATION_BYTES as u64,
+            offset: area_offset + id.0 * OPERATION_BYTES as u64,
             what,
         };
         self.engine.start()?;
@@ -232,6 +253,7 @@ impl Pass<'_> {
             }
             self.engine.reap(&mut done)?;
         }
+        done.iter().for_each(|done| self.count(done));
         for done in done {
             match done.outcome {
                 Ok(moved) if moved == asked_bytes => {}
@@ -299,7 +321,8 @@ mod tests {
         };
         let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
         let patience = Duration::from_millis(20);
-        let error = measure_with(paced, "/dev/lost", AREA, patience).unwrap_err();
+        let mut moved = MovedBeside::default();
+        let error = measure_with(paced, "/dev/lost", AREA, patience, &mut moved).unwrap_err();
         assert!(!error.all_ended(), "{error}");
         let told = error.to_string();
         for said in [
@@ -315,8 +338,33 @@ mod tests {
     #[test]
     fn who_fails_has_waited_for_what_he_began() {
         let file = opened(false);
-        let error = measure_in(&file, "/dev/readonly", AREA, EngineChoice::Psync).unwrap_err();
+        let mut moved = MovedBeside::default();
+        let found = measure_in(
+            &file,
+            "/dev/readonly",
+            AREA,
+            EngineChoice::Psync,
+            &mut moved,
+        );
+        let error = found.unwrap_err();
         assert!(error.all_ended(), "{error}");
         assert!(matches!(error, MeasureError::Operation { .. }), "{error}");
+        assert_eq!(moved, MovedBeside::default());
+    }
+
+    #[test]
+    fn what_it_moves_is_counted() {
+        let file = opened(true);
+        let mut moved = MovedBeside::default();
+        measure_in(&file, "/dev/here", AREA, EngineChoice::Psync, &mut moved).unwrap();
+        // On a slow machine a second may be over after the first of two.
+        assert!(
+            moved.written_bytes == AREA.bytes || moved.written_bytes == AREA.bytes / 2,
+            "{moved:?}"
+        );
+        assert!(
+            (AREA.bytes / 2..=moved.written_bytes).contains(&moved.read_bytes),
+            "{moved:?}"
+        );
     }
 }

@@ -10,6 +10,7 @@ use crate::core::NewDevice;
 use crate::device::{Device, DeviceBlocks, DeviceError, FileOwner};
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure};
+use crate::metrics::MovedBeside;
 use crate::store::format::{check_size, data_bytes};
 use crate::store::sealed::{self, Unreadable};
 use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
@@ -42,6 +43,8 @@ pub struct Newcomer {
     pub device: Device,
     /// What the core is told.
     pub new: NewDevice,
+    /// As it was measured.
+    pub moved: MovedBeside,
     /// The file was made for this.
     pub made: bool,
 }
@@ -64,7 +67,8 @@ pub fn prepare(
     }
     let made = !path.exists();
     let ready = open(path, file_bytes, force, id, owner).and_then(|device| {
-        let rates = measure(&device, DATA_OFFSET, engine)?;
+        let mut moved = MovedBeside::default();
+        let rates = measure(&device, DATA_OFFSET, engine, &mut moved)?;
         let mut random = [0; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
             .map_err(NewcomerError::Random)?;
@@ -77,7 +81,12 @@ pub fn prepare(
             created_unix_s: now.map_or(0, |time| time.as_secs()),
             move_bytes_per_s_max: None,
         };
-        Ok(Newcomer { device, new, made })
+        Ok(Newcomer {
+            device,
+            new,
+            moved,
+            made,
+        })
     });
     if ready.is_err() && made {
         let _ = std::fs::remove_file(path);

@@ -19,6 +19,7 @@ use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_life;
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure_in};
+use crate::metrics::MovedBeside;
 use crate::store::StoreError;
 use crate::store::definition::JobName;
 use crate::store::format::MeasuredRates;
@@ -136,14 +137,19 @@ impl Stopped {
         Wear::read(&mut blocks, 0, self.store, number)
     }
 
-    /// Brings a device that was made ready.
+    /// Brings a device that was made ready; `moved` as it was measured.
     ///
     /// # Errors
     /// The core's refusal, or a failed device.
-    pub fn add(&mut self, device: Device, new: NewDevice) -> Result<Reply, Fault> {
+    pub fn add(
+        &mut self,
+        device: Device,
+        new: NewDevice,
+        moved: MovedBeside,
+    ) -> Result<Reply, Fault> {
         self.core.check_growth()?;
         self.devices.push(Some(device));
-        self.written_bytes.push(0);
+        self.written_bytes.push(moved.written_bytes);
         self.call(Call::AddDevice(new))
     }
 
@@ -173,7 +179,9 @@ impl Stopped {
         };
         let index = was.device.0 as usize;
         let device = self.devices[index].as_ref().expect("it is of the store");
-        let found = measure_in(device.file(), device.path(), was.area, engine);
+        let mut moved = MovedBeside::default();
+        let found = measure_in(device.file(), device.path(), was.area, engine, &mut moved);
+        self.written_bytes[index] += moved.written_bytes;
         let rates = found.as_ref().ok().copied();
         let all_ended = found
             .as_ref()

@@ -4,12 +4,15 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
+use offloadd::blocks::Blocks;
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::engine::EngineChoice;
 use offloadd::measure::{MeasureError, measure};
+use offloadd::metrics::MovedBeside;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::superblock::StoreId;
+use offloadd::store::wear::Wear;
 use offloadd::store::{self, DATA_OFFSET};
 
 use super::long_work::{Listener, LongWork, Unit};
@@ -76,7 +79,7 @@ fn make_store(
     if !force {
         devices.iter().try_for_each(Device::check_blank)?;
     }
-    let rates = measure_together(&devices, engine)?;
+    let (rates, moved): (Vec<_>, Vec<_>) = measure_together(&devices, engine)?.into_iter().unzip();
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .context("random bytes for the store's id")?;
@@ -90,6 +93,16 @@ fn make_store(
         created_unix_s,
         force,
     )?;
+    // Measuring has worn them.
+    for (position, (superblock, moved)) in superblocks.iter().zip(moved).enumerate() {
+        let wear = Wear {
+            sequence: 1,
+            written_bytes: moved.written_bytes,
+            ..Wear::default()
+        };
+        let (offset, blocks) = wear.encode(StoreId(id), superblock.number);
+        DeviceBlocks(&devices).write(position, offset, &blocks)?;
+    }
     say!("store {}", StoreId(id));
     say!(
         "{:>6}  {:>12}  {:>10}  {:>10}  path",
@@ -115,11 +128,17 @@ fn make_store(
 fn measure_together(
     devices: &[Device],
     engine: EngineChoice,
-) -> Result<Vec<MeasuredRates>, MeasureError> {
+) -> Result<Vec<(MeasuredRates, MovedBeside)>, MeasureError> {
     std::thread::scope(|scope| {
         let measuring: Vec<_> = devices
             .iter()
-            .map(|device| scope.spawn(move || measure(device, DATA_OFFSET, engine)))
+            .map(|device| {
+                scope.spawn(move || {
+                    let mut moved = MovedBeside::default();
+                    let rates = measure(device, DATA_OFFSET, engine, &mut moved)?;
+                    Ok((rates, moved))
+                })
+            })
             .collect();
         let results = measuring
             .into_iter()

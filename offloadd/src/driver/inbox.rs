@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::keeper::Made;
 use crate::core::{Call, Core, Damage, Limits, NewDevice, Peer, Quotas, Reply, SessionId, Viewer};
-use crate::metrics::{Ratings, Snapshot};
+use crate::metrics::{MovedBeside, Ratings, Snapshot};
 use crate::store::definition::JobName;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
@@ -55,7 +55,14 @@ pub(super) enum Message {
         peer: Peer,
         file: Arc<File>,
         device: NewDevice,
+        /// As it was measured.
+        moved: MovedBeside,
         answer: oneshot::Sender<Result<Reply, Fault>>,
+    },
+    /// Somebody reads or writes a device beside the queue.
+    MovedBeside {
+        device: DeviceIndex,
+        moved: MovedBeside,
     },
     /// Somebody is to measure a device.
     File {
@@ -114,7 +121,7 @@ impl DriverHandle {
         Ok(receiver)
     }
 
-    /// Brings a device to the store.
+    /// Brings a device to the store; `moved` as it was measured.
     ///
     /// # Errors
     /// As [`Self::call`].
@@ -123,12 +130,14 @@ impl DriverHandle {
         peer: Peer,
         file: Arc<File>,
         device: NewDevice,
+        moved: MovedBeside,
     ) -> Result<oneshot::Receiver<Result<Reply, Fault>>, Fault> {
         let (answer, receiver) = oneshot::channel();
         self.hand_over(Message::AddDevice {
             peer,
             file,
             device,
+            moved,
             answer,
         })?;
         Ok(receiver)
@@ -175,6 +184,11 @@ impl DriverHandle {
         }));
         self.hand_over(Message::Ask(question))?;
         Ok(receiver)
+    }
+
+    /// Counts what passed the queue by. Waits for room: for threads that may block.
+    pub(crate) fn moved_beside(&self, device: DeviceIndex, moved: MovedBeside) {
+        self.send(Message::MovedBeside { device, moved });
     }
 
     /// A tile is not what was committed.

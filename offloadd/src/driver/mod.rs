@@ -441,8 +441,10 @@ impl Driver {
                     peer,
                     file,
                     device,
+                    moved,
                     answer,
-                } => self.add_device(peer, file, device, answer),
+                } => self.add_device(peer, file, device, moved, answer),
+                Message::MovedBeside { device, moved } => self.ledger.moved_beside(device, moved),
                 Message::File { device, answer } => {
                     // An error means that nobody waits for it any more.
                     let _ = answer.send(self.files[device.0 as usize].clone());

@@ -13,6 +13,7 @@ use super::inbox::stopping;
 use super::{CALLS_MAX, Counted, Driver, Waiting};
 use crate::ceiling::Ceiling;
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
+use crate::metrics::MovedBeside;
 use crate::queue::DeviceLimits;
 use crate::store::format::MeasuredRates;
 
@@ -133,6 +134,7 @@ impl Driver {
         peer: Peer,
         file: Arc<File>,
         device: NewDevice,
+        moved: MovedBeside,
         answer: oneshot::Sender<Result<Reply, Fault>>,
     ) {
         if self.stop_deadline.is_some() {
@@ -158,6 +160,7 @@ impl Driver {
         self.queue.add(&limits);
         self.ledger
             .add_device(&device.path, &device.rates, Instant::now());
+        self.ledger.moved_beside(index, moved);
         let call = CallId(self.calls_made);
         self.calls_made += 1;
         let counted = Counted::AddDevice(index);

@@ -7,7 +7,7 @@ use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
 use super::wearing::{Ratings, ToKeep, Wearing, Worn};
-use super::{Counts, DeviceView, JobView, Latencies, Traffic};
+use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
 use crate::store::definition::JobName;
@@ -228,6 +228,13 @@ impl Ledger {
             traffic.retried_count += u64::from(done.retried_count);
             traffic.latencies.record(done.device_ns);
         }
+    }
+
+    /// Bytes that did not pass the queue: they wear the device out too. Of their operations nothing is known.
+    pub fn moved_beside(&mut self, device: DeviceIndex, moved: MovedBeside) {
+        let counts = &mut self.devices[device.0 as usize].counts;
+        counts.read.bytes += moved.read_bytes;
+        counts.written.bytes += moved.written_bytes;
     }
 
     /// A rank's call to commit has come in.

@@ -121,6 +121,15 @@ pub struct JobView {
     pub damaged_count: u64,
 }
 
+/// Bytes that somebody moves to and from a device beside the queue: who measures it, who looks for damage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MovedBeside {
+    /// Device to memory.
+    pub read_bytes: u64,
+    /// Memory to device.
+    pub written_bytes: u64,
+}
+
 /// What a job has ever written to one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWear {

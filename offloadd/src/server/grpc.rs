@@ -436,11 +436,14 @@ impl Service {
         let Newcomer {
             device,
             mut new,
+            moved,
             made,
         } = newcomer.map_err(|error| invalid(error.to_string()))?;
         new.move_bytes_per_s_max = move_bytes_per_s_max;
         let (data_bytes, rates) = (new.data_bytes, new.rates);
-        let answer = self.driver.add_device(peer, device.file().clone(), new);
+        let answer = self
+            .driver
+            .add_device(peer, device.file().clone(), new, moved);
         let added = match answer {
             Ok(answer) => answer.await.unwrap_or_else(|_| Err(ended_unanswered())),
             Err(fault) => Err(fault),

@@ -14,6 +14,7 @@ use crate::core::{Call, Measuring, Peer, Reply};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure_in};
+use crate::metrics::MovedBeside;
 use crate::store::format::MeasuredRates;
 
 /// Much waits, of the driver or of the catalog: it is told again after that.
@@ -100,9 +101,14 @@ async fn run(
         let what = format!("{path} has left the store");
         return Err(Fault::new(FaultKind::NotFound, what).into());
     };
-    let measured =
-        tokio::task::spawn_blocking(move || measure_in(&file, &path, was.area, engine)).await;
-    let measured = measured.map_err(|_| Failed {
+    let counting = driver.clone();
+    let measured = tokio::task::spawn_blocking(move || {
+        let mut moved = MovedBeside::default();
+        let found = measure_in(&file, &path, was.area, engine, &mut moved);
+        counting.moved_beside(was.device, moved);
+        found
+    });
+    let measured = measured.await.map_err(|_| Failed {
         fault: ended_unanswered(),
         all_ended: false,
     })?;

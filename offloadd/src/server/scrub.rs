@@ -28,6 +28,7 @@ use crate::blocks::AlignedBytes;
 use crate::core::{At, CommittedTile, Core, Damage, Viewer};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
+use crate::metrics::MovedBeside;
 use crate::store::content::JobContent;
 use crate::store::sealed::{self, Unreadable};
 use crate::store::superblock::{self, Superblock};
@@ -157,6 +158,7 @@ impl Scrubs {
             place,
             answers,
             files: HashMap::new(),
+            uncounted: HashMap::new(),
             buffer: AlignedBytes::zeroed(0),
             pace_from: Instant::now(),
             told_at: Instant::now(),
@@ -180,6 +182,8 @@ struct Scrub {
     answers: mpsc::Sender<Result<proto::ScrubReply, Status>>,
     /// By index: a path may be another device's by now. `None`: it cannot be opened.
     files: HashMap<DeviceIndex, Option<Device>>,
+    /// Bytes that were read and the owner thread does not know of.
+    uncounted: HashMap<DeviceIndex, u64>,
     buffer: AlignedBytes,
     pace_from: Instant,
     told_at: Instant,
@@ -201,7 +205,9 @@ impl From<Fault> for Ended {
 
 impl Scrub {
     fn run(mut self) {
-        match self.all() {
+        let ended = self.all();
+        self.count();
+        match ended {
             Ok(()) | Err(Ended::Unheard) => {}
             Err(Ended::Failed(fault)) => {
                 let _ = self.answers.blocking_send(Err(fault.into()));
@@ -365,6 +371,9 @@ impl Scrub {
                 result = device
                     .file()
                     .read_exact_at(into, tile.extent.offset + at as u64);
+                if result.is_ok() {
+                    *self.uncounted.entry(tile.extent.device).or_default() += (end - at) as u64;
+                }
             }
             self.done.done_bytes += (end - at) as u64;
             self.keep_pace(end - at)?;
@@ -416,7 +425,19 @@ impl Scrub {
         self.send(message)
     }
 
+    /// Now and then, not for each of small tiles.
+    fn count(&mut self) {
+        for (device, read_bytes) in self.uncounted.drain() {
+            let moved = MovedBeside {
+                read_bytes,
+                written_bytes: 0,
+            };
+            self.owner.moved_beside(device, moved);
+        }
+    }
+
     fn tell(&mut self) -> Result<(), Ended> {
+        self.count();
         self.told_at = Instant::now();
         self.done.bytes_per_s = self.place.bytes_per_s(self.wish.bytes_per_s);
         self.send(proto::scrub_reply::What::Progress(self.done.clone()))

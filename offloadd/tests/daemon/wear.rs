@@ -6,14 +6,30 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use offload_api::proto;
-use offloadd::metrics::Snapshot;
+use offloadd::metrics::{DeviceView, Snapshot};
+use offloadd::store::format::MeasuredArea;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::wear::Wear;
 use rustix::process::Signal;
 
 use crate::common::{Control, Session, Store, fill_tiles, open, program, words};
+use crate::growth::{device, view};
 
 const SOON: Duration = Duration::from_secs(60);
+
+/// One operation, of several.
+const MEASURED_MIN: u64 = MeasuredArea::BYTES_MIN;
+
+trait Before {
+    /// Written before this life of the daemon.
+    fn before_bytes(&self) -> u64;
+}
+
+impl Before for DeviceView {
+    fn before_bytes(&self) -> u64 {
+        self.worn_bytes - self.counts.written.bytes
+    }
+}
 
 fn look(control: &mut Control) -> Snapshot {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
@@ -27,6 +43,12 @@ fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
     for life in 1..=3u64 {
         let mut daemon = store.serve();
         let mut control = daemon.control();
+        if life == 1 {
+            let formatted = look(&mut control).devices;
+            written = [0, 1].map(|device: usize| formatted[device].before_bytes());
+            // Each was measured.
+            assert!(written.iter().all(|bytes| *bytes >= MEASURED_MIN));
+        }
         let reply = control.open_session(open("tiny")).unwrap();
         let mut session = Session::attach(&reply).unwrap();
         let working = match life {
@@ -115,4 +137,67 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
         .find(|line| line.contains("90 % of the bytes it is rated for"))
         .unwrap();
     assert!(line.contains(store.devices[0].to_str().unwrap()), "{line}");
+}
+
+#[test]
+fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_rated() {
+    let store = Store::new(2, "psync");
+    store.add_setting("rated_tb_written = 600");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 6);
+    fill_tiles(&mut session, 6, working, 10);
+    session.commit(&mut control, working, b"");
+    let read = |control: &mut Control| -> u64 {
+        let devices = look(control).devices;
+        devices.iter().map(|d| d.counts.read.bytes).sum()
+    };
+    let before = read(&mut control);
+    let mut verify = program();
+    verify.args(["verify", "--config"]).arg(&store.config);
+    let output = verify.output().unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    assert_eq!(read(&mut control) - before, 6 * 4096);
+
+    let measured = &store.devices[1];
+    let before = view(&mut control, measured).unwrap();
+    let output = device(&store, "measure", measured, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    let now = view(&mut control, measured).unwrap();
+    assert!(now.worn_bytes - before.worn_bytes >= MEASURED_MIN);
+    assert!(now.counts.read.bytes - before.counts.read.bytes >= MEASURED_MIN);
+    let new = store.folder.path().join("device2");
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    let came = view(&mut control, &new).unwrap();
+    assert!(came.worn_bytes >= MEASURED_MIN);
+    assert_eq!(came.rated_bytes, Some(600_000_000_000_000));
+    drop((session, control));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+
+    // The same without a daemon.
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    let listed = format!("\"{}\"]", measured.display());
+    let with_new = format!("\"{}\", \"{}\"]", measured.display(), new.display());
+    assert!(text.contains(&listed), "{text}");
+    std::fs::write(&store.config, text.replace(&listed, &with_new)).unwrap();
+    let worn = || -> Vec<u64> {
+        let mut list = program();
+        list.args(["device", "list", "--json", "--config"]);
+        let output = list.arg(&store.config).output().unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let devices = json["devices"].as_array().unwrap().iter();
+        devices.map(|d| d["worn_bytes"].as_u64().unwrap()).collect()
+    };
+    let kept = worn();
+    assert!(
+        kept[1] >= now.worn_bytes && kept[2] >= came.worn_bytes,
+        "{kept:?}"
+    );
+    let output = device(&store, "measure", measured, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    let later = worn();
+    assert!(later[1] - kept[1] >= MEASURED_MIN, "{kept:?} {later:?}");
 }

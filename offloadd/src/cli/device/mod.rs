@@ -340,7 +340,12 @@ fn add_stopped(
         );
         return move_all(&mut stopped, rate);
     }
-    let Newcomer { device, new, made } = prepare(
+    let Newcomer {
+        device,
+        new,
+        moved,
+        made,
+    } = prepare(
         path,
         file_bytes,
         force,
@@ -349,7 +354,7 @@ fn add_stopped(
         config.engine,
     )?;
     let (data_bytes, rates) = (new.data_bytes, new.rates);
-    match stopped.add(device, new) {
+    match stopped.add(device, new, moved) {
         Ok(Reply::AddDevice { number }) => say_added(
             path,
             number,
