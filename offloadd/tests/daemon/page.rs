@@ -216,8 +216,10 @@ fn the_dashboard_draws_what_is_counted() {
     let (store, page) = with_page();
     let daemon = store.serve();
     let mut control = daemon.control();
-    let session = control.session("tiny");
-    session.begin(&mut control, 1);
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 1);
+    // Some lines are there only once something was written.
+    fill_tiles(&mut session, 1, working, 10);
     let (_, text) = get(&page, "/metrics");
     let counted = samples(&text);
     let counted: Vec<&str> = counted
