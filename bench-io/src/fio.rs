@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Signal;
 use serde::Serialize;
 
-use crate::stop;
+use crate::{child, stop};
 
 /// Whether it has ended, and whether it is to end.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -102,7 +102,7 @@ impl Fio {
     /// It fails, or says what nobody understands.
     pub(crate) fn run(&self, job: &FioJob) -> Result<FioFigures> {
         let words = words(job);
-        let child = Command::new(&self.program)
+        let child = child::command(&self.program)
             .args(&words)
             .arg("--output-format=json")
             .stdin(Stdio::null())

@@ -10,6 +10,7 @@
 mod bed;
 mod bench;
 mod beside;
+mod child;
 mod cli;
 mod drive;
 mod fio;
@@ -33,8 +34,10 @@ mod tune;
 mod watch;
 mod words;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::cli::canonical::CanonicalArgs;
@@ -87,11 +90,32 @@ enum Command {
     /// Make drives of a known speed in memory, as root, and take them away again
     #[command(after_help = cli::paced::EXAMPLES)]
     Paced(PacedArgs),
+    /// Become PROGRAM, and be killed when process PARENT, which started this one, dies
+    #[command(name = child::WORD, hide = true)]
+    EndWith {
+        parent: u32,
+        #[arg(last = true, required = true)]
+        program: Vec<OsString>,
+    },
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let result = stop::listen().and_then(|()| match arguments.command {
+    match run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench-io: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> Result<()> {
+    // Another program listens for itself.
+    if !matches!(arguments.command, Some(Command::EndWith { .. })) {
+        stop::listen()?;
+    }
+    match arguments.command {
         None => cli::canonical::run(&arguments.canonical),
         Some(Command::Run(args)) => cli::run::run(args),
         Some(Command::Scale(args)) => cli::scale::run(args),
@@ -99,12 +123,6 @@ fn main() -> ExitCode {
         Some(Command::Training(args)) => cli::training::run(&args),
         Some(Command::Verify(args)) => cli::verify::run(args),
         Some(Command::Paced(args)) => cli::paced::run(args),
-    });
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("bench-io: {error:#}");
-            ExitCode::FAILURE
-        }
+        Some(Command::EndWith { parent, program }) => child::become_program(parent, &program),
     }
 }

@@ -55,11 +55,11 @@ enum PacedCommand {
         #[arg(last = true, required = true)]
         command: Vec<std::ffi::OsString>,
     },
-    /// Take them away
+    /// Take them away, and what killed measurements left
     Down {
-        /// Of the set
-        #[arg(long, default_value = "")]
-        name: String,
+        /// Of a set: only that one
+        #[arg(long)]
+        name: Option<String>,
     },
     /// Say which there are
     Show {
@@ -113,8 +113,18 @@ pub(crate) fn run(args: PacedArgs) -> Result<()> {
             let error = Command::new(program).args(words).exec();
             Err(error).with_context(|| format!("starting {}", program.display()))
         }
-        PacedCommand::Down { name } => Drives::open(&name)?.down(),
+        PacedCommand::Down { name: Some(name) } => Drives::open(&name)?.down(),
+        PacedCommand::Down { name: None } => down_all(),
         PacedCommand::Show { json } => show(json),
+    }
+}
+
+/// The usual set, and what is nobody's any more.
+fn down_all() -> Result<()> {
+    let left = paced::take_away_left()?;
+    match Drives::open("") {
+        Err(_) if left > 0 && !paced::names().contains(&String::new()) => Ok(()),
+        usual => usual?.down(),
     }
 }
 
@@ -137,10 +147,10 @@ fn show(json: bool) -> Result<()> {
     }
     for (name, drives) in &found {
         let state = drives.state();
-        let named = if name.is_empty() {
-            String::new()
-        } else {
-            format!(" ({name})")
+        let named = match (&name[..], paced::is_left(name)) {
+            ("", _) => String::new(),
+            (name, false) => format!(" ({name})"),
+            (name, true) => format!(" ({name}, left by a killed measurement)"),
         };
         println!(
             "{} devices{named}, each {} read and {} written:",

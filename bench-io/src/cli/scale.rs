@@ -8,7 +8,7 @@ use clap::Args;
 use offloadd::api::{BLOCK_BYTES, TILE_BYTES_MAX};
 
 use crate::fio::Fio;
-use crate::paced::{Drives, DrivesPlan, OwnDrives, Pace};
+use crate::paced::{DrivesPlan, OwnDrives, Pace};
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
@@ -242,7 +242,7 @@ fn on_paced(
         read: args.read.0,
         write: args.write.0,
     };
-    let drives = OwnDrives(Drives::up(&DrivesPlan {
+    let drives = OwnDrives::up(&DrivesPlan {
         name: format!("scale-{}", std::process::id()),
         count,
         // Beside the store, a file to read and one to write.
@@ -251,11 +251,11 @@ fn on_paced(
         pace,
         parts: args.parts,
         raid0: false,
-    })?);
+    })?;
     // The daemon and fio are started in the group, and so are paced.
-    let _inside = drives.0.enter()?;
-    let plan = plan(args, drives.0.state().folders.clone(), args.parts);
-    scale::measure(&plan, Some((&drives.0, pace)), fio, progress)
+    let _inside = drives.enter()?;
+    let plan = plan(args, drives.state().folders.clone(), args.parts);
+    scale::measure(&plan, Some((&drives, pace)), fio, progress)
 }
 
 fn leave(out: &Path, report: &ScaleReport) -> Result<()> {

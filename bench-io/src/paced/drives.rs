@@ -38,10 +38,20 @@ impl Drives {
     /// # Errors
     /// What is missing here, or which step failed.
     pub(crate) fn up(plan: &DrivesPlan) -> Result<Self> {
+        Ok(Self::up_with(plan, |_| Ok(()))?.0)
+    }
+
+    /// The same; `begin` is called with the folder before anything is listed in it.
+    pub(super) fn up_with<T>(
+        plan: &DrivesPlan,
+        begin: impl FnOnce(&Path) -> Result<T>,
+    ) -> Result<(Self, T)> {
         plan.check()?;
         if let Some(what) = missing(plan.raid0) {
             bail!("paced drives need {what}");
         }
+        // Their memory may be what is missing. What cannot be taken away is said where it is in the way.
+        let _ = super::take_away_left();
         let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
         let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
         ensure!(
@@ -61,6 +71,7 @@ impl Drives {
         }
         fs::create_dir_all(folder.join("ram"))
             .with_context(|| format!("making {}", folder.display()))?;
+        let begun = begin(&folder)?;
         let group = Group::place(&plan.name).context("asked for above")?;
         let parts = u64::from(plan.parts);
         let mut drives = Self {
@@ -78,7 +89,7 @@ impl Drives {
         };
         let bytes = plan.bytes.div_ceil(parts).next_multiple_of(4096);
         match drives.make(&group, plan.count * plan.parts, bytes, plan.raid0) {
-            Ok(()) => Ok(drives),
+            Ok(()) => Ok((drives, begun)),
             Err(error) => match drives.down() {
                 Ok(()) => Err(error),
                 Err(left) => Err(error.context(format!("and not all was taken away: {left:#}"))),
@@ -199,12 +210,12 @@ impl Drives {
             .folder
             .join(format!("drive{}", self.state.folders.len()));
         fs::create_dir(&folder).with_context(|| format!("making {}", folder.display()))?;
-        call("mount", ["-o", options, &text(device), &text(&folder)])?;
-        self.state.folders.push(folder);
-        self.note()
+        self.state.folders.push(folder.clone());
+        self.note()?;
+        call("mount", ["-o", options, &text(device), &text(&folder)]).map(drop)
     }
 
-    /// Before the next thing is made: whoever is killed now leaves a list of what is there.
+    /// Before it is made: whoever is killed leaves a list of all that may be there.
     fn note(&self) -> Result<()> {
         let path = state_file(&self.folder);
         let text = serde_json::to_vec_pretty(&self.state)?;
@@ -222,13 +233,23 @@ impl Drives {
     pub(crate) fn down(&self) -> Result<()> {
         let mut trouble = Vec::new();
         for folder in &self.state.folders {
-            trouble.extend(retried("umount", &[&text(folder)]));
+            let unmount = || call_unless_gone("umount", &[&text(folder)]);
+            trouble.extend(again_until_done(unmount).err());
         }
-        for device in &self.state.devices {
-            trouble.extend(retried("losetup", &["-d", &text(device)]));
-        }
+        let ram = self.folder.join("ram");
+        let detach = || {
+            attached(&ram)
+                .into_iter()
+                .try_for_each(|device| call_unless_gone("losetup", &["-d", &text(&device)]))
+        };
+        trouble.extend(again_until_done(detach).err());
         if trouble.is_empty() {
-            trouble.extend(retried("umount", &[&text(&self.folder.join("ram"))]));
+            // A maker's `losetup` that outlived it by a moment may attach one more.
+            let unmount = || {
+                detach()?;
+                call_unless_gone("umount", &[&text(&ram)])
+            };
+            trouble.extend(again_until_done(unmount).err());
             let group = Group::at(&self.state.group);
             trouble.extend(again_until_done(|| group.remove()).err());
         }
@@ -241,18 +262,6 @@ impl Drives {
         }
         fs::remove_dir_all(&self.folder)
             .with_context(|| format!("removing {}", self.folder.display()))
-    }
-}
-
-/// Drives for one measurement: taken away whatever happens.
-#[derive(Debug)]
-pub(crate) struct OwnDrives(pub(crate) Drives);
-
-impl Drop for OwnDrives {
-    fn drop(&mut self) {
-        if let Err(error) = self.0.down() {
-            eprintln!("bench-io: {error:#}");
-        }
     }
 }
 
@@ -278,6 +287,18 @@ fn attach(file: &Path) -> Result<String> {
         )
     };
     one(&["--direct-io=on"]).or_else(|_| one(&[]))
+}
+
+/// The loop devices over files in `ram`, noted or not: who was killed between attaching one and noting it knew no more of it,
+/// and a number that was noted may be somebody else's device by now.
+fn attached(ram: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let over = entries.filter(|entry| {
+        let file = fs::read_to_string(entry.path().join("loop/backing_file"));
+        file.is_ok_and(|file| Path::new(&file).starts_with(ram))
+    });
+    over.map(|entry| Path::new("/dev").join(entry.file_name()))
+        .collect()
 }
 
 /// Writes every page of the files, in parallel.
@@ -340,21 +361,20 @@ fn call<'a>(tool: &str, words: impl IntoIterator<Item = &'a str>) -> Result<Stri
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// What went wrong to the end. What an earlier `down` took away already is no trouble.
-fn retried(tool: &str, words: &[&str]) -> Option<String> {
+/// What an earlier `down` took away already is no trouble.
+fn call_unless_gone(tool: &str, words: &[&str]) -> Result<(), String> {
     let gone = [
         "not mounted",
         "No such device",
         "no mount point",
         "No such file",
     ];
-    let once = || match call(tool, words.iter().copied()) {
+    match call(tool, words.iter().copied()) {
         Err(error) if !gone.iter().any(|words| error.to_string().contains(words)) => {
             Err(error.to_string())
         }
         _ => Ok(()),
-    };
-    again_until_done(once).err()
+    }
 }
 
 fn again_until_done(mut once: impl FnMut() -> Result<(), String>) -> Result<(), String> {

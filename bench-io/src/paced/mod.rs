@@ -14,18 +14,21 @@
 //!   pace, can stand for one faster drive (`parts`).
 //! - Memory is written before use: an untouched page costs seconds a GiB on machines that get their memory lazily.
 //!
-//! What `up` made stands in a state file, so that `down` takes it away also after half of it failed or its maker was killed.
+//! What `up` makes stands in a state file before it is there, so that `down` takes it away also after half of it failed or its
+//! maker was killed. Which loop devices are a set's the kernel knows: those over files in its folder.
 
 mod drives;
 mod group;
+mod own;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use drives::{Drives, OwnDrives};
+pub(crate) use drives::Drives;
 pub(crate) use group::Group;
+pub(crate) use own::{OwnDrives, is_left, take_away_left};
 
 /// More loop devices than a machine usually has room for.
 const DEVICES_MAX: u32 = 64;

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::bed::Trial;
+use crate::child;
 
 /// The trainer's program.
 #[derive(Clone, Debug)]
@@ -87,8 +88,9 @@ impl Trainer {
         Ok(Self { program })
     }
 
+    /// Ends with this process.
     pub(crate) fn command(&self) -> Command {
-        Command::new(&self.program)
+        child::command(&self.program)
     }
 
     /// Asks for a plan.

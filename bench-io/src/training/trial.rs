@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use super::{Given, Planned, Subject, Trainer};
 use crate::bed::{self, Bed};
-use crate::paced::{Drives, DrivesPlan, OwnDrives, Pace};
+use crate::paced::{DrivesPlan, OwnDrives, Pace};
+use crate::place::WorkFolder;
 use crate::progress::Progress;
 use crate::report::DeviceReport;
 use crate::rounds;
@@ -74,7 +75,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     let folders: Vec<PathBuf> = (0..plan.drives * plan.parts)
         .map(|index| format!("/drive{index}").into())
         .collect();
-    let run_folder = tempfile::tempdir().context("a folder for the run")?;
+    let run_folder = WorkFolder::make(&std::env::temp_dir())?;
     let planned = trainer.plan(&subject(plan, &folders, run_folder.path()), as_set)?;
     ensure!(
         planned.written_bytes > 0.0,
@@ -83,7 +84,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     );
     progress.say("making paced drives");
     let device_bytes = planned.device_bytes as f64 / count * DRIVE_SHARE;
-    let drives = OwnDrives(Drives::up(&DrivesPlan {
+    let drives = OwnDrives::up(&DrivesPlan {
         name: format!("training-{}", std::process::id()),
         count: plan.drives,
         bytes: device_bytes as u64
@@ -91,9 +92,9 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         pace: plan.pace,
         parts: plan.parts,
         raid0: false,
-    })?);
-    let _inside = drives.0.enter()?;
-    let folders = drives.0.state().folders.clone();
+    })?;
+    let _inside = drives.enter()?;
+    let folders = drives.state().folders.clone();
     let devices = folders.iter().map(|folder| DeviceReport::of(folder));
     let devices = devices.collect();
     let measured = measured(&folders, progress)?;

@@ -1,6 +1,6 @@
 //! The built `bench-io` for tests, `offloadd` beside it in the target folder (`cargo test` of the workspace builds both).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -99,6 +99,22 @@ pub(crate) fn assert_empty(folder: &Path) {
 /// Until a rate is within its limits: on a machine that does something else a second can have any rate, and one measurement that nothing
 /// disturbed is enough. Drives of another speed are never right.
 pub(crate) const TRIES: usize = 5;
+
+/// A program `name` in `folder` that runs `lines` of the shell. Written by another process: what this one has open for writing, a
+/// process that another test starts just now has too, and a program that is open for writing cannot be started.
+pub(crate) fn script(folder: &Path, name: &str, lines: &str) -> PathBuf {
+    let path = folder.join(name);
+    let made = Command::new("sh")
+        .args([
+            "-c",
+            r#"printf '#!/bin/sh\n%s\n' "$1" > "$0" && chmod 755 "$0""#,
+        ])
+        .arg(&path)
+        .arg(lines)
+        .status();
+    assert!(made.expect("sh starts").success());
+    path
+}
 
 /// Held by tests that measure time: one at a time, or they measure each other.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {

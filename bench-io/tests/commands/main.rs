@@ -2,6 +2,7 @@
 
 mod canonical;
 mod gpu;
+mod killed;
 mod lab;
 mod paced;
 mod run;

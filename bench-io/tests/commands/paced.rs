@@ -3,24 +3,24 @@
 
 use std::path::Path;
 
-use crate::lab::{TRIES, alone, bench_io, json, refused, said, without_paced_drives};
+use crate::lab::{TRIES, alone, bench_io, json, refused, said, script, without_paced_drives};
 
 /// A set of this test's own, taken away also when the test fails.
-pub(crate) struct Set(String);
+pub(crate) struct Set(pub(crate) String);
 
 impl Set {
     pub(crate) fn new(test: &str) -> Self {
         Self(format!("{test}-{}", std::process::id()))
     }
 
-    fn up(&self, words: &[&str]) -> Vec<String> {
+    pub(crate) fn up(&self, words: &[&str]) -> Vec<String> {
         let output = bench_io(&[&["paced", "up", "--name", &self.0], words].concat());
         assert!(output.status.success(), "{}", said(&output));
         let printed = String::from_utf8_lossy(&output.stdout);
         printed.lines().map(str::to_owned).collect()
     }
 
-    fn folder(&self) -> String {
+    pub(crate) fn folder(&self) -> String {
         format!("/run/paced-drives-{}", self.0)
     }
 }
@@ -143,17 +143,7 @@ fn an_up_that_fails_half_way_leaves_nothing() {
     let set = Set::new("half");
     let path = std::env::var("PATH").unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let broken = folder.path().join("mkfs.ext4");
-    // Written by another process: what this one has open for writing, a process that another test starts just now has too,
-    // and a program that is open for writing cannot be started.
-    let made = std::process::Command::new("sh")
-        .args([
-            "-c",
-            r#"printf '#!/bin/sh\necho no room >&2\nexit 1\n' > "$0" && chmod 755 "$0""#,
-        ])
-        .arg(&broken)
-        .status();
-    assert!(made.unwrap().success());
+    script(folder.path(), "mkfs.ext4", "echo no room >&2\nexit 1");
     let output = crate::lab::program()
         .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
         .env("PATH", format!("{}:{path}", folder.path().display()))
