@@ -6,6 +6,8 @@
 //! ```
 
 #![forbid(unsafe_code)]
+// They panic when nobody reads: `say` does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bed;
 mod bench;
@@ -26,6 +28,7 @@ mod prepared;
 mod progress;
 mod report;
 mod rounds;
+mod say;
 mod scale;
 mod stop;
 mod target;
@@ -104,7 +107,7 @@ fn main() -> ExitCode {
     match run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("bench-io: {error:#}");
+            say::note(format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }

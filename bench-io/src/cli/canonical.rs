@@ -18,6 +18,7 @@ use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::rate_of;
+use crate::say;
 use crate::words::{Bytes, SpeedText};
 
 /// The canonical workload's settings.
@@ -110,10 +111,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         daemon,
         engine_alone,
     };
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    say::report(&report, args.json)?;
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 
 use crate::paced::{self, Drives, DrivesPlan, Pace};
+use crate::say;
 use crate::words::{Bytes, Rate};
 
 /// Shown below the commands.
@@ -103,7 +104,7 @@ pub(crate) fn run(args: PacedArgs) -> Result<()> {
                 raid0,
             })?;
             for folder in &drives.state().folders {
-                println!("{}", folder.display());
+                say::line(format_args!("{}", folder.display()))?;
             }
             Ok(())
         }
@@ -134,7 +135,7 @@ fn show(json: bool) -> Result<()> {
         // One that cannot be read hides none of the others.
         match Drives::open(&name) {
             Ok(drives) => found.push((name, drives)),
-            Err(error) => eprintln!("bench-io: {error:#}"),
+            Err(error) => say::note(format_args!("{error:#}")),
         }
     }
     if json {
@@ -142,8 +143,7 @@ fn show(json: bool) -> Result<()> {
             .iter()
             .map(|(name, drives)| serde_json::json!({"name": name, "state": drives.state()}))
             .collect();
-        println!("{}", serde_json::to_string(&found)?);
-        return Ok(());
+        return say::line(format_args!("{}", serde_json::to_string(&found)?));
     }
     for (name, drives) in &found {
         let state = drives.state();
@@ -152,18 +152,18 @@ fn show(json: bool) -> Result<()> {
             (name, false) => format!(" ({name})"),
             (name, true) => format!(" ({name}, left by a killed measurement)"),
         };
-        println!(
+        say::line(format_args!(
             "{} devices{named}, each {} read and {} written:",
             state.devices.len(),
             Rate(state.pace.read),
             Rate(state.pace.write)
-        );
+        ))?;
         for folder in &state.folders {
-            println!("  {}", folder.display());
+            say::line(format_args!("  {}", folder.display()))?;
         }
     }
     if found.is_empty() {
-        println!("no paced drives");
+        say::line(format_args!("no paced drives"))?;
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
+use crate::say;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -67,10 +68,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
         None => None,
     };
     let report = measure(&job, turns, &Progress::new())?;
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    say::report(&report, args.json)?;
     Ok(())
 }
 

@@ -11,6 +11,7 @@ use crate::fio::Fio;
 use crate::paced::{DrivesPlan, OwnDrives, Pace};
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
+use crate::say;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
 use crate::words::{Bytes, Rate};
 
@@ -129,13 +130,12 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         )?,
     };
     drop(progress);
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    // A full drive takes only one of both.
+    let said = say::report(&report, args.json);
     if let Some(out) = &args.out {
         leave(out, &report)?;
     }
+    said?;
     let outside = args.within.map(|percent| report.outside(percent / 100.0));
     if let Some(outside) = outside.filter(|outside| !outside.is_empty()) {
         bail!("not within what was asked: {}", outside.join("; "));

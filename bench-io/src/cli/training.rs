@@ -10,6 +10,7 @@ use crate::bed::Bed;
 use crate::paced::Pace;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
+use crate::say;
 use crate::scale::Load;
 use crate::training::{
     self, DeepSpeedStep, Given, Settings, Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
@@ -156,11 +157,8 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         rates,
         rows,
     };
-    // First said, then left: a full drive takes only the files.
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    // A full drive takes only one of both.
+    let said = say::report(&report, args.json);
     if let Some(out) = &args.out {
         for (name, text) in [
             ("training.json", serde_json::to_string_pretty(&report)?),
@@ -170,7 +168,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    Ok(())
+    said
 }
 
 fn settings(args: &TrainingArgs) -> Settings {

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
+use crate::say;
 use crate::scale::Load;
 use crate::tune::{self, Stage, Tried, Tuned};
 use crate::words::{Bytes, SpeedText};
@@ -105,16 +106,13 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         format_first: stores.into_iter().filter(|path| !path.exists()).collect(),
         daemon_file,
     };
-    // First said, then left: what was found is not lost with a file that cannot be written.
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    // What was found is not lost with one of both that cannot be written.
+    let said = say::report(&report, args.json);
     if let Some(path) = &args.config {
         std::fs::write(path, &report.daemon_file)
             .with_context(|| format!("writing {}", path.display()))?;
     }
-    Ok(())
+    said
 }
 
 /// All of it.

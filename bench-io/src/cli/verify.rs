@@ -15,6 +15,7 @@ use crate::pattern::{Found, Pattern, WrongBlock, WrongBlocks};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Figures, Head, SettingsReport, warnings};
+use crate::say;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -191,10 +192,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         wrong: found.ranges,
         passes: reports,
     };
-    match args.json {
-        true => println!("{}", serde_json::to_string(&report)?),
-        false => print!("{report}"),
-    }
+    say::report(&report, args.json)?;
     if report.wrong_blocks > 0 {
         bail!("{} blocks of 4096 bytes are wrong", report.wrong_blocks);
     }

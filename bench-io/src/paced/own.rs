@@ -8,6 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::{Drives, DrivesPlan, folder_of, names};
+use crate::say;
 
 /// In a set's folder, locked while the process lives whose drives they are. Drives that a person made have none.
 const LOCK: &str = "lock";
@@ -53,7 +54,7 @@ impl Deref for OwnDrives {
 impl Drop for OwnDrives {
     fn drop(&mut self) {
         if let Err(error) = self.drives.down() {
-            eprintln!("bench-io: {error:#}");
+            say::note(format_args!("{error:#}"));
         }
     }
 }
@@ -88,9 +89,9 @@ pub(crate) fn take_away_left() -> Result<usize> {
         match Drives::open(&name).and_then(|drives| drives.down()) {
             Ok(()) => {
                 count += 1;
-                eprintln!(
-                    "bench-io: took away the paced drives {name}, which a killed measurement left"
-                );
+                say::note(format_args!(
+                    "took away the paced drives {name}, which a killed measurement left"
+                ));
             }
             Err(error) => failed = Err(error),
         }

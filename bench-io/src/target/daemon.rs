@@ -14,6 +14,7 @@ use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
 use crate::noise;
 use crate::pattern::{Pattern, WrongBlocks};
+use crate::say;
 use crate::words::Bytes;
 
 /// What jobs of measurements are called, with the process's number behind.
@@ -29,11 +30,11 @@ pub(crate) fn drop_left(socket: &Path) -> Result<()> {
     for job in left.filter(|job| job.job.starts_with(JOB_PREFIX) && !job.open) {
         // Another measurement may have come first.
         if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
-            eprintln!(
-                "bench-io: dropped {}, which a killed measurement left: {} are free",
+            say::note(format_args!(
+                "dropped {}, which a killed measurement left: {} are free",
                 job.job,
                 Bytes(freed_bytes)
-            );
+            ));
         }
     }
     Ok(())
@@ -275,10 +276,10 @@ impl Drop for DaemonTarget {
         };
         // The next one drops it.
         if let Err(error) = give_back() {
-            eprintln!(
-                "bench-io: {} stays in the daemon's store: {error:#}",
+            say::note(format_args!(
+                "{} stays in the daemon's store: {error:#}",
                 self.job
-            );
+            ));
         }
     }
 }

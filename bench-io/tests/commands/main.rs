@@ -6,6 +6,7 @@ mod killed;
 mod lab;
 mod paced;
 mod run;
+mod said;
 mod scale;
 mod training;
 mod tune;

@@ -1,0 +1,61 @@
+//! What could go wrong: a reader that has gone (`bench-io run | head -1`) makes a measurement panic that is done, or a full disk
+//! swallows a report.
+
+use std::fs::File;
+use std::process::{Output, Stdio};
+
+use crate::lab::{drive, program, said};
+
+/// The writing end of a pipe that nobody reads.
+fn unread() -> Stdio {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    writer.into()
+}
+
+fn ends_with(words: &[&str], out: Stdio, err: Stdio) -> Output {
+    let mut command = program();
+    command.args(words).stdout(out).stderr(err);
+    let child = command.spawn().expect("bench-io starts");
+    child.wait_with_output().expect("it ends")
+}
+
+#[test]
+fn a_reader_that_has_gone_fails_nothing() {
+    let folder = drive();
+    let place = folder.path().to_str().unwrap();
+    let moved = ["--size=1m", "--bs=64k", "--iodepth=2"];
+    let alone = ["--target=device", "--runtime=0", "--directory", place];
+    let run = [&["run"][..], &alone[..], &moved].concat();
+    let json = [&run[..], &["--json"]].concat();
+    let verify = [
+        &["verify"][..],
+        &["--target=device", "--directory", place],
+        &moved[..],
+    ]
+    .concat();
+    for words in [&run[..], &json, &verify, &["paced", "show"]] {
+        let output = ends_with(words, unread(), Stdio::piped());
+        assert_eq!(
+            output.status.code(),
+            Some(0),
+            "{words:?}: {}",
+            said(&output)
+        );
+    }
+    // Nobody hears of the refusal either, and it is one.
+    let output = ends_with(&["run", "--bs=1"], unread(), unread());
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
+    let Ok(full) = File::options().write(true).open("/dev/full") else {
+        println!("skipped: there is no /dev/full here: a report on a full disk");
+        return;
+    };
+    let output = ends_with(&["paced", "show"], full.into(), Stdio::piped());
+    assert_eq!(output.status.code(), Some(1));
+    let said = said(&output);
+    assert!(said.contains("writing to standard output: "), "{said}");
+}
