@@ -1,7 +1,9 @@
 //! Whether a device still does what it was measured to do: one that has become much slower is named within ten seconds.
 //!
 //! Only the time in which it had something to do counts, so that a job that asks for little is no slow drive. That time is
-//! compared with the time that the bytes would have taken at the measured rates; what is in flight is counted as done.
+//! compared with the time that the bytes would have taken at the measured rates; what is in flight is counted as done. A drive
+//! reads and writes at the same time: the way that should have taken longer counts. One that cannot takes twice as long then,
+//! which is not slow yet.
 
 use std::time::{Duration, Instant};
 
@@ -44,16 +46,23 @@ pub enum Change {
 #[derive(Clone, Copy, Debug, Default)]
 struct Work {
     busy: Duration,
-    /// At the measured rates.
-    expected: Duration,
+    /// At the measured rates: read, written.
+    expected: [Duration; 2],
     bytes: u64,
     count: u64,
+}
+
+/// Of both ways at the same time.
+fn longer(expected: [Duration; 2]) -> Duration {
+    expected[0].max(expected[1])
 }
 
 impl Work {
     fn add(&mut self, more: &Self) {
         self.busy += more.busy;
-        self.expected += more.expected;
+        for way in [0, 1] {
+            self.expected[way] += more.expected[way];
+        }
         self.bytes += more.bytes;
         self.count += more.count;
     }
@@ -71,7 +80,7 @@ pub struct Slowness {
     bytes_per_s: Option<[f64; 2]>,
     /// Reads and writes in flight, and how long they should take.
     inflight_count: u32,
-    inflight_expected: Duration,
+    inflight_expected: [Duration; 2],
     /// A flush takes what it takes, and everything else waits for it.
     flush_count: u32,
     seen: Instant,
@@ -89,7 +98,7 @@ impl Slowness {
         Self {
             bytes_per_s: known(read_bytes_per_s, write_bytes_per_s),
             inflight_count: 0,
-            inflight_expected: Duration::ZERO,
+            inflight_expected: [Duration::ZERO; 2],
             flush_count: 0,
             seen: now,
             busy_total: Duration::ZERO,
@@ -103,7 +112,7 @@ impl Slowness {
     /// It was measured again. What was seen until now was held against other rates.
     pub fn measured(&mut self, read_bytes_per_s: u64, write_bytes_per_s: u64) {
         self.bytes_per_s = known(read_bytes_per_s, write_bytes_per_s);
-        self.inflight_expected = Duration::ZERO;
+        self.inflight_expected = [Duration::ZERO; 2];
         self.second = Work::default();
         self.run = Work::default();
     }
@@ -127,7 +136,7 @@ impl Slowness {
     pub fn started(&mut self, write: bool, bytes: u64, now: Instant) {
         self.pass(now);
         self.inflight_count += 1;
-        self.inflight_expected += self.time_of(write, bytes);
+        self.inflight_expected[usize::from(write)] += self.time_of(write, bytes);
     }
 
     /// It has ended, well or not.
@@ -135,8 +144,9 @@ impl Slowness {
         self.pass(now);
         let expected = self.time_of(write, bytes);
         self.inflight_count -= 1;
-        self.inflight_expected = self.inflight_expected.saturating_sub(expected);
-        self.second.expected += expected;
+        let inflight = &mut self.inflight_expected[usize::from(write)];
+        *inflight = inflight.saturating_sub(expected);
+        self.second.expected[usize::from(write)] += expected;
         self.second.bytes += bytes;
         self.second.count += 1;
     }
@@ -163,7 +173,7 @@ impl Slowness {
         if second.count > 0 && second.bytes / second.count < OPERATION_BYTES_LEAST {
             return None;
         }
-        if second.busy < second.expected.mul_f64(WELL) {
+        if second.busy < longer(second.expected).mul_f64(WELL) {
             self.run = Work::default();
             self.good_seconds += 1;
             let well = self.slow && self.good_seconds >= WELL_AFTER;
@@ -173,8 +183,8 @@ impl Slowness {
         self.good_seconds = 0;
         self.run.add(&second);
         // What is in flight may end all at once, in time.
-        let expected = (self.run.expected + self.inflight_expected).as_secs_f64();
-        let times = self.run.busy.as_secs_f64() / expected.max(1e-9);
+        let expected = [0, 1].map(|way| self.run.expected[way] + self.inflight_expected[way]);
+        let times = self.run.busy.as_secs_f64() / longer(expected).as_secs_f64().max(1e-9);
         if self.slow || self.run.busy < SLOW_AFTER || times < SLOW {
             return None;
         }
@@ -288,6 +298,46 @@ mod tests {
         for _ in 0..600 {
             assert_eq!(idle.run(1.0, 0.001, MIB, 1), None);
             idle.now += Duration::from_millis(100);
+        }
+    }
+
+    /// Both ways at once at such shares of what each was measured at: what is said within so many seconds.
+    fn both_ways(shares: [f64; 2], seconds: f64) -> Option<(Change, f64)> {
+        let start = Instant::now();
+        let mut slowness = Slowness::new(620_000_000, 320_000_000, start);
+        let times = [620e6 * shares[0], 320e6 * shares[1]]
+            .map(|rate| Duration::from_secs_f64(4.0 * MIB as f64 / rate));
+        let mut ends = times.map(|time| start + time);
+        for way in [false, true] {
+            (0..2).for_each(|_| slowness.started(way, 4 * MIB, start));
+        }
+        let mut judged = start + JUDGED_EVERY;
+        while judged < start + Duration::from_secs_f64(seconds) {
+            let way = usize::from(ends[1] < ends[0]);
+            let now = ends[way];
+            while judged <= now {
+                if let Some(change) = slowness.judge(judged) {
+                    return Some((change, (judged - start).as_secs_f64()));
+                }
+                judged += JUDGED_EVERY;
+            }
+            slowness.ended(way == 1, 4 * MIB, now);
+            slowness.started(way == 1, 4 * MIB, now);
+            ends[way] += times[way];
+        }
+        None
+    }
+
+    #[test]
+    fn reads_and_writes_at_once_make_nobody_look_faster_nor_a_drive_that_does_one_at_a_time_slow() {
+        let (change, at) = both_ways([0.1, 0.1], 30.0).expect("it is named");
+        assert!(at <= 10.0, "{at} s");
+        assert!(
+            matches!(change, Change::Slow { times, .. } if times > 8.0),
+            "{change:?}"
+        );
+        for shares in [[1.0, 1.0], [0.5, 0.5], [0.9, 0.25]] {
+            assert_eq!(both_ways(shares, 30.0), None, "{shares:?}");
         }
     }
 
