@@ -165,10 +165,15 @@ fn words(job: &FioJob) -> Vec<String> {
         for (index, file) in files.iter().enumerate() {
             words.push(format!("--name={rw}{index}"));
             words.push(format!("--rw={rw}"));
-            words.push(format!("--filename={}", file.display()));
+            words.push(format!("--filename={}", one_file(file)));
         }
     }
     words
+}
+
+/// `file` as fio takes it: a colon would end its name and begin another file's.
+fn one_file(file: &Path) -> String {
+    (file.display().to_string()).replace(':', "\\:")
 }
 
 fn figures(said: &str, command: String) -> Result<FioFigures> {
@@ -251,7 +256,7 @@ mod tests {
 
     #[test]
     fn jobs_on_one_file_have_parts_of_their_own() {
-        let file = [PathBuf::from("/x")];
+        let file = [PathBuf::from("/x"), PathBuf::from("/dev/disk/by-path/a:b")];
         let job = FioJob {
             streams: &[("randrw", &file)],
             read_percent: Some(70),
@@ -269,6 +274,7 @@ mod tests {
             "--numjobs=3 --offset_increment=12288",
             "--rwmixread=70",
             "--rw=randrw --filename=/x",
+            "--name=randrw1 --rw=randrw --filename=/dev/disk/by-path/a\\:b",
         ] {
             assert!(words.contains(word), "{word}: {words}");
         }
