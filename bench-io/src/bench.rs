@@ -23,7 +23,7 @@ use crate::pattern::{Pattern, WrongBlocks};
 use crate::progress::Progress;
 use crate::report::Figures;
 use crate::target::Target;
-use crate::target::daemon::{DaemonTarget, JOB_PREFIX};
+use crate::target::daemon::{DaemonTarget, job_name};
 use crate::target::device::{Claim, DeviceFiles, DeviceTarget};
 use crate::watch::{Watch, Watched};
 
@@ -336,7 +336,7 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
             tile_count,
             gpu,
         } => {
-            let job = format!("{JOB_PREFIX}{}-{index}", std::process::id());
+            let job = job_name(index);
             let target = DaemonTarget::open(
                 socket,
                 &job,

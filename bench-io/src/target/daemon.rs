@@ -17,8 +17,26 @@ use crate::pattern::{Pattern, WrongBlocks};
 use crate::say;
 use crate::words::Bytes;
 
-/// What jobs of measurements are called, with the process's number behind.
-pub(crate) const JOB_PREFIX: &str = "bench-io-";
+const JOB_PREFIX: &str = "bench-io-";
+
+/// What job `index` of this process's measurement is called in a daemon's store.
+pub(crate) fn job_name(index: u32) -> String {
+    format!("{JOB_PREFIX}{}-{index}", std::process::id())
+}
+
+/// Whose job it is, by its name; none of a measurement's where that is no such name.
+fn process_of(job: &str) -> Option<u32> {
+    let (process, index) = job.strip_prefix(JOB_PREFIX)?.split_once('-')?;
+    let whole = |number: &str| number.bytes().all(|byte| byte.is_ascii_digit());
+    let is_ours = whole(process) && whole(index) && !index.is_empty();
+    process.parse().ok().filter(|_| is_ours)
+}
+
+fn is_left(job: &str, open: bool) -> bool {
+    // Between two passes a living one's is closed.
+    let lives = |process| Path::new(&format!("/proc/{process}")).exists();
+    !open && process_of(job).is_some_and(|process| !lives(process))
+}
 
 /// Drops what measurements left in the daemon's store that were killed: nobody else would, and room in it is others'.
 ///
@@ -27,7 +45,7 @@ pub(crate) const JOB_PREFIX: &str = "bench-io-";
 pub(crate) fn drop_left(socket: &Path) -> Result<()> {
     let daemon = Daemon::connect(socket)?;
     let left = daemon.jobs()?.into_iter();
-    for job in left.filter(|job| job.job.starts_with(JOB_PREFIX) && !job.open) {
+    for job in left.filter(|job| is_left(&job.job, job.open)) {
         // Another measurement may have come first.
         if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
             say::note(format_args!(
@@ -280,6 +298,31 @@ impl Drop for DaemonTarget {
                 "{} stays in the daemon's store: {error:#}",
                 self.job
             ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_a_dead_measurement_called_so_is_left() {
+        // Above every number that a process can have.
+        let dead = "bench-io-4194305-0";
+        assert!(is_left(dead, false));
+        assert!(!is_left(dead, true), "somebody has it open");
+        assert!(!is_left(&job_name(0), false), "this one lives");
+        for other in [
+            "bench-io-llama",
+            "bench-io-4194305",
+            "bench-io-4194305-",
+            "bench-io--0",
+            "bench-io-4194305-0-mine",
+            "bench-io-+4194305-0",
+            "my-bench-io-4194305-0",
+        ] {
+            assert!(!is_left(other, false), "{other}");
         }
     }
 }
