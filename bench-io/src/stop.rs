@@ -1,9 +1,9 @@
-//! Ctrl-C and SIGTERM end a measurement in order: what was made for it is taken away.
+//! Ctrl-C, SIGTERM and a terminal that goes end a measurement in order: what was made for it is taken away.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
@@ -19,6 +19,10 @@ pub(crate) fn listen() -> Result<()> {
     let guard = runtime.enter();
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = match ignores_hangup() {
+        true => None,
+        false => Some(signal(SignalKind::hangup())?),
+    };
     drop(guard);
     std::thread::Builder::new()
         .name("signals".into())
@@ -27,17 +31,37 @@ pub(crate) fn listen() -> Result<()> {
                 tokio::select! {
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
+                    () = recv(&mut hangup) => {}
                 }
                 STOPPED.store(true, Ordering::Relaxed);
                 tokio::select! {
                     _ = interrupt.recv() => {}
                     _ = terminate.recv() => {}
+                    () = recv(&mut hangup) => {}
                 }
                 std::process::exit(130);
             });
         })
         .context("waiting for signals")?;
     Ok(())
+}
+
+async fn recv(hangup: &mut Option<Signal>) {
+    match hangup {
+        Some(hangup) => drop(hangup.recv().await),
+        None => std::future::pending().await,
+    }
+}
+
+/// Under nohup it outlives its terminal.
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    // Signals are numbered from 1 on, bits from 0 on.
+    ignored.is_some_and(|mask| mask & 1 << (SignalKind::hangup().as_raw_value() - 1) != 0)
 }
 
 /// Fails once a signal came.

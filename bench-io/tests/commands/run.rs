@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use offload_client::Daemon;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::lab::{assert_empty, bench_io, daemon, drive, json, program, refused};
 
@@ -323,15 +324,16 @@ fn wrong_words_are_refused_before_anything_is_made() {
 
 #[test]
 fn a_measurement_that_is_stopped_leaves_nothing() {
-    let folder = drive();
-    let mut running = in_the_middle(folder.path());
-    let pid = rustix::process::Pid::from_child(&running);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    let stopped = Instant::now();
-    let status = running.wait().unwrap();
-    assert!(!status.success());
-    assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
-    assert_empty(folder.path());
+    for signal in [Signal::TERM, Signal::HUP] {
+        let folder = drive();
+        let mut running = in_the_middle(folder.path());
+        kill_process(Pid::from_child(&running), signal).unwrap();
+        let stopped = Instant::now();
+        let status = running.wait().unwrap();
+        assert!(!status.success());
+        assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
+        assert_empty(folder.path());
+    }
 }
 
 #[test]
@@ -407,8 +409,7 @@ fn fio_is_ended_with_the_measurement() {
         assert!(since.elapsed().as_secs() < 60, "fio was not started");
         std::thread::sleep(Duration::from_millis(10));
     }
-    let pid = rustix::process::Pid::from_child(&running);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
     let stopped = Instant::now();
     assert!(!running.wait().unwrap().success());
     assert!(stopped.elapsed().as_secs() < 60, "{:?}", stopped.elapsed());
