@@ -166,6 +166,41 @@ impl Prepared {
         self.files.iter().cloned().chain(from_daemon).collect()
     }
 
+    /// Where fewer operations can be in flight than were asked for.
+    pub(crate) fn too_shallow(&self, job: &Job) -> Option<String> {
+        let streams = self.streams(job);
+        let stream = streams.iter().flatten().next()?;
+        let (_, blocks) = stream.blocks;
+        (blocks < u64::from(stream.depth)).then(|| {
+            format!(
+                "only {blocks} operations of {} fit what each job moves{}, so that many are in flight and not {}: take a larger \
+                 size or a smaller bs",
+                Bytes(u64::from(job.bs)),
+                if self.files.is_empty() { "" } else { " of a file" },
+                stream.depth,
+            )
+        })
+    }
+
+    /// What is not moved of files and devices that were there: they are larger than the smallest, or not whole operations.
+    pub(crate) fn left_out(&self, job: &Job) -> Result<Vec<String>> {
+        let moved = self.job_blocks * u64::from(job.bs) * u64::from(job.numjobs);
+        let mut left_out = Vec::new();
+        if let Place::Files(paths) = &job.place {
+            for path in paths {
+                let bytes = bytes_of(path)?;
+                if bytes > moved {
+                    left_out.push(format!(
+                        "{}: {} bytes from byte {moved} on are left out",
+                        path.display(),
+                        bytes - moved
+                    ));
+                }
+            }
+        }
+        Ok(left_out)
+    }
+
     /// A stream for each file of each job; one for each job through the daemon, which spreads tiles itself.
     pub(crate) fn streams(&self, job: &Job) -> Vec<Vec<StreamPlan>> {
         let stream = |device, first, depth| StreamPlan {

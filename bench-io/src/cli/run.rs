@@ -85,6 +85,7 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     if prepared.to_fill {
         bench.fill(&streams, progress)?;
     }
+    warnings.extend(prepared.too_shallow(job));
     if !job.direct {
         warnings.push(warnings::page_cache());
     }

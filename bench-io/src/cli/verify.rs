@@ -126,6 +126,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
     let mut warnings = warnings::before();
     let progress = Progress::new();
     let prepared = Prepared::new(&job, Some(Pattern { pass: first }), &progress)?;
+    warnings.extend(prepared.left_out(&job)?);
     let mut bench = Bench::open(prepared.plan.clone())?;
     let timing = Timing {
         ramp: Duration::ZERO,

@@ -323,6 +323,34 @@ fn wrong_words_are_refused_before_anything_is_made() {
 }
 
 #[test]
+fn a_depth_that_is_not_reached_is_said() {
+    let folder = drive();
+    let of = |iodepth: &str| {
+        let path = folder.path().to_str().unwrap();
+        let words = [
+            "run",
+            "--target=device",
+            "--bs=1m",
+            "--size=4m",
+            "--runtime=0.1",
+        ];
+        let more = [
+            "--ramp_time=0",
+            "--json",
+            "--iodepth",
+            iodepth,
+            "--directory",
+            path,
+        ];
+        json(&[&words[..], &more].concat())["warnings"].to_string()
+    };
+    let said = of("32");
+    assert!(said.contains("only 4 operations of 1 MiB fit"), "{said}");
+    assert!(said.contains("and not 32"), "{said}");
+    assert!(!of("4").contains("fit what each job"));
+}
+
+#[test]
 fn a_measurement_that_is_stopped_leaves_nothing() {
     for signal in [Signal::TERM, Signal::HUP] {
         let folder = drive();

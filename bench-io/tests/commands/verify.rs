@@ -39,6 +39,25 @@ fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
 }
 
 #[test]
+fn what_was_left_out_is_said() {
+    let folder = drive();
+    let [small, large] = ["small", "large"].map(|name| folder.path().join(name));
+    std::fs::write(&small, vec![0; (4 << 20) + 4096]).unwrap();
+    std::fs::write(&large, vec![0; 6 << 20]).unwrap();
+    let words = ["verify", "--bs=64k", "--json", "--overwrite"];
+    let files = [&small, &large].map(|path| ["--filename", path.to_str().unwrap()]);
+    let report = json(&[&words[..], files.as_flattened()].concat());
+    assert_eq!(report["bytes"], 2 * 2 * (4 << 20), "two passes, two files");
+    let warnings = report["warnings"].to_string();
+    for said in [
+        "small: 4096 bytes from byte 4194304 on are left out",
+        "large: 2097152 bytes from byte 4194304 on are left out",
+    ] {
+        assert!(warnings.contains(said), "{warnings}");
+    }
+}
+
+#[test]
 fn every_wrong_block_is_named_with_what_lies_there() {
     let folder = drive();
     let file = folder.path().join("drive");
