@@ -10,6 +10,8 @@
 //! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
 
 #![forbid(unsafe_code)]
+// They panic when nobody reads: `say!` does not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod accelerator;
 mod at_rest;
@@ -34,6 +36,7 @@ mod ranks;
 mod reader;
 pub mod run;
 pub mod runs;
+pub mod said;
 pub mod store;
 pub mod trace;
 pub mod train;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::say_beside;
 use crate::store::Gib;
 
 /// Nobody wonders before that.
@@ -53,7 +54,7 @@ impl LongWork {
         if std::io::stderr().is_terminal() {
             self.show_bar();
         } else if let Some(line) = self.line(elapsed) {
-            eprintln!("{line}");
+            say_beside!("{line}");
         }
     }
 

@@ -1,6 +1,8 @@
 //! `trainer`: trains a run, or prints what a run holds.
 
 #![forbid(unsafe_code)]
+// They panic when nobody reads: `say!` does not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
 
@@ -17,8 +19,10 @@ use kernels_torch::collective::World;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::launch::{self, LaunchError};
 use trainer::run::SaveName;
+use trainer::said;
 use trainer::trace::{STEPS_DEFAULT, Trace};
 use trainer::train::Start;
+use trainer::{say, say_beside};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
@@ -170,7 +174,7 @@ fn set_environment() {
 
 fn main() -> ExitCode {
     if let Err(error) = launch::end_with_launcher() {
-        eprintln!("trainer: {error}");
+        say_beside!("trainer: {error}");
         return ExitCode::FAILURE;
     }
     set_environment();
@@ -179,12 +183,15 @@ fn main() -> ExitCode {
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(std::io::stderr)
+        // It would panic where nobody reads.
+        .log_internal_errors(false)
         .init();
-    match run(Cli::parse().command) {
+    let result = run(Cli::parse().command).and_then(|()| Ok(said::all()?));
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Each message has its cause's in it: the chain would say everything twice.
-            eprintln!("trainer: {}{error}", rank_name());
+            say_beside!("trainer: {}{error}", rank_name());
             match error.downcast_ref() {
                 Some(LaunchError::Failed(failure)) => failure.code.into(),
                 _ => ExitCode::FAILURE,
@@ -217,10 +224,10 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
-        Command::Keys { .. } => print!("{}", trainer::config::markdown()),
+        Command::Keys { .. } => said::out(format_args!("{}", trainer::config::markdown())),
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {
-            println!("{}", trainer::digest::digest(run.settings(None)?, save)?);
+            say!("{}", trainer::digest::digest(run.settings(None)?, save)?);
         }
         Command::Tokens { run, samples } => {
             cli::tokens::tokens(&run.settings(None)?, samples)?;

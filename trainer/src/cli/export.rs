@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use trainer::export::{Export, Numbers, export};
 use trainer::plan::parse_bytes;
 use trainer::run::SaveName;
+use trainer::say;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -62,6 +63,6 @@ pub(crate) fn run(args: ExportArgs) -> anyhow::Result<()> {
         shard_bytes: args.shard_size,
         socket: args.socket,
     })?;
-    println!("{exported}");
+    say!("{exported}");
     Ok(())
 }

@@ -9,6 +9,8 @@ use trainer::plan::{
     Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
     Refusal, parse_bytes, parse_count, parse_drives, parse_rate, places, read_model,
 };
+use trainer::said::out;
+use trainer::{say, say_beside};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -135,7 +137,7 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
 /// Settings or a model that nothing can be planned from; a run that does not fit.
 pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.asked.table {
-        print!("{}", ModelsTable::new(folder)?);
+        out(format_args!("{}", ModelsTable::new(folder)?));
         return Ok(());
     }
     if let Some(path) = &args.asked.model {
@@ -163,7 +165,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
     let settings = question.settings(&model, &args.sets)?;
     let hardware = Hardware::new(&settings, &args.machine.overrides());
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
-        eprintln!(
+        say_beside!(
             "note: {} processes on processors: say --gpu-memory for a machine with GPUs",
             question.ranks
         );
@@ -179,10 +181,10 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             "hardware": hardware,
             "places": places,
         });
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        say!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
     }
-    println!(
+    say!(
         "model     {:.2} G parameters, {} tokens a step, {} {}",
         model.params_count() as f64 / 1e9,
         settings.step_tokens(),
@@ -193,8 +195,8 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             "processes"
         }
     );
-    println!("{hardware}");
-    print!("{}", PlacesTable(&places));
+    say!("{hardware}");
+    out(format_args!("{}", PlacesTable(&places)));
     Ok(())
 }
 
@@ -206,19 +208,19 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
             Ok(plan) => serde_json::to_string_pretty(&plan.report()),
             Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
         };
-        println!("{}", report?);
+        say!("{}", report?);
     } else {
         for note in &settings.notes {
-            println!("note: {note}");
+            say!("note: {note}");
         }
         if let Ok(plan) = &plan {
-            println!("{plan}");
-            println!("elsewhere");
+            say!("{plan}");
+            say!("elsewhere");
             for line in PlacesTable(&places(settings, &hardware))
                 .to_string()
                 .lines()
             {
-                println!("  {line}");
+                say!("  {line}");
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use trainer::runs;
+use trainer::{runs, say};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer runs                                  # below this folder
@@ -25,9 +25,9 @@ pub(crate) fn list(args: &RunsArgs) -> anyhow::Result<()> {
     let list = runs::list(&args.folder)
         .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.folder.display()))?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&list)?);
+        say!("{}", serde_json::to_string_pretty(&list)?);
     } else {
-        println!("{list}");
+        say!("{list}");
     }
     Ok(())
 }

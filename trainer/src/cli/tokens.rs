@@ -1,10 +1,11 @@
 //! `trainer tokens`: what a run is about to learn, as text.
 
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::IsTerminal;
 
 use trainer::config::RunSettings;
 use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
+use trainer::{said, say};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer tokens RUN.toml                                  # the first three samples; what does not count in the loss is dim
@@ -14,19 +15,16 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// Makes the tokens where the run will look for them, and prints the first samples.
 pub(crate) fn tokens(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
     let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
-    println!("{}", corpus.describe());
-    corpus.prepare(settings, &mut |note| println!("{note}"))?;
+    say!("{}", corpus.describe());
+    corpus.prepare(settings, &mut |note| say!("{note}"))?;
     let data = corpus.open(settings)?;
-    println!("{}\n", data.describe());
+    say!("{}\n", data.describe());
     let marks = if std::io::stdout().is_terminal() {
         Marks::Colours
     } else {
         Marks::Brackets
     };
     let text = show(&corpus, &data, samples.min(data.windows()), marks)?;
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
-    }
+    said::out(format_args!("{text}"));
+    Ok(())
 }

@@ -35,6 +35,7 @@ use crate::overflow::{Outcome, OverflowState};
 use crate::plan::Measured;
 use crate::ranks::Ranks;
 use crate::run::SaveName;
+use crate::say;
 use crate::trace::Trace;
 use crate::update::Update;
 use inputs::InputPlace;
@@ -69,11 +70,11 @@ pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<(), 
     let result = ranks.end(result);
     match trace.write() {
         Ok(Some(path)) if ranks.is_first() => {
-            println!("timeline: {}, for ui.perfetto.dev", path.display());
+            say!("timeline: {}, for ui.perfetto.dev", path.display());
         }
         Ok(_) => {}
         // The run's own failure says more.
-        Err(error) if result.is_err() => println!("note: {error}"),
+        Err(error) if result.is_err() => say!("note: {error}"),
         Err(error) => return Err(error.into()),
     }
     result
@@ -136,7 +137,7 @@ fn run_to_its_end(
     let first = ranks.is_first();
     let (run, resumed) = prepared.open(start, &mut |note| {
         if first {
-            println!("{note}");
+            say!("{note}");
         }
     })?;
     if first {
@@ -173,12 +174,12 @@ fn run_to_its_end(
 /// The tokens of the run: the first rank makes them if they are not there, all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
     ranks.by_first("making the tokens", || {
-        let mut say = |note| println!("{note}");
+        let mut say = |note| say!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;
     let data = ranks.together("opening the tokens", || Ok(corpus.open(settings)?))?;
     if ranks.is_first() {
-        println!("  data      {}", data.describe());
+        say!("  data      {}", data.describe());
     }
     Ok(data)
 }

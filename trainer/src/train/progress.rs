@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::long_work::clock;
 use crate::metrics::StepMetrics;
+use crate::say;
 
 /// Lines on stdout, a bar on stderr if that is a terminal.
 pub(super) struct Progress {
@@ -83,8 +84,8 @@ impl Progress {
     /// Prints `line` above the bar.
     pub(super) fn say(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| println!("{line}")),
-            None => println!("{line}"),
+            Some(bar) => bar.suspend(|| say!("{line}")),
+            None => say!("{line}"),
         }
     }
 

@@ -6,6 +6,7 @@ use crate::data::Corpus;
 use crate::metrics::StepMetrics;
 use crate::overflow::OverflowState;
 use crate::plan::Plan;
+use crate::say;
 
 /// Why a step changed nothing, and what is tried next.
 pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
@@ -20,35 +21,35 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
 
 /// What is going to happen, before it does.
 pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
-    println!("settings");
+    say!("settings");
     for line in settings.lines() {
-        println!("  {line}");
+        say!("  {line}");
     }
     for note in &settings.notes {
-        println!("note: {note}");
+        say!("note: {note}");
     }
     let placement = &settings.placement;
     let tiers = [placement.param, placement.optimizer];
     if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
-        println!(
+        say!(
             "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
         );
     } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
-        println!(
+        say!(
             "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
         );
     }
-    println!("plan");
+    say!("plan");
     for line in plan.to_string().lines() {
-        println!("  {line}");
+        say!("  {line}");
     }
-    println!("  tokenizer {}", corpus.describe());
+    say!("  tokenizer {}", corpus.describe());
 }
 
 /// What was found.
 pub(super) fn opened(run: &OpenRun, resumed: bool) {
     let opened = &run.opened;
-    println!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
+    say!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
     for device in &opened.devices {
         let rate = |bytes: u64| {
             if bytes == 0 {
@@ -57,7 +58,7 @@ pub(super) fn opened(run: &OpenRun, resumed: bool) {
                 format!("{:.2} GB/s", bytes as f64 / 1e9)
             }
         };
-        println!(
+        say!(
             "  device    {}: reads {}, writes {}",
             device.path,
             rate(device.read_bytes_per_s),
@@ -65,11 +66,11 @@ pub(super) fn opened(run: &OpenRun, resumed: bool) {
         );
     }
     for note in &opened.notes {
-        println!("note: {note}");
+        say!("note: {note}");
     }
     if resumed {
-        println!("resumed at step {}", run.state.step);
+        say!("resumed at step {}", run.state.step);
     } else {
-        println!("started with {}", run.started_with);
+        say!("started with {}", run.started_with);
     }
 }

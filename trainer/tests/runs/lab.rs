@@ -323,7 +323,7 @@ pub(crate) fn children(parent: u32) -> Vec<Pid> {
         .collect()
 }
 
-fn words(output: &Output) -> (String, String) {
+pub(crate) fn words(output: &Output) -> (String, String) {
     (
         String::from_utf8_lossy(&output.stdout).into_owned(),
         String::from_utf8_lossy(&output.stderr).into_owned(),

@@ -29,6 +29,7 @@ mod ranks;
 mod ranks_gpu;
 mod restart;
 mod resume;
+mod said;
 mod saves;
 mod settings;
 mod stages;
