@@ -13,13 +13,15 @@ use crate::report::{DeviceReport, Head, warnings};
 use crate::say;
 use crate::scale::Load;
 use crate::training::{
-    self, DeepSpeedStep, Given, Settings, Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
+    self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
+    TrainingRow, TrialPlan,
 };
 use crate::words::Rate;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2G --write 3.2G
+  bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # of another machine
   bench-io training RUN.toml --folder /mnt/nvme0 --folder /mnt/nvme1       # with what these drives do
   bench-io training --run RUN.toml --read 620M --write 320M --out target/training
                                 # as root: trains on 1 to 4 paced drives and prints predicted beside measured
@@ -62,6 +64,8 @@ pub(crate) struct TrainingArgs {
     /// What one process computes, 10^12 operations a second [default: what the plan takes]
     #[arg(long, value_name = "N", conflicts_with = "run")]
     tflops: Option<f64>,
+    #[command(flatten)]
+    machine: OtherMachine,
     /// With --model: tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
@@ -181,6 +185,7 @@ fn settings(args: &TrainingArgs) -> Settings {
         micro_batch: of_model.then_some(args.micro_batch),
         accumulation: args.accumulation,
         tflops: args.tflops,
+        machine: args.machine,
         steps: args.run.is_some().then_some(args.steps),
     }
 }
@@ -239,6 +244,7 @@ fn predicted(
             read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
             write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
             tflops: args.tflops,
+            machine: args.machine,
         }
     } else {
         let bed = Bed::make(
@@ -248,7 +254,10 @@ fn predicted(
             progress,
         )?;
         let trial = bed.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
-        Given::measured(measured.insert(trial), args.tflops)
+        Given {
+            machine: args.machine,
+            ..Given::measured(measured.insert(trial), args.tflops)
+        }
     };
     let ours = trainer.plan(&subject, given)?;
     ensure!(

@@ -7,6 +7,7 @@
 //! ```
 
 mod deepspeed;
+mod machine;
 mod planner;
 mod trial;
 
@@ -15,11 +16,13 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
+use self::machine::Shown;
 use crate::picture::{self, Line};
 use crate::report::Head;
 use crate::words::SpeedText;
 
 pub(crate) use deepspeed::DeepSpeedStep;
+pub(crate) use machine::{OtherMachine, PlannedMachine};
 pub(crate) use planner::{Given, Planned, Subject, Trainer};
 pub(crate) use trial::{Trial, TrialPlan, run};
 
@@ -64,6 +67,9 @@ pub(crate) struct Settings {
     pub(crate) accumulation: Option<u64>,
     /// What was said that a process computes.
     pub(crate) tflops: Option<f64>,
+    /// What was said of the machine that is planned for.
+    #[serde(flatten)]
+    pub(crate) machine: OtherMachine,
     /// Of each run, with `--run`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) steps: Option<u64>,
@@ -94,12 +100,13 @@ impl fmt::Display for TrainingReport {
         )?;
         writeln!(
             f,
-            "bytes a step: DeepSpeed {} read, {} written; ours {} read, {} written\n",
+            "bytes a step: DeepSpeed {} read, {} written; ours {} read, {} written",
             gb(theirs.read_bytes),
             gb(theirs.written_bytes),
             gb(ours.read_bytes),
             gb(ours.written_bytes)
         )?;
+        writeln!(f, "{}\n", Shown(&ours.machine, &self.head.settings.machine))?;
         if self.rows.iter().any(|row| row.measured.is_some()) {
             writeln!(f, "{COMPUTING}\n")?;
         }

@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use super::{OtherMachine, PlannedMachine};
 use crate::bed::Trial;
 use crate::child;
 
@@ -29,12 +30,13 @@ pub(crate) enum Subject {
     },
 }
 
-/// Drives, all together, and what one process computes.
+/// Drives, all together, what one process computes, and what else is not of this machine.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Given {
     pub(crate) read_bytes_per_s: f64,
     pub(crate) write_bytes_per_s: f64,
     pub(crate) tflops: Option<f64>,
+    pub(crate) machine: OtherMachine,
 }
 
 impl Given {
@@ -45,6 +47,7 @@ impl Given {
             read_bytes_per_s,
             write_bytes_per_s,
             tflops,
+            machine: OtherMachine::default(),
         }
     }
 }
@@ -64,6 +67,7 @@ pub(crate) struct Planned {
     pub(crate) compute_s: f64,
     /// Room on devices.
     pub(crate) device_bytes: u64,
+    pub(crate) machine: PlannedMachine,
 }
 
 impl Trainer {
@@ -125,6 +129,7 @@ impl Trainer {
         if let Some(tflops) = given.tflops {
             command.args(["--tflops", &format!("{tflops:.9}")]);
         }
+        command.args(given.machine.words());
         let output = command
             .output()
             .with_context(|| format!("starting {}", self.program.display()))?;
@@ -155,6 +160,7 @@ fn planned(plan: &Value) -> Result<Planned> {
         number(plan, "tokens_per_step")?,
         number(plan, "gradient_accumulation_steps")?,
     );
+    let machine = PlannedMachine::read(plan)?;
     if let Some(places) = plan["places"].as_array() {
         let drives = places.iter().find(|place| place["place"] == "drives");
         let drives = drives.context("the plan has no place `drives`")?;
@@ -173,6 +179,7 @@ fn planned(plan: &Value) -> Result<Planned> {
             wall: drives["wall"].as_str().unwrap_or_default().to_owned(),
             compute_s: 6.0 * parameters * tokens / flops,
             device_bytes: number(drives, "device_bytes")? as u64,
+            machine,
         });
     }
     let (step, bound) = (&plan["step"], &plan["bound"]);
@@ -186,6 +193,7 @@ fn planned(plan: &Value) -> Result<Planned> {
         wall: bound["wall"].as_str().unwrap_or_default().to_owned(),
         compute_s: number(bound, "forward_s")? + number(bound, "backward_s")?,
         device_bytes: number(plan, "device_bytes")? as u64,
+        machine,
     })
 }
 
@@ -197,12 +205,13 @@ mod tests {
     fn plans_of_runs_and_of_models_are_read_alike() {
         let run = serde_json::json!({
             "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000,
+            "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "step": {"read_bytes": 1400, "written_bytes": 1200},
             "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
         });
         let model = serde_json::json!({
             "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2,
-            "hardware": {"tflops": {"value": 4e-9}},
+            "hardware": {"tflops": {"value": 4e-9}, "cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "places": [
                 {"place": "host", "step_s": 1.0},
                 {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "wall": "device writes"},

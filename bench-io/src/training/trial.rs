@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Given, Planned, Subject, Trainer};
+use super::{Given, OtherMachine, Planned, Subject, Trainer};
 use crate::bed::{self, Bed};
 use crate::paced::{DrivesPlan, OwnDrives, Pace};
 use crate::place::WorkFolder;
@@ -70,6 +70,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         read_bytes_per_s: plan.pace.read as f64 * count,
         write_bytes_per_s: plan.pace.write as f64 * count,
         tflops: None,
+        machine: OtherMachine::default(),
     };
     // The plan needs no folder that exists.
     let folders: Vec<PathBuf> = (0..plan.drives * plan.parts)

@@ -128,6 +128,46 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
 }
 
 #[test]
+fn another_machines_memory_and_cores_are_planned_for_and_named() {
+    if trainer().is_none() {
+        return;
+    }
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/models");
+    let model = models.join("Llama-2-7B.json");
+    let words = |cores: u32| {
+        let words = ["training", "--drives=1", "--read=60G", "--write=60G"];
+        let mut words = words.map(str::to_owned).to_vec();
+        words.push(format!("--model={}", model.display()));
+        words.extend(["--host-memory=3TiB", "--gpu-memory=0"].map(str::to_owned));
+        words.extend([format!("--cores={cores}"), "--tflops=1000".into()]);
+        words
+    };
+    let step_s = |cores: u32| {
+        let words = words(cores);
+        let mut words: Vec<&str> = words.iter().map(String::as_str).collect();
+        words.push("--json");
+        let report = json(&words);
+        let machine = &report["rows"][0]["ours"]["machine"];
+        assert_eq!(machine["host_memory_bytes"], 3u64 << 40, "{report}");
+        assert_eq!(machine["cores"], cores);
+        assert!(machine["gpu_memory_bytes"].is_null());
+        assert_eq!(report["settings"]["host_memory"], 3u64 << 40);
+        report["rows"][0]["ours"]["step_s"].as_f64().unwrap()
+    };
+    // Drives are fast and so is computing: what is left is the optimizer.
+    let (one, many) = (step_s(1), step_s(64));
+    assert!(one > 4.0 * many, "{one} s with one core, {many} s with 64");
+
+    let output = program().args(words(32)).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let said = "planned for: host memory 3072.0 GiB (given), 32 cores (given), no GPU (given)";
+    assert!(text.contains(said), "{text}");
+    let output = program().args(&words(32)[..5]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(" cores (found here), "), "{text}");
+}
+
+#[test]
 fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
     if trainer().is_none() || without_paced_drives() {
         return;
@@ -189,6 +229,16 @@ fn what_cannot_be_predicted_is_refused() {
         (vec![&file[..], "--timeout=3"], "--timeout"),
         (vec![&file[..], "--seq-len=3"], "--seq-len"),
         (vec![&file[..], "--folder=.", "--read=1k"], "--read"),
+        (vec![&file[..], "--cores=0"], "1..="),
+        (
+            vec![&file[..], "--host-memory=much"],
+            "does not begin with a number",
+        ),
+        // Where it runs is where it is.
+        (
+            vec!["--run", &file[..], "--host-memory=1g"],
+            "--host-memory",
+        ),
     ] {
         let said = refused(&[&["training"], &args[..]].concat());
         assert!(said.contains(why), "{args:?}: {said}");

@@ -1,0 +1,95 @@
+//! The machine that a step is planned for: this one, as far as nothing else was said.
+
+use std::fmt;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::words::Bytes;
+
+/// What was said of another machine.
+#[derive(Args, Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct OtherMachine {
+    /// Plan for so much host memory, as 512GiB [default: what is available here]
+    #[arg(long, value_name = "BYTES", conflicts_with = "run")]
+    pub(crate) host_memory: Option<Bytes>,
+    /// Plan for GPUs with so much memory, as 80GiB; 0: without [default: the GPU of this machine]
+    #[arg(long, value_name = "BYTES", conflicts_with = "run", value_parser = bytes_or_none)]
+    pub(crate) gpu_memory: Option<u64>,
+    /// Plan for so many cores for the optimizer [default: this machine's]
+    #[arg(long, value_name = "N", conflicts_with = "run", value_parser = clap::value_parser!(u64).range(1..=65536))]
+    pub(crate) cores: Option<u64>,
+}
+
+fn bytes_or_none(text: &str) -> Result<u64, String> {
+    match text {
+        "0" => Ok(0),
+        text => text.parse::<Bytes>().map(|bytes| bytes.0),
+    }
+}
+
+impl OtherMachine {
+    /// For `trainer plan`.
+    pub(super) fn words(&self) -> Vec<String> {
+        let words = [
+            ("host-memory", self.host_memory.map(|bytes| bytes.0)),
+            ("gpu-memory", self.gpu_memory),
+            ("cores", self.cores),
+        ];
+        let said = words.into_iter();
+        said.filter_map(|(word, value)| Some(format!("--{word}={}", value?)))
+            .collect()
+    }
+}
+
+/// What a plan was made for.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct PlannedMachine {
+    /// For the run; nothing where the kernel does not say.
+    pub(crate) host_memory_bytes: Option<u64>,
+    /// Of each process's GPU; nothing without one.
+    pub(crate) gpu_memory_bytes: Option<u64>,
+    /// For the optimizer.
+    pub(crate) cores: u64,
+}
+
+impl PlannedMachine {
+    /// From what `trainer plan` says.
+    ///
+    /// # Errors
+    /// It does not say.
+    pub(super) fn read(plan: &Value) -> Result<Self> {
+        let hardware = &plan["hardware"];
+        Ok(Self {
+            host_memory_bytes: hardware["host_memory_bytes"].as_u64(),
+            gpu_memory_bytes: hardware["gpu"]["memory_bytes"].as_u64(),
+            cores: hardware["cores"].as_u64().context("the plan's cores")?,
+        })
+    }
+}
+
+/// What was planned for, and what of it was said.
+pub(super) struct Shown<'a>(pub(super) &'a PlannedMachine, pub(super) &'a OtherMachine);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(planned, said) = self;
+        let from = |given: bool| if given { "given" } else { "found here" };
+        let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+        let host = planned.host_memory_bytes.map_or("unknown".into(), gib);
+        write!(
+            f,
+            "planned for: host memory {host} ({}), {} cores ({}), ",
+            from(said.host_memory.is_some()),
+            planned.cores,
+            from(said.cores.is_some())
+        )?;
+        match planned.gpu_memory_bytes {
+            Some(bytes) => write!(f, "GPU memory {}", gib(bytes))?,
+            None => write!(f, "no GPU")?,
+        }
+        write!(f, " ({})", from(said.gpu_memory.is_some()))
+    }
+}
