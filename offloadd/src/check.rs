@@ -13,6 +13,7 @@ use crate::findings::{Finding, Severity, worst};
 use crate::memory;
 use crate::server::page::PageAddress;
 use crate::store::recover;
+use crate::store_devices::StoreDevices;
 
 /// Looks at memory, sockets and devices, in this order.
 pub fn check(config: &Config) -> Vec<Finding> {
@@ -106,6 +107,19 @@ fn devices(config: &Config) -> Vec<Finding> {
     if worst(&findings) == Severity::Problem {
         return findings;
     }
+    // One that cannot be looked at is missed below.
+    let opened = match StoreDevices::look(opened.clone()) {
+        Ok(all) => {
+            let line = all.line_to_write().unwrap_or_default();
+            for (one, device) in all.unlisted.iter().zip(&all.devices[opened.len()..]) {
+                let path = Path::new(one.path());
+                findings.push(Finding::hint("devices", one.to_string(), &line));
+                findings.push(writable(format!("device {}", path.display()), path, device));
+            }
+            all.devices
+        }
+        Err(_) => opened,
+    };
     let together = match recover::look(&mut DeviceBlocks(&opened)) {
         Ok((devices, outsiders)) => {
             findings.extend(outsiders.iter().map(|outsider| {

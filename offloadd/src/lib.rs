@@ -35,6 +35,7 @@ pub mod queue;
 pub mod server;
 pub mod stopped;
 pub mod store;
+pub mod store_devices;
 mod volatile;
 
 /// What both sides agree on, for programs that drive parts of the daemon themselves.

@@ -40,7 +40,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
                 Ok(reply.into_inner().freed_bytes)
             }
             Holder::Nobody(config) => {
-                let devices = open_all(&config.devices)?;
+                let devices = open_all(&config)?;
                 check(&inspect::read(&devices)?.jobs, uid, &choice)?;
                 let mut stopped = Stopped::open_to_change(devices)?;
                 (stopped.drop_job(uid, name)).map_err(|fault| anyhow!("{}", fault.message))

@@ -51,7 +51,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
             }
             Holder::Nobody(config) => {
                 let name = JobName::new(job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
-                let devices = open_all(&config.devices)?;
+                let devices = open_all(&config)?;
                 if !choice.force {
                     compare_stopped(&devices, &choice)?;
                 }

@@ -24,7 +24,7 @@ pub(crate) fn run(config: Option<PathBuf>, socket: Option<PathBuf>, as_json: boo
                     .map_err(|status| refusal(&socket, &status))?
                     .into_inner())
             }
-            Holder::Nobody(config) => read(&open_all(&config.devices)?),
+            Holder::Nobody(config) => read(&open_all(&config)?),
         }
     })?;
     let text = match as_json {

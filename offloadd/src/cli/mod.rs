@@ -29,7 +29,6 @@ pub(crate) mod top;
 pub(crate) mod verify;
 
 use std::io::Write;
-use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
@@ -37,11 +36,19 @@ use offloadd::device::{Device, DeviceBlocks, DeviceError};
 use offloadd::metrics::{Ratings, Worn};
 use offloadd::store::recover::RecoveredStore;
 use offloadd::store::wear::Wear;
+use offloadd::store_devices::StoreDevices;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
 
-/// Opens and locks all devices, in the order given.
-fn open_all(paths: &[PathBuf]) -> Result<Vec<Device>, DeviceError> {
-    paths.iter().map(|path| Device::open(path)).collect()
+/// Opens and locks all devices of the settings' store, and tells of those that the settings lack.
+fn open_all(config: &Config) -> Result<Vec<Device>, DeviceError> {
+    let opened = StoreDevices::open(&config.devices)?;
+    for unlisted in &opened.unlisted {
+        eprintln!("offloadd: device {unlisted}");
+    }
+    if let Some(line) = opened.line_to_write() {
+        eprintln!("offloadd: write into the settings: {line}");
+    }
+    Ok(opened.devices)
 }
 
 /// How far each device of the store is worn, in the store's order.

@@ -33,6 +33,7 @@ use offloadd::server::{self, About};
 use offloadd::store::StoreError;
 use offloadd::store::home::{self, HomeMove};
 use offloadd::store::recover::{self, RecoveredStore};
+use offloadd::store_devices::StoreDevices;
 use rustix::process::Pid;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -45,7 +46,7 @@ use super::service_manager::{
     forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
     somebody_keeps,
 };
-use super::{binary, follow_parent, open_all, raise_descriptor_limit, ratings, worn};
+use super::{binary, follow_parent, raise_descriptor_limit, ratings, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -85,7 +86,15 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         LockPolicy::Try
     };
     // Locked before the first byte is read: a predecessor's last writes may still be under way.
-    let devices = open_all(&config.devices)?;
+    let opened = StoreDevices::open(&config.devices)?;
+    for unlisted in &opened.unlisted {
+        tracing::warn!("device {unlisted}");
+    }
+    if let Some(line) = opened.line_to_write() {
+        tracing::warn!("write into {}: {line}", file.display());
+    }
+    let StoreDevices { devices, .. } = opened;
+    let device_count = devices.len();
     for device in devices.iter().filter(|device| device.has_holes()) {
         tracing::warn!(
             "device {} has holes: its space is not reserved, and a full file system would fail writes. Was it copied? `cp \
@@ -207,7 +216,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}{limited}",
         env!("CARGO_PKG_VERSION"),
         config.socket.display(),
-        config.devices.len(),
+        device_count,
         running.engine,
         running.engine_reason,
         binary(config.arena_bytes_max),

@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 use super::at_rest::{Holder, holder};
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
-use super::{binary, open_all};
+use super::{binary, open_all, ratings};
 
 /// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
 pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
@@ -130,7 +130,7 @@ fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
     if choice.job.is_some() {
         bail!("--job is for a running daemon; without one all of the store is verified");
     }
-    let devices = open_all(&config.devices)?;
+    let devices = open_all(config)?;
     let mut work = LongWork::new("verifying", Unit::Bytes, listener);
     let started = Instant::now();
     let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
@@ -141,10 +141,11 @@ fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
         }
     })?;
     drop(work);
+    let ratings = ratings(config);
     let wear = report.wear.iter().map(|device| Worn {
         path: device.path.clone(),
         worn_bytes: device.wear.written_bytes,
-        rated_bytes: config.rated_bytes[device.position],
+        rated_bytes: ratings.of(&device.path),
     });
     let unclean = report.unclean_jobs.iter().map(|(uid, job)| proto::JobName {
         uid: *uid,

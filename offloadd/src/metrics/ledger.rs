@@ -375,6 +375,7 @@ impl Ledger {
         let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
             worn_bytes: (self.wearing).written_bytes(index, device.counts.written.bytes),
             rated_bytes: self.wearing.rated_bytes(index),
+            unlisted: !self.wearing.is_listed(index),
             damaged_count: device.damaged_count,
             state,
             counts: device.counts.clone(),

@@ -65,6 +65,7 @@ impl From<DeviceView> for proto::DeviceMetrics {
             slow: view.slow,
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
+            unlisted: view.unlisted,
             damaged_count: view.damaged_count,
         }
     }
@@ -204,6 +205,7 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             slow: message.slow,
             worn_bytes: message.worn_bytes,
             rated_bytes: message.rated_bytes,
+            unlisted: message.unlisted,
             damaged_count: message.damaged_count,
         })
     }
@@ -320,6 +322,7 @@ mod tests {
                 slow: true,
                 worn_bytes: 33,
                 rated_bytes: Some(0),
+                unlisted: true,
                 damaged_count: 36,
             }],
             jobs: vec![JobView {

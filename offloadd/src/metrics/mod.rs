@@ -97,6 +97,8 @@ pub struct DeviceView {
     pub worn_bytes: u64,
     /// What it is rated for, if the settings say.
     pub rated_bytes: Option<u64>,
+    /// It is of the store and the settings do not list it: it came since they were read, or they lack it.
+    pub unlisted: bool,
     /// Tiles read from it that were not what was written, as processes found.
     pub damaged_count: u64,
 }

@@ -182,6 +182,12 @@ impl Encoder<'_, '_> {
             lines(|d| f64::from(u8::from(d.state.standing.is_stuck()))),
         )?;
         self.gauge(
+            "offloadd_device_unlisted",
+            "1 while it is of the store and the list `devices` of the settings lacks it",
+            None,
+            lines(|d| f64::from(u8::from(d.unlisted))),
+        )?;
+        self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
             "Measured at format, 0 = unknown",
             None,

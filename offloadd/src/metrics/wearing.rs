@@ -119,6 +119,13 @@ impl Wearing {
         self.devices[device].rated_bytes
     }
 
+    /// Whether the settings list it.
+    pub fn is_listed(&self, device: usize) -> bool {
+        self.ratings
+            .listed
+            .contains_key(&self.devices[device].worn.path)
+    }
+
     /// The settings say something else now. A device that was warned of is judged anew.
     pub fn rate(&mut self, ratings: Ratings) {
         for device in &mut self.devices {

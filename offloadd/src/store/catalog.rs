@@ -54,7 +54,8 @@ pub struct DeviceEntry {
     pub id: DeviceId,
     /// What goes on with it.
     pub phase: Phase,
-    /// What it was called when it came: for messages, when it is missing.
+    /// What it was called in the last life that had it: for messages when it is missing, and to open one that the settings
+    /// do not list.
     pub path: String,
 }
 

@@ -27,4 +27,5 @@ mod shares;
 mod soak;
 mod strace;
 mod top;
+mod unlisted;
 mod wear;

@@ -76,10 +76,6 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
         // As a start would.
         store.refusal();
     }
-    std::fs::write(&store.config, &good).unwrap();
-    change(&store, &format!(", {device:?}"), "");
-    let message = refusal(&store.config);
-    assert!(message.contains("device 1 of the store"), "{message}");
     let other = Store::new(2, "auto");
     std::fs::write(&store.config, &good).unwrap();
     change(&store, &device, other.devices[1].to_str().unwrap());

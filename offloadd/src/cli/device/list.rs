@@ -9,8 +9,8 @@ use offloadd::store::catalog::Phase;
 use serde_json::{Value, json};
 
 use super::{at_most, open_stopped};
-use crate::cli::binary;
 use crate::cli::top::Daemon;
+use crate::cli::{binary, ratings};
 
 /// How long two looks at tiles that move are apart.
 const LOOKS_APART: Duration = Duration::from_secs(1);
@@ -20,6 +20,8 @@ pub(super) struct Line {
     state: DeviceState,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
+    /// The settings do not have it.
+    unlisted: bool,
     /// That move, a second; `None`: nobody looked.
     moving_bytes_per_s: Option<u64>,
     /// The ceiling of what moves to or from it.
@@ -56,6 +58,7 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
             move_bytes_per_s_max: ceiling.filter(|_| !settled(&view.state)),
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
+            unlisted: view.unlisted,
             state: view.state,
         }
     });
@@ -65,19 +68,15 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
 
 pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
     let stopped = open_stopped(config)?;
-    let lines = stopped.devices().into_iter().map(|state| {
-        let listed = config
-            .devices
-            .iter()
-            .position(|d| d.to_str() == Some(&state.path));
-        Line {
-            worn_bytes: stopped.worn_bytes(&state),
-            rated_bytes: listed.and_then(|position| config.rated_bytes[position]),
-            moving_bytes_per_s: None,
-            move_bytes_per_s_max: (config.move_bytes_per_s_max)
-                .filter(|_| !matches!(state.standing.phase, None | Some(Phase::Settled))),
-            state,
-        }
+    let ratings = ratings(config);
+    let lines = stopped.devices().into_iter().map(|state| Line {
+        worn_bytes: stopped.worn_bytes(&state),
+        rated_bytes: ratings.of(&state.path),
+        unlisted: !ratings.listed.contains_key(&state.path),
+        moving_bytes_per_s: None,
+        move_bytes_per_s_max: (config.move_bytes_per_s_max)
+            .filter(|_| !matches!(state.standing.phase, None | Some(Phase::Settled))),
+        state,
     });
     Ok(lines.collect())
 }
@@ -121,6 +120,12 @@ pub(super) fn table(lines: &[Line]) -> String {
         if let Some(stuck) = &standing.stuck {
             text += &format!("device {}: {stuck}\n", standing.number);
         }
+        if line.unlisted {
+            text += &format!(
+                "device {}: not in the list `devices` of the settings: add {:?}\n",
+                standing.number, line.state.path
+            );
+        }
     }
     text
 }
@@ -146,6 +151,7 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "write_bytes_per_s": write_bytes_per_s,
             "worn_bytes": line.worn_bytes,
             "rated_bytes": line.rated_bytes,
+            "unlisted": line.unlisted,
             "left_bytes": standing.left_bytes,
             "left_s": line.left().map(|left| left.as_secs() + 1),
             "move_bytes_per_s_max": line.move_bytes_per_s_max,

@@ -11,10 +11,12 @@ use clap::{Args, Subcommand};
 use offload_api::proto;
 use offloadd::config::Config;
 use offloadd::core::Reply;
-use offloadd::device::FileOwner;
+use offloadd::device::{DeviceBlocks, FileOwner};
 use offloadd::newcomer::{Newcomer, prepare};
 use offloadd::stopped::Stopped;
 use offloadd::store::home::HomeMove;
+use offloadd::store::recover;
+use offloadd::store_devices::StoreDevices;
 
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
@@ -29,8 +31,8 @@ pub(crate) enum DeviceCommand {
   offloadd device add /dev/disk/by-id/nvme-SERIAL2 --socket /run/offloadd/offloadd.sock
 
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
-belongs into `devices` of the settings: the store opens with all its devices or not at all.
-What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
+belongs into `devices` of the settings: the store opens with all its devices or not at all. Until it is there, a start opens it
+where the store has it, and warns. What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
 `move_bytes_per_s_max` in the settings says.")]
     Add {
         /// A file to make, or a block device
@@ -238,7 +240,7 @@ fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
         binary(data_bytes)
     );
     say!(
-        "Add it to `devices` in the settings before the next start: \"{}\"",
+        "Add it to `devices` in the settings: \"{}\"",
         path.display()
     );
 }
@@ -286,7 +288,7 @@ fn say_drained(path: &Path) {
 }
 
 fn open_stopped(config: &Config) -> Result<Stopped> {
-    let stopped = Stopped::open(open_all(&config.devices)?)?;
+    let stopped = Stopped::open(open_all(config)?)?;
     say_outsiders(&stopped);
     Ok(stopped)
 }
@@ -295,7 +297,7 @@ fn open_stopped(config: &Config) -> Result<Stopped> {
 fn open_settled(config: &Config) -> Result<Stopped> {
     let what = "moving the store's catalog and records";
     let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
-    let opened = Stopped::open_settled(open_all(&config.devices)?, &mut |done, total| {
+    let opened = Stopped::open_settled(open_all(config)?, &mut |done, total| {
         work.at(done, total);
     });
     drop(work);
@@ -366,8 +368,9 @@ fn add_stopped(
             // With its locks: whether the store opens without the new file is to be seen.
             drop(stopped);
             if made {
-                let again = open_all(&config.devices).ok().map(Stopped::open);
-                if again.is_some_and(|store| store.is_ok()) {
+                let again = open_all(&config).ok().map(Stopped::open);
+                let is_out = |store: Stopped| store.devices().iter().all(|d| d.path != name);
+                if again.is_some_and(|store| store.is_ok_and(is_out)) {
                     let _ = std::fs::remove_file(path);
                 }
             }
@@ -398,9 +401,12 @@ fn cut_off(config: &Config, path: &Path) -> bool {
     let others = config.devices.iter().filter(|device| *device != path);
     let others: Vec<PathBuf> = others.cloned().collect();
     !others.is_empty()
-        && open_all(&others).is_ok_and(|devices| {
-            let mut blocks = offloadd::device::DeviceBlocks(&devices);
-            offloadd::store::recover::look(&mut blocks).is_ok()
+        && StoreDevices::open(&others).is_ok_and(|opened| {
+            let of_store = opened
+                .unlisted
+                .iter()
+                .any(|one| Path::new(one.path()) == path);
+            !of_store && recover::look(&mut DeviceBlocks(&opened.devices)).is_ok()
         })
 }
 

@@ -140,6 +140,12 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             notes.push(format!("STUCK: {why}"));
         }
     }
+    if device.unlisted {
+        notes.push(format!(
+            "NOT LISTED: add {:?} to `devices` of the settings",
+            device.state.path
+        ));
+    }
     if failed > 0 {
         notes.push(format!("{failed} FAILED"));
     }

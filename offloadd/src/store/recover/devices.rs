@@ -172,7 +172,7 @@ impl<B: Blocks> Reader<'_, B> {
         Ok((devices, outsiders))
     }
 
-    fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
+    pub(super) fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
         let copies = SUPERBLOCK_OFFSETS.map(|offset| {
             self.copy(
                 position,

@@ -5,6 +5,7 @@
 
 mod devices;
 mod jobs;
+mod unlisted;
 
 use offload_api::ids::DeviceIndex;
 
@@ -17,6 +18,8 @@ use super::tile_table::TileTable;
 use super::twins::{Consequence, Note, Reader, Repair};
 use super::{CATALOG_OFFSETS, StoreError};
 use crate::blocks::{BlockError, Blocks};
+
+pub use self::unlisted::{Unlisted, unlisted};
 
 /// All that is known of a store.
 #[derive(Clone, Debug)]

@@ -1,0 +1,197 @@
+//! A device of the store that the settings do not list. What could go wrong: a daemon that is killed after a device came does
+//! not start again; a device of another store is taken or locked, or one that left; nobody is told what to write.
+
+use std::io::Read;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use offload_api::proto;
+use offloadd::device::Device;
+use offloadd::metrics::Snapshot;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
+use crate::growth::{TILES, device};
+
+const SOON: Duration = Duration::from_secs(60);
+
+fn json(arguments: &[&str], store: &Store) -> Value {
+    let mut command = program();
+    command.args(arguments).arg("--config").arg(&store.config);
+    let output = command.output().unwrap();
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", words(&output)))
+}
+
+/// Of `device list`: which of the store's devices the settings lack.
+fn unlisted(store: &Store) -> Vec<bool> {
+    let list = json(&["device", "list", "--json"], store);
+    let devices = list["devices"].as_array().unwrap().iter();
+    devices.map(|d| d["unlisted"].as_bool().unwrap()).collect()
+}
+
+fn kill(daemon: &mut Daemon) {
+    daemon.signal(Signal::KILL);
+    daemon.wait(SOON);
+}
+
+/// A store of one device to which another one came with a generation of nines; its daemon was killed before anybody wrote it
+/// into the settings.
+fn forgotten() -> (Store, PathBuf, u64) {
+    let store = Store::new(1, "auto");
+    let new = store.folder.path().join("new");
+    let mut daemon = store.serve();
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    assert_eq!(unlisted(&store), [false, true], "while it runs");
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, TILES);
+    fill_tiles(&mut session, TILES, working, 9);
+    session.commit(&mut control, working, b"");
+    kill(&mut daemon);
+    (store, new, working)
+}
+
+#[test]
+fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
+    let (mut store, new, generation) = forgotten();
+    let line = format!("devices = {:?}", [&store.devices[0], &new]);
+    for command in [["check-config"].as_slice(), &["doctor", "--config"]] {
+        let output = program().args(command).arg(&store.config).output().unwrap();
+        assert!(words(&output).contains(&line), "{}", words(&output));
+    }
+    let check = program()
+        .arg("check-config")
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(check.status.success(), "{}", words(&check));
+    // Without a daemon too.
+    assert_eq!(unlisted(&store), [false, true]);
+    let verify = json(&["verify", "--json"], &store);
+    assert_eq!(verify["tile_count"], TILES, "{verify}");
+    assert_eq!(verify["sound"], true, "{verify}");
+
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    session.resume(&mut control, generation);
+    expect_tiles(&mut session, TILES, 9);
+    drop(session);
+    assert_eq!(unlisted(&store), [false, true]);
+    let list = program()
+        .args(["device", "list", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(
+        words(&list).contains(&format!("add {new:?}")),
+        "{}",
+        words(&list)
+    );
+    let top = program()
+        .args(["top", "--once", "--interval", "0.1", "--config"])
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(
+        words(&top).contains(&format!("NOT LISTED: add {new:?}")),
+        "{}",
+        words(&top)
+    );
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(SOON), Some(0));
+    let mut log = String::new();
+    let mut stderr = daemon.child.stderr.take().unwrap();
+    stderr.read_to_string(&mut log).unwrap();
+    assert!(log.contains("WARN") && log.contains(&line), "{log}");
+
+    // What it says mends it.
+    store.devices.push(new);
+    store.write_config(&store.socket(), "auto");
+    let daemon = store.serve();
+    assert_eq!(unlisted(&store), [false, false]);
+    let reply = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
+    let seen = Snapshot::try_from(reply).unwrap();
+    assert!(seen.devices.iter().all(|device| !device.unlisted));
+}
+
+#[test]
+fn a_reload_with_the_device_in_the_list_ends_the_warning() {
+    let mut store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let new = store.folder.path().join("new");
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    assert_eq!(unlisted(&store), [false, true]);
+    store.devices.push(new);
+    store.write_config(&store.socket(), "auto");
+    daemon.signal(Signal::HUP);
+    eventually("the settings are read again", SOON, || {
+        unlisted(&store) == [false, false]
+    });
+}
+
+#[test]
+fn what_is_not_the_stores_at_that_path_is_neither_taken_nor_locked() {
+    let (store, new, _) = forgotten();
+    let missing = format!(
+        "device 1 of the store ({} when it came) is missing from the list `devices`",
+        new.display()
+    );
+    let kept = store.folder.path().join("kept");
+    std::fs::rename(&new, &kept).unwrap();
+    let refused = |why: &str| {
+        let refusal = store.refusal();
+        assert!(refusal.contains(&missing), "{why}: {refusal}");
+        let check = program()
+            .arg("check-config")
+            .arg(&store.config)
+            .output()
+            .unwrap();
+        assert_eq!(check.status.code(), Some(78), "{why}");
+        assert!(words(&check).contains(&missing), "{}", words(&check));
+    };
+    refused("nothing is there");
+    // Served by somebody else: a lock would be waited for, and be told of.
+    let other = Store::new(1, "auto");
+    std::fs::rename(&other.devices[0], &new).unwrap();
+    let held = Device::open(&new).unwrap();
+    refused("it is another store's");
+    drop(held);
+    std::fs::write(&new, [7; 4096]).unwrap();
+    refused("it is no device");
+    std::fs::remove_file(&new).unwrap();
+    std::fs::rename(&kept, &new).unwrap();
+    store.serve();
+}
+
+#[test]
+fn who_moved_a_store_is_not_given_a_device_of_the_old_place() {
+    let (mut store, new, _) = forgotten();
+    let copy = store.folder.path().join("copy");
+    std::fs::copy(&store.devices[0], &copy).unwrap();
+    store.devices = vec![copy];
+    store.write_config(&store.socket(), "auto");
+    let refusal = store.refusal();
+    assert!(
+        refusal.contains("is missing from the list") && refusal.contains(new.to_str().unwrap()),
+        "{refusal}"
+    );
+}
+
+#[test]
+fn a_device_that_left_is_not_opened() {
+    let (store, new, generation) = forgotten();
+    let output = device(&store, "drain", &new, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    // Nobody holds it, so nobody may need it.
+    std::fs::remove_file(&new).unwrap();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    session.resume(&mut control, generation);
+    expect_tiles(&mut session, TILES, 9);
+    assert_eq!(unlisted(&store), [false]);
+}
