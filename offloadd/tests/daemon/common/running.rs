@@ -58,9 +58,21 @@ impl Store {
 
     /// What a daemon says that must refuse to start.
     pub(crate) fn refusal(&self) -> String {
-        let output = self.serve_command().output().unwrap();
+        let mut command = self.serve_command();
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut said = String::new();
+        let stdout = child.stdout.as_mut().unwrap();
+        BufReader::new(stdout).read_line(&mut said).unwrap();
+        if said.starts_with("READY ") {
+            // Or it would be waited for without end.
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("it started: {said}");
+        }
+        let output = child.wait_with_output().unwrap();
         assert!(!output.status.success(), "{}", words(&output));
-        words(&output)
+        said + &words(&output)
     }
 }
 
