@@ -216,7 +216,10 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
         &["device9: there is no such file", "offloadd format"],
     );
     let one = whole.replace(&format!(", {:?}", store.devices[1]), "");
+    let away = store.folder.path().join("away");
+    std::fs::rename(&store.devices[1], &away).unwrap();
     refused_with(&one, &["device 1 of the store"]);
+    std::fs::rename(&away, &store.devices[1]).unwrap();
 
     // One superblock is mended from the other, and told; both gone is no store.
     std::fs::write(&store.config, &whole).unwrap();
