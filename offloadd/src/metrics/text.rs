@@ -1,6 +1,8 @@
-//! A [`Snapshot`] as Prometheus reads it (OpenMetrics text). `configs/grafana.json` draws these names.
+//! A [`Snapshot`] as Prometheus reads it (OpenMetrics text; [`plain`]: what came before it). `configs/grafana.json` draws these names.
 //!
 //! Jobs that have no session and moved nothing since the start are left out: a store may hold a thousand.
+
+pub mod plain;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -242,7 +244,7 @@ impl Encoder<'_, '_> {
         )?;
         self.counter(
             "offloadd_job_worn",
-            "Written by it since it was defined, to devices that were of the store when the daemon started or came since",
+            "Written by it since it was defined, to devices that left the store too",
             Some(&Unit::Bytes),
             lines(|job| job.worn_bytes as f64),
         )?;

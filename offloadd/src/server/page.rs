@@ -1,4 +1,5 @@
-//! Counts for Prometheus: `GET /metrics` over HTTP/1.1, on a unix socket or on loopback.
+//! Counts for Prometheus: `GET /metrics` over HTTP/1.1, on a unix socket or on loopback; OpenMetrics, or the text of before it for
+//! who asks for that.
 //!
 //! Whoever reaches the socket sees all jobs' names and counts, so that it is never bound to anything but this machine.
 //! Bounded: connections at a time, bytes of a request's head, seconds of a connection; a peer that is slow or sends
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ALLOW, CONTENT_TYPE};
+use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, VARY};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -210,8 +211,18 @@ async fn respond(
             "offloadd stops or is very busy\n",
         ));
     };
-    let mut response = Response::new(Full::from(text::text(Arc::unwrap_or_clone(snapshot))));
-    let content_type = hyper::header::HeaderValue::from_static(text::CONTENT_TYPE);
+    let accept = request.headers().get_all(ACCEPT).into_iter();
+    let older = text::plain::is_wanted(accept.filter_map(|header| header.to_str().ok()));
+    let page = text::text(Arc::unwrap_or_clone(snapshot));
+    let (page, content_type) = match older {
+        true => (text::plain::plain(&page), text::plain::CONTENT_TYPE),
+        false => (page, text::CONTENT_TYPE),
+    };
+    let mut response = Response::new(Full::from(page));
+    let content_type = hyper::header::HeaderValue::from_static(content_type);
     response.headers_mut().insert(CONTENT_TYPE, content_type);
+    response
+        .headers_mut()
+        .insert(VARY, hyper::header::HeaderValue::from_static("accept"));
     Ok(response)
 }

@@ -212,6 +212,64 @@ fn the_text_parses_and_says_what_was_moved() {
 }
 
 #[test]
+fn a_scraper_of_before_openmetrics_is_answered_in_its_own_form() {
+    let (store, page) = with_page();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 2);
+    fill_tiles(&mut session, 2, working, 10);
+    let get_as = |accept: &str| {
+        let stream = UnixStream::connect(&page).unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        let head = format!("GET /metrics HTTP/1.1\r\nHost: here\r\n{accept}\r\n");
+        ask(stream, &head)
+    };
+    let (newer_head, newer) = get_as(
+        "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1\r\n",
+    );
+    let (head, older) = get_as("Accept: text/plain; version=0.0.4\r\n");
+    let form = |head: &str, form: &str| {
+        let head = head.to_ascii_lowercase();
+        assert!(head.starts_with("http/1.1 200 "), "{head}");
+        assert!(head.contains(&format!("content-type: {form}")), "{head}");
+    };
+    form(&newer_head, "application/openmetrics-text; version=1.0.0");
+    form(&head, "text/plain; version=0.0.4");
+    // The same samples, each of which belongs to a type by its own name.
+    let names = |text: &str| -> Vec<String> {
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        samples
+            .map(|line| line.rsplit_once(' ').unwrap().0.to_owned())
+            .collect()
+    };
+    assert_eq!(names(&older), names(&newer));
+    assert!(names(&older).len() > 40, "{older}");
+    assert!(
+        !older.contains("# EOF") && !older.contains("# UNIT"),
+        "{older}"
+    );
+    let kinds: HashMap<_, _> = (older.lines())
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+        .collect();
+    for name in names(&older) {
+        let name = name.split('{').next().unwrap();
+        let of_histogram = ["_bucket", "_sum", "_count"].iter().any(|suffix| {
+            let base = name.strip_suffix(suffix);
+            base.is_some_and(|base| kinds.get(base) == Some(&"histogram"))
+        });
+        let expected = match name.ends_with("_total") {
+            true => "counter",
+            false => "gauge",
+        };
+        assert!(
+            of_histogram || kinds.get(name) == Some(&expected),
+            "{name} has no type: {older}"
+        );
+    }
+}
+
+#[test]
 fn the_dashboard_draws_what_is_counted() {
     let (store, page) = with_page();
     let daemon = store.serve();
