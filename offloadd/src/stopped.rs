@@ -3,7 +3,7 @@
 //! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store
 //! is whole, and what was begun goes on with the next daemon or when it is asked again.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use offload_api::fault::{Fault, FaultKind};
@@ -26,7 +26,7 @@ use crate::store::format::MeasuredRates;
 use crate::store::home::{self, HomeMove};
 use crate::store::recover::{self, Outsider, RecoveredStore};
 use crate::store::superblock::StoreId;
-use crate::store::wear::Wear;
+use crate::store::wear::{Wear, totals};
 
 /// The store, recovered and locked.
 pub struct Stopped {
@@ -37,6 +37,8 @@ pub struct Stopped {
     devices: Vec<Option<Device>>,
     /// To each.
     written_bytes: Vec<u64>,
+    /// What jobs ever wrote, by `job_id`: of a device that leaves nothing else says it.
+    worn_totals: BTreeMap<u64, u64>,
     reply: Option<Result<Reply, Fault>>,
     calls_made: u64,
 }
@@ -80,6 +82,11 @@ impl Stopped {
         begin: impl FnOnce(&mut Core, &[Device]) -> Result<(), BlockError>,
     ) -> Result<Self, BlockError> {
         let (id, outsiders) = (store.id, store.outsiders.clone());
+        let wears = store.devices.iter().map(|device| {
+            let number = device.superblock.number;
+            Wear::read(&mut DeviceBlocks(&devices), device.position, id, number)
+        });
+        let wears: Vec<Wear> = wears.collect();
         let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
         // No session comes and so no record is written: nothing bears this number.
         let epoch = Epoch(1);
@@ -97,6 +104,7 @@ impl Stopped {
         let devices: Vec<_> = devices.collect();
         Ok(Self {
             written_bytes: vec![0; devices.len()],
+            worn_totals: totals(wears.iter()),
             devices,
             core,
             store: id,
@@ -261,16 +269,19 @@ impl Stopped {
     /// # Errors
     /// A device failed.
     pub fn keep_wear(&mut self) -> Result<(), BlockError> {
+        let one_left = self.devices.iter().any(Option::is_none);
         for (index, state) in self.devices().into_iter().enumerate() {
             let Some(device) = &self.devices[index] else {
                 continue;
             };
-            if self.written_bytes[index] == 0 || state.standing.phase.is_none() {
+            let is_wanted = one_left || self.written_bytes[index] > 0;
+            if !is_wanted || state.standing.phase.is_none() {
                 continue;
             }
             let mut wear = self.wear_of(device, state.standing.number);
             wear.sequence += 1;
             wear.written_bytes += std::mem::take(&mut self.written_bytes[index]);
+            wear.totals.clone_from(&self.worn_totals);
             let (offset, blocks) = wear.encode(self.store, state.standing.number);
             DeviceBlocks(std::slice::from_ref(device)).write(0, offset, &blocks)?;
         }

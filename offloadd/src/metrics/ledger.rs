@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
-use super::wearing::{Ratings, ToKeep, Wearing, Worn};
+use super::wearing::{JobWritten, Ratings, ToKeep, Wearing, Worn};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
@@ -128,6 +128,7 @@ impl Ledger {
     /// It is of no store any more: nothing is kept on it.
     pub fn device_left(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].of_store = false;
+        self.wearing.one_left();
     }
 
     /// When it began.
@@ -289,8 +290,12 @@ impl Ledger {
         let device = &self.devices[index];
         let now_bytes = device.counts.written.bytes;
         let is_behind = self.wearing.behind_bytes(index, now_bytes) > 0;
-        if !device.of_store || !is_behind || self.wearing.is_keeping(index) {
+        let wants_totals = self.wearing.wants_totals(index);
+        if !device.of_store || !(is_behind || wants_totals) || self.wearing.is_keeping(index) {
             return None;
+        }
+        if wants_totals {
+            return Some(device.wear_kept);
         }
         // Since it was tried, not since it was kept: one that fails is not asked without end.
         Some(match now_bytes - device.wear_kept_bytes {
@@ -312,14 +317,16 @@ impl Ledger {
             self.devices[index].wear_kept = now;
             self.devices[index].wear_kept_bytes = now_bytes;
             let written = jobs.iter().filter_map(|state| {
-                let counted = self.counted(state);
-                Some((
-                    state.job_id?,
-                    counted.map_or(0, |job| job.written_bytes[index]),
-                ))
+                let now_bytes = (self.counted(state)).map_or(&[][..], |job| &job.written_bytes);
+                let job_id = state.job_id?;
+                Some(JobWritten {
+                    job_id,
+                    here_bytes: now_bytes.get(index).copied().unwrap_or(0),
+                    ever_bytes: self.wearing.job_bytes(job_id, now_bytes),
+                })
             });
             let written: Vec<_> = written.collect();
-            to_keep.push(self.wearing.keep(index, now_bytes, written.into_iter()));
+            to_keep.push(self.wearing.keep(index, now_bytes, &written));
         }
         to_keep
     }

@@ -114,8 +114,7 @@ pub struct JobView {
     pub commits: Latencies,
     /// Calls that were answered with a fault.
     pub commit_failed_count: u64,
-    /// Ever written by it since it was defined. What it wrote to a device that left counts until the daemon ends: it was kept
-    /// on that device.
+    /// Ever written by it since it was defined, to devices that left too.
     pub worn_bytes: u64,
     /// The same by device, of those that are of the store and to which it wrote.
     pub worn: Vec<DeviceWear>,

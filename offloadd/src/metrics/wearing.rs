@@ -9,7 +9,7 @@ use offload_api::ids::DeviceIndex;
 use super::DeviceWear;
 use crate::blocks::AlignedBytes;
 use crate::store::superblock::StoreId;
-use crate::store::wear::Wear;
+use crate::store::wear::{Wear, totals};
 
 /// A drive this far through its rating is to be replaced soon.
 const WARN_SHARE: f64 = 0.8;
@@ -20,6 +20,8 @@ pub struct Wearing {
     store: StoreId,
     ratings: Ratings,
     devices: Vec<Device>,
+    /// Of jobs, by `job_id`: what they wrote before to devices that are not here any more.
+    left: BTreeMap<u64, u64>,
 }
 
 /// What drives may take in their lives, as the settings say. By path, as a device may come while the daemon runs.
@@ -58,6 +60,8 @@ struct Device {
     kept_bytes: u64,
     /// What is on its way to it.
     keeping: Option<Keeping>,
+    /// A device has left since it was kept: the jobs' totals alone still say what was written to that one.
+    totals_wanted: bool,
     warned: bool,
 }
 
@@ -67,6 +71,17 @@ struct Keeping {
     written_bytes: u64,
     /// Of the write itself.
     blocks_bytes: u64,
+}
+
+/// What a job wrote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobWritten {
+    /// Which.
+    pub job_id: u64,
+    /// In this life, to the device that is kept.
+    pub here_bytes: u64,
+    /// In all lives, to all devices.
+    pub ever_bytes: u64,
 }
 
 /// A device's wear, to be written to it.
@@ -83,9 +98,17 @@ pub struct ToKeep {
 impl Wearing {
     /// `devices` in the store's order.
     pub fn new(store: StoreId, ratings: Ratings, devices: Vec<Worn>) -> Self {
+        let wears = devices.iter().map(|worn| &worn.before);
+        let here = |job_id: &u64| {
+            let bytes = wears.clone().filter_map(|wear| wear.jobs.get(job_id));
+            bytes.fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
+        };
+        let left = totals(wears.clone()).into_iter();
+        let left = left.map(|(job_id, total)| (job_id, total.saturating_sub(here(&job_id))));
         let mut wearing = Self {
             store,
             ratings,
+            left: left.filter(|(_, bytes)| *bytes > 0).collect(),
             devices: Vec::new(),
         };
         devices.into_iter().for_each(|worn| wearing.add(worn));
@@ -98,6 +121,7 @@ impl Wearing {
             sequence: worn.before.sequence,
             kept_bytes: worn.before.written_bytes,
             keeping: None,
+            totals_wanted: false,
             rated_bytes: self.ratings.of(&worn.path),
             worn,
             warned: false,
@@ -151,7 +175,20 @@ impl Wearing {
     /// Ever written by a job, of which `now_bytes` in this life to each device.
     pub fn job_bytes(&self, job_id: u64, now_bytes: &[u64]) -> u64 {
         let before = self.devices.iter().map(|d| d.worn.before.jobs.get(&job_id));
-        before.flatten().sum::<u64>() + now_bytes.iter().sum::<u64>()
+        let left = self.left.get(&job_id).unwrap_or(&0);
+        before.flatten().sum::<u64>() + left + now_bytes.iter().sum::<u64>()
+    }
+
+    /// A device has left: what jobs wrote to it is in their totals, which the others are to have soon.
+    pub fn one_left(&mut self) {
+        for device in &mut self.devices {
+            device.totals_wanted = true;
+        }
+    }
+
+    /// Whether the jobs' totals are to be kept on a device though nothing was written to it.
+    pub fn wants_totals(&self, device: usize) -> bool {
+        self.devices[device].totals_wanted
     }
 
     /// Written to a device and not kept: what a kill would forget.
@@ -159,23 +196,25 @@ impl Wearing {
         self.written_bytes(device, now_bytes) - self.devices[device].kept_bytes
     }
 
-    /// The device's wear as it is now. `jobs`: those of the store, with what each wrote to this device in this life.
-    pub fn keep(
-        &mut self,
-        index: usize,
-        now_bytes: u64,
-        jobs: impl Iterator<Item = (u64, u64)>,
-    ) -> ToKeep {
+    /// The device's wear as it is now. `jobs`: those of the store.
+    pub fn keep(&mut self, index: usize, now_bytes: u64, jobs: &[JobWritten]) -> ToKeep {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];
         let number = device.worn.number;
         let before = &device.worn.before.jobs;
-        let jobs = jobs.map(|(id, now)| (id, before.get(&id).unwrap_or(&0) + now));
+        let here = jobs.iter().map(|job| {
+            let before = before.get(&job.job_id).unwrap_or(&0);
+            (job.job_id, before + job.here_bytes)
+        });
+        let ever = jobs.iter().map(|job| (job.job_id, job.ever_bytes));
         let wear = Wear {
             sequence: device.sequence + 1,
             written_bytes,
-            jobs: jobs.filter(|(_, bytes)| *bytes > 0).collect(),
+            jobs: here.filter(|(_, bytes)| *bytes > 0).collect(),
+            totals: ever.filter(|(_, bytes)| *bytes > 0).collect(),
         };
+        // Since it was tried: one that fails is not asked without end.
+        device.totals_wanted = false;
         let (offset, blocks) = wear.encode(self.store, number);
         let before = device.keeping.replace(Keeping {
             written_bytes,
@@ -230,6 +269,13 @@ mod tests {
             sequence: 4,
             written_bytes: 1000,
             jobs: [(1, 400), (2, 600)].into(),
+            // 100 of them on a device that is not here any more.
+            totals: [(1, 400), (2, 700)].into(),
+        };
+        let job = |job_id, here_bytes, ever_bytes| JobWritten {
+            job_id,
+            here_bytes,
+            ever_bytes,
         };
         let worn = Worn {
             number: 0,
@@ -239,17 +285,21 @@ mod tests {
         let mut wearing = Wearing::new(STORE, Ratings::default(), vec![worn]);
         assert_eq!(wearing.behind_bytes(0, 0), 0);
         assert_eq!(wearing.behind_bytes(0, 50), 50);
-        assert_eq!(wearing.job_bytes(2, &[50]), 650);
+        assert_eq!(
+            [1, 2, 3].map(|id| wearing.job_bytes(id, &[50])),
+            [450, 750, 50]
+        );
         // Job 1 was dropped, job 3 is new, job 4 wrote nothing.
-        let kept = wearing.keep(0, 50, [(2, 30), (3, 20), (4, 0)].into_iter());
+        let kept = wearing.keep(0, 50, &[job(2, 30, 730), job(3, 20, 20), job(4, 0, 0)]);
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (5, 1050));
         assert_eq!(again.jobs, [(2, 630), (3, 20)].into());
+        assert_eq!(again.totals, [(2, 730), (3, 20)].into());
         assert_eq!(wearing.behind_bytes(0, 50), 50, "it has not ended");
         assert!(wearing.kept(0, Some(kept.blocks.len() as u64)));
         assert_eq!(wearing.behind_bytes(0, 50), 0);
         // This life's bytes are not counted twice when it is kept again.
-        let kept = wearing.keep(0, 60, [(2, 40), (3, 20)].into_iter());
+        let kept = wearing.keep(0, 60, &[job(2, 40, 740), job(3, 20, 20)]);
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (6, 1060));
         assert_eq!(again.jobs, [(2, 640), (3, 20)].into());
@@ -257,7 +307,7 @@ mod tests {
         for moved_bytes in [None, Some(512)] {
             assert!(!wearing.kept(0, moved_bytes));
             assert_eq!(wearing.behind_bytes(0, 60), 10);
-            let retried = wearing.keep(0, 60, std::iter::empty());
+            let retried = wearing.keep(0, 60, &[]);
             assert_eq!(retried.offset, kept.offset);
         }
     }

@@ -3,6 +3,9 @@
 //!
 //! Written now and then, to the two places in turn: a torn one leaves the other, at most a minute older. Never flushed by
 //! itself. Stores of before it have none, and daemons of before it neither read nor harm it.
+//!
+//! What a job wrote to a device is kept on that device and leaves with it. So each device has the jobs' totals besides, in
+//! rows as the others are, told apart by [`TOTAL`]: daemons of before it take them for jobs that nobody has.
 
 use std::collections::BTreeMap;
 
@@ -25,6 +28,8 @@ pub struct Wear {
     pub written_bytes: u64,
     /// Of tiles, by `job_id`.
     pub jobs: BTreeMap<u64, u64>,
+    /// Of tiles, by `job_id`, to all devices of the store and those that had left it when this was kept.
+    pub totals: BTreeMap<u64, u64>,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -33,11 +38,17 @@ struct RawHeader {
     head: Head,
     store: [u8; 16],
     device_index: u32,
-    job_count: u32,
+    row_count: u32,
     sequence: u64,
     written_bytes: u64,
     reserved: u64,
 }
+
+/// In the `job_id` of a row: it is the job's total. Jobs are numbered from 1.
+const TOTAL: u64 = 1 << 63;
+
+/// One of each kind for every job.
+const ROWS_MAX: usize = 2 * JOBS_MAX;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -48,33 +59,32 @@ struct RawJob {
 
 const _: () = assert!(size_of::<RawHeader>() == 80 && size_of::<RawJob>() == 16);
 const _: () =
-    assert!((size_of::<RawHeader>() + JOBS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
+    assert!((size_of::<RawHeader>() + ROWS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
 
 impl Wear {
     /// Where it goes, and its sealed blocks, at most [`WEAR_BYTES_MAX`] of them. Of more than [`JOBS_MAX`] jobs those that
     /// wrote least are left out.
     pub fn encode(&self, store: StoreId, device_index: u32) -> (u64, AlignedBytes) {
-        let mut jobs: Vec<_> = self.jobs.iter().collect();
-        jobs.sort_by_key(|(_, written_bytes)| std::cmp::Reverse(**written_bytes));
-        jobs.truncate(JOBS_MAX);
-        jobs.sort();
+        let mut rows = most_worn(&self.jobs);
+        let totals = most_worn(&self.totals).into_iter();
+        rows.extend(totals.map(|(job_id, written_bytes)| (job_id | TOTAL, written_bytes)));
         let header = RawHeader {
             head: Head::unsealed(MAGIC),
             store: store.0,
             device_index,
-            job_count: jobs.len() as u32,
+            row_count: rows.len() as u32,
             sequence: self.sequence,
             written_bytes: self.written_bytes,
             reserved: 0,
         };
-        let jobs: Vec<_> = (jobs.into_iter())
-            .map(|(&job_id, &written_bytes)| RawJob {
+        let rows: Vec<_> = (rows.into_iter())
+            .map(|(job_id, written_bytes)| RawJob {
                 job_id,
                 written_bytes,
             })
             .collect();
         let offset = WEAR_OFFSETS[(self.sequence % 2) as usize];
-        (offset, sealed::seal(&[header.as_bytes(), jobs.as_bytes()]))
+        (offset, sealed::seal(&[header.as_bytes(), rows.as_bytes()]))
     }
 
     /// From blocks whose seal is sound.
@@ -89,21 +99,23 @@ impl Wear {
             return Err(Unreadable::Blank);
         }
         let nonsense = || Unreadable::Damaged("its checksum fits, its fields make no sense".into());
-        let job_count = header.job_count as usize;
-        if header.reserved != 0 || job_count > JOBS_MAX {
+        let row_count = header.row_count as usize;
+        if header.reserved != 0 || row_count > ROWS_MAX {
             return Err(nonsense());
         }
-        let (jobs, rest) =
-            <[RawJob]>::ref_from_prefix_with_elems(rest, job_count).map_err(|_| nonsense())?;
+        let (rows, rest) =
+            <[RawJob]>::ref_from_prefix_with_elems(rest, row_count).map_err(|_| nonsense())?;
         if rest.iter().any(|&byte| byte != 0) {
             return Err(nonsense());
         }
         Ok(Self {
             sequence: header.sequence,
             written_bytes: header.written_bytes,
-            jobs: jobs
-                .iter()
-                .map(|job| (job.job_id, job.written_bytes))
+            jobs: (rows.iter().filter(|row| row.job_id & TOTAL == 0))
+                .map(|row| (row.job_id, row.written_bytes))
+                .collect(),
+            totals: (rows.iter().filter(|row| row.job_id & TOTAL != 0))
+                .map(|row| (row.job_id & !TOTAL, row.written_bytes))
                 .collect(),
         })
     }
@@ -124,6 +136,29 @@ impl Wear {
     }
 }
 
+/// What each job ever wrote, as far as the devices of a store know: of two of them one may have been kept later.
+pub fn totals<'a>(devices: impl Iterator<Item = &'a Wear> + Clone) -> BTreeMap<u64, u64> {
+    let mut totals = BTreeMap::<u64, u64>::new();
+    for (job_id, written_bytes) in devices.clone().flat_map(|wear| &wear.jobs) {
+        let known = totals.entry(*job_id).or_default();
+        *known = known.saturating_add(*written_bytes);
+    }
+    for (job_id, total) in devices.flat_map(|wear| &wear.totals) {
+        let known = totals.entry(*job_id).or_default();
+        *known = (*known).max(*total);
+    }
+    totals
+}
+
+/// At most [`JOBS_MAX`] jobs, by number.
+fn most_worn(jobs: &BTreeMap<u64, u64>) -> Vec<(u64, u64)> {
+    let mut rows: Vec<_> = jobs.iter().map(|(id, bytes)| (*id, *bytes)).collect();
+    rows.sort_by_key(|(_, written_bytes)| std::cmp::Reverse(*written_bytes));
+    rows.truncate(JOBS_MAX);
+    rows.sort();
+    rows
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,7 +170,37 @@ mod tests {
             sequence: 6,
             written_bytes: 0x0102_0304_0506_0708,
             jobs: [(3, 30), (9, 90)].into(),
+            totals: BTreeMap::new(),
         }
+    }
+
+    #[test]
+    fn totals_are_rows_that_those_of_before_take_for_other_jobs() {
+        let wear = Wear {
+            totals: [(3, 50), (4, 40)].into(),
+            ..worn()
+        };
+        let (_, blocks) = wear.encode(STORE, 2);
+        let bytes = blocks.as_slice();
+        assert_eq!(bytes[52..56], [4, 0, 0, 0]);
+        // Behind the jobs, which stay where they were.
+        assert_eq!(
+            bytes[80..112],
+            worn().encode(STORE, 2).1.as_slice()[80..112]
+        );
+        assert_eq!(
+            bytes[112..128],
+            [3, 0, 0, 0, 0, 0, 0, 0x80, 50, 0, 0, 0, 0, 0, 0, 0]
+        );
+        assert_eq!(Wear::decode(&blocks, STORE, 2), Ok(wear.clone()));
+        // Of a device that was kept before the other one, and of one of before totals.
+        let other = Wear {
+            jobs: [(3, 5), (9, 9)].into(),
+            totals: [(3, 40)].into(),
+            ..worn()
+        };
+        let known = totals([&wear, &other].into_iter());
+        assert_eq!(known, [(3, 50), (4, 40), (9, 99)].into());
     }
 
     #[test]
@@ -182,15 +247,18 @@ mod tests {
     fn of_too_many_jobs_those_that_wrote_most_are_kept() {
         let many = Wear {
             jobs: (0..2 * JOBS_MAX as u64).map(|id| (id, id)).collect(),
+            totals: (0..2 * JOBS_MAX as u64).map(|id| (id, id)).collect(),
             ..worn()
         };
         let (_, blocks) = many.encode(STORE, 0);
         assert!(blocks.len() as u64 <= WEAR_BYTES_MAX);
-        let kept = Wear::decode(&blocks, STORE, 0).unwrap().jobs;
-        assert_eq!(kept.len(), JOBS_MAX);
-        assert_eq!(
-            kept.first_key_value(),
-            Some((&(JOBS_MAX as u64), &(JOBS_MAX as u64)))
-        );
+        let Wear { jobs, totals, .. } = Wear::decode(&blocks, STORE, 0).unwrap();
+        for kept in [jobs, totals] {
+            assert_eq!(kept.len(), JOBS_MAX);
+            assert_eq!(
+                kept.first_key_value(),
+                Some((&(JOBS_MAX as u64), &(JOBS_MAX as u64)))
+            );
+        }
     }
 }

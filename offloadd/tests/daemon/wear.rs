@@ -12,7 +12,7 @@ use offloadd::store::superblock::StoreId;
 use offloadd::store::wear::Wear;
 use rustix::process::Signal;
 
-use crate::common::{Control, Session, Store, fill_tiles, open, program, words};
+use crate::common::{Control, Session, Store, eventually, fill_tiles, open, program, words};
 use crate::growth::{device, view};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -200,4 +200,63 @@ fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_r
     assert!(output.status.success(), "{}", words(&output));
     let later = worn();
     assert!(later[1] - kept[1] >= MEASURED_MIN, "{kept:?} {later:?}");
+}
+
+/// What the one job here ever wrote.
+fn job_worn(store: &Store) -> u64 {
+    look(&mut Control::connect(&store.socket())).jobs[0].worn_bytes
+}
+
+#[test]
+fn what_a_job_wrote_to_devices_that_left_stays_counted() {
+    for by_daemon in [true, false] {
+        let mut store = Store::new(2, "auto");
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        let mut session = control.session("tiny");
+        let working = session.begin(&mut control, 16);
+        fill_tiles(&mut session, 16, working, 10);
+        session.commit(&mut control, working, b"");
+        let gone = store.devices[1].clone();
+        let on_it: u64 = {
+            let number = view(&mut control, &gone).unwrap().state.standing.number;
+            let worn = look(&mut control).jobs.remove(0).worn;
+            worn.iter()
+                .filter(|w| w.number == number)
+                .map(|w| w.bytes)
+                .sum()
+        };
+        let before = job_worn(&store);
+        assert_eq!(before, 16 * 4096);
+        drop((session, control));
+        let drain = |store: &Store| {
+            let output = device(store, "drain", &gone, &[]);
+            assert!(output.status.success(), "{}", words(&output));
+        };
+        if by_daemon {
+            drain(&store);
+            eventually("it has left", SOON, || {
+                view(&mut daemon.control(), &gone).is_none()
+            });
+            assert_eq!(job_worn(&store), before);
+        }
+        daemon.signal(Signal::TERM);
+        assert_eq!(daemon.wait(SOON), Some(0));
+        if !by_daemon {
+            drain(&store);
+        }
+        store.devices.remove(1);
+        store.write_config(&store.socket(), "auto");
+        // Nor in the lives after, in which that device is not seen.
+        for _ in 0..2 {
+            let mut daemon = store.serve();
+            assert_eq!(
+                job_worn(&store),
+                before,
+                "{on_it} were on the one that left"
+            );
+            daemon.signal(Signal::TERM);
+            assert_eq!(daemon.wait(SOON), Some(0));
+        }
+    }
 }
