@@ -109,7 +109,7 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     }
     let (figures, _) = median(figures_of, rate_of).context("at least one round")?;
     let beside = beside.map(|beside| beside.report(&both));
-    warnings.extend(warnings::after(&figures));
+    warnings.extend(warnings::after_at(&job.place, &figures));
     let devices = prepared.devices(&bench);
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
     let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();

@@ -177,7 +177,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         .flat_map(|pass| [&pass.write, &pass.check])
         .flatten()
     {
-        warnings.extend(warnings::after(figures));
+        warnings.extend(warnings::after_at(&job.place, figures));
     }
     let settings = VerifySettings {
         target: prepared.word,

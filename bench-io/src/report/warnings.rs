@@ -8,6 +8,7 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::drive::Drive;
+use crate::job::Place;
 use crate::machine;
 use crate::report::Figures;
 use crate::words::SpeedText;
@@ -104,6 +105,20 @@ pub(crate) fn beside(figures: &Figures) -> Beside {
         }
     }
     beside
+}
+
+/// What the figures say of a job at `place`.
+pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
+    let mut found = after(figures);
+    // Of a daemon of its own all is this job's.
+    if matches!(place, Place::Socket(_)) && beside(figures).others_bytes_per_s > 0.0 {
+        found.push(
+            "offloadd served others meanwhile, or others used its drives: what it did for them is in its processor time and in \
+             the seconds a GB"
+                .into(),
+        );
+    }
+    found
 }
 
 /// What the figures themselves say.
@@ -220,6 +235,19 @@ mod tests {
             "{others:?}"
         );
         assert_eq!(others.elsewhere_bytes_per_s, 0.0);
+        let (shared, own) = (Place::Socket("/x".into()), Place::Private(Vec::new()));
+        for (place, counted, is_theirs) in [
+            (&shared, 1.3e9, true),
+            (&shared, 1.0e9, false),
+            (&own, 1.3e9, false),
+        ] {
+            let said = after_at(place, &figures(1e9, [counted, 0.0])).join("; ");
+            assert_eq!(
+                said.contains("is in its processor time"),
+                is_theirs,
+                "{said}"
+            );
+        }
         let cached = after(&figures(1e9, [0.2e9, 0.0])).join("; ");
         assert!(
             cached.contains("700.0 MB/s came from or went to no drive"),

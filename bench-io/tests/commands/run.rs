@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use offload_client::Daemon;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::lab::{assert_empty, bench_io, daemon, drive, json, program, refused};
+use crate::lab::{TRIES, alone, assert_empty, bench_io, daemon, drive, json, program, refused};
 
 const SMALL: [&str; 8] = [
     "--bs=64k",
@@ -442,6 +442,40 @@ fn fio_is_ended_with_the_measurement() {
     assert!(!running.wait().unwrap().success());
     assert!(stopped.elapsed().as_secs() < 60, "{:?}", stopped.elapsed());
     assert_empty(work.path());
+}
+
+#[test]
+fn a_daemon_that_serves_others_too_is_no_measure_of_its_processor_time() {
+    let _alone = alone();
+    let folder = drive();
+    let daemon = daemon(folder.path());
+    let socket = daemon.socket().to_str().unwrap();
+    let words = ["run", "--bs=64k", "--size=16m", "--iodepth=8"];
+    let words = [&words[..], &["--socket", socket]].concat();
+    let mut other = program().args(&words).arg("--runtime=600").spawn().unwrap();
+    let since = Instant::now();
+    let jobs = || Daemon::connect(daemon.socket()).unwrap().jobs().unwrap();
+    while !jobs().iter().any(|job| job.open && job.reserved_bytes > 0) {
+        assert!(since.elapsed().as_secs() < 60, "no job");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut reports = Vec::new();
+    // A machine that does something else may not let the other come to anything for a while.
+    let found = (0..TRIES).any(|_| {
+        let report = json(&[&words[..], &["--runtime=0.5", "--json"]].concat());
+        let is_said = report["warnings"]
+            .to_string()
+            .contains("is in its processor time");
+        let is_unknown = report["drives"].is_null();
+        if is_unknown {
+            println!("skipped: no block device under the tests: what others had moved by a daemon");
+        }
+        reports.push(report);
+        is_said || is_unknown
+    });
+    kill_process(Pid::from_child(&other), Signal::TERM).unwrap();
+    other.wait().unwrap();
+    assert!(found, "{reports:?}");
 }
 
 #[test]
