@@ -403,6 +403,8 @@ pub struct Standing {
     pub left_bytes: u64,
     /// Why they do not move.
     pub stuck: Option<String>,
+    /// The next start of the daemon goes on with it, and nothing else is lacking.
+    pub waits_for_start: bool,
 }
 
 impl Standing {
@@ -413,6 +415,7 @@ impl Standing {
             phase: Some(Phase::Settled),
             left_bytes: 0,
             stuck: None,
+            waits_for_start: false,
         }
     }
 
@@ -426,10 +429,10 @@ impl Standing {
         }
     }
 
-    /// What is to come to it or to leave it does not.
+    /// What is to come to it or to leave it does not, and nobody's start mends that.
     pub fn is_stuck(&self) -> bool {
         let moves = matches!(self.phase, Some(Phase::Filling | Phase::Draining));
-        moves && self.stuck.is_some()
+        moves && self.stuck.is_some() && !self.waits_for_start
     }
 }
 

@@ -224,17 +224,37 @@ impl Core {
         }
     }
 
-    fn waits_for_a_start(&self, device: DeviceIndex) -> Option<String> {
+    /// What a home still holds that tiles have left, and whether the next start takes that away too.
+    fn waits_for_a_start(&self, device: DeviceIndex) -> Option<(String, bool)> {
         if device != self.home || !self.home_waits() {
             return None;
         }
         let what = "all tiles have left it; the store's catalog and the jobs' records";
         Some(match self.find_new_home(&self.space) {
-            Ok(_) => {
-                format!("{what} leave it when offloadd is started next with no session to take up")
-            }
-            Err(fault) => format!("{what} are still there: {}", fault.message),
+            Ok(_) => (
+                format!("{what} leave it when offloadd is started next with no session to take up"),
+                true,
+            ),
+            Err(fault) => (format!("{what} are still there: {}", fault.message), false),
         })
+    }
+
+    fn standing(&self, index: DeviceIndex, device: &RecoveredDevice) -> Standing {
+        let not_moving = match device.phase {
+            Some(Phase::Settled) => None,
+            _ => self.mover.stuck(),
+        };
+        let (stuck, waits_for_start) = (not_moving.or_else(|| self.only_read(index)))
+            .map(|why| (why, false))
+            .or_else(|| self.waits_for_a_start(index))
+            .unzip();
+        Standing {
+            number: device.superblock.number,
+            phase: device.phase,
+            left_bytes: self.left_bytes(index),
+            stuck,
+            waits_for_start: waits_for_start.unwrap_or(false),
+        }
     }
 
     /// The store's devices, in its order.
@@ -246,16 +266,7 @@ impl Core {
             free_bytes: self.space.free_bytes(DeviceIndex(index as u32)),
             read_bytes_per_s: device.superblock.read_bytes_per_s,
             write_bytes_per_s: device.superblock.write_bytes_per_s,
-            standing: Standing {
-                number: device.superblock.number,
-                phase: device.phase,
-                left_bytes: self.left_bytes(DeviceIndex(index as u32)),
-                stuck: (device.phase != Some(Phase::Settled))
-                    .then(|| self.mover.stuck())
-                    .flatten()
-                    .or_else(|| self.only_read(DeviceIndex(index as u32)))
-                    .or_else(|| self.waits_for_a_start(DeviceIndex(index as u32))),
-            },
+            standing: self.standing(DeviceIndex(index as u32), device),
         };
         self.devices.iter().enumerate().map(state).collect()
     }

@@ -43,6 +43,7 @@ impl From<DeviceState> for proto::Device {
             } as i32,
             left_bytes: state.standing.left_bytes,
             stuck: state.standing.stuck,
+            waits_for_start: state.standing.waits_for_start,
         }
     }
 }
@@ -183,6 +184,7 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             },
             left_bytes: device.left_bytes,
             stuck: device.stuck,
+            waits_for_start: device.waits_for_start,
         };
         Ok(Self {
             state: DeviceState {

@@ -190,6 +190,12 @@ impl Encoder<'_, '_> {
             lines(|d| f64::from(u8::from(d.unlisted))),
         )?;
         self.gauge(
+            "offloadd_device_waits_for_start",
+            "1 while it is drained but for what leaves it when offloadd is started next",
+            None,
+            lines(|d| f64::from(u8::from(d.state.standing.waits_for_start))),
+        )?;
+        self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
             "Measured at format, 0 = unknown",
             None,

@@ -66,15 +66,16 @@ fn a_drain_that_waits_for_a_start_is_seen_by_prometheus_and_in_top() {
     let drained = drain.arg("--config").arg(&store.config).output().unwrap();
     assert!(drained.status.success(), "{}", words(&drained));
     // The catalog is there, and moves at a start.
-    eventually("its drain is stuck", Duration::from_secs(60), || {
-        of("offloadd_device_stuck", "") == 1.0
+    eventually("it waits for a start", Duration::from_secs(60), || {
+        of("offloadd_device_waits_for_start", "") == 1.0
     });
+    assert_eq!(of("offloadd_device_stuck", ""), 0.0, "a start mends it");
     assert_eq!((phase("settled"), phase("draining")), (0.0, 1.0));
     let mut top = program();
     top.args(["top", "--once", "--interval", "0.1", "--config"]);
     let shown = words(&top.arg(&store.config).output().unwrap());
     assert!(
-        shown.contains("STUCK: all tiles have left it; the store's catalog"),
+        shown.contains(" to move, all tiles have left it; the store's catalog"),
         "{shown}"
     );
 }

@@ -156,6 +156,7 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "left_s": line.left().map(|left| left.as_secs() + 1),
             "move_bytes_per_s_max": line.move_bytes_per_s_max,
             "stuck": standing.stuck,
+            "waits_for_start": standing.waits_for_start,
         })
     });
     json!({ "devices": devices.collect::<Vec<_>>() })

@@ -35,6 +35,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "phase": device.state.standing.phase_name(),
             "left_bytes": device.state.standing.left_bytes,
             "stuck": device.state.standing.stuck,
+            "waits_for_start": device.state.standing.waits_for_start,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
             "measured_write_bytes_per_s": device.state.write_bytes_per_s,
         });

@@ -136,8 +136,10 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             _ => "filled",
         };
         notes.push(format!("{what}, {} to move", binary(*left_bytes)));
-        if let Some(why) = stuck {
-            notes.push(format!("STUCK: {why}"));
+        match (stuck, device.state.standing.is_stuck()) {
+            (Some(why), true) => notes.push(format!("STUCK: {why}")),
+            (Some(why), false) => notes.push(why.clone()),
+            (None, _) => {}
         }
     }
     if device.unlisted {

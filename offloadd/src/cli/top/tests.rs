@@ -164,6 +164,7 @@ fn a_drain_that_is_stuck_says_why() {
         phase: Some(Phase::Draining),
         left_bytes: 3 << 20,
         stuck: Some("the others have no room".into()),
+        waits_for_start: false,
     };
     let drawn = draw(&look(10), &now);
     let line = drawn.lines().find(|line| line.contains("/mnt/nvme0/"));
@@ -175,7 +176,10 @@ fn a_drain_that_is_stuck_says_why() {
     let device = &json(&look(10), &now)["devices"][0];
     assert_eq!(device["phase"], "draining");
     assert_eq!(device["stuck"], "the others have no room");
-    // What moves is not.
+    // What goes on by itself is not, nor what moves.
+    now.devices[0].state.standing.waits_for_start = true;
+    let drawn = draw(&look(10), &now);
+    assert!(drawn.contains("to move, the others have"), "{drawn}");
     now.devices[0].state.standing.stuck = None;
     assert!(!draw(&look(10), &now).contains("STUCK"));
 }
