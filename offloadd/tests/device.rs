@@ -199,3 +199,22 @@ fn blocks_move_whole_or_not_at_all() {
     let error = blocks.write(1, 77, &some).unwrap_err();
     assert_eq!(error.cause, BlockErrorCause::Errno(22), "EINVAL");
 }
+
+#[test]
+fn a_file_that_holds_anything_at_its_beginning_is_not_blank_whatever_its_length() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("file");
+    for bytes in [1, 511, 512, 4095, 4096, 4097, 8191, (1 << 20) - 1, 2 << 20] {
+        let mut text = vec![0; bytes];
+        std::fs::write(&path, &text).unwrap();
+        Device::open(&path).unwrap().check_blank().unwrap();
+        // Its last byte of those that are looked at.
+        text[bytes.min(1 << 20) - 1] = 1;
+        std::fs::write(&path, &text).unwrap();
+        let refused = Device::open(&path).unwrap().check_blank();
+        assert!(
+            matches!(refused, Err(DeviceError::Exists { .. })),
+            "{bytes}: {refused:?}"
+        );
+    }
+}

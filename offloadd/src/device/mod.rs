@@ -249,10 +249,20 @@ impl Device {
     /// [`DeviceError::Exists`] for a file, [`DeviceError::NotBlank`] for a block device; or it cannot be read.
     pub fn check_blank(&self) -> Result<(), DeviceError> {
         let path = Path::new(&self.path);
-        let bytes = DATA_OFFSET.min(self.bytes) / u64::from(BLOCK_BYTES) * u64::from(BLOCK_BYTES);
+        // Whole blocks, also of a file that ends within one: direct reads are cut at its end.
+        let bytes = DATA_OFFSET
+            .min(self.bytes)
+            .next_multiple_of(u64::from(BLOCK_BYTES));
         let mut start = AlignedBytes::zeroed(bytes as usize);
-        let read = self.file.read_exact_at(start.as_mut_slice(), 0);
-        read.map_err(failed(path, "reading its beginning"))?;
+        let mut read_bytes = 0;
+        while (read_bytes as u64) < self.bytes.min(bytes) {
+            let read =
+                (self.file).read_at(&mut start.as_mut_slice()[read_bytes..], read_bytes as u64);
+            match read.map_err(failed(path, "reading its beginning"))? {
+                0 => break,
+                more => read_bytes += more,
+            }
+        }
         if start.as_slice().iter().all(|&byte| byte == 0) {
             return Ok(());
         }
