@@ -210,15 +210,10 @@ impl Bench {
         assert_eq!(streams.len(), self.workers.len(), "streams for every job");
         let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
         let failed = Arc::new(AtomicBool::new(false));
-        // Before the clock starts: to shuffle a terabyte's blocks takes seconds.
-        let streams: Vec<Vec<Stream>> = streams
-            .iter()
-            .map(|job| job.iter().map(Stream::new).collect())
-            .collect();
         let start = Instant::now() + START_DELAY;
         for (worker, streams) in self.workers.iter().zip(streams) {
             let order = Order {
-                streams,
+                streams: streams.iter().map(Stream::new).collect(),
                 start,
                 timing,
                 moved: Arc::clone(&moved),

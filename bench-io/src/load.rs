@@ -8,13 +8,14 @@
 //! A stream goes one way, or mixes both, over a part of the blocks, in order or not, with a depth of its own. What counts is
 //! what ended between `begin` and `end`, with the time between, so that neither a cold start nor a tail is measured.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
 
-use crate::noise;
+use crate::shuffle;
 use crate::stop;
 use crate::target::{Flight, Target, Way};
 
@@ -43,9 +44,11 @@ pub(crate) struct Stream {
 #[derive(Debug)]
 struct Part {
     first: u64,
-    /// `None`: in order.
-    shuffled: Option<Vec<u32>>,
-    busy: Vec<bool>,
+    count: u64,
+    /// Or in order.
+    random: bool,
+    /// Of those in flight, so never more than the stream's depth.
+    busy: HashSet<u64>,
     next: u64,
 }
 
@@ -91,7 +94,7 @@ impl Stream {
     fn next(&mut self, once: bool) -> Option<(Way, u64)> {
         let done = |part: &Option<Part>| match part {
             None => true,
-            Some(part) => once && part.next >= part.busy.len() as u64,
+            Some(part) => once && part.next >= part.count,
         };
         let way = match (done(&self.parts[0]), done(&self.parts[1])) {
             (true, true) => return None,
@@ -115,41 +118,34 @@ impl Stream {
     fn ended(&mut self, flight: &Flight) {
         self.inflight_count -= 1;
         if let Some(part) = &mut self.parts[flight.way as usize] {
-            part.busy[(flight.block - part.first) as usize] = false;
+            part.busy.remove(&flight.block);
         }
     }
 }
 
 impl Part {
     fn new(first: u64, count: u64, random: bool) -> Self {
-        let shuffled = random.then(|| {
-            let mut order: Vec<u32> = (0..count as u32).collect();
-            let mut state = 0x9E37_79B9_7F4A_7C15;
-            for index in (1..order.len()).rev() {
-                state = noise::next(state);
-                order.swap(index, (state % (index as u64 + 1)) as usize);
-            }
-            order
-        });
         Self {
             first,
-            shuffled,
-            busy: vec![false; count as usize],
+            count,
+            random,
+            busy: HashSet::new(),
             next: 0,
         }
     }
 
     fn take(&mut self) -> Option<u64> {
-        let place = (self.next % self.busy.len() as u64) as usize;
-        let block = match &self.shuffled {
-            Some(order) => order[place] as usize,
-            None => place,
+        let place = self.next % self.count;
+        let block = match self.random {
+            true => shuffle::block(place, self.count),
+            false => place,
         };
-        if std::mem::replace(&mut self.busy[block], true) {
+        let block = self.first + block;
+        if !self.busy.insert(block) {
             return None;
         }
         self.next += 1;
-        Some(self.first + block as u64)
+        Some(block)
     }
 }
 
@@ -380,6 +376,31 @@ mod tests {
         // Until the reads are through, three of four read.
         let early = fake.seen[..24].iter().filter(|(way, _)| *way == Way::Read);
         assert_eq!(early.count(), 18);
+    }
+
+    #[test]
+    fn a_stream_over_many_blocks_keeps_only_what_is_in_flight() {
+        for random in [false, true] {
+            let mut stream = Stream::new(&StreamPlan {
+                blocks: (5, 1 << 50),
+                ..plan(true, false, random)
+            });
+            let mut flown = Vec::new();
+            for _ in 0..1000 {
+                let (way, block) = stream.next(false).unwrap();
+                flown.push(block);
+                assert_eq!(stream.parts[0].as_ref().unwrap().busy.len(), 1);
+                stream.ended(&Flight {
+                    way,
+                    device: 0,
+                    block,
+                    stream: 0,
+                    since: Instant::now(),
+                });
+            }
+            assert!(flown.iter().all(|block| (5..5 + (1 << 50)).contains(block)));
+            assert_eq!(flown.is_sorted(), !random);
+        }
     }
 
     #[test]

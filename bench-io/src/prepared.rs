@@ -134,10 +134,6 @@ impl Prepared {
             job_blocks >= least,
             "size = {size}: too small for {jobs} jobs with operations of {bs} bytes"
         );
-        ensure!(
-            u32::try_from(job_blocks).is_ok(),
-            "size = {size}: {job_blocks} operations of {bs} bytes are more than 2^32; use a larger bs"
-        );
         Ok(Self {
             word: match target {
                 TargetPlan::Device { .. } => "device",
