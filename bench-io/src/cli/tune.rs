@@ -20,7 +20,8 @@ use crate::words::{Bytes, SpeedText};
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io tune --folder /mnt/nvme0 --folder /mnt/nvme1
-  bench-io tune --folder /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file";
+  bench-io tune --folder /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file
+Drives are tried directly, with the engines that the daemon has; `bench-io run --target` measures through one, and on to a GPU.";
 
 /// All of it ends before this.
 const TIME: Duration = Duration::from_secs(50);
@@ -76,6 +77,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
             path.display()
         );
     }
+    check_folders(&args.folders)?;
     let mut warnings = warnings::before();
     let progress = Progress::new();
     let size = args.size.0 / 4096 * 4096;
@@ -222,6 +224,34 @@ impl fmt::Display for TuneReport {
     }
 }
 
+/// What the daemon could not have as devices is known before a minute was spent on it.
+fn check_folders(folders: &[PathBuf]) -> Result<()> {
+    let real = folders.iter().map(|folder| {
+        std::fs::canonicalize(folder).with_context(|| format!("--folder {}", folder.display()))
+    });
+    let devices = devices(&real.collect::<Result<Vec<_>>>()?)?;
+    let text = format!(
+        "socket = \"/run/offloadd/offloadd.sock\"\ndevices = {devices}\narena_bytes_max = \"1GiB\"\n"
+    );
+    Config::parse(&text, Path::new("of these folders")).context("--folder")?;
+    Ok(())
+}
+
+/// The daemon's devices in `folders`, as its file names them.
+fn devices(folders: &[PathBuf]) -> Result<String> {
+    let texts = folders.iter().map(|folder| {
+        let device = store(folder)?;
+        let text = device
+            .to_str()
+            .with_context(|| format!("--folder {}: its name is not UTF-8", folder.display()))?;
+        Ok(toml::Value::from(text).to_string())
+    });
+    Ok(format!(
+        "[{}]",
+        texts.collect::<Result<Vec<_>>>()?.join(", ")
+    ))
+}
+
 /// Its device in `folder`.
 fn store(folder: &Path) -> Result<PathBuf> {
     let folder = std::path::absolute(folder).with_context(|| folder.display().to_string())?;
@@ -230,14 +260,7 @@ fn store(folder: &Path) -> Result<PathBuf> {
 
 /// A whole file for the daemon, checked by the daemon's own reader.
 fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
-    let devices = folders
-        .iter()
-        .map(|folder| {
-            let device = store(folder)?;
-            let text = device.to_str().context("a folder's name is not UTF-8")?;
-            Ok(toml::Value::from(text).to_string())
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let devices = devices(folders)?;
     let memory = offloadd::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
     // Both ways on every drive; what sessions ask for where nobody says more must be granted in any case.
@@ -256,7 +279,7 @@ fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let text = format!(
         "# bench-io tune: {} read, {} written, {} both at once, in tiles of {}\n{defaults}\
          socket = \"/run/offloadd/offloadd.sock\"\n\
-         devices = [{}]\n\
+         devices = {devices}\n\
          arena_bytes_max = \"{}GiB\"\n\
          engine = \"{}\"\n\
          iodepth_max = {iodepth}\n",
@@ -264,7 +287,6 @@ fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
         reached(Load::Write),
         reached(Load::Both),
         Bytes(u64::from(tuned.bs)),
-        devices.join(", "),
         arena.max(1),
         tuned.engine,
     );

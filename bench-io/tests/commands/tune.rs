@@ -115,6 +115,7 @@ fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
 fn what_cannot_be_tried_is_refused() {
     let folder = drive();
     let path = folder.path().to_str().unwrap();
+    let twice = format!("{path}/.");
     for (args, why) in [
         (vec![], "--folder"),
         (vec!["--folder", path, "--runtime=60"], "0.1 to 3"),
@@ -124,7 +125,14 @@ fn what_cannot_be_tried_is_refused() {
             vec!["--folder", path, "--config", "/dev/null"],
             "it exists already",
         ),
+        // What is tried is the engine alone: through a daemon, or on to a GPU, is for `run`.
+        (vec!["--folder", path, "--target=gpu"], "--target"),
+        (vec!["--folder", path, "--socket=/x"], "--socket"),
         // Known before anything was measured.
+        (
+            vec!["--folder", path, "--folder", &twice],
+            "--folder: settings of these folders: devices: ",
+        ),
         (
             vec!["--folder", path, "--config", "/no/such/folder/x"],
             "make it first",
