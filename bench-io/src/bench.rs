@@ -350,7 +350,10 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
             };
             let about = Opened {
                 about: format!("{} ({}){note}{gpu}", info.engine, info.engine_reason),
-                devices: info.devices.clone(),
+                devices: (info.devices.iter())
+                    .filter(|device| !device.left)
+                    .cloned()
+                    .collect(),
             };
             (Box::new(target), about)
         }

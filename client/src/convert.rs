@@ -17,6 +17,7 @@ pub(crate) fn class(class: &SlotClass) -> proto::SlotClass {
 
 pub(crate) fn device(device: proto::Device) -> DeviceInfo {
     DeviceInfo {
+        left: device.phase() == proto::DevicePhase::Left,
         path: device.path.into(),
         block_bytes: device.block_bytes,
         data_bytes: device.data_bytes,

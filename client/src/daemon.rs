@@ -27,7 +27,7 @@ pub struct DaemonInfo {
     pub engine: String,
     /// Why so.
     pub engine_reason: String,
-    /// Of its store.
+    /// Of its store now.
     pub devices: Vec<DeviceInfo>,
     /// Host memory a new session may still take.
     pub arena_free_bytes: u64,
@@ -114,12 +114,13 @@ fn describe(control: &Control) -> Result<DaemonInfo, ClientError> {
             build: reply.build,
         });
     }
+    let known = reply.devices.into_iter().map(convert::device);
     Ok(DaemonInfo {
         epoch: Epoch(reply.epoch),
         build: reply.build,
         engine: reply.engine,
         engine_reason: reply.engine_reason,
-        devices: reply.devices.into_iter().map(convert::device).collect(),
+        devices: known.filter(|device| !device.left).collect(),
         arena_free_bytes: reply.arena_free_bytes,
         memory_locked: reply.memory_locked,
         memory_note: reply.memory_note,

@@ -33,7 +33,7 @@ pub struct SessionInfo {
     pub engine: String,
     /// Why this one.
     pub engine_reason: String,
-    /// In the store's order.
+    /// By their numbers in this life of the daemon; with [`DeviceInfo::left`] those that have left the store since it began.
     pub devices: Vec<DeviceInfo>,
     /// Of this session.
     pub arena_bytes: u64,
@@ -64,6 +64,8 @@ pub struct DeviceInfo {
     pub read_bytes_per_s: u64,
     /// Measured when the device was formatted; 0 is unknown.
     pub write_bytes_per_s: u64,
+    /// It is of the store no more; completions of before may name it.
+    pub left: bool,
 }
 
 /// What a tile holds.

@@ -292,6 +292,17 @@ fn what_a_device_answers_arrives_with_device_tile_and_offset() {
     }
 }
 
+#[test]
+fn a_daemons_devices_are_those_that_have_not_left() {
+    let fake = FakeDaemon::start(Manners::default());
+    let daemon = Daemon::connect(&fake.socket).unwrap();
+    let devices = daemon.info().devices.iter();
+    let paths: Vec<_> = devices
+        .map(|device| device.path.to_str().unwrap())
+        .collect();
+    assert_eq!(paths, [DEVICE, LATER_DEVICE]);
+}
+
 /// Every read fails on a device that came after the session.
 fn with_a_later_device(manners: Manners) -> FakeDaemon {
     FakeDaemon::start(Manners {

@@ -246,12 +246,17 @@ impl Offload for Service {
         if self.manners.description_refused && before == 1 {
             return Err(Fault::new(FaultKind::Busy, "not now").into());
         }
-        let device = |path: &str| proto::Device {
+        let device = |path: &str, phase: proto::DevicePhase| proto::Device {
             path: path.into(),
+            phase: phase.into(),
             ..Default::default()
         };
         Ok(Response::new(DescribeReply {
-            devices: vec![device(DEVICE), device(LATER_DEVICE)],
+            devices: vec![
+                device(DEVICE, proto::DevicePhase::Settled),
+                device(LATER_DEVICE, proto::DevicePhase::Settled),
+                device("/mnt/left/tiles", proto::DevicePhase::Left),
+            ],
             protocol_version: self
                 .manners
                 .version

@@ -94,7 +94,6 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         tracing::warn!("write into {}: {line}", file.display());
     }
     let StoreDevices { devices, .. } = opened;
-    let device_count = devices.len();
     for device in devices.iter().filter(|device| device.has_holes()) {
         tracing::warn!(
             "device {} has holes: its space is not reserved, and a full file system would fail writes. Was it copied? `cp \
@@ -129,6 +128,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for note in &store.notes {
         tracing::warn!("{note}");
     }
+    let device_count = devices.len() - store.outsiders.len();
     for outsider in &store.outsiders {
         tracing::warn!("device {outsider}");
     }

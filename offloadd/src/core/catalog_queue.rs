@@ -178,9 +178,6 @@ impl Core {
         let reservation = match self.space.reserve(&definition, local_ranks) {
             Ok(reservation) => reservation,
             Err(no_room) => {
-                let free: Vec<String> = (self.devices.iter().zip(&no_room.free_bytes))
-                    .map(|(device, free)| format!("{} has {free}", device.path))
-                    .collect();
                 let home = self.path(self.home);
                 let in_pieces = no_room.in_pieces.map_or_else(String::new, |(needed, largest)| {
                     format!(
@@ -194,7 +191,7 @@ impl Core {
                         key.name,
                         no_room.needed_bytes,
                         definition.durability().extents_a_tile(),
-                        free.join(", ")
+                        self.free_room(&no_room.free_bytes)
                     ),
                 );
                 return self.answer_define(&key, &Err(fault), actions);

@@ -257,6 +257,15 @@ impl Core {
         }
     }
 
+    /// What is free where, for people: of the devices that are of the store.
+    fn free_room(&self, free_bytes: &[u64]) -> String {
+        let free: Vec<String> = (self.devices.iter().zip(free_bytes))
+            .filter(|(device, _)| device.phase.is_some())
+            .map(|(device, free)| format!("{} has {free}", device.path))
+            .collect();
+        free.join(", ")
+    }
+
     /// The store's devices, in its order.
     pub fn device_states(&self) -> Vec<DeviceState> {
         let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {

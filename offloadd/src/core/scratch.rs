@@ -72,16 +72,13 @@ impl Core {
         let asked_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
         self.admit_device_bytes(&key, asked_bytes)?;
         let extents = self.space.reserve_tiles(tile_bytes).map_err(|no_room| {
-            let free: Vec<String> = (self.devices.iter().zip(&no_room.free_bytes))
-                .map(|(device, free)| format!("{} has {free}", device.path))
-                .collect();
             Fault::new(
                 FaultKind::NoSpace,
                 format!(
                     "scratch of rank {rank} of job {} needs {} bytes; free: {}. Keep it in host memory, drop a job or add room",
                     key.name,
                     no_room.needed_bytes,
-                    free.join(", ")
+                    self.free_room(&no_room.free_bytes)
                 ),
             )
         })?;

@@ -156,6 +156,22 @@ fn come_and_go(engine: &str) {
         .map(|device| device["number"].as_u64().unwrap())
         .collect();
     assert_eq!(listed, [0, 2]);
+    // Nobody is sent looking for room on it.
+    let other = control.open_session(open("other")).unwrap();
+    let too_large = proto::DefineTilesRequest {
+        token: other.token,
+        tiles: vec![proto::Tile {
+            kind: 1,
+            tile_bytes: 128 << 20,
+            ..Default::default()
+        }],
+        durability: 1,
+        nodes: 1,
+        ..Default::default()
+    };
+    let fault = control.define_tiles(too_large).unwrap_err();
+    assert!(fault.message.contains("free: "), "{fault}");
+    assert!(!fault.message.contains(old.to_str().unwrap()), "{fault}");
 
     daemon.signal(Signal::KILL);
     daemon.wait(LIMIT);
