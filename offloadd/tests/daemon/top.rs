@@ -110,9 +110,14 @@ struct Terminal {
 
 impl Terminal {
     fn top(daemon: &Daemon) -> Self {
+        Self::top_in(daemon, "", "0.1")
+    }
+
+    /// `prepare`: what the shell does before.
+    fn top_in(daemon: &Daemon, prepare: &str, interval: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let line = format!(
-            "echo $$ >{folder}/pid; exec {} top --interval 0.1 --socket {}",
+            "echo $$ >{folder}/pid; {prepare} exec {} top --interval {interval} --socket {}",
             env!("CARGO_BIN_EXE_offloadd"),
             daemon.socket.display(),
             folder = folder.path().display()
@@ -132,9 +137,13 @@ impl Terminal {
         String::from_utf8_lossy(&drawn).into_owned()
     }
 
-    fn signal(&self, signal: rustix::process::Signal) {
+    fn pid(&self) -> String {
         let pid = std::fs::read_to_string(self.folder.path().join("pid")).unwrap();
-        let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+        pid.trim().to_owned()
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.pid().parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, signal).unwrap();
     }
 }
@@ -190,6 +199,43 @@ fn the_live_view_outlasts_its_daemon_and_ends_beside_one_that_hangs() {
         drawn.contains("\x1b[?1049l"),
         "the screen is as it was: {drawn}"
     );
+}
+
+#[test]
+fn a_terminal_that_is_too_small_says_how_much_is_left_out_until_it_is_made_larger() {
+    for program in ["script", "stty"] {
+        if std::process::Command::new(program)
+            .arg("--version")
+            .output()
+            .is_err()
+        {
+            println!("skipped: no `{program}`: top in a small terminal");
+            return;
+        }
+    }
+    let store = Store::new(3, "psync");
+    let daemon = store.serve();
+    // It looks once: what is drawn later is drawn because of the new size.
+    let mut terminal = Terminal::top_in(&daemon, "stty rows 6 cols 100;", "3600");
+    eventually("a part of the table", SOON, || {
+        terminal.drawn().contains("and 1 more: offloadd top --once")
+    });
+    let device = |number| format!("/device{number}");
+    assert!(terminal.drawn().contains(&device(0)));
+    assert!(!terminal.drawn().contains(&device(2)));
+    let resized = std::process::Command::new("stty")
+        .arg("-F")
+        .arg(format!("/proc/{}/fd/1", terminal.pid()))
+        .args(["rows", "30"])
+        .output()
+        .unwrap();
+    assert!(resized.status.success(), "{}", words(&resized));
+    eventually("all of it", SOON, || {
+        let drawn = terminal.drawn();
+        drawn.contains(&device(2)) && drawn.contains("Ctrl-C ends")
+    });
+    terminal.signal(rustix::process::Signal::INT);
+    assert!(terminal.script.wait().unwrap().success());
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! or a busy machine does not bend them.
 
 mod between;
+mod fit;
 mod json;
 mod table;
 #[cfg(test)]
@@ -61,7 +62,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
             let text = if choice.json {
                 format!("{}\n", json::json(&before, &now))
             } else {
-                table::draw(&before, &now)
+                lines_of(&table::table(&before, &now).whole())
             };
             return print(&text);
         }
@@ -125,6 +126,8 @@ async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
         signal(SignalKind::hangup())?,
     ];
     let mut stop = signal(SignalKind::from_raw(Signal::TSTP.as_raw()))?;
+    let mut resized = signal(SignalKind::window_change())?;
+    let mut shown = Shown::Looks(Box::new((before.clone(), before.clone())));
     let mut tick = tokio::time::interval(interval);
     // The first is at once: then counts are there and rates are not yet.
     print(ENTER)?;
@@ -143,18 +146,22 @@ async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
                 Ok(()) => continue,
                 Err(error) => break Err(error),
             },
-            looked = looked => looked,
+            _ = resized.recv() => None,
+            looked = looked => Some(looked),
         };
-        let text = match looked {
-            Ok(now) => {
-                let text = table::draw(&before, &now);
-                before = now;
-                text
+        match looked {
+            // The same in another size.
+            None => {}
+            Some(Ok(now)) => {
+                let earlier = std::mem::replace(&mut before, now.clone());
+                shown = Shown::Looks(Box::new((earlier, now)));
             }
             // The connection is made anew by the next look.
-            Err(error) => format!("{error:#}\n\nwaiting for a daemon there\n"),
-        };
-        if let Err(error) = print(&screen(&text)) {
+            Some(Err(error)) => {
+                shown = Shown::Trouble(format!("{error:#}\n\nwaiting for a daemon there"));
+            }
+        }
+        if let Err(error) = print(&shown.on_screen(terminal_size())) {
             break Err(error);
         }
     };
@@ -169,22 +176,39 @@ fn rest() -> Result<()> {
     print(ENTER)
 }
 
-/// The text from the top left on, as much as fits; what stood there before goes line by line, so that nothing flickers.
-fn screen(text: &str) -> String {
+/// What stands on the screen.
+enum Shown {
+    Looks(Box<(Snapshot, Snapshot)>),
+    Trouble(String),
+}
+
+impl Shown {
+    /// From the top left on, as much as fits; what stood there before goes line by line, so that nothing flickers.
+    fn on_screen(&self, [rows, columns]: [usize; 2]) -> String {
+        const END: [&str; 2] = ["", "Ctrl-C ends"];
+        let mut lines = match self {
+            Self::Looks(looks) => table::table(&looks.0, &looks.1).fitting(rows),
+            Self::Trouble(words) => words.lines().take(rows).map(str::to_owned).collect(),
+        };
+        if lines.len() + END.len() <= rows {
+            lines.extend(END.map(str::to_owned));
+        }
+        let lines = lines.iter().map(|line| {
+            let line: String = line.chars().take(columns).collect();
+            format!("\x1b[K{line}")
+        });
+        let lines: Vec<String> = lines.collect();
+        format!("\x1b[H{}\x1b[J", lines.join("\r\n"))
+    }
+}
+
+fn lines_of(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("{line}\n")).collect()
+}
+
+/// Rows and columns; where nobody says, those of old.
+fn terminal_size() -> [usize; 2] {
     let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
     let size = size.filter(|size| size.ws_row > 0 && size.ws_col > 0);
-    let (rows, columns) = size.map_or((24, 80), |size| (size.ws_row, size.ws_col));
-    let rows = usize::from(rows.max(2)) - 1;
-    let columns = usize::from(columns.max(20));
-    let mut screen = String::from("\x1b[H");
-    let lines: Vec<_> = text.lines().chain(["", "Ctrl-C ends"]).collect();
-    for line in lines.iter().take(rows) {
-        screen.extend(line.chars().take(columns));
-        screen.push_str("\x1b[K\r\n");
-    }
-    if lines.len() > rows {
-        screen.push_str("... more than fits; --once shows all");
-    }
-    screen.push_str("\x1b[J");
-    screen
+    size.map_or([24, 80], |size| [size.ws_row.into(), size.ws_col.into()])
 }

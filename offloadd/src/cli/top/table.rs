@@ -1,6 +1,5 @@
 //! Two looks at a daemon as a table for people.
 
-use std::fmt::Write;
 use std::time::Duration;
 
 use offloadd::core::{CommitState, Standing};
@@ -8,30 +7,28 @@ use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
 use super::between::{Moved, before_of_device, before_of_job, continued, since};
+use super::fit::{Part, Table};
 use super::users;
 use crate::cli::binary;
 use crate::cli::long_work::clock;
 
 /// The table, lines of plain text.
-pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
+pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     let (before, seconds) = continued(before, now);
-    let mut text = String::new();
     let (sessions, s) = plural(now.session_count);
-    let _ = writeln!(
-        text,
+    let mut head = vec![format!(
         "offloadd up {}, {sessions} session{s}, host memory {} of {}",
         clock(now.uptime),
         binary(now.arena_used_bytes),
         binary(now.arena_bytes_max)
-    );
+    )];
     if let Some(why) = &now.reading_only {
-        let _ = writeln!(text, "READING ONLY: {why}");
+        head.push(format!("READING ONLY: {why}"));
     }
-    let _ = writeln!(
-        text,
-        "\n{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
+    let mut drives = Part::under(format!(
+        "{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
         "device", "read", "write", "busy", "queue", "read p50/p99", "write p50/p99", "written ever"
-    );
+    ));
     for device in &now.devices {
         let earlier = before_of_device(before, device);
         let moved = Moved::between(earlier.map(|d| &d.counts), &device.counts, seconds);
@@ -50,15 +47,14 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             worn(device.worn_bytes, device.rated_bytes),
             device_notes(device).join(", ")
         );
-        let _ = writeln!(text, "{}", line.trim_end());
+        let weight = weight(needs_a_look(device), moved.bytes_per_s());
+        drives.push(&line, weight);
     }
     let users = users::users(before, now, seconds);
-    text += &users::draw(&users);
-    let _ = writeln!(
-        text,
-        "\n{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  waits for",
+    let mut jobs = Part::under(format!(
+        "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  waits for",
         "job", "read", "write", "share", "got", "slots", "commit", "step", "written ever"
-    );
+    ));
     let mut idle_count = 0;
     for job in &now.jobs {
         if job.state.session_count == 0 {
@@ -88,13 +84,39 @@ pub(super) fn draw(before: &Snapshot, now: &Snapshot) -> String {
             worn(job.worn_bytes, None),
             waits_for(job, now)
         );
-        let _ = writeln!(text, "{}", line.trim_end());
+        jobs.push(&line, weight(job.state.poisoned, moved.bytes_per_s()));
     }
+    let mut foot = Vec::new();
     if idle_count > 0 {
         let (count, s) = plural(idle_count);
-        let _ = writeln!(text, "{count} job{s} in the store without a process");
+        foot.push(format!("{count} job{s} in the store without a process"));
     }
-    text
+    Table {
+        head,
+        parts: [Some(drives), users::table(&users), Some(jobs)]
+            .into_iter()
+            .flatten()
+            .collect(),
+        foot,
+    }
+}
+
+fn weight(needs_a_look: bool, bytes_per_s: f64) -> f64 {
+    match needs_a_look {
+        true => f64::INFINITY,
+        false => bytes_per_s,
+    }
+}
+
+/// Of a device: someone must look at it.
+fn needs_a_look(device: &DeviceView) -> bool {
+    let counts = &device.counts;
+    let ways = [&counts.read, &counts.written, &counts.flushed];
+    device.slow
+        || device.unlisted
+        || device.damaged_count > 0
+        || device.state.standing.is_stuck()
+        || ways.iter().any(|traffic| traffic.failed_count > 0)
 }
 
 trait Halves {

@@ -10,7 +10,12 @@ use offloadd::store::definition::JobName;
 use serde_json::{Value, json};
 
 use super::json::json;
-use super::table::draw;
+use super::table::table;
+
+fn draw(before: &Snapshot, now: &Snapshot) -> String {
+    super::lines_of(&table(before, now).whole())
+}
+
 fn traffic_of(bytes: u64, count: u64, ns: u64) -> Traffic {
     let mut latencies = Latencies::default();
     (0..count).for_each(|_| latencies.record(ns));
@@ -277,4 +282,53 @@ fn a_daemon_that_started_again_in_between_counts_from_its_start() {
     let value = json(&look(10), &fresh);
     assert_eq!(value["interval_s"], 3.0);
     assert_eq!(value["devices"][0]["read_bytes_per_s"], 6.2e9);
+}
+
+#[test]
+fn a_small_terminal_shows_who_must_be_looked_at_and_counts_the_rest() {
+    let mut now = look(12);
+    let [quiet, sick] = [0, 1].map(|index: usize| now.devices[index].clone());
+    now.devices = vec![quiet.clone(), quiet.clone(), quiet.clone(), sick, quiet];
+    for (index, device) in now.devices.iter_mut().enumerate() {
+        device.state.path = format!("/mnt/nvme{index}/tiles");
+        device.counts.read.bytes = 1000 * index as u64;
+    }
+    let whole = table(&look(10), &now).whole();
+    let shown = table(&look(10), &now).fitting(9);
+    assert_eq!(shown.len(), 9);
+    assert!(shown[0].starts_with("offloadd up "));
+    let text = shown.join("\n");
+    assert!(text.contains("nvme3") && text.contains("nvme4"), "{text}");
+    assert!(!text.contains("nvme1"), "{text}");
+    assert!(text.contains("llama (uid 1000)"), "{text}");
+    // Three drives, and what is said of jobs without a process.
+    assert_eq!(shown[8], "and 4 more: offloadd top --once");
+    assert_eq!(table(&look(10), &now).fitting(whole.len()), whole);
+}
+
+#[test]
+fn the_screen_is_never_fuller_than_the_terminal() {
+    let looks = super::Shown::Looks(Box::new((look(10), look(12))));
+    let trouble = super::Shown::Trouble("one\n\nthree".into());
+    for rows in 1..30 {
+        for columns in [1, 2, 79, 300] {
+            for shown in [&looks, &trouble] {
+                let screen = shown.on_screen([rows, columns]);
+                let lines: Vec<_> = screen.split("\r\n").collect();
+                assert!(lines.len() <= rows, "{rows}: {screen:?}");
+                let plain = |line: &str| {
+                    let line = ["\x1b[H", "\x1b[K", "\x1b[J"]
+                        .iter()
+                        .fold(line.to_owned(), |line, code| line.replace(code, ""));
+                    line.chars().count()
+                };
+                assert!(
+                    lines.iter().all(|line| plain(line) <= columns),
+                    "{screen:?}"
+                );
+            }
+        }
+    }
+    let ended = |rows| looks.on_screen([rows, 80]).contains("Ctrl-C ends");
+    assert_eq!([11, 10].map(ended), [true, false]);
 }

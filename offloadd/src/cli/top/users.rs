@@ -4,12 +4,12 @@
 //! his share gets less: the rest is the others'.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
 
 use offloadd::metrics::Snapshot;
 use serde_json::{Value, json};
 
 use super::between::{Moved, before_of_device, before_of_job};
+use super::fit::Part;
 use super::table::{got, rate};
 
 /// A user who has jobs.
@@ -80,18 +80,17 @@ fn part(of: f64, all: f64) -> Option<f64> {
 }
 
 /// A table, where there are several with processes: of a single one the jobs say all.
-pub(super) fn draw(users: &[User]) -> String {
+pub(super) fn table(users: &[User]) -> Option<Part> {
     let shown: Vec<_> = users.iter().filter(|user| user.session_count > 0).collect();
     if shown.len() < 2 {
-        return String::new();
+        return None;
     }
-    let mut text = format!(
-        "\n{:<32} {:>9} {:>9} {:>5} {:>4} {:>9}\n",
+    let mut part = Part::under(format!(
+        "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9}",
         "user", "read", "write", "share", "got", "sessions"
-    );
+    ));
     for user in shown {
-        let _ = writeln!(
-            text,
+        let line = format!(
             "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9}",
             format!("uid {}", user.uid),
             rate(user.read_bytes_per_s),
@@ -100,6 +99,7 @@ pub(super) fn draw(users: &[User]) -> String {
             got(user.got),
             user.session_count
         );
+        part.push(&line, user.read_bytes_per_s + user.written_bytes_per_s);
     }
-    text
+    Some(part)
 }
