@@ -22,6 +22,7 @@ put "$here/sysusers.conf" /usr/lib/sysusers.d/offloadd.conf 644
 put "$here/tmpfiles.conf" /usr/lib/tmpfiles.d/offloadd.conf 644
 put "$here/offloadd.toml" /etc/offloadd/offloadd.toml 644
 put "$here/raw-drives.conf" /usr/share/doc/offloadd/raw-drives.conf 644
+put "$here/metrics-loopback.conf" /usr/share/doc/offloadd/metrics-loopback.conf 644
 put "$here/copyright" /usr/share/doc/offloadd/copyright 644
 for license in LICENSE-MIT LICENSE-APACHE; do
     put "$here/../../$license" "/usr/share/doc/offloadd/$license" 644

@@ -1,6 +1,8 @@
 //! Whether a daemon could serve with settings that hold together by themselves: everything that can be known beside a daemon
 //! that runs with them, without a lock and without changing anything. Of the devices only superblocks are read.
 
+mod loopback;
+
 use std::path::Path;
 
 use rustix::fs::{Access, AtFlags, CWD, accessat};
@@ -19,8 +21,10 @@ use crate::store_devices::StoreDevices;
 pub fn check(config: &Config) -> Vec<Finding> {
     let mut findings = vec![memory_fits(config), memory_locks(config)];
     findings.push(socket("socket", &config.socket));
-    if let Some(PageAddress::Unix(path)) = &config.metrics_listen {
-        findings.push(socket("metrics.listen", path));
+    match &config.metrics_listen {
+        Some(PageAddress::Unix(path)) => findings.push(socket("metrics.listen", path)),
+        Some(PageAddress::Loopback(address)) => findings.push(loopback::loopback(*address)),
+        None => {}
     }
     findings.extend(devices(config));
     findings

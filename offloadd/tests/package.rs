@@ -86,6 +86,7 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
         "usr/lib/tmpfiles.d/offloadd.conf",
         "etc/offloadd/offloadd.toml",
         "usr/share/doc/offloadd/raw-drives.conf",
+        "usr/share/doc/offloadd/metrics-loopback.conf",
         "usr/share/bash-completion/completions/offloadd",
         "usr/share/zsh/vendor-completions/_offloadd",
         "usr/share/fish/vendor_completions.d/offloadd.fish",

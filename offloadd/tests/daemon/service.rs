@@ -23,9 +23,9 @@ fn unit() -> String {
     std::fs::read_to_string(packaging().join("offloadd.service")).unwrap()
 }
 
-/// The unit with the drop-in for raw drives behind it, which is how systemd reads both.
-fn raw_unit() -> String {
-    let drop_in = std::fs::read_to_string(packaging().join("raw-drives.conf")).unwrap();
+/// The unit with a drop-in behind it, which is how systemd reads both.
+fn unit_with(drop_in: &str) -> String {
+    let drop_in = std::fs::read_to_string(packaging().join(drop_in)).unwrap();
     format!("{}\n{drop_in}", unit())
 }
 
@@ -69,7 +69,13 @@ fn the_units_exposure_is_as_low_as_promised() {
         return;
     };
     assert!(files, "files: at most 1.0");
-    assert_eq!(exposure_at_most(&raw_unit(), 20), Some(true), "raw drives");
+    assert_eq!(
+        exposure_at_most(&unit_with("raw-drives.conf"), 20),
+        Some(true),
+        "raw drives"
+    );
+    let loopback = exposure_at_most(&unit_with("metrics-loopback.conf"), 15);
+    assert_eq!(loopback, Some(true), "counts on loopback");
     // The measure tells open units from closed ones.
     let open: String = (unit().lines())
         .filter(|line| {
@@ -84,7 +90,11 @@ fn the_units_exposure_is_as_low_as_promised() {
 
 #[test]
 fn systemd_understands_every_line_of_the_unit() {
-    for text in [unit(), raw_unit()] {
+    for text in [
+        unit(),
+        unit_with("raw-drives.conf"),
+        unit_with("metrics-loopback.conf"),
+    ] {
         let Some(output) = analyze(&text, &["verify", "--man=no"]) else {
             return;
         };
