@@ -15,6 +15,10 @@
 //! nevertheless, because they give back what it lacks.
 //! Holds the `unsafe` of submitting.
 
+mod setup;
+#[cfg(test)]
+mod tests;
+
 #[cfg(test)]
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -27,6 +31,8 @@ use io_uring::{IoUring, opcode, squeue, types};
 use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+pub(super) use self::setup::Flavour;
+use self::setup::{set_up, why_not};
 use super::inflight::Inflight;
 use super::lanes::Lanes;
 use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, named, processors};
@@ -59,9 +65,6 @@ const REFUSAL_TOLD_EVERY: Duration = Duration::from_secs(60);
 /// The flag with which io_uring_enter runs what was put off, whether it waits or not.
 const ENTER_GETEVENTS: u32 = 1;
 
-/// How long the kernel's thread looks for more (SQPOLL) before it sleeps and has to be woken by a system call.
-const SQPOLL_IDLE_MS: u32 = 10;
-
 /// The engine.
 #[derive(Debug)]
 pub struct Uring {
@@ -88,17 +91,6 @@ pub struct Uring {
     free_buffers: Vec<u16>,
     to_register: VecDeque<(Arc<Arena>, u32)>,
     registration_refused: Option<std::io::Error>,
-}
-
-/// Who finds out that operations wait to begin, and that they have ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Flavour {
-    /// A system call, and an interrupt.
-    Plain,
-    /// A system call, and whoever reaps asks the drive. Only for reads and writes of drives that can be asked.
-    Polled,
-    /// A thread of the kernel looks at the submission queue, and takes a processor meanwhile.
-    Sqpoll,
 }
 
 struct Ring(IoUring);
@@ -516,191 +508,5 @@ impl Drop for Uring {
         if self.lanes.kernel_count() > 0 {
             self.inflight.leak();
         }
-    }
-}
-
-impl Flavour {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "uring",
-            Self::Polled => "polled",
-            Self::Sqpoll => "sqpoll",
-        }
-    }
-}
-
-/// A ring of the best kind this kernel has.
-fn set_up(flavour: Flavour) -> std::io::Result<(IoUring, &'static str)> {
-    let completions = (KERNEL_INFLIGHT_MAX as u32).next_power_of_two();
-    let special = |builder: &mut io_uring::Builder| match flavour {
-        Flavour::Plain => {}
-        Flavour::Polled => drop(builder.setup_iopoll()),
-        Flavour::Sqpoll => drop(builder.setup_sqpoll(SQPOLL_IDLE_MS)),
-    };
-    if flavour == Flavour::Sqpoll {
-        // Its thread is not interrupted, so there is nothing to defer.
-        let mut watched = IoUring::builder();
-        watched.setup_cqsize(completions).setup_single_issuer();
-        special(&mut watched);
-        let ring = watched.build(SUBMISSION_ENTRIES)?;
-        return Ok((ring, "SQPOLL: a thread of the kernel takes a processor"));
-    }
-    let mut best = IoUring::builder();
-    best.setup_cqsize(completions)
-        .setup_submit_all()
-        .setup_single_issuer()
-        .setup_defer_taskrun()
-        .setup_taskrun_flag();
-    special(&mut best);
-    match best.build(SUBMISSION_ENTRIES) {
-        Ok(ring) => Ok((ring, "SINGLE_ISSUER and DEFER_TASKRUN")),
-        // Kernels before 6.1.
-        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
-            let mut plain = IoUring::builder();
-            plain.setup_cqsize(completions);
-            special(&mut plain);
-            Ok((
-                plain.build(SUBMISSION_ENTRIES)?,
-                "no DEFER_TASKRUN before Linux 6.1",
-            ))
-        }
-        Err(e) => Err(e),
-    }
-}
-
-/// What a refusal of io_uring_setup means, in words a person can act on.
-fn why_not(error: &std::io::Error) -> String {
-    match error.raw_os_error() {
-        Some(libc::EPERM) => {
-            let setting = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled");
-            match setting.as_deref().map(str::trim) {
-                Ok(level @ ("1" | "2")) => format!(
-                    "io_uring is forbidden by kernel.io_uring_disabled = {level} (sysctl -w kernel.io_uring_disabled=0)"
-                ),
-                _ => "io_uring is forbidden, by seccomp most likely (Docker's default profile blocks it: --security-opt \
-                      seccomp=PROFILE)"
-                    .into(),
-            }
-        }
-        Some(libc::ENOSYS) => "this kernel or sandbox has no io_uring".into(),
-        Some(libc::ENOMEM) => {
-            "no memory for a ring; before Linux 5.12 it counts against `ulimit -l`".into()
-        }
-        _ => format!("io_uring_setup: {error}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::blocks::AlignedBytes;
-    use crate::core::IoId;
-
-    const NO_HANG: Duration = Duration::from_secs(60);
-
-    /// An engine on these, or none where the machine forbids it.
-    fn opened(files: &[Arc<File>]) -> Option<Uring> {
-        let opened = Uring::open(files, 256, Flavour::Plain);
-        let skipped = |error: &EngineError| {
-            let test = std::thread::current();
-            println!("skipped: {}: {error}", test.name().unwrap_or("a test"));
-        };
-        opened.inspect_err(skipped).ok()
-    }
-
-    fn read(id: u64, device: u32) -> Io {
-        Io {
-            id: IoId(id),
-            device: DeviceIndex(device),
-            op: IoOp::Read,
-            offset: 0,
-            bytes: 4096,
-            memory: Memory::Meta(AlignedBytes::zeroed(4096)),
-        }
-    }
-
-    fn file() -> Arc<File> {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(4096).unwrap();
-        Arc::new(file)
-    }
-
-    /// Reaps until `count` have ended, as the driver does: woken by the engine, or by the time it gave.
-    fn finish(engine: &mut Uring, count: usize) -> Vec<IoDone> {
-        let limit = Instant::now() + NO_HANG;
-        let mut done = Vec::new();
-        while done.len() < count {
-            assert!(Instant::now() < limit, "{} of {count} ended", done.len());
-            let wait = engine.again_after().unwrap_or(NO_HANG);
-            let wait = Timespec::try_from(wait).unwrap();
-            let mut wake = [PollFd::new(&engine.wake, PollFlags::IN)];
-            match poll(&mut wake, Some(&wait)).unwrap() {
-                0 => engine.start().unwrap(),
-                _ => engine.reap(&mut done).unwrap(),
-            }
-        }
-        done
-    }
-
-    #[test]
-    fn what_the_kernel_does_not_take_for_now_is_offered_again_and_nothing_breaks() {
-        for errno in [libc::EAGAIN, libc::EBUSY] {
-            let Some(mut engine) = opened(&[file()]) else {
-                return;
-            };
-            for id in 0..100 {
-                engine.submit(read(id, 0));
-            }
-            engine.refuses.set((3000, errno));
-            engine.start().unwrap();
-            assert_eq!(engine.refuses.get().0, 2999, "the thread goes on at once");
-            assert_eq!(engine.again_after(), Some(AGAIN_AFTER));
-            while engine.refuses.get().0 > 0 {
-                engine.start().unwrap();
-            }
-            // Nothing has ended that would wake anybody: the time does.
-            let mut done = finish(&mut engine, 100);
-            done.sort_by_key(|done| done.id.0);
-            let ids: Vec<_> = done.iter().map(|done| done.id.0).collect();
-            assert_eq!(ids, Vec::from_iter(0..100), "each once");
-            assert!(done.iter().all(|done| done.outcome == Ok(4096)));
-            assert_eq!((engine.again_after(), engine.inflight_count()), (None, 0));
-        }
-    }
-
-    #[test]
-    fn what_ends_is_reaped_while_the_kernel_takes_no_more() {
-        let signal = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let signalled = Arc::new(File::from(signal.try_clone().unwrap()));
-        let Some(mut engine) = opened(&[signalled, file()]) else {
-            return;
-        };
-        engine.submit(read(1, 0));
-        engine.start().unwrap();
-        assert_eq!(engine.again_after(), None);
-        engine.submit(read(2, 1));
-        engine.refuses.set((u32::MAX, libc::EAGAIN));
-        engine.start().unwrap();
-        rustix::io::write(&signal, &1u64.to_ne_bytes()).unwrap();
-        let done = finish(&mut engine, 1);
-        assert_eq!((done[0].id.0, &done[0].outcome), (1, &Ok(8)));
-        assert!(engine.refuses.get().0 > 0);
-        // A call that was refused has read the signal: what it did not hand out is told again.
-        engine.refuses.set((0, 0));
-        assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(4096));
-    }
-
-    #[test]
-    fn a_device_that_cannot_be_registered_is_named() {
-        let files = vec![file(); DEVICES_MAX as usize];
-        let Some(mut engine) = opened(&files) else {
-            return;
-        };
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("one-too-many");
-        let error = engine.add(Arc::new(File::create(&path).unwrap()));
-        let told = error.unwrap_err().to_string();
-        let named = format!("registering device 64 ({})", path.display());
-        assert!(told.contains(&named), "{told}");
     }
 }
