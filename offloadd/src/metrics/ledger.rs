@@ -1,12 +1,16 @@
 //! Counts what the driver starts and what ends, for the device and for the job it is of.
 
+mod keeping;
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use offload_api::ids::DeviceIndex;
 
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
-use super::wearing::{JobWritten, Ratings, ToKeep, Wearing, Worn};
+use super::wearing::{Ratings, Wearing, Worn};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
@@ -15,12 +19,6 @@ use crate::store::format::MeasuredRates;
 
 /// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
 pub const JOBS_MAX: usize = 2048;
-
-/// How often wear is kept while something is written: what a killed daemon forgets.
-const WEAR_KEPT_EVERY: Duration = Duration::from_secs(60);
-
-/// And not more than this of a device, however fast it is: a ten-thousandth of what a drive of a terabyte is rated for.
-const WEAR_KEPT_BYTES: u64 = 64 << 30;
 
 /// A job's place in the ledger, as long as a session of it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -279,68 +277,6 @@ impl Ledger {
         }
     }
 
-    /// When [`Self::keep_wear`] is wanted next; `None` while nothing new was written.
-    pub fn keep_wear_at(&self) -> Option<Instant> {
-        let devices = 0..self.devices.len();
-        devices.filter_map(|index| self.wear_due(index)).min()
-    }
-
-    /// The same of one device. Never while its wear is on its way: one that hangs keeps no other from it.
-    fn wear_due(&self, index: usize) -> Option<Instant> {
-        let device = &self.devices[index];
-        let now_bytes = device.counts.written.bytes;
-        let is_behind = self.wearing.behind_bytes(index, now_bytes) > 0;
-        let wants_totals = self.wearing.wants_totals(index);
-        if !device.of_store || !(is_behind || wants_totals) || self.wearing.is_keeping(index) {
-            return None;
-        }
-        if wants_totals {
-            return Some(device.wear_kept);
-        }
-        // Since it was tried, not since it was kept: one that fails is not asked without end.
-        Some(match now_bytes - device.wear_kept_bytes {
-            WEAR_KEPT_BYTES.. => device.wear_kept,
-            _ => device.wear_kept + WEAR_KEPT_EVERY,
-        })
-    }
-
-    /// What is to be written to the devices so that their wear is known later, of those for which it is time or of all.
-    /// `jobs`: all of the store. [`Self::wear_kept`] follows for each.
-    pub fn keep_wear(&mut self, jobs: &[JobState], now: Instant, at_once: bool) -> Vec<ToKeep> {
-        let mut to_keep = Vec::new();
-        for index in 0..self.devices.len() {
-            let due = self.wear_due(index);
-            if !due.is_some_and(|at| at_once || at <= now) {
-                continue;
-            }
-            let now_bytes = self.devices[index].counts.written.bytes;
-            self.devices[index].wear_kept = now;
-            self.devices[index].wear_kept_bytes = now_bytes;
-            let written = jobs.iter().filter_map(|state| {
-                let now_bytes = (self.counted(state)).map_or(&[][..], |job| &job.written_bytes);
-                let job_id = state.job_id?;
-                Some(JobWritten {
-                    job_id,
-                    here_bytes: now_bytes.get(index).copied().unwrap_or(0),
-                    ever_bytes: self.wearing.job_bytes(job_id, now_bytes),
-                })
-            });
-            let written: Vec<_> = written.collect();
-            to_keep.push(self.wearing.keep(index, now_bytes, &written));
-        }
-        to_keep
-    }
-
-    /// A device's wear was written to it, or not all of it. Whether it was.
-    pub fn wear_kept(&mut self, device: DeviceIndex, moved_bytes: Option<u64>) -> bool {
-        self.wearing.kept(device.0 as usize, moved_bytes)
-    }
-
-    /// Whether a device's wear is on its way to it.
-    pub fn is_keeping_wear(&self, device: DeviceIndex) -> bool {
-        self.wearing.is_keeping(device.0 as usize)
-    }
-
     /// What may be written to each device, from now on.
     pub fn rate(&mut self, ratings: Ratings) {
         self.wearing.rate(ratings);
@@ -460,254 +396,5 @@ fn traffic_of(counts: &mut Counts, op: IoOp) -> &mut Traffic {
         IoOp::Read => &mut counts.read,
         IoOp::Write => &mut counts.written,
         IoOp::Flush => &mut counts.flushed,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::core::{CommitState, Standing};
-    use crate::engine::Memory;
-    use crate::metrics::Worn;
-    use crate::store::superblock::StoreId;
-    use crate::store::wear::Wear;
-
-    fn ledger() -> Ledger {
-        let device = |path: &str| DeviceState {
-            path: path.into(),
-            block_bytes: 4096,
-            data_bytes: 1 << 30,
-            free_bytes: 1 << 30,
-            read_bytes_per_s: 1_000_000_000,
-            write_bytes_per_s: 1_000_000_000,
-            standing: Standing::settled(0),
-        };
-        let worn = vec![Worn::default(); 2];
-        let wearing = Wearing::new(StoreId([7; 16]), Ratings::default(), worn);
-        Ledger::new(&[device("/a"), device("/b")], wearing, Instant::now())
-    }
-
-    fn state(uid: u32, job: &JobName) -> JobState {
-        JobState {
-            uid,
-            job: job.clone(),
-            job_id: Some(3),
-            reserved_bytes: 0,
-            session_count: 1,
-            arena_bytes: 0,
-            slot_count: 0,
-            slot_used_count: 0,
-            shares: crate::core::Shares {
-                user: 100,
-                job: 100,
-            },
-            reading_count: 0,
-            writing_count: 0,
-            commit: CommitState::None,
-            newest_generation: 0,
-            working_generation: 0,
-            poisoned: false,
-        }
-    }
-
-    #[test]
-    fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
-        let mut ledger = ledger();
-        let now = Instant::now();
-        let name = JobName::new("tiny").unwrap();
-        let place = ledger.session_begins(7, &name);
-        let ops = [
-            (IoOp::Read, Ok(4096)),
-            (IoOp::Read, Ok(512)),
-            (IoOp::Write, Err(libc::EIO)),
-        ];
-        for (number, (op, outcome)) in ops.into_iter().enumerate() {
-            let io = IoId(number as u64);
-            ledger.started(io, DeviceIndex(1), op, 4096, Some(place), now);
-            let done = IoDone {
-                id: io,
-                outcome,
-                device_ns: 50_000,
-                retried_count: 2,
-                memory: Memory::None,
-            };
-            ledger.ended(&done, now);
-        }
-        ledger.started(IoId(9), DeviceIndex(1), IoOp::Flush, 0, None, now);
-        ledger.started(IoId(10), DeviceIndex(0), IoOp::Write, 8192, None, now);
-        let job = ledger.job(state(7, &name));
-        assert_eq!((job.counts.read.bytes, job.counts.read.count()), (4608, 2));
-        let read = &job.counts.read;
-        assert_eq!((read.failed_count, read.retried_count), (1, 4));
-        let written = &job.counts.written;
-        assert_eq!((written.bytes, written.failed_count), (0, 1));
-        // Another owner's job of the same name.
-        assert_eq!(ledger.job(state(8, &name)).counts, Counts::default());
-        let states = ["/a", "/b"].map(|path| DeviceState {
-            path: path.into(),
-            block_bytes: 4096,
-            data_bytes: 0,
-            free_bytes: 0,
-            read_bytes_per_s: 0,
-            write_bytes_per_s: 0,
-            standing: Standing::settled(0),
-        });
-        let devices = ledger.devices(states.to_vec());
-        assert_eq!(devices[1].counts.read, job.counts.read);
-        assert_eq!((devices[0].queue_depth, devices[1].queue_depth), (1, 1));
-        assert_eq!(devices[1].counts.flushed.count(), 0, "it has not ended");
-    }
-
-    #[test]
-    fn a_round_of_several_ranks_is_one_commit_from_the_last_call() {
-        let mut ledger = ledger();
-        let now = Instant::now();
-        let name = JobName::new("tiny").unwrap();
-        let place = ledger.session_begins(7, &name);
-        let second = Duration::from_secs(1);
-        ledger.commit_called(place, now);
-        ledger.commit_called(place, now + 5 * second);
-        ledger.commit_answered(place, true, now + 6 * second);
-        ledger.commit_answered(place, true, now + 6 * second);
-        ledger.commit_answered(place, false, now + 7 * second);
-        let job = ledger.job(state(7, &name));
-        assert_eq!((job.commits.count(), job.commit_failed_count), (1, 1));
-        assert_eq!(job.commits.sum_ns(), 1_000_000_000);
-    }
-
-    #[test]
-    fn a_dropped_jobs_bytes_are_not_the_next_ones_of_its_name() {
-        let mut ledger = ledger();
-        let now = Instant::now();
-        let name = JobName::new("tiny").unwrap();
-        let write = |ledger: &mut Ledger, bytes| {
-            let place = ledger.session_begins(7, &name);
-            ledger.started(
-                IoId(1),
-                DeviceIndex(0),
-                IoOp::Write,
-                bytes,
-                Some(place),
-                now,
-            );
-            let done = IoDone {
-                id: IoId(1),
-                outcome: Ok(bytes),
-                device_ns: 1,
-                retried_count: 0,
-                memory: Memory::None,
-            };
-            ledger.ended(&done, now);
-            ledger.session_ends(place);
-        };
-        write(&mut ledger, 8192);
-        assert_eq!(ledger.job(state(7, &name)).worn_bytes, 8192);
-        ledger.job_dropped(7, &name);
-        let mut next = state(7, &name);
-        next.job_id = Some(4);
-        assert_eq!(ledger.job(next.clone()).worn_bytes, 0);
-        write(&mut ledger, 4096);
-        assert_eq!(ledger.job(next.clone()).worn_bytes, 4096);
-        assert!(ledger.keep_wear_at().is_some());
-        let kept = ledger.keep_wear(&[next], now, true);
-        assert_eq!(kept.len(), 1, "nothing was written to the other device");
-        assert_eq!(ledger.keep_wear_at(), None);
-        assert!(ledger.wear_kept(DeviceIndex(0), Some(kept[0].blocks.len() as u64)));
-        let kept = Wear::decode(&kept[0].blocks, StoreId([7; 16]), 0).unwrap();
-        assert_eq!((kept.written_bytes, kept.jobs), (12288, [(4, 4096)].into()));
-        assert_eq!(ledger.keep_wear_at(), None);
-    }
-
-    #[test]
-    fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
-        let mut ledger = ledger();
-        let now = ledger.started_at();
-        let mut next_io = 0;
-        let mut write = |ledger: &mut Ledger, bytes: u32| {
-            next_io += 1;
-            let id = IoId(next_io);
-            ledger.started(id, DeviceIndex(0), IoOp::Write, bytes, None, now);
-            let done = IoDone {
-                id,
-                outcome: Ok(bytes),
-                device_ns: 1,
-                retried_count: 0,
-                memory: Memory::None,
-            };
-            ledger.ended(&done, now);
-        };
-        assert!(ledger.keep_wear(&[], now, true).is_empty());
-        assert_eq!(ledger.keep_wear_at(), None);
-        write(&mut ledger, 4096);
-        assert_eq!(ledger.keep_wear_at(), Some(now + WEAR_KEPT_EVERY));
-        for _ in 0..WEAR_KEPT_BYTES >> 30 {
-            write(&mut ledger, 1 << 30);
-        }
-        assert_eq!(ledger.keep_wear_at(), Some(now));
-        assert_eq!(ledger.keep_wear(&[], now, false).len(), 1);
-        assert_eq!(ledger.keep_wear_at(), None);
-    }
-
-    #[test]
-    fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_without_end() {
-        let mut ledger = ledger();
-        let now = ledger.started_at();
-        let mut next_io = 0;
-        let mut write = |ledger: &mut Ledger, device, bytes: u32| {
-            next_io += 1;
-            let id = IoId(next_io);
-            ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, None, now);
-            let done = IoDone {
-                id,
-                outcome: Ok(bytes),
-                device_ns: 1,
-                retried_count: 0,
-                memory: Memory::None,
-            };
-            ledger.ended(&done, now);
-        };
-        write(&mut ledger, 0, 4096);
-        write(&mut ledger, 1, 4096);
-        let first = now + WEAR_KEPT_EVERY;
-        assert!(ledger.keep_wear(&[], now, false).is_empty(), "not yet");
-        let kept = ledger.keep_wear(&[], first, false);
-        assert_eq!(kept.len(), 2);
-        // The first one hangs from here on; the second takes it, and more is written to both.
-        assert!(ledger.wear_kept(DeviceIndex(1), Some(kept[1].blocks.len() as u64)));
-        for device in [0, 1] {
-            write(&mut ledger, device, 4096);
-        }
-        let second = first + WEAR_KEPT_EVERY;
-        assert_eq!(ledger.keep_wear_at(), Some(second));
-        let again = ledger.keep_wear(&[], second, true);
-        let devices: Vec<_> = again.iter().map(|one| one.device).collect();
-        assert_eq!(devices, [DeviceIndex(1)]);
-        assert!(ledger.is_keeping_wear(DeviceIndex(0)));
-        // It fails in the end, after much was written, and is tried again: at once, and then not before time.
-        for _ in 0..WEAR_KEPT_BYTES >> 30 {
-            write(&mut ledger, 0, 1 << 30);
-        }
-        assert!(!ledger.wear_kept(DeviceIndex(0), None));
-        let retried = ledger.keep_wear(&[], second, false);
-        assert_eq!((retried.len(), retried[0].device), (1, DeviceIndex(0)));
-        assert_eq!(retried[0].offset, kept[0].offset, "the sound copy stays");
-        assert!(!ledger.wear_kept(DeviceIndex(0), None));
-        assert_eq!(ledger.keep_wear_at(), Some(second + WEAR_KEPT_EVERY));
-    }
-
-    #[test]
-    fn endless_names_take_no_endless_memory_and_no_place_that_is_in_use() {
-        let mut ledger = ledger();
-        let name = |number: usize| JobName::new(format!("job{number}")).unwrap();
-        let used = ledger.session_begins(7, &name(0));
-        for number in 1..3 * JOBS_MAX {
-            let place = ledger.session_begins(7, &name(number));
-            assert_ne!(place, used);
-            ledger.session_ends(place);
-        }
-        assert_eq!(ledger.jobs.len(), JOBS_MAX);
-        assert_eq!(ledger.session_begins(7, &name(0)), used);
     }
 }
