@@ -21,6 +21,7 @@
 //! each with at most `script::INFLIGHT_MAX` operations; `catalog_queue::QUEUE_MAX` calls that wait for the catalog.
 //! A few thousand operations a second pass here, so maps and short loops are far from being the wall.
 
+mod call;
 mod catalog_queue;
 mod commit;
 mod copying;
@@ -42,6 +43,7 @@ mod scratch;
 mod script;
 mod session;
 
+pub use call::*;
 pub use event::*;
 pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
