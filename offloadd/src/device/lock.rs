@@ -33,16 +33,13 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
         return Ok(());
     }
     let start = Instant::now();
+    let mut wait = LOCK_WAIT;
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),
             Err(Errno::WOULDBLOCK) => {
                 let pid = lock_holder(file);
-                let wait = if pid.is_some_and(has_ended) {
-                    DEAD_LOCK_WAIT
-                } else {
-                    LOCK_WAIT
-                };
+                wait = patience(wait, pid, has_ended);
                 if start.elapsed() >= wait {
                     return Err(DeviceError::Locked {
                         path: path.to_owned(),
@@ -56,6 +53,16 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
                 return Err(failed(path, "locking it")(errno.into()));
             }
         }
+    }
+}
+
+/// How long to wait for this holder. `before`: for the one of the last look.
+fn patience(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> bool) -> Duration {
+    match pid {
+        Some(pid) if has_ended(pid) => DEAD_LOCK_WAIT,
+        Some(_) => LOCK_WAIT,
+        // It was let go of since the lock was asked for; the next try takes it.
+        None => before,
     }
 }
 
@@ -85,5 +92,24 @@ fn has_ended(pid: u32) -> bool {
             Pid::from_raw(pid as i32).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
         }
         Err(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_a_dead_one_lets_go_of_between_two_looks_is_still_waited_for() {
+        let dead = |pid| pid == 7;
+        let mut wait = LOCK_WAIT;
+        let mut look = |pid| {
+            wait = patience(wait, pid, dead);
+            wait
+        };
+        assert_eq!(look(None), LOCK_WAIT, "nobody knows who has it");
+        assert_eq!(look(Some(7)), DEAD_LOCK_WAIT);
+        assert_eq!(look(None), DEAD_LOCK_WAIT, "it was the dead one's");
+        assert_eq!(look(Some(8)), LOCK_WAIT, "a living one has it now");
     }
 }
