@@ -8,13 +8,19 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, TileIndex};
 use offload_api::ring::entry::Verb;
 
+fn may_not(connecting: &io::Error) -> bool {
+    connecting.kind() == io::ErrorKind::PermissionDenied
+}
+
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No daemon was reached.
     #[error(
-        "nobody listens on {}: {source}; start offloadd there, or leave the socket setting out to get a private one",
-        socket.display()
+        "{} {}: {source}; {}, or leave the socket setting out to get a private one",
+        if may_not(source) { "this user may not open" } else { "nobody listens on" },
+        socket.display(),
+        if may_not(source) { "have whoever runs offloadd let it (group and mode of the socket)" } else { "start offloadd there" }
     )]
     Connect {
         /// As configured.
@@ -220,5 +226,31 @@ fn refusal(kind: FaultKind) -> String {
         FaultKind::TooMany => "more in flight than was granted".into(),
         FaultKind::Stopping => "it is stopping".into(),
         other => format!("{other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_may_not_be_opened_is_not_one_where_nobody_listens() {
+        let connect = |kind: io::ErrorKind| {
+            let socket = "/run/offloadd/offloadd.sock".into();
+            ClientError::Connect {
+                socket,
+                source: kind.into(),
+            }
+            .to_string()
+        };
+        let denied = connect(io::ErrorKind::PermissionDenied);
+        assert!(
+            denied.starts_with("this user may not open /run/"),
+            "{denied}"
+        );
+        assert!(!denied.contains("start offloadd"), "{denied}");
+        let nobody = connect(io::ErrorKind::ConnectionRefused);
+        assert!(nobody.starts_with("nobody listens on /run/"), "{nobody}");
+        assert!(nobody.contains("start offloadd there"), "{nobody}");
     }
 }

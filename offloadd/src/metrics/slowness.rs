@@ -3,7 +3,8 @@
 //! Only the time in which it had something to do counts, so that a job that asks for little is no slow drive. That time is
 //! compared with the time that the bytes would have taken at the measured rates; what is in flight is counted as done. A drive
 //! reads and writes at the same time: the way that should have taken longer counts. One that cannot takes twice as long then,
-//! which is not slow yet.
+//! which is not slow yet. Many drives give one way little while the other fills them, so one that is slow in one way beside the
+//! other at its full rate is not named: alone, or beside less, it is.
 
 use std::time::{Duration, Instant};
 
