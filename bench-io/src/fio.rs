@@ -1,5 +1,7 @@
 //! fio in the same run, on the same drives: what people trust, with its command printed so that they can repeat it.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -8,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Signal;
 use serde::Serialize;
 
-use crate::{child, stop};
+use crate::{child, shell, stop};
 
 /// Whether it has ended, and whether it is to end.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -123,7 +125,8 @@ impl Fio {
         let output = reading.join().expect("reading does not panic");
         stop::check()?;
         let output = output.with_context(|| format!("running {}", self.program.display()))?;
-        let command = format!("{} {}", self.program.display(), words.join(" "));
+        let program = std::iter::once(self.program.as_os_str());
+        let command = shell::command(program.chain(words.iter().map(OsString::as_os_str)));
         ensure!(
             output.status.success(),
             "{command}: {}",
@@ -133,7 +136,7 @@ impl Fio {
     }
 }
 
-fn words(job: &FioJob) -> Vec<String> {
+fn words(job: &FioJob) -> Vec<OsString> {
     let blocks = job.size / u64::from(job.bs) / u64::from(job.jobs);
     let part_bytes = blocks * u64::from(job.bs);
     let mut words = vec![
@@ -161,19 +164,25 @@ fn words(job: &FioJob) -> Vec<String> {
     if let Some(percent) = job.read_percent {
         words.push(format!("--rwmixread={percent}"));
     }
+    let mut words: Vec<OsString> = words.into_iter().map(OsString::from).collect();
     for (rw, files) in job.streams {
         for (index, file) in files.iter().enumerate() {
-            words.push(format!("--name={rw}{index}"));
-            words.push(format!("--rw={rw}"));
-            words.push(format!("--filename={}", one_file(file)));
+            words.push(format!("--name={rw}{index}").into());
+            words.push(format!("--rw={rw}").into());
+            words.push(one_file("--filename=", file));
         }
     }
     words
 }
 
-/// `file` as fio takes it: a colon would end its name and begin another file's.
-fn one_file(file: &Path) -> String {
-    (file.display().to_string()).replace(':', "\\:")
+/// `file` behind `option` as fio takes it: a colon would end its name and begin another file's.
+fn one_file(option: &str, file: &Path) -> OsString {
+    let bytes = file.as_os_str().as_bytes().iter();
+    let escaped = bytes.flat_map(|byte| match byte {
+        b':' => &b"\\:"[..],
+        other => std::slice::from_ref(other),
+    });
+    OsString::from_vec(option.bytes().chain(escaped.copied()).collect())
 }
 
 fn figures(said: &str, command: String) -> Result<FioFigures> {
@@ -256,7 +265,7 @@ mod tests {
 
     #[test]
     fn jobs_on_one_file_have_parts_of_their_own() {
-        let file = [PathBuf::from("/x"), PathBuf::from("/dev/disk/by-path/a:b")];
+        let file = ["/x", "/dev/disk/by-path/a:b"].map(PathBuf::from);
         let job = FioJob {
             streams: &[("randrw", &file)],
             read_percent: Some(70),
@@ -268,13 +277,13 @@ mod tests {
             ramp: Duration::ZERO,
             runtime: Duration::from_secs(1),
         };
-        let words = words(&job).join(" ");
+        let words = shell::command(words(&job));
         for word in [
             "--size=12288",
             "--numjobs=3 --offset_increment=12288",
             "--rwmixread=70",
             "--rw=randrw --filename=/x",
-            "--name=randrw1 --rw=randrw --filename=/dev/disk/by-path/a\\:b",
+            "--name=randrw1 --rw=randrw '--filename=/dev/disk/by-path/a\\:b'",
         ] {
             assert!(words.contains(word), "{word}: {words}");
         }

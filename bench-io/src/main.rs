@@ -30,6 +30,7 @@ mod report;
 mod rounds;
 mod say;
 mod scale;
+mod shell;
 mod shuffle;
 mod stop;
 mod target;

@@ -179,7 +179,9 @@ fn settings(args: &TrainingArgs) -> Settings {
     let mut subject = [&args.file, &args.model, &args.run].into_iter().flatten();
     let of_model = args.model.is_some();
     Settings {
-        subject: subject.next().cloned().unwrap_or_default(),
+        subject: subject
+            .next()
+            .map_or_else(String::new, |path| path.display().to_string()),
         sets: args.sets.clone(),
         seq_len: of_model.then_some(args.seq_len),
         micro_batch: of_model.then_some(args.micro_batch),

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::REPORT_VERSION;
 use crate::drive;
 use crate::machine::Machine;
+use crate::shell;
 
 /// The same in all reports; flattened into each. `S` is how it was measured, in the words of its command.
 #[derive(Clone, Debug, Serialize)]
@@ -43,7 +44,7 @@ impl<S> Head<S> {
         Self {
             version: REPORT_VERSION,
             program: concat!("bench-io ", env!("CARGO_PKG_VERSION")),
-            command: std::env::args().collect::<Vec<_>>().join(" "),
+            command: shell::command(std::env::args_os()),
             machine: Machine::here(),
             devices,
             settings,

@@ -12,7 +12,6 @@ mod planner;
 mod trial;
 
 use std::fmt;
-use std::path::PathBuf;
 
 use serde::Serialize;
 
@@ -55,8 +54,8 @@ pub(crate) struct TrainingReport {
 /// What is predicted or run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Settings {
-    /// A run file, or a model's config.json.
-    pub(crate) subject: PathBuf,
+    /// A run file, or a model's config.json. As text: JSON takes no path that is not.
+    pub(crate) subject: String,
     /// Laid over the run file.
     pub(crate) sets: Vec<String>,
     /// Of a model alone.

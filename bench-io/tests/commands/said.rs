@@ -1,7 +1,9 @@
 //! What could go wrong: a reader that has gone (`bench-io run | head -1`) makes a measurement panic that is done, or a full disk
 //! swallows a report.
 
+use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Output, Stdio};
 
 use crate::lab::{drive, program, said};
@@ -58,4 +60,29 @@ fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
     assert_eq!(output.status.code(), Some(1));
     let said = said(&output);
     assert!(said.contains("writing to standard output: "), "{said}");
+}
+
+#[test]
+fn a_command_with_any_path_is_said_as_a_shell_takes_it_again() {
+    let folder = drive();
+    let moved = [
+        "run",
+        "--target=device",
+        "--size=1m",
+        "--bs=64k",
+        "--runtime=0",
+    ];
+    for (name, shown) in [(&b"a b$c"[..], "a b$c'"), (b"x\xff", r"x\xff'")] {
+        let place = folder.path().join(OsStr::from_bytes(name));
+        std::fs::create_dir(&place).expect("a folder");
+        let output = program()
+            .args(moved)
+            .arg("--directory")
+            .arg(&place)
+            .output();
+        let output = output.expect("bench-io starts");
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        let words = String::from_utf8_lossy(&output.stdout);
+        assert!(words.contains(shown), "{words}");
+    }
 }
