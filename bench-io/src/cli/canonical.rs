@@ -7,7 +7,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
-use offloadd::config::parse_size;
 use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
@@ -28,11 +27,11 @@ pub(crate) struct CanonicalArgs {
     #[arg(long, default_value = ".")]
     folder: PathBuf,
     /// Bytes to move in each direction
-    #[arg(long, default_value = "1GiB", value_parser = parse_size)]
-    size: u64,
+    #[arg(long, value_name = "BYTES", default_value = "1GiB")]
+    size: Bytes,
     /// Bytes of a tile
-    #[arg(long, default_value = "4MiB", value_parser = parse_size)]
-    tile: u64,
+    #[arg(long, value_name = "BYTES", default_value = "4MiB")]
+    tile: Bytes,
     /// Operations in flight
     #[arg(long, default_value_t = 16)]
     iodepth: u32,
@@ -56,11 +55,11 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
             EngineChoice::NAMES
         )
     })?;
+    let (size, tile) = (args.size.0, args.tile.0);
     ensure!(
-        args.tile > 0
-            && args.tile.is_multiple_of(u64::from(BLOCK_BYTES))
-            && args.tile <= u64::from(TILE_BYTES_MAX)
-            && args.size >= args.tile,
+        tile.is_multiple_of(u64::from(BLOCK_BYTES))
+            && tile <= u64::from(TILE_BYTES_MAX)
+            && size >= tile,
         "--tile {}: a multiple of {BLOCK_BYTES} bytes, at most {}, not larger than --size",
         args.tile,
         Bytes(u64::from(TILE_BYTES_MAX))
@@ -75,14 +74,14 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     let job = |place| Job {
         rw: Access::Write,
         read_percent: 50,
-        bs: args.tile as u32,
+        bs: tile as u32,
         iodepth: args.iodepth,
         numjobs: 1,
         runtime: Duration::ZERO,
         ramp: Duration::ZERO,
         engine: choice,
         engine_word: args.engine.clone(),
-        size: Some(args.size),
+        size: Some(size),
         direct: true,
         place,
         gpu: false,
@@ -100,8 +99,8 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         }
     }
     let settings = Settings {
-        tile_bytes: args.tile,
-        tile_count: args.size / args.tile,
+        tile_bytes: tile,
+        tile_count: size / tile,
         iodepth: args.iodepth,
         ioengine: args.engine.clone(),
     };

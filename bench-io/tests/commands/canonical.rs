@@ -17,7 +17,7 @@ fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
 #[test]
 fn with_more_in_flight_than_a_daemon_grants_unasked_it_gives_its_numbers_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let small = ["--size=16MiB", "--tile=64KiB", "--iodepth=100", "--json"];
+    let small = ["--size=16m", "--tile=64KiB", "--iodepth=100", "--json"];
     let output = bench_io(folder.path(), &small);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{words}");
