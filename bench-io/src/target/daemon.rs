@@ -104,7 +104,8 @@ impl DaemonTarget {
         let info = session.info().clone();
         ensure!(
             info.iodepth == depth,
-            "iodepth = {depth}: the daemon grants {}; raise iodepth_max in its settings, or use numjobs",
+            "iodepth = {depth}: the daemon grants {}, by the iodepth_max in its settings or the inflight_max of your quota, which all \
+             your jobs share: raise it, or ask for less",
             info.iodepth
         );
         ensure!(

@@ -188,6 +188,10 @@ fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
         "--iodepth=65",
     ]);
     assert!(said.contains("the daemon grants 64"), "{said}");
+    // Either may have done it.
+    for limit in ["iodepth_max in its settings", "inflight_max of your quota"] {
+        assert!(said.contains(limit), "{said}");
+    }
     let said = refused(&with(&["--socket", socket, "--rounds=2", "--fio=true"]));
     assert!(said.contains("cannot use the devices"), "{said}");
     let said = refused(&["run", "--socket", socket, "--size=1g", "--iodepth=2"]);
