@@ -104,6 +104,23 @@ impl std::fmt::Display for Drive {
     }
 }
 
+/// The first of `paths` that is another one before it by another name, and that one: a file, a folder or a block device.
+pub(crate) fn named_twice(paths: &[PathBuf]) -> Option<(&Path, &Path)> {
+    let which = |path: &Path| {
+        let found = fs::metadata(path).ok()?;
+        Some(match found.file_type().is_block_device() {
+            true => (found.rdev(), 0),
+            false => (found.dev(), found.ino()),
+        })
+    };
+    paths.iter().enumerate().find_map(|(place, path)| {
+        let this = which(path)?;
+        let mut before = paths[..place].iter();
+        let other = before.find(|other| which(other) == Some(this))?;
+        Some((&**path, &**other))
+    })
+}
+
 /// What lies under a file or block device: its file system, and the drives with their settings.
 pub(crate) fn under(path: &Path) -> String {
     let Ok(found) = fs::metadata(path) else {
@@ -246,6 +263,22 @@ mod tests {
         assert_eq!(found[0].to_string(), "vda (virtual), scheduler none");
         assert_eq!(found[0].moved_bytes(), None);
         assert_eq!(drives_of(sys.path(), rustix::fs::makedev(7, 3)), []);
+    }
+
+    #[test]
+    fn a_path_by_another_name_is_the_same_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, link, other] = ["one", "link", "other"].map(|name| folder.path().join(name));
+        fs::write(&one, "").unwrap();
+        fs::write(&other, "").unwrap();
+        symlink(&one, &link).unwrap();
+        assert_eq!(
+            named_twice(&[one.clone(), other.clone(), "/no/such".into()]),
+            None
+        );
+        let all = [one.clone(), other, link.clone()];
+        assert_eq!(named_twice(&all), Some((&*link, &*one)));
+        assert!(named_twice(&["/no/such".into(), "/no/such".into()]).is_none());
     }
 
     #[test]

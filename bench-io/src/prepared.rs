@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::drive;
 use crate::job::{Job, Place};
 use crate::load::StreamPlan;
 use crate::pattern::Pattern;
@@ -51,6 +52,13 @@ impl Prepared {
         let size = match (&job.place, job.size) {
             (Place::Files(paths), size) => {
                 to_fill = false;
+                if let Some((again, first)) = drive::named_twice(paths) {
+                    bail!(
+                        "filename = {}: it is {} again; name each file once",
+                        again.display(),
+                        first.display()
+                    );
+                }
                 files.clone_from(paths);
                 let mut smallest = size.unwrap_or(u64::MAX);
                 for path in paths {

@@ -111,6 +111,7 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     let beside = beside.map(|beside| beside.report(&both));
     warnings.extend(warnings::after_at(&job.place, &figures));
     let devices = prepared.devices(&bench);
+    warnings.extend(warnings::of_one_drive(&devices));
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
     let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
     Ok(Report {

@@ -121,6 +121,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         false => Vec::new(),
     };
     let folders = args.folders.iter().map(PathBuf::as_path);
+    warnings.extend(warnings::of_one_drive(&args.folders));
     warnings.extend(warnings::of_drives(folders));
     let progress = Progress::new();
     let mut rows = Vec::new();

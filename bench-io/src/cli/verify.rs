@@ -146,6 +146,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
             .collect()
     };
     let devices = prepared.devices(&bench);
+    warnings.extend(warnings::of_one_drive(&devices));
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
     let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
     let mut found = AllWrong::default();

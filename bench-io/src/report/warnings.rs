@@ -1,7 +1,7 @@
 //! When a result means little, and why: said beside every figure, never left for the reader to find out.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::SeekFrom;
@@ -55,9 +55,13 @@ pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String
     found
 }
 
-/// Folders that lie in one file system, which is one drive or one set of them, whatever they are counted as.
+/// Folders or files that lie in one file system, which is one drive or one set of them, whatever they are counted as.
 pub(crate) fn of_one_drive(folders: &[PathBuf]) -> Option<String> {
-    let device = |path: &PathBuf| path.metadata().ok().map(|found| found.dev());
+    let device = |path: &PathBuf| {
+        let found = path.metadata().ok()?;
+        // All block devices' own files lie in one.
+        (!found.file_type().is_block_device()).then_some(found.dev())
+    };
     let same = |(place, one): (usize, &PathBuf)| {
         let mut before = folders[..place].iter();
         let other = before.find(|other| device(other).is_some() && device(other) == device(one))?;

@@ -539,6 +539,43 @@ fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
 }
 
 #[test]
+fn what_is_counted_twice_is_said_or_refused() {
+    let folder = drive();
+    let [one, other] = ["one", "other"].map(|name| folder.path().join(name));
+    for made in [&one, &other] {
+        std::fs::create_dir(made).unwrap();
+    }
+    let [one, other] = [&one, &other].map(|path| path.to_str().unwrap());
+    for command in ["run", "verify"] {
+        let words = [
+            command,
+            "--target=device",
+            "--size=1m",
+            "--bs=64k",
+            "--json",
+            "--directory",
+            one,
+            "--directory",
+            other,
+        ];
+        let report = json(&words);
+        let warnings = report["warnings"].to_string();
+        assert!(warnings.contains("they are no two drives"), "{warnings}");
+    }
+    let file = folder.path().join("file");
+    std::fs::write(&file, vec![7; 1 << 20]).unwrap();
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let [file, link] = [&file, &link].map(|path| path.to_str().unwrap());
+    for way in [&["--rw=read"][..], &["--rw=write", "--overwrite"]] {
+        let words = ["run", "--bs=64k", "--filename", file, "--filename", link];
+        let said = refused(&[&words, way].concat());
+        assert!(said.contains("name each file once"), "{said}");
+    }
+    assert_eq!(std::fs::read(file).unwrap(), vec![7; 1 << 20]);
+}
+
+#[test]
 fn help_has_examples() {
     let commands = ["run", "scale", "tune", "training", "verify", "paced"];
     let helps = commands.map(|command| vec![command, "--help"]);
