@@ -84,6 +84,30 @@ struct Reached {
     step_bytes_per_s: f64,
 }
 
+impl Tuned {
+    /// The last trial of what was chosen this way that moved bytes, whatever it was for.
+    pub(crate) fn chosen(&self, load: Load) -> Option<&Trial> {
+        let chosen = self.tries(&self.engine, (self.bs, self.iodepth), load);
+        chosen.filter(|trial| trial.bytes_per_s().is_some()).last()
+    }
+
+    fn tries(&self, engine: &str, setting: (u32, u32), load: Load) -> impl Iterator<Item = &Trial> {
+        let trials = self.trials.iter().map(|tried| &tried.trial);
+        trials.filter(move |trial| {
+            trial.engine == engine && (trial.bs, trial.iodepth) == setting && trial.load == load
+        })
+    }
+
+    /// Both ways at once; said once, and not of what was tried for another choice.
+    fn leave_out(&mut self, engine: &str, (bs, depth): (u32, u32), why: &str) {
+        let said = format!("{} KiB, iodepth {depth}: {why}", bs >> 10);
+        let is_tried = self.tries(engine, (bs, depth), Load::Both).next().is_some();
+        if !is_tried && !self.untried.contains(&said) {
+            self.untried.push(said);
+        }
+    }
+}
+
 /// What is tried with.
 struct Trying<'a> {
     bed: Bed,
@@ -259,19 +283,15 @@ impl Trying<'_> {
                 None
             };
             if let Some(why) = why_not {
-                let kib = bs >> 10;
-                self.tuned
-                    .untried
-                    .push(format!("{kib} KiB, iodepth {depth}: {why}"));
+                self.tuned.leave_out(&engine, (bs, depth), why);
                 continue;
             }
             match self.try_one(stage, &engine, (bs, depth), Load::Both) {
                 Ok(rate) => found.extend(rate.map(|rate| ((bs, depth), rate))),
                 Err(error) => {
                     crate::stop::check()?;
-                    let kib = bs >> 10;
-                    let what = format!("{kib} KiB, iodepth {depth}: {error:#}");
-                    self.tuned.untried.push(what);
+                    let why = format!("{error:#}");
+                    self.tuned.leave_out(&engine, (bs, depth), &why);
                 }
             }
         }
@@ -283,10 +303,11 @@ impl Trying<'_> {
         let (engine, bs, depth) = (self.tuned.engine.clone(), self.tuned.bs, self.tuned.iodepth);
         for load in Load::ALL {
             if Instant::now() + self.expected(bs, depth) > self.deadline {
-                let load = load.word();
-                self.tuned
-                    .untried
-                    .push(format!("what was chosen, {load}: no time left"));
+                if self.tuned.chosen(load).is_none() {
+                    let load = load.word();
+                    let left_out = format!("what was chosen, {load}: no time left");
+                    self.tuned.untried.push(left_out);
+                }
                 continue;
             }
             self.try_one(Stage::Chosen, &engine, (bs, depth), load)?;
@@ -311,6 +332,7 @@ fn smallest_near_best<T: Copy>(found: &[(T, Reached)]) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::{CpuReport, Figures, WayReport};
 
     fn chosen(rates: &[f64], step: f64) -> Option<usize> {
         let reached = |rate: &f64| Reached {
@@ -319,6 +341,70 @@ mod tests {
         };
         let found: Vec<_> = rates.iter().map(reached).enumerate().collect();
         smallest_near_best(&found)
+    }
+
+    fn tried(stage: Stage, engine: &str, bs: u32, bytes_per_s: f64) -> Tried {
+        let way = (bytes_per_s > 0.0).then_some(WayReport {
+            bytes: 1,
+            ops: 1,
+            bytes_per_s,
+            ops_per_s: 1.0,
+            latency_ns_mean: 1.0,
+            latency_ns_p50: 1,
+            latency_ns_p99: 1,
+            latency_ns_p999: 1,
+            latency_ns_max: 1,
+        });
+        let figures = Figures {
+            seconds: 1.0,
+            read: way.clone(),
+            write: way,
+            cpu: CpuReport {
+                bench_io_s: 0.0,
+                daemon_s: None,
+                s_per_gb: 0.0,
+                idle_share: None,
+            },
+            drives: None,
+            engine: engine.to_owned(),
+        };
+        let trial = Trial {
+            engine: engine.to_owned(),
+            bs,
+            iodepth: 4,
+            load: Load::Both,
+            figures,
+            open_s: 0.0,
+            run_s: 1.0,
+        };
+        Tried { stage, trial }
+    }
+
+    #[test]
+    fn a_trial_of_what_was_chosen_counts_whatever_it_was_for() {
+        let mut tuned = Tuned {
+            engine: "uring".into(),
+            bs: 1 << 20,
+            iodepth: 4,
+            file_bytes: 1,
+            trials: vec![
+                tried(Stage::Engine, "uring", 1 << 20, 5.0),
+                tried(Stage::Bs, "uring", 1 << 20, 6.0),
+                tried(Stage::Bs, "uring", 2 << 20, 7.0),
+                tried(Stage::Engine, "aio", 1 << 20, 8.0),
+                tried(Stage::Chosen, "uring", 1 << 20, 0.0),
+            ],
+            without: Vec::new(),
+            untried: Vec::new(),
+            defaults: Vec::new(),
+        };
+        let rate = |load| tuned.chosen(load).and_then(Trial::bytes_per_s);
+        assert_eq!((rate(Load::Both), rate(Load::Read)), (Some(12.0), None));
+        for _ in 0..2 {
+            tuned.leave_out("uring", (1 << 20, 4), "no time left");
+            tuned.leave_out("uring", (4 << 20, 4), "no time left");
+        }
+        assert_eq!(tuned.untried, ["4096 KiB, iodepth 4: no time left"]);
     }
 
     #[test]

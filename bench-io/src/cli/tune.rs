@@ -6,15 +6,18 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
+use kernels::adamw::{Master, state_tile_bytes};
+use offload_client::IODEPTH_MIN;
 use offloadd::api::IODEPTH_MAX;
 use offloadd::config::{Config, IODEPTH_DEFAULT};
 use serde::Serialize;
 
+use crate::bed::Trial;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
 use crate::say;
 use crate::scale::Load;
-use crate::tune::{self, Stage, Tried, Tuned};
+use crate::tune::{self, Tried, Tuned};
 use crate::words::{Bytes, SpeedText};
 
 /// Shown below the options.
@@ -28,6 +31,9 @@ const TIME: Duration = Duration::from_secs(50);
 
 /// Host memory the printed settings give out, where half of what is here is more: the person who pastes them decides.
 const ARENA_BYTES_MAX: u64 = 64 << 30;
+
+/// The trainer takes whole steps of them only.
+const TILE_ELEMS_STEP: u64 = 4096;
 
 /// Finds settings.
 #[derive(Args)]
@@ -104,6 +110,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     };
     let report = TuneReport {
         head: Head::new(settings, devices.collect(), warnings),
+        run_file: run_file(args.folders.len() as u32, &tuned),
         tuned,
         format_first: stores.into_iter().filter(|path| !path.exists()).collect(),
         daemon_file,
@@ -125,6 +132,8 @@ struct TuneReport {
     tuned: Tuned,
     /// To paste.
     daemon_file: String,
+    /// To paste into a run's, for the trainer: what the daemon leaves to those who use it.
+    run_file: String,
     /// Its devices that are not there yet.
     format_first: Vec<PathBuf>,
 }
@@ -169,11 +178,8 @@ fn doubts(tuned: &Tuned) -> Vec<String> {
             100.0 * warnings::IDLE_SHARE_MIN
         ));
     }
-    let chosen = tuned
-        .trials
-        .iter()
-        .filter(|tried| tried.stage == Stage::Chosen);
-    found.extend(chosen.flat_map(|tried| warnings::after(&tried.trial.figures)));
+    let chosen = Load::ALL.into_iter().filter_map(|load| tuned.chosen(load));
+    found.extend(chosen.flat_map(|trial| warnings::after(&trial.figures)));
     found
 }
 
@@ -220,7 +226,12 @@ impl fmt::Display for TuneReport {
                 "; its devices are not there: `offloadd format --config FILE --size SIZE` first"
             )?;
         }
-        writeln!(f, "):\n\n{}", self.daemon_file)
+        writeln!(f, "):\n\n{}", self.daemon_file)?;
+        writeln!(
+            f,
+            "For a new run, in the trainer's file:\n\n{}",
+            self.run_file
+        )
     }
 }
 
@@ -265,17 +276,12 @@ fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
     // Both ways on every drive; what sessions ask for where nobody says more must be granted in any case.
     let drives = folders.len() as u32;
-    let iodepth = (tuned.iodepth.saturating_mul(2 * drives)).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
+    let iodepth = inflight(drives, tuned).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
     let reached = |load: Load| {
-        let mut chosen = tuned.trials.iter();
-        let last = chosen.find(|tried| tried.stage == Stage::Chosen && tried.trial.load == load);
-        last.and_then(|tried| tried.trial.bytes_per_s())
-            .map_or_else(|| "not tried".into(), |rate| SpeedText(rate).to_string())
+        let rate = tuned.chosen(load).and_then(Trial::bytes_per_s);
+        rate.map_or_else(|| "not tried".into(), |rate| SpeedText(rate).to_string())
     };
-    let defaults = match tuned.defaults.is_empty() {
-        true => String::new(),
-        false => format!("# not measured: {}\n", tuned.defaults.join(", ")),
-    };
+    let defaults = not_measured(tuned, &["engine", "bs", "iodepth"]);
     let text = format!(
         "# bench-io tune: {} read, {} written, {} both at once, in tiles of {}\n{defaults}\
          socket = \"/run/offloadd/offloadd.sock\"\n\
@@ -293,4 +299,62 @@ fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
     Config::parse(&text, Path::new("the settings found"))
         .context("the daemon would refuse them")?;
     Ok(text)
+}
+
+/// Operations in flight both ways on all drives.
+fn inflight(drives: u32, tuned: &Tuned) -> u32 {
+    tuned.iodepth.saturating_mul(2 * drives)
+}
+
+/// A line that says which of `words` no trial chose.
+fn not_measured(tuned: &Tuned, words: &[&str]) -> String {
+    let defaults: Vec<&str> = (tuned.defaults.iter().copied())
+        .filter(|default| words.contains(default))
+        .collect();
+    match defaults.is_empty() {
+        true => String::new(),
+        false => format!("# not measured: {}\n", defaults.join(", ")),
+    }
+}
+
+/// Block size and depth as a run asks the daemon for them.
+fn run_file(drives: u32, tuned: &Tuned) -> String {
+    let elems = tile_elems(tuned.bs);
+    format!(
+        "{}[offload]\n\
+         tile_elems = {elems}   # {} of state in bf16 with its residual: most of what is moved\n\
+         iodepth = {}\n",
+        not_measured(tuned, &["bs", "iodepth"]),
+        Bytes(state_bytes(elems)),
+        inflight(drives, tuned).clamp(IODEPTH_MIN, IODEPTH_MAX)
+    )
+}
+
+fn state_bytes(elems: u64) -> u64 {
+    state_tile_bytes(Master::SplitBf16, elems as usize) as u64
+}
+
+/// As many as have a state of at most `bs` bytes.
+fn tile_elems(bs: u32) -> u64 {
+    let steps = u64::from(bs) / state_bytes(TILE_ELEMS_STEP);
+    steps.max(1) * TILE_ELEMS_STEP
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_of_state_is_as_large_as_what_was_chosen() {
+        for bs in [1 << 20, 2 << 20, 4 << 20, 16 << 20] {
+            let elems = tile_elems(bs);
+            assert!(elems.is_multiple_of(TILE_ELEMS_STEP), "{elems}");
+            let bytes = state_bytes(elems);
+            assert!(bytes <= u64::from(bs), "{bs}: {bytes}");
+            assert!(
+                bytes + state_bytes(TILE_ELEMS_STEP) > u64::from(bs),
+                "{bs}: {bytes}"
+            );
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! What could go wrong: what is printed for the daemon is not what was measured, or the daemon refuses it; it takes minutes.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
 use offloadd::config::{Config, IODEPTH_DEFAULT};
@@ -36,6 +38,18 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
     );
     // A session that asks for what is usual is not cut down by settings that were to make it faster.
     assert!(config.iodepth_max >= IODEPTH_DEFAULT, "{file}");
+    // What the daemon has no setting for stands in the run's file.
+    let run: toml::Table = report["run_file"].as_str().unwrap().parse().unwrap();
+    let number = |key: &str| run["offload"][key].as_integer().unwrap() as u64;
+    let bs = tuned["bs"].as_u64().unwrap();
+    assert!(
+        (bs / 2..=bs).contains(&(10 * number("tile_elems"))),
+        "{run}"
+    );
+    assert_eq!(
+        Some(number("iodepth")),
+        tuned["iodepth"].as_u64().map(|depth| 2 * depth)
+    );
     let trials = tuned["trials"].as_array().unwrap();
     for trial in trials {
         for way in ["read", "write"] {
@@ -116,8 +130,19 @@ fn what_cannot_be_tried_is_refused() {
     let folder = drive();
     let path = folder.path().to_str().unwrap();
     let twice = format!("{path}/.");
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(path, &link).unwrap();
+    let no_text = folder.path().join(OsStr::from_bytes(b"x\xff"));
+    std::fs::create_dir(&no_text).unwrap();
+    let output = program().args(["tune", "--folder"]).arg(no_text).output();
+    let words = said(&output.unwrap());
+    assert!(words.contains("is not UTF-8"), "{words}");
     for (args, why) in [
         (vec![], "--folder"),
+        (
+            vec!["--folder", path, "--folder", link.to_str().unwrap()],
+            "--folder: settings of these folders: devices: ",
+        ),
         (vec!["--folder", path, "--runtime=60"], "0.1 to 3"),
         (vec!["--folder", path, "--size=1m"], "at least 4 MiB"),
         (vec!["--folder", "/no/such/folder"], "/no/such/folder"),
