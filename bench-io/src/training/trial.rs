@@ -40,7 +40,7 @@ pub(crate) struct TrialPlan {
     pub(crate) patience: Duration,
 }
 
-/// Medians of the steps after the first ones.
+/// The median step of those after the first ones, and the mean of their bytes.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Trial {
     pub(crate) step_s: f64,
@@ -214,16 +214,17 @@ fn trial(metrics: &str) -> Result<Trial> {
             .collect::<Option<Vec<f64>>>()
             .with_context(|| format!("the run's metrics have no `{key}`"))
     };
-    let median = |key: &str| -> Result<f64> {
-        let (middle, _) = rounds::median(values(key)?, |value| *value).context("two steps")?;
-        Ok(middle)
-    };
+    // Of one step: on a busy machine another one's computing may take longer than the median step as a whole.
+    let computing = values("forward_s")?.into_iter().zip(values("backward_s")?);
+    let steps = values("step_s")?.into_iter().zip(computing).collect();
+    let ((step_s, (forward_s, backward_s)), _) =
+        rounds::median(steps, |(step_s, _)| *step_s).context("two steps")?;
     // Writes behind a step may be counted with the next one: a mean, where times want a median.
     let mean =
         |key: &str| -> Result<f64> { Ok(values(key)?.iter().sum::<f64>() / steady.len() as f64) };
     Ok(Trial {
-        step_s: median("step_s")?,
-        compute_s: median("forward_s")? + median("backward_s")?,
+        step_s,
+        compute_s: forward_s + backward_s,
         read_bytes: mean("device_read_bytes")?,
         written_bytes: mean("device_written_bytes")?,
         steps: steady.len(),
@@ -254,6 +255,15 @@ mod tests {
         // Of an even number, the lower one, as in every report.
         let even = trial(&lines[..5].join("\n")).unwrap();
         assert_eq!(even.step_s, 1.0);
+        // Computing of the same step, however long others took.
+        let step = |step_s: f64, computing_s: f64| {
+            line(step_s).replace("0.2", &(computing_s - 0.1).to_string())
+        };
+        let busy =
+            [9.0, 9.0, 9.0, 3.0, 1.0, 2.0].map(|s| step(s, if s == 2.0 { 1.5 } else { 2.5 }));
+        let busy = trial(&busy.join("\n")).unwrap();
+        assert_eq!(busy.step_s, 2.0);
+        assert!((busy.compute_s - 1.5).abs() < 1e-9, "{}", busy.compute_s);
         assert!(trial(&lines[..4].join("\n")).is_err());
         assert!(trial("{}\n{}\n{}\n{}\n{}").is_err());
     }

@@ -90,9 +90,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for unlisted in &opened.unlisted {
         tracing::warn!("device {unlisted}");
     }
-    if let Some(line) = opened.line_to_write() {
-        tracing::warn!("write into {}: {line}", file.display());
-    }
+    let to_write = opened.line_to_write();
     let StoreDevices { devices, .. } = opened;
     for device in devices.iter().filter(|device| device.has_holes()) {
         tracing::warn!(
@@ -102,6 +100,10 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         );
     }
     let (mut store, unwritable) = recover_store(&devices, handover::has_sessions(&given))?;
+    // Not where a device is missing: the line would lack it.
+    if let Some(line) = to_write {
+        tracing::warn!("write into {}: {line}", file.display());
+    }
     // Sessions may hold room that the store does not know of.
     if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
