@@ -39,6 +39,8 @@ pub struct Ledger {
     devices: Vec<Device>,
     jobs: Vec<Job>,
     places: HashMap<(u32, JobName), usize>,
+    /// Places whose job was dropped, for those that come.
+    free: Vec<usize>,
     inflight: HashMap<IoId, InFlight>,
     wearing: Wearing,
 }
@@ -61,6 +63,8 @@ struct Job {
     uid: u32,
     name: JobName,
     session_count: usize,
+    /// It and what it wrote are gone; its last operations end here still.
+    dropped: bool,
     counts: Counts,
     /// To each device.
     written_bytes: Vec<u64>,
@@ -90,6 +94,7 @@ impl Ledger {
             devices: devices.iter().map(device).collect(),
             jobs: Vec::new(),
             places: HashMap::new(),
+            free: Vec::new(),
             inflight: HashMap::new(),
             wearing,
         }
@@ -152,13 +157,14 @@ impl Ledger {
 
     fn new_place(&mut self, key: (u32, JobName)) -> usize {
         let new = Job::new(key.0, key.1.clone(), self.devices.len());
-        let place = if self.jobs.len() < JOBS_MAX {
+        let place = if let Some(free) = self.free.pop() {
+            self.jobs[free] = new;
+            free
+        } else if self.jobs.len() < JOBS_MAX {
             self.jobs.push(new);
             self.jobs.len() - 1
         } else {
-            // There are fewer sessions than places. What it counted is lost.
-            let unused = self.jobs.iter().position(|job| job.session_count == 0);
-            let place = unused.expect("fewer sessions than places");
+            let place = self.least_missed();
             let before = std::mem::replace(&mut self.jobs[place], new);
             self.places.remove(&(before.uid, before.name));
             place
@@ -167,9 +173,25 @@ impl Ledger {
         place
     }
 
+    /// The place of which what is counted is lost. Not of a job that wrote: its bytes would be missing in its wear for good, and
+    /// a store holds fewer jobs than there are places, so that there is another as long as few hold nothing and are in use.
+    fn least_missed(&self) -> usize {
+        let jobs = self.jobs.iter().enumerate();
+        let unused = jobs.filter(|(_, job)| job.session_count == 0);
+        let least = unused.min_by_key(|(_, job)| {
+            let wrote = job.written_bytes.iter().any(|&bytes| bytes > 0);
+            (wrote, job.counts.read.count() > 0)
+        });
+        least.expect("fewer sessions than places").0
+    }
+
     /// It has ended, with its last operation.
     pub fn session_ends(&mut self, place: JobPlace) {
-        self.jobs[place.0].session_count -= 1;
+        let job = &mut self.jobs[place.0];
+        job.session_count -= 1;
+        if job.dropped && job.session_count == 0 {
+            self.free.push(place.0);
+        }
     }
 
     /// The driver hands an operation to the engine. `job`: of a tile.
@@ -267,13 +289,13 @@ impl Ledger {
 
     /// A job and what it wrote are gone; the next of its name is another.
     pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
-        let device_count = self.devices.len();
-        let Some(place) = self.places.get(&(uid, name.clone())) else {
+        let Some(place) = self.places.remove(&(uid, name.clone())) else {
             return;
         };
-        let job = &mut self.jobs[*place];
+        let job = &mut self.jobs[place];
+        job.dropped = true;
         if job.session_count == 0 {
-            *job = Job::new(uid, name.clone(), device_count);
+            self.free.push(place);
         }
     }
 
@@ -381,6 +403,7 @@ impl Job {
             uid,
             name,
             session_count: 0,
+            dropped: false,
             counts: Counts::default(),
             written_bytes: vec![0; device_count],
             called: None,

@@ -233,6 +233,64 @@ fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_wi
     assert_eq!(ledger.keep_wear_at(), Some(second + WEAR_KEPT_EVERY));
 }
 
+/// A session of a job that writes so much to the first device.
+fn one_that_writes(ledger: &mut Ledger, name: &JobName, bytes: u32) -> JobPlace {
+    let now = ledger.started_at();
+    let place = ledger.session_begins(7, name);
+    let (io, device) = (IoId(1), DeviceIndex(0));
+    ledger.started(io, device, IoOp::Write, bytes, Some(place), now);
+    let done = IoDone {
+        id: io,
+        outcome: Ok(bytes),
+        device_ns: 1,
+        retried_count: 0,
+        memory: Memory::None,
+    };
+    ledger.ended(&done, now);
+    place
+}
+
+#[test]
+fn names_that_come_and_go_take_nothing_from_a_closed_job_that_stays() {
+    let mut ledger = ledger();
+    let stays = JobName::new("stays").unwrap();
+    let place = one_that_writes(&mut ledger, &stays, 8192);
+    ledger.session_ends(place);
+    for number in 0..3 * JOBS_MAX {
+        let name = JobName::new(format!("job{number}")).unwrap();
+        let place = one_that_writes(&mut ledger, &name, 4096);
+        ledger.session_ends(place);
+        ledger.job_dropped(7, &name);
+        assert_eq!(ledger.job(state(7, &name)).counts, Counts::default());
+    }
+    assert_eq!(ledger.jobs.len(), 2, "one place after the other");
+    // Nor do those that are never dropped and hold nothing.
+    for number in 0..3 * JOBS_MAX {
+        let name = JobName::new(format!("idle{number}")).unwrap();
+        let place = ledger.session_begins(7, &name);
+        ledger.session_ends(place);
+    }
+    assert_eq!(ledger.jobs.len(), JOBS_MAX);
+    assert_eq!(ledger.job(state(7, &stays)).worn_bytes, 8192);
+    assert_eq!(ledger.job(state(7, &stays)).counts.written.bytes, 8192);
+}
+
+#[test]
+fn a_job_that_is_dropped_while_a_session_of_it_ends_leaves_its_place_with_that_one() {
+    let mut ledger = ledger();
+    let name = JobName::new("tiny").unwrap();
+    let ending = one_that_writes(&mut ledger, &name, 8192);
+    ledger.job_dropped(7, &name);
+    let next = one_that_writes(&mut ledger, &name, 4096);
+    assert_ne!(next, ending, "its last operations are not the next one's");
+    assert_eq!(ledger.job(state(7, &name)).counts.written.bytes, 4096);
+    ledger.session_ends(ending);
+    let other = JobName::new("other").unwrap();
+    assert_eq!(ledger.session_begins(7, &other), ending, "it is free now");
+    assert_eq!(ledger.job(state(7, &name)).counts.written.bytes, 4096);
+    assert_eq!(ledger.job(state(7, &other)).counts, Counts::default());
+}
+
 #[test]
 fn endless_names_take_no_endless_memory_and_no_place_that_is_in_use() {
     let mut ledger = ledger();
