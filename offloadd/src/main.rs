@@ -370,7 +370,7 @@ fn main() -> ExitCode {
         .map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("offloadd: {error:#}");
+        eprintln!("offloadd: {}", cli::whole(&error));
         ExitCode::FAILURE
     })
 }

@@ -1,5 +1,6 @@
 //! `offloadd format`: reserves space, measures each device, writes an empty store over all of them.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -47,6 +48,16 @@ pub(crate) fn run(
         .find(|(index, path)| paths[..*index].contains(path))
     {
         bail!("device {} is named twice", twice.1.display());
+    }
+    // Before a file is made, or one that is there is cut.
+    if let Some(bytes) = file_bytes {
+        let raw = |path: &PathBuf| {
+            std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device())
+        };
+        let files = paths.iter().filter(|path| !raw(path));
+        for path in files {
+            store::format::check_size(&path.display().to_string(), bytes)?;
+        }
     }
     let new: Vec<_> = paths.iter().filter(|path| !path.exists()).collect();
     let made = make_store(&paths, file_bytes, force, engine);

@@ -106,6 +106,20 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
+/// An error and what lies beneath it, each once: many name their cause themselves, for those who print nothing else.
+pub(crate) fn whole(error: &anyhow::Error) -> String {
+    let mut said = String::new();
+    for one in error.chain().map(ToString::to_string) {
+        if said.is_empty() {
+            said = one;
+        } else if !said.contains(&one) {
+            said += ": ";
+            said += &one;
+        }
+    }
+    said
+}
+
 /// Bytes for people: "12.3 GiB".
 fn binary(bytes: u64) -> String {
     let mut value = bytes as f64;
@@ -117,4 +131,25 @@ fn binary(bytes: u64) -> String {
         value /= 1024.0;
     }
     format!("{value:.1} TiB")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("opening it: {source}")]
+    struct NamesItsCause {
+        source: std::io::Error,
+    }
+
+    #[test]
+    fn what_an_error_says_itself_is_not_said_again() {
+        let source = std::io::Error::from_raw_os_error(libc::EINVAL);
+        let once = format!("device 1: opening it: {source}");
+        let error = Err::<(), _>(NamesItsCause { source }).context("device 1");
+        assert_eq!(whole(&error.unwrap_err()), once);
+        let plain = anyhow::anyhow!("no room").context("the store");
+        assert_eq!(whole(&plain), "the store: no room");
+    }
 }

@@ -46,7 +46,7 @@ use super::service_manager::{
     forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
     somebody_keeps,
 };
-use super::{binary, follow_parent, raise_descriptor_limit, ratings, worn};
+use super::{binary, follow_parent, raise_descriptor_limit, ratings, whole, worn};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -319,7 +319,7 @@ impl Started {
         say_reloading();
         let done = match reload::read(&self.file, &self.config) {
             Err(error) => {
-                tracing::error!("the settings stay as they were: {error:#}");
+                tracing::error!("the settings stay as they were: {}", whole(&error));
                 "the changed settings are wrong and were not taken up".to_owned()
             }
             Ok(reload) => {

@@ -29,7 +29,7 @@ use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{log, raise_descriptor_limit};
+use super::{log, raise_descriptor_limit, whole};
 
 /// As the unit has it.
 const FAILURES_MAX: usize = 5;
@@ -104,7 +104,7 @@ impl Supervisor {
                 Ok(started) => started,
                 // The program is just being replaced, the machine is out of processes: what is kept waits.
                 Err(error) => {
-                    self.count_failure(format!("could not be started: {error:#}"))?;
+                    self.count_failure(format!("could not be started: {}", whole(&error)))?;
                     tokio::select! {
                         () = tokio::time::sleep(RESTART_AFTER) => continue,
                         _ = terminate.recv() => return Ok(()),

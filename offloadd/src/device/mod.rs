@@ -163,6 +163,11 @@ impl Device {
         if found.is_some_and(|kind| kind.is_block_device()) {
             return Self::open(path);
         }
+        if found.is_some_and(|kind| !kind.is_file()) {
+            return Err(DeviceError::WrongType {
+                path: path.to_owned(),
+            });
+        }
         if found.is_some() && !force {
             return Err(DeviceError::Exists {
                 path: path.to_owned(),

@@ -15,6 +15,7 @@ mod loops;
 mod measured;
 mod metrics;
 mod mishaps;
+mod names;
 mod page;
 mod progress;
 mod quotas;

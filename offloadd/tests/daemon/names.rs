@@ -1,0 +1,38 @@
+//! Paths on the command line. What could go wrong: advice that does not help,
+//! a refusal that says the same twice, a file that was made or cut for nothing.
+
+use std::path::Path;
+
+use crate::common::{program, words};
+
+#[test]
+fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let refusal = |path: &Path, more: &[&str]| {
+        let mut command = program();
+        let output = command.arg("format").arg(path).args(more).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{}", words(&output));
+        words(&output)
+    };
+    for path in [folder.path(), Path::new("/dev/null")] {
+        let said = refusal(path, &["--size", "1GiB"]);
+        let expected = format!(
+            "offloadd: device {}: neither a regular file nor a block device\n",
+            path.display()
+        );
+        assert_eq!(said, expected, "`--force` would not help");
+    }
+    let file = folder.path().join("tiles");
+    for size in ["0", "4095", "1MiB"] {
+        let said = refusal(&file, &["--size", size]);
+        assert!(said.contains("a device of a store has at least"), "{said}");
+        assert!(!file.exists());
+    }
+    let said = refusal(&file, &[]);
+    assert_eq!(said.matches("how large?").count(), 1, "{said}");
+    assert!(!file.exists());
+    // Not even with `--force` is a file cut to what is no store.
+    std::fs::write(&file, vec![7; 10_000]).unwrap();
+    refusal(&file, &["--size", "0", "--force"]);
+    assert_eq!(std::fs::read(&file).unwrap(), vec![7; 10_000]);
+}
