@@ -3,10 +3,11 @@
 //! What was cut off can be run again: a file that holds nothing yet, and a device whose superblock names the store that does
 //! not list it, are taken as they are.
 
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::core::NewDevice;
+use crate::core::{DeviceState, NewDevice};
 use crate::device::{Device, DeviceBlocks, DeviceError, FileOwner};
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure};
@@ -94,6 +95,37 @@ pub fn prepare(
     ready
 }
 
+/// Whether `path` leads to this device of a store.
+pub fn is_known(path: &Path, device: &DeviceState) -> bool {
+    let name = Path::new(&device.path);
+    path == name || is_same(path, name)
+}
+
+/// What is said of a path that leads to a device of the store.
+pub fn known_as(path: &Path, device: &DeviceState) -> String {
+    let (name, number) = (&device.path, device.standing.number);
+    let other = match path == Path::new(name) {
+        true => String::new(),
+        false => format!(": there it is called {name}"),
+    };
+    format!(
+        "{} is device {number} of the store already{other}",
+        path.display()
+    )
+}
+
+/// Whether two paths lead to one device: by a link, or by another of a drive's names.
+fn is_same(path: &Path, other: &Path) -> bool {
+    let number = |path: &Path| {
+        let found = std::fs::metadata(path).ok()?;
+        Some(match found.file_type().is_block_device() {
+            true => (true, found.rdev(), 0),
+            false => (false, found.dev(), found.ino()),
+        })
+    };
+    number(path).is_some_and(|one| number(other) == Some(one))
+}
+
 fn open(
     path: &Path,
     file_bytes: Option<u64>,
@@ -101,6 +133,10 @@ fn open(
     id: StoreId,
     owner: Option<FileOwner>,
 ) -> Result<Device, NewcomerError> {
+    let raw = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+    if let Some(bytes) = file_bytes.filter(|_| !raw) {
+        check_size(&path.display().to_string(), bytes)?;
+    }
     if !path.exists() {
         let device = Device::create_for(path, file_bytes, false, owner, &mut |_, _| {})?;
         check_size(device.path(), device.bytes())?;

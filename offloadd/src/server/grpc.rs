@@ -1,6 +1,6 @@
 //! The service: each call's way from its checked message to the owner thread and back into a reply.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
@@ -410,22 +410,17 @@ impl Service {
             move_bytes_per_s_max,
         } = request;
         let move_bytes_per_s_max = checked_rate(move_bytes_per_s_max)?;
-        let described = self.ask(peer, Call::Describe).await?;
-        if let Reply::Describe(described) = described
-            && let Some(known) = (described.devices.iter())
-                .find(|device| device.path == path && device.standing.phase.is_some())
-        {
-            return Err(invalid(format!(
-                "{path} is device {} of the store already",
-                known.standing.number
-            )));
+        let path = PathBuf::from(path);
+        if let Reply::Describe(described) = self.ask(peer, Call::Describe).await? {
+            let devices = described.devices.into_iter();
+            let of_store = devices.filter(|device| device.standing.phase.is_some());
+            refuse_known(&path, of_store.collect()).await?;
         }
         // Before anything on the device is written over.
         let only_read = self.driver.ask(|core| core.reading_only().cloned())?;
         if let Some(why) = only_read.await.map_err(|_| ended_unanswered())? {
             return Err(why);
         }
-        let path = PathBuf::from(path);
         let (store, engine) = (self.about.store, self.about.engine);
         let engine = EngineChoice::from_name(engine).unwrap_or_default();
         let named = path.clone();
@@ -463,6 +458,20 @@ impl Service {
             }
             Err(fault) => Err(fault),
         }
+    }
+}
+
+/// One that is of the store already, by this name or by another that leads to it. `devices`: of the store.
+async fn refuse_known(path: &Path, devices: Vec<DeviceState>) -> Result<(), Fault> {
+    let asked = path.to_owned();
+    // A path may lead to a drive that answers no more.
+    let known = tokio::task::spawn_blocking(move || {
+        let mut devices = devices.into_iter();
+        devices.find(|device| newcomer::is_known(&asked, device))
+    });
+    match known.await.map_err(|_| ended_unanswered())? {
+        Some(known) => Err(invalid(newcomer::known_as(path, &known))),
+        None => Ok(()),
     }
 }
 

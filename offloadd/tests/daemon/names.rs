@@ -1,9 +1,33 @@
-//! Paths on the command line. What could go wrong: advice that does not help,
+//! Paths on the command line. What could go wrong: a device by another name taken for a stranger's, advice that does not help,
 //! a refusal that says the same twice, a file that was made or cut for nothing.
 
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use crate::common::{program, words};
+use crate::common::{Store, program, words};
+use crate::growth::device;
+
+#[test]
+fn a_device_by_another_name_is_named_as_the_store_has_it() {
+    let store = Store::new(2, "auto");
+    let [link, hard] = ["link", "hard"].map(|name| store.folder.path().join(name));
+    symlink(&store.devices[1], &link).unwrap();
+    std::fs::hard_link(&store.devices[1], &hard).unwrap();
+    let expected = format!(
+        "is device 1 of the store already: there it is called {}",
+        store.devices[1].display()
+    );
+    let add = |path: &Path| {
+        let output = device(&store, "add", path, &["--force"]);
+        assert!(words(&output).contains(&expected), "{}", words(&output));
+        output.status.success()
+    };
+    let daemon = store.serve();
+    assert!(!add(&link) && !add(&hard));
+    drop(daemon);
+    // Without a daemon what is still to move does, and nothing is.
+    assert!(add(&link) && add(&hard));
+}
 
 #[test]
 fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {

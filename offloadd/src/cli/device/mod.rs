@@ -12,7 +12,7 @@ use offload_api::proto;
 use offloadd::config::Config;
 use offloadd::core::Reply;
 use offloadd::device::{DeviceBlocks, FileOwner};
-use offloadd::newcomer::{Newcomer, prepare};
+use offloadd::newcomer::{Newcomer, is_known, known_as, prepare};
 use offloadd::stopped::Stopped;
 use offloadd::store::home::HomeMove;
 use offloadd::store::recover;
@@ -334,12 +334,9 @@ fn add_stopped(
     }
     let mut stopped = open_settled(&config)?;
     let name = utf8(path)?;
-    let known = stopped.devices().into_iter().find(|d| d.path == name);
-    if let Some(known) = known {
-        say!(
-            "{name} is device {} of the store already",
-            known.standing.number
-        );
+    let mut devices = stopped.devices().into_iter();
+    if let Some(known) = devices.find(|device| is_known(path, device)) {
+        say!("{}", known_as(path, &known));
         return move_all(&mut stopped, rate);
     }
     let Newcomer {
