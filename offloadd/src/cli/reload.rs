@@ -1,6 +1,6 @@
 //! SIGHUP: what of changed settings a running daemon takes up, and what it says takes a restart.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use offloadd::check::check;
@@ -17,8 +17,16 @@ pub(super) struct Reload {
     pub(super) refused: Vec<String>,
 }
 
-/// Reads `path` again. `started` is what the daemon started with.
-pub(super) fn read(path: &Path, started: &Config) -> Result<Reload> {
+/// A device of the store as it is now.
+#[derive(Debug)]
+pub(super) struct Served {
+    pub(super) path: PathBuf,
+    /// Its tiles move to the others: it is of the store until they have.
+    pub(super) leaving: bool,
+}
+
+/// Reads `path` again. `started` is what the daemon started with, `served` what it has now.
+pub(super) fn read(path: &Path, started: &Config, served: &[Served]) -> Result<Reload> {
     let config = Config::read(path)?;
     let problem = check(&config)
         .into_iter()
@@ -26,15 +34,27 @@ pub(super) fn read(path: &Path, started: &Config) -> Result<Reload> {
     if let Some(problem) = problem {
         bail!("{}: {}", problem.what, problem.message);
     }
-    Ok(compare(started, &config))
+    Ok(compare(started, served, &config))
 }
 
-fn compare(started: &Config, new: &Config) -> Reload {
+/// Whether the list names a device that is not served, or lacks one that is. Devices come and go while the daemon runs, and the
+/// list is to follow them: what it takes up of that is no change. Nor is one that still has a device that has left.
+fn wants_other_devices(started: &Config, served: &[Served], new: &Config) -> bool {
+    let is_served = |path: &PathBuf| served.iter().any(|device| device.path == *path);
+    let comes = |path: &PathBuf| !started.devices.contains(path) && !is_served(path);
+    let goes = |device: &Served| {
+        let listed = |config: &Config| config.devices.contains(&device.path);
+        listed(started) && !listed(new) && !device.leaving
+    };
+    new.devices.iter().any(comes) || served.iter().any(goes)
+}
+
+fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
     let restart = |key: &str| format!("`{key}` takes a restart");
     let mut refused = Vec::new();
     let fixed = [
         ("socket", started.socket != new.socket),
-        ("devices", started.devices != new.devices),
+        ("devices", wants_other_devices(started, served, new)),
         ("engine", started.engine != new.engine),
         (
             "require_locked",
@@ -93,11 +113,19 @@ mod tests {
         rated_tb_written = [1, 2]
     ";
 
+    fn serving(paths: &[&str]) -> Vec<Served> {
+        let one = |path: &&str| Served {
+            path: path.into(),
+            leaving: false,
+        };
+        paths.iter().map(one).collect()
+    }
+
     fn compared(from: &str, to: &str) -> Reload {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
         let new = STARTED.replace(from, to);
         assert_ne!(new, STARTED);
-        compare(&parse(STARTED), &parse(&new))
+        compare(&parse(STARTED), &serving(&["/a", "/b"]), &parse(&new))
     }
 
     #[test]
@@ -126,7 +154,7 @@ mod tests {
             ["/a", "/late"].map(|path| rated(&reload, path)),
             [Some(5), Some(5)]
         );
-        // One that came while it runs, and was added to the list since: the list waits for a restart, its rating does not.
+        // One that is not of the store: the list waits for a restart, its rating does not.
         let reload = compared(
             "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2]",
             "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2, 6]",
@@ -171,7 +199,38 @@ mod tests {
         }
         let listening = format!("{STARTED}\n[metrics]\nlisten = \"127.0.0.1:9464\"");
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
-        let reload = compare(&parse(STARTED), &parse(&listening));
+        let reload = compare(&parse(STARTED), &serving(&["/a", "/b"]), &parse(&listening));
         assert_eq!(reload.refused, ["`metrics.listen` takes a restart"]);
+    }
+
+    #[test]
+    fn a_list_that_follows_the_store_takes_no_restart() {
+        let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
+        let started = STARTED.replace("rated_tb_written = [1, 2]", "");
+        let refused = |served: &[Served], list: &str| {
+            let new = started.replace("\"/a\", \"/b\"", list);
+            let reload = compare(&parse(&started), served, &parse(&new));
+            assert!(reload.refused.iter().all(|one| one.contains("`devices`")));
+            !reload.refused.is_empty()
+        };
+        // /c came and /b was drained.
+        let moved = serving(&["/a", "/c"]);
+        for list in [
+            "\"/a\", \"/c\"",
+            "\"/c\", \"/a\"",
+            "\"/a\", \"/b\"",
+            "\"/a\", \"/b\", \"/c\"",
+        ] {
+            assert!(!refused(&moved, list), "{list}");
+        }
+        for list in ["\"/c\"", "\"/a\", \"/d\"", "\"/a\", \"/c\", \"/d\""] {
+            assert!(refused(&moved, list), "{list}");
+        }
+        // One that is still leaving may be listed or not; one that stays may not be left out.
+        let mut leaving = serving(&["/a", "/b"]);
+        assert!(refused(&leaving, "\"/a\""));
+        leaving[1].leaving = true;
+        assert!(!refused(&leaving, "\"/a\""));
+        assert!(!refused(&leaving, "\"/b\", \"/a\""));
     }
 }

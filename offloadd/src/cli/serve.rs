@@ -19,7 +19,7 @@ use offloadd::again;
 use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::blocks::BlockError;
 use offloadd::config::Config;
-use offloadd::core::Core;
+use offloadd::core::{Core, Viewer};
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::doctor::{Roots, huge_pages};
 use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
@@ -31,6 +31,7 @@ use offloadd::queue::DeviceLimits;
 use offloadd::server::page::Page;
 use offloadd::server::{self, About};
 use offloadd::store::StoreError;
+use offloadd::store::catalog::Phase;
 use offloadd::store::home::{self, HomeMove};
 use offloadd::store::recover::{self, RecoveredStore};
 use offloadd::store_devices::StoreDevices;
@@ -41,7 +42,7 @@ use tokio::sync::watch;
 
 use super::log;
 use super::long_work::{Listener, LongWork, Unit};
-use super::reload;
+use super::reload::{self, Served};
 use super::service_manager::{
     forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
     somebody_keeps,
@@ -317,7 +318,8 @@ impl Started {
     /// Settings that are wrong, or changed where nothing can change, are told and leave everything as it was.
     fn reload(&self, owner: &DriverHandle) {
         say_reloading();
-        let done = match reload::read(&self.file, &self.config) {
+        let read = served(owner).and_then(|served| reload::read(&self.file, &self.config, &served));
+        let done = match read {
             Err(error) => {
                 tracing::error!("the settings stay as they were: {}", whole(&error));
                 "the changed settings are wrong and were not taken up".to_owned()
@@ -337,6 +339,18 @@ impl Started {
         say_ready();
         say_status(&format!("{}; {done}", self.serving));
     }
+}
+
+/// The store's devices at this moment.
+fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
+    let asked = "asking which devices are served";
+    let snapshot = owner.look(Viewer::All).context(asked)?;
+    let snapshot = snapshot.blocking_recv().context(asked)?.context(asked)?;
+    let devices = snapshot.devices.iter().map(|view| Served {
+        path: (&view.state.path).into(),
+        leaving: view.state.standing.phase == Some(Phase::Draining),
+    });
+    Ok(devices.collect())
 }
 
 /// One reload after the other, beside everything else: looking at a device that hangs must not keep SIGTERM waiting.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, open, program, words};
+use crate::growth::device;
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -164,6 +165,26 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
         said.contains("`sessions_max` above the 64 it started with"),
         "{said}"
     );
+}
+
+#[test]
+fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
+    let mut store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let new = store.folder.path().join("device1");
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    store.devices.push(new);
+    store.write_config(&store.socket(), "auto");
+    change(&store, "64MiB", "128MiB");
+    daemon.signal(Signal::HUP);
+    let mut control = daemon.control();
+    eventually("there is more room", SOON, || {
+        control.arena_free_bytes() == 128 << 20
+    });
+    let said = last_words(daemon);
+    assert!(said.contains("changed settings taken up"), "{said}");
+    assert!(!said.contains("takes a restart"), "{said}");
 }
 
 #[test]
