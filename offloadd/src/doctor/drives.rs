@@ -29,6 +29,19 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
                 continue;
             }
         };
+        if there != *place {
+            findings.push(Finding::hint(
+                what,
+                format!(
+                    "there is none: looked at {}, where a file of that name would be made",
+                    there.display()
+                ),
+                format!(
+                    "mount its drive at {}, or none if offloadd is to make that file",
+                    place.display()
+                ),
+            ));
+        }
         let raw = metadata.file_type().is_block_device();
         if !raw {
             findings.push(file_system(roots, &there));
@@ -467,10 +480,17 @@ mod tests {
         let roots = Roots::default();
         let found = examine(&roots, &["/no/such/folder/device".into()]);
         assert_eq!(found[0].severity, Problem);
+        let absent = |found: &[Finding]| {
+            let hints = found.iter().filter(|one| one.severity == Hint);
+            (hints.filter(|one| one.message.starts_with("there is none"))).count()
+        };
         let folder = tempfile::tempdir().unwrap();
+        let here = examine(&roots, &[folder.path().to_owned()]);
+        assert_eq!(absent(&here), 0, "{here:?}");
         let places = ["a", "b"].map(|name| folder.path().join(name));
         let number = std::fs::metadata(folder.path()).unwrap().dev();
         let found = examine(&roots, &places);
+        assert_eq!(absent(&found), 2, "what is not there is said: {found:?}");
         let shared = found
             .iter()
             .any(|one| one.message.contains("lie on it together"));

@@ -34,6 +34,21 @@ fn a_good_store_has_no_problems_and_json_says_so() {
 }
 
 #[test]
+fn a_place_that_is_not_there_is_said_beside_what_was_looked_at() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("nvme9");
+    let output = program().arg("doctor").arg(&place).output().unwrap();
+    let said = words(&output);
+    let expected = format!(
+        "device {}: there is none: looked at {}",
+        place.display(),
+        folder.path().display()
+    );
+    assert!(said.contains(&expected), "{said}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn a_problem_ends_with_1_and_the_line_that_mends_it() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().join("no/such/folder");
