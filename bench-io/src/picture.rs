@@ -5,10 +5,16 @@ use std::fmt::Write;
 const PANEL_WIDTH: f64 = 300.0;
 const PANEL_HEIGHT: f64 = 220.0;
 const MARGIN: f64 = 56.0;
-const HEAD: f64 = 64.0;
+
+/// The title, and the panels' names; lines that say what it is of come between.
+const HEAD: f64 = 46.0;
+const LINE_HEIGHT: f64 = 18.0;
+
+/// Of a letter, on the average.
+const LETTER_WIDTH: f64 = 6.2;
 const LEGEND_WIDTH: f64 = 180.0;
 
-/// The line that says what it was taken on must fit.
+/// The legend must fit.
 const WIDTH_MIN: f64 = 760.0;
 
 /// A line of a panel: its name, colour, dashes, and points.
@@ -19,11 +25,14 @@ pub(crate) struct Line {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// A panel for each of `panels`, a title, what it was taken on, and what the lines mean.
-pub(crate) fn svg(title: &str, about: &str, panels: &[(&str, Vec<Line>)]) -> String {
+/// A panel for each of `panels`, a title, lines of what it was taken on and how, and what the panels' lines mean.
+pub(crate) fn svg(title: &str, about: &[String], panels: &[(&str, Vec<Line>)]) -> String {
     let width = panels.len() as f64 * (PANEL_WIDTH + MARGIN) + MARGIN;
-    let width = width.max(WIDTH_MIN);
-    let height = HEAD + PANEL_HEIGHT + 2.0 * MARGIN;
+    let letters = about.iter().map(|line| line.chars().count()).max();
+    let about_width = letters.unwrap_or(0) as f64 * LETTER_WIDTH + 2.0 * MARGIN;
+    let width = width.max(WIDTH_MIN).max(about_width.ceil());
+    let head = HEAD + LINE_HEIGHT * about.len() as f64;
+    let height = head + PANEL_HEIGHT + 2.0 * MARGIN;
     let mut out = String::new();
     let mut put = |text: String| {
         out.push_str(&text);
@@ -39,13 +48,16 @@ pub(crate) fn svg(title: &str, about: &str, panels: &[(&str, Vec<Line>)]) -> Str
         r#"<text x="{MARGIN}" y="24" font-size="15">{}</text>"#,
         escaped(title)
     ));
-    put(format!(
-        r#"<text x="{MARGIN}" y="42">{}</text>"#,
-        escaped(about)
-    ));
+    for (index, line) in about.iter().enumerate() {
+        let y = 42.0 + LINE_HEIGHT * index as f64;
+        put(format!(
+            r#"<text x="{MARGIN}" y="{y}">{}</text>"#,
+            escaped(line)
+        ));
+    }
     for (index, (name, lines)) in panels.iter().enumerate() {
         let left = MARGIN + index as f64 * (PANEL_WIDTH + MARGIN);
-        put(panel(name, lines, left));
+        put(panel(name, lines, left, head));
     }
     let lines = panels.first().map_or(&[][..], |(_, lines)| lines);
     for (index, line) in lines.iter().enumerate() {
@@ -64,20 +76,20 @@ pub(crate) fn svg(title: &str, about: &str, panels: &[(&str, Vec<Line>)]) -> Str
     out
 }
 
-fn panel(name: &str, lines: &[Line], left: f64) -> String {
+fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let drives_max = points().map(|point| point.0).fold(1.0, f64::max);
     let top = points().map(|point| point.1).fold(0.0, f64::max).max(1e-3) * 1.08;
     let x = |drives: f64| left + PANEL_WIDTH * drives / drives_max;
-    let y = |rate: f64| HEAD + PANEL_HEIGHT * (1.0 - rate / top);
+    let y = |rate: f64| head + PANEL_HEIGHT * (1.0 - rate / top);
     let mut out = String::new();
     // Writing to a String does not fail.
     let _ = write!(
         out,
-        r##"<text x="{}" y="{}" font-size="13">{name}</text><path d="M{left} {HEAD} V{} H{}" fill="none" stroke="#222"/>"##,
+        r##"<text x="{}" y="{}" font-size="13">{name}</text><path d="M{left} {head} V{} H{}" fill="none" stroke="#222"/>"##,
         left + 8.0,
-        HEAD - 4.0,
-        HEAD + PANEL_HEIGHT,
+        head - 4.0,
+        head + PANEL_HEIGHT,
         left + PANEL_WIDTH
     );
     for quarter in 1..=4 {
@@ -96,7 +108,7 @@ fn panel(name: &str, lines: &[Line], left: f64) -> String {
             out,
             r#"<text x="{}" y="{}" text-anchor="middle">{drives}</text>"#,
             x(f64::from(drives)),
-            HEAD + PANEL_HEIGHT + 18.0
+            head + PANEL_HEIGHT + 18.0
         );
     }
     for line in lines {
@@ -140,4 +152,39 @@ pub(crate) fn escaped(text: &str) -> String {
         .replace('<', "&lt;")
         .replace('>', "&gt;")
         .replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_about_a_picture_stand_above_its_panels_and_fit() {
+        let panels = || {
+            let line = Line {
+                name: "one",
+                colour: "#000",
+                dashes: "",
+                points: vec![(1.0, 2.0)],
+            };
+            [("read", vec![line])]
+        };
+        let height = |about: &[String]| -> f64 {
+            let svg = svg("title", about, &panels());
+            let (_, rest) = svg.split_once(" height=\"").unwrap();
+            rest.split('"').next().unwrap().parse().unwrap()
+        };
+        let lines = ["first", "second & third"].map(str::to_owned);
+        assert_eq!(height(&lines) - height(&lines[..1]), LINE_HEIGHT);
+        let said = svg("title", &lines, &panels());
+        assert!(said.contains("second &amp; third"), "{said}");
+        // The panel begins below the last of them.
+        let top = HEAD + 2.0 * LINE_HEIGHT;
+        assert!(said.contains(&format!(r#"d="M{MARGIN} {top} V"#)), "{said}");
+        let long = svg("title", &["x".repeat(300)], &panels());
+        assert!(long.contains(&format!(
+            r#"width="{}""#,
+            300.0 * LETTER_WIDTH + 2.0 * MARGIN
+        )));
+    }
 }

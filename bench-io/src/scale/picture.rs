@@ -14,7 +14,10 @@ pub(crate) fn svg(report: &ScaleReport) -> String {
     };
     let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));
     let panels = Load::ALL.map(|load| (load.word(), lines(&of(load))));
-    picture::svg(&title, &report.head.machine.to_string(), &panels)
+    let mut about = vec![report.head.machine.to_string()];
+    about.extend(report.pace_line());
+    about.push(report.settings_line());
+    picture::svg(&title, &about, &panels)
 }
 
 fn lines(rows: &[&Row]) -> Vec<Line> {

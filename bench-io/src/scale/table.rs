@@ -9,9 +9,8 @@ use crate::words::{Bytes, SpeedText};
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.head)?;
-        if let Some(pace) = self.pace {
-            let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
-            writeln!(f, "limit set: {read} read and {write} written a drive")?;
+        if let Some(pace) = self.pace_line() {
+            writeln!(f, "{pace}")?;
         }
         let fio = self.fio_version.as_deref().unwrap_or("no fio here");
         writeln!(f, "{fio}; {}", self.settings_line())?;
@@ -27,6 +26,15 @@ impl fmt::Display for ScaleReport {
 }
 
 impl ScaleReport {
+    /// What was set, of paced drives.
+    pub(super) fn pace_line(&self) -> Option<String> {
+        let pace = self.pace?;
+        let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
+        Some(format!(
+            "limit set: {read} read and {write} written a drive"
+        ))
+    }
+
     /// How it was measured.
     pub(super) fn settings_line(&self) -> String {
         let settings = &self.head.settings;

@@ -90,13 +90,7 @@ impl fmt::Display for TrainingReport {
         };
         let (ours, theirs) = (&first.ours, &first.deepspeed);
         let gb = |bytes: f64| format!("{:.3} GB", bytes / 1e9);
-        writeln!(
-            f,
-            "{:.1} M parameters, {} tokens a step in {} micro-batches",
-            ours.parameters / 1e6,
-            ours.tokens,
-            ours.micro_batches
-        )?;
+        writeln!(f, "{}", step_line(ours))?;
         writeln!(
             f,
             "bytes a step: DeepSpeed {} read, {} written; ours {} read, {} written",
@@ -161,6 +155,16 @@ impl fmt::Display for Flops {
     }
 }
 
+/// What is trained in a step.
+fn step_line(ours: &Planned) -> String {
+    format!(
+        "{:.1} M parameters, {} tokens a step in {} micro-batches",
+        ours.parameters / 1e6,
+        ours.tokens,
+        ours.micro_batches
+    )
+}
+
 /// Operations a second over drives.
 pub(crate) fn svg(report: &TrainingReport) -> String {
     let line = |name, colour, dashes, step_s: &dyn Fn(&TrainingRow) -> Option<f64>| Line {
@@ -188,9 +192,12 @@ pub(crate) fn svg(report: &TrainingReport) -> String {
         .into_iter()
         .filter(|line| !line.points.is_empty())
         .collect();
-    picture::svg(
-        "TFLOPS over drives",
-        &report.head.machine.to_string(),
-        &[("training", lines)],
-    )
+    let settings = &report.head.settings;
+    let mut about = vec![report.head.machine.to_string()];
+    if let Some(row) = report.rows.first() {
+        about.push(format!("{}: {}", settings.subject, step_line(&row.ours)));
+        about.push(Shown(&row.ours.machine, &settings.machine).to_string());
+    }
+    about.push(format!("rates: {}", report.rates));
+    picture::svg("TFLOPS over drives", &about, &[("training", lines)])
 }

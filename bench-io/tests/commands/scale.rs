@@ -71,6 +71,12 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
     let (svg, html) = (read("scale.svg"), read("scale.html"));
     assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
+    for line in [
+        "limit set: 60.0 MB/s read and 30.0 MB/s written a drive",
+        "direct, size ",
+    ] {
+        assert!(svg.contains(line), "{line}: {svg}");
+    }
     assert!(html.contains(svg.trim()) && html.contains("<td>both</td>") && html.contains("p99.9"));
     assert!(!html.contains("<script") && !html.contains("src="));
     let stored: Value = serde_json::from_str(&read("scale.json")).unwrap();
@@ -151,7 +157,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
     }
     let svg = std::fs::read_to_string(out.path().join("scale.svg")).unwrap();
     assert!(
-        svg.contains("through offloadd") && svg.contains("fio"),
+        svg.contains("through offloadd") && svg.contains("fio") && svg.contains("direct, size "),
         "{svg}"
     );
     assert_empty(folder.path());

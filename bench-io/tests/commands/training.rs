@@ -277,3 +277,32 @@ fn what_cannot_be_predicted_is_refused() {
     let said = refused(&["training", "/no/such/run.toml"]);
     assert!(said.contains("/no/such/run.toml"), "{said}");
 }
+
+#[test]
+fn the_picture_says_of_what_it_is() {
+    let folder = crate::lab::drive();
+    // A plan as the trainer's, of any model.
+    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "wall": "device writes"}]}"#;
+    let trainer = crate::lab::script(folder.path(), "trainer", &format!("echo '{plan}'"));
+    let output = program()
+        .args([
+            "training",
+            "--model=a<b>/config.json",
+            "--host-memory=512GiB",
+            "--trainer",
+        ])
+        .arg(trainer)
+        .arg("--out")
+        .arg(folder.path())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", crate::lab::said(&output));
+    let svg = std::fs::read_to_string(folder.path().join("training.svg")).unwrap();
+    for line in [
+        "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens a step in 2 micro-batches",
+        "planned for: host memory 512.0 GiB (given), 32 cores",
+        "rates: given: 6.20 GB/s read and 3.20 GB/s written a drive",
+    ] {
+        assert!(svg.contains(line), "{line}: {svg}");
+    }
+}
