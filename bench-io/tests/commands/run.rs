@@ -369,6 +369,18 @@ fn a_measurement_that_is_stopped_leaves_nothing() {
 }
 
 #[test]
+fn under_nohup_a_measurement_outlives_its_terminal() {
+    let folder = drive();
+    let mut running = in_the_middle_with(folder.path(), "--ignore-signal=HUP");
+    kill_process(Pid::from_child(&running), Signal::HUP).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(running.try_wait().unwrap().is_none());
+    kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
+    assert!(!running.wait().unwrap().success());
+    assert_empty(folder.path());
+}
+
+#[test]
 fn what_a_killed_measurement_left_the_next_one_removes() {
     let folder = drive();
     let mut killed = in_the_middle(folder.path());
@@ -517,7 +529,14 @@ fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
 
 /// One that would take a minute, a second after it began to make files in `folder`.
 fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
-    let running = program()
+    in_the_middle_with(folder, "--default-signal=HUP")
+}
+
+/// The same; `hangup` is what `env` makes of SIGHUP before it starts, whatever whoever runs the tests has made of it.
+fn in_the_middle_with(folder: &std::path::Path, hangup: &str) -> std::process::Child {
+    let running = std::process::Command::new("env")
+        .arg(hangup)
+        .arg(program().get_program())
         .args([
             "run",
             "--size=16m",
