@@ -17,7 +17,7 @@ pub struct SessionSettings {
     pub local_ranks: u32,
     /// Slots wanted, by size.
     pub classes: Vec<SlotClass>,
-    /// Operations wanted in flight; [`SessionInfo::iodepth`] says how many were granted. Some 16 MiB a drive and direction keep
+    /// Operations wanted in flight; [`SessionInfo::iodepth`] says how many were granted. Some 8 MiB a drive and direction keep
     /// drives busy; of many more the slots leave the processor's cache, and each byte costs memory bandwidth several times.
     pub iodepth: u32,
 }

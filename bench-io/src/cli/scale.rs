@@ -80,7 +80,7 @@ pub(crate) struct ScaleArgs {
     )]
     bs: Vec<Bytes>,
     /// Operations in flight of each file and direction; through the daemon at most 1024 in all, and one a tile
-    /// [default: fio's 32; through the daemon 16 MiB of them a drive, two at least, so that tiles stay in the processor's cache]
+    /// [default: fio's 32; through the daemon 8 MiB of them a drive, two at least, so that tiles stay in the processor's cache]
     #[arg(long, value_name = "N")]
     iodepth: Option<u32>,
     /// Bytes used of each drive; it needs five times that
