@@ -334,10 +334,14 @@ mod tests {
     }
 
     fn once(plan: &StreamPlan) -> (Fake, Outcome) {
+        load(plan, Duration::ZERO)
+    }
+
+    fn load(plan: &StreamPlan, runtime: Duration) -> (Fake, Outcome) {
         let mut fake = Fake::default();
         let timing = Timing {
             ramp: Duration::ZERO,
-            runtime: Duration::ZERO,
+            runtime,
         };
         let moved = [AtomicU64::new(0), AtomicU64::new(0)];
         let mut streams = [Stream::new(plan)];
@@ -409,22 +413,7 @@ mod tests {
             blocks: (0, 3),
             ..plan(false, true, true)
         };
-        let mut fake = Fake::default();
-        let timing = Timing {
-            ramp: Duration::ZERO,
-            runtime: Duration::from_millis(200),
-        };
-        let moved = [AtomicU64::new(0), AtomicU64::new(0)];
-        let mut streams = [Stream::new(&narrow)];
-        run(
-            &mut fake,
-            &mut streams,
-            Instant::now(),
-            timing,
-            &moved,
-            &AtomicBool::new(false),
-        )
-        .unwrap();
+        let (fake, _) = load(&narrow, Duration::from_millis(200));
         assert_eq!(fake.most, 3);
         assert!(fake.seen.len() > 3);
     }

@@ -48,6 +48,20 @@ fn state(uid: u32, job: &JobName) -> JobState {
     }
 }
 
+/// A write that ends well at once.
+fn written(ledger: &mut Ledger, device: u32, bytes: u32, place: Option<JobPlace>, now: Instant) {
+    let id = IoId(1);
+    ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, place, now);
+    let done = IoDone {
+        id,
+        outcome: Ok(bytes),
+        device_ns: 1,
+        retried_count: 0,
+        memory: Memory::None,
+    };
+    ledger.ended(&done, now);
+}
+
 #[test]
 fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
     let mut ledger = ledger();
@@ -120,22 +134,7 @@ fn a_dropped_jobs_bytes_are_not_the_next_ones_of_its_name() {
     let name = JobName::new("tiny").unwrap();
     let write = |ledger: &mut Ledger, bytes| {
         let place = ledger.session_begins(7, &name);
-        ledger.started(
-            IoId(1),
-            DeviceIndex(0),
-            IoOp::Write,
-            bytes,
-            Some(place),
-            now,
-        );
-        let done = IoDone {
-            id: IoId(1),
-            outcome: Ok(bytes),
-            device_ns: 1,
-            retried_count: 0,
-            memory: Memory::None,
-        };
-        ledger.ended(&done, now);
+        written(ledger, 0, bytes, Some(place), now);
         ledger.session_ends(place);
     };
     write(&mut ledger, 8192);
@@ -160,20 +159,7 @@ fn a_dropped_jobs_bytes_are_not_the_next_ones_of_its_name() {
 fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
     let mut ledger = ledger();
     let now = ledger.started_at();
-    let mut next_io = 0;
-    let mut write = |ledger: &mut Ledger, bytes: u32| {
-        next_io += 1;
-        let id = IoId(next_io);
-        ledger.started(id, DeviceIndex(0), IoOp::Write, bytes, None, now);
-        let done = IoDone {
-            id,
-            outcome: Ok(bytes),
-            device_ns: 1,
-            retried_count: 0,
-            memory: Memory::None,
-        };
-        ledger.ended(&done, now);
-    };
+    let write = |ledger: &mut Ledger, bytes| written(ledger, 0, bytes, None, now);
     assert!(ledger.keep_wear(&[], now, true).is_empty());
     assert_eq!(ledger.keep_wear_at(), None);
     write(&mut ledger, 4096);
@@ -190,20 +176,7 @@ fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
 fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_without_end() {
     let mut ledger = ledger();
     let now = ledger.started_at();
-    let mut next_io = 0;
-    let mut write = |ledger: &mut Ledger, device, bytes: u32| {
-        next_io += 1;
-        let id = IoId(next_io);
-        ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, None, now);
-        let done = IoDone {
-            id,
-            outcome: Ok(bytes),
-            device_ns: 1,
-            retried_count: 0,
-            memory: Memory::None,
-        };
-        ledger.ended(&done, now);
-    };
+    let write = |ledger: &mut Ledger, device, bytes| written(ledger, device, bytes, None, now);
     write(&mut ledger, 0, 4096);
     write(&mut ledger, 1, 4096);
     let first = now + WEAR_KEPT_EVERY;
@@ -237,16 +210,7 @@ fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_wi
 fn one_that_writes(ledger: &mut Ledger, name: &JobName, bytes: u32) -> JobPlace {
     let now = ledger.started_at();
     let place = ledger.session_begins(7, name);
-    let (io, device) = (IoId(1), DeviceIndex(0));
-    ledger.started(io, device, IoOp::Write, bytes, Some(place), now);
-    let done = IoDone {
-        id: io,
-        outcome: Ok(bytes),
-        device_ns: 1,
-        retried_count: 0,
-        memory: Memory::None,
-    };
-    ledger.ended(&done, now);
+    written(ledger, 0, bytes, Some(place), now);
     place
 }
 
