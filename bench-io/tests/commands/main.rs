@@ -8,6 +8,7 @@ mod paced;
 mod run;
 mod said;
 mod scale;
+mod stopped;
 mod training;
 mod tune;
 mod verify;

@@ -355,47 +355,6 @@ fn a_depth_that_is_not_reached_is_said() {
 }
 
 #[test]
-fn a_measurement_that_is_stopped_leaves_nothing() {
-    for signal in [Signal::TERM, Signal::HUP] {
-        let folder = drive();
-        let mut running = in_the_middle(folder.path());
-        kill_process(Pid::from_child(&running), signal).unwrap();
-        let stopped = Instant::now();
-        let status = running.wait().unwrap();
-        assert!(!status.success());
-        assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
-        assert_empty(folder.path());
-    }
-}
-
-#[test]
-fn under_nohup_a_measurement_outlives_its_terminal() {
-    let folder = drive();
-    let mut running = in_the_middle_with(folder.path(), "--ignore-signal=HUP");
-    kill_process(Pid::from_child(&running), Signal::HUP).unwrap();
-    std::thread::sleep(Duration::from_secs(1));
-    assert!(running.try_wait().unwrap().is_none());
-    kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
-    assert!(!running.wait().unwrap().success());
-    assert_empty(folder.path());
-}
-
-#[test]
-fn what_a_killed_measurement_left_the_next_one_removes() {
-    let folder = drive();
-    let mut killed = in_the_middle(folder.path());
-    killed.kill().unwrap();
-    killed.wait().unwrap();
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-    json(&with(&[
-        "--rw=read",
-        "--directory",
-        folder.path().to_str().unwrap(),
-    ]));
-    assert_empty(folder.path());
-}
-
-#[test]
 fn a_file_that_somebody_else_holds_is_not_written_to() {
     let folder = drive();
     let path = folder.path().join("file");
@@ -425,39 +384,6 @@ fn a_file_that_somebody_else_holds_is_not_written_to() {
         ]
         .concat(),
     );
-}
-
-#[test]
-fn fio_is_ended_with_the_measurement() {
-    let folder = drive();
-    let fio = folder.path().join("fio");
-    // Says its version, and then takes an hour.
-    let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo fio-9 && exit\ntouch \"$0.runs\"\nexec sleep 3600\n";
-    std::fs::write(folder.path().join("new"), text).unwrap();
-    let made = std::process::Command::new("install")
-        .arg(folder.path().join("new"))
-        .arg(&fio)
-        .status();
-    assert!(made.unwrap().success());
-    let work = drive();
-    let mut running = program()
-        .args(["scale", "--size=8m", "--bs=64k", "--runtime=0.1", "--fio"])
-        .arg(&fio)
-        .arg("--folder")
-        .arg(work.path())
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let since = Instant::now();
-    while !folder.path().join("fio.runs").exists() {
-        assert!(since.elapsed().as_secs() < 60, "fio was not started");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
-    let stopped = Instant::now();
-    assert!(!running.wait().unwrap().success());
-    assert!(stopped.elapsed().as_secs() < 60, "{:?}", stopped.elapsed());
-    assert_empty(work.path());
 }
 
 #[test]
@@ -492,69 +418,6 @@ fn a_daemon_that_serves_others_too_is_no_measure_of_its_processor_time() {
     kill_process(Pid::from_child(&other), Signal::TERM).unwrap();
     other.wait().unwrap();
     assert!(found, "{reports:?}");
-}
-
-#[test]
-fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
-    let folder = drive();
-    let daemon = daemon(folder.path());
-    let socket = daemon.socket().to_str().unwrap();
-    let jobs = || Daemon::connect(daemon.socket()).unwrap().jobs().unwrap();
-    let words = ["--bs=64k", "--size=16m", "--iodepth=4", "--socket", socket];
-    let mut killed = program()
-        .args(["run", "--runtime=60"])
-        .args(words)
-        .spawn()
-        .unwrap();
-    let until = |what: &str, is: &dyn Fn() -> bool| {
-        let since = Instant::now();
-        while !is() {
-            assert!(since.elapsed().as_secs() < 60, "{what}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    };
-    until("no job", &|| {
-        jobs().iter().any(|job| job.open && job.reserved_bytes > 0)
-    });
-    killed.kill().unwrap();
-    killed.wait().unwrap();
-    until("still open", &|| jobs().iter().all(|job| !job.open));
-    assert_eq!(jobs().len(), 1);
-    let output = bench_io(&[&["run", "--runtime=0.1"], &words[..]].concat());
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
-    assert!(said.contains("which a killed measurement left"), "{said}");
-    assert_eq!(jobs().len(), 0);
-}
-
-/// One that would take a minute, a second after it began to make files in `folder`.
-fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
-    in_the_middle_with(folder, "--default-signal=HUP")
-}
-
-/// The same; `hangup` is what `env` makes of SIGHUP before it starts, whatever whoever runs the tests has made of it.
-fn in_the_middle_with(folder: &std::path::Path, hangup: &str) -> std::process::Child {
-    let running = std::process::Command::new("env")
-        .arg(hangup)
-        .arg(program().get_program())
-        .args([
-            "run",
-            "--size=16m",
-            "--bs=64k",
-            "--runtime=60",
-            "--directory",
-        ])
-        .arg(folder)
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let since = Instant::now();
-    while std::fs::read_dir(folder).unwrap().count() == 0 {
-        assert!(since.elapsed().as_secs() < 20, "nothing was made");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    std::thread::sleep(Duration::from_secs(1));
-    running
 }
 
 #[test]
