@@ -137,12 +137,8 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
   offloadd inspect --config runs/mine/offloadd/offloadd.toml # of a run with a private daemon, whether it runs or not
   offloadd inspect --json | jq '.jobs[].generations'")]
     Inspect {
-        /// Of the store of these settings
-        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
-        config: Option<PathBuf>,
-        /// Of the daemon that answers here
-        #[arg(long, value_name = "SOCKET")]
-        socket: Option<PathBuf>,
+        #[command(flatten)]
+        at: cli::At,
         /// For programs
         #[arg(long)]
         json: bool,
@@ -164,12 +160,8 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
         /// Also what could be gone on from
         #[arg(long)]
         force: bool,
-        /// Of the store of these settings
-        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
-        config: Option<PathBuf>,
-        /// Of the daemon that answers here
-        #[arg(long, value_name = "SOCKET")]
-        socket: Option<PathBuf>,
+        #[command(flatten)]
+        at: cli::At,
     },
     /// Go on without a record that a device does not give: until then its job is not gone on from
     #[command(after_help = "Examples:
@@ -195,12 +187,8 @@ the record up all the same, and what is left is no whole generation.")]
         /// Read at most so much a second beside a daemon's work, like 200MB/s
         #[arg(long, value_name = "RATE", value_parser = cli::verify::rate)]
         rate: Option<u64>,
-        /// Of the store of these settings
-        #[arg(long, value_name = "FILE", conflicts_with = "socket")]
-        config: Option<PathBuf>,
-        /// Of the daemon that answers here
-        #[arg(long, value_name = "SOCKET")]
-        socket: Option<PathBuf>,
+        #[command(flatten)]
+        at: cli::At,
     },
     /// Read everything a store holds and name what is damaged; ends with 1 if anything is
     #[command(after_help = "Examples:
@@ -305,23 +293,17 @@ fn main() -> ExitCode {
         Command::Man { folder } => {
             cli::documents::man(&folder, Arguments::command()).map(|()| ExitCode::SUCCESS)
         }
-        Command::Inspect {
-            config,
-            socket,
-            json,
-        } => cli::inspect::run(config, socket, json).map(|()| ExitCode::SUCCESS),
+        Command::Inspect { at, json } => cli::inspect::run(&at, json).map(|()| ExitCode::SUCCESS),
         Command::Drop {
             job,
             uid,
             force,
-            config,
-            socket,
+            at,
         } => cli::drop::run(cli::drop::Choice {
             job,
             uid,
             force,
-            config,
-            socket,
+            at,
         })
         .map(|()| ExitCode::SUCCESS),
         Command::GiveUp {
@@ -329,15 +311,13 @@ fn main() -> ExitCode {
             uid,
             force,
             rate,
-            config,
-            socket,
+            at,
         } => cli::give_up::run(cli::give_up::Choice {
             job,
             uid,
             force,
             bytes_per_s: rate,
-            config,
-            socket,
+            at,
         })
         .map(|()| ExitCode::SUCCESS),
         Command::Verify {
@@ -347,8 +327,7 @@ fn main() -> ExitCode {
             job,
             json,
         } => cli::verify::run(cli::verify::Choice {
-            config,
-            socket,
+            at: cli::At { config, socket },
             bytes_per_s: rate,
             job,
             json,

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use clap::Args;
 use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::Config;
@@ -21,10 +22,21 @@ pub(super) enum Holder {
     Nobody(Config),
 }
 
-/// A daemon at `socket`, or, for these settings, the one that answers at theirs and has one of their devices.
-pub(super) async fn holder(config: Option<&Path>, socket: Option<PathBuf>) -> Result<Holder> {
-    let Some(config) = config else {
-        let socket = socket.unwrap_or_else(|| SERVICE_SOCKET.into());
+// Which store people mean. (A doc comment would be taken for the command's.)
+#[derive(Args, Clone, Debug)]
+pub(crate) struct At {
+    /// Of the store of these settings
+    #[arg(long, value_name = "FILE", conflicts_with = "socket")]
+    pub(crate) config: Option<PathBuf>,
+    /// Of the daemon that answers here
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) socket: Option<PathBuf>,
+}
+
+/// A daemon at the socket, or, for these settings, the one that answers at theirs and has one of their devices.
+pub(super) async fn holder(at: &At) -> Result<Holder> {
+    let Some(config) = &at.config else {
+        let socket = at.socket.clone().unwrap_or_else(|| SERVICE_SOCKET.into());
         let client = connect(&socket).await?;
         return Ok(Holder::Daemon(socket, client));
     };

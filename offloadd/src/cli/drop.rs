@@ -1,13 +1,11 @@
 //! `offloadd drop`: a job's room is given back, and what it holds is lost.
 
-use std::path::PathBuf;
-
 use anyhow::{Context, Result, anyhow, bail};
 use offload_api::proto;
 use offloadd::stopped::Stopped;
 use offloadd::store::definition::JobName;
 
-use super::at_rest::{Holder, holder};
+use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
 use super::{binary, inspect, open_all};
 
@@ -17,8 +15,7 @@ pub(crate) struct Choice {
     pub(crate) uid: Option<u32>,
     /// Whatever it holds.
     pub(crate) force: bool,
-    pub(crate) config: Option<PathBuf>,
-    pub(crate) socket: Option<PathBuf>,
+    pub(crate) at: At,
 }
 
 pub(crate) fn run(choice: Choice) -> Result<()> {
@@ -26,7 +23,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
     let own = rustix::process::geteuid().as_raw();
     let uid = choice.uid.unwrap_or(own);
     let freed_bytes = runtime()?.block_on(async {
-        match holder(choice.config.as_deref(), choice.socket.clone()).await? {
+        match holder(&choice.at).await? {
             Holder::Daemon(socket, mut client) => {
                 let content = client.inspect(proto::InspectRequest {}).await;
                 let content = content.map_err(|status| refusal(&socket, &status))?;

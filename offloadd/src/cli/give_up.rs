@@ -3,7 +3,7 @@
 //! The record may be the newest, and then the generation before it was being written over when the daemon ended: its tiles are
 //! compared first, and only one that is whole is promised.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use offload_api::ids::Generation;
@@ -15,7 +15,7 @@ use offloadd::store::definition::JobName;
 use offloadd::store::verify::verify_one;
 use tonic::transport::Channel;
 
-use super::at_rest::{Holder, holder};
+use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
 use super::open_all;
@@ -29,14 +29,13 @@ pub(crate) struct Choice {
     pub(crate) force: bool,
     /// Read at most so much a second of a daemon's store.
     pub(crate) bytes_per_s: Option<u64>,
-    pub(crate) config: Option<PathBuf>,
-    pub(crate) socket: Option<PathBuf>,
+    pub(crate) at: At,
 }
 
 pub(crate) fn run(choice: Choice) -> Result<()> {
     let job = &choice.job;
     let newest = runtime()?.block_on(async {
-        match holder(choice.config.as_deref(), choice.socket.clone()).await? {
+        match holder(&choice.at).await? {
             Holder::Daemon(socket, mut client) => {
                 if !choice.force {
                     compare(&socket, &mut client, &choice).await?;

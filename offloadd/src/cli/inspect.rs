@@ -1,7 +1,6 @@
 //! `offloadd inspect`: what a store holds, from the daemon that has it or from its devices.
 
 use std::fmt::Write;
-use std::path::PathBuf;
 
 use anyhow::Result;
 use offload_api::proto;
@@ -11,13 +10,13 @@ use offloadd::store::content::JobContent;
 use offloadd::store::recover;
 use serde_json::{Value, json};
 
-use super::at_rest::{Holder, holder};
+use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
 use super::{binary, open_all};
 
-pub(crate) fn run(config: Option<PathBuf>, socket: Option<PathBuf>, as_json: bool) -> Result<()> {
+pub(crate) fn run(at: &At, as_json: bool) -> Result<()> {
     let content = runtime()?.block_on(async {
-        match holder(config.as_deref(), socket).await? {
+        match holder(at).await? {
             Holder::Daemon(socket, mut client) => {
                 let answer = client.inspect(proto::InspectRequest {}).await;
                 Ok(answer

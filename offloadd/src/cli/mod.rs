@@ -28,6 +28,8 @@ pub(crate) mod supervise;
 pub(crate) mod top;
 pub(crate) mod verify;
 
+pub(crate) use at_rest::At;
+
 use std::io::Write;
 
 use anyhow::{Context, Result, bail};

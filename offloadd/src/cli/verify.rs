@@ -1,6 +1,6 @@
 //! `offloadd verify`: everything a store holds is read and compared, on its devices or, while a daemon has it, by the daemon.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
 use tonic::transport::Channel;
 
-use super::at_rest::{Holder, holder};
+use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
 use super::{binary, open_all, ratings};
@@ -23,8 +23,7 @@ pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
 
 /// What people may choose.
 pub(crate) struct Choice {
-    pub(crate) config: Option<PathBuf>,
-    pub(crate) socket: Option<PathBuf>,
+    pub(crate) at: At,
     pub(crate) bytes_per_s: Option<u64>,
     pub(crate) job: Option<String>,
     pub(crate) json: bool,
@@ -110,7 +109,7 @@ pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
         false => Listener::Person,
     };
     let found = runtime()?.block_on(async {
-        match holder(choice.config.as_deref(), choice.socket.clone()).await? {
+        match holder(&choice.at).await? {
             Holder::Daemon(socket, client) => scrub(&socket, client, &choice, listener).await,
             Holder::Nobody(config) => read(&config, &choice, listener),
         }
