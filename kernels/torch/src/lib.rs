@@ -37,7 +37,7 @@ pub use device::{
     CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, empty_gpu_cache,
     gpu_memory, load_gpu_half, use_gpu,
 };
-pub use memory::{HostBuffer, with_tensor_over};
+pub use memory::{HostBuffer, is_shared, with_tensor_over};
 pub use settings::{set_deterministic, set_threads};
 
 /// What can go wrong between torch and us.

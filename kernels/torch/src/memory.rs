@@ -51,11 +51,7 @@ impl HostBuffer {
     ///
     /// Panics when a tensor from [`HostBuffer::view`] is still alive: it would see the bytes change.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        assert_eq!(
-            share_count(&self.flat),
-            1,
-            "a view of this buffer is still in use"
-        );
+        assert!(!self.is_shared(), "a view of this buffer is still in use");
         let bytes = self.elems * self.kind.elt_size_in_bytes();
         if bytes == 0 {
             return &mut [];
@@ -64,6 +60,11 @@ impl HostBuffer {
         // which live as long as `self`. No other tensor shares them (asserted above), and none can come into
         // being while `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.flat.data_ptr().cast::<u8>(), bytes) }
+    }
+
+    /// Whether a tensor from [`HostBuffer::view`] is still alive, or something of a graph that saved one.
+    pub fn is_shared(&self) -> bool {
+        is_shared(&self.flat)
     }
 
     /// A tensor of `shape` that shares the buffer's memory from element `offset_elems` on.
@@ -143,8 +144,13 @@ impl Drop for Lent {
     }
 }
 
+/// Whether another tensor shares the memory of `tensor`: a clone, a view, or what a graph saved of them for its backward pass.
+pub fn is_shared(tensor: &Tensor) -> bool {
+    share_count(tensor) != 1
+}
+
 fn share_count(tensor: &Tensor) -> usize {
-    // SAFETY: a live tensor with a storage (dense, on the CPU), borrowed for the call.
+    // SAFETY: a live tensor with a storage (dense), borrowed for the call.
     unsafe { ffi::offload_share_count(tensor.as_ptr() as ffi::RawTensor) }
 }
 
@@ -184,6 +190,17 @@ mod tests {
         let mut buffer = HostBuffer::zeros(Kind::Float, 8).unwrap();
         let _view = buffer.view(0, &[8]).unwrap();
         buffer.bytes_mut();
+    }
+
+    #[test]
+    fn what_a_graph_saved_shares_a_buffer_until_the_graph_is_gone() {
+        let buffer = HostBuffer::zeros(Kind::Float, 8).unwrap();
+        let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+        // The tensors themselves are gone with this statement.
+        let graph = &x * buffer.view(2, &[2]).unwrap().detach();
+        assert!(buffer.is_shared());
+        drop(graph);
+        assert!(!buffer.is_shared());
     }
 
     #[test]
