@@ -170,7 +170,7 @@ impl Engine {
 
     /// The GPU's way of computing, in torch's operators on the CPU.
     #[cfg(test)]
-    pub(super) fn written_out(mut self) -> Self {
+    pub(crate) fn written_out(mut self) -> Self {
         self.arithmetic = Arithmetic::Explicit(Ops::Plain);
         self
     }

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use kernels::gpu::{DeviceBuffer, Shelf, Stream};
-use kernels_torch::{HostBuffer, device_view};
+use kernels_torch::{HostBuffer, device_view, is_shared};
 use tch::{Kind, Tensor};
 
 use super::explicit::Kept;
@@ -142,6 +142,34 @@ impl UnitWeights {
     /// Elements of the unit, padding of the buffer not counted.
     pub fn elems(&self) -> usize {
         self.elems
+    }
+
+    /// Ends their use: until the buffer is filled again nothing may look at it, and what was kept from forward to backward owns
+    /// its values. In debug builds the buffer is filled with NaN, behind what was computed on a GPU, so that a look shows.
+    ///
+    /// Panics if a tensor, or what a graph saved, still shares the buffer's memory: a later backward pass would take another
+    /// unit's weights for these.
+    ///
+    /// # Errors
+    /// What torch throws.
+    pub fn give_back(&mut self) -> Result<(), ComputeError> {
+        assert!(
+            !self.is_shared(),
+            "something still looks at the weights of a unit that are given back"
+        );
+        if cfg!(debug_assertions) {
+            let mut unit = self.view(0, &[self.elems as i64])?;
+            let _ = unit.f_fill_(f64::NAN)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a tensor, or what a graph saved for its backward pass, shares the buffer's memory.
+    pub fn is_shared(&self) -> bool {
+        match &self.place {
+            Place::Host(buffer) => buffer.is_shared(),
+            Place::Gpu { flat, .. } => is_shared(flat),
+        }
     }
 
     fn view(&self, offset_elems: usize, shape: &[i64]) -> Result<Tensor, ComputeError> {

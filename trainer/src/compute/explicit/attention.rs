@@ -63,8 +63,8 @@ pub(super) struct Attention {
 enum Leaves {
     /// [micro_batch, heads, seq_len, head_dim] over the turned query, key and value.
     Turned([Tensor; 3]),
-    /// [micro_batch, seq_len, columns] over query, key and value as they were projected, and the weights of the norms of query
-    /// and key heads.
+    /// [micro_batch, seq_len, columns] over query, key and value as they were projected, and the values of the norms of query and
+    /// key heads.
     Projected([Tensor; 3], [Tensor; 2]),
 }
 
@@ -120,7 +120,9 @@ pub(super) fn normed_attention(
         part(shape.heads, shape.kv_heads)?,
         part(shape.heads + shape.kv_heads, shape.kv_heads)?,
     ];
-    let norms = [leaf(norms[0])?, leaf(norms[1])?];
+    // The graph owns their values: where it is kept, the unit's buffer holds another unit when it is gone back through.
+    let copy = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach_copy()?.set_requires_grad(keep));
+    let norms = [copy(norms[0])?, copy(norms[1])?];
     let form = attention::Attention {
         config,
         rotary: Some(rotary),
@@ -148,7 +150,7 @@ fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, Comput
 
 impl Attention {
     /// Bytes it takes: query, key and value, the result, and a number for each row and head. Repeated heads too, and what the
-    /// norms of heads keep.
+    /// norms of heads keep for each row; their weights, some hundred bytes, are not counted.
     pub(super) fn size_bytes(&self) -> usize {
         let (leaves, normed) = match &self.leaves {
             Leaves::Turned(leaves) => (leaves, 0),

@@ -62,7 +62,8 @@ impl BlockWeights {
     }
 }
 
-/// What a forward pass may leave for the backward pass, which computes what is missing again.
+/// What a forward pass may leave for the backward pass, which computes what is missing again. It owns its values: between the
+/// two passes the block's weights are given back ([`UnitWeights::give_back`] panics where something looks at them still).
 #[derive(Default)]
 pub(crate) struct Kept {
     attended: Option<Attention>,

@@ -2,6 +2,7 @@
 //! block order (compared bit for bit with one graph over the whole model); what is not counted, what is tied, how
 //! micro-batches add up, where the caller's bytes lie.
 
+mod buffers;
 mod dropout;
 mod explicit;
 mod forms;
@@ -182,7 +183,7 @@ fn aligned(bytes: usize) -> Vec<u8> {
     memory
 }
 
-/// The unit's fresh weights, the norms' moved away from one.
+/// The unit's fresh weights; norms and biases moved away from one and zero, in each unit otherwise.
 fn random_weights(engine: &Engine, unit: usize, kind: Kind) -> UnitWeights {
     let layout = &engine.units()[unit];
     let mut values = vec![0f32; layout.elems];
@@ -196,7 +197,7 @@ fn random_weights(engine: &Engine, unit: usize, kind: Kind) -> UnitWeights {
     );
     for param in layout.params.iter().filter(|param| !param.decay) {
         for (i, value) in values[param.range_elems()].iter_mut().enumerate() {
-            *value += 0.25 * ((i % 16) as f32 - 3.0) / 4.0;
+            *value += 0.25 * (((i + 5 * unit) % 16) as f32 - 3.0) / 4.0;
         }
     }
     let mut weights = UnitWeights::of_kind(layout, kind).unwrap();
