@@ -12,6 +12,8 @@ mod saver;
 mod show;
 mod step;
 mod stop;
+#[cfg(test)]
+mod tests;
 mod turns;
 mod watch;
 

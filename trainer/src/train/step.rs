@@ -3,6 +3,8 @@
 //! Vertical over micro-batches: a unit is gathered once and serves all of them, so weights move twice a step (forward and
 //! backward) however many micro-batches there are. What is kept from forward to backward is each block's input.
 
+use std::sync::Arc;
+
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
 use swapper::kill_point::{Point, reach};
@@ -11,7 +13,7 @@ use super::TrainError;
 use super::clock::Clock;
 use super::inputs::{BlockInputs, InputPlace};
 use super::mover::{Exchanged, Mover, Shards};
-use super::turns::{self, EMBEDDING, Turn};
+use super::turns::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
 use crate::config::{Batch, RunSettings, Stage};
@@ -28,8 +30,8 @@ pub(super) struct Stepper {
     shards: Shards,
     gpu: Option<Gpu>,
     inputs: InputPlace,
-    training: Vec<Turn>,
-    forward: Vec<Turn>,
+    training: Arc<turns::Pass>,
+    evaluation: Arc<turns::Pass>,
 }
 
 /// A micro-batch as the engine takes it.
@@ -133,8 +135,8 @@ impl Stepper {
             shards,
             gpu,
             inputs: InputPlace::here(batch.micro_batches),
-            training: turns::training(units, ahead, stage),
-            forward: turns::forward(units, ahead),
+            training: Arc::new(turns::Pass::training(units, ahead, stage)),
+            evaluation: Arc::new(turns::Pass::evaluation(units, ahead)),
             engine,
             batch,
         })
@@ -171,16 +173,12 @@ impl Stepper {
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
-        home.begin_step(turns::program(&self.training))?;
+        home.begin_step(self.training.program())?;
         // What an evaluation gathered is no part of the step.
         self.shards.take_exchanged();
         let mut held_bytes = 0;
-        for turn in 0..self.training.len() {
-            let turn = self.training[turn];
-            if let Some(unit) = turn.weights(head) {
-                self.mover.ready(unit, trace)?;
-            }
-            watch.of(turn, || self.turn(turn, home, &mut pass, trace))?;
+        for planned in self.training.clone().turns() {
+            self.planned(planned, home, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
         }
         // Asked last: a GPU is waited for here, and nowhere before.
@@ -223,31 +221,35 @@ impl Stepper {
             scale: 1.0,
         };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
-        home.begin_step(turns::program(&self.forward))?;
+        home.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
         let keep = self.engine.keep(Keep::Nothing);
-        let done = (0..self.forward.len()).try_for_each(|turn| {
-            let turn = self.forward[turn];
-            if let Some(unit) = turn.weights(head) {
-                self.mover.ready(unit, &Trace::off())?;
-            }
-            self.turn(turn, home, &mut pass, &Trace::off())
-        });
+        let trace = Trace::off();
+        let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
+        let done = (self.evaluation.clone().turns().iter())
+            .try_for_each(|planned| self.planned(planned, home, &mut pass, &mut watch, &trace));
         self.engine.keep(keep);
         done?;
-        self.mover.ready(head, &Trace::off())?;
-        let tied = self.engine.config().tied;
-        let tied = tied.then(|| self.mover.weights(EMBEDDING));
-        let weights = self.mover.weights(head);
-        for (batch, input) in pass.batches.iter().zip(&pass.flow) {
-            let loss = self
-                .engine
-                .head_loss(weights, tied, input, &batch.targets)?;
-            pass.losses.push(loss);
-        }
         let loss = mean(&pass)?;
         self.shards.check()?;
         Ok(loss)
+    }
+
+    /// Does one turn of a pass, with the weights it needs.
+    fn planned(
+        &mut self,
+        planned: &Planned,
+        home: &mut Home,
+        pass: &mut Pass,
+        watch: &mut Watch,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        for &unit in &planned.uses {
+            self.mover.ready(unit, trace)?;
+        }
+        watch.of(planned.turn, || self.turn(planned.turn, home, pass, trace))?;
+        let mut units = planned.gives_back.iter();
+        units.try_for_each(|&unit| self.mover.give_back(unit))
     }
 
     /// Does one turn of a pass.
@@ -281,18 +283,25 @@ impl Stepper {
                         engine.embed_forward(weights, &batch.inputs)
                     })
                 })?;
-                mover.used(EMBEDDING)?;
             }
             Turn::Forward(block) => {
                 let weights = mover.weights(block);
                 let outputs = pass
                     .forward
                     .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
-                mover.used(block)?;
                 reach(Point::Forward);
                 let used = std::mem::replace(flow, outputs);
                 if pass.goes_back {
                     block_inputs.push(inputs.keep(block_inputs.len(), used)?);
+                }
+            }
+            Turn::Head if !pass.goes_back => {
+                let tied = engine.config().tied;
+                let tied = tied.then(|| mover.weights(EMBEDDING));
+                let weights = mover.weights(grads.len() - 1);
+                for (batch, input) in batches.iter().zip(&*flow) {
+                    let loss = engine.head_loss(weights, tied, input, &batch.targets)?;
+                    pass.losses.push(loss);
                 }
             }
             Turn::Head => {
@@ -312,8 +321,6 @@ impl Stepper {
                         &mut embedding_grads,
                     )
                 })?;
-                mover.used(head)?;
-                mover.used(EMBEDDING)?;
                 grads[head] = Some(head_grads);
                 // Open until the embedding's own turn: a tied head adds to it.
                 grads[EMBEDDING] = Some(embedding_grads);
@@ -340,7 +347,6 @@ impl Stepper {
                         })
                         .collect()
                 })?;
-                mover.used(block)?;
                 reach(Point::Backward);
                 grads[block] = Some(block_grads);
             }

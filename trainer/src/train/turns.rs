@@ -8,6 +8,9 @@
 //! That is stage 3. In the stages below weights stay from forward to backward: no gathers on the way back. Below stage 2
 //! gradients stay whole too: all R and S come after B0.
 //!
+//! A unit's weights are given back behind the last turn that computes with them before they are gathered again, or at all: nothing
+//! may look at their buffer after that, whatever it holds.
+//!
 //! Ahead, a unit's weights come while the unit before it computes, and its gradients leave while the next one does: one
 //! more unit has its weights in a buffer, one more its gradients.
 
@@ -54,14 +57,15 @@ impl Turn {
         !matches!(self, Self::Gather(_) | Self::Scatter(_))
     }
 
-    /// The unit whose weights it computes with, that were gathered for it; `head` is the last.
-    pub(super) fn weights(self, head: usize) -> Option<usize> {
+    /// The units whose weights it computes with, that were gathered for it; `head` is the last.
+    pub(super) fn weights(self, head: usize) -> Vec<usize> {
         match self {
             // The embedding's gradient needs no weights.
-            Self::Backward(EMBEDDING) => None,
-            Self::Forward(unit) | Self::Backward(unit) => Some(unit),
-            Self::Head => Some(head),
-            Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => None,
+            Self::Backward(EMBEDDING) => vec![],
+            Self::Forward(unit) | Self::Backward(unit) => vec![unit],
+            // A tied head's projection is the embedding.
+            Self::Head => vec![EMBEDDING, head],
+            Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
         }
     }
 }
@@ -79,8 +83,68 @@ impl fmt::Display for Turn {
     }
 }
 
+/// The turns of a pass over all units, in order.
+pub(super) struct Pass(Vec<Planned>);
+
+/// A turn, and the weights it needs.
+pub(super) struct Planned {
+    pub(super) turn: Turn,
+    /// Units whose weights it computes with.
+    pub(super) uses: Vec<usize>,
+    /// Those of them whose weights nothing computes with afterwards, or not before they are gathered again.
+    pub(super) gives_back: Vec<usize>,
+}
+
+impl Pass {
+    /// A training step over `units` units, the last of which is the head.
+    pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Self {
+        Self::new(training(units, ahead, stage), units - 1)
+    }
+
+    /// The same without the way back.
+    pub(super) fn evaluation(units: usize, ahead: bool) -> Self {
+        Self::new(
+            [forward(units, ahead), vec![Turn::Head]].concat(),
+            units - 1,
+        )
+    }
+
+    fn new(turns: Vec<Turn>, head: usize) -> Self {
+        let planned = |(at, &turn): (usize, &Turn)| {
+            let uses = turn.weights(head);
+            let last = |unit: &&usize| {
+                let mut later = turns[at + 1..].iter();
+                let next = later.find(|&&turn| {
+                    turn == Turn::Gather(**unit) || turn.weights(head).contains(unit)
+                });
+                matches!(next, None | Some(Turn::Gather(_)))
+            };
+            Planned {
+                turn,
+                gives_back: uses.iter().filter(last).copied().collect(),
+                uses,
+            }
+        };
+        Self(turns.iter().enumerate().map(planned).collect())
+    }
+
+    pub(super) fn turns(&self) -> &[Planned] {
+        &self.0
+    }
+
+    /// What the swapper is told of them.
+    pub(super) fn program(&self) -> StepProgram {
+        let ops = self.0.iter().filter_map(|planned| match planned.turn {
+            Turn::Gather(unit) => Some(Op::Gather { unit }),
+            Turn::Scatter(unit) => Some(Op::Scatter { unit }),
+            _ => None,
+        });
+        StepProgram::new(ops.collect()).expect("gathers, and one scatter a unit")
+    }
+}
+
 /// A training step over `units` units, the last of which is the head.
-pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
+fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
     let mut turns = forward(units, ahead);
     let mut back = backward(units, ahead);
     if !stage.divides_parameters() {
@@ -119,8 +183,8 @@ fn backward(units: usize, ahead: bool) -> Vec<Turn> {
     turns
 }
 
-/// A forward pass up to the head's own turn, which is the caller's.
-pub(super) fn forward(units: usize, ahead: bool) -> Vec<Turn> {
+/// A forward pass up to the head's own turn.
+fn forward(units: usize, ahead: bool) -> Vec<Turn> {
     use Turn::*;
     let head = units - 1;
     if !ahead {
@@ -135,16 +199,6 @@ pub(super) fn forward(units: usize, ahead: bool) -> Vec<Turn> {
     turns
 }
 
-/// What the swapper is told of `turns`.
-pub(super) fn program(turns: &[Turn]) -> StepProgram {
-    let ops = turns.iter().filter_map(|turn| match *turn {
-        Turn::Gather(unit) => Some(Op::Gather { unit }),
-        Turn::Scatter(unit) => Some(Op::Scatter { unit }),
-        _ => None,
-    });
-    StepProgram::new(ops.collect()).expect("gathers, and one scatter a unit")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,12 +209,17 @@ mod tests {
         let buffers = block_buffers(units, ahead, stage);
         let mut weights: Vec<usize> = Vec::new();
         let (mut forward, mut backward, mut reduced) = (0, units, vec![false; units]);
-        let mut scattered = Vec::new();
-        for turn in training(units, ahead, stage) {
-            match turn {
+        let (mut scattered, mut given_back) = (Vec::new(), Vec::new());
+        for planned in Pass::training(units, ahead, stage).turns() {
+            for unit in &planned.uses {
+                let there = weights.contains(unit) && !given_back.contains(unit);
+                assert!(there, "no weights for unit {unit}");
+            }
+            match planned.turn {
                 Turn::Gather(unit) => {
                     weights.retain(|&held| held != unit);
                     weights.push(unit);
+                    given_back.retain(|&held| held != unit);
                     let blocks = |&&held: &&usize| held != EMBEDDING && held != head;
                     if weights.iter().filter(blocks).count() > buffers {
                         let oldest = weights.iter().position(|held| blocks(&held)).unwrap();
@@ -173,17 +232,14 @@ mod tests {
                 }
                 Turn::Forward(unit) => {
                     assert_eq!(unit, forward);
-                    assert!(weights.contains(&unit), "no weights for unit {unit}");
                     forward += 1;
                 }
                 Turn::Head => {
                     assert_eq!((forward, backward), (head, units));
-                    assert!(weights.contains(&head) && weights.contains(&EMBEDDING));
                     backward = head;
                 }
                 Turn::Backward(unit) => {
                     assert_eq!(unit + 1, backward);
-                    assert!(weights.contains(&unit), "no weights for unit {unit}");
                     backward = unit;
                 }
                 Turn::Reduce(unit) => {
@@ -196,8 +252,11 @@ mod tests {
                     scattered.push(unit);
                 }
             }
+            given_back.extend(&planned.gives_back);
         }
         assert_eq!(scattered, (0..units).rev().collect::<Vec<_>>());
+        given_back.sort_unstable();
+        assert_eq!(given_back, (0..units).collect::<Vec<_>>());
     }
 
     #[test]
@@ -207,6 +266,18 @@ mod tests {
                 check(units, false, stage);
                 check(units, true, stage);
             }
+        }
+    }
+
+    #[test]
+    fn an_evaluation_uses_what_it_gathered_and_gives_all_of_it_back() {
+        for ahead in [false, true] {
+            let mut given_back: Vec<usize> = Vec::new();
+            for planned in Pass::evaluation(5, ahead).turns() {
+                assert!(planned.uses.iter().all(|unit| !given_back.contains(unit)));
+                given_back.extend(&planned.gives_back);
+            }
+            assert_eq!(given_back, [1, 2, 3, 0, 4]);
         }
     }
 

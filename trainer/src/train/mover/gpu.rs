@@ -176,9 +176,11 @@ impl GpuMover {
         }
     }
 
-    pub(in crate::train) fn used(&mut self, unit: usize) -> Result<(), TrainError> {
+    pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
         if let Place::Buffers(buffers) = &mut self.place {
-            buffers.at_mut(unit).free = Some(self.compute.record()?);
+            let weights = buffers.at_mut(unit);
+            weights.unit.give_back()?;
+            weights.free = Some(self.compute.record()?);
         }
         Ok(())
     }

@@ -137,6 +137,11 @@ impl HostMover {
         }
     }
 
+    /// Nothing looks at a unit's weights from now on.
+    pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
+        Ok(self.buffer(unit).give_back()?)
+    }
+
     /// Takes a unit's complete gradients. Its weights are gone from the buffer after.
     pub(in crate::train) fn reduce(
         &mut self,

@@ -90,14 +90,17 @@ impl Mover {
         }
     }
 
-    /// What was computed with a unit's weights is under way: behind it, their buffer may be used again.
+    /// Gives a unit's weights back: all that is computed with them is under way, and behind it their buffer may be used again.
+    /// Weights that are computed with where they live stay as they are.
+    ///
+    /// Panics if anything still looks at the buffer.
     ///
     /// # Errors
     /// The GPU's.
-    pub(super) fn used(&mut self, unit: usize) -> Result<(), TrainError> {
+    pub(super) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
         match self {
-            Self::Host(_) => Ok(()),
-            Self::Gpu(mover) => mover.used(unit),
+            Self::Host(mover) => mover.give_back(unit),
+            Self::Gpu(mover) => mover.give_back(unit),
         }
     }
 

@@ -1,0 +1,463 @@
+//! Whole steps of every form of model: what blocks keep, in how many buffers their weights come and where state and inputs are
+//! changes no bit of a loss, a gradient's norm or an updated weight. All weights are random, norms and biases too; there are more
+//! blocks than buffers; weights that were given back are NaN.
+//!
+//! Could be wrong: something kept from forward to backward looks at a unit's buffer, which holds another unit by then; weights are
+//! given back before their last use, or computed with before they are there.
+//!
+//! On the processor, computed as a GPU computes, alone and with two ranks, which are threads here; and on a GPU where there is one.
+
+use std::ops::Range;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use kernels::adamw::init_tile;
+use kernels::gpu::Gpu;
+use kernels_torch::collective::{Comm, Patience, Rendezvous, World};
+use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
+use serde_json::{Value, json};
+use swapper::{Blank, Swapper};
+use tempfile::TempDir;
+
+use super::inputs::InputPlace;
+use super::mover::Shards;
+use super::step::{Stepper, hyper};
+use crate::compute::{ComputeDevice, Engine, Keep, set_up};
+use crate::config::{RunSettings, Stage, check};
+use crate::data::{Corpus, Data, Frame};
+use crate::fingerprint::Fingerprint;
+use crate::home::{GpuHome, Home};
+use crate::model::init::splitmix64;
+use crate::plan::{Hardware, Overrides, Plan};
+use crate::trace::Trace;
+use crate::update::{CpuUpdate, Decay, Update};
+use crate::weights::Weights;
+
+/// What blocks may be told to keep. Those in tiles are always computed again, whatever they are told.
+fn keeps(tiles: usize) -> &'static [Keep] {
+    let all = &[Keep::Products, Keep::Attention, Keep::Nothing];
+    if tiles > 1 { &all[..1] } else { all }
+}
+
+/// More than there are buffers, which are three on a GPU and with several ranks.
+const LAYERS: u64 = 5;
+
+/// Every form of model, as run files have them. A window is shorter than the sequence, or there is none.
+fn models() -> Vec<(&'static str, Value)> {
+    let sized = |more: Value| {
+        let mut model = json!({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4, "num_key_value_heads": 2});
+        let table = model.as_object_mut().expect("a table");
+        table.extend(more.as_object().expect("a table").clone());
+        model
+    };
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16});
+    vec![
+        (
+            "gpt2",
+            json!({"model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32,
+                "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        ),
+        (
+            "llama with biases",
+            sized(json!({"rope_scaling": llama3, "attention_bias": true, "mlp_bias": true})),
+        ),
+        (
+            "llama",
+            sized(json!({"num_key_value_heads": 4, "tie_word_embeddings": true})),
+        ),
+        (
+            "mistral",
+            sized(json!({"model_type": "mistral", "sliding_window": 9, "head_dim": 16})),
+        ),
+        (
+            "qwen2",
+            sized(json!({"model_type": "qwen2", "tie_word_embeddings": true})),
+        ),
+        (
+            "qwen3",
+            sized(json!({"model_type": "qwen3", "head_dim": 16})),
+        ),
+    ]
+}
+
+/// How a step is done.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    bf16: bool,
+    keep: Keep,
+    tiles: usize,
+    micro_batches: u64,
+    place: Place,
+}
+
+/// Where weights are computed with, and where they live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// The processor; each block has a buffer of its own from forward to backward.
+    Own,
+    /// The processor; blocks take buffers in turn.
+    Shared,
+    /// The GPU, where they live.
+    Gpu,
+    /// The GPU; they live in host memory.
+    Host,
+    /// The same, and blocks' inputs are there between forward and backward.
+    InputsAway,
+}
+
+/// A text, and the tokens of it.
+struct Lab {
+    folder: TempDir,
+}
+
+impl Lab {
+    fn new() -> Self {
+        // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
+        set_up(1).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let words = (0..4000u64).map(|i| (b'a' + (splitmix64(i) % 26) as u8) as char);
+        std::fs::write(folder.path().join("text"), words.collect::<String>()).unwrap();
+        Self { folder }
+    }
+
+    fn settings(&self, model: &Value, way: &Way, ranks: u32) -> RunSettings {
+        let tree = json!({
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": way.micro_batches,
+            "bf16": {"enabled": way.bf16},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+            "model": model,
+            "data": {"files": [self.folder.path().join("text")], "holdout_share": 0.1},
+            "train": {
+                "steps": 2, "seq_len": 16, "seed": 5, "threads": 1, "eval_every": 2, "device": "cpu",
+                "run_folder": self.folder.path().join("run")
+            },
+            "offload": {"tile_elems": 4096}
+        });
+        check(tree, "a test", Some(ranks)).unwrap()
+    }
+
+    fn data(&self, settings: &RunSettings) -> Data {
+        let corpus = Corpus::find(&settings.data, &Frame::of(settings)).unwrap();
+        corpus.prepare(settings, &mut |_| {}).unwrap();
+        corpus.open(settings).unwrap()
+    }
+}
+
+/// A weight that is random in its own way: around one in a norm, around zero in a bias.
+fn weight(unit: usize, elem: usize, is_matrix: bool, is_norm: bool) -> f32 {
+    let bits = splitmix64(((unit as u64) << 32) + elem as u64);
+    let random = (bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    match (is_matrix, is_norm) {
+        (true, _) => 0.2 * random,
+        (false, true) => 1.0 + 0.5 * random,
+        (false, false) => 0.5 * random,
+    }
+}
+
+/// What steps gave.
+struct Found {
+    /// Loss and norm of each.
+    steps: Vec<[f64; 2]>,
+    /// Of an evaluation after them.
+    evaluated: Option<f64>,
+    /// Of all that was updated.
+    fingerprint: u64,
+}
+
+impl Found {
+    fn bits(&self) -> Vec<u64> {
+        let numbers = self.steps.iter().flatten().chain(&self.evaluated);
+        let bits = numbers.map(|number| number.to_bits());
+        bits.chain([self.fingerprint]).collect()
+    }
+}
+
+/// All steps of `settings`, from weights that `first_weights` gives for elements of a unit.
+fn steps(
+    settings: &RunSettings,
+    data: &Data,
+    way: &Way,
+    gpu: Option<&Gpu>,
+    comm: Arc<Comm>,
+    first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
+) -> Found {
+    let world = *comm.world();
+    let mut plan = Plan::new(settings, Hardware::new(settings, &Overrides::default())).unwrap();
+    plan.swapper.rank = world.rank;
+    let on = gpu.map_or(ComputeDevice::Cpu, |gpu| ComputeDevice::Gpu(gpu.clone()));
+    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len).unwrap();
+    let engine = if gpu.is_some() {
+        engine
+    } else {
+        engine.written_out()
+    };
+    let engine = engine
+        .keeping(way.keep)
+        .in_tiles(way.tiles)
+        .leaving_out(settings.dropout, settings.train.seed);
+    let tiles = &plan.swapper;
+    let stage = match way.place {
+        Place::Own => Stage::Gradients,
+        _ => Stage::Parameters,
+    };
+    let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
+    let decay = Decay::new(&plan.units, &settings.optimizer.decay);
+    let live = way.place == Place::Gpu;
+    let mut home = match gpu.filter(|_| live) {
+        Some(gpu) => {
+            let layout = tiles.cut().unwrap();
+            Home::Gpu(Box::new(
+                GpuHome::new(gpu, layout, plan.master, decay).unwrap(),
+            ))
+        }
+        None => {
+            let master = plan.master;
+            let (swapper, _) =
+                Swapper::open(tiles.clone(), vec![Box::new(CpuUpdate { master, decay })]).unwrap();
+            Home::Swapper(Box::new(swapper))
+        }
+    };
+    let fill = |blanks: &mut [Blank]| {
+        for blank in blanks {
+            let elems = blank.range.elems.start as usize..blank.range.elems.end as usize;
+            let mut masters = vec![0f32; elems.len()];
+            first_weights(&plan, blank.range.unit, elems, &mut masters);
+            blank.param.fill(0);
+            blank.state.fill(0);
+            init_tile(plan.master, &masters, blank.param, blank.state);
+        }
+        Ok::<(), super::TrainError>(())
+    };
+    home.initialize(fill, Vec::new()).unwrap();
+    let batch = settings.batch;
+    let gpu = gpu.cloned();
+    let inputs = match &gpu {
+        Some(gpu) if way.place == Place::InputsAway => {
+            let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+            let bytes = elems * settings.dtype.elem_bytes();
+            InputPlace::away(gpu, &settings.model, batch.micro_batches, bytes).unwrap()
+        }
+        _ => InputPlace::here(batch.micro_batches),
+    };
+    let stepper = Stepper::new(engine, gpu, batch, plan.master, live, stage, shards).unwrap();
+    let mut stepper = stepper.with_inputs_in(inputs);
+    let mut steps = Vec::new();
+    for step in 1..=settings.train.steps {
+        let first = (step - 1) * settings.step_samples();
+        let found = stepper
+            .forward_backward(&mut home, data, first, 1.0, &Trace::off())
+            .unwrap();
+        assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
+        let update = Update::Step(hyper(settings, step, found.norm, 1.0));
+        home.finish_step(update, Vec::new()).unwrap();
+        steps.push([found.loss, found.norm]);
+    }
+    home.drain().unwrap();
+    let evaluates = settings.train.eval_every > 0;
+    let evaluated = evaluates.then(|| stepper.evaluate(&mut home, data, 2).unwrap());
+    let mut fingerprint = Fingerprint::default();
+    home.visit(&mut |_, param, state| {
+        fingerprint.add(param);
+        fingerprint.add(state);
+    })
+    .unwrap();
+    home.close().unwrap();
+    Found {
+        steps,
+        evaluated,
+        fingerprint: fingerprint.finish(),
+    }
+}
+
+/// The bits of two steps of `model` with random weights, and of an evaluation after them.
+fn bits(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>, comm: Arc<Comm>) -> Vec<u64> {
+    let settings = lab.settings(model, way, comm.world().ranks);
+    let data = lab.data(&settings);
+    let random = |plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
+        for param in &plan.units[unit].params {
+            let range = param.range_elems();
+            let is_norm = param.name.ends_with("weight");
+            for elem in range.start.max(elems.start)..range.end.min(elems.end) {
+                out[elem - elems.start] = weight(unit, elem, param.decay, is_norm);
+            }
+        }
+    };
+    steps(&settings, &data, way, gpu, comm, random).bits()
+}
+
+fn alone(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
+    bits(lab, model, way, gpu, Arc::new(Comm::alone()))
+}
+
+/// The bits of two ranks, which are threads.
+fn two_ranks(lab: &Lab, model: &Value, way: &Way) -> Vec<u64> {
+    let meeting = tempfile::tempdir().unwrap();
+    let rank = |rank: u32| {
+        let world = World {
+            rank,
+            ranks: 2,
+            local_rank: rank,
+            local_ranks: 2,
+        };
+        let at = Rendezvous::Folder(meeting.path().to_owned());
+        let comm = Comm::connect(world, &at, Patience::default()).unwrap();
+        bits(lab, model, way, None, Arc::new(comm))
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| rank(1));
+        [rank(0), other.join().unwrap()].concat()
+    })
+}
+
+/// Ways to do the same step, each compared with one that keeps nothing and gives each block a buffer of its own.
+fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
+    for (number, (name, model)) in models().iter().enumerate() {
+        for (tiles, micro_batches) in [(1, 1), (1, 2), (3, 2)] {
+            let way = Way {
+                // Rounding is not what is looked at: every other one.
+                bf16: (number + tiles) % 2 == 0,
+                keep: Keep::Nothing,
+                tiles,
+                micro_batches,
+                place: Place::Own,
+            };
+            compare(name, model, way);
+        }
+    }
+}
+
+#[test]
+fn what_is_kept_and_shared_buffers_change_no_bit_of_a_step() {
+    let lab = Lab::new();
+    each_way(|name, model, way| {
+        let expected = alone(&lab, model, &way, None);
+        for &keep in keeps(way.tiles) {
+            for place in [Place::Own, Place::Shared] {
+                let way = Way { keep, place, ..way };
+                println!("{name}, {way:?}");
+                assert_eq!(alone(&lab, model, &way, None), expected, "{name}, {way:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
+    let lab = Lab::new();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).unwrap();
+    let library: Value = serde_json::from_str(&text).unwrap();
+    let run = &library["run"];
+    // Those that are written out: their windows hide nothing, or they have none.
+    for name in ["llama", "llama3", "llama_linear", "qwen3"] {
+        let folder = fixtures.join("hf").join(name);
+        let tree = json!({
+            "train_batch_size": run["batch"],
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": run["gradient_clipping"],
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": run["lr"], "betas": [run["beta1"], run["beta2"]], "eps": run["eps"],
+                "weight_decay": run["weight_decay"]
+            }},
+            "model": {"path": folder},
+            "data": {"files": [fixtures.join("text.txt")]},
+            "train": {
+                "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1, "device": "cpu",
+                "run_folder": lab.folder.path().join(name)
+            }
+        });
+        let settings = check(tree, "a test", Some(1)).unwrap();
+        let data = lab.data(&settings);
+        let weights = Weights::open(&folder, &settings.model).unwrap();
+        let from_file = |_: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
+            weights.fill(unit, elems, out).unwrap();
+        };
+        for &keep in keeps(1) {
+            let way = Way {
+                bf16: false,
+                keep,
+                tiles: 1,
+                micro_batches: 2,
+                place: Place::Shared,
+            };
+            let alone = Arc::new(Comm::alone());
+            let found = steps(&settings, &data, &way, None, alone, from_file);
+            for (which, list) in ["losses", "grad_norms"].into_iter().enumerate() {
+                let theirs = library[name]["accumulated"][list].as_array().unwrap();
+                assert_eq!((found.steps.len(), theirs.len()), (10, 10));
+                for (ours, theirs) in found.steps.iter().zip(theirs) {
+                    let (ours, theirs) = (ours[which], theirs.as_f64().unwrap());
+                    let off = (ours / theirs - 1.0).abs();
+                    assert!(
+                        off < 2e-5,
+                        "{name}, {keep:?}, {list}: {ours}, the library {theirs}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_kept_changes_no_bit_of_two_ranks_steps() {
+    let lab = Lab::new();
+    for (name, model) in models() {
+        let way = |keep| Way {
+            bf16: true,
+            keep,
+            tiles: 1,
+            micro_batches: 2,
+            place: Place::Shared,
+        };
+        let expected = two_ranks(&lab, &model, &way(Keep::Nothing));
+        for keep in [Keep::Attention, Keep::Products] {
+            assert_eq!(two_ranks(&lab, &model, &way(keep)), expected, "{name}");
+        }
+    }
+}
+
+#[test]
+fn what_is_kept_and_where_state_and_inputs_are_change_no_bit_of_a_step_on_a_gpu() {
+    let name = "what_is_kept_and_where_state_and_inputs_are_change_no_bit_of_a_step_on_a_gpu";
+    let gpu = match Gpu::open(0) {
+        Ok(gpu) => gpu,
+        Err(error) if error.is_absent() => {
+            println!("skipped: {error}: steps on a GPU");
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    // A process of its own, because cuBLAS reads its setting when it starts.
+    if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("train::tests::{name}"), "--nocapture"])
+            .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout).into_owned();
+        let err = String::from_utf8_lossy(&child.stderr);
+        print!("{said}");
+        assert!(
+            child.status.success() && said.contains("1 passed"),
+            "{said}\n{err}"
+        );
+        return;
+    }
+    let lab = Lab::new();
+    each_way(|name, model, way| {
+        let place = Place::Gpu;
+        let expected = alone(&lab, model, &Way { place, ..way }, Some(&gpu));
+        for &keep in keeps(way.tiles) {
+            for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+                let way = Way { keep, place, ..way };
+                println!("{name}, {way:?}");
+                let found = alone(&lab, model, &way, Some(&gpu));
+                assert_eq!(found, expected, "{name}, {way:?}");
+            }
+        }
+    });
+}
