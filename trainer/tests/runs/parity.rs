@@ -2,12 +2,15 @@
 //! architecture those of Hugging Face's library, from the directory it saved.
 //!
 //! What could go wrong: a wrong formula that still learns (a bias correction off by one step, decay on norms, a clip by the
-//! wrong norm, windows in another order). `fixtures/llama_losses.py` shares no code with the trainer, nor does
+//! wrong norm, windows in another order); on a GPU, values that a block keeps from forward to backward and that change between. `fixtures/llama_losses.py` shares no code with the trainer, nor does
 //! `fixtures/hf/make.py`.
 
+use std::path::{Path, PathBuf};
+
+use kernels::gpu::Gpu;
 use serde_json::{Value, json};
 
-use crate::lab::Lab;
+use crate::lab::{Lab, Run, succeed};
 
 #[test]
 fn twenty_steps_are_those_of_plain_pytorch() {
@@ -64,15 +67,25 @@ fn twenty_steps_are_those_of_plain_pytorch() {
     }
 }
 
-#[test]
-fn ten_steps_of_each_architecture_are_hugging_faces() {
-    let lab = Lab::new();
-    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-    let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).expect("it is there");
-    let fixture: Value = serde_json::from_str(&text).expect("the fixture is JSON");
-    let run = &fixture["run"];
-    let one = |name: &str, how: &str, micro_batch: u64, sets: &[String]| {
-        let full_name = format!("{name}-{how}");
+/// What Hugging Face's library computed, and the text it did with.
+struct Library {
+    fixtures: PathBuf,
+    expected: Value,
+}
+
+impl Library {
+    fn new() -> Self {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).expect("it is there");
+        Self {
+            expected: serde_json::from_str(&text).expect("the fixture is JSON"),
+            fixtures,
+        }
+    }
+
+    /// A run of the model of `name` as the library trained it.
+    fn run(&self, lab: &Lab, name: &str, run_name: &str, micro_batch: u64) -> Run {
+        let run = &self.expected["run"];
         let settings = json!({
             "train_batch_size": run["batch"],
             "train_micro_batch_size_per_gpu": micro_batch,
@@ -81,36 +94,110 @@ fn ten_steps_of_each_architecture_are_hugging_faces() {
                 "lr": run["lr"], "betas": [run["beta1"], run["beta2"]], "eps": run["eps"],
                 "weight_decay": run["weight_decay"]
             }},
-            "model": {"path": fixtures.join("hf").join(name)},
-            "data": {"files": [fixtures.join("text.txt")]},
+            "model": {"path": self.fixtures.join("hf").join(name)},
+            "data": {"files": [self.fixtures.join("text.txt")]},
             "train": {
                 "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1,
-                "run_folder": lab.path(&full_name)
+                "run_folder": lab.path(run_name)
             }
         });
-        let trained = lab.run_of_json(&full_name, &settings).with(sets);
-        trained.train();
-        for (key, list) in [("loss", "losses"), ("grad_norm", "grad_norms")] {
-            let theirs = fixture[name][how][list].as_array().expect("a list");
-            let ours = trained.bits(key).into_iter().map(f64::from_bits);
+        lab.run_of_json(run_name, &settings)
+    }
+
+    /// Compares the losses and gradient norms of a run that has ended. Answers the first step's.
+    fn compare(&self, run: &Run, name: &str, how: &str) -> [f64; 2] {
+        let folder = run.folder.display();
+        [("loss", "losses"), ("grad_norm", "grad_norms")].map(|(key, list)| {
+            let theirs = self.expected[name][how][list].as_array().expect("a list");
+            let ours: Vec<f64> = run.bits(key).into_iter().map(f64::from_bits).collect();
             assert_eq!((ours.len(), theirs.len()), (10, 10));
-            for (step, (ours, theirs)) in ours.zip(theirs).enumerate() {
+            for (step, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
                 let off = (ours / theirs.as_f64().expect("a number") - 1.0).abs();
                 assert!(
                     off < 2e-5,
-                    "{full_name}, {key} of step {}: {ours}, the library {theirs}: {off:.1e} apart",
+                    "{folder}, {key} of step {}: {ours}, the library {theirs}: {off:.1e} apart",
                     step + 1
                 );
             }
+            ours[0]
+        })
+    }
+}
+
+#[test]
+fn ten_steps_of_each_architecture_are_hugging_faces() {
+    let (lab, library) = (Lab::new(), Library::new());
+    std::thread::scope(|scope| {
+        for name in crate::model_folder::ALL {
+            let (lab, library) = (&lab, &library);
+            let one = move |how: &str, micro_batch: u64, sets: &[String]| {
+                let run_name = format!("{name}-{how}");
+                let run = library.run(lab, name, &run_name, micro_batch).with(sets);
+                run.train();
+                library.compare(&run, name, how);
+            };
+            scope.spawn(move || {
+                one("at_once", 4, &[]);
+                one("accumulated", 2, &lab.nvme());
+            });
+        }
+    });
+}
+
+/// On a GPU a block may keep values from forward to backward, while its weights leave the GPU. With `--nocapture` this prints the
+/// gradient norms.
+#[test]
+fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() {
+    let name = "ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept";
+    let gpus = match Gpu::count() {
+        Ok(0) => return println!("skipped: {name}: there is no GPU"),
+        Err(error) => return println!("skipped: {name}: {error}"),
+        Ok(gpus) => gpus,
+    };
+    let (lab, library) = (Lab::new(), Library::new());
+    let tier = |name: &str| -> Vec<String> {
+        let devices = ["param", "optimizer"];
+        let set = |what| format!("zero_optimization.offload_{what}.device={name}");
+        devices.map(set).to_vec()
+    };
+    let of_each = |name: &str| {
+        for ranks in [1, 2].into_iter().filter(|&ranks| ranks <= gpus) {
+            let mut bits = Vec::new();
+            for (place, sets) in [
+                ("none", tier("none")),
+                ("cpu", tier("cpu")),
+                ("nvme", lab.nvme()),
+            ] {
+                for keep in ["nothing", "attention", "products"] {
+                    for away in [false, true] {
+                        let inputs = if away { "host" } else { "device" };
+                        let run_name = format!("{name}-{ranks}-{place}-{keep}-{inputs}");
+                        let run = library.run(&lab, name, &run_name, 2 / ranks as u64);
+                        let run = run.with(&sets).with(&[
+                            "train.device=gpu".to_owned(),
+                            format!("train.keep={keep}"),
+                            format!("train.activations={inputs}"),
+                            // Fingerprints of state are equal where it is cut alike.
+                            "offload.tile_elems=4096".to_owned(),
+                        ]);
+                        match ranks {
+                            1 => run.train(),
+                            ranks => succeed(run.launch(ranks)),
+                        };
+                        let [loss, norm] = library.compare(&run, name, "accumulated");
+                        println!("{run_name}: step 1: loss {loss:.6}, gradient norm {norm:.6}");
+                        bits.push((run.bits("loss"), run.bits("grad_norm"), run.digest()));
+                    }
+                }
+            }
+            let same = bits.iter().all(|found| *found == bits[0]);
+            assert!(same, "{name}, {ranks} ranks: {bits:?}");
         }
     };
     std::thread::scope(|scope| {
         for name in crate::model_folder::ALL {
-            let (one, nvme) = (&one, lab.nvme());
-            scope.spawn(move || {
-                one(name, "at_once", 4, &[]);
-                one(name, "accumulated", 2, &nvme);
-            });
+            let of_each = &of_each;
+            scope.spawn(move || of_each(name));
         }
     });
 }
