@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Runs tests on a machine that has a GPU and torch, but no Rust: the programs are built here and carried there.
+#
+#   trainer/bench/carried_tests.sh pack FILE          here: builds, and puts the stripped programs into FILE, a tar.gz of some 25 MB
+#   trainer/bench/carried_tests.sh run FILE [TEST..]  there, in a copy of the sources at any path
+#
+# Each TEST is "PROGRAM ARGUMENTS", PROGRAM one of lib, model_gpu and runs. Without one: the tests of gradients on a GPU. As root
+# there, because the programs have this folder's path in them: a link is made from it.
+set -euo pipefail
+
+pack() {
+    local folder
+    folder=$(mktemp -d)
+    pwd > "$folder/built_in"
+    cargo build -p offloadd
+    cargo test -p trainer --lib --test model_gpu --test runs --no-run --message-format=json |
+        python3 -c '
+import json, sys
+for line in sys.stdin:
+    said = json.loads(line)
+    if said.get("executable") and said["target"]["name"] in ("trainer", "model_gpu", "runs"):
+        name = {"lib": "lib", "bin": "trainer"}.get(said["target"]["kind"][0], said["target"]["name"])
+        print(name, said["executable"])' |
+        while read -r name path; do strip -o "$folder/$name" "$path"; done
+    strip -o "$folder/offloadd" target/debug/offloadd
+    tar -C "$folder" -cf - . | gzip -6 > "$1"
+    ls -l "$folder" "$1"
+    rm -r "$folder"
+}
+
+run() {
+    local folder built_in libraries failed=0
+    folder=$(mktemp -d)
+    tar -C "$folder" -xzf "$1"
+    shift
+    built_in=$(cat "$folder/built_in")
+    if [ ! -e "$built_in" ]; then
+        mkdir -p "$(dirname "$built_in")"
+        ln -s "$PWD" "$built_in"
+    fi
+    mkdir -p "$built_in/target/debug" "$built_in/target/tmp"
+    cp "$folder/trainer" "$folder/offloadd" "$built_in/target/debug/"
+    # Of torch, and of what it brings: NVRTC, NCCL.
+    libraries=$(python3 -c '
+import glob, os, torch
+torch_folder = os.path.dirname(torch.__file__)
+beside = glob.glob(os.path.join(os.path.dirname(torch_folder), "nvidia", "*", "lib"))
+print(":".join([os.path.join(torch_folder, "lib"), *beside]))')
+    export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    if [ $# = 0 ]; then
+        set -- \
+            "lib train::tests compute::tests::buffers --nocapture" \
+            "model_gpu --nocapture" \
+            "runs parity:: activations:: --nocapture"
+    fi
+    cd "$built_in/trainer"
+    for test in "$@"; do
+        echo "== $test"
+        # shellcheck disable=SC2086
+        "$folder"/$test || failed=1
+    done
+    exit $failed
+}
+
+case "${1:-}" in
+pack | run) "$@" ;;
+*) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
