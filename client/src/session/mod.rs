@@ -29,7 +29,7 @@ use crate::mapping::{self, ArenaMemory};
 use crate::signal::Waker;
 use crate::slot::SlotPool;
 use crate::sums::Sums;
-use crate::types::{JobDefinition, SessionInfo, SessionSettings};
+use crate::types::{JobDefinition, JobRecord, SessionInfo, SessionSettings};
 use crate::{ClientError, Daemon, convert};
 use commit::Commit;
 
@@ -111,7 +111,7 @@ impl Session {
         }
         let (memory, regions) = mapping::shared(&arena, &geometry)?;
         let about = daemon.info().clone();
-        let job = reply.job.map(convert::job).transpose()?;
+        let job = describe_job(&daemon.control, &reply.token)?;
         let waker = Waker::new()?;
         let session = Self {
             sums: Sums::start(&waker),
@@ -238,6 +238,25 @@ impl Session {
         })?;
         Ok(())
     }
+}
+
+/// What the store knows of the session's job, put together from its parts.
+fn describe_job(control: &Control, token: &[u8]) -> Result<Option<JobRecord>, ClientError> {
+    let request = proto::DescribeJobRequest {
+        token: token.to_vec(),
+    };
+    let record = control.call("DescribeJob", LONG_WAIT, |mut client| async move {
+        let mut parts = client.describe_job(request).await?.into_inner();
+        let mut whole: Option<proto::JobRecord> = None;
+        while let Some(part) = parts.message().await? {
+            match &mut whole {
+                None => whole = Some(part),
+                Some(whole) => whole.append(part),
+            }
+        }
+        Ok(tonic::Response::new(whole))
+    })?;
+    record.map(convert::job).transpose()
 }
 
 fn broken_ring(error: RingError) -> ClientError {

@@ -291,8 +291,16 @@ impl Offload for Service {
                 path: DEVICE.into(),
                 ..Default::default()
             }],
-            job: None,
         }))
+    }
+
+    type DescribeJobStream = tokio_stream::Empty<Result<JobRecord, Status>>;
+
+    async fn describe_job(
+        &self,
+        _: Request<DescribeJobRequest>,
+    ) -> Answer<Self::DescribeJobStream> {
+        Ok(Response::new(tokio_stream::empty()))
     }
 
     async fn define_tiles(&self, _: Request<DefineTilesRequest>) -> Answer<DefineTilesReply> {

@@ -33,8 +33,24 @@ pub mod proto {
     tonic::include_proto!("offload.v1");
 }
 
+impl proto::JobRecord {
+    /// Appends the next part of a record that is sent in parts (`DescribeJob`).
+    pub fn append(&mut self, part: Self) {
+        self.layout.extend(part.layout);
+        self.tiles.extend(part.tiles);
+        for generation in part.generations {
+            match self.generations.last_mut() {
+                Some(last) if last.generation == generation.generation => {
+                    last.blobs.extend(generation.blobs);
+                }
+                _ => self.generations.push(generation),
+            }
+        }
+    }
+}
+
 /// Raised whenever a message, the rings or the handoff change their meaning. Other versions are refused by number.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// Tiles, slots and extents are multiples of this: the largest logical block any drive we open may have.
 pub const BLOCK_BYTES: u32 = 4096;

@@ -17,6 +17,11 @@ pub enum Call {
     Describe,
     /// Host memory for one process of a job.
     Open(OpenSession),
+    /// What the store knows of the session's job.
+    DescribeJob {
+        /// Of the session.
+        token: SessionToken,
+    },
     /// Tiles of a job.
     Define {
         /// Of the session.
@@ -172,6 +177,8 @@ pub enum Reply {
     Describe(DescribeReply),
     /// The session exists.
     Open(Box<OpenReply>),
+    /// The session's job; `None`: the store does not know it yet.
+    DescribeJob(Option<Box<JobRecord>>),
     /// The tiles exist.
     Define {
         /// Of the whole job, over all devices.
@@ -354,8 +361,6 @@ pub struct OpenReply {
     pub block_bytes: u32,
     /// In the store's order: a completion's `device` is an index of this list.
     pub devices: Vec<DeviceState>,
-    /// What the store knows of the job.
-    pub job: Option<JobRecord>,
 }
 
 /// A job as the store has it.
@@ -377,7 +382,7 @@ pub struct GenerationRecord {
     /// Prepared on every node.
     pub confirmed: bool,
     /// One a local rank that committed, by rank.
-    pub blobs: Vec<(Rank, Vec<u8>)>,
+    pub blobs: std::sync::Arc<Vec<(Rank, Vec<u8>)>>,
 }
 
 /// A line of the list of jobs.

@@ -203,7 +203,7 @@ impl Stored {
         let generation = |marked: &Marked| GenerationRecord {
             generation: marked.record.generation,
             confirmed: marked.confirmed(),
-            blobs: marked.record.blobs.to_vec(),
+            blobs: marked.record.blobs.clone(),
         };
         JobRecord {
             definition: self.table.definition.clone(),

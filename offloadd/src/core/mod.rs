@@ -155,6 +155,9 @@ impl Core {
         let answer = match request {
             Call::Describe => Ok(Some(Reply::Describe(self.describe(peer)))),
             Call::Open(open) => self.open(call, peer, open, actions),
+            Call::DescribeJob { token } => {
+                (self.live(peer, token)).map(|session| Some(self.describe_job(session)))
+            }
             Call::Define { token, definition } => self
                 .live(peer, token)
                 .and_then(|session| self.define(call, session, definition, actions)),

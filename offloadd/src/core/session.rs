@@ -201,7 +201,6 @@ impl Core {
 
     fn open_reply(&self, id: SessionId) -> OpenReply {
         let session = &self.sessions[&id];
-        let job = &self.jobs[&session.key];
         OpenReply {
             token: session.token,
             epoch: self.epoch,
@@ -210,8 +209,13 @@ impl Core {
             iodepth: session.iodepth,
             block_bytes: BLOCK_BYTES,
             devices: self.device_states(),
-            job: job.stored.as_ref().map(|stored| stored.to_job_record()),
         }
+    }
+
+    pub(super) fn describe_job(&self, id: SessionId) -> Reply {
+        let job = &self.jobs[&self.sessions[&id].key];
+        let stored = job.stored.as_ref();
+        Reply::DescribeJob(stored.map(|stored| Box::new(stored.to_job_record())))
     }
 
     /// The process closed it (`close` waits for its end), or is gone, or is thrown out.

@@ -8,14 +8,16 @@ use offload_api::ids::{DeviceIndex, Generation, TileIndex};
 use offload_api::proto;
 use offload_api::{BLOB_BYTES_MAX, PROTOCOL_VERSION};
 use tokio::sync::Mutex;
+use tokio_stream::Iter;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::checked::{define, invalid, open, token};
+use super::job_record;
 use super::measuring::{Measured, measure_again};
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
-use crate::core::{self, Call, Damage, DeviceState, Peer, Reply, Viewer};
+use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
 use crate::newcomer::{self, Newcomer};
@@ -40,6 +42,9 @@ pub struct About {
     /// What users' scrubs may read together.
     pub scrub_bytes_per_s_max: u64,
 }
+
+/// A part of a job's record.
+type Part = Result<proto::JobRecord, Status>;
 
 /// The service.
 #[derive(Debug)]
@@ -106,7 +111,23 @@ impl proto::offload_server::Offload for Service {
             iodepth: reply.iodepth,
             block_bytes: reply.block_bytes,
             devices: devices(viewer, reply.devices),
-            job: reply.job.map(job),
+        })
+    }
+
+    type DescribeJobStream = Iter<Box<dyn Iterator<Item = Part> + Send>>;
+
+    async fn describe_job(
+        &self,
+        request: Request<proto::DescribeJobRequest>,
+    ) -> Result<Response<Self::DescribeJobStream>, Status> {
+        let check = |message: proto::DescribeJobRequest| {
+            Ok::<_, Fault>(Call::DescribeJob {
+                token: token(&message.token)?,
+            })
+        };
+        call!(self, request, check, Reply::DescribeJob(record) => {
+            let parts = record.into_iter().flat_map(|record| job_record::parts(*record));
+            tokio_stream::iter(Box::new(parts.map(Ok)) as Box<dyn Iterator<Item = Part> + Send>)
         })
     }
 
@@ -543,33 +564,4 @@ fn peer_of<T>(request: &Request<T>) -> Result<Peer, Fault> {
         let what = "the connection's user is unknown; call over the daemon's unix socket";
         Fault::new(FaultKind::Denied, what)
     })
-}
-
-fn job(record: core::JobRecord) -> proto::JobRecord {
-    let definition = &record.definition;
-    let tiles = definition.tiles().iter().map(|tile| proto::Tile {
-        unit: tile.unit,
-        kind: tile.kind as i32,
-        elem_offset: tile.elem_offset,
-        tile_bytes: tile.tile_bytes,
-    });
-    let generations = record.generations.into_iter().map(|generation| {
-        let blobs = generation
-            .blobs
-            .into_iter()
-            .map(|(rank, blob)| proto::RankBlob { rank: rank.0, blob });
-        proto::GenerationRecord {
-            generation: generation.generation.0,
-            confirmed: generation.confirmed,
-            blobs: blobs.collect(),
-        }
-    });
-    proto::JobRecord {
-        layout: definition.layout().to_vec(),
-        tiles: tiles.collect(),
-        durability: definition.durability() as i32,
-        nodes: definition.nodes(),
-        generations: generations.collect(),
-        clean: record.clean,
-    }
 }

@@ -1,6 +1,7 @@
 //! Calls over the unix socket: the one async part of the daemon. It checks messages and waits for the owner thread.
 //!
-//! Bounded: connections a user, calls of a connection, bytes of a message, calls that wait for the owner thread.
+//! Bounded: connections a user, calls of a connection, bytes of a message, answers that a user has not taken, calls that wait
+//! for the owner thread.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -18,6 +19,7 @@ use crate::driver::DriverHandle;
 mod checked;
 mod content;
 mod grpc;
+mod job_record;
 mod measuring;
 pub mod page;
 mod peer;

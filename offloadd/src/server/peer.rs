@@ -1,13 +1,24 @@
-//! Who calls: connections with the kernel's word on their user, a bounded number a user.
+//! Who calls: connections with the kernel's word on their user, a bounded number a user, closed when their peer does nothing.
+//!
+//! ```text
+//!   accepted ─▶ no call within 30 s ───────────────────────────┐
+//!   an answer ─▶ the peer takes no part of it for 30 s ─────────┼─▶ the connection ends, and with it all it holds
+//!   the socket ─▶ it takes no byte of what is written for 30 s ─┘
+//! ```
+//!
+//! A connection that has called and has its answers may stay: a process calls once a step, or once a day.
 
 use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
+use tokio::time::Interval;
 use tonic::transport::server::Connected;
 
 use crate::core::Peer;
@@ -18,11 +29,82 @@ const CONNECTIONS_BESIDE: usize = 64;
 /// A session has one, and its process may have another to look at the daemon.
 const CONNECTIONS_A_SESSION: usize = 2;
 
+/// How long a peer may take for its first call, or for the next part of an answer. A process on a busy machine that does not
+/// read for so long is stopped or hostile; if it goes on later, it connects again.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A connection's user, and what its peer keeps waiting.
+#[derive(Clone, Debug)]
+pub(super) struct Caller {
+    pub(super) peer: Peer,
+    pub(super) pending: Arc<Pending>,
+}
+
+/// What a connection's peer has not done yet.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    called: AtomicBool,
+    answers: Mutex<HashMap<u64, Instant>>,
+    answers_made: AtomicU64,
+}
+
+/// An answer on its way to a peer, from its making until the peer has it.
+#[derive(Debug)]
+pub(super) struct Untaken {
+    pending: Arc<Pending>,
+    number: u64,
+}
+
+impl Pending {
+    pub(super) fn called(&self) {
+        self.called.store(true, Ordering::Relaxed);
+    }
+
+    fn longest(&self) -> Option<Instant> {
+        let answers = self.answers.lock().unwrap_or_else(|e| e.into_inner());
+        answers.values().min().copied()
+    }
+}
+
+impl Untaken {
+    pub(super) fn new(pending: &Arc<Pending>) -> Self {
+        let untaken = Self {
+            pending: pending.clone(),
+            number: pending.answers_made.fetch_add(1, Ordering::Relaxed),
+        };
+        untaken.peer_has_turn();
+        untaken
+    }
+
+    /// A part of the answer is there: from now on the peer is waited for.
+    pub(super) fn peer_has_turn(&self) {
+        let mut answers = (self.pending.answers.lock()).unwrap_or_else(|e| e.into_inner());
+        answers.insert(self.number, Instant::now());
+    }
+
+    /// The peer would take more than there is.
+    pub(super) fn we_have_turn(&self) {
+        let mut answers = (self.pending.answers.lock()).unwrap_or_else(|e| e.into_inner());
+        answers.remove(&self.number);
+    }
+}
+
+impl Drop for Untaken {
+    fn drop(&mut self) {
+        self.we_have_turn();
+    }
+}
+
 /// A connection and whose it is.
 #[derive(Debug)]
 pub(super) struct PeerStream {
     stream: UnixStream,
-    peer: Peer,
+    caller: Caller,
+    patience: Duration,
+    accepted: Instant,
+    /// Since when the socket takes nothing of what is written.
+    blocked: Option<Instant>,
+    clock: Interval,
     _place: Place,
 }
 
@@ -62,11 +144,7 @@ impl Places {
         });
         match admitted {
             Ok((stream, peer)) => match self.take(peer.uid) {
-                Some(place) => Some(Ok(PeerStream {
-                    stream,
-                    peer,
-                    _place: place,
-                })),
+                Some(place) => Some(Ok(PeerStream::new(stream, peer, PATIENCE, place))),
                 None => {
                     let (uid, pid) = (peer.uid, peer.pid);
                     tracing::warn!(
@@ -113,11 +191,66 @@ impl Drop for Place {
     }
 }
 
-impl Connected for PeerStream {
-    type ConnectInfo = Peer;
+impl PeerStream {
+    fn new(stream: UnixStream, peer: Peer, patience: Duration, place: Place) -> Self {
+        Self {
+            stream,
+            caller: Caller {
+                peer,
+                pending: Arc::default(),
+            },
+            patience,
+            accepted: Instant::now(),
+            blocked: None,
+            clock: tokio::time::interval(patience / 6),
+            _place: place,
+        }
+    }
 
-    fn connect_info(&self) -> Peer {
-        self.peer
+    /// What the peer has kept waiting for too long. Polled wherever the connection's task may wait, so that the clock wakes it.
+    fn overdue(&mut self, context: &mut Context<'_>) -> Option<io::Error> {
+        while self.clock.poll_tick(context).is_ready() {}
+        let pending = &self.caller.pending;
+        let first_call = (!pending.called.load(Ordering::Relaxed)).then_some(self.accepted);
+        let waits = [
+            (first_call, "it makes no call"),
+            (pending.longest(), "it takes no more of an answer"),
+            (self.blocked, "it reads nothing"),
+        ];
+        let what = waits
+            .into_iter()
+            .find(|(since, _)| since.is_some_and(|since| since.elapsed() >= self.patience));
+        let (_, what) = what?;
+        let Peer { uid, pid } = self.caller.peer;
+        let waited_s = self.patience.as_secs();
+        tracing::info!(uid, pid, waited_s, "closed a connection: {what}");
+        Some(io::Error::new(io::ErrorKind::TimedOut, what))
+    }
+
+    fn write(
+        &mut self,
+        context: &mut Context<'_>,
+        write: impl FnOnce(Pin<&mut UnixStream>, &mut Context<'_>) -> Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        let written = write(Pin::new(&mut self.stream), context);
+        match &written {
+            Poll::Ready(_) => self.blocked = None,
+            Poll::Pending => {
+                self.blocked.get_or_insert_with(Instant::now);
+                if let Some(error) = self.overdue(context) {
+                    return Poll::Ready(Err(error));
+                }
+            }
+        }
+        written
+    }
+}
+
+impl Connected for PeerStream {
+    type ConnectInfo = Caller;
+
+    fn connect_info(&self) -> Caller {
+        self.caller.clone()
     }
 }
 
@@ -127,6 +260,9 @@ impl AsyncRead for PeerStream {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if let Some(error) = self.overdue(context) {
+            return Poll::Ready(Err(error));
+        }
         Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }
@@ -137,7 +273,7 @@ impl AsyncWrite for PeerStream {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        self.write(context, |stream, context| stream.poll_write(context, bytes))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -151,6 +287,8 @@ impl AsyncWrite for PeerStream {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
     #[test]
@@ -165,5 +303,71 @@ mod tests {
         assert!(places.take(7).is_some());
         drop(held);
         assert!(places.counts.lock().unwrap().is_empty(), "nothing is kept");
+    }
+
+    fn connection(patience: Duration) -> (PeerStream, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let place = Places::new(1).take(7).unwrap();
+        let peer = Peer { uid: 7, pid: 1 };
+        (PeerStream::new(ours, peer, patience, place), theirs)
+    }
+
+    fn run(test: impl Future<Output = ()>) {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let limit = Duration::from_secs(60);
+            tokio::time::timeout(limit, test).await.expect("it ends");
+        });
+    }
+
+    /// What a connection ends with that is only waited for.
+    async fn end_of(mut stream: PeerStream) -> io::Error {
+        stream.read_u8().await.unwrap_err()
+    }
+
+    #[test]
+    fn a_connection_that_never_calls_is_closed() {
+        run(async {
+            let (ours, _theirs) = connection(Duration::from_millis(50));
+            let error = end_of(ours).await;
+            assert_eq!(error.to_string(), "it makes no call");
+        });
+    }
+
+    #[test]
+    fn a_connection_whose_answer_is_not_taken_is_closed_and_one_that_waits_for_us_is_not() {
+        run(async {
+            let (ours, _theirs) = connection(Duration::from_millis(50));
+            ours.caller.pending.called();
+            let answer = Untaken::new(&ours.caller.pending);
+            assert_eq!(
+                end_of(ours).await.to_string(),
+                "it takes no more of an answer"
+            );
+            drop(answer);
+
+            let patience = Duration::from_millis(50);
+            let (mut ours, mut theirs) = connection(patience);
+            ours.caller.pending.called();
+            let answer = Untaken::new(&ours.caller.pending);
+            answer.we_have_turn();
+            let read = tokio::time::timeout(4 * patience, ours.read_u8()).await;
+            assert!(read.is_err(), "ended: {read:?}");
+            theirs.write_u8(3).await.unwrap();
+            assert_eq!(ours.read_u8().await.unwrap(), 3);
+        });
+    }
+
+    #[test]
+    fn a_connection_whose_peer_reads_nothing_is_closed() {
+        run(async {
+            let (mut ours, _theirs) = connection(Duration::from_millis(50));
+            ours.caller.pending.called();
+            let written = ours.write_all(&vec![0; 16 << 20]).await;
+            assert_eq!(written.unwrap_err().to_string(), "it reads nothing");
+        });
     }
 }

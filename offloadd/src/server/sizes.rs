@@ -1,23 +1,29 @@
 //! How much memory messages may take: one kind of call is large, all others are small, and a user has few large ones at a
 //! time. Without this, connections times calls times the largest message would be more memory than a machine has.
 //!
-//! A user's connections x calls x [`SMALL_BYTES_MAX`] = 128 MiB, and [`LARGE_A_USER`] x 64 MiB besides.
+//! Questions: a user's connections x calls x [`SMALL_BYTES_MAX`] = 128 MiB, and [`LARGE_A_USER`] x 64 MiB besides.
+//!
+//! Answers: whoever reads slowly or not at all has at most [`LISTS_A_USER`] answers that grow with the number of jobs (1 MiB at
+//! 1,024 jobs), each until the process has taken it; all others are some kilobytes, and a job's record is made a message of
+//! 64 KiB at a time. A connection whose peer takes nothing is ended (`peer`).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use hyper::body::{Frame, SizeHint};
 use offload_api::proto::offload_server::OffloadServer;
 use offload_api::{BLOB_BYTES_MAX, MESSAGE_BYTES_MAX};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
 use tonic::server::NamedService;
 
 use super::grpc;
-use crate::core::Peer;
+use super::peer::{Caller, Pending, Untaken};
 
 /// All but a definition of tiles: a commit's blob is the largest of them.
 const SMALL_BYTES_MAX: usize = 4 * BLOB_BYTES_MAX;
@@ -28,12 +34,25 @@ const LARGE_A_USER: usize = 2;
 /// From the first byte of a definition to its answer; a process that stops in the middle must not block its user's others.
 const LARGE_WAIT: Duration = Duration::from_secs(120);
 
+/// Calls whose answers grow with what the store holds.
+const LISTS: [&str; 4] = ["/DescribeJob", "/Inspect", "/Metrics", "/ListJobs"];
+
+/// Answers to these that one user has not taken. Others of the same user wait.
+const LISTS_A_USER: usize = 16;
+
 /// The service behind two bounds.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
     small: OffloadServer<grpc::Service>,
     large: OffloadServer<grpc::Service>,
-    users: Arc<Mutex<HashMap<u32, Arc<Semaphore>>>>,
+    users: Arc<Mutex<HashMap<u32, Gates>>>,
+}
+
+/// What one user's calls wait for.
+#[derive(Clone, Debug)]
+struct Gates {
+    definitions: Arc<Semaphore>,
+    lists: Arc<Semaphore>,
 }
 
 impl Sizes {
@@ -52,12 +71,13 @@ impl Sizes {
         }
     }
 
-    fn gate(&self, uid: u32) -> Arc<Semaphore> {
+    fn gates(&self, uid: u32) -> Gates {
         let mut users = self.users.lock().unwrap_or_else(|e| e.into_inner());
-        users
-            .entry(uid)
-            .or_insert_with(|| Arc::new(Semaphore::new(LARGE_A_USER)))
-            .clone()
+        let new = || Gates {
+            definitions: Arc::new(Semaphore::new(LARGE_A_USER)),
+            lists: Arc::new(Semaphore::new(LISTS_A_USER)),
+        };
+        users.entry(uid).or_insert_with(new).clone()
     }
 }
 
@@ -74,23 +94,85 @@ impl Service<http::Request<Body>> for Sizes {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        if !request.uri().path().ends_with("/DefineTiles") {
-            return self.small.call(request);
-        }
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         // Without a known user the call itself refuses.
-        let uid = request.extensions().get::<Peer>().map_or(0, |p| p.uid);
-        let gate = self.gate(uid);
-        let mut large = self.large.clone();
-        Box::pin(async move {
-            let _place = gate.acquire_owned().await.expect("never closed");
-            match tokio::time::timeout(LARGE_WAIT, large.call(request)).await {
-                Ok(answer) => answer,
-                Err(_) => {
-                    let what = format!("a definition took more than {} s", LARGE_WAIT.as_secs());
-                    Ok(tonic::Status::deadline_exceeded(what).into_http())
+        let Some(Caller { peer, pending }) = request.extensions().get::<Caller>().cloned() else {
+            return self.small.call(request);
+        };
+        request.extensions_mut().insert(peer);
+        pending.called();
+        let gates = self.gates(peer.uid);
+        let path = request.uri().path();
+        let answering: Self::Future = if path.ends_with("/DefineTiles") {
+            let mut large = self.large.clone();
+            Box::pin(async move {
+                let _place = (gates.definitions.acquire_owned().await).expect("never closed");
+                match tokio::time::timeout(LARGE_WAIT, large.call(request)).await {
+                    Ok(answer) => answer,
+                    Err(_) => {
+                        let what =
+                            format!("a definition took more than {} s", LARGE_WAIT.as_secs());
+                        Ok(tonic::Status::deadline_exceeded(what).into_http())
+                    }
                 }
-            }
+            })
+        } else if LISTS.iter().any(|list| path.ends_with(list)) {
+            let mut small = self.small.clone();
+            Box::pin(async move {
+                let place = gates.lists.acquire_owned().await.expect("never closed");
+                let answer = small.call(request).await?;
+                Ok(answer.map(|body| Answer::wrap(body, &pending, Some(place))))
+            })
+        } else {
+            let answering = self.small.call(request);
+            Box::pin(async move {
+                let answer = answering.await?;
+                Ok(answer.map(|body| Answer::wrap(body, &pending, None)))
+            })
+        };
+        answering
+    }
+}
+
+/// The body of an answer, which knows whether its peer is waited for, and keeps its place until the peer has it or is gone.
+struct Answer {
+    body: Body,
+    untaken: Untaken,
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+impl Answer {
+    fn wrap(body: Body, pending: &Arc<Pending>, place: Option<OwnedSemaphorePermit>) -> Body {
+        Body::new(Self {
+            body,
+            untaken: Untaken::new(pending),
+            _place: place,
         })
+    }
+}
+
+/// The transport asks for a frame when the peer has room for it.
+impl hyper::body::Body for Answer {
+    type Data = <Body as hyper::body::Body>::Data;
+    type Error = <Body as hyper::body::Body>::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        match &frame {
+            Poll::Ready(_) => self.untaken.peer_has_turn(),
+            Poll::Pending => self.untaken.we_have_turn(),
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }

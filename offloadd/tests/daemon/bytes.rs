@@ -112,9 +112,10 @@ fn noise(random: &mut SimRandom, below: usize) -> Vec<u8> {
     (0..count).map(|_| random.number() as u8).collect()
 }
 
-const CALLS: [&str; 16] = [
+const CALLS: [&str; 17] = [
     "Describe",
     "OpenSession",
+    "DescribeJob",
     "DefineTiles",
     "ReserveScratch",
     "Resume",

@@ -67,8 +67,9 @@ impl Fresh {
         let daemon = self.store.serve();
         let mut control = daemon.control();
         let reply = control.open_session(open("tiny")).unwrap();
-        assert!(reply.job.is_some() || !told.defined, "{mishap}: {told:?}");
-        let Some(job) = &reply.job else { return };
+        let job = control.job(&reply.token);
+        assert!(job.is_some() || !told.defined, "{mishap}: {told:?}");
+        let Some(job) = &job else { return };
         let newest = job.generations.last().map_or(0, |g| g.generation);
         let sound = newest == told.acknowledged || newest == told.acknowledged + 1;
         assert!(

@@ -41,7 +41,7 @@ fn what_was_committed_is_there_after_kill_9_on_each_engine() {
         let daemon = store.serve();
         let mut control = daemon.control();
         let reply = control.open_session(open("tiny")).unwrap();
-        let job = reply.job.clone().expect("the store knows it");
+        let job = control.job(&reply.token).expect("the store knows it");
         assert_eq!((job.tiles.len(), &job.layout[..]), (6, &b"layout"[..]));
         let newest = job.generations.last().unwrap();
         assert_eq!((newest.generation, newest.confirmed), (1, true));
@@ -445,7 +445,8 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
     let daemon = store.serve();
     let mut control = daemon.control();
     let reply = control.open_session(open("tiny")).unwrap();
-    let newest = reply.job.as_ref().unwrap().generations.last().unwrap();
+    let job = control.job(&reply.token).unwrap();
+    let newest = job.generations.last().unwrap();
     assert_eq!(
         (newest.generation, &newest.blobs[0].blob[..]),
         (1, &b"one"[..])

@@ -92,7 +92,7 @@ impl Known {
             let number = generation.generation.0;
             let attempts = self.attempts.get(&number);
             let attempts = attempts.expect("a generation nobody began");
-            let attempt = attempts.iter().find(|a| a.blobs == generation.blobs);
+            let attempt = attempts.iter().find(|a| a.blobs == *generation.blobs);
             let attempt = attempt.expect("blobs nobody brought, or of several attempts");
             // A mark that was lost is as if it had not been written yet.
             assert!(generation.confirmed || self.confirmed < number || trouble.is_silent());
@@ -109,7 +109,7 @@ impl Known {
                 return chosen;
             }
             let blobs = &record.generations[at.expect("the one before is kept")].blobs;
-            let attempt = (self.attempts[&before].iter()).find(|a| a.blobs == *blobs);
+            let attempt = (self.attempts[&before].iter()).find(|a| a.blobs == **blobs);
             return (before, attempt.cloned());
         }
         chosen

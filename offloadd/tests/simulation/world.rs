@@ -416,8 +416,11 @@ impl World {
         let Reply::Open(reply) = self.ask(Call::Open(request))? else {
             panic!("another reply than asked for");
         };
-        let session = self.made[&token];
-        Ok((Process { session, token }, reply.job))
+        let session = self.made[&reply.token];
+        let Reply::DescribeJob(job) = self.ask(Call::DescribeJob { token })? else {
+            panic!("another reply than asked for");
+        };
+        Ok((Process { session, token }, job.map(|job| *job)))
     }
 
     /// One rank of a new job, with tiles, from nothing.

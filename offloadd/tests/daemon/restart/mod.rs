@@ -52,7 +52,9 @@ fn memory_rings_and_what_was_written_since_the_commit_outlive_the_daemon() {
         let daemon = manager.start(&mut Vec::new());
         let mut control = daemon.control();
         let reply = control.open_session(open("tiny")).unwrap();
-        let newest = reply.job.clone().unwrap().generations.pop().unwrap();
+        let newest = (control.job(&reply.token).unwrap().generations)
+            .pop()
+            .unwrap();
         assert_eq!(
             (newest.generation, newest.blobs[0].blob.as_slice()),
             (3, &[2][..])
