@@ -26,6 +26,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "offloadd/api/tests/ring_loom.rs",
     "offloadd/src/arena.rs",
     "offloadd/src/engine/aio.rs",
+    "offloadd/src/driver/process.rs",
     "offloadd/src/handover/inherited.rs",
     "offloadd/src/engine/uring.rs",
     "offloadd/src/engine/psync.rs",

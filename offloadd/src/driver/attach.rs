@@ -1,5 +1,5 @@
 //! The descriptor socket: connections say whose they are within a time, get their session's descriptors once, and become
-//! its life line.
+//! its life line. Those that say nothing are bounded a user, known when a connection is made: no user's keep another's out.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -10,6 +10,8 @@ use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
 use super::keeper::Made;
+use super::lives::ATTACH_WAIT;
+use super::process;
 use super::session::{Session, State};
 use super::source::Source;
 use crate::core::{Event, SessionId};
@@ -17,49 +19,83 @@ use crate::core::{Event, SessionId};
 /// How long a connection to the descriptor socket may stay without a word.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 
-/// Connections to the descriptor socket that have not said who they are.
-const HELLOS_MAX: usize = 64;
+/// Connections to the descriptor socket that have not shown their token, of one user: all ranks of a node may come at once.
+const HELLOS_A_USER: usize = 64;
+
+/// The same, of all users: it takes this many users with [`HELLOS_A_USER`] each to keep another waiting.
+const HELLOS_MAX: usize = 16 * HELLOS_A_USER;
+
+/// Connections taken before rings and devices have their turn: whoever connects without end keeps nobody else waiting.
+const ACCEPTS_A_TURN: usize = 64;
+
+/// How soon a connection that could not be accepted is tried again.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// A connection to the descriptor socket that has not shown its token.
 #[derive(Debug)]
 pub(super) struct Hello {
     socket: OwnedFd,
     uid: u32,
-    pid: Option<rustix::process::Pid>,
+    /// Asked for when the connection was made: the number of a process that has ended may be given to another one.
+    process: Option<OwnedFd>,
     pub(super) deadline: Instant,
 }
 
 impl Driver {
-    /// Takes the connections that wait, as long as there is room: one that does not speak makes room within HELLO_WAIT.
+    /// Takes the connections that wait, some a turn, as long as there is room: one that does not speak makes room within
+    /// HELLO_WAIT.
     pub(super) fn accept(&mut self) {
-        while self.hellos.len() < HELLOS_MAX && self.stop_deadline.is_none() {
+        let now = Instant::now();
+        if self.accept_at.is_none_or(|at| at > now) {
+            return;
+        }
+        for _ in 0..ACCEPTS_A_TURN {
+            self.accept_at = Some(now + ACCEPT_AGAIN);
+            if self.hellos.len() >= HELLOS_MAX || self.stop_deadline.is_some() {
+                return;
+            }
             let (socket, peer) = match handoff::accept(&self.listener) {
                 Ok(Some(connection)) => connection,
                 Ok(None) => {
-                    self.accept_again = false;
+                    self.accept_at = None;
                     return;
                 }
                 Err(error) => {
-                    // Out of descriptors, mostly. The next turn tries again.
+                    // Out of descriptors, mostly.
                     tracing::error!(%error, "cannot accept on the descriptor socket");
                     return;
                 }
             };
+            let uid = peer.uid.as_raw();
+            let silent = self.hellos.values().filter(|hello| hello.uid == uid);
+            if silent.count() >= HELLOS_A_USER {
+                let what = format!(
+                    "{HELLOS_A_USER} connections of uid {uid} to the descriptor socket have not shown their token; each has {} s",
+                    HELLO_WAIT.as_secs()
+                );
+                let fault = Fault::new(FaultKind::TooMany, what);
+                tracing::warn!(uid, %fault, "refused descriptors");
+                handoff::refuse(&socket, &fault);
+                continue;
+            }
             let key = self.hellos_made;
             self.hellos_made += 1;
             if let Err(error) = self.watch(&socket, Source::Hello(key), EventFlags::IN) {
                 tracing::error!(%error, "cannot watch a connection");
                 return;
             }
+            // 0 for a process of another pid namespace.
+            let pid = rustix::process::Pid::from_raw(peer.pid.as_raw_pid());
             let hello = Hello {
+                process: process::of_peer(&socket, pid),
                 socket,
-                uid: peer.uid.as_raw(),
-                // 0 for a process of another pid namespace: then the socket alone must tell.
-                pid: rustix::process::Pid::from_raw(peer.pid.as_raw_pid()),
+                uid,
                 deadline: Instant::now() + HELLO_WAIT,
             };
             self.hellos.insert(key, hello);
         }
+        // More may wait, when rings and devices have had their turn.
+        self.accept_at = Some(now);
     }
 
     pub(super) fn hello(&mut self, key: u64) {
@@ -76,7 +112,11 @@ impl Driver {
         let attached = token.and_then(|token| {
             let found = self.sessions.iter().find(|(_, s)| s.token == token);
             let (id, session) = found.ok_or_else(|| {
-                let what = "no session has this token: it was never given, or came too late";
+                let what = format!(
+                    "no session has this token: it was never given, its session has ended, or its process came for it more than {} \
+                     s after it was opened",
+                    ATTACH_WAIT.as_secs()
+                );
                 Fault::new(FaultKind::NotFound, what)
             })?;
             if session.peer.uid != hello.uid {
@@ -112,11 +152,8 @@ impl Driver {
         else {
             unreachable!("just seen");
         };
-        let process = hello.pid.and_then(|pid| {
-            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
-        });
         self.events.push_back(Event::Attached { session: id });
-        self.begin(id, made, hello.socket, process);
+        self.begin(id, made, hello.socket, hello.process);
     }
 
     /// Serves a session whose process has its descriptors.

@@ -11,7 +11,7 @@ use super::session::State;
 use crate::core::{Event, SessionId};
 
 /// How long a new session may wait for its process to fetch the descriptors.
-const ATTACH_WAIT: Duration = Duration::from_secs(10);
+pub(super) const ATTACH_WAIT: Duration = Duration::from_secs(10);
 
 impl Driver {
     pub(super) fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {

@@ -49,6 +49,7 @@ mod inbox;
 mod keeper;
 mod lives;
 mod moving;
+mod process;
 mod session;
 mod sleep;
 mod source;
@@ -217,8 +218,8 @@ struct Driver {
     descriptor_socket: PathBuf,
     hellos: HashMap<u64, Hello>,
     hellos_made: u64,
-    /// Connections may wait that there was no room for.
-    accept_again: bool,
+    /// When connections are taken next; `None`: none wait.
+    accept_at: Option<Instant>,
     sessions: HashMap<SessionId, Session>,
     /// Whose rings may hold more than was taken.
     busy: VecDeque<SessionId>,
@@ -299,7 +300,7 @@ impl Driver {
             descriptor_socket,
             hellos: HashMap::new(),
             hellos_made: 0,
-            accept_again: false,
+            accept_at: None,
             sessions: HashMap::new(),
             busy: VecDeque::new(),
             calls: HashMap::new(),
@@ -366,7 +367,7 @@ impl Driver {
                 match Source::unpack(event.data) {
                     Source::Inbox => self.read_inbox(),
                     Source::Engine => self.reap()?,
-                    Source::Listener => self.accept_again = true,
+                    Source::Listener => self.accept_at = Some(Instant::now()),
                     Source::Hello(key) => self.hello(key),
                     Source::Doorbell(session) => {
                         if !self.handing && !self.busy.contains(&session) {
@@ -384,9 +385,7 @@ impl Driver {
             self.judge_devices();
             self.keep_wear(false);
             self.move_tiles();
-            if self.accept_again {
-                self.accept();
-            }
+            self.accept();
             self.decide();
             self.close_left();
             self.hand_over()?;

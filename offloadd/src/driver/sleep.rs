@@ -10,9 +10,6 @@ use rustix::io::Errno;
 use super::session::State;
 use super::{Driver, DriverError, system};
 
-/// How soon a connection that could not be accepted is tried again.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
-
 /// How long the next submission of whoever moves one tile after the other may take: a megabyte is summed in 20 to 50 us
 /// before it.
 const NEXT_SUBMISSION: Duration = Duration::from_micros(100);
@@ -58,7 +55,6 @@ impl Driver {
             State::Offered { deadline, .. } => Some(deadline),
             _ => None,
         });
-        let accept_again = self.accept_again.then(|| Instant::now() + ACCEPT_AGAIN);
         // What the kernel did not take, and nothing else comes back to.
         let engine_again = (self.engine.again_after()).map(|after| Instant::now() + after);
         let next = self
@@ -72,7 +68,7 @@ impl Driver {
             .chain(self.ledger.keep_wear_at())
             .chain(self.move_at())
             .chain((!self.lookers.is_empty()).then_some(self.look_at))
-            .chain(accept_again)
+            .chain(self.accept_at)
             .chain(engine_again)
             .min()?;
         Some(next.saturating_duration_since(Instant::now()))
