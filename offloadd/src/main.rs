@@ -43,6 +43,7 @@ The settings, all of them, with what they are when left out:
   [quota.default]                             # of each user; [quota.uid.1000]: of this one
   host_bytes_max = \"32GiB\"                  # each key may be left out: no limit
   device_bytes_max = \"2TiB\"
+  jobs_max = 256                              # in the store, open or not; 256 when left out, as the store has 1024 places
   sessions_max = 8
   inflight_max = 256                          # operations, as much as all sessions' iodepths together
   share = 100                                 # 1 to 10000: of what a drive moves, beside other users

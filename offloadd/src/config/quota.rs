@@ -25,6 +25,7 @@ pub(super) struct QuotasToml {
 struct QuotaToml {
     host_bytes_max: Option<Size>,
     device_bytes_max: Option<Size>,
+    jobs_max: Option<u32>,
     sessions_max: Option<u32>,
     inflight_max: Option<u32>,
     share: Option<u32>,
@@ -54,7 +55,7 @@ impl QuotasToml {
         }
         Ok(Quotas {
             default: self.default.check("default")?,
-            job: self.job.check("job")?,
+            job: self.job.check_job("job")?,
             uids,
             jobs,
         })
@@ -75,10 +76,21 @@ impl QuotaToml {
         Ok(Quota {
             host_bytes_max: size("host_bytes_max", &self.host_bytes_max)?,
             device_bytes_max: size("device_bytes_max", &self.device_bytes_max)?,
+            jobs_max: self.jobs_max,
             sessions_max: self.sessions_max,
             inflight_max: self.inflight_max,
             share: self.share,
         })
+    }
+
+    /// Of a job, which has no jobs.
+    fn check_job(&self, name: &str) -> Result<Quota, String> {
+        match self.jobs_max {
+            Some(_) => Err(format!(
+                "{name}.jobs_max: jobs are a user's: set it in [quota.default] or [quota.uid.1000]"
+            )),
+            None => self.check(name),
+        }
     }
 
     fn check_jobs(&self, name: &str) -> Result<BTreeMap<JobName, Quota>, String> {
@@ -87,7 +99,7 @@ impl QuotaToml {
             let job = JobName::new(word.as_str())
                 .map_err(|fault| format!("{name}: {}", fault.message))?;
             quota.check_has_no_jobs(&name)?;
-            Ok((job, quota.check(&name)?))
+            Ok((job, quota.check_job(&name)?))
         });
         jobs.collect()
     }
@@ -108,6 +120,7 @@ pub fn words(quotas: &Quotas) -> String {
         let Quota {
             host_bytes_max,
             device_bytes_max,
+            jobs_max,
             sessions_max,
             inflight_max,
             share,
@@ -118,6 +131,7 @@ pub fn words(quotas: &Quotas) -> String {
         let lines = [
             line("host_bytes_max", host_bytes_max),
             line("device_bytes_max", device_bytes_max),
+            line("jobs_max", jobs_max.map(u64::from)),
             line("sessions_max", sessions_max.map(u64::from)),
             line("inflight_max", inflight_max.map(u64::from)),
             line("share", share.map(u64::from)),
@@ -157,7 +171,7 @@ mod tests {
     }
 
     const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\nshare = 50\n\
-                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\nshare = 300\n\
+                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\njobs_max = 3\nshare = 300\n\
                          [quota.uid.1000.job.\"llama.7b\"]\nshare = 200\nsessions_max = 2\n";
 
     #[test]
@@ -170,6 +184,7 @@ mod tests {
             (Some(8 << 30), Some(4096))
         );
         assert_eq!((own.sessions_max, own.share), (Some(8), Some(300)));
+        assert_eq!((own.jobs_max, quotas.of(7).jobs_max), (Some(3), None));
         let job = |uid, name| quotas.of_job(uid, &JobName::new(name).unwrap());
         let own = job(1000, "llama.7b");
         assert_eq!(
@@ -216,6 +231,14 @@ mod tests {
                 "uid.1.share: 0; from 1 to 10000",
             ),
             ("[quota.default]\nshare = 10001", "default.share: 10001"),
+            (
+                "[quota.job]\njobs_max = 1",
+                "job.jobs_max: jobs are a user's",
+            ),
+            (
+                "[quota.uid.1.job.x]\njobs_max = 1",
+                "uid.1.job.x.jobs_max: jobs are a user's",
+            ),
             ("[quota.job]\nshare = 0", "job.share: 0; from 1 to"),
             (
                 "[quota.uid.1.job.x]\nshare = 10001",

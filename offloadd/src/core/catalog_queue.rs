@@ -175,6 +175,9 @@ impl Core {
             );
             return self.answer_define(&key, &Err(fault), actions);
         }
+        if let Err(fault) = self.admit_job(&key) {
+            return self.answer_define(&key, &Err(fault), actions);
+        }
         let reservation = match self.space.reserve(&definition, local_ranks) {
             Ok(reservation) => reservation,
             Err(no_room) => {

@@ -49,7 +49,7 @@ pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
-pub use quota::{Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
+pub use quota::{JOBS_A_USER_DEFAULT, Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
 
 use std::collections::{BTreeMap, HashMap};
 

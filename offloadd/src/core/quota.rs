@@ -8,6 +8,7 @@ use offload_api::fault::{Fault, FaultKind};
 
 use super::job::JobKey;
 use super::{Core, OpenSession, Peer};
+use crate::store::catalog::JOBS_MAX;
 use crate::store::definition::JobName;
 
 /// Holders that are named in a refusal.
@@ -15,6 +16,9 @@ const NAMED_MAX: usize = 4;
 
 /// A user's share of a drive, and a job's of its user's part, where the settings say nothing.
 pub const SHARE_DEFAULT: u32 = 100;
+
+/// Jobs of a user where the settings say nothing: a quarter of what a store has places for, so that one user keeps nobody out.
+pub const JOBS_A_USER_DEFAULT: u32 = JOBS_MAX as u32 / 4;
 
 /// The largest: a hundred times the usual one. The smallest is 1, a hundredth of it.
 pub const SHARE_MAX: u32 = 10_000;
@@ -26,6 +30,8 @@ pub struct Quota {
     pub host_bytes_max: Option<u64>,
     /// On all devices, with what sessions keep for themselves.
     pub device_bytes_max: Option<u64>,
+    /// Jobs in the store, open or not; of a user only. `None`: [`JOBS_A_USER_DEFAULT`].
+    pub jobs_max: Option<u32>,
     /// Sessions at a time.
     pub sessions_max: Option<u32>,
     /// Operations in flight of all its sessions: as much as their iodepths together.
@@ -42,6 +48,7 @@ impl Quota {
         Self {
             host_bytes_max: self.host_bytes_max.or(other.host_bytes_max),
             device_bytes_max: self.device_bytes_max.or(other.device_bytes_max),
+            jobs_max: self.jobs_max.or(other.jobs_max),
             sessions_max: self.sessions_max.or(other.sessions_max),
             inflight_max: self.inflight_max.or(other.inflight_max),
             share: self.share.or(other.share),
@@ -233,6 +240,23 @@ impl Core {
             }
         }
         Ok(iodepth)
+    }
+
+    /// Whether a user may have a job more, which is not in the catalog yet.
+    pub(super) fn admit_job(&self, key: &JobKey) -> Result<(), Fault> {
+        let max = (self.quotas.of(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
+        let mine = self.catalog.catalog.entries.iter();
+        let held = mine.filter(|entry| entry.uid == key.uid).count();
+        if held < max as usize {
+            return Ok(());
+        }
+        let what = format!("uid {} may have {max} jobs and has {held}", key.uid);
+        Err(Fault::new(
+            FaultKind::TooMany,
+            format!(
+                "{what}. Drop one (`offloadd drop`), or have the administrator raise its quota's jobs_max"
+            ),
+        ))
     }
 
     /// Whether `bytes` more on devices may be reserved.

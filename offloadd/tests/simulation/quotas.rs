@@ -3,11 +3,11 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
-use offloadd::core::{Call, Event, OpenSession, Quota, Quotas, Reply};
+use offloadd::core::{Call, Event, JOBS_A_USER_DEFAULT, OpenSession, Peer, Quota, Quotas, Reply};
 use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::Durability;
 
-use super::world::{World, definition, formatted, job};
+use super::world::{PEER, World, definition, formatted, job};
 
 fn with(default: Quota, job: Quota) -> World {
     let mut world = World::start(formatted(), SimRandom::new(1));
@@ -183,4 +183,68 @@ fn nothing_is_kept_for_ranks_of_a_job_that_lost_one() {
     let fault = world.ask(Call::Open(back)).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Busy, "{fault}");
     assert_eq!(open(&mut world, "two", 0, 1).2, 4);
+}
+
+#[test]
+fn a_user_has_as_many_jobs_as_his_quota_says_and_leaves_others_their_places() {
+    let max = Quota {
+        jobs_max: Some(2),
+        ..Quota::default()
+    };
+    let mut world = with(max, Quota::default());
+    let tiles = || definition(1, Durability::Committed, 1);
+    for name in ["one", "two"] {
+        let process = world.open(&job(name), 0, 1).unwrap().0;
+        world.define(process, tiles()).unwrap();
+        world
+            .ask(Call::Close {
+                token: process.token,
+            })
+            .unwrap();
+    }
+    let third = world.open(&job("three"), 0, 1).unwrap().0;
+    let fault = world.define(third, tiles()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TooMany);
+    for word in ["may have 2 jobs and has 2", "jobs_max"] {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+    // What is there already is no new job.
+    let two = world.open(&job("two"), 0, 1).unwrap().0;
+    world.define(two, tiles()).unwrap();
+
+    let other = Peer {
+        uid: PEER.uid + 1,
+        ..PEER
+    };
+    let request = world.open_request(&job("one"), 0, 1);
+    let token = request.token;
+    let opening = world.call_as(other, Call::Open(request));
+    world.answer(opening).unwrap();
+    let definition = tiles();
+    let defining = world.call_as(other, Call::Define { token, definition });
+    world.answer(defining).unwrap();
+
+    world.ask(Call::DropJob { job: job("one") }).unwrap();
+    world.define(third, tiles()).unwrap();
+}
+
+#[test]
+fn one_user_cannot_take_all_places_where_the_settings_say_nothing() {
+    let mut world = with(Quota::default(), Quota::default());
+    let mut taken = 0;
+    let refusal = loop {
+        let process = world.open(&job(&format!("job{taken}")), 0, 1).unwrap().0;
+        let defined = world.define(process, definition(1, Durability::Committed, 1));
+        world
+            .ask(Call::Close {
+                token: process.token,
+            })
+            .unwrap();
+        match defined {
+            Ok(_) => taken += 1,
+            Err(fault) => break fault,
+        }
+    };
+    assert_eq!(taken, JOBS_A_USER_DEFAULT, "{refusal}");
+    assert!(refusal.message.contains("jobs_max"), "{refusal}");
 }
