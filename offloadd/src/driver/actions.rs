@@ -156,7 +156,8 @@ impl Driver {
             Action::ForgetDevice { device } => self.forget_device(device),
             Action::DropArena { session } => self.drop_arena(session),
             Action::Evict { session, why } => {
-                tracing::warn!(session = session.0, %why, "evicted a process");
+                let uid = self.sessions.get(&session).map(|s| s.peer.uid);
+                tracing::warn!(session = session.0, uid, %why, "evicted a process");
                 self.detach(session);
             }
         }

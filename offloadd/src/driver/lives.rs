@@ -59,6 +59,7 @@ impl Driver {
         tracing::info!(
             session = id.0,
             pid = session.peer.pid,
+            uid = session.peer.uid,
             why,
             "a session ends"
         );
