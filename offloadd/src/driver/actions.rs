@@ -151,7 +151,10 @@ impl Driver {
                 };
                 let before = self.sessions.insert(session, new);
                 assert!(before.is_none(), "a session is made once");
-                self.keeper.make(session, geometry, ring_entries);
+                let making = (self.keeper).make(peer.uid, session, geometry, ring_entries);
+                if let Err(fault) = making {
+                    self.made(session, Err(fault));
+                }
             }
             Action::ForgetDevice { device } => self.forget_device(device),
             Action::DropArena { session } => self.drop_arena(session),

@@ -88,6 +88,7 @@ impl Driver {
             }
         };
         self.engine.register(&made.arena);
+        self.keeper.adopted(&made);
         let session = Session {
             token: adopted.token,
             peer: adopted.peer,

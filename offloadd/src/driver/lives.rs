@@ -18,7 +18,8 @@ impl Driver {
         let session = self.sessions.get_mut(&id).expect("kept while it is made");
         let result = match (made, &session.state) {
             (Ok(made), State::Dropped) => {
-                self.keeper.free(made);
+                let uid = session.peer.uid;
+                self.keeper.free(uid, self.keeper.ends(made));
                 self.remove(id);
                 return;
             }
@@ -58,8 +59,8 @@ impl Driver {
         }
         tracing::info!(
             session = id.0,
-            pid = session.peer.pid,
             uid = session.peer.uid,
+            pid = session.peer.pid,
             why,
             "a session ends"
         );
@@ -101,10 +102,20 @@ impl Driver {
             // Its memory is on its way: `made` will find it dropped.
             State::Making | State::Dropped => {}
             State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
+                let uid = session.peer.uid;
                 self.engine.forget(made.arena.id());
-                self.keeper.free(made);
+                self.ending.push((uid, self.keeper.ends(made)));
                 self.remove(id);
             }
+        }
+    }
+
+    /// Gives memory back that the kernel has let go of.
+    pub(super) fn free_ended(&mut self) {
+        let engine = &self.engine;
+        let free = (self.ending).extract_if(.., |(_, ending)| engine.is_forgotten(ending.arena()));
+        for (uid, ending) in free {
+            self.keeper.free(uid, ending);
         }
     }
 

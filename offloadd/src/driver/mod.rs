@@ -61,7 +61,7 @@ pub use handing::begin_life;
 pub use handing::{LeftToUs, TakenUp};
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, LookAnswer, Message, stopping};
-use keeper::Keeper;
+use keeper::{Ending, Keeper};
 use moving::Pacing;
 use session::Session;
 use source::Source;
@@ -212,6 +212,8 @@ struct Driver {
     /// Of each device; `None`: it has left.
     files: Vec<Option<Arc<File>>>,
     keeper: Keeper,
+    /// Memory of sessions that are over, which the kernel still holds, by user.
+    ending: Vec<(u32, Ending)>,
     epoll: OwnedFd,
     inbox: Inbox,
     listener: OwnedFd,
@@ -279,8 +281,7 @@ impl Driver {
         let operations_max = limits.sessions_max as usize * a_session + devices_max;
         let inflight_max = Queue::inflight_max(devices_max, operations_max);
         let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
-        let keeper = Keeper::start(handle, epoch, policy, limits.sessions_max)
-            .map_err(system("starting the keeper thread"))?;
+        let keeper = Keeper::new(handle, epoch, policy, limits.arena_bytes_max);
         let listener = handoff::listen(&descriptor_socket).map_err(system(format!(
             "listening at {}",
             descriptor_socket.display()
@@ -294,6 +295,7 @@ impl Driver {
             engine,
             files: devices.into_iter().map(Some).collect(),
             keeper,
+            ending: Vec::new(),
             epoll,
             inbox,
             listener,
@@ -389,6 +391,7 @@ impl Driver {
             self.decide();
             self.close_left();
             self.hand_over()?;
+            self.free_ended();
             for session in self.sessions.values_mut() {
                 session.ring();
             }
@@ -464,6 +467,7 @@ impl Driver {
                 }
                 Message::Change(change) => {
                     self.limits = change.limits;
+                    self.keeper.limit(change.limits.arena_bytes_max);
                     self.ledger.rate(change.ratings);
                     self.events.push_back(Event::Limits(change.limits));
                     self.events.push_back(Event::Quotas(change.quotas));

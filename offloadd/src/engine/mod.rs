@@ -484,13 +484,23 @@ impl Engine {
         }
     }
 
-    /// Ends what [`Self::register`] began.
+    /// Ends what [`Self::register`] began, piece by piece with each [`Self::start`].
     pub fn forget(&mut self, arena: ArenaId) {
         match self {
             Self::Uring(e) => e.forget(arena),
             Self::Polled(e) => e.forget(arena),
             Self::Aio(_) | Self::Psync(_) => {}
             Self::Paced(e) => e.inner_mut().forget(arena),
+        }
+    }
+
+    /// Whether the kernel holds nothing of an arena that was to be forgotten.
+    pub fn is_forgotten(&self, arena: ArenaId) -> bool {
+        match self {
+            Self::Uring(e) => e.is_forgotten(arena),
+            Self::Polled(e) => e.is_forgotten(arena),
+            Self::Aio(_) | Self::Psync(_) => true,
+            Self::Paced(e) => e.inner().is_forgotten(arena),
         }
     }
 

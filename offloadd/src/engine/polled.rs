@@ -126,6 +126,10 @@ impl Polled {
         self.data.forget(arena);
     }
 
+    pub(super) fn is_forgotten(&self, arena: ArenaId) -> bool {
+        self.data.is_forgotten(arena)
+    }
+
     pub(super) fn has_work(&self) -> bool {
         self.data.has_work()
     }

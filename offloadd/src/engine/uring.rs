@@ -90,6 +90,7 @@ pub struct Uring {
     registered: HashMap<ArenaId, Vec<Option<u16>>>,
     free_buffers: Vec<u16>,
     to_register: VecDeque<(Arc<Arena>, u32)>,
+    to_unregister: VecDeque<(ArenaId, u16)>,
     registration_refused: Option<std::io::Error>,
 }
 
@@ -151,6 +152,7 @@ impl Uring {
             registered: HashMap::new(),
             free_buffers,
             to_register: VecDeque::new(),
+            to_unregister: VecDeque::new(),
             registration_refused: None,
         })
     }
@@ -222,7 +224,10 @@ impl Uring {
     }
 
     pub(super) fn start(&mut self) -> Result<(), EngineError> {
-        if let Some((arena, piece)) = self.to_register.pop_front() {
+        // One piece a turn, either way, so that the other sessions' operations wait for no more than that.
+        if let Some((_, buffer)) = self.to_unregister.pop_front() {
+            self.unregister(buffer);
+        } else if let Some((arena, piece)) = self.to_register.pop_front() {
             self.register_piece(&arena, piece);
         }
         // What it did not take goes first.
@@ -309,28 +314,37 @@ impl Uring {
         self.to_register
             .retain(|(waiting, _)| waiting.id() != arena);
         let pieces = self.registered.remove(&arena).unwrap_or_default();
-        for buffer in pieces.into_iter().flatten() {
-            let nothing = libc::iovec {
-                iov_base: std::ptr::null_mut(),
-                iov_len: 0,
-            };
-            // SAFETY: an empty buffer refers to no memory. The kernel keeps what operations in flight still use.
-            let emptied = unsafe {
-                self.ring
-                    .0
-                    .submitter()
-                    .register_buffers_update(buffer.into(), &[nothing], None)
-            };
-            match emptied {
-                Ok(()) => self.free_buffers.push(buffer),
-                // Its pages stay pinned until the ring ends: a leak to know about, no wrong bytes.
-                Err(error) => tracing::error!(%error, buffer, "cannot unregister arena memory"),
-            }
+        self.to_unregister
+            .extend(pieces.into_iter().flatten().map(|buffer| (arena, buffer)));
+    }
+
+    pub(super) fn is_forgotten(&self, arena: ArenaId) -> bool {
+        !self.registered.contains_key(&arena)
+            && (self.to_unregister.iter()).all(|(waiting, _)| *waiting != arena)
+    }
+
+    /// Releases the pages of one piece: as long as [`Self::register_piece`] takes.
+    fn unregister(&mut self, buffer: u16) {
+        let nothing = libc::iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        };
+        // SAFETY: an empty buffer refers to no memory. The kernel keeps what operations in flight still use.
+        let emptied = unsafe {
+            self.ring
+                .0
+                .submitter()
+                .register_buffers_update(buffer.into(), &[nothing], None)
+        };
+        match emptied {
+            Ok(()) => self.free_buffers.push(buffer),
+            // Its pages stay pinned until the ring ends: a leak to know about, no wrong bytes.
+            Err(error) => tracing::error!(%error, buffer, "cannot unregister arena memory"),
         }
     }
 
     pub(super) fn has_work(&self) -> bool {
-        !self.to_register.is_empty()
+        !self.to_register.is_empty() || !self.to_unregister.is_empty()
     }
 
     /// When [`Self::start`] is to be called although nothing ends.
