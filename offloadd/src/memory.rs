@@ -1,4 +1,5 @@
-//! How much memory there is: of the machine, and of the control group (service, container) we run in, whichever is less.
+//! How much memory there is: of the machine, and of the control groups of either version (service, container) we run in,
+//! whichever is less.
 //!
 //! Asked before memory is touched: beyond it, the kernel would choose a process to kill, and it might be the training.
 
@@ -7,21 +8,14 @@ use std::path::{Path, PathBuf};
 /// What could be touched now without swapping or killing; `None` where the kernel does not say.
 pub fn available_bytes() -> Option<u64> {
     let machine = of_machine("MemAvailable")?;
-    let groups = groups().filter_map(|folder| {
-        let max = read_number(&folder.join("memory.max"))?;
-        let used = read_number(&folder.join("memory.current"))?;
-        // Cached files go before anything is killed.
-        let statistics = std::fs::read_to_string(folder.join("memory.stat")).ok()?;
-        let cached = field(&statistics, "inactive_file").unwrap_or(0);
-        Some((max + cached).saturating_sub(used))
-    });
+    let groups = groups().filter_map(|group| group.available_bytes());
     Some(groups.fold(machine, u64::min))
 }
 
 /// What there is in all.
 pub fn total_bytes() -> Option<u64> {
     let machine = of_machine("MemTotal")?;
-    let groups = groups().filter_map(|folder| read_number(&folder.join("memory.max")));
+    let groups = groups().filter_map(|group| group.max_bytes());
     Some(groups.fold(machine, u64::min))
 }
 
@@ -36,7 +30,7 @@ fn of_machine(name: &str) -> Option<u64> {
 pub struct GroupLimit {
     /// From the root of all groups.
     pub group: PathBuf,
-    /// "memory.max", beyond which is killed, or "memory.high", beyond which is slowed down.
+    /// Its file: "memory.max", beyond which is killed, "memory.high", beyond which is slowed down, or the names of version 1.
     pub name: &'static str,
     /// The limit.
     pub bytes: u64,
@@ -44,43 +38,114 @@ pub struct GroupLimit {
 
 /// The limits of our control group and of those above it. `proc` and `cgroup` are where these are mounted.
 pub fn group_limits(proc: &Path, cgroup: &Path) -> Vec<GroupLimit> {
-    let limit = |folder: &Path, name| {
-        let below = folder.strip_prefix(cgroup).unwrap_or(folder);
+    let limit = |group: &Group, name: &'static str| {
+        let below = group
+            .folder
+            .strip_prefix(&group.root)
+            .unwrap_or(&group.folder);
         Some(GroupLimit {
             group: Path::new("/").join(below),
             name,
-            bytes: read_number(&folder.join(name))?,
+            bytes: read_number(&group.folder.join(name))?,
         })
     };
     groups_below(proc, cgroup)
-        .flat_map(|folder| ["memory.max", "memory.high"].map(|name| limit(&folder, name)))
+        .flat_map(|group| group.version.limits().map(|name| limit(&group, name)))
         .flatten()
+        .filter(|limit| limit.bytes < NO_LIMIT)
         .collect()
 }
 
-fn groups() -> impl Iterator<Item = PathBuf> {
+/// Version 1 has no word for it, only a number near 2^63.
+const NO_LIMIT: u64 = 1 << 62;
+
+/// How a group's files are called.
+#[derive(Clone, Copy, Debug)]
+enum Version {
+    One,
+    Two,
+}
+
+impl Version {
+    /// Beyond which is killed, and beyond which is slowed down (1: from which is taken first).
+    fn limits(self) -> [&'static str; 2] {
+        match self {
+            Self::One => ["memory.limit_in_bytes", "memory.soft_limit_in_bytes"],
+            Self::Two => ["memory.max", "memory.high"],
+        }
+    }
+}
+
+/// A control group that accounts for our memory.
+#[derive(Clone, Debug)]
+struct Group {
+    version: Version,
+    folder: PathBuf,
+    /// Where groups of its version are mounted.
+    root: PathBuf,
+}
+
+impl Group {
+    fn max_bytes(&self) -> Option<u64> {
+        read_number(&self.folder.join(self.version.limits()[0]))
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        // Of version 1 the numbers with those of the groups below it.
+        let (used, cached) = match self.version {
+            Version::One => ("memory.usage_in_bytes", "total_inactive_file"),
+            Version::Two => ("memory.current", "inactive_file"),
+        };
+        let (max, used) = (self.max_bytes()?, read_number(&self.folder.join(used))?);
+        // Cached files go before anything is killed.
+        let statistics = std::fs::read_to_string(self.folder.join("memory.stat")).ok()?;
+        let cached = field(&statistics, cached).unwrap_or(0);
+        Some(max.saturating_add(cached).saturating_sub(used))
+    }
+}
+
+fn groups() -> impl Iterator<Item = Group> {
     groups_below(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
 }
 
-/// Our control group and those above it; a limit of any of them counts. None without cgroup 2.
-fn groups_below(proc: &Path, root: &Path) -> impl Iterator<Item = PathBuf> {
+/// Our control groups and those above them, of both versions (a machine may have both); a limit of any of them counts.
+fn groups_below(proc: &Path, cgroup: &Path) -> impl Iterator<Item = Group> {
     let ours = std::fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
-    let root = root.to_owned();
-    let path = unified_group(&ours).map(|group| root.join(group));
-    let mut next = path;
-    std::iter::from_fn(move || {
-        let folder = next.take()?;
-        next = folder
-            .parent()
-            .filter(|parent| parent.starts_with(&root))
-            .map(Path::to_owned);
-        Some(folder)
+    let two = unified_group(&ours).map(|group| (Version::Two, cgroup.to_owned(), group.to_owned()));
+    let one =
+        memory_group(&ours).map(|group| (Version::One, cgroup.join("memory"), group.to_owned()));
+    (two.into_iter().chain(one)).flat_map(|(version, root, group)| {
+        // In a container the path is the machine's, and only the container's own group is there: the root of what is mounted.
+        let mut next = Some(root.join(group));
+        std::iter::from_fn(move || {
+            let folder = next.take()?;
+            next = folder
+                .parent()
+                .filter(|parent| parent.starts_with(&root))
+                .map(Path::to_owned);
+            Some(Group {
+                version,
+                folder,
+                root: root.clone(),
+            })
+        })
     })
 }
 
 /// Of `/proc/self/cgroup`: the line of cgroup 2 is `0::/path`.
 fn unified_group(text: &str) -> Option<&str> {
     text.lines().find_map(|line| line.strip_prefix("0::/"))
+}
+
+/// The same of cgroup 1: `9:cpuset,memory:/path`, a line for each set of controllers.
+fn memory_group(text: &str) -> Option<&str> {
+    text.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(":/")?;
+        controllers
+            .split(',')
+            .any(|name| name == "memory")
+            .then_some(path)
+    })
 }
 
 /// `None` for "max", which is no limit.
@@ -111,6 +176,50 @@ mod tests {
         assert_eq!(unified_group(group), Some("system.slice/offloadd.service"));
         assert_eq!(unified_group("0::/\n"), Some(""));
         assert_eq!(unified_group("1:name=systemd:/\n"), None);
+        assert_eq!(memory_group(group), Some("old"));
+        assert_eq!(memory_group("3:cpu,memory:/a:b/c\n0::/x\n"), Some("a:b/c"));
+        assert_eq!(memory_group("1:name=memory:/\n0::/\n"), None);
+    }
+
+    #[test]
+    fn limits_of_control_groups_of_version_1_count() {
+        let place = tempfile::tempdir().unwrap();
+        let (proc, cgroup) = (place.path().join("proc"), place.path().join("cgroup"));
+        let write = |folder: &Path, name: &str, text: &str| {
+            std::fs::create_dir_all(folder).unwrap();
+            std::fs::write(folder.join(name), text).unwrap();
+        };
+        write(
+            &proc.join("self"),
+            "cgroup",
+            "4:memory:/box/ours\n1:cpu:/box\n0::/\n",
+        );
+        let memory = cgroup.join("memory");
+        let (outer, ours) = (memory.join("box"), memory.join("box/ours"));
+        write(&memory, "memory.limit_in_bytes", "9223372036854771712\n");
+        write(&outer, "memory.limit_in_bytes", "1073741824\n");
+        write(&outer, "memory.usage_in_bytes", "1000000000\n");
+        write(
+            &outer,
+            "memory.stat",
+            "inactive_file 1\ntotal_inactive_file 4096\n",
+        );
+        write(&ours, "memory.limit_in_bytes", "2147483648\n");
+        let groups = || groups_below(&proc, &cgroup);
+        let most = groups().filter_map(|group| group.max_bytes()).min();
+        assert_eq!(most, Some(1 << 30));
+        let available = groups().filter_map(|group| group.available_bytes()).min();
+        assert_eq!(available, Some((1 << 30) + 4096 - 1_000_000_000));
+        let told: Vec<_> = (group_limits(&proc, &cgroup).into_iter())
+            .map(|limit| (limit.group, limit.bytes))
+            .collect();
+        let expected = [("/box/ours", 2 << 30), ("/box", 1 << 30)];
+        assert_eq!(told, expected.map(|(group, bytes)| (group.into(), bytes)));
+        // In a container only the container's own group is there.
+        std::fs::remove_dir_all(&outer).unwrap();
+        write(&memory, "memory.limit_in_bytes", "4096\n");
+        let most = groups().filter_map(|group| group.max_bytes()).min();
+        assert_eq!(most, Some(4096));
     }
 
     #[test]
