@@ -1,8 +1,9 @@
 //! Where a private daemon's files lie, and what its settings say.
 
 use std::fmt::Write as _;
-use std::fs;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::own_folder::OwnFolder;
@@ -39,6 +40,11 @@ pub(super) fn make_folder(folder: &Path, ours_alone: bool) -> Result<(), ClientE
         fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(failed)?;
     }
     Ok(())
+}
+
+/// Opens a file, made if missing, that nobody else may read.
+pub(super) fn own_file(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    options.create(true).mode(0o600).open(path)
 }
 
 pub(super) fn config_text(

@@ -7,6 +7,8 @@
 //!   folder/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
 //! ```
 //!
+//! What is made is this user's alone: folders 0700, files 0600.
+//!
 //! Promises: the child ends when this value is dropped or this process dies, whichever way; starting never takes longer
 //! than its bounds; every failure shows the end of the log.
 
@@ -16,14 +18,15 @@ mod own_folder;
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{self, BufRead, BufReader, Write as _};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use crate::ClientError;
-use folder::{config_text, make_folder, socket_place};
+use folder::{config_text, make_folder, own_file, socket_place};
 use keeper::Keeper;
 pub use own_folder::OwnFolder;
 
@@ -84,7 +87,9 @@ impl PrivateDaemon {
         }
         let (socket, short_folder) = socket_place(&settings.folder)?;
         let config = settings.folder.join("offloadd.toml");
-        fs::write(&config, config_text(&socket, &settings)?)
+        let text = config_text(&socket, &settings)?;
+        own_file(OpenOptions::new().write(true).truncate(true), &config)
+            .and_then(|mut file| file.write_all(text.as_bytes()))
             .map_err(|e| failed(format!("writing {}: {e}", config.display())))?;
         let mut command = Command::new(&program);
         command.arg("serve").arg("--config").arg(&config);
@@ -233,16 +238,23 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
     }
     for (path, _) in devices {
         if let Some(parent) = path.parent() {
-            fs::create_dir_all(parent)
-                .map_err(|e| failed(format!("making {}: {e}", parent.display())))?;
+            make_folder(parent, false)?;
         }
     }
+    // Without a word nothing that is there is written over, not even if it is laid there at this moment.
+    let left: Vec<bool> = devices
+        .iter()
+        .map(|(path, _)| is_left(&unfinished(path)))
+        .collect::<Result<_, _>>()?;
     let mut command = Command::new(program);
     command
         .arg("format")
         .args(devices.iter().map(|(path, _)| unfinished(path)));
     command.arg("--size").arg(bytes.to_string());
-    command.args(["--force", "--private"]);
+    command.arg("--private");
+    if left.contains(&true) {
+        command.arg("--force");
+    }
     let output = open_log(log)?;
     let errors = output
         .try_clone()
@@ -266,11 +278,23 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
     }
 }
 
+/// Whether a start that was killed left this file. One of somebody else, or a link, is refused: it would be trained on, or what
+/// it leads to be overwritten.
+fn is_left(new: &Path) -> Result<bool, ClientError> {
+    let us = rustix::process::geteuid().as_raw();
+    match fs::symlink_metadata(new) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(failed(format!("looking at {}: {error}", new.display()))),
+        Ok(found) if found.is_file() && found.uid() == us => Ok(true),
+        Ok(_) => Err(failed(format!(
+            "{} is there already and is no file of uid {us}: remove it, or name a device in a directory of your own",
+            new.display()
+        ))),
+    }
+}
+
 fn open_log(log: &Path) -> Result<File, ClientError> {
-    OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(log)
+    own_file(OpenOptions::new().append(true), log)
         .map_err(|e| failed(format!("log {}: {e}", log.display())))
 }
 

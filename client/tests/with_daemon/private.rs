@@ -2,6 +2,8 @@
 //! a missing drive, or cannot be reached because its folder lies too deep.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -167,7 +169,6 @@ fn deep(folder: &Path) -> PathBuf {
 
 #[test]
 fn a_deep_folder_gets_its_sockets_elsewhere_for_itself_alone() {
-    use std::os::unix::fs::MetadataExt;
     let place = Place::new();
     let deep = deep(place.folder.path());
     let mut settings = place.settings();
@@ -260,4 +261,100 @@ fn what_a_killed_process_left_elsewhere_is_removed_by_the_next_start() {
     for lives in [&living, &next] {
         Daemon::connect(&lives.socket).unwrap();
     }
+}
+
+#[test]
+fn a_device_that_others_can_read_or_change_is_refused() {
+    let place = Place::new();
+    drop(place.start());
+    let (device, _) = place.devices().remove(0);
+    let refusal = || {
+        PrivateDaemon::start(place.settings())
+            .unwrap_err()
+            .to_string()
+    };
+    let set_mode = |mode| {
+        let mode = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(&device, mode).unwrap();
+    };
+    for mode in [0o666, 0o640, 0o601] {
+        set_mode(mode);
+        let words = refusal();
+        let mend = format!("chmod 600 {}", device.display());
+        assert!(
+            words.contains(&format!("mode {mode:04o}")) && words.contains(&mend),
+            "{words}"
+        );
+    }
+    set_mode(0o600);
+    let elsewhere = place.folder.path().join("elsewhere");
+    std::fs::rename(&device, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &device).unwrap();
+    let words = refusal();
+    assert!(words.contains("a symbolic link leads to it"), "{words}");
+    std::fs::rename(&elsewhere, &device).unwrap();
+    if rustix::process::geteuid().is_root() {
+        std::os::unix::fs::chown(&device, Some(65534), None).unwrap();
+        let words = refusal();
+        assert!(words.contains("belongs to uid 65534"), "{words}");
+        std::os::unix::fs::chown(&device, Some(0), None).unwrap();
+    }
+    place.start();
+}
+
+#[test]
+fn what_somebody_laid_where_a_device_is_to_be_made_is_not_written_over() {
+    let place = Place::new();
+    for (device, _) in place.devices() {
+        std::fs::remove_file(device).unwrap();
+    }
+    let (device, _) = place.devices().remove(0);
+    let new = PathBuf::from(format!("{}.new", device.display()));
+    let precious = place.folder.path().join("precious");
+    std::fs::write(&precious, "mine").unwrap();
+    std::os::unix::fs::symlink(&precious, &new).unwrap();
+    let words = PrivateDaemon::start(place.settings())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        words.contains("remove it") && words.contains(new.to_str().unwrap()),
+        "{words}"
+    );
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "mine");
+}
+
+#[test]
+fn nobody_else_can_read_what_it_makes() {
+    let place = Place::new();
+    let _daemon = place.start();
+    let mut folders = vec![place.folder.path().to_owned()];
+    let mut seen = 0;
+    while let Some(folder) = folders.pop() {
+        for entry in folder.read_dir().unwrap() {
+            let (path, found) = entry.map(|e| (e.path(), e.metadata().unwrap())).unwrap();
+            if found.is_dir() {
+                folders.push(path.clone());
+            }
+            // A socket lies in a folder of its user's alone.
+            if found.is_dir() || found.is_file() {
+                seen += 1;
+                assert_eq!(found.mode() & 0o077, 0, "{}", path.display());
+            }
+        }
+    }
+    assert!(seen >= 5, "{seen}");
+}
+
+#[test]
+fn it_keeps_no_descriptor_of_its_parent() {
+    let place = Place::new();
+    let (reader, _writer) = std::io::pipe().unwrap();
+    rustix::io::fcntl_setfd(&reader, rustix::io::FdFlags::empty()).unwrap();
+    let name = |path: PathBuf| std::fs::read_link(path).unwrap_or_default();
+    let ours = name(format!("/proc/self/fd/{}", reader.as_raw_fd()).into());
+    assert!(ours.to_str().unwrap().starts_with("pipe:"));
+    let daemon = place.start();
+    let open = std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).unwrap();
+    let open: Vec<_> = open.map(|entry| name(entry.unwrap().path())).collect();
+    assert!(open.len() > 3 && !open.contains(&ours), "{open:?}");
 }

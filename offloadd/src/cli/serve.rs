@@ -53,7 +53,13 @@ use super::{binary, follow_parent, raise_descriptor_limit, ratings, whole, worn}
 const PARENT_CHECK: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
-    let given = inherited::take();
+    let given = match private {
+        true => {
+            inherited::close_all().context("closing what the parent process left open")?;
+            inherited::Inherited::new()
+        }
+        false => inherited::take(),
+    };
     let parent = private.then(follow_parent).transpose()?.flatten();
     let _last_lines = log::to_stderr();
     abort_on_panic();
@@ -93,6 +99,9 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     }
     let to_write = opened.line_to_write();
     let StoreDevices { devices, .. } = opened;
+    if private {
+        devices.iter().try_for_each(Device::check_ours_alone)?;
+    }
     for device in devices.iter().filter(|device| device.has_holes()) {
         tracing::warn!(
             "device {} has holes: its space is not reserved, and a full file system would fail writes. Was it copied? `cp \
@@ -289,6 +298,9 @@ struct Signals {
 
 impl Signals {
     fn listen() -> std::io::Result<Self> {
+        // Ends a process that has no handler for it: with one, a write beyond a limit of file sizes (`ulimit -f`) fails with
+        // EFBIG instead. The handler stays when this value goes.
+        drop(signal(SignalKind::from_raw(libc::SIGXFSZ))?);
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,

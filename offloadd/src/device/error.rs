@@ -35,6 +35,18 @@ pub enum DeviceError {
         /// As the settings name it.
         path: PathBuf,
     },
+    /// Others could read or change what is there.
+    #[error(
+        "device {path}: {why}, so that other users could read or change the training's state: {mend}"
+    )]
+    Shared {
+        /// As the settings name it.
+        path: PathBuf,
+        /// What is found.
+        why: String,
+        /// What to do.
+        mend: String,
+    },
     /// The file system buffers everything.
     #[error(
         "device {path}: its file system takes no direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES}; use ext4 or XFS on the drive"

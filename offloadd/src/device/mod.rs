@@ -193,6 +193,12 @@ impl Device {
             if let Some(made) = &made {
                 device.check_is(made)?;
             }
+            if made.is_none() {
+                // One that is taken over is as private as one that is made.
+                let mode = rustix::fs::Mode::from_raw_mode(0o600);
+                let closed = rustix::fs::fchmod(&*device.file, mode);
+                closed.map_err(|e| failed("taking it away from other users (chmod)")(e.into()))?;
+            }
             if let Some(owner) = owner {
                 device.give_to(owner)?;
             }
@@ -217,6 +223,43 @@ impl Device {
         Err(failed("making a file")(io::Error::other(
             "another file was laid there meanwhile: who may write to its folder?",
         )))
+    }
+
+    /// Refuses a file that other users have access to, or that a symbolic link leads to: in a directory that is shared, anybody
+    /// may have laid one under the expected name. Asks the opened file, not the name. Block devices are the administrator's.
+    ///
+    /// # Errors
+    /// [`DeviceError::Shared`], or the file cannot be asked.
+    pub fn check_ours_alone(&self) -> Result<(), DeviceError> {
+        let path = Path::new(&self.path);
+        let failed = |action| failed(path, action);
+        let found = (self.file.metadata()).map_err(failed("asking for its owner"))?;
+        if !found.is_file() {
+            return Ok(());
+        }
+        let refused = |why: String, mend: String| {
+            Err(DeviceError::Shared {
+                path: path.to_owned(),
+                why,
+                mend,
+            })
+        };
+        let elsewhere = "name a file of your own in the settings, or remove this one".to_owned();
+        let named = std::fs::symlink_metadata(path).map_err(failed("asking for its owner"))?;
+        if (named.dev(), named.ino()) != (found.dev(), found.ino()) {
+            return refused("a symbolic link leads to it".into(), elsewhere);
+        }
+        let us = rustix::process::geteuid().as_raw();
+        if ![us, 0].contains(&found.uid()) {
+            let why = format!("it belongs to uid {}, and this is uid {us}", found.uid());
+            return refused(why, elsewhere);
+        }
+        let mode = found.mode() & 0o777;
+        if mode & 0o077 != 0 {
+            let mend = format!("chmod 600 {}", path.display());
+            return refused(format!("it has mode {mode:04o}"), mend);
+        }
+        Ok(())
     }
 
     /// Gives a file of ours to `owner`; what is another's already, a block device or has a second name stays as it is.
