@@ -186,7 +186,13 @@ fn main() -> ExitCode {
         // It would panic where nobody reads.
         .log_internal_errors(false)
         .init();
-    let result = run(Cli::parse().command).and_then(|()| Ok(said::all()?));
+    let command = Cli::parse().command;
+    // Checkpoints, tokens and run directories hold somebody's data and weights. An export is made to be handed on.
+    if !matches!(command, Command::Export(_)) {
+        let others = rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO;
+        rustix::process::umask(others);
+    }
+    let result = run(command).and_then(|()| Ok(said::all()?));
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -23,6 +23,7 @@ mod paced;
 mod parity;
 mod plan;
 mod points;
+mod private_files;
 mod random;
 mod rank_points;
 mod ranks;
