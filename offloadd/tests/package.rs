@@ -105,6 +105,9 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
         let text = std::fs::read_to_string(tree.join(&place)).unwrap();
         assert!(text.contains(words), "{place}");
     }
+    let unit =
+        std::fs::read_to_string(tree.join("usr/lib/systemd/system/offloadd.service")).unwrap();
+    assert!(unit.contains("\nMemoryMax="), "memory has no bound: {unit}");
     let commands = commands();
     assert!(commands.len() >= 7, "{commands:?}");
     for command in &commands {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -48,7 +49,12 @@ impl Place {
         });
         let place = Self { folder: folder() };
         for ((path, bytes), start) in place.devices().into_iter().zip(formatted) {
-            let mut file = fs::File::create_new(path).unwrap();
+            let mut file = fs::OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(path)
+                .unwrap();
             file.write_all(start).unwrap();
             file.set_len(bytes).unwrap();
         }

@@ -173,8 +173,15 @@ pub fn receive(
         reserved: 0,
         token: token.0,
     };
-    retry_interrupted(|| rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL))
-        .map_err(failed("send the token"))?;
+    let sent =
+        retry_interrupted(|| rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL));
+    match sent {
+        // A daemon that refuses at once has said why before it hung up.
+        Err(Errno::PIPE) => {}
+        sent => {
+            sent.map_err(failed("send the token"))?;
+        }
+    }
 
     let deadline = Instant::now() + timeout;
     loop {

@@ -71,7 +71,10 @@ mod tests {
         output.read_line(&mut line).unwrap();
         let (socket, _) = handoff::accept(&listener).unwrap().unwrap();
         if connected(&socket).is_none() {
-            println!("skipped: this kernel has no SO_PEERPIDFD (6.5)");
+            println!(
+                "skipped: {}: this kernel has no SO_PEERPIDFD (6.5)",
+                std::thread::current().name().unwrap_or("a test")
+            );
             return;
         }
         // Our own number, as if it had been given to us since.

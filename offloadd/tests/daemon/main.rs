@@ -10,6 +10,7 @@ mod growth;
 mod hostile;
 mod inspect;
 mod life;
+mod limits;
 #[path = "../loops/mod.rs"]
 mod loops;
 mod measured;
