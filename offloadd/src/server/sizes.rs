@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use hyper::body::{Body as _, Frame, SizeHint};
+use hyper::body::{Frame, SizeHint};
 use offload_api::proto::offload_server::OffloadServer;
 use offload_api::{BLOB_BYTES_MAX, MESSAGE_BYTES_MAX};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

@@ -266,7 +266,7 @@ fn other_user(place: &str) {
     }
     // The same name is another job.
     let mine = control.open_session(open("mine")).unwrap();
-    assert_eq!(mine.job, None);
+    assert_eq!(control.job(&mine.token), None);
     // Nor are others' jobs seen.
     let seen = control.metrics(proto::MetricsRequest {}).unwrap();
     let jobs: Vec<_> = seen.jobs.iter().map(|job| (job.uid, &*job.job)).collect();

@@ -48,6 +48,28 @@ impl Control {
     }
 }
 
+impl Control {
+    /// What the store knows of a session's job, put together from its parts.
+    pub(crate) fn job(&mut self, token: &[u8]) -> Option<proto::JobRecord> {
+        let request = proto::DescribeJobRequest {
+            token: token.to_vec(),
+        };
+        let (runtime, client) = (&self.runtime, &mut self.client);
+        let answer = runtime.block_on(async {
+            let mut parts = client.describe_job(request).await?.into_inner();
+            let mut whole: Option<proto::JobRecord> = None;
+            while let Some(part) = parts.message().await? {
+                match &mut whole {
+                    None => whole = Some(part),
+                    Some(whole) => whole.append(part),
+                }
+            }
+            Ok::<_, tonic::Status>(whole)
+        });
+        answer.unwrap()
+    }
+}
+
 pub(crate) fn open(job: &str) -> OpenSessionRequest {
     open_sized(job, 4096)
 }
