@@ -183,7 +183,9 @@ fn check_blank(device: &Device, id: StoreId) -> Result<(), NewcomerError> {
             // What else may lie there is looked for below.
             Err(Unreadable::Blank | Unreadable::Foreign) => {}
             Err(Unreadable::Device(error)) => return Err(StoreError::from(error).into()),
-            Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) => return Err(holds().into()),
+            Err(Unreadable::OtherVersion(_) | Unreadable::Torn { .. } | Unreadable::Damaged(_)) => {
+                return Err(holds().into());
+            }
         }
     }
     if blank {

@@ -1,8 +1,8 @@
 //! Devices whose structures were changed and sealed again, as a checksum alone would not notice: superblocks, catalog,
 //! definition, tables, records, marks, wear. A store opens, or is refused in words; what it says lies on its devices.
 //!
-//! The first byte picks one of two stores of one job and one generation (of the format's versions 1 and 2; the golden ones
-//! of the simulation). Then: which block, where in it, how many bytes, the bytes.
+//! The store has one job and one generation (the golden one of the simulation). Which block, where in it, how many bytes, the
+//! bytes; and so on.
 
 #![no_main]
 
@@ -18,10 +18,7 @@ use offloadd::store::verify::verify;
 
 const BLOCK: usize = 4096;
 const SIZES: [u64; 2] = [5 << 19, 2 << 20];
-const GOLDEN: [&str; 2] = [
-    include_str!("../../tests/simulation/golden.txt"),
-    include_str!("../../tests/simulation/golden_v1.txt"),
-];
+const GOLDEN: &str = include_str!("../../tests/simulation/golden.txt");
 
 /// Two devices, zero where nothing is.
 #[derive(Clone, Default)]
@@ -143,11 +140,10 @@ impl Blocks for Sparse {
 }
 
 /// What the bytes make of a golden store.
-fn changed(bytes: &[u8]) -> Option<Sparse> {
-    static STORES: OnceLock<[Sparse; 2]> = OnceLock::new();
-    let (&which, mut rest) = bytes.split_first()?;
-    let mut store =
-        STORES.get_or_init(|| GOLDEN.map(Sparse::of_lines))[usize::from(which % 2)].clone();
+fn changed(bytes: &[u8]) -> Sparse {
+    static STORE: OnceLock<Sparse> = OnceLock::new();
+    let mut rest = bytes;
+    let mut store = STORE.get_or_init(|| Sparse::of_lines(GOLDEN)).clone();
     let places: Vec<_> = store.0.keys().copied().collect();
     while let Some((&[place, low, high, count], bytes)) = rest.split_first_chunk() {
         let (device, offset) = places[usize::from(place) % places.len()];
@@ -159,13 +155,11 @@ fn changed(bytes: &[u8]) -> Option<Sparse> {
         rest = &bytes[count..];
     }
     store.seal();
-    Some(store)
+    store
 }
 
 fuzz_target!(|bytes: &[u8]| {
-    let Some(mut store) = changed(bytes) else {
-        return;
-    };
+    let mut store = changed(bytes);
     let _ = recover::look(&mut store);
     let read = verify(&mut store.clone());
     let opened = match recover::open(&mut store) {

@@ -11,11 +11,11 @@ use super::job::{Job, JobKey, Stored};
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, refuse};
 use crate::blocks::AlignedBytes;
-use crate::store::catalog::{Area, Catalog, Entry, JOBS_MAX};
+use crate::store::CATALOG_OFFSETS;
+use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
 use crate::store::definition::JobDefinition;
-use crate::store::manifest::SlotContent;
+use crate::store::manifest::{FIRST_SEQUENCE, SlotContent, voiding};
 use crate::store::tile_table::TileTable;
-use crate::store::{BLOCK, CATALOG_OFFSETS};
 
 /// Changes that wait for the one being written.
 pub(super) const QUEUE_MAX: usize = 256;
@@ -229,7 +229,7 @@ impl Core {
         };
         catalog.entries.push(entry.clone());
         let mut steps = vec![
-            first_writes(self.home, &entry.area, blocks),
+            first_writes(self.home, &entry, blocks),
             Step::flush([self.home]),
         ];
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
@@ -329,6 +329,7 @@ impl Core {
                     entry,
                     table,
                     [SlotContent::Empty, SlotContent::Empty],
+                    FIRST_SEQUENCE,
                 ));
                 Ok(reserved_bytes)
             }
@@ -405,15 +406,15 @@ impl Core {
     }
 }
 
-/// The definition, twice, and zeros where records and marks will be: what was there before was somebody else's, and whatever
-/// is found there from now on that is neither zeros nor ours was put there by a drive that erred.
-fn first_writes(home: DeviceIndex, area: &Area, definition: AlignedBytes) -> Step {
+/// The definition, twice, and voids in the slots: what was there before was somebody else's, and whatever is found there from
+/// now on that is not this job's was put there by a drive that erred.
+fn first_writes(home: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
+    let Entry { area, job_id, .. } = entry;
     let definitions = area
         .definitions()
         .map(|offset| (offset, definition.clone()));
-    let slots = (0..2).flat_map(|slot| area.records(slot).into_iter().chain(area.marks(slot)));
-    let zeros = slots.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize)));
-    Step::writes(home, definitions.into_iter().chain(zeros))
+    let slots = (0..2).flat_map(|slot| voiding(area, *job_id, slot, FIRST_SEQUENCE));
+    Step::writes(home, definitions.into_iter().chain(slots))
 }
 
 /// One copy, then the other: a power cut leaves a whole one.

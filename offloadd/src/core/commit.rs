@@ -109,7 +109,7 @@ impl Core {
         if round.running || !complete || job.writes_inflight_count > 0 || busy {
             return;
         }
-        let stored = job.stored.as_ref().expect("it resumed");
+        let stored = job.stored.as_mut().expect("it resumed");
         if stored.failed_count > 0 || job.poison.is_some() {
             let fault = job.poison.clone().unwrap_or_else(|| {
                 Fault::new(
@@ -138,6 +138,7 @@ impl Core {
             blobs: Arc::new(blobs),
         };
         let slot = Record::slot(record.generation);
+        let sequence = stored.next_sequence();
         let mut steps = Vec::new();
         if !removed(Mechanism::FirstFlush) {
             let touched = (job.touched.iter().enumerate())
@@ -148,7 +149,7 @@ impl Core {
         steps.push(Step::twice(
             self.home,
             stored.entry.area.records(slot),
-            record.encode(),
+            record.encode(sequence),
         ));
         if !removed(Mechanism::SecondFlush) {
             steps.push(Step::flush([self.home]));

@@ -24,7 +24,6 @@ use super::members::poison;
 use super::script::{Failed, Purpose, Step};
 use super::{Action, Buffer, Core, IoId, IoOp, IoResult};
 use crate::blocks::AlignedBytes;
-use crate::store::BLOCK;
 use crate::store::definition::Durability;
 use crate::store::manifest::{SlotContent, resumable};
 use crate::store::tile_table::Extent;
@@ -302,19 +301,14 @@ impl Core {
             .jobs
             .get_mut(&key)
             .expect("dropped only when no tile moves");
-        let stored = job.stored.as_ref().expect("it has tiles");
+        let stored = job.stored.as_mut().expect("it has tiles");
         // What is cut off now: a rank that came since the batch began clears it itself, and commits there.
         if job.members.is_empty() && job.script.is_none() {
             let unknown = |(_, slot): &(usize, &SlotContent)| matches!(slot, SlotContent::Unknown);
             let found = stored.slots.iter().enumerate().filter(unknown);
             cleared.extend(found.map(|(slot, _)| slot));
         }
-        let mut writes = Vec::new();
-        for &slot in cleared.iter() {
-            let area = &stored.entry.area;
-            let places = area.records(slot).into_iter().chain(area.marks(slot));
-            writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
-        }
+        let writes = stored.voiding(cleared);
         let mut steps = Vec::new();
         if !writes.is_empty() {
             // A commit writes there too.

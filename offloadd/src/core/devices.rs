@@ -111,7 +111,6 @@ impl Core {
                 store: self.catalog.catalog.store,
                 // Given when its turn comes.
                 number: u32::MAX,
-                device_count: 0,
                 id: new.id,
                 drained: false,
                 data_bytes: new.data_bytes,
@@ -245,8 +244,6 @@ impl Core {
                 let superblock = &mut self.devices[device.0 as usize].superblock;
                 let number = superblock.number;
                 superblock.drained = true;
-                // Of version 1, which it is written without.
-                superblock.device_count = 0;
                 let blocks = superblock.encode();
                 catalog.devices.retain(|entry| entry.number != number);
                 let mut steps = catalog_steps(self.home, catalog);

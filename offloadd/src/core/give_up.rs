@@ -8,8 +8,6 @@ use offload_api::ids::Generation;
 use super::job::JobKey;
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, refuse};
-use crate::blocks::AlignedBytes;
-use crate::store::BLOCK;
 use crate::store::manifest::SlotContent;
 
 impl Core {
@@ -21,14 +19,10 @@ impl Core {
     ) -> Result<Option<Reply>, Fault> {
         self.check_writing()?;
         let stored = self.closed(&key)?;
-        let area = &stored.entry.area;
-        let mut writes = Vec::new();
-        for (slot, content) in stored.slots.iter().enumerate() {
-            if let SlotContent::Unreadable(_) = content {
-                let places = area.records(slot).into_iter().chain(area.marks(slot));
-                writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
-            }
-        }
+        let unreadable = |slot: &usize| matches!(stored.slots[*slot], SlotContent::Unreadable(_));
+        let slots: Vec<usize> = (0..stored.slots.len()).filter(unreadable).collect();
+        let stored = self.jobs.get_mut(&key).and_then(|job| job.stored.as_mut());
+        let writes = stored.expect("just seen").voiding(&slots);
         if writes.is_empty() {
             return Err(Fault::new(
                 FaultKind::Invalid,

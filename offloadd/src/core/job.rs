@@ -11,9 +11,10 @@ use super::commit::Round;
 use super::io::{ParkedWrite, free_extent};
 use super::script::ScriptId;
 use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply, SessionId};
+use crate::blocks::AlignedBytes;
 use crate::store::catalog::Entry;
 use crate::store::definition::{Durability, JobDefinition, JobName};
-use crate::store::manifest::{Mark, Marked, Record, SlotContent, Version, resumable};
+use crate::store::manifest::{Mark, Marked, Record, SlotContent, Version, resumable, voiding};
 use crate::store::recover::RecoveredJob;
 use crate::store::tile_table::TileTable;
 
@@ -75,6 +76,8 @@ pub(super) struct Stored {
     pub(super) entry: Entry,
     pub(super) table: TileTable,
     pub(super) slots: [SlotContent; 2],
+    /// The highest one written to them.
+    sequence: u64,
     pub(super) tiles: Vec<TileState>,
     /// Tiles whose last write failed.
     pub(super) failed_count: usize,
@@ -119,12 +122,18 @@ impl TileState {
 }
 
 impl Stored {
-    pub(super) fn new(entry: Entry, table: TileTable, slots: [SlotContent; 2]) -> Self {
+    pub(super) fn new(
+        entry: Entry,
+        table: TileTable,
+        slots: [SlotContent; 2],
+        sequence: u64,
+    ) -> Self {
         let tiles = vec![TileState::default(); table.extents.len()];
         Self {
             entry,
             table,
             slots,
+            sequence,
             tiles,
             failed_count: 0,
         }
@@ -148,6 +157,20 @@ impl Stored {
     /// The content of the slot of `generation`.
     pub(super) fn slot_of(&mut self, generation: Generation) -> &mut SlotContent {
         &mut self.slots[Record::slot(generation)]
+    }
+
+    /// Of what is written to a slot next.
+    pub(super) fn next_sequence(&mut self) -> u64 {
+        self.sequence += 1;
+        self.sequence
+    }
+
+    /// Writes that make `slots` empty.
+    pub(super) fn voiding(&mut self, slots: &[usize]) -> Vec<(u64, AlignedBytes)> {
+        let sequence = self.next_sequence();
+        let Entry { area, job_id, .. } = &self.entry;
+        let of_slot = |slot: &usize| voiding(area, *job_id, *slot, sequence);
+        slots.iter().flat_map(of_slot).collect()
     }
 
     pub(super) fn clean(&self) -> bool {
@@ -243,9 +266,10 @@ impl Job {
             entry,
             table,
             slots,
+            sequence,
         } = recovered;
         Self {
-            stored: Some(Stored::new(entry, table, slots)),
+            stored: Some(Stored::new(entry, table, slots, sequence)),
             ..Self::new(device_count)
         }
     }

@@ -167,8 +167,6 @@ impl Core {
 
     fn superblock_with(&self, device: DeviceIndex, rates: &MeasuredRates) -> Superblock {
         Superblock {
-            // Of version 1, which it is written without: the catalog lists it.
-            device_count: 0,
             read_bytes_per_s: rates.read_bytes_per_s,
             write_bytes_per_s: rates.write_bytes_per_s,
             ..self.devices[device.0 as usize].superblock

@@ -8,8 +8,6 @@ use super::job::{JobKey, Stored};
 use super::members::poison;
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, SessionId, next};
-use crate::blocks::AlignedBytes;
-use crate::store::BLOCK;
 use crate::store::definition::{Durability, JobName};
 use crate::store::manifest::{Mark, Record, SlotContent, resumable};
 
@@ -195,20 +193,16 @@ fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
 
 /// Before a write is accepted: whatever claims to be later than `generation` is overwritten, and `generation` itself is
 /// marked, because the one before it is written over from now on.
-fn give_up_steps(home: DeviceIndex, stored: &Stored, generation: Generation) -> Vec<Step> {
-    let area = &stored.entry.area;
-    let mut writes = Vec::new();
-    for (slot, content) in stored.slots.iter().enumerate() {
-        if is_given_up(content, generation) {
-            let places = area.records(slot).into_iter().chain(area.marks(slot));
-            writes.extend(places.map(|offset| (offset, AlignedBytes::zeroed(BLOCK as usize))));
-        }
-    }
+fn give_up_steps(home: DeviceIndex, stored: &mut Stored, generation: Generation) -> Vec<Step> {
+    let slots = 0..stored.slots.len();
+    let given_up = slots.filter(|&slot| is_given_up(&stored.slots[slot], generation));
+    let given_up: Vec<usize> = given_up.collect();
+    let mut writes = stored.voiding(&given_up);
     if let Some(marked) = (stored.slots.iter().filter_map(SlotContent::sound))
         .find(|marked| marked.record.generation == generation && !marked.confirmed())
     {
         let mark = marked.record.encode_mark(Mark::Confirmed);
-        let places = area.marks(Record::slot(generation));
+        let places = stored.entry.area.marks(Record::slot(generation));
         writes.extend(places.map(|offset| (offset, mark.clone())));
     }
     if writes.is_empty() {

@@ -41,7 +41,7 @@ pub struct Catalog {
     pub next_number: u32,
     /// Jobs, in no order.
     pub entries: Vec<Entry>,
-    /// Devices, by number. None in version 1: there the superblocks say.
+    /// Devices, by number.
     pub devices: Vec<DeviceEntry>,
 }
 
@@ -105,38 +105,49 @@ pub struct Area {
     pub definition_bytes: u64,
     /// Room of one copy of a record.
     pub record_bytes_max: u64,
+    /// Unused, between the copies.
+    pub gap_bytes: u64,
 }
 
 impl Area {
     /// Bytes of all of it.
     pub fn bytes(&self) -> u64 {
-        2 * self.definition_bytes + 2 * self.slot_bytes()
+        2 * self.copy_bytes() + self.gap_bytes
     }
 
     /// Both copies of the definition.
     pub fn definitions(&self) -> [u64; 2] {
-        [self.offset, self.offset + self.definition_bytes]
+        self.both(0)
     }
 
     /// Both copies of the record in `slot`.
     pub fn records(&self, slot: usize) -> [u64; 2] {
-        let start = self.slot(slot);
-        [start, start + self.record_bytes_max]
+        self.both(self.slot(slot))
     }
 
-    /// Both copies of the mark beside the record in `slot`; they are neighbours.
+    /// Both copies of the mark beside the record in `slot`.
     pub fn marks(&self, slot: usize) -> [u64; 2] {
-        let start = self.slot(slot) + 2 * self.record_bytes_max;
-        [start, start + BLOCK]
+        self.both(self.slot(slot) + self.record_bytes_max)
     }
 
+    /// What lies `at` in each copy.
+    fn both(&self, at: u64) -> [u64; 2] {
+        let start = self.offset + at;
+        [start, start + self.copy_bytes() + self.gap_bytes]
+    }
+
+    /// Where `slot` lies in each copy.
     fn slot(&self, slot: usize) -> u64 {
         assert!(slot < 2);
-        self.offset + 2 * self.definition_bytes + slot as u64 * self.slot_bytes()
+        self.definition_bytes + slot as u64 * self.slot_bytes()
     }
 
     fn slot_bytes(&self) -> u64 {
-        2 * self.record_bytes_max + 2 * BLOCK
+        self.record_bytes_max + BLOCK
+    }
+
+    fn copy_bytes(&self) -> u64 {
+        self.definition_bytes + 2 * self.slot_bytes()
     }
 }
 
@@ -162,9 +173,10 @@ struct RawEntry {
     area_offset: u64,
     definition_bytes: u64,
     record_bytes_max: u64,
+    gap_bytes: u64,
     reserved_bytes: u64,
     definition_crc: u32,
-    reserved: [u32; 3],
+    reserved: u32,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -251,11 +263,7 @@ impl Catalog {
                 header.sequence
             )));
         }
-        let known = match header.head.version {
-            1 => device_count == 0 && header.next_number == 0,
-            _ => (1..=DEVICES_MAX).contains(&device_count),
-        };
-        if !known {
+        if !(1..=DEVICES_MAX).contains(&device_count) {
             return Err(damaged(format!("it claims {device_count} devices")));
         }
         let (entries, rest) =
@@ -332,20 +340,22 @@ impl Entry {
             area_offset: self.area.offset,
             definition_bytes: self.area.definition_bytes,
             record_bytes_max: self.area.record_bytes_max,
+            gap_bytes: self.area.gap_bytes,
             reserved_bytes: self.reserved_bytes,
             definition_crc: self.definition_crc,
-            reserved: [0; 3],
+            reserved: 0,
         }
     }
 
     fn from_raw(raw: &RawEntry) -> Option<Self> {
         let name = raw.name.get(..raw.name_bytes as usize)?;
-        let sound = raw.reserved == [0; 3]
+        let sound = raw.reserved == 0
             && raw.name[name.len()..].iter().all(|&byte| byte == 0)
             && [
                 raw.area_offset,
                 raw.definition_bytes,
                 raw.record_bytes_max,
+                raw.gap_bytes,
                 raw.reserved_bytes,
             ]
             .iter()
@@ -361,6 +371,7 @@ impl Entry {
                 offset: raw.area_offset,
                 definition_bytes: raw.definition_bytes,
                 record_bytes_max: raw.record_bytes_max,
+                gap_bytes: raw.gap_bytes,
             },
             definition_crc: raw.definition_crc,
             reserved_bytes: raw.reserved_bytes,

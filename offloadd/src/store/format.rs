@@ -51,7 +51,10 @@ pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
                 Err(Unreadable::Device(error)) => return Err(error.into()),
                 Ok(block) if Superblock::decode(&block).is_ok_and(|found| found.drained) => {}
                 // A damaged superblock is still a sign that the device was somebody's.
-                Ok(_) | Err(Unreadable::Newer(_) | Unreadable::Damaged(_)) if !force => {
+                Ok(_)
+                | Err(
+                    Unreadable::OtherVersion(_) | Unreadable::Torn { .. } | Unreadable::Damaged(_),
+                ) if !force => {
                     return Err(StoreError::HoldsStore { path });
                 }
                 _ => {}
@@ -97,7 +100,6 @@ pub fn format(
         let superblock = Superblock {
             store: id,
             number: position as u32,
-            device_count: 0,
             id: DeviceId::default(),
             drained: false,
             data_bytes: data_bytes(blocks.size_bytes(position)),

@@ -105,7 +105,10 @@ pub fn settle_watched(
     }
     let areas: Vec<Area> = store.catalog.entries.iter().map(|e| e.area).collect();
     let sizes: Vec<u64> = areas.iter().map(Area::bytes).collect();
-    let area_bytes: u64 = sizes.iter().sum();
+    // The gaps hold nothing.
+    let area_bytes: u64 = (areas.iter())
+        .map(|area| area.bytes() - area.gap_bytes)
+        .sum();
     let Some((target, offsets)) = place_areas(&store.space, store.devices.len(), &sizes) else {
         return Ok(HomeMove::Failed(format!(
             "the records of {} jobs, {area_bytes} bytes, find no room on one other device",

@@ -7,6 +7,7 @@ use offload_api::{BLOB_BYTES_MAX, TILES_MAX};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::BLOCK;
+use super::catalog::Area;
 use super::sealed::{self, Head, Unreadable};
 use crate::blocks::AlignedBytes;
 
@@ -61,8 +62,10 @@ pub enum Mark {
 struct RawRecord {
     head: Head,
     job_id: u64,
+    /// 0 = a void.
     generation: u64,
     epoch: u64,
+    sequence: u64,
     tile_count: u64,
     blob_count: u32,
     born_confirmed: u32,
@@ -97,7 +100,7 @@ struct RawMark {
     reserved: u32,
 }
 
-const _: () = assert!(size_of::<RawRecord>() == 80 && size_of::<RawVersion>() == 16);
+const _: () = assert!(size_of::<RawRecord>() == 88 && size_of::<RawVersion>() == 16);
 const _: () = assert!(size_of::<RawBlob>() == 8 && size_of::<RawMark>() == 64);
 
 /// Most one copy can need; bounds what a head can make a reader allocate.
@@ -128,13 +131,14 @@ impl Record {
         (generation.0 % 2) as usize
     }
 
-    /// Sealed blocks.
-    pub fn encode(&self) -> AlignedBytes {
+    /// Sealed blocks. `sequence` is higher than that of anything its slot held before.
+    pub fn encode(&self, sequence: u64) -> AlignedBytes {
         let header = RawRecord {
             head: Head::unsealed(RECORD_MAGIC),
             job_id: self.job_id,
             generation: self.generation.0,
             epoch: self.epoch.0,
+            sequence,
             tile_count: self.versions.len() as u64,
             blob_count: self.blobs.len() as u32,
             born_confirmed: u32::from(self.born_confirmed),
@@ -155,19 +159,24 @@ impl Record {
         sealed::seal(&parts)
     }
 
-    /// From blocks whose seal is sound. A record of another job (of a dropped one) is [`Unreadable::Blank`].
-    pub fn decode(
+    /// From blocks whose seal is sound; `None`: a void.
+    fn decode(
         blocks: &AlignedBytes,
         job_id: u64,
         tile_count: usize,
-    ) -> Result<Self, Unreadable> {
+    ) -> Result<Option<Self>, Unreadable> {
         let damaged = |what: &str| Unreadable::Damaged(what.into());
         let (header, rest) = RawRecord::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.job_id != job_id {
-            return Err(Unreadable::Blank);
+            return Err(damaged("it is another job's"));
+        }
+        if header.generation == 0 {
+            return match blocks.as_slice() == void(job_id, header.sequence).as_slice() {
+                true => Ok(None),
+                false => Err(damaged("its checksum fits, its fields make no sense")),
+            };
         }
         let sound = header.tile_count == tile_count as u64
-            && header.generation != 0
             && header.blob_count <= LOCAL_RANKS_MAX
             && header.born_confirmed <= 1
             && header.reserved == 0;
@@ -192,7 +201,7 @@ impl Record {
             blobs.push((Rank(entry.rank), blob.to_vec()));
             rest = after;
         }
-        Ok(Self {
+        Ok(Some(Self {
             job_id,
             generation: Generation(header.generation),
             epoch: Epoch(header.epoch),
@@ -200,7 +209,7 @@ impl Record {
             table_revision: header.table_revision,
             versions: Arc::new(versions),
             blobs: Arc::new(blobs),
-        })
+        }))
     }
 
     /// The mark that says `mark` of this record, one block.
@@ -232,6 +241,63 @@ impl Record {
     }
 }
 
+/// What a copy of a slot says, and how late it was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slotted {
+    /// Counts what was written to the job's slots: the higher one of two sound copies counts.
+    pub sequence: u64,
+    /// `None`: a void.
+    pub record: Option<Record>,
+}
+
+impl Slotted {
+    /// From blocks whose seal is sound. What is another job's is damage: a slot holds a void before its first record.
+    pub fn decode(
+        blocks: &AlignedBytes,
+        job_id: u64,
+        tile_count: usize,
+    ) -> Result<Self, Unreadable> {
+        let record = Record::decode(blocks, job_id, tile_count)?;
+        let (header, _) = RawRecord::ref_from_prefix(blocks.as_slice()).expect("a block");
+        Ok(Self {
+            sequence: header.sequence,
+            record,
+        })
+    }
+}
+
+/// The first void of a slot.
+pub const FIRST_SEQUENCE: u64 = 1;
+
+/// What makes `slot` empty: a void in both copies, and no mark. Each is blocks and where at home they go.
+pub fn voiding(
+    area: &Area,
+    job_id: u64,
+    slot: usize,
+    sequence: u64,
+) -> impl Iterator<Item = (u64, AlignedBytes)> {
+    let voids = area.records(slot).map(|at| (at, void(job_id, sequence)));
+    let marks = area.marks(slot);
+    let marks = marks.map(|at| (at, AlignedBytes::zeroed(BLOCK as usize)));
+    voids.into_iter().chain(marks)
+}
+
+fn void(job_id: u64, sequence: u64) -> AlignedBytes {
+    let raw = RawRecord {
+        head: Head::unsealed(RECORD_MAGIC),
+        job_id,
+        generation: 0,
+        epoch: 0,
+        sequence,
+        tile_count: 0,
+        blob_count: 0,
+        born_confirmed: 0,
+        table_revision: 0,
+        reserved: 0,
+    };
+    sealed::seal(&[raw.as_bytes()])
+}
+
 /// A record with its mark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marked {
@@ -252,12 +318,12 @@ impl Marked {
 /// What one of a job's two slots holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SlotContent {
-    /// Nothing of this job.
+    /// A void.
     Empty,
-    /// Bytes that are no record, or may be one tomorrow: cut off by power loss, damaged, or a write that failed.
+    /// Bytes that are no record, or may be one tomorrow: cut off by power loss, or a write that failed.
     Unknown,
-    /// The device did not give what is there: perhaps the newest record, acknowledged, with any extents. It stays until
-    /// somebody gives it up. Why, for people.
+    /// The device did not give what is there, or it was written over: perhaps the newest record, acknowledged, with any
+    /// extents. It stays until somebody gives it up. Why, for people.
     Unreadable(String),
     /// A record.
     Sound(Marked),

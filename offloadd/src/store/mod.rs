@@ -9,17 +9,21 @@
 //!                960 KiB
 //! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; at home also each job's area:
 //!
-//! job's area     definition, copy A │ copy B      tiles and their extents, layout; copy A, flush, copy B, flush
-//!                slot 0: record A │ record B │ mark A │ mark B     even generations
-//!                slot 1: record A │ record B │ mark A │ mark B     odd generations
+//! job's area     copy A: definition │ slot 0: record, mark │ slot 1: record, mark
+//!                a gap as long as the job's largest tile
+//!                copy B: the same
 //! ```
 //!
 //! Everything but tiles and wear stands twice: one damaged copy is named and mended from the other. Each starts with the same
-//! [`sealed::Head`], whose checksum covers all its blocks. Little endian, fixed width, reserved bytes zero.
+//! [`sealed::Head`], whose checksum covers all its blocks. Little endian, fixed width, reserved bytes zero. A job's copies
+//! are so far from each other that a write of one of its tiles to a wrong place cannot hit both.
 //!
 //! - A *record* is the manifest of one generation: for each tile which extent holds it, its checksum and the generation
 //!   that wrote it; then one blob a rank. It is written after the tiles are flushed, so a record that reads back whole
-//!   is true, and one that power loss cut off does not read back.
+//!   is true, and one that power loss cut off does not read back. Even generations are in slot 0, odd ones in slot 1.
+//! - A *void* is what a slot holds instead of a record: from when the job is defined, and after a record is given up. A slot
+//!   therefore never holds zeros or another job's record unless a drive erred; both copies damaged like that may have been
+//!   the newest generation, so nobody resumes until it is discarded. The copy with the higher sequence counts.
 //! - A *mark* says more about the record beside it without touching it: `confirmed` (every node has this generation), or
 //!   `overwriting` (durability none: its tiles are being written in place, so they are not to be trusted).
 //! - The *catalog* says which devices the store is made of. A device comes by one write of it, after its superblock, and
@@ -27,7 +31,7 @@
 //!   whose device the catalog does not list is of no store. Each life of a daemon writes the catalog before it serves, two
 //!   numbers further: what was handed over by one life is refused when another one has been there since. It moves itself when
 //!   its device is drained: see [`home`].
-//! - A *definition* is written again when tiles move to another device, with a higher revision: the newer sound copy
+//! - A *definition* (tiles and their extents, layout) is written copy A, flush, copy B, flush, and again when tiles move to another device, with a higher revision: the newer sound copy
 //!   counts. Records name the first or the second extent of a tile, so they stay true: an extent is exchanged while it
 //!   holds nothing that a record names, or for one that holds the same bytes, flushed before. The old extent is taken again
 //!   only when both copies of the new definition are durable. A record says the revision it was written under; a
@@ -35,9 +39,7 @@
 //! - A *generation can be resumed from* when it is the newest, or when the newest is not yet confirmed: from the moment
 //!   the newest is confirmed, the extents of the one before are written again. See [`manifest::resumable`].
 //!
-//! A later `version` is refused by number, untouched, and an earlier one is read: of version 1 the superblocks say how many
-//! devices there are, and definitions have revision 0. What is written is of this version, the catalog at
-//! each start, so an earlier offloadd refuses it. The head and its checksum are the same in every version.
+//! Another `version` is refused by number, untouched. The head and its checksum are the same in every version.
 
 pub mod catalog;
 pub mod content;
@@ -60,7 +62,7 @@ use offload_api::BLOCK_BYTES;
 pub const BLOCK: u64 = BLOCK_BYTES as u64;
 
 /// Version of everything stored.
-pub const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Where the two superblocks of a device lie.
 pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, 64 << 10];
@@ -98,6 +100,14 @@ pub enum StoreError {
         /// Device.
         path: String,
     },
+    /// No superblock, and something else.
+    #[error(
+        "{path} holds something that offloadd did not write: take it from the list `devices`, or restore it from a backup if it was a device of the store"
+    )]
+    NotOurs {
+        /// Device.
+        path: String,
+    },
     /// Format would destroy one.
     #[error(
         "{path} holds a store already: drop it from the list, or format with --force to lose what is in it"
@@ -106,11 +116,11 @@ pub enum StoreError {
         /// Device.
         path: String,
     },
-    /// Made by a later offloadd.
+    /// Made by another offloadd.
     #[error(
-        "{what} of {path} has format version {version}, this offloadd knows {FORMAT_VERSION}: use the newer offloadd; nothing was changed"
+        "{what} of {path} has format version {version}, this offloadd reads only version {FORMAT_VERSION}: use the offloadd that made the store, or format the device to lose what is in it; nothing was changed"
     )]
-    NewerVersion {
+    OtherVersion {
         /// Which structure.
         what: String,
         /// Device.
@@ -182,6 +192,16 @@ pub enum StoreError {
         "{path} is not of the store that {other_path} belongs to: take it from the list `devices`, and bring it into the store with `offloadd device add {path}`"
     )]
     NotAdded {
+        /// Device.
+        path: String,
+        /// One of the store.
+        other_path: String,
+    },
+    /// A blank device, and the store lacks one.
+    #[error(
+        "{path} holds no superblock, and the store that {other_path} belongs to lacks a device: either `offloadd format` was cut off, or {path} lost its beginning. If the store is new, run `offloadd format --force` on all devices of the list `devices`, which loses what is in them; otherwise restore {path} from a backup"
+    )]
+    Incomplete {
         /// Device.
         path: String,
         /// One of the store.

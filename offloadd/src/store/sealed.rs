@@ -1,6 +1,6 @@
 //! What every stored structure starts with, and the checksum over all of it.
 //!
-//! The rule is the same in every format version, so a reader can tell "newer" from "damaged".
+//! The rule is the same in every format version, so a reader can tell "of another version" from "damaged".
 
 use offload_api::checksum::checksum;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -14,7 +14,7 @@ use crate::blocks::{AlignedBytes, BlockError, Blocks};
 pub struct Head {
     /// Which structure.
     pub magic: [u8; 8],
-    /// [`FORMAT_VERSION`], or an earlier one.
+    /// [`FORMAT_VERSION`].
     pub version: u32,
     /// CRC-32C of all `bytes`, taken with this field zero.
     pub crc: u32,
@@ -50,10 +50,18 @@ pub enum Unreadable {
     /// Nothing of ours: other magic.
     #[error("it holds bytes that are none of ours")]
     Foreign,
-    /// Sound, but of a later format.
+    /// Sound, but of another format version.
     #[error("it has format version {0}")]
-    Newer(u32),
-    /// Ours, and not whole.
+    OtherVersion(u32),
+    /// Ours, and not whole: the only state that a write cut off by power loss leaves.
+    #[error("checksum {found:08x}, its head says {expected:08x}")]
+    Torn {
+        /// By its head.
+        expected: u32,
+        /// Of its bytes.
+        found: u32,
+    },
+    /// Ours, and no writer of ours leaves it so.
     #[error("{0}")]
     Damaged(String),
     /// The device did not give it.
@@ -121,16 +129,13 @@ fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), U
     let crc = checksum(all.as_slice());
     all.as_mut_slice()[CRC_OFFSET..CRC_OFFSET + 4].copy_from_slice(&head.crc.to_le_bytes());
     if crc != head.crc {
-        return Err(Unreadable::Damaged(format!(
-            "checksum {crc:08x}, its head says {:08x}",
-            head.crc
-        )));
+        return Err(Unreadable::Torn {
+            expected: head.crc,
+            found: crc,
+        });
     }
-    if head.version > FORMAT_VERSION {
-        return Err(Unreadable::Newer(head.version));
-    }
-    if head.version == 0 {
-        return Err(Unreadable::Damaged("there never was a version 0".into()));
+    if head.version != FORMAT_VERSION {
+        return Err(Unreadable::OtherVersion(head.version));
     }
     if head.reserved != 0 {
         return Err(Unreadable::Damaged("a reserved field is not zero".into()));

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::format::MeasuredRates;
 use super::sealed::{self, Head, Unreadable};
-use super::{BLOCK, DATA_OFFSET, DEVICES_MAX};
+use super::{BLOCK, DATA_OFFSET};
 use crate::blocks::AlignedBytes;
 use offload_api::BLOCK_BYTES;
 
@@ -34,8 +34,6 @@ pub struct Superblock {
     pub store: StoreId,
     /// Of this device in the store, never given to another.
     pub number: u32,
-    /// Devices of the store: of version 1, whose catalogs do not list them; 0 since.
-    pub device_count: u32,
     /// Tells it from another of this number.
     pub id: DeviceId,
     /// It has left the store, in order.
@@ -56,7 +54,7 @@ struct Raw {
     head: Head,
     store: [u8; 16],
     number: u32,
-    device_count: u32,
+    reserved: u32,
     block_bytes: u32,
     drained: u32,
     data_offset: u64,
@@ -84,7 +82,7 @@ impl Superblock {
             head: Head::unsealed(MAGIC),
             store: self.store.0,
             number: self.number,
-            device_count: self.device_count,
+            reserved: 0,
             block_bytes: BLOCK_BYTES,
             drained: u32::from(self.drained),
             data_offset: DATA_OFFSET,
@@ -100,11 +98,7 @@ impl Superblock {
     /// From a block whose seal is sound.
     pub fn decode(block: &AlignedBytes) -> Result<Self, Unreadable> {
         let (raw, rest) = Raw::ref_from_prefix(block.as_slice()).expect("a block");
-        let listed = match raw.head.version {
-            1 => (1..=DEVICES_MAX).contains(&raw.device_count) && raw.number < raw.device_count,
-            _ => raw.device_count == 0,
-        };
-        let sound = listed
+        let sound = raw.reserved == 0
             && raw.drained <= 1
             && rest.iter().all(|&byte| byte == 0)
             && raw.block_bytes == BLOCK_BYTES
@@ -120,7 +114,6 @@ impl Superblock {
         Ok(Self {
             store: StoreId(raw.store),
             number: raw.number,
-            device_count: raw.device_count,
             id: DeviceId(raw.id),
             drained: raw.drained == 1,
             data_bytes: raw.data_bytes,

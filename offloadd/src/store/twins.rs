@@ -24,9 +24,10 @@ pub struct Note {
 pub enum Consequence {
     /// The other copy serves.
     Mended,
-    /// Neither copy of a record is whole: power loss during a commit that was not acknowledged, or damage to both.
+    /// Neither copy of a record is whole, as power loss during a commit leaves them: it was not acknowledged.
     GenerationLost,
-    /// The device does not give a record that may be the newest: its job waits for somebody's word.
+    /// A record that may be the newest is not given by the device, or both copies were written over: an administrator must
+    /// decide what becomes of its job.
     Undecided,
     /// Left from when the home moved, on a device that does not let go of it.
     Superseded,
@@ -40,7 +41,7 @@ impl std::fmt::Display for Note {
                 "it cannot be zeroed; the newer one on another device serves"
             }
             Consequence::GenerationLost => {
-                "a commit was cut off before it was acknowledged, or both copies are damaged; the generation before it serves"
+                "a commit was cut off before it was acknowledged, or both copies were changed in place; the generation before it serves"
             }
             Consequence::Undecided => {
                 "it may be the newest generation: its job is not gone on from, and its tiles stay where they are, until it can be read or is given up (`offloadd give-up`)"
@@ -95,7 +96,7 @@ impl<B: Blocks> Reader<'_, B> {
         copies: [Copy<T>; 2],
         key: impl Fn(&T) -> K,
     ) -> Result<T, StoreError> {
-        self.refuse_newer(what, position, &copies)?;
+        self.refuse_other_version(what, position, &copies)?;
         let path = self.blocks.path(position).to_owned();
         let [first, second] = copies;
         let (taken, blocks, stale) = match (first, second) {
@@ -139,16 +140,16 @@ impl<B: Blocks> Reader<'_, B> {
         Ok(taken)
     }
 
-    /// Sound and of a later version: the store is a newer daemon's, whatever the other copy says.
-    pub(super) fn refuse_newer<T>(
+    /// Sound and of another version: the store is another daemon's, whatever the other copy says.
+    pub(super) fn refuse_other_version<T>(
         &self,
         what: &str,
         position: usize,
         copies: &[Copy<T>; 2],
     ) -> Result<(), StoreError> {
         for copy in copies {
-            if let Err(Unreadable::Newer(version)) = copy {
-                return Err(StoreError::NewerVersion {
+            if let Err(Unreadable::OtherVersion(version)) = copy {
+                return Err(StoreError::OtherVersion {
                     what: what.to_owned(),
                     path: self.blocks.path(position).to_owned(),
                     version: *version,

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::blocks::{AlignedBytes, BlockError, Blocks};
 use offloadd::core::Call;
@@ -14,7 +15,9 @@ use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
+use offloadd::store::twins::Consequence;
 use offloadd::store::verify::{Report, verify};
 
 use super::world::{Process, World, definition, formatted, job};
@@ -202,4 +205,99 @@ fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
         named_by_tile > 10 && named_by_note > 10,
         "{named_by_tile} {named_by_note}"
     );
+}
+
+/// Two jobs of two committed generations.
+fn two_jobs() -> SimDisks {
+    let mut world = World::start(formatted(), SimRandom::new(9));
+    for name in ["one", "two"] {
+        let process = world.begin(name, 3, Durability::Committed);
+        for generation in 1..=2 {
+            for tile in 0..3 {
+                let seed = generation * 100 + u64::from(tile);
+                world.write(process, generation, tile, seed).unwrap();
+            }
+            world.commit(process, generation).unwrap();
+        }
+        // Written over what the first generation had.
+        world.write(process, 3, 0, 300).unwrap();
+    }
+    world.crash(false).0
+}
+
+#[test]
+fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_waits() {
+    let whole = two_jobs();
+    let store = recover::read(&mut whole.clone()).unwrap();
+    let home = store[store.home].position;
+    let [one, two] = ["one", "two"].map(|name| {
+        let found = |job: &&recover::RecoveredJob| job.entry.name.as_str() == name;
+        store.jobs.iter().find(found).unwrap().entry.area
+    });
+    for others in [false, true] {
+        let mut disks = whole.clone();
+        let mut block = AlignedBytes::zeroed(BLOCK as usize);
+        if others {
+            disks.read(home, two.records(0)[0], &mut block).unwrap();
+        }
+        // Generation 2 is in slot 0.
+        for offset in one.records(0) {
+            disks.write(home, offset, &block).unwrap();
+        }
+        let report = verify(&mut disks).unwrap();
+        assert!(!report.is_sound());
+        assert_eq!(report.damaged_tiles, [], "no tile was touched");
+        let [note, other_copy] = &report.notes[..] else {
+            panic!("{:?}", report.notes);
+        };
+        assert_eq!(note.consequence, Consequence::Undecided);
+        assert_eq!([note.offset, other_copy.offset], one.records(0));
+        let why = ["it was overwritten with zeros", "it is another job's"][usize::from(others)];
+        assert_eq!((note.why.as_str(), other_copy.why.as_str()), (why, why));
+        assert_eq!(report.undecided_jobs.len(), 1);
+        assert_eq!(report.undecided_jobs[0].differing_count, 1);
+        // Nobody resumes from the generation before by accident, and the other job is well.
+        let mut world = World::start(disks, SimRandom::new(1));
+        let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+        for generation in [0, 1, 2] {
+            let fault = world.resume(process, generation).unwrap_err();
+            assert_eq!(fault.kind, FaultKind::Damaged);
+            assert!(fault.message.contains(why), "{fault}");
+        }
+        let process = world.go_on("two", 2);
+        world.expect_tile(process, 0, 200);
+    }
+}
+
+#[test]
+fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
+    let mut disks = two_jobs();
+    let store = recover::read(&mut disks).unwrap();
+    let home = store[store.home].position;
+    for copy in [0, 1] {
+        let offset = store.jobs[0].entry.area.records(0)[copy];
+        let zeros = AlignedBytes::zeroed(BLOCK as usize);
+        disks.write(home, offset, &zeros).unwrap();
+        assert!(!verify(&mut disks).unwrap().is_sound());
+        let opened = recover::open(&mut disks).unwrap();
+        assert_eq!(opened.jobs[0].slots, store.jobs[0].slots);
+        assert!(verify(&mut disks).unwrap().is_sound());
+    }
+}
+
+#[test]
+fn no_misdirected_write_of_a_tile_hits_both_copies_of_a_jobs_structures() {
+    let store = recover::read(&mut two_jobs()).unwrap();
+    for job in &store.jobs {
+        let area = job.entry.area;
+        let tiles = job.table.definition.tiles().iter();
+        let largest = tiles.map(|tile| u64::from(tile.tile_bytes)).max().unwrap();
+        let [first, second] = area.definitions();
+        let first_end = area.marks(1)[0] + BLOCK;
+        assert!(first < first_end && first_end + largest <= second);
+        for [one, other] in [0, 1].map(|slot| area.records(slot)) {
+            assert!((first..first_end).contains(&one) && other >= second);
+        }
+        assert_eq!(area.offset + area.bytes(), area.marks(1)[1] + BLOCK);
+    }
 }

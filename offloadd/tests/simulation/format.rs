@@ -3,8 +3,8 @@
 
 use offload_api::checksum::checksum;
 use offload_api::ids::Generation;
-use offloadd::blocks::{AlignedBytes, Blocks};
-use offloadd::core::{Call, Reply};
+use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use offloadd::core::{Call, IoOp};
 use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
@@ -15,8 +15,6 @@ use offloadd::store::{SUPERBLOCK_OFFSETS, StoreError, recover};
 use super::world::{Process, World, content, definition, formatted, job};
 
 const GOLDEN: &str = include_str!("golden.txt");
-/// The same store, as version 1 of the format had it.
-const GOLDEN_V1: &str = include_str!("golden_v1.txt");
 const TILE_SEED: u64 = 5;
 
 /// One job of one tile, of two nodes, one generation, confirmed. Everything is fixed.
@@ -89,39 +87,6 @@ fn the_golden_store_still_opens() {
     opens(&mut of_lines(GOLDEN));
 }
 
-#[test]
-fn a_store_of_version_1_opens_and_is_gone_on_with_and_grows() {
-    let mut disks = of_lines(GOLDEN_V1);
-    opens(&mut disks);
-    let mut world = World::start(disks, SimRandom::new(1));
-    let (process, record) = world.open(&job("golden"), 0, 1).unwrap();
-    assert_eq!(record.unwrap().generations.len(), 1);
-    world.resume(process, 1).unwrap();
-    // The lines are without the tile.
-    commit(&mut world, process, 2);
-    let call = world.add_disk(2 << 20, MeasuredRates::default());
-    assert_eq!(world.answer(call), Ok(Reply::AddDevice { number: 2 }));
-    world.move_all();
-    commit(&mut world, process, 3);
-    let (mut disks, random) = world.crash(true);
-    assert!(verify(&mut disks).unwrap().is_sound());
-    let mut world = World::start(disks, random);
-    let process = world.go_on("golden", 3);
-    world.expect_tile(process, 0, TILE_SEED);
-    // One of its first devices leaves, written as version 2 has it.
-    let call = world.drain_call("sim1");
-    world.answer(call).unwrap();
-    for generation in 4..8 {
-        commit(&mut world, process, generation);
-        world.move_all();
-    }
-    assert_eq!(world.left, [1]);
-    let (mut disks, _) = world.crash(true);
-    let store = recover::read(&mut disks).unwrap();
-    assert_eq!((store.devices.len(), store.outsiders.len()), (2, 1));
-    assert!(store.outsiders[0].drained);
-}
-
 fn of_lines(lines: &str) -> SimDisks {
     let mut disks = SimDisks::new(&[5 << 19, 2 << 20]);
     let mut blocks = std::collections::BTreeMap::new();
@@ -161,8 +126,8 @@ fn a_flipped_bit_in_our_own_structures_is_named_and_harmless() {
     let mut disks = tiny();
     let whole = recover::read(&mut disks).unwrap();
     let blocks = own_blocks(&disks);
-    // Superblocks of two devices, catalog, definition, record, mark: twice each.
-    assert_eq!(blocks.len(), 12);
+    // Superblocks of two devices, catalog, definition, void, record, mark: twice each.
+    assert_eq!(blocks.len(), 14);
     for (device, offset) in blocks {
         for byte in 0..4096 {
             // The fields with every bit, the rest with one bit a byte.
@@ -225,9 +190,9 @@ fn opening_mends_a_damaged_copy() {
 fn a_structure_with_both_copies_damaged_is_refused_by_name_or_its_generation_is() {
     let blocks = own_blocks(&tiny());
     let mut messages = Vec::new();
-    for pair in [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]] {
+    for pair in [[0, 1], [2, 3], [4, 8], [5, 9], [6, 10], [7, 11], [12, 13]] {
         let mut disks = tiny();
-        // By place: superblocks of device 0, catalogs, the job's area, superblocks of device 1.
+        // By place: superblocks of device 0, catalogs, both copies of the job's area, superblocks of device 1.
         for (device, offset) in pair.map(|index| blocks[index]) {
             disks.flip(device, offset as u64 + 50, 0);
         }
@@ -243,6 +208,7 @@ fn a_structure_with_both_copies_damaged_is_refused_by_name_or_its_generation_is(
         "superblock of sim0: both copies are damaged",
         "catalog of sim0: both copies are damaged",
         "definition of job golden of uid 1000 of sim0: both copies are damaged",
+        "record of job golden of uid 1000, slot 0 at",
         "record of job golden of uid 1000, slot 1 at",
         "mark of generation 1 of job golden of uid 1000 at",
         "superblock of sim1: both copies are damaged",
@@ -256,10 +222,11 @@ fn a_structure_with_both_copies_damaged_is_refused_by_name_or_its_generation_is(
 fn a_structure_that_a_misdirected_write_covers_whole_is_named_too() {
     let blocks = own_blocks(&tiny());
     let tile = AlignedBytes::from_slice(&content(TILE_SEED, 4096));
-    // The record of slot 1, then its mark: without their magic they look like space that was never written.
+    // The void of slot 0, the record of slot 1, then its mark.
     for (pair, named) in [
-        ([6, 7], "record of job golden"),
-        ([8, 9], "mark of generation 1"),
+        ([5, 9], "record of job golden of uid 1000, slot 0"),
+        ([6, 10], "record of job golden of uid 1000, slot 1"),
+        ([7, 11], "mark of generation 1"),
     ] {
         let mut disks = tiny();
         for (device, offset) in pair.map(|index| blocks[index]) {
@@ -293,13 +260,16 @@ fn a_job_in_space_that_was_anothers_starts_from_nothing_and_nothing_is_named() {
 }
 
 #[test]
-fn a_newer_version_is_refused_untouched() {
-    for (device, offset) in own_blocks(&tiny()) {
+fn another_version_is_refused_untouched() {
+    for ((device, offset), other) in own_blocks(&tiny())
+        .into_iter()
+        .flat_map(|at| [(at, 2), (at, 4)])
+    {
         let mut disks = tiny();
         let mut block = AlignedBytes::zeroed(4096);
         disks.read(device, offset as u64, &mut block).unwrap();
         let bytes = block.as_mut_slice();
-        bytes[8] = 3;
+        bytes[8] = other;
         bytes[12..16].fill(0);
         let crc = checksum(bytes);
         bytes[12..16].copy_from_slice(&crc.to_le_bytes());
@@ -307,10 +277,98 @@ fn a_newer_version_is_refused_untouched() {
         let before = dump(&disks);
         let error = recover::open(&mut disks).unwrap_err();
         assert!(
-            matches!(error, StoreError::NewerVersion { version: 3, .. }),
-            "a newer block at {offset} of device {device}: {error}"
+            matches!(error, StoreError::OtherVersion { version, .. } if version == u32::from(other)),
+            "a block of version {other} at {offset} of device {device}: {error}"
         );
         assert_eq!(dump(&disks), before);
+    }
+}
+
+/// Fails for good after so many writes and flushes.
+struct Cut<'a> {
+    disks: &'a mut SimDisks,
+    left_count: usize,
+}
+
+impl Cut<'_> {
+    fn pass(&mut self, op: IoOp) -> Result<(), BlockError> {
+        let Some(left) = self.left_count.checked_sub(1) else {
+            return Err(BlockError {
+                op,
+                path: "sim".into(),
+                offset: 0,
+                asked_bytes: 0,
+                cause: BlockErrorCause::Short(0),
+            });
+        };
+        self.left_count = left;
+        Ok(())
+    }
+}
+
+impl Blocks for Cut<'_> {
+    fn count(&self) -> usize {
+        self.disks.count()
+    }
+
+    fn path(&self, position: usize) -> &str {
+        self.disks.path(position)
+    }
+
+    fn size_bytes(&self, position: usize) -> u64 {
+        self.disks.size_bytes(position)
+    }
+
+    fn read(&mut self, at: usize, offset: u64, into: &mut AlignedBytes) -> Result<(), BlockError> {
+        self.disks.read(at, offset, into)
+    }
+
+    fn write(&mut self, at: usize, offset: u64, from: &AlignedBytes) -> Result<(), BlockError> {
+        self.pass(IoOp::Write)?;
+        self.disks.write(at, offset, from)
+    }
+
+    fn flush(&mut self, position: usize) -> Result<(), BlockError> {
+        self.pass(IoOp::Flush)?;
+        self.disks.flush(position)
+    }
+}
+
+#[test]
+fn whoever_follows_what_is_said_after_a_format_was_cut_off_has_a_store() {
+    let rates = [MeasuredRates::default(); 2];
+    let blank = SimDisks::new(&[5 << 19, 2 << 20]);
+    for (before, force) in [(blank, false), (tiny(), true)] {
+        let mut advised = std::collections::BTreeSet::new();
+        for left_count in 0.. {
+            let mut disks = before.clone();
+            let mut cut = Cut {
+                disks: &mut disks,
+                left_count,
+            };
+            if format(&mut cut, StoreId([4; 16]), &rates, 0, force).is_ok() {
+                break;
+            }
+            let Err(error) = recover::read(&mut disks) else {
+                continue;
+            };
+            let said = error.to_string();
+            let advice = match said.contains("`offloadd format --force` on all devices") {
+                true => true,
+                false => {
+                    assert!(
+                        said.contains("run `offloadd format` on all devices"),
+                        "{said}"
+                    );
+                    false
+                }
+            };
+            format(&mut disks, StoreId([5; 16]), &rates, 0, advice).unwrap();
+            assert!(recover::read(&mut disks).unwrap().jobs.is_empty());
+            advised.insert(advice);
+        }
+        // Both were met: before the first superblock is there again, and between the devices.
+        assert_eq!(advised.len(), 2);
     }
 }
 

@@ -219,10 +219,11 @@ impl Plan {
 
     /// Size of each of `count` equal device files of a private store.
     pub fn device_file_bytes(&self, count: u64) -> u64 {
-        // Tiles go where a drive is faster: each file has room for an eighth more than its equal part, and a pair of tiles.
+        // Tiles go where a drive is faster: each file has room for an eighth more than its equal part, a pair of tiles, and
+        // the gap between the two copies of the job's records, which is as long as a tile.
         let part_bytes = self.device_bytes().div_ceil(count.max(1));
         let spread_bytes = if count > 1 { part_bytes / 8 } else { 0 };
-        (part_bytes + spread_bytes + 2 * self.memory.state_slot_bytes + DEVICE_SLACK_BYTES)
+        (part_bytes + spread_bytes + 3 * self.memory.state_slot_bytes + DEVICE_SLACK_BYTES)
             .next_multiple_of(1 << 20)
     }
 

@@ -350,9 +350,11 @@ impl Space {
 }
 
 fn area_at(offset: u64, definition: &JobDefinition, local_ranks: u32) -> Area {
+    let largest = definition.tiles().iter().map(|tile| tile.tile_bytes).max();
     Area {
         offset,
         definition_bytes: stored_bytes(definition),
         record_bytes_max: record_bytes_max(definition.tiles().len(), local_ranks),
+        gap_bytes: largest.map_or(0, u64::from),
     }
 }

@@ -2,9 +2,9 @@
 
 use super::{Outsider, RecoveredDevice, Stale};
 use crate::blocks::{AlignedBytes, Blocks};
-use crate::store::catalog::{self, Catalog, DeviceEntry, Phase};
+use crate::store::catalog::{self, Catalog};
 use crate::store::sealed::Unreadable;
-use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
+use crate::store::superblock::{self, StoreId, Superblock};
 use crate::store::twins::{Copy, Reader};
 use crate::store::{
     BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError,
@@ -50,12 +50,14 @@ impl<B: Blocks> Reader<'_, B> {
                 ));
             }
         };
-        if let Some(blank) = blank {
-            return Err(StoreError::NotAdded {
-                path: blank,
-                other_path: path(first),
+        if let Some(path) = blank {
+            let other_path = self.blocks.path(first).to_owned();
+            return Err(match self.is_complete(&found, store) {
+                true => StoreError::NotAdded { path, other_path },
+                false => StoreError::Incomplete { path, other_path },
             });
         }
+        let path = |position: usize| self.blocks.path(position).to_owned();
         for (index, (position, superblock)) in found.iter().enumerate() {
             if superblock.store != store && !superblock.drained {
                 return Err(StoreError::Foreign {
@@ -90,8 +92,21 @@ impl<B: Blocks> Reader<'_, B> {
         Ok(found)
     }
 
+    /// Whether all devices of `store` are among those `found`.
+    fn is_complete(&mut self, found: &[(usize, Superblock)], store: StoreId) -> bool {
+        let mut found = found.to_vec();
+        found.retain(|(_, superblock)| superblock.store == store);
+        let catalog = self.newest_catalog(&found);
+        catalog.is_ok_and(|(_, catalog, _)| {
+            catalog.devices.iter().all(|entry| {
+                let mut superblocks = found.iter().map(|(_, superblock)| superblock);
+                superblocks.any(|s| (s.number, s.id) == (entry.number, entry.id))
+            })
+        })
+    }
+
     /// The store's newest catalog, the position it was found at, and those of older ones and of parts: from when its home
-    /// moved, or of version 1.
+    /// moved.
     pub(super) fn newest_catalog(
         &mut self,
         found: &[(usize, Superblock)],
@@ -137,11 +152,8 @@ impl<B: Blocks> Reader<'_, B> {
     pub(super) fn devices(
         &mut self,
         found: Vec<(usize, Superblock)>,
-        catalog: &mut Catalog,
+        catalog: &Catalog,
     ) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
-        if catalog.devices.is_empty() {
-            list_founders(&found, catalog)?;
-        }
         let mut devices = Vec::new();
         for entry in &catalog.devices {
             let listed = |(_, superblock): &&(usize, Superblock)| {
@@ -173,6 +185,12 @@ impl<B: Blocks> Reader<'_, B> {
     }
 
     pub(super) fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {
+        let path = self.blocks.path(position).to_owned();
+        match self.blocks.size_bytes(position) {
+            0 => return Err(StoreError::NoStore { path }),
+            1..DATA_OFFSET => return Err(StoreError::NotOurs { path }),
+            _ => {}
+        }
         let copies = SUPERBLOCK_OFFSETS.map(|offset| {
             self.copy(
                 position,
@@ -182,13 +200,15 @@ impl<B: Blocks> Reader<'_, B> {
                 Superblock::decode,
             )
         });
-        let path = self.blocks.path(position).to_owned();
-        if let [
-            Err(Unreadable::Blank | Unreadable::Foreign),
-            Err(Unreadable::Blank | Unreadable::Foreign),
-        ] = &copies
-        {
-            return Err(StoreError::NoStore { path });
+        match &copies {
+            [Err(Unreadable::Blank), Err(Unreadable::Blank)] => {
+                return Err(StoreError::NoStore { path });
+            }
+            [
+                Err(Unreadable::Blank | Unreadable::Foreign),
+                Err(Unreadable::Blank | Unreadable::Foreign),
+            ] => return Err(StoreError::NotOurs { path }),
+            _ => {}
         }
         self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
     }
@@ -210,8 +230,15 @@ impl<B: Blocks> Reader<'_, B> {
             return Ok(Found::Nothing);
         }
         // They are written, and zeroed, one after the other.
-        let damaged =
-            |copy: &Copy<_>| matches!(copy, Err(Unreadable::Damaged(_) | Unreadable::Device(_)));
+        let damaged = |copy: &Copy<_>| {
+            let why = copy.as_ref().err();
+            why.is_some_and(|why| {
+                matches!(
+                    why,
+                    Unreadable::Torn { .. } | Unreadable::Damaged(_) | Unreadable::Device(_)
+                )
+            })
+        };
         let cut_off = copies.iter().any(nothing) && copies.iter().any(damaged);
         let newest = self.newest("catalog", position, CATALOG_OFFSETS, copies, |catalog| {
             catalog.sequence
@@ -222,27 +249,4 @@ impl<B: Blocks> Reader<'_, B> {
             Err(error) => Err(error),
         }
     }
-}
-
-/// Of version 1 the superblocks say how many devices there are.
-fn list_founders(found: &[(usize, Superblock)], catalog: &mut Catalog) -> Result<(), StoreError> {
-    let founders = found.iter().filter(|(_, superblock)| {
-        superblock.store == catalog.store && superblock.id == DeviceId::default()
-    });
-    let count = founders.map(|(_, s)| s.device_count).max().unwrap_or(0);
-    if count == 0 {
-        return Err(StoreError::Contradiction(
-            "neither the catalog nor a superblock says how many devices there are".into(),
-        ));
-    }
-    catalog.next_number = count;
-    catalog.devices = (0..count)
-        .map(|number| DeviceEntry {
-            number,
-            id: DeviceId::default(),
-            phase: Phase::Settled,
-            path: String::new(),
-        })
-        .collect();
-    Ok(())
 }

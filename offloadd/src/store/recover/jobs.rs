@@ -6,7 +6,7 @@ use super::RecoveredDevice;
 use crate::blocks::{AlignedBytes, Blocks};
 use crate::store::catalog::Entry;
 use crate::store::definition::Durability;
-use crate::store::manifest::{self, Mark, Marked, Record, SlotContent};
+use crate::store::manifest::{self, Mark, Marked, Record, SlotContent, Slotted};
 use crate::store::sealed::{self, Unreadable};
 use crate::store::tile_table::{self, TileTable};
 use crate::store::twins::{Consequence, Copy, Reader};
@@ -37,54 +37,57 @@ impl<B: Blocks> Reader<'_, B> {
         self.newest(&what, position, offsets, copies, |table| table.revision)
     }
 
+    /// What `slot` holds; `sequence` becomes that of its content if it is lower.
     pub(super) fn slot(
         &mut self,
         position: usize,
         entry: &Entry,
         table: &TileTable,
         slot: usize,
+        sequence: &mut u64,
     ) -> Result<SlotContent, StoreError> {
         let tile_count = table.extents.len();
         let offsets = entry.area.records(slot);
         let bytes_max = entry.area.record_bytes_max;
         let copies = offsets.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
-                let record = Record::decode(blocks, entry.job_id, tile_count)?;
-                if Record::slot(record.generation) != slot {
+                let found = Slotted::decode(blocks, entry.job_id, tile_count)?;
+                let record = found.record.as_ref();
+                if record.is_some_and(|record| Record::slot(record.generation) != slot) {
                     return Err(Unreadable::Damaged("it belongs to the other slot".into()));
                 }
-                Ok(record)
+                Ok(found)
             };
             self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
         });
         let what = format!("record of {}, slot {slot}", of_job(entry));
-        self.refuse_newer(&what, position, &copies)?;
+        self.refuse_other_version(&what, position, &copies)?;
         if let [Err(first), Err(second)] = &copies {
-            let blank = |why: &Unreadable| matches!(why, Unreadable::Blank);
-            if blank(first) && blank(second) {
-                return Ok(SlotContent::Empty);
-            }
-            // Both copies are durable before a commit is acknowledged: beside zeros there is nothing to lose.
-            let withheld = |why: &Unreadable| matches!(why, Unreadable::Device(_));
-            let undecided =
-                (withheld(first) || withheld(second)) && !blank(first) && !blank(second);
-            let consequence = match undecided {
-                true => Consequence::Undecided,
-                false => Consequence::GenerationLost,
+            // A commit that was cut off leaves both torn at worst. Anything else was done by a drive, perhaps to a generation
+            // that was acknowledged.
+            let torn = |why: &Unreadable| matches!(why, Unreadable::Torn { .. });
+            let cut_off = torn(first) && torn(second);
+            let consequence = match cut_off {
+                true => Consequence::GenerationLost,
+                false => Consequence::Undecided,
             };
             for (why, offset) in [first, second].into_iter().zip(offsets) {
-                if !blank(why) {
-                    self.note(position, offset, &what, why.to_string(), consequence);
-                }
+                self.note(position, offset, &what, in_slot(why), consequence);
             }
-            return Ok(match undecided {
-                true => SlotContent::Unreadable(format!("{what}: {first}; {second}")),
-                false => SlotContent::Unknown,
+            return Ok(match cut_off {
+                true => SlotContent::Unknown,
+                false => SlotContent::Unreadable(format!(
+                    "{what}: {}; {}",
+                    in_slot(first),
+                    in_slot(second)
+                )),
             });
         }
-        let record = self.newest(&what, position, offsets, copies, |r: &Record| {
-            (r.generation, r.epoch)
-        })?;
+        let found = self.newest(&what, position, offsets, copies, |found| found.sequence)?;
+        *sequence = found.sequence.max(*sequence);
+        let Some(record) = found.record else {
+            return Ok(SlotContent::Empty);
+        };
         if table.revision < record.table_revision {
             return Err(StoreError::Damaged {
                 what: format!("definition of {}", of_job(entry)),
@@ -112,16 +115,15 @@ impl<B: Blocks> Reader<'_, B> {
             })
         });
         let what = mark_of(entry, record.generation);
-        self.refuse_newer(&what, position, &copies)?;
+        self.refuse_other_version(&what, position, &copies)?;
         if copies.iter().all(Result::is_err) {
             // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
             // one. Unsound bytes are still told.
             let withheld = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Device(_)));
             let in_place = table.definition.durability() == Durability::None;
             for (copy, offset) in copies.iter().zip(offsets) {
-                if let Err(
-                    why @ (Unreadable::Damaged(_) | Unreadable::Foreign | Unreadable::Device(_)),
-                ) = copy
+                if let Err(why) = copy
+                    && !matches!(why, Unreadable::Blank)
                 {
                     let why = why.to_string();
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
@@ -155,6 +157,14 @@ pub(super) fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), St
         of_job(entry),
         home.path
     )))
+}
+
+/// Zeros are damage here.
+fn in_slot(why: &Unreadable) -> String {
+    match why {
+        Unreadable::Blank => "it was overwritten with zeros".into(),
+        why => why.to_string(),
+    }
 }
 
 fn of_job(entry: &Entry) -> String {

@@ -97,6 +97,8 @@ pub struct RecoveredJob {
     pub table: TileTable,
     /// Even and odd generations.
     pub slots: [SlotContent; 2],
+    /// The highest one found in them.
+    pub sequence: u64,
 }
 
 impl RecoveredJob {
@@ -126,7 +128,7 @@ pub fn read_watched(
     let superblocks = reader.superblocks()?;
     let (home_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
     let id = catalog.store;
-    let (devices, outsiders) = reader.devices(superblocks, &mut catalog)?;
+    let (devices, outsiders) = reader.devices(superblocks, &catalog)?;
     for positions in [&mut stale.whole, &mut stale.parts] {
         positions.retain(|position| devices.iter().any(|device| device.position == *position));
     }
@@ -168,14 +170,16 @@ pub fn read_watched(
                 entry.name, entry.uid
             )));
         }
+        let mut sequence = manifest::FIRST_SEQUENCE;
         let slots = [
-            reader.slot(home_position, entry, &table, 0)?,
-            reader.slot(home_position, entry, &table, 1)?,
+            reader.slot(home_position, entry, &table, 0, &mut sequence)?,
+            reader.slot(home_position, entry, &table, 1, &mut sequence)?,
         ];
         jobs.push(RecoveredJob {
             entry: entry.clone(),
             table,
             slots,
+            sequence,
         });
         watch(jobs.len() as u64, catalog.entries.len() as u64);
     }
@@ -252,8 +256,8 @@ pub fn look(blocks: &mut impl Blocks) -> Result<(Vec<RecoveredDevice>, Vec<Outsi
         repairs: Vec::new(),
     };
     let superblocks = reader.superblocks()?;
-    let (_, mut catalog, _) = reader.newest_catalog(&superblocks)?;
-    reader.devices(superblocks, &mut catalog)
+    let (_, catalog, _) = reader.newest_catalog(&superblocks)?;
+    reader.devices(superblocks, &catalog)
 }
 
 /// The device a [`DeviceIndex`] names.
