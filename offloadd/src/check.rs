@@ -14,7 +14,7 @@ use crate::device::{Device, DeviceBlocks};
 use crate::findings::{Finding, Severity, worst};
 use crate::memory;
 use crate::server::page::PageAddress;
-use crate::store::recover;
+use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
 
 /// Looks at memory, sockets and devices, in this order.
@@ -133,11 +133,16 @@ fn devices(config: &Config) -> Vec<Finding> {
             let (count, store) = (devices.len(), devices[0].superblock.store);
             Finding::fine("devices", format!("all {count} of store {store}"))
         }
-        Err(error) => Finding::problem(
-            "devices",
-            error.to_string(),
-            "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` makes one",
-        ),
+        Err(error) => {
+            let mend = match error {
+                StoreError::NoStore { .. } => {
+                    "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` makes one"
+                }
+                // Something else is there, and must not be lost.
+                _ => "devices = [all devices of one store]",
+            };
+            Finding::problem("devices", error.to_string(), mend)
+        }
     };
     findings.push(together);
     findings

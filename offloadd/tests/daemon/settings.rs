@@ -48,6 +48,27 @@ fn good_settings_are_printed_whole_and_can_be_read_again_beside_a_daemon() {
 }
 
 #[test]
+fn nobody_is_advised_to_format_a_file_that_holds_something_else() {
+    let store = Store::new(1, "auto");
+    // As small as /etc/passwd, and larger than the beginning of a store.
+    for bytes in [1000, 4 << 20] {
+        let text = "root:x:0:0:root:/root:/bin/bash\n".repeat(bytes / 32 + 1);
+        std::fs::write(&store.devices[0], &text).unwrap();
+        let said = refusal(&store.config);
+        assert!(!said.contains("format"), "{said}");
+        assert!(
+            said.contains("something that offloadd did not write"),
+            "{said}"
+        );
+        assert_eq!(std::fs::read_to_string(&store.devices[0]).unwrap(), text);
+    }
+    // An empty one may be.
+    std::fs::write(&store.devices[0], []).unwrap();
+    let said = refusal(&store.config);
+    assert!(said.contains("offloadd format"), "{said}");
+}
+
+#[test]
 fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
     let store = Store::new(2, "auto");
     let good = std::fs::read_to_string(&store.config).unwrap();
