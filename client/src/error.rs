@@ -121,7 +121,7 @@ pub enum TileError {
     /// The bytes read are not the bytes written.
     #[error(
         "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, found \
-         {found:08x}; `offloadd verify` lists all damage",
+         {found:08x} the second time it was read; `offloadd verify` lists all damage",
         device.display()
     )]
     Damaged {

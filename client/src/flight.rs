@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use offload_api::BLOCK_BYTES;
 use offload_api::checksum::Summing;
 use offload_api::fault::FaultKind;
-use offload_api::ids::{DeviceIndex, Generation, TicketId, TileIndex};
+use offload_api::ids::{DeviceIndex, Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::entry::{Cqe, Verb};
 
@@ -56,6 +56,8 @@ pub(crate) struct InFlight {
     pub(crate) arrived: Option<Cqe>,
     /// How far a read has come that is under way.
     pub(crate) coming: Coming,
+    /// The checksum that its first read came to, if that was not the tile's: it is read once more.
+    pub(crate) misread: Option<u32>,
 }
 
 /// The first bytes of a lone read, which are there before the others.
@@ -126,6 +128,15 @@ pub(crate) enum Arrived {
     Part,
     /// The checksum of these bytes, then [`Flights::checked`].
     Unchecked(TicketId, Slot, u32, Coming),
+}
+
+/// What the checksum of a swap in asks for.
+#[derive(Debug)]
+pub(crate) enum Checked {
+    /// Nothing more; the device that the bytes came from.
+    Done(Done, DeviceIndex),
+    /// Reading this tile into this slot once more, with the same ticket.
+    Again(TileIndex, SlotIndex),
 }
 
 /// Slots lent to the kernel. A ticket's low half is a place in this table, its high half tells uses of a place apart.
@@ -244,18 +255,36 @@ impl Flights {
         Ok(Arrived::Done(done))
     }
 
-    /// The end of a swap in whose bytes came to checksum `found`, and where they came from.
+    /// What follows from checksum `found` of a swap in's bytes. One that does not fit is read once more: a bit that flipped on
+    /// the way is right the second time, damage on the device is not.
     pub(crate) fn checked(
         &mut self,
         ticket: TicketId,
         slot: Slot,
         found: u32,
         name: &mut NameDevice<'_>,
-    ) -> Result<(Done, DeviceIndex), ClientError> {
+    ) -> Result<Checked, ClientError> {
         let flight = self.get_mut(ticket).expect("in flight until it is checked");
         let cqe = flight.arrived.take().expect("it has arrived");
+        match flight.misread {
+            None if found != cqe.checksum => {
+                flight.misread = Some(found);
+                let (tile, index) = (flight.tile, slot.index());
+                flight.slot = Some(slot);
+                return Ok(Checked::Again(tile, index));
+            }
+            Some(misread) if found == cqe.checksum => tracing::warn!(
+                "tile {} on {} at byte {} was read with checksum {misread:08x} and, once more, with {found:08x} as it was written: \
+                 a bit flipped on the way (memory, bus or drive), nothing is damaged on the device; if this repeats, test memory \
+                 and drive",
+                flight.tile,
+                name(DeviceIndex(cqe.device)).display(),
+                cqe.offset,
+            ),
+            _ => {}
+        }
         let done = self.done(ticket, slot, &cqe, found, name)?;
-        Ok((done, DeviceIndex(cqe.device)))
+        Ok(Checked::Done(done, DeviceIndex(cqe.device)))
     }
 
     fn done(
@@ -359,6 +388,7 @@ mod tests {
             slot: Some(slot),
             arrived: None,
             coming: Coming::default(),
+            misread: None,
         });
         let mut cqe = Cqe {
             ticket: ticket.0,
@@ -392,7 +422,19 @@ mod tests {
         let early = ends.last().filter(|_| eager).copied();
         assert_eq!(coming.left_bytes(length), length - early.unwrap_or(0));
         let found = coming.sum(&slot, length);
-        flights.checked(ticket, slot, found, &mut name).unwrap().0
+        let mut checked = flights.checked(ticket, slot, found, &mut name).unwrap();
+        if let Checked::Again(..) = checked {
+            let arrived = flights.arrived(&cqe, &mut name).unwrap();
+            let Arrived::Unchecked(ticket, slot, length, coming) = arrived else {
+                panic!("it is there again");
+            };
+            let found = coming.sum(&slot, length);
+            checked = flights.checked(ticket, slot, found, &mut name).unwrap();
+        }
+        let Checked::Done(done, _) = checked else {
+            panic!("a third read");
+        };
+        done
     }
 
     const LONG: u32 = (1 << 20) + 8192;
@@ -462,6 +504,7 @@ mod tests {
                 slot: arena.take_slot(0),
                 arrived: None,
                 coming: Coming::default(),
+                misread: None,
             })
         };
         let first = start(&mut flights, Verb::SwapOut);

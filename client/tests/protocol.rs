@@ -194,6 +194,36 @@ fn a_tile_with_a_flipped_bit_is_named_and_never_handed_out() {
 }
 
 #[test]
+fn a_device_that_hangs_is_named_by_what_the_daemon_says_of_it() {
+    let daemon = FakeDaemon::start(Manners::default());
+    let session = open(&daemon);
+    let said = format!("device {DEVICE}: a flush has not ended for 11 s");
+    assert_eq!(session.device_trouble(), [said]);
+}
+
+#[test]
+fn a_bit_that_flips_on_the_way_of_one_read_is_read_right_the_second_time() {
+    let daemon = FakeDaemon::start(Manners {
+        flip: 0x10,
+        flip_once: true,
+        ..Manners::default()
+    });
+    let mut session = open(&daemon);
+    let back = round_trip(&mut session);
+    assert_eq!(back.result.unwrap().bytes, TILE_BYTES);
+    assert_eq!(back.slot.as_slice(), [0x5a; TILE_BYTES as usize]);
+    // Written, and read twice into the same slot.
+    let sent: Vec<_> = daemon.submissions.try_iter().collect();
+    let [_, first, second] = &sent[..] else {
+        panic!("{sent:?}");
+    };
+    assert_eq!((first.verb, first.tile), (1, 3));
+    let what = |sqe: &offload_api::ring::entry::Sqe| (sqe.ticket, sqe.verb, sqe.tile, sqe.slot);
+    assert_eq!(what(first), what(second));
+    assert_eq!(session.in_flight_count(), 0);
+}
+
+#[test]
 fn a_read_that_is_said_to_come_in_parts_ends_once_and_is_checked_whole() {
     for flip in [0, 0x10] {
         let daemon = FakeDaemon::start(Manners {

@@ -7,7 +7,7 @@ use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
 use super::commit::Commit;
 use super::damage::name_of;
 use super::{Session, broken_ring};
-use crate::flight::{Arrived, Coming, InFlight};
+use crate::flight::{Arrived, Checked, Coming, InFlight};
 use crate::sums::{ALONE_BYTES_MAX, Summed};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
@@ -108,6 +108,7 @@ impl Session {
             slot: None,
             arrived: None,
             coming: Coming::default(),
+            misread: None,
         };
         if verb == Verb::SwapOut {
             // The daemon is asked in `poll`, when it can be told the checksum.
@@ -192,7 +193,7 @@ impl Session {
                     if coming.left_bytes(bytes) <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
                 {
                     let found = coming.sum(&slot, bytes);
-                    done.push(self.checked(ticket, slot, found)?);
+                    done.extend(self.checked(ticket, slot, found)?);
                 }
                 Arrived::Unchecked(ticket, slot, bytes, _) => self.sums.begin(ticket, slot, bytes),
             }
@@ -206,7 +207,7 @@ impl Session {
             let flight = self.flights.get_mut(ticket);
             let flight = flight.expect("in flight while it is summed");
             if flight.verb == Verb::SwapIn {
-                done.push(self.checked(ticket, slot, checksum)?);
+                done.extend(self.checked(ticket, slot, checksum)?);
                 continue;
             }
             let request = Request {
@@ -224,12 +225,32 @@ impl Session {
         Ok(())
     }
 
-    /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed.
-    fn checked(&mut self, ticket: TicketId, slot: Slot, found: u32) -> Result<Done, ClientError> {
+    /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed; nothing: it is read once more.
+    fn checked(
+        &mut self,
+        ticket: TicketId,
+        slot: Slot,
+        found: u32,
+    ) -> Result<Option<Done>, ClientError> {
         let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
         let mut name = |device| name_of(device, known, unheard, &self.control);
-        let (done, device) = (self.flights).checked(ticket, slot, found, &mut name)?;
-        self.report_damage(&done, device);
-        Ok(done)
+        match (self.flights).checked(ticket, slot, found, &mut name)? {
+            Checked::Done(done, device) => {
+                self.report_damage(&done, device);
+                Ok(Some(done))
+            }
+            Checked::Again(tile, slot) => {
+                let request = Request {
+                    ticket,
+                    verb: Verb::SwapIn,
+                    urgency: Urgency::Wanted,
+                    tile,
+                    slot,
+                    generation: Generation(0),
+                    checksum: 0,
+                };
+                self.put(&request.to_sqe(self.epoch)).map(|()| None)
+            }
+        }
     }
 }

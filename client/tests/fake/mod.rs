@@ -45,6 +45,8 @@ pub(crate) struct Manners {
     pub(crate) answer: Option<fn(Sqe, Cqe) -> Option<Cqe>>,
     /// After the honest work and before the completion: flips this bit of the slot's first byte.
     pub(crate) flip: u8,
+    /// Only of the first read.
+    pub(crate) flip_once: bool,
     /// A read is said to have come so far, before its completion.
     pub(crate) parts: &'static [u32],
     /// The first submission makes it hang up.
@@ -151,6 +153,7 @@ fn serve_session(
     )
     .unwrap();
     let mut tiles: HashMap<u32, (Vec<u8>, u32, u64)> = HashMap::new();
+    let mut read_count = 0;
     loop {
         let mut fds = [
             PollFd::new(&submission, PollFlags::IN),
@@ -191,7 +194,10 @@ fn serve_session(
                 tiles.insert(sqe.tile, (bytes, sqe.checksum, sqe.generation));
             } else if let Some((bytes, checksum, generation)) = tiles.get(&sqe.tile) {
                 let mut bytes = bytes.clone();
-                bytes[0] ^= manners.flip;
+                if !(manners.flip_once && read_count > 0) {
+                    bytes[0] ^= manners.flip;
+                }
+                read_count += 1;
                 rustix::io::pwrite(&arena, &bytes, place.offset).unwrap();
                 (cqe.checksum, cqe.generation) = (*checksum, *generation);
             }
