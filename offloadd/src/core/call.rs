@@ -8,7 +8,7 @@ use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileI
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
 use crate::store::format::{MeasuredArea, MeasuredRates};
-use crate::store::superblock::DeviceId;
+use crate::store::superblock::{DeviceId, Superblock};
 
 /// What a peer may ask for.
 #[derive(Debug)]
@@ -153,6 +153,21 @@ pub struct Damage {
     pub found: u32,
 }
 
+/// Where the server looks for a tile that a process calls damaged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reported {
+    /// Of the job.
+    pub uid: u32,
+    /// Whose tile it is.
+    pub job: JobName,
+    /// Of the device.
+    pub path: String,
+    /// To tell the device from another one at its path.
+    pub superblock: Superblock,
+    /// Of the tile.
+    pub tile_bytes: u64,
+}
+
 /// What a process asks for when it comes.
 #[derive(Clone, Debug)]
 pub struct OpenSession {
@@ -216,8 +231,8 @@ pub enum Reply {
         /// Tiles of its own.
         scratch_count: u32,
     },
-    /// It was heard.
-    ReportDamage,
+    /// It fits the job: where to look for it.
+    ReportDamage(Reported),
     /// The session's I/O has ended.
     Close,
     /// The caller's jobs, by name.

@@ -92,6 +92,8 @@ pub(super) struct TileState {
     pub(super) activity: Activity,
     /// The last write failed: neither version is what the job thinks it is.
     pub(super) failed: bool,
+    /// The checksum of the version that a process called damaged last.
+    pub(super) reported: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

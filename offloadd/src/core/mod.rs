@@ -25,6 +25,7 @@ mod call;
 mod catalog_queue;
 mod commit;
 mod copying;
+mod damage;
 mod devices;
 mod event;
 mod give_up;
@@ -181,7 +182,7 @@ impl Core {
                 .live(peer, token)
                 .map(|session| Some(self.reattach(session))),
             Call::ReportDamage { token, damage } => {
-                (self.live(peer, token)).and_then(|_| self.hear_damage(damage))
+                (self.live(peer, token)).and_then(|session| self.hear_damage(session, damage))
             }
             Call::Close { token } => self.live(peer, token).map(|session| {
                 self.end_session(session, Some(call), actions);
@@ -211,14 +212,6 @@ impl Core {
             }),
             Err(fault) => refuse(call, fault, actions),
         }
-    }
-
-    fn hear_damage(&self, damage: Damage) -> Result<Option<Reply>, Fault> {
-        if damage.device.0 as usize >= self.devices.len() {
-            let what = format!("device {} of {}", damage.device.0, self.devices.len());
-            return Err(Fault::new(FaultKind::Invalid, what));
-        }
-        Ok(Some(Reply::ReportDamage))
     }
 
     fn describe(&self, peer: Peer) -> DescribeReply {

@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 
 use super::Driver;
 use super::session::{Session, State};
-use crate::core::{Action, Buffer, Damage, Reply};
+use crate::core::{Action, Buffer, Reply};
 use crate::engine::{Io, Memory};
 use crate::metrics::ledger::JobPlace;
 use crate::queue::Owner;
@@ -25,7 +25,6 @@ pub(super) enum Counted {
     Nothing,
     Commit(JobPlace),
     Drop(u32, JobName),
-    Damage(JobPlace, u32, Damage),
     AddDevice(DeviceIndex),
     Measured,
 }
@@ -112,22 +111,13 @@ impl Driver {
                             self.ledger.commit_answered(job, reply.is_ok(), now);
                         }
                         (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-                        (Counted::Damage(job, uid, damage), Ok(_)) => {
-                            self.hear_damage(job, uid, damage);
-                        }
                         (Counted::AddDevice(device), reply) => {
                             self.device_answered(device, reply.as_ref().ok());
                         }
                         (Counted::Measured, Ok(Reply::EndMeasuring { device, .. })) => {
                             self.device_measured(*device);
                         }
-                        (
-                            Counted::Drop(..)
-                            | Counted::Damage(..)
-                            | Counted::Measured
-                            | Counted::Nothing,
-                            _,
-                        ) => {}
+                        (Counted::Drop(..) | Counted::Measured | Counted::Nothing, _) => {}
                     }
                     // An error means that the caller no longer listens.
                     let _ = waiting.answer.send(reply);

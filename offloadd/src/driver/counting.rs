@@ -22,23 +22,19 @@ const DAMAGE_TOLD_MAX: u64 = 16;
 impl Driver {
     /// What the answer to `request` will change in the ledger.
     pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
-        let (token, damage) = match request {
-            Call::Commit { token, .. } => (token, None),
-            Call::ReportDamage { token, damage } => (token, Some(*damage)),
+        let token = match request {
+            Call::Commit { token, .. } => token,
             Call::EndMeasuring { rates: Some(_), .. } => return Counted::Measured,
             Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
             _ => return Counted::Nothing,
         };
         let mut sessions = self.sessions.values();
         let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
-        match (found.map(|session| session.job), damage) {
-            (None, _) => Counted::Nothing,
-            (Some(job), Some(damage)) => Counted::Damage(job, peer.uid, damage),
-            (Some(job), None) => {
-                self.ledger.commit_called(job, Instant::now());
-                Counted::Commit(job)
-            }
-        }
+        let Some(job) = found.map(|session| session.job) else {
+            return Counted::Nothing;
+        };
+        self.ledger.commit_called(job, Instant::now());
+        Counted::Commit(job)
     }
 
     /// Someone must look at that drive. A process that reports without end fills no log.

@@ -15,6 +15,7 @@ use tonic::{Request, Response, Status};
 use super::checked::{define, invalid, open, token};
 use super::job_record;
 use super::measuring::{Measured, measure_again};
+use super::reported;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
@@ -290,20 +291,24 @@ impl proto::offload_server::Offload for Service {
         &self,
         request: Request<proto::ReportDamageRequest>,
     ) -> Result<Response<proto::ReportDamageReply>, Status> {
-        let check = |message: proto::ReportDamageRequest| {
-            Ok::<_, Fault>(Call::ReportDamage {
-                token: token(&message.token)?,
-                damage: Damage {
-                    device: DeviceIndex(message.device),
-                    offset: message.offset,
-                    tile: TileIndex(message.tile),
-                    generation: Generation(message.generation),
-                    expected: message.expected,
-                    found: message.found,
-                },
-            })
+        let peer = peer_of(&request)?;
+        let message = request.into_inner();
+        let damage = Damage {
+            device: DeviceIndex(message.device),
+            offset: message.offset,
+            tile: TileIndex(message.tile),
+            generation: Generation(message.generation),
+            expected: message.expected,
+            found: message.found,
         };
-        call!(self, request, check, Reply::ReportDamage => proto::ReportDamageReply {})
+        let token = token(&message.token)?;
+        match self.ask(peer, Call::ReportDamage { token, damage }).await? {
+            Reply::ReportDamage(found) => {
+                reported::look(self.driver.clone(), found, damage).await?
+            }
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
+        Ok(Response::new(proto::ReportDamageReply {}))
     }
 
     async fn add_device(

@@ -24,6 +24,7 @@ mod measuring;
 pub mod page;
 mod peer;
 mod place;
+mod reported;
 mod scrub;
 mod sizes;
 

@@ -481,7 +481,7 @@ fn pause_until(due: Instant, listens: impl Fn() -> bool) -> bool {
 }
 
 /// Whether no copy of the superblock is that of `ours`. One that the device withholds may be: its tiles tell.
-fn is_another(device: &Device, ours: &Superblock) -> bool {
+pub(super) fn is_another(device: &Device, ours: &Superblock) -> bool {
     let mut blocks = DeviceBlocks(std::slice::from_ref(device));
     SUPERBLOCK_OFFSETS.into_iter().all(|offset| {
         match sealed::read(&mut blocks, 0, offset, BLOCK, superblock::MAGIC) {

@@ -1,7 +1,9 @@
 //! What the daemon says of itself, against what was done. What could go wrong: bytes counted twice, under another job or
 //! not at all, a commit without its duration, a slow drive that nobody names.
 
+use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -109,53 +111,82 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
 }
 
 #[test]
-fn a_damaged_tile_that_a_process_found_is_counted_and_told_and_a_flood_of_them_is_not() {
+fn a_report_of_damage_counts_once_and_only_if_the_daemon_reads_it_too() {
     let store = Store::new(2, "psync");
     let mut daemon = store.serve();
     let mut control = daemon.control();
-    let session = control.session("tiny");
-    session.begin(&mut control, 2);
-    let report = |token: &[u8], device| proto::ReportDamageRequest {
-        token: token.to_vec(),
-        device,
-        offset: 1 << 20,
-        tile: 1,
-        generation: 3,
-        expected: 0xabcd,
-        found: 0x1234,
-    };
-    for _ in 0..100 {
-        control.report_damage(report(&session.token, 1)).unwrap();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 2);
+    fill_tiles(&mut session, 2, working, 1);
+    let [damaged, sound] = [0, 1].map(|tile| {
+        session.submit(swap_in(tile, 0));
+        let cqe = session.complete();
+        assert_eq!(cqe.fault, 0);
+        proto::ReportDamageRequest {
+            token: session.token.to_vec(),
+            device: cqe.device,
+            offset: cqe.offset,
+            tile,
+            generation: cqe.generation,
+            expected: cqe.checksum,
+            found: !cqe.checksum,
+        }
+    });
+    let path = &store.devices[damaged.device as usize];
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    file.write_all_at(&[0xee; 4096], damaged.offset).unwrap();
+    file.sync_all().unwrap();
+    // What the job does not have there.
+    let changes: [fn(&mut proto::ReportDamageRequest); 6] = [
+        |report| report.device += 1,
+        |report| report.device = 1000,
+        |report| report.offset += 4096,
+        |report| report.tile = 1000,
+        |report| report.generation += 1,
+        |report| report.expected ^= 1,
+    ];
+    for change in changes {
+        let mut wrong = damaged.clone();
+        change(&mut wrong);
+        let refused = control.report_damage(wrong).unwrap_err();
+        assert_eq!(refused.kind, FaultKind::Invalid, "{refused}");
     }
-    let refused = control
-        .report_damage(report(&session.token, 2))
-        .unwrap_err();
-    assert_eq!(refused.kind, FaultKind::Invalid);
-    let refused = control.report_damage(report(&[9; 16], 1)).unwrap_err();
+    let mut wrong = damaged.clone();
+    wrong.token = vec![9; 16];
+    let refused = control.report_damage(wrong).unwrap_err();
     assert_eq!(refused.kind, FaultKind::NotFound);
+    assert_eq!(look(&mut control).jobs[0].damaged_count, 0);
+    for report in [&damaged, &sound] {
+        control.report_damage(report.clone()).unwrap();
+        for _ in 0..20 {
+            let refused = control.report_damage(report.clone()).unwrap_err();
+            assert_eq!(refused.kind, FaultKind::Invalid, "{refused}");
+        }
+    }
     let seen = look(&mut control);
-    assert_eq!(seen.jobs[0].damaged_count, 100);
-    assert_eq!(
-        [0, 1].map(|device| seen.devices[device].damaged_count),
-        [0, 100]
-    );
+    assert_eq!(seen.jobs[0].damaged_count, 1);
+    let counts = seen.devices.iter().map(|device| device.damaged_count);
+    assert_eq!(counts.sum::<u64>(), 1);
+    assert_eq!(seen.devices[damaged.device as usize].damaged_count, 1);
     daemon.child.kill().unwrap();
     let log = BufReader::new(daemon.child.stderr.take().unwrap());
-    let lines = log.lines().map(Result::unwrap);
-    let told: Vec<_> = lines
-        .filter(|line| line.contains("a damaged tile"))
-        .collect();
-    assert_eq!(told.len(), 16);
-    let device = store.devices[1].to_str().unwrap();
-    for word in [
-        device,
-        "tile 1 of job tiny",
-        "generation 3",
-        "00001234",
-        "0000abcd",
-    ] {
-        assert!(told[0].contains(word), "{word}: {}", told[0]);
+    let lines: Vec<String> = log.lines().map(Result::unwrap).collect();
+    let told = |what: &str| -> Vec<&String> {
+        let lines = lines.iter().filter(|line| line.contains(what));
+        lines.collect()
+    };
+    let [line] = told("a damaged tile")[..] else {
+        panic!("{lines:?}");
+    };
+    let expected = format!("{:08x}", damaged.expected);
+    for word in [path.to_str().unwrap(), "tile 0 of job tiny", &expected] {
+        assert!(line.contains(word), "{word}: {line}");
     }
+    // The daemon found it as it was written.
+    let [line] = told("changed on the way")[..] else {
+        panic!("{lines:?}");
+    };
+    assert!(line.contains("tile 1 of job tiny"), "{line}");
 }
 
 #[test]
