@@ -129,7 +129,7 @@ impl<H: Clone> Driver<H> {
     pub(crate) fn run(mut self, messages: &Receiver<Message<H>>) -> Result<(), SwapperError> {
         let error = match self.work(messages) {
             Ok(in_order) => return self.end(in_order),
-            Err(error) => error,
+            Err(error) => self.with_devices(error),
         };
         tracing::debug!(%error, state = self.core.describe(), "the swapper stops");
         self.core.on_event(Event::Failed, &mut self.actions);
@@ -177,6 +177,16 @@ impl<H: Clone> Driver<H> {
                 }
             }
         }
+    }
+
+    /// A stall with what the daemon says of its devices.
+    fn with_devices(&self, mut error: SwapperError) -> SwapperError {
+        if let (SwapperError::Stalled { devices, .. }, Arena::Session(session)) =
+            (&mut error, &self.arena)
+        {
+            *devices = session.device_trouble();
+        }
+        error
     }
 
     fn end(self, in_order: bool) -> Result<(), SwapperError> {
@@ -494,6 +504,7 @@ impl<H: Clone> Driver<H> {
             return Err(SwapperError::Stalled {
                 seconds: self.stall_max.as_secs(),
                 inflight,
+                devices: Vec::new(),
             });
         }
         Ok(())

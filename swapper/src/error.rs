@@ -87,13 +87,16 @@ pub enum SwapperError {
     },
     /// Operations were in flight and none completed for too long.
     #[error(
-        "no device operation completed for {seconds} s with {inflight} in flight: look at the daemon's log and the drives"
+        "no device operation completed for {seconds} s with {inflight} in flight{}: look at the daemon's log and the drives",
+        devices.iter().map(|device| format!("; {device}")).collect::<String>()
     )]
     Stalled {
         /// How long was waited.
         seconds: u64,
         /// Operations in flight.
         inflight: usize,
+        /// What the daemon says of devices that hang; none when it does not answer.
+        devices: Vec<String>,
     },
     /// Somebody called [`crate::Canceller::cancel`].
     #[error("{why}")]

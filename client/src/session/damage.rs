@@ -44,6 +44,21 @@ pub(super) fn name_of(
 }
 
 impl Session {
+    /// What the daemon says of devices that hang or whose file was deleted, with their paths. Empty when it does not answer.
+    pub fn device_trouble(&self) -> Vec<String> {
+        let asking = (self.control).begin("Metrics", SHORT_WAIT, |mut client| async move {
+            client.metrics(proto::MetricsRequest {}).await
+        });
+        let Some(Ok(reply)) = asking.poll_for(HEARD_WAIT) else {
+            return Vec::new();
+        };
+        let troubled = reply.devices.into_iter().filter_map(|view| {
+            let (device, trouble) = (view.device?, view.trouble?);
+            Some(format!("device {}: {trouble}", device.path))
+        });
+        troubled.collect()
+    }
+
     /// Nothing depends on whether it is heard.
     pub(super) fn report_damage(&mut self, done: &Done, device: DeviceIndex) {
         let Err(TileError::Damaged {

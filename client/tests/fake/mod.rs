@@ -405,7 +405,18 @@ impl Offload for Service {
     }
 
     async fn metrics(&self, _: Request<MetricsRequest>) -> Answer<MetricsReply> {
-        Err(Status::unimplemented("the fake counts nothing"))
+        let device = proto::DeviceMetrics {
+            device: Some(proto::Device {
+                path: DEVICE.into(),
+                ..Default::default()
+            }),
+            trouble: Some("a flush has not ended for 11 s".into()),
+            ..proto::DeviceMetrics::default()
+        };
+        Ok(Response::new(MetricsReply {
+            devices: vec![device],
+            ..MetricsReply::default()
+        }))
     }
 
     async fn inspect(&self, _: Request<InspectRequest>) -> Answer<InspectReply> {

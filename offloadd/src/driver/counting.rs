@@ -1,5 +1,7 @@
 //! What the driver counts and tells: commits, damage, wear, drives that became slow, and answers for those who look.
 
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -77,8 +79,30 @@ impl Driver {
     /// Those that left are of no interest to anybody.
     fn devices_of_store(&self) -> Vec<DeviceView> {
         let mut views = self.ledger.devices(self.core.device_states());
+        for (index, view) in views.iter_mut().enumerate() {
+            view.trouble = self.trouble(DeviceIndex(index as u32));
+        }
         views.retain(|view| view.state.standing.phase.is_some());
         views
+    }
+
+    /// Why an administrator must look at a device now.
+    fn trouble(&self, device: DeviceIndex) -> Option<String> {
+        if let Some(hanging) = self.ledger.hanging(device, Instant::now()) {
+            return Some(hanging.to_string());
+        }
+        let file = self.files[device.0 as usize].as_ref()?;
+        let deleted = file
+            .metadata()
+            .is_ok_and(|found| found.is_file() && found.nlink() == 0);
+        deleted.then(|| {
+            let descriptor = file.as_raw_fd();
+            format!(
+                "its file was deleted: what is in it is lost when offloadd ends. Stop the jobs and copy it first: cp \
+                 --sparse=always /proc/{}/fd/{descriptor} NEW",
+                std::process::id()
+            )
+        })
     }
 
     /// Why nothing is written in this life, in words.
@@ -132,7 +156,20 @@ impl Driver {
                 100.0 * share
             );
         }
-        for (device, change) in self.ledger.judge(Instant::now()) {
+        let Some(changes) = self.ledger.judge(Instant::now()) else {
+            return;
+        };
+        for (index, state) in self.core.device_states().iter().enumerate() {
+            let trouble = self.trouble(DeviceIndex(index as u32));
+            let told = &mut self.in_trouble[index];
+            match (&trouble, *told) {
+                (Some(trouble), false) => tracing::error!("device {}: {trouble}", state.path),
+                (None, true) => tracing::info!("device {} is well again", state.path),
+                _ => {}
+            }
+            *told = trouble.is_some();
+        }
+        for (device, change) in changes {
             let DeviceIndex(index) = device;
             let state = &self.core.device_states()[index as usize];
             match change {

@@ -236,6 +236,8 @@ struct Driver {
     look_at: Instant,
     /// Devices that left the store and are still open.
     left: Vec<DeviceIndex>,
+    /// Devices whose trouble is in the log.
+    in_trouble: [bool; DEVICES_MAX as usize],
     /// The last time is over.
     wear_kept: bool,
     pacing: Pacing,
@@ -313,6 +315,7 @@ impl Driver {
             turn_waiters: Vec::new(),
             look_at: Instant::now(),
             left: Vec::new(),
+            in_trouble: [false; DEVICES_MAX as usize],
             wear_kept: false,
             pacing: Pacing::new(Instant::now()),
             events: VecDeque::from([Event::Quotas(quotas)]),

@@ -5,7 +5,7 @@ mod keeping;
 mod tests;
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
 
@@ -19,6 +19,36 @@ use crate::store::format::MeasuredRates;
 
 /// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
 pub const JOBS_MAX: usize = 2048;
+
+/// An operation that takes so long hangs: a drive that collects garbage or retries within itself takes some seconds.
+pub const HANGS_AFTER: Duration = Duration::from_secs(10);
+
+/// A device that does not end what it was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hanging {
+    /// The oldest operation.
+    pub op: IoOp,
+    /// How long it has taken.
+    pub took: Duration,
+    /// Operations in flight, this one too.
+    pub inflight_count: u64,
+}
+
+impl std::fmt::Display for Hanging {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let op = match self.op {
+            IoOp::Read => "read",
+            IoOp::Write => "write",
+            IoOp::Flush => "flush",
+        };
+        write!(
+            f,
+            "a {op} has not ended for {} s, {} operations are in flight: the device hangs; look at the kernel's log and its cabling",
+            self.took.as_secs(),
+            self.inflight_count
+        )
+    }
+}
 
 /// A job's place in the ledger, as long as a session of it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +111,7 @@ struct InFlight {
     op: IoOp,
     bytes: u32,
     job: Option<JobPlace>,
+    since: Instant,
 }
 
 impl Ledger {
@@ -217,6 +248,7 @@ impl Ledger {
             op,
             bytes,
             job,
+            since: now,
         };
         self.inflight.insert(io, one);
     }
@@ -228,6 +260,7 @@ impl Ledger {
             op,
             bytes,
             job,
+            ..
         } = (self.inflight.remove(&done.id)).expect("counted when it was started");
         let of = &mut self.devices[device.0 as usize];
         of.depth -= 1;
@@ -316,14 +349,14 @@ impl Ledger {
 
     /// When [`Self::judge`] is wanted next; `None` while nothing is in flight.
     pub fn judge_at(&self) -> Option<Instant> {
-        let busy = self.devices.iter().any(|device| device.slowness.is_busy());
+        let busy = self.devices.iter().any(|device| device.depth > 0);
         busy.then(|| self.judged + JUDGED_EVERY)
     }
 
-    /// What has changed about the devices' speed, if a second is over.
-    pub fn judge(&mut self, now: Instant) -> Vec<(DeviceIndex, Change)> {
+    /// What has changed about the devices' speed; `None`: a second is not over.
+    pub fn judge(&mut self, now: Instant) -> Option<Vec<(DeviceIndex, Change)>> {
         if now < self.judged + JUDGED_EVERY {
-            return Vec::new();
+            return None;
         }
         self.judged = now;
         let devices = self.devices.iter_mut().enumerate();
@@ -331,7 +364,19 @@ impl Ledger {
             let change = device.slowness.judge(now)?;
             Some((DeviceIndex(index as u32), change))
         });
-        changes.collect()
+        Some(changes.collect())
+    }
+
+    /// The oldest operation of a device, if it takes so long that the device hangs.
+    pub fn hanging(&self, device: DeviceIndex, now: Instant) -> Option<Hanging> {
+        let inflight = self.inflight.values().filter(|one| one.device == device);
+        let oldest = inflight.min_by_key(|one| one.since)?;
+        let took = now.saturating_duration_since(oldest.since);
+        (took >= HANGS_AFTER).then(|| Hanging {
+            op: oldest.op,
+            took,
+            inflight_count: self.devices[device.0 as usize].depth,
+        })
     }
 
     /// Devices with what the core says of them.
@@ -348,6 +393,7 @@ impl Ledger {
             queue_depth_max: device.depth_max,
             busy: device.slowness.busy(),
             slow: device.slowness.is_slow(),
+            trouble: None,
         };
         views.map(view).collect()
     }

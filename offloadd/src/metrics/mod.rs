@@ -93,6 +93,8 @@ pub struct DeviceView {
     pub busy: Duration,
     /// It is much slower than it was measured.
     pub slow: bool,
+    /// Why an administrator must look at it now: it hangs, or its file was deleted.
+    pub trouble: Option<String>,
     /// Ever written to it since it was formatted.
     pub worn_bytes: u64,
     /// What it is rated for, if the settings say.

@@ -184,6 +184,12 @@ impl Encoder<'_, '_> {
             lines(|d| f64::from(u8::from(d.state.standing.is_stuck()))),
         )?;
         self.gauge(
+            "offloadd_device_trouble",
+            "1 while it hangs or its file is deleted: offloadd top says why",
+            None,
+            lines(|d| f64::from(u8::from(d.trouble.is_some()))),
+        )?;
+        self.gauge(
             "offloadd_device_unlisted",
             "1 while it is of the store and the list `devices` of the settings lacks it",
             None,

@@ -13,8 +13,8 @@ use offload_api::proto;
 use offloadd::metrics::Snapshot;
 
 use crate::common::{
-    Control, Daemon, Session, Store, eventually, expect_tiles, fill_tiles, open_sized, swap_in,
-    swap_out,
+    Control, Daemon, Session, Store, eventually, expect_tiles, fill_tiles, open_sized, program,
+    swap_in, swap_out, words,
 };
 
 fn look(control: &mut Control) -> Snapshot {
@@ -187,6 +187,40 @@ fn a_report_of_damage_counts_once_and_only_if_the_daemon_reads_it_too() {
         panic!("{lines:?}");
     };
     assert!(line.contains("tile 1 of job tiny"), "{line}");
+}
+
+#[test]
+fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
+    let store = Store::new(2, "psync");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let troubles = |control: &mut Control| {
+        let devices = look(control).devices.into_iter();
+        devices.map(|device| device.trouble).collect::<Vec<_>>()
+    };
+    assert_eq!(troubles(&mut control), [None, None]);
+    std::fs::remove_file(&store.devices[1]).unwrap();
+    let [None, Some(trouble)] = &troubles(&mut control)[..] else {
+        panic!("nothing is said");
+    };
+    assert!(trouble.contains("its file was deleted"), "{trouble}");
+    let mut list = program();
+    list.args(["device", "list", "--socket"]);
+    let output = list.arg(store.socket()).output().unwrap();
+    assert!(
+        words(&output).contains("device 1: its file was deleted"),
+        "{}",
+        words(&output)
+    );
+    // The log has it once, however long it lasts.
+    eventually("some seconds pass", Duration::from_secs(60), || {
+        look(&mut control).uptime > Duration::from_secs(3)
+    });
+    daemon.child.kill().unwrap();
+    let log = BufReader::new(daemon.child.stderr.take().unwrap());
+    let lines = log.lines().map(Result::unwrap);
+    let told = lines.filter(|line| line.contains("its file was deleted"));
+    assert_eq!(told.count(), 1);
 }
 
 #[test]

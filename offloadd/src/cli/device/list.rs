@@ -22,6 +22,8 @@ pub(super) struct Line {
     rated_bytes: Option<u64>,
     /// The settings do not have it.
     unlisted: bool,
+    /// Why an administrator must look at it now.
+    trouble: Option<String>,
     /// That move, a second; `None`: nobody looked.
     moving_bytes_per_s: Option<u64>,
     /// The ceiling of what moves to or from it.
@@ -59,6 +61,7 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
             unlisted: view.unlisted,
+            trouble: view.trouble,
             state: view.state,
         }
     });
@@ -73,6 +76,7 @@ pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
         worn_bytes: stopped.worn_bytes(&state),
         rated_bytes: ratings.of(&state.path),
         unlisted: !ratings.listed.contains_key(&state.path),
+        trouble: None,
         moving_bytes_per_s: None,
         move_bytes_per_s_max: (config.move_bytes_per_s_max)
             .filter(|_| !matches!(state.standing.phase, None | Some(Phase::Settled))),
@@ -117,6 +121,9 @@ pub(super) fn table(lines: &[Line]) -> String {
                 at_most(line.move_bytes_per_s_max)
             );
         }
+        if let Some(trouble) = &line.trouble {
+            text += &format!("device {}: {trouble}\n", standing.number);
+        }
         if let Some(stuck) = &standing.stuck {
             text += &format!("device {}: {stuck}\n", standing.number);
         }
@@ -152,6 +159,7 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "worn_bytes": line.worn_bytes,
             "rated_bytes": line.rated_bytes,
             "unlisted": line.unlisted,
+            "trouble": line.trouble,
             "left_bytes": standing.left_bytes,
             "left_s": line.left().map(|left| left.as_secs() + 1),
             "move_bytes_per_s_max": line.move_bytes_per_s_max,

@@ -26,6 +26,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "queue_depth_max": device.queue_depth_max,
             "flushed": traffic(&device.counts.flushed),
             "slow": device.slow,
+            "trouble": device.trouble,
             "worn_bytes": device.worn_bytes,
             "rated_bytes": device.rated_bytes,
             "unlisted": device.unlisted,

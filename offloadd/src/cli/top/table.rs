@@ -113,6 +113,7 @@ fn needs_a_look(device: &DeviceView) -> bool {
     let counts = &device.counts;
     let ways = [&counts.read, &counts.written, &counts.flushed];
     device.slow
+        || device.trouble.is_some()
         || device.unlisted
         || device.damaged_count > 0
         || device.state.standing.is_stuck()
@@ -138,6 +139,7 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
     let ways = [&counts.read, &counts.written, &counts.flushed];
     let failed: u64 = ways.iter().map(|traffic| traffic.failed_count).sum();
     let mut notes = Vec::new();
+    notes.extend(device.trouble.as_ref().map(|why| format!("TROUBLE: {why}")));
     if device.slow {
         let state = &device.state;
         notes.push(format!(

@@ -43,6 +43,7 @@ fn look(seconds: u64) -> Snapshot {
         queue_depth_max: 64,
         busy: Duration::from_millis(750 * seconds),
         slow,
+        trouble: None,
         worn_bytes: 12_300_000_000_000,
         rated_bytes: slow.then_some(600_000_000_000_000),
         unlisted: false,
@@ -187,6 +188,21 @@ fn a_drain_that_is_stuck_says_why() {
     assert!(drawn.contains("to move, the others have"), "{drawn}");
     now.devices[0].state.standing.stuck = None;
     assert!(!draw(&look(10), &now).contains("STUCK"));
+}
+
+#[test]
+fn a_device_that_hangs_says_so_first() {
+    let mut now = look(12);
+    now.devices[0].trouble = Some("a flush has not ended for 12 s".into());
+    let drawn = draw(&look(10), &now);
+    let line = drawn.lines().find(|line| line.contains("/mnt/nvme0/"));
+    let line = line.unwrap();
+    assert!(
+        line.contains("TROUBLE: a flush has not ended for 12 s"),
+        "{line}"
+    );
+    let device = &json(&look(10), &now)["devices"][0];
+    assert_eq!(device["trouble"], "a flush has not ended for 12 s");
 }
 
 #[test]

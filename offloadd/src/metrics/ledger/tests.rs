@@ -268,3 +268,28 @@ fn endless_names_take_no_endless_memory_and_no_place_that_is_in_use() {
     assert_eq!(ledger.jobs.len(), JOBS_MAX);
     assert_eq!(ledger.session_begins(7, &name(0)), used);
 }
+
+#[test]
+fn a_flush_that_does_not_end_is_named_beside_reads_that_do() {
+    let mut ledger = ledger();
+    let start = Instant::now();
+    let [hung, well] = [0, 1].map(DeviceIndex);
+    ledger.started(IoId(7), hung, IoOp::Flush, 0, None, start);
+    // The daemon wakes to look, also if nothing is read or written.
+    assert!(ledger.judge_at().is_some());
+    for second in 0..20 {
+        let now = start + Duration::from_secs(second);
+        for device in [0, 1] {
+            written(&mut ledger, device, 4096, None, now);
+        }
+        let hanging = ledger.hanging(hung, now);
+        assert_eq!(hanging.is_some(), second >= 10, "after {second} s");
+        assert_eq!(ledger.hanging(well, now), None);
+    }
+    let hanging = ledger
+        .hanging(hung, start + Duration::from_secs(12))
+        .unwrap();
+    let said = hanging.to_string();
+    assert!(said.contains("a flush has not ended for 12 s"), "{said}");
+    assert_eq!(hanging.inflight_count, 1);
+}
