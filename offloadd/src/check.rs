@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::arena::lock_outlook;
 use crate::config::Config;
-use crate::device::{Device, DeviceBlocks};
+use crate::device::{Device, DeviceBlocks, unreserved};
 use crate::findings::{Finding, Severity, worst};
 use crate::memory;
 use crate::server::page::PageAddress;
@@ -156,7 +156,14 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
             "it has holes: its space is not reserved, and a full file system would fail writes",
             format!("fallocate --length {} {}", device.bytes(), path.display()),
         ),
-        Ok(()) => Finding::fine(what, format!("{} bytes", device.bytes())),
+        Ok(()) => match device.copies_on_write() {
+            Some(name) => Finding::hint(
+                what,
+                unreserved(name),
+                "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty folder, and format again",
+            ),
+            None => Finding::fine(what, format!("{} bytes", device.bytes())),
+        },
         Err(Errno::ROFS) => Finding::problem(
             what,
             "its file system is read-only for this process; of the service all are that are not named",

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use offloadd::blocks::Blocks;
 use offloadd::config::Config;
-use offloadd::device::{Device, DeviceBlocks};
+use offloadd::device::{Device, DeviceBlocks, unreserved};
 use offloadd::engine::EngineChoice;
 use offloadd::measure::{MeasureError, measure};
 use offloadd::metrics::MovedBeside;
@@ -89,6 +89,11 @@ fn make_store(
     store::format::check(&mut DeviceBlocks(&devices), force)?;
     if !force {
         devices.iter().try_for_each(Device::check_blank)?;
+    }
+    for device in &devices {
+        if let Some(name) = device.copies_on_write() {
+            eprintln!("offloadd: {}: {}", device.path(), unreserved(name));
+        }
     }
     let (rates, moved): (Vec<_>, Vec<_>) = measure_together(&devices, engine)?.into_iter().unzip();
     let mut id = [0; 16];

@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
 use offload_api::removable::{Mechanism, removed};
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::{FallocateFlags, IFlags, OFlags};
 use rustix::io::Errno;
 
 pub use self::blocks::DeviceBlocks;
@@ -334,6 +334,18 @@ impl Device {
             .is_ok_and(|found| found.is_file() && found.blocks() * 512 < found.len())
     }
 
+    /// The file system's name if it writes what is overwritten to another place, so that the space reserved for the file is no
+    /// promise: a full file system fails writes all the same.
+    pub fn copies_on_write(&self) -> Option<&'static str> {
+        let in_place = || {
+            let flags = rustix::fs::ioctl_getflags(&*self.file);
+            flags.is_ok_and(|flags| flags.contains(IFlags::NOCOW))
+        };
+        let found = rustix::fs::fstatfs(&*self.file).ok()?;
+        let is_file = self.file.metadata().is_ok_and(|found| found.is_file());
+        copy_on_write(found.f_type as u64).filter(|_| is_file && !in_place())
+    }
+
     /// For an engine. Closing the last copy gives the lock back.
     pub fn file(&self) -> &Arc<File> {
         &self.file
@@ -396,7 +408,48 @@ impl Device {
     }
 }
 
+/// By the magic number of `statfs`.
+fn copy_on_write(magic: u64) -> Option<&'static str> {
+    match magic & 0xffff_ffff {
+        0x9123_683e => Some("btrfs"),
+        0x2fc1_2fc1 => Some("zfs"),
+        0xca45_1a4e => Some("bcachefs"),
+        _ => None,
+    }
+}
+
+/// What to say of a device's file system that `copies_on_write`.
+pub fn unreserved(file_system: &str) -> String {
+    format!(
+        "{file_system} writes what is overwritten to another place, so its space is not reserved: a full file system fails writes, and \
+         with them training"
+    )
+}
+
 fn block_device_bytes(mut file: &File) -> io::Result<u64> {
     use std::io::Seek;
     file.seek(io::SeekFrom::End(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_systems_that_copy_what_is_overwritten_are_known_and_others_are_not_accused() {
+        for (magic, name) in [
+            (0x9123_683e, "btrfs"),
+            (0x2fc1_2fc1, "zfs"),
+            (0xca45_1a4e, "bcachefs"),
+            // As a signed word of 32 bits gives it.
+            (0x9123_683e_u32 as i32 as u64, "btrfs"),
+        ] {
+            assert_eq!(copy_on_write(magic), Some(name));
+        }
+        // ext4, XFS, tmpfs, NFS.
+        for magic in [0xef53, 0x5846_5342, 0x0102_1994, 0x6969] {
+            assert_eq!(copy_on_write(magic), None);
+        }
+        assert!(unreserved("btrfs").contains("its space is not reserved"));
+    }
 }

@@ -107,7 +107,7 @@ fn file_system(roots: &Roots, there: &Path) -> Finding {
         Some(kind @ ("btrfs" | "zfs" | "bcachefs")) => Finding::hint(
             what,
             format!(
-                "{kind} copies what is overwritten and checks it again: slower, and reserved space may not last"
+                "{kind} copies what is overwritten and checks it again: slower, and space is not reserved: a full file system fails writes"
             ),
             "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty folder",
         ),
