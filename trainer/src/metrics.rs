@@ -35,6 +35,9 @@ pub struct StepMetrics {
     pub lr: f64,
     /// Tokens of all steps so far.
     pub tokens: u64,
+    /// The newest generation of the store that was committed when the step ended; 0: none, or there is no store.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub generation: u64,
     /// Seconds from the step's start to its end.
     pub step_s: f64,
     /// Of it, seconds of computing forward and backward.
@@ -178,6 +181,10 @@ impl MetricsFile {
     }
 }
 
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
 /// Bytes of the leading lines that are whole and of steps up to `step`, and the last of these steps.
 fn kept(file: &File, step: u64) -> std::io::Result<(u64, u64)> {
     let mut reader = BufReader::new(file);
@@ -212,6 +219,7 @@ mod tests {
             skipped: false,
             lr: 1e-3,
             tokens: step * 8,
+            generation: 0,
             step_s: 0.5,
             forward_s: 0.1,
             backward_s: 0.2,

@@ -354,6 +354,7 @@ impl Training {
             skipped: outcome == Outcome::Skips,
             lr,
             tokens: state.tokens,
+            generation: 0,
             step_s: started.elapsed().as_secs_f64(),
             forward_s: gradients.forward_s,
             backward_s: gradients.backward_s,
@@ -392,6 +393,7 @@ impl Training {
             self.run.home.record_spans(false)?;
         }
         metrics.step_s = started.elapsed().as_secs_f64();
+        metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
         // The drives are all ranks'; times are this one's.

@@ -106,6 +106,28 @@ fn tile_blocks(content: &[u8]) -> Vec<u64> {
 }
 
 #[test]
+fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
+    let lab = Lab::new();
+    let (run, file) = trained(&lab);
+    let older = std::fs::read(&file).expect("the store");
+    let resumed = run.train();
+    assert!(!resumed.contains("older copy"), "{resumed}");
+    assert_eq!(run.metrics().len(), 6);
+    std::fs::write(&file, older).expect("the older store");
+    let text = run.train();
+    for part in [
+        "warning: metrics.jsonl has steps up to 6",
+        "older copy",
+        "is at step 3",
+        file.file_name().unwrap().to_str().unwrap(),
+        "--resume-from STEP",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert_eq!(run.metrics().len(), 6);
+}
+
+#[test]
 fn one_damaged_superblock_is_survived_and_two_are_named() {
     let lab = Lab::new();
     let (run, file) = trained(&lab);

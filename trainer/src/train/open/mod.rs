@@ -23,7 +23,7 @@ use crate::accelerator;
 use crate::config::{FirstWeights, RunSettings};
 use crate::copies::Copies;
 use crate::data::Data;
-use crate::metrics::MetricsFile;
+use crate::metrics::{MetricsFile, StepMetrics};
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
@@ -214,7 +214,12 @@ impl Prepared {
                 run.restore(&save, &mut on_checked, say)?;
                 notes.into_iter().for_each(&mut *say);
             }
-            (None, Some(blob)) => run.state = resume(&run.state, &blob, say)?,
+            (None, Some(blob)) => {
+                run.state = resume(&run.state, &blob, say)?;
+                let last = MetricsFile::last(run.folder.path());
+                let older = last.and_then(|last| older_than(&last, &run));
+                older.into_iter().for_each(&mut *say);
+            }
             (None, None) => {}
         }
         let mut description = self.description;
@@ -516,4 +521,23 @@ fn tokenizer_folder(settings: &RunSettings) -> Option<&Path> {
         Some(folder) if folder.is_dir() => Some(folder),
         Some(file) => file.parent().filter(|_| file.is_file()),
     }
+}
+
+/// What to say when the store lacks generations that the metrics know to be committed: an older copy of it was brought back, or
+/// its newest record was discarded.
+fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
+    let (step, generation) = (run.state.step, run.opened.generation);
+    (generation < last.generation).then(|| {
+        let devices = run.opened.devices.iter();
+        let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
+        format!(
+            "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
+             generation {generation}: it is an older copy, or lost its newest generation. Training goes on from step {step}, and \
+             the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
+             folder, or take a save with --resume-from STEP (`trainer runs` lists them)",
+            last.step,
+            last.generation,
+            devices.join(", "),
+        )
+    })
 }
