@@ -3,7 +3,7 @@
 //! What could go wrong: a slot used twice or lost, a stale tile handed out, a write in the wrong generation, a commit of a half
 //! written generation, more in flight than allowed, a wait that never ends, bytes moved for nothing. Each seed draws a job, a
 //! setup and an order of events; the world (`world.rs`) checks every action, and a toy model whose every number depends on all
-//! before it (`toy.rs`) shows the rest. `SWAPPER_SEED=n` runs one seed again.
+//! before it (`toy.rs`) shows the rest. `SWAPPER_SEEDS=n..m` runs other seeds, or that of a failure again.
 
 mod rules;
 mod toy;
@@ -16,21 +16,23 @@ use world::{End, Job, Life, Moves, Setup, Store};
 /// Four seconds on two cores.
 const SEEDS: u64 = 8000;
 
-/// Runs the seeds, or the one that `SWAPPER_SEED` names. A seed that fails is printed.
+/// Runs the seeds, or those that `SWAPPER_SEEDS` names. A seed that fails is printed.
 fn for_seeds(test: impl Fn(&mut Rng)) {
     struct Print(u64);
     impl Drop for Print {
         fn drop(&mut self) {
             if std::thread::panicking() {
-                eprintln!("run it again with SWAPPER_SEED={}", self.0);
+                let Self(seed) = *self;
+                eprintln!("run it again with SWAPPER_SEEDS={seed}..{}", seed + 1);
             }
         }
     }
-    let one = std::env::var("SWAPPER_SEED").ok().map(|seed| {
-        seed.parse::<u64>()
-            .unwrap_or_else(|e| panic!("SWAPPER_SEED={seed}: {e}"))
+    let seeds = std::env::var("SWAPPER_SEEDS").map_or(0..SEEDS, |text| {
+        let seeds = text
+            .split_once("..")
+            .and_then(|(first, end)| Some(first.parse().ok()?..end.parse().ok()?));
+        seeds.unwrap_or_else(|| panic!("SWAPPER_SEEDS={text}: expected FIRST..END"))
     });
-    let seeds = one.map_or(0..SEEDS, |seed| seed..seed + 1);
     for seed in seeds {
         let _print = Print(seed);
         test(&mut Rng(seed));
