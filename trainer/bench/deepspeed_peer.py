@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""DeepSpeed's ZeRO-3 on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
+"""DeepSpeed's ZeRO on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
 
-    deepspeed_peer.py MODE --out DIR [--folder DRIVE]      MODE: gpu, cpu, nvme-opt (optimizer on the drive) or nvme (parameters too)
+    deepspeed_peer.py MODE --out DIR [--folder DRIVE] [--stage 2] [--keep] [--buckets large] [--super]
 
-Needs deepspeed and transformers beside torch. Its asynchronous I/O is compiled at the first use: a minute, libaio's headers, nvcc.
+MODE: gpu; cpu-opt (optimizer in host memory), cpu (parameters too); nvme-opt (optimizer on the drive), nvme (parameters too).
+Needs deepspeed and transformers beside torch. Its extensions are compiled at the first use: a minute, libaio's headers, nvcc.
 """
 
 import argparse
@@ -13,13 +14,21 @@ import pathlib
 import time
 
 
-def settings(mode, folder, hidden, micro, accumulate):
+def settings(mode, folder, hidden, micro, accumulate, stage=3, buckets="auto", super_offload=False):
     """A configuration of the published kind, with buffers as large as this model needs."""
-    zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden,
-            "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10, "stage3_param_persistence_threshold": 10 * hidden,
-            "sub_group_size": 100_000_000 if mode.startswith("nvme") else 1_000_000_000}
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": hidden * hidden * 9 // 10, "stage3_param_persistence_threshold": 10 * hidden,
+                 "sub_group_size": 100_000_000 if mode.startswith("nvme") else 1_000_000_000}
+    if buckets == "large":
+        # The numbers of its documentation's examples, whatever the model.
+        zero |= {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 1_000_000,
+                 "stage3_max_live_parameters": 3_000_000_000, "stage3_max_reuse_distance": 3_000_000_000}
+    if mode.startswith("cpu"):
+        more = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9} if super_offload else {}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **more}
     if mode == "cpu":
-        zero |= {key: {"device": "cpu", "pin_memory": True} for key in ("offload_optimizer", "offload_param")}
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if mode.startswith("nvme"):
         # Five buffers, its documented number, end in an assertion with pipelining; sixteen were enough.
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "pin_memory": True, "buffer_count": 16,
@@ -42,14 +51,18 @@ def disk_bytes():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["gpu", "cpu", "nvme-opt", "nvme"])
+    parser.add_argument("mode", choices=["gpu", "cpu-opt", "cpu", "nvme-opt", "nvme"])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--folder", help="on the drive")
+    parser.add_argument("--stage", type=int, default=3, choices=[2, 3], help="of ZeRO (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
+    parser.add_argument("--buckets", default="auto", choices=["auto", "large"], help="by the model's width, or the documentation's")
+    parser.add_argument("--super", action="store_true", help="SuperOffload")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
-    # One process, as its launcher would describe it.
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}.items():
+    # One process, as its launcher would describe it, with all processors for its optimizer.
+    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}.items():
         os.environ.setdefault(name, value)
     began = time.time()
     import deepspeed
@@ -58,11 +71,12 @@ def main():
 
     config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
                          num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
-    chosen = settings(a.mode, a.folder, a.hidden, a.micro, a.accumulate)
+    chosen = settings(a.mode, a.folder, a.hidden, a.micro, a.accumulate, a.stage, a.buckets, a.super)
     deepspeed.init_distributed()
-    with deepspeed.zero.Init(config_dict_or_path=chosen, dtype=torch.bfloat16):
+    with deepspeed.zero.Init(config_dict_or_path=chosen, dtype=torch.bfloat16, enabled=a.stage == 3):
         model = LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable()
+    if not a.keep:
+        model.gradient_checkpointing_enable()
     count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=chosen)
     engine.train()

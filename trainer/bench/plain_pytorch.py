@@ -5,6 +5,7 @@ Llama as one writes it down: RMSNorm, rotary positions, scaled_dot_product_atten
 over bf16 logits. It keeps what an exact trainer keeps: bf16 weights to compute with, an fp32 master and fp32 moments, updated by the
 fused AdamW (16 bytes a parameter with bf16 gradients, 4 more while the step's gradients are fp32). `--master none` keeps only bf16
 weights and bf16 moments: less to move, other results. `--compile` lets torch.compile fuse each block and the loss (Triton, a minute).
+`--keep` keeps what blocks compute instead of checkpointing them.
 
 With `--data FILE` it reads the trainer's tokens (bytes) in the trainer's order and starts from the trainer's weights (the counter of
 trainer/src/model/init.rs), so that its losses can be laid beside metrics.jsonl; without, tokens are random.
@@ -114,7 +115,7 @@ def loss_of(weights, inputs, targets, cos, sin, a):
     of_block, of_head = (torch.compile(block), torch.compile(head)) if a.compile else (block, head)
     x = F.embedding(inputs, weights[0]["embed"])
     for p in weights[1:-1]:
-        x = checkpoint(of_block, x, p, cos, sin, a, use_reentrant=False)
+        x = of_block(x, p, cos, sin, a) if a.keep else checkpoint(of_block, x, p, cos, sin, a, use_reentrant=False)
     return of_head(x, weights[-1], targets, a)
 
 
@@ -156,6 +157,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--master", choices=["fp32", "none"], default="fp32")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     a = parser.parse_args()
     began = time.time()

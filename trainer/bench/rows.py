@@ -47,24 +47,48 @@ ROWS = {
                    "unpaced": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
 }
 
-# Peers are measured in the same run, so that a ratio compares two programs on one machine.
+# Peers are measured in the same run, so that a ratio compares two programs on one machine. Each runs with the settings that are known to
+# be good for it; where it is not known which are best, several rows have different ones, and a ratio takes the fastest.
+# needs: modules of Python. words: of the peer's program.
+PYTORCH, FSDP, DEEPSPEED = (
+    {"program": "plain_pytorch.py", "needs": ("torch",)},
+    {"program": "fsdp_peer.py", "needs": ("torch", "transformers")},
+    {"program": "deepspeed_peer.py", "needs": ("torch", "transformers", "deepspeed")},
+)
 PEERS = {
-    "pytorch": "plain_pytorch.py: resident, bf16 with an fp32 master",
-    "pytorch-bf16": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results",
-    "pytorch-compiled": "plain_pytorch.py --compile: as pytorch, blocks and loss fused by torch.compile",
-    "deepspeed-gpu": "DeepSpeed, all on the GPU",
-    "deepspeed-cpu": "DeepSpeed, optimizer and parameters in host memory",
-    "deepspeed-nvme1": "DeepSpeed, optimizer and parameters on one drive",
-    "deepspeed-nvme1-opt": "DeepSpeed, optimizer on one drive",
-    "deepspeed-nvme4": "DeepSpeed, optimizer and parameters on four drives (RAID-0)",
-    "deepspeed-nvme4-opt": "DeepSpeed, optimizer on four drives (RAID-0)",
+    "pytorch": {**PYTORCH, "words": [], "says": "plain_pytorch.py: resident, bf16 with an fp32 master, blocks checkpointed"},
+    "pytorch-kept": {**PYTORCH, "words": ["--keep"], "says": "plain_pytorch.py --keep: as pytorch, blocks kept"},
+    "pytorch-bf16": {**PYTORCH, "words": ["--master", "none"],
+                     "says": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results"},
+    "pytorch-compiled": {**PYTORCH, "words": ["--compile"], "says": "plain_pytorch.py --compile: as pytorch, blocks and loss fused by torch.compile"},
+    "pytorch-compiled-kept": {**PYTORCH, "words": ["--compile", "--keep"], "says": "plain_pytorch.py --compile --keep: the same, blocks kept"},
+    "fsdp-gpu": {**FSDP, "words": ["gpu"], "says": "PyTorch's FSDP2, all on the GPU, blocks checkpointed"},
+    "fsdp-cpu": {**FSDP, "words": ["cpu"], "says": "FSDP2 with CPUOffloadPolicy: all in host memory, blocks checkpointed, fused AdamW on the processor"},
+    "fsdp-cpu-prefetch": {**FSDP, "words": ["cpu", "--prefetch", "2"], "says": "the same, two blocks gathered ahead"},
+    "fsdp-cpu-kept": {**FSDP, "words": ["cpu", "--prefetch", "2", "--keep"], "says": "the same, blocks kept"},
+    "deepspeed-gpu": {**DEEPSPEED, "words": ["gpu"], "says": "DeepSpeed ZeRO-3, all on the GPU"},
+    "deepspeed-cpu": {**DEEPSPEED, "words": ["cpu"], "says": "DeepSpeed ZeRO-3, optimizer and parameters in host memory, blocks checkpointed"},
+    "deepspeed-cpu-large": {**DEEPSPEED, "words": ["cpu", "--buckets", "large"], "says": "the same with the bucket sizes of its documentation"},
+    "deepspeed-cpu-kept": {**DEEPSPEED, "words": ["cpu", "--keep"], "says": "DeepSpeed ZeRO-3, optimizer and parameters in host memory, blocks kept"},
+    "deepspeed-cpu-opt": {**DEEPSPEED, "words": ["cpu-opt"], "says": "DeepSpeed ZeRO-3, optimizer in host memory, blocks checkpointed"},
+    "deepspeed-cpu-zero2": {**DEEPSPEED, "words": ["cpu-opt", "--stage", "2"], "says": "DeepSpeed ZeRO-2, optimizer in host memory, blocks checkpointed"},
+    "deepspeed-super": {**DEEPSPEED, "words": ["cpu", "--super"],
+                        "says": "DeepSpeed's SuperOffload, optimizer and parameters in host memory; where it fails, its last error is the row"},
+    "deepspeed-super-opt": {**DEEPSPEED, "words": ["cpu-opt", "--super"], "says": "DeepSpeed's SuperOffload, optimizer in host memory; the same"},
+    "deepspeed-nvme1": {**DEEPSPEED, "words": ["nvme"], "drives": 1, "says": "DeepSpeed, optimizer and parameters on one drive"},
+    "deepspeed-nvme1-opt": {**DEEPSPEED, "words": ["nvme-opt"], "drives": 1, "says": "DeepSpeed, optimizer on one drive"},
+    "deepspeed-nvme4": {**DEEPSPEED, "words": ["nvme"], "drives": 4, "says": "DeepSpeed, optimizer and parameters on four drives (RAID-0)"},
+    "deepspeed-nvme4-opt": {**DEEPSPEED, "words": ["nvme-opt"], "drives": 4, "says": "DeepSpeed, optimizer on four drives (RAID-0)"},
 }
 
-# Whom a row is compared with: the fastest of them.
-PYTORCH = ("pytorch", "pytorch-compiled")
+# Whom a row is compared with: the fastest of them in the same run.
+CHECKPOINTED = ("pytorch", "pytorch-compiled", "fsdp-gpu", "deepspeed-gpu")
+HOST_CHECKPOINTED = ("fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large", "deepspeed-cpu-opt", "deepspeed-cpu-zero2", "deepspeed-super",
+                     "deepspeed-super-opt")
 PEERS_OF = {
-    "resident": PYTORCH, "resident-checkpointed": PYTORCH,
-    **dict.fromkeys(("host", "host-checkpointed", "host-cpu", "host-cpu-kept"), ("deepspeed-cpu",)),
+    "resident": (*CHECKPOINTED, "pytorch-kept", "pytorch-compiled-kept"), "resident-checkpointed": CHECKPOINTED,
+    **dict.fromkeys(("host", "host-cpu-kept"), (*HOST_CHECKPOINTED, "fsdp-cpu-kept", "deepspeed-cpu-kept")),
+    **dict.fromkeys(("host-checkpointed", "host-cpu"), HOST_CHECKPOINTED),
     "nvme1": ("deepspeed-nvme1",), "nvme1-params-home": ("deepspeed-nvme1-opt",), "nvme1-params-home-commits": ("deepspeed-nvme1-opt",),
     "nvme4": ("deepspeed-nvme4",), "nvme4-params-home": ("deepspeed-nvme4-opt",),
 }

@@ -3,11 +3,13 @@
 
     table.py --list
     table.py --bin DIR --out DIR ROW...         rows: resident, nvme4, nvme4@2 (two processes), pytorch, losses, ...
+    table.py --bin DIR --out DIR --peers host   all configurations of all its peers first
     table.py --bin DIR --out DIR --model tiny nvme1 pytorch        tries the script itself, on any machine
 
 A row's drives are made for it and taken away after it (`bench-io paced`; needs root), and measured reading and writing at once while they are
-there (mixed.py; fio where there is one). The bound is `trainer plan`'s with these rates and the row's own time of computing. Peers come
-first when they are named first: a ratio needs both rows in one call. Everything started is ended, also when this is stopped.
+there (mixed.py; fio where there is one). The bound is `trainer plan`'s with these rates and the row's own time of computing. A ratio is
+to the fastest of a row's peers in the same call. A peer that is not installed, or that fails, is a row that says so. Everything started
+is ended, also when this is stopped.
 
 The binaries need libtorch's libraries: --libtorch names the folder of an installed torch, otherwise `import torch` is asked.
 """
@@ -50,6 +52,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--list", action="store_true", help="the rows")
+    parser.add_argument("--peers", action="store_true", help="before the rows, all peers that they are compared with")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer, offloadd and bench-io are")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/table"), help="where results and logs go")
     parser.add_argument("--libtorch", type=pathlib.Path, help="the folder of an installed torch")
@@ -65,13 +68,16 @@ def main():
     parser.add_argument("--commit", help="of the binaries; otherwise git is asked")
     args = parser.parse_args()
     if args.list:
-        for name, says in [*((n, r["says"]) for n, r in rows.ROWS.items()), *rows.PEERS.items(), (rows.CURVE, "losses beside plain_pytorch.py's")]:
+        for name, says in [*((n, r["says"]) for n, r in {**rows.ROWS, **rows.PEERS}.items()), (rows.CURVE, "losses beside plain_pytorch.py's")]:
             print(f"{name:26} {says}")
         return
     known = {*rows.ROWS, *rows.PEERS, rows.CURVE}
     for name in args.rows:
         if rows.split(name)[0] not in known:
             parser.error(f"{name}: no such row; --list has them")
+    if args.peers:
+        peers = (peer for name in args.rows for peer in rows.PEERS_OF.get(rows.split(name)[0], ()))
+        args.rows = list(dict.fromkeys([*peers, *args.rows]))
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps {args.steps}: more than the {WARM_STEPS} that warm up")
     if args.model != "tiny" and not results.gpus():
@@ -113,7 +119,7 @@ class Table:
                 found = self.train(name, base, ranks)
         except (RowFailed, paced.PacedError) as error:
             found = {"note": str(error)}
-        says = rows.PEERS.get(base) or rows.ROWS.get(base, {}).get("says", "losses beside plain PyTorch's")
+        says = {**rows.ROWS, **rows.PEERS}.get(base, {}).get("says", "losses beside plain PyTorch's")
         found = {"row": name, "says": says, **self.about, **found}
         results.add(self.args.out, found)
         print({key: value for key, value in found.items() if key != "steps"}, flush=True)
@@ -183,8 +189,7 @@ class Table:
         watched = watch.run(paced.paced(command) if drives else command, log=folder / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if watched.status != 0 and len(steps) <= WARM_STEPS:
-            why = "its time was over" if watched.timed_out else f"status {watched.status}"
-            raise RowFailed(f"{why}: {' '.join(watched.said.split()[-60:])}")
+            raise RowFailed(why_it_failed(watched))
         steady = steps[WARM_STEPS:]
         middle = lambda key: statistics.median(step.get(key, 0) for step in steady)
         step_s, compute_s = middle("step_s"), middle("forward_s") + middle("backward_s")
@@ -211,24 +216,18 @@ class Table:
         return found
 
     def peer(self, name):
-        program, *mode = name.split("-", 1)
-        out = self.args.out / name
+        peer, out = rows.PEERS[name], self.args.out / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
+        for module in peer["needs"]:
+            if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode != 0:
+                raise RowFailed(f"{module} is not installed here")
         model = rows.MODELS[self.args.model]
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
-        common = [*shape, "--steps", self.args.steps, "--out", out]
-        if program == "pytorch":
-            options = {"bf16": ["--master", "none"], "compiled": ["--compile"]}[mode[0]] if mode else []
-            return self.peer_ran([sys.executable, HERE / "plain_pytorch.py", *common, *options], out, None)
-        asked = subprocess.run([sys.executable, "-c", "import deepspeed"], capture_output=True)
-        if asked.returncode != 0:
-            raise RowFailed("deepspeed is not installed here")
-        drives, opt = re.match(r"(?:nvme(\d))?.*?(-opt)?$", mode[0]).groups()
-        command = [sys.executable, HERE / "deepspeed_peer.py", "nvme" + (opt or "") if drives else mode[0], *common]
-        if not drives:
+        command = [sys.executable, HERE / peer["program"], *peer["words"], *shape, "--steps", self.args.steps, "--out", out]
+        count = peer.get("drives")
+        if not count:
             return self.peer_ran(command, out, None)
-        count = int(drives)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
         folders = paced.up(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=True, parts=rows.DRIVE_PARTS)
@@ -241,8 +240,7 @@ class Table:
         watched = watch.run(paced.paced(command) if folders else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
         last = next((line for line in reversed(watched.said.splitlines()) if line.startswith("{")), None)
         if watched.status != 0 or last is None:
-            why = "its time was over" if watched.timed_out else f"status {watched.status}"
-            raise RowFailed(f"{why}: {' '.join(watched.said.split()[-60:])}")
+            raise RowFailed(why_it_failed(watched))
         found, model = json.loads(last), rows.MODELS[self.args.model]
         tokens = model["seq"] * model["micro"]
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
@@ -274,6 +272,13 @@ class Table:
                                           f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step"}
 
 
+def why_it_failed(watched):
+    """The last error it named, which what it says while it ends may follow; otherwise its last words."""
+    errors = [line.strip() for line in watched.said.splitlines() if re.search(r"\w*(Error|Exception)\b.*:", line)]
+    words = errors[-1] if errors else " ".join(watched.said.split()[-60:])
+    return f"{'its time was over' if watched.timed_out else f'status {watched.status}'}: {words}"
+
+
 def warm_memory(size_bytes):
     """Touches memory in processes of its own and gives it back: a machine that grows has it then."""
     if size_bytes == 0:
@@ -289,7 +294,7 @@ def library_path(libtorch):
     """Where the binaries find libtorch and what it needs."""
     if libtorch is None:
         asked = subprocess.run([sys.executable, "-c", "import torch; print(torch.__path__[0])"], capture_output=True, text=True)
-        fetched = HERE.parents[1] / "target/libtorch/torch"
+        fetched = HERE.parents[1] / ".libtorch/torch"
         libtorch = pathlib.Path(asked.stdout.strip()) if asked.returncode == 0 else fetched
     if not (libtorch / "lib").is_dir():
         sys.exit(f"table.py: no libtorch at {libtorch}: name an installed torch's folder with --libtorch")
