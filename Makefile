@@ -4,7 +4,7 @@
 # make deb     a Debian package of offloadd in target/
 #
 # Needs Rust, a C++ compiler, make and Python 3. What some tests need besides, .ci/test-tools.sh puts there where it may (as root with
-# apt; 90 MB of NVRTC with pip); they skip without it. libtorch is fetched on first use (545 MB) unless LIBTORCH names one,
+# apt; 90 MB of NVRTC with pip); they skip without it. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one,
 # or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
 
 JOBS ?= 2
@@ -35,7 +35,7 @@ bench: build
 
 libtorch:
 ifeq ($(LIBTORCH)$(LIBTORCH_USE_PYTORCH),)
-	@python3 kernels/fetch-libtorch.py target/libtorch
+	@python3 kernels/fetch-libtorch.py .libtorch
 endif
 
 test-tools:

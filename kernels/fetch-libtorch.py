@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts the CPU half of libtorch 2.11.0 under FOLDER (default target/libtorch): 545 MB fetched, 410 MB kept.
+"""Puts the CPU half of libtorch 2.11.0 under FOLDER (default .libtorch): 545 MB fetched, 410 MB kept.
 
     python3 kernels/fetch-libtorch.py [FOLDER]
     python3 kernels/fetch-libtorch.py --nvrtc FOLDER      NVIDIA's run-time compiler instead (90 MB), for tests without a GPU
@@ -59,7 +59,7 @@ def main():
             print(f"fetching NVRTC (90 MB) into {folder}", flush=True)
             fetch(folder, NVRTC, ["nvidia"])
         return
-    folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "target/libtorch").absolute()
+    folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".libtorch").absolute()
     marker = folder / "torch" / "build-version"  # torch-sys reads it; written last, so it marks a whole install
     if marker.exists() and marker.read_text().startswith(TORCH):
         return

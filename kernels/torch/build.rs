@@ -39,19 +39,19 @@ fn main() {
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }
 
-/// Where a binary looks for libtorch: beside itself in the target folder (`target/debug/trainer` and
-/// `target/debug/deps/test`), so that the folder can be moved; and the very folder when it is elsewhere.
+/// Where a binary looks for libtorch: in `.libtorch` beside the target folder, relative to `target/debug/trainer` and to
+/// `target/debug/deps/test`, so that the repository can be moved; and in the folder itself when it is elsewhere.
 fn runpath(lib: &Path) -> String {
     let mut paths = vec![
-        "$ORIGIN/../libtorch/torch/lib".to_owned(),
-        "$ORIGIN/../../libtorch/torch/lib".to_owned(),
+        "$ORIGIN/../../.libtorch/torch/lib".to_owned(),
+        "$ORIGIN/../../../.libtorch/torch/lib".to_owned(),
     ];
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     // OUT_DIR is TARGET/PROFILE/build/PACKAGE-HASH/out.
     let beside = out
         .ancestors()
         .nth(4)
-        .map(|target| target.join("libtorch/torch/lib").canonicalize());
+        .map(|target| target.join("../.libtorch/torch/lib").canonicalize());
     if !matches!((beside, lib.canonicalize()), (Some(Ok(a)), Ok(b)) if a == b) {
         paths.push(lib.display().to_string());
     }
