@@ -3,8 +3,8 @@
 # make build   offloadd, trainer and bench-io in target/release
 # make deb     a Debian package of offloadd in target/
 #
-# Needs Rust, a C++ compiler, make and Python 3. What some tests need besides, .ci/test-tools.sh puts there where it may (as root with
-# apt; 90 MB of NVRTC with pip); they skip without it. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one,
+# Needs Rust, a C++ compiler, make and Python 3. `make test-tools` installs what some tests need besides (as root with apt; 90 MB of
+# NVRTC with pip); they skip without it. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one,
 # or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
 
 JOBS ?= 2
@@ -23,7 +23,7 @@ deb:
 	$(CARGO) build -j$(JOBS) --release -p offloadd
 	offloadd/packaging/deb.sh target/release/offloadd target
 
-test: libtorch test-tools
+test: libtorch
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	$(CARGO) build -j$(JOBS) --workspace --all-targets

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What some tests need and `make test` puts there where it may: as root with apt, and with pip. A test whose tool is missing skips and
-# says so, so nothing here is an error.
+# Installs what some tests need (`make test-tools`), where it may: as root with apt, and with pip. A test whose tool is missing is skipped
+# and says so, so nothing here is an error.
 #
 #   strace           refuses system calls
 #   fio              beside which bench-io is measured

@@ -1,7 +1,7 @@
 //! Every kernel source compiles for NVIDIA and for AMD, without a GPU, with each compiler this machine has.
 //!
 //! What could go wrong: a source uses what one of the compilers lacks (an include, a builtin, a word), and nobody with that vendor's GPU
-//! is there to notice; a kernel spills registers. `make test` fetches NVRTC, and installs clang and Debian's HIP runtime where it may.
+//! is there to notice; a kernel spills registers. `make test-tools` fetches NVRTC, and installs clang and Debian's HIP runtime where it may.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
