@@ -1,17 +1,29 @@
-# make demo    trains a Llama with all its state on two device files, kills everything mid-step, goes on
-# make test    formatting, lints, every test; ends with what was skipped, and what passed only when run once more by itself
-# make build   offloadd, trainer and bench-io in target/release
-# make deb     a Debian package of offloadd in target/
+# make demo         trains a Llama with all its state on two device files, kills everything mid-step, goes on
+# make check        the daily command: formatting, lints, unit tests, both simulations with few seeds
+# make test         formatting, lints, licenses, every test; ends with what was skipped and which targets took longest
+# make nightly      the same with more seeds, kills, crash images and restarts
+# make test-tools   installs what some tests need (as root with apt; 90 MB of NVRTC with pip); they skip without it
+# make test-counts  records how many tests each target has; `make test` fails when fewer run
+# make deny         licenses, sources and advisories of all dependencies, with cargo-deny and the network
+# make build        offloadd, trainer and bench-io in target/release
+# make deb          a Debian package of offloadd in target/
 #
-# Needs Rust, a C++ compiler, make and Python 3. `make test-tools` installs what some tests need besides (as root with apt; 90 MB of
-# NVRTC with pip); they skip without it. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one,
-# or LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports.
+# Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
+# LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
+# offload-client, swapper, kernels and bench-io do without: `cargo test -p swapper` needs neither libtorch nor `make`.
 
 JOBS ?= 2
 CARGO := cargo
-TEST_LOG := target/test.log
 
-.PHONY: demo test build deb bench libtorch test-tools clean
+# Nothing is built twice there.
+ifdef CI
+export CARGO_INCREMENTAL := 0
+endif
+
+# Of both simulations: enough to see a broken core, few enough to wait for.
+CHECK_SEEDS ?= 0..200
+
+.PHONY: demo check test nightly test-tools test-counts deny build deb bench libtorch clean
 
 demo: build
 	configs/demo.sh
@@ -23,12 +35,36 @@ deb:
 	$(CARGO) build -j$(JOBS) --release -p offloadd
 	offloadd/packaging/deb.sh target/release/offloadd target
 
+check: libtorch
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
+	OFFLOADD_SEEDS=$(CHECK_SEEDS) SWAPPER_SEEDS=$(CHECK_SEEDS) $(CARGO) test -j$(JOBS) --workspace --lib --bins --test simulation
+
 test: libtorch
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
-	$(CARGO) build -j$(JOBS) --workspace --all-targets
+	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
-	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --log $(TEST_LOG)
+	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS)
+
+# An hour or two more than `make test`.
+nightly: export OFFLOADD_SEEDS ?= 0..200000
+nightly: export SWAPPER_SEEDS ?= 0..400000
+nightly: export OFFLOADD_RESTARTS ?= 200
+nightly: export OFFLOADD_SOAK_SECONDS ?= 300
+nightly: export OFFLOADD_POWER_IMAGES ?= 100000
+nightly: export OFFLOADD_POWER_TRAININGS ?= 100
+nightly: export OFFLOADD_KILLS ?= 200
+nightly: test
+
+test-tools:
+	@.ci/test-tools.sh
+
+test-counts: libtorch
+	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --record
+
+deny:
+	$(CARGO) deny check
 
 bench: build
 	target/release/bench-io
@@ -37,9 +73,6 @@ libtorch:
 ifeq ($(LIBTORCH)$(LIBTORCH_USE_PYTORCH),)
 	@python3 kernels/fetch-libtorch.py .libtorch
 endif
-
-test-tools:
-	@.ci/test-tools.sh
 
 clean:
 	$(CARGO) clean

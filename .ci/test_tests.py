@@ -1,72 +1,131 @@
 #!/usr/bin/env python3
-"""What `.ci/tests.py` makes of failures, with a cargo that says what it is told to."""
+"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, and of `.ci/licenses.py`."""
 
+import json
 import pathlib
+import re
 import subprocess
 import tempfile
 import unittest
 
+import licenses
+
 HERE = pathlib.Path(__file__).parent
-# All tests fail with what $HOME/said holds; one test passes unless its name is in $HOME/bad.
+# Test binaries are those of $HOME/built; the tests say what $HOME/said holds and end with $HOME/status.
 CARGO = """#!/bin/sh
-case "$*" in *--workspace*) cat "$HOME/said"; exit 101;; esac
 echo "$*" >> "$HOME/calls"
-for name; do :; done
-if grep -qx "$name" "$HOME/bad"; then echo "test $name ... FAILED"; exit 101; fi
-[ "$name" = skips ] && echo "skipped: skips: no fio"
-echo "test result: ok. 1 passed; 0 failed; 0 ignored"
+case "$*" in *--no-run*) cat "$HOME/built"; exit;; esac
+cat "$HOME/said"; exit "$(cat "$HOME/status")"
 """
+BUILT = [
+    {"package_id": "path+file:///r/swapper#0.1.0", "target": {"kind": ["test"], "name": "simulation"}, "executable": "/r/target/debug/deps/simulation-1"},
+    {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": "simulation"}, "executable": "/r/target/debug/deps/simulation-2"},
+    {"package_id": "path+file:///r/offloadd/api#offload-api@0.1.0", "target": {"kind": ["lib"], "name": "offload_api"}, "executable": "/r/target/debug/deps/offload_api-3"},
+]
+SIMULATION, API = "tests/simulation/main.rs (target/debug/deps/simulation-1)", "unittests src/lib.rs (target/debug/deps/offload_api-3)"
 
 
-def said(*names, target="-p kernels --test cpu"):
-    running = "     Running tests/cpu/main.rs (target/debug/deps/cpu-1)"
-    tests = [f"test {name} ... FAILED" for name in names]
-    result = f"test result: FAILED. 1 passed; {len(names)} failed; 0 ignored; 0 measured"
-    return [running, "test fine ... ok", "skipped: it: no fio", *tests, result, f"error: test failed, to rerun pass `{target}`"]
+def target(running, *names, failed=(), output=()):
+    """What a target says; `output` is [(test, line)]."""
+    tests = [f"test {name} ... {'FAILED' if name in failed else 'ok'}" for name in names]
+    said = [line for test, text in output for line in ("", f"---- {test} stdout ----", text)]
+    passed = len(names) - len(failed)
+    return [f"     Running {running}", *tests, "", "successes:", *said, f"test result: ok. {passed} passed; {len(failed)} failed; 0 ignored; 0 measured"]
 
 
 class Tests(unittest.TestCase):
-    def outcome(self, lines, bad=()):
+    def outcome(self, lines, status=0, skips="", counts="", more=()):
         with tempfile.TemporaryDirectory() as home:
             folder = pathlib.Path(home)
-            for name, text in (("cargo", CARGO), ("said", "\n".join(lines) + "\n"), ("bad", "\n".join(bad)), ("calls", "")):
+            built = "".join(json.dumps({**one, "profile": {"test": True}}) + "\n" for one in BUILT)
+            for name, text in (("cargo", CARGO), ("built", built), ("said", "\n".join(lines) + "\n"), ("status", str(status)), ("skips", skips), ("counts", counts)):
                 (folder / name).write_text(text)
             (folder / "cargo").chmod(0o755)
-            command = [HERE / "tests.py", "--cargo", folder / "cargo", "--log", folder / "log"]
-            done = subprocess.run(command, env={"HOME": home, "PATH": "/usr/bin:/bin:/usr/local/bin"}, capture_output=True, text=True, check=False)
-            return done.returncode, done.stdout, (folder / "calls").read_text().splitlines()
+            files = ["--log", folder / "log", "--expected-skips", folder / "skips", "--counts", folder / "counts"]
+            done = subprocess.run(
+                [HERE / "tests.py", "--cargo", folder / "cargo", *files, *more],
+                env={"HOME": home, "PATH": "/usr/bin:/bin:/usr/local/bin"}, capture_output=True, text=True, check=False,
+            )
+            self.counts = (folder / "counts").read_text()
+            return done.returncode, done.stdout + done.stderr, (folder / "calls").read_text().splitlines()
 
-    def test_what_passes_by_itself_is_listed(self):
-        code, out, calls = self.outcome([*said("a::b", "c - should panic"), *said("d", target="-p swapper --lib")])
-        self.assertEqual(code, 0, out)
-        self.assertTrue(out.endswith("by itself:\n  a::b\n  c\n  d\n"), out)
-        self.assertIn("Skipped:\nskipped: it: no fio\n", out)
-        self.assertEqual(calls[1], "test -j2 -p kernels --test cpu -- --show-output --exact c")
-        self.assertEqual(calls[2], "test -j2 -p swapper --lib -- --show-output --exact d")
-
-    def test_what_fails_twice_failed(self):
-        code, out, _ = self.outcome(said("a", "b"), bad=["b"])
+    def test_each_test_runs_once_and_what_fails_has_failed(self):
+        code, out, calls = self.outcome(target(SIMULATION, "a", "b", failed=["b"]), status=101)
         self.assertEqual(code, 1, out)
-        self.assertNotIn("Passed only", out)
-
-    def test_many_failures_are_no_accident(self):
-        code, _, calls = self.outcome(said("a", "b", "c", "d"))
-        self.assertEqual((code, calls), (1, []))
-
-    def test_a_target_that_ends_without_words_failed(self):
-        code, _, calls = self.outcome([*said("a"), *said()])
-        self.assertEqual((code, calls), (1, []))
-
-    def test_a_target_that_crashed_after_a_failure_failed(self):
-        lines = [line for line in said("a") if not line.startswith("test result")]
-        code, _, calls = self.outcome(lines)
-        self.assertEqual((code, calls), (1, []))
-
-    def test_what_only_skips_by_itself_failed(self):
-        self.assertEqual(self.outcome(said("skips"))[0], 1)
+        self.assertEqual(len(calls), 2, calls)
+        self.assertEqual(self.outcome(target(SIMULATION, "a", "b"))[0], 0)
 
     def test_what_does_not_compile_failed(self):
-        self.assertEqual(self.outcome(["error: could not compile `kernels`"])[0], 1)
+        self.assertEqual(self.outcome(["error: could not compile `kernels`"], status=101)[0], 1)
+
+    def test_a_skip_that_nobody_expects_fails(self):
+        code, out, _ = self.outcome(target(SIMULATION, "a", output=[("a", "skipped: a: no fio")]))
+        self.assertEqual(code, 1, out)
+        self.assertIn("swapper/simulation::a was skipped, which skips does not expect on this machine: a: no fio", out)
+
+    def test_a_skip_is_expected_on_its_kind_of_machine_only(self):
+        said = target(SIMULATION, "a", output=[("a", "skipped: a: no fio")])
+        code, out, _ = self.outcome(said, skips="no fio: true\n  swapper/simulation::a *no fio\n")
+        self.assertEqual(code, 0, out)
+        self.assertIn("swapper/simulation::a: a: no fio (no fio)", out)
+        for other in ("no fio: false\n  swapper/simulation::a *no fio\n", "no GPU: true\n  swapper/simulation::a *no GPU\n"):
+            self.assertEqual(self.outcome(said, skips=other)[0], 1, other)
+
+    def test_a_skip_is_expected_of_the_named_test_only(self):
+        said = target(SIMULATION, "a", "b", output=[("b", "skipped: no fio")])
+        self.assertEqual(self.outcome(said, skips="no fio: true\n  swapper/simulation::a no fio\n")[0], 1)
+
+    def test_a_test_that_may_skip_and_runs_is_fine(self):
+        code, out, _ = self.outcome(target(SIMULATION, "a"), skips="# why\n\nno fio: true\n  swapper/simulation::a no fio\n")
+        self.assertEqual(code, 0, out)
+
+    def test_a_test_that_may_skip_and_is_gone_fails(self):
+        code, out, _ = self.outcome(target(SIMULATION, "a"), skips="no fio: false\n  swapper/simulation::gone no fio\n")
+        self.assertEqual(code, 1, out)
+        self.assertRegex(out, "skips:2: swapper/simulation::gone did not run")
+
+    def test_tests_that_vanish_fail(self):
+        said = target(SIMULATION, "a", "b")
+        self.assertEqual(self.outcome(said, counts="# why\nswapper/simulation 2\n")[0], 0)
+        code, out, _ = self.outcome(said, counts="swapper/simulation 3\n")
+        self.assertEqual(code, 1, out)
+        self.assertIn("swapper/simulation ran 2 tests, counts records 3", out)
+
+    def test_targets_that_vanish_fail_and_equal_names_are_told_apart(self):
+        code, out, _ = self.outcome(target(SIMULATION, "a"), counts="swapper/simulation 1\noffloadd/simulation 1\n")
+        self.assertEqual(code, 1, out)
+        self.assertIn("offloadd/simulation ran 0 tests", out)
+
+    def test_more_tests_than_recorded_are_a_note(self):
+        code, out, _ = self.outcome([*target(API, "a", "b"), *target(SIMULATION, "a")], counts="offload-api/lib 1\nswapper/simulation 1\n")
+        self.assertEqual(code, 0, out)
+        self.assertIn("Note: more tests than counts records (`make test-counts` writes it): offload-api/lib\n", out)
+
+    def test_the_slowest_targets_are_named(self):
+        _, out, _ = self.outcome(target(API, "a"))
+        self.assertTrue(re.search(r"^ +\d+\.\d +\d+\.\d +1  offload-api/lib$", out, re.MULTILINE), out)
+
+    def test_counts_are_recorded(self):
+        lists = ["     Running " + API, "a: test", "b: test", "", "2 tests, 0 benchmarks", "   Doc-tests offload_api", "1 test, 0 benchmarks", "     Running " + SIMULATION, "0 tests, 0 benchmarks"]
+        code, out, calls = self.outcome(lists, more=["--record"])
+        self.assertEqual(code, 0, out)
+        self.assertEqual(self.counts.splitlines()[1:], ["offload-api/doc 1", "offload-api/lib 2"])
+        self.assertTrue(calls[1].endswith("--list"), calls)
+
+
+class Licenses(unittest.TestCase):
+    def test_an_expression_is_met_by_allowed_licenses_only(self):
+        allowed = licenses.allowed_of('[licenses]\nallow = [\n    "MIT",\n    "Zlib",\n]\n[bans]\nother = ["GPL-3.0"]\n')
+        self.assertEqual(allowed, {"MIT", "Zlib"})
+        for expression in ("MIT", "MIT/Apache-2.0", "Apache-2.0 WITH LLVM-exception OR MIT", "(GPL-3.0 OR MIT) AND Zlib"):
+            self.assertTrue(licenses.is_allowed(expression, allowed), expression)
+        for expression in ("", "GPL-3.0", "MIT AND GPL-3.0", "(GPL-3.0 OR Apache-2.0) AND Zlib", "MIT WITH LLVM-exception"):
+            self.assertFalse(licenses.is_allowed(expression, allowed), expression)
+
+    def test_a_package_from_elsewhere_is_named(self):
+        package = {"name": "a", "version": "1.0.0", "license": "MIT", "source": "git+https://example.org/a"}
+        self.assertEqual(licenses.faults([package], {"MIT"}), ["a 1.0.0: from git+https://example.org/a, not from crates.io"])
+        self.assertEqual(licenses.faults([{**package, "source": None}], {"MIT"}), [])
 
 
 if __name__ == "__main__":

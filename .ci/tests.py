@@ -1,81 +1,235 @@
 #!/usr/bin/env python3
-"""Every test, and the list of what was skipped.
+"""Runs every test once and judges the run.
 
-    .ci/tests.py --jobs 2 --log target/test.log
+    .ci/tests.py --jobs 2 --log target/test.log     runs all tests
+    .ci/tests.py --record                           writes .ci/test-counts
 
-A few tests set a whole daemon or trainer against the clock of a machine that others use too. Where at most three tests fail, each is
-run once more by itself; one that passes then is listed as such, because it still is a fault of the test, or worse.
+A run fails when a test fails, when a test is skipped that `.ci/expected-skips` does not expect on this machine, when that file names a
+test that did not run, or when a target ran fewer tests than `.ci/test-counts` records. A failed test is never run again.
+It ends with what was skipped and with the targets that took longest.
 """
 
 import argparse
+import fnmatch
+import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import time
 
-AGAIN_MAX = 3
-
-
-def failures(lines):
-    """What failed, as [(cargo's words to run that target again, [names of tests])]; no names where a target did not end in order."""
-    failed, names, counted = [], [], -1
-    for line in lines:
-        if re.match(r"\s+(Running|Doc-tests) ", line):
-            names, counted = [], -1
-        elif test := re.match(r"test (.+?)(?: - should panic)? \.\.\. FAILED$", line):
-            names.append(test[1])
-        elif result := re.match(r"test result: .* (\d+) failed;", line):
-            counted = int(result[1])
-        elif target := re.match(r"error: test failed, to rerun pass `(.+)`", line):
-            failed.append((target[1].split(), names if counted == len(names) else []))
-            names, counted = [], -1
-    return failed
+HERE = pathlib.Path(__file__).resolve().parent
+SLOWEST_MAX = 10
 
 
-def skipped(lines):
-    return sorted({line for line in lines if line.startswith("skipped: ")})
+class Target:
+    """One test binary, or the documentation tests of one crate."""
+
+    def __init__(self, name):
+        self.name = name
+        self.tests = set()  # names of those that passed or failed
+        self.skips = []  # (test, its line)
+        self.count = 0
+        self.wall_s = self.cpu_s = 0.0
 
 
-def run(command, log):
-    """Runs it, shows and writes what it says. Answers whether it passed, and its lines."""
-    lines = []
+class Run:
+    """What cargo's lines say, target by target."""
+
+    def __init__(self, names):
+        self.names = names  # of each test binary
+        self.targets = []
+        self.test = None  # whose output follows
+
+    def take(self, line):
+        """Reads one line. Returns whether a target starts with it."""
+        if running := re.match(r"\s+Running .*\((.+)\)$", line):
+            self.targets.append(Target(self.names.get(os.path.basename(running[1]), running[1])))
+        elif documented := re.match(r"\s+Doc-tests (\S+)$", line):
+            self.targets.append(Target(f"{documented[1].replace('_', '-')}/doc"))
+        elif not self.targets:
+            return False
+        elif result := re.match(r"test result: .* (\d+) passed; (\d+) failed;", line):
+            self.targets[-1].count += int(result[1]) + int(result[2])
+            self.test = None
+            return False
+        elif output := re.match(r"---- (.+) stdout ----$", line):
+            self.test = output[1]
+            return False
+        elif test := re.search(r"\btest (.+?)(?: - should panic)? \.\.\. (?:ok|FAILED)$", line):
+            self.targets[-1].tests.add(test[1])
+            return False
+        elif line.startswith("skipped: "):
+            self.targets[-1].skips.append((self.test or "?", line))
+            return False
+        else:
+            return False
+        self.test = None
+        return True
+
+
+class Kind:
+    """A kind of machine, and what is skipped there: [(glob of the test, glob of its line, line of the file)]."""
+
+    def __init__(self, name, probe):
+        self.name = name
+        self.probe = probe
+        self.entries = []
+
+    def is_here(self):
+        return subprocess.run(["sh", "-c", self.probe], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=HERE.parent, check=False).returncode == 0
+
+
+def read_kinds(path):
+    kinds = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        words = line.split(None, 1)
+        if not words or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            name, _, probe = line.partition(": ")
+            kinds.append(Kind(name, probe))
+        elif not kinds or len(words) < 2:
+            sys.exit(f"{path}:{number}: expected a test and what it says, under a kind of machine")
+        else:
+            kinds[-1].entries.append((words[0], words[1], number))
+    return kinds
+
+
+def judge_skips(targets, kinds, path):
+    """Returns the skips that are expected here, as lines, and what is wrong."""
+    ran = {f"{target.name}::{test}" for target in targets for test in target.tests}
+    here = [kind for kind in kinds if kind.is_here()]
+    wrong = [f"{path}:{number}: {pattern} did not run" for kind in kinds for pattern, _, number in kind.entries if not fnmatch.filter(ran, pattern)]
+    expected = set()
+    for target in targets:
+        for test, line in target.skips:
+            name, says = f"{target.name}::{test}", line.removeprefix("skipped: ")
+            known = [
+                kind.name
+                for kind in here
+                for pattern, text, _ in kind.entries
+                if fnmatch.fnmatchcase(name, pattern) and fnmatch.fnmatchcase(says, text)
+            ]
+            if known:
+                expected.add(f"{name}: {says} ({known[0]})")
+            else:
+                wrong.append(f"{name} was skipped, which {path.name} does not expect on this machine: {says}")
+    return sorted(expected), wrong
+
+
+def read_counts(path):
+    return {name: int(count) for name, count in (line.split() for line in path.read_text().splitlines() if not line.startswith("#"))}
+
+
+def judge_counts(targets, recorded, path):
+    """Returns notes, and what is wrong."""
+    counts = {target.name: target.count for target in targets}
+    wrong = [f"{name} ran {counts.get(name, 0)} tests, {path.name} records {count}" for name, count in recorded.items() if counts.get(name, 0) < count]
+    more = [name for name, count in counts.items() if count > recorded.get(name, 0)]
+    return [f"more tests than {path.name} records (`make test-counts` writes it): {', '.join(more)}"] if more else [], wrong
+
+
+def test_binaries(cargo):
+    """{file name of a test binary: PACKAGE/TARGET}; builds them."""
+    done = subprocess.run([*cargo, "--no-run", "--message-format=json"], stdout=subprocess.PIPE, text=True, check=False)
+    names = {}
+    for line in done.stdout.splitlines():
+        message = json.loads(line) if line.startswith("{") else {}
+        if message.get("profile", {}).get("test") and message.get("executable"):
+            # "path+file:///DIRECTORY/PACKAGE#VERSION", or with "#PACKAGE@VERSION" where the directory has another name.
+            place, _, version = message["package_id"].partition("#")
+            package = version.partition("@")[0] if "@" in version else place.rpartition("/")[2]
+            kind, name = message["target"]["kind"][0], message["target"]["name"]
+            names[os.path.basename(message["executable"])] = f"{package}/{kind if kind in ('lib', 'bin') else name}"
+    return names if done.returncode == 0 else None
+
+
+def waited_cpu_s(pid):
+    """Processor seconds, user and system, of the ended children of a process and of theirs."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+def run(command, names, log):
+    """Runs cargo, shows and writes what it says. Returns whether it passed, and the targets."""
+    run = Run(names)
     plain = {**os.environ, "CARGO_TERM_COLOR": "never"}
     with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
+        since, cpu_s = time.monotonic(), 0.0
+
+        def ended():
+            nonlocal since, cpu_s
+            now, now_cpu_s = time.monotonic(), waited_cpu_s(child.pid)
+            if run.targets:
+                run.targets[-1].wall_s, run.targets[-1].cpu_s = now - since, now_cpu_s - cpu_s
+            since, cpu_s = now, now_cpu_s
+
         for line in child.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
             log.write(line)
-            lines.append(line.rstrip("\n"))
-    return child.returncode == 0, lines
+            if re.match(r"\s+(Running|Doc-tests) ", line):
+                ended()
+            run.take(line.rstrip("\n"))
+        ended()
+    return child.returncode == 0, run.targets
 
 
-def again(failed, cargo, log):
-    """Runs what failed once more, each test by itself. Answers what passed then; nothing where something failed again."""
-    tests = [(target, name) for target, names in failed for name in names]
-    if not failed or not all(names for _, names in failed) or len(tests) > AGAIN_MAX:
-        return []
-    for target, name in tests:
-        print(f"\nOnce more, by itself: {name}")
-        passed, lines = run([*cargo, *target, "--", "--show-output", "--exact", name], log)
-        if not passed or skipped(lines) or not any(line.startswith("test result: ok. 1 passed") for line in lines):
-            return []
-    return [name for _, name in tests]
+def record(cargo, path):
+    """Counts the tests of each target."""
+    names = test_binaries(cargo)
+    if names is None:
+        return 1
+    done = subprocess.run([*cargo, "--", "--list"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        sys.stderr.write(done.stdout)
+        return 1
+    found = Run(names)
+    for line in done.stdout.splitlines():
+        if not found.take(line) and (count := re.match(r"(\d+) tests?, ", line)):
+            found.targets[-1].count = int(count[1])
+    counts = sorted(f"{target.name} {target.count}" for target in found.targets if target.count)
+    path.write_text("# Tests of each target: `make test` fails when fewer ran. `make test-counts` writes this file.\n" + "\n".join(counts) + "\n")
+    print(f"{path}: {sum(target.count for target in found.targets)} tests")
+    return 0
 
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cargo", default="cargo", help="the program to call (default: %(default)s)")
     arguments.add_argument("--jobs", default="2", help="of the compiler, at once (default: %(default)s)")
-    arguments.add_argument("--log", required=True, help="all that the tests said")
+    arguments.add_argument("--log", type=pathlib.Path, default=HERE.parent / "target/test.log", help="all that the tests said (default: %(default)s)")
+    arguments.add_argument("--expected-skips", type=pathlib.Path, default=HERE / "expected-skips")
+    arguments.add_argument("--counts", type=pathlib.Path, default=HERE / "test-counts")
+    arguments.add_argument("--record", action="store_true", help="count the tests, write --counts and end")
     arguments = arguments.parse_args()
-    cargo = [arguments.cargo, "test", f"-j{arguments.jobs}"]
+    cargo = [arguments.cargo, "test", f"-j{arguments.jobs}", "--workspace"]
+    if arguments.record:
+        return record(cargo, arguments.counts)
+    kinds, recorded = read_kinds(arguments.expected_skips), read_counts(arguments.counts)
+    names = test_binaries(cargo)
+    if names is None:
+        return 1
     with open(arguments.log, "w") as log:
-        passed, lines = run([*cargo, "--workspace", "--no-fail-fast", "--", "--show-output"], log)
-        late = [] if passed else again(failures(lines), cargo, log)
-    print("\nSkipped:", *(skipped(lines) or ["  nothing"]), sep="\n")
-    if late:
-        print("\nPassed only when run once more, by itself:", *(f"  {name}" for name in late), sep="\n")
-    return 0 if passed or late else 1
+        passed, targets = run([*cargo, "--no-fail-fast", "--", "--show-output"], names, log)
+    skipped, unexpected = judge_skips(targets, kinds, arguments.expected_skips)
+    notes, vanished = judge_counts(targets, recorded, arguments.counts)
+    print("\nSkipped, as expected on this machine:", *(skipped or ["nothing"]), sep="\n  ")
+    print("\nSlowest targets: seconds, processor seconds, tests")
+    for target in sorted(targets, key=lambda target: -target.wall_s)[:SLOWEST_MAX]:
+        print(f"  {target.wall_s:7.1f} {target.cpu_s:7.1f} {target.count:5}  {target.name}")
+    print(f"  {sum(target.wall_s for target in targets):7.1f} {sum(target.cpu_s for target in targets):7.1f} {sum(target.count for target in targets):5}  all")
+    for note in notes:
+        print(f"\nNote: {note}")
+    wrong = [*unexpected, *vanished]
+    if wrong:
+        print("\nFailed:", *wrong, sep="\n  ")
+    return 0 if passed and not wrong else 1
 
 
 if __name__ == "__main__":
