@@ -155,8 +155,15 @@ impl Ranks {
         }
     }
 
-    /// The rank to blame among those that have failed: one that was killed, as the others end by themselves then.
-    fn failure(&self) -> Option<Failure> {
+    /// The rank to blame among those that have failed: one that was killed, as the others end by themselves then. All are looked at
+    /// once more, because the killed one may have ended just after the last look, and a rank that noticed just before it.
+    fn failure(&mut self) -> Option<Failure> {
+        self.failed()?;
+        self.look();
+        self.failed()
+    }
+
+    fn failed(&self) -> Option<Failure> {
         let failed = (self.0.iter().zip(0..)).filter_map(|(rank, number)| {
             let status = rank.ended.filter(|status| !status.success())?;
             let how = match (status.code(), status.signal()) {
@@ -204,6 +211,8 @@ impl Drop for Ranks {
 #[cfg(test)]
 mod tests {
     //! What could go wrong: a rank outlives the others, the wrong one is blamed, a deaf one is waited for without end.
+
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
 
     use super::*;
 
@@ -254,18 +263,26 @@ mod tests {
 
     #[test]
     fn a_killed_rank_is_blamed_before_those_that_noticed() {
-        let (failure, _) = run(&["exit 1", "kill -9 $$", "exit 1"]);
-        // All were there to be seen at once, or the killed one was seen later than the first of the others.
+        // Two ranks end as soon as they see that the killed one is gone, or waits to be waited for.
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("pid").display().to_string();
+        let notices = format!(
+            "until [ -s {file} ]; do sleep 0.01; done; stat=/proc/$(cat {file})/stat
+            while grep -qs ') [^Z]' $stat; do :; done; exit 1"
+        );
+        let killed = format!("echo $$ >{file}.new; mv {file}.new {file}; kill -9 $$");
+        let (failure, _) = run(&[&notices, &killed, &notices]);
         let failure = failure.unwrap();
-        assert!(failure.rank == 1 && failure.code == 137 || failure.code == 1);
+        assert_eq!((failure.rank, failure.code), (1, 137), "{failure}");
+        // The killed one ended after it was looked at, and one that noticed before it was.
         let mut ranks = Ranks::default();
         for script in ["exit 1", "kill -9 $$"] {
             let child = Command::new("sh").arg("-c").arg(script).spawn().unwrap();
+            let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+            waitid(WaitId::Pid(Pid::from_child(&child)), ended).unwrap();
             ranks.0.push(Rank { child, ended: None });
         }
-        while ranks.look() {
-            std::thread::sleep(LOOK);
-        }
+        ranks.0[0].ended = ranks.0[0].child.try_wait().unwrap();
         let failure = ranks.failure().unwrap();
         assert_eq!((failure.rank, failure.code), (1, 137));
         let text = failure.to_string();
