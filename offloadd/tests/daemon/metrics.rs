@@ -259,19 +259,13 @@ fn any_number_of_lookers_keeps_nobody_from_moving_tiles() {
 fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
     const TILE_BYTES: u32 = 1 << 20;
     let store = Store::new(1, "auto");
+    // As if measured so, whatever else this machine's disk does.
+    store.set_rates(&[200_000_000]);
     let mut command = store.serve_command();
     command.env("OFFLOADD_PACE", "4000000,4000000");
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let measured = look(&mut control).devices.remove(0).state;
-    let slowest = measured.read_bytes_per_s.min(measured.write_bytes_per_s);
-    if slowest < 10 * 4_000_000 {
-        println!(
-            "skipped: {}: the disk here moves {slowest} bytes a second itself",
-            std::thread::current().name().unwrap_or("a test")
-        );
-        return;
-    }
     let reply = (control.open_session(open_sized("tiny", u64::from(TILE_BYTES)))).unwrap();
     let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
     let working = session.begin_sized(&mut control, 2, TILE_BYTES);
