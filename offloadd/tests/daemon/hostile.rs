@@ -1,15 +1,18 @@
 //! A process that does its worst with what it was given. What could go wrong: the daemon crashes, hangs, or lets another
 //! session suffer. Each test ends with a sound session that still works.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use offload_api::fault::FaultKind;
-use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
+use offload_api::ids::{Epoch, Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::proto;
-use offload_api::ring::entry::{Request, Urgency, Verb};
+use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
 use rustix::fs::{FallocateFlags, OFlags};
 
-use crate::common::{Control, Daemon, Store, eventually, open};
+use crate::common::{
+    Control, Daemon, Store, engines, eventually, expect_tiles, fill_tiles, open, swap_in, swap_out,
+};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -51,34 +54,160 @@ fn an_impossible_ring_index_ends_that_session_alone() {
     others_are_well(&daemon, "good");
 }
 
+/// Draws numbers, the same in each run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn one_of(&mut self, all: &[u64]) -> u64 {
+        all[(self.next() % all.len() as u64) as usize]
+    }
+}
+
+/// Slots of an arena as small as [`Store`]'s sessions have it.
+const SLOTS: u64 = 4;
+
+/// Tiles of 4 KiB, written all but the last; a tile after them is larger than a slot.
+const TILES: u64 = 3;
+
+/// What the daemon must answer to an entry whose form is right: 0 for success.
+fn answer_to(entry: &Sqe, working: u64) -> u32 {
+    let (tile, slot) = (u64::from(entry.tile), u64::from(entry.slot));
+    let writes = entry.verb == Verb::SwapOut.number();
+    let fault = if tile > TILES {
+        FaultKind::UnknownTile
+    } else if slot >= SLOTS {
+        FaultKind::UnknownSlot
+    } else if tile == TILES {
+        FaultKind::SlotTooSmall
+    } else if writes && entry.generation != working {
+        FaultKind::WrongGeneration
+    } else if !writes && tile == TILES - 1 {
+        FaultKind::NeverWritten
+    } else {
+        return 0;
+    };
+    fault as u32
+}
+
 #[test]
-fn garbage_entries_are_answered_or_end_the_session() {
+fn entries_beyond_every_bound_are_refused_by_kind() {
     let store = Store::new(1, "auto");
     let daemon = store.serve();
     let mut control = daemon.control();
+    let mut neighbour = control.session("neighbour");
+    let theirs = neighbour.begin(&mut control, 4);
+    fill_tiles(&mut neighbour, 4, theirs, 7);
     let mut session = control.session("bad");
-    session.submit(nonsense(1));
-    let cqe = session.complete();
-    assert_eq!(cqe.ticket, 1);
-    assert_ne!(cqe.fault, 0);
-    let mut state = 88172645463325252u64;
-    for round in 0..200 {
-        let mut control = daemon.control();
-        let session = control.session(&format!("bad{round}"));
-        for _ in 0..4 {
-            for place in (4096..8192).step_by(8) {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                rustix::io::pwrite(&session.received.ring, &state.to_le_bytes(), place).unwrap();
-            }
+    let tiles = (0..=TILES as u32).map(|unit| proto::Tile {
+        unit,
+        kind: 1,
+        elem_offset: 0,
+        tile_bytes: if unit == TILES as u32 { 8192 } else { 4096 },
+    });
+    let definition = proto::DefineTilesRequest {
+        token: session.token.clone(),
+        layout: Vec::new(),
+        tiles: tiles.collect(),
+        durability: 1,
+        nodes: 1,
+    };
+    control.define_tiles(definition).unwrap();
+    let working = session.resume(&mut control, 0);
+    fill_tiles(&mut session, TILES as u32 - 1, working, 1);
+    let mut random = Random(88172645463325252);
+    let mut seen = BTreeMap::<u32, u32>::new();
+    for ticket in 0..2000 {
+        let any = random.next();
+        let max = u64::from(u32::MAX);
+        let verb = [Verb::SwapIn, Verb::SwapOut][(any & 1) as usize];
+        let writes = verb == Verb::SwapOut;
+        let mut entry = Request {
+            ticket: TicketId(ticket),
+            verb,
+            urgency: Urgency::Ahead,
+            tile: TileIndex(random.one_of(&[0, 1, 2, TILES, TILES + 1, max, any >> 32]) as u32),
+            slot: SlotIndex(random.one_of(&[0, 1, SLOTS - 1, SLOTS, max, any >> 32]) as u32),
+            generation: Generation(0),
+            checksum: 0,
         }
-        rustix::io::pwrite(&session.received.ring, &4u32.to_le_bytes(), 128).unwrap();
+        .to_sqe(session.epoch);
+        if writes {
+            let generations = [working, working, 0, working + 1, working << 32, u64::MAX];
+            entry.generation = random.one_of(&generations);
+            entry.checksum = any as u32;
+        }
+        let expected = answer_to(&entry, working);
+        if writes && expected == 0 && u64::from(entry.tile) == TILES - 1 {
+            // It stays unwritten.
+            continue;
+        }
+        assert!(session.rings.put(&entry).unwrap());
         session.ring();
-        if round % 50 == 0 {
-            others_are_well(&daemon, &format!("good{round}"));
-        }
+        let cqe = session.complete();
+        assert_eq!((cqe.ticket, cqe.fault), (ticket, expected), "{entry:?}");
+        *seen.entry(expected).or_default() += 1;
     }
+    assert_eq!(seen.len(), 6, "{seen:?}");
+    assert!(seen.values().all(|&count| count > 10), "{seen:?}");
+    expect_tiles(&mut neighbour, 4, 7);
+}
+
+#[test]
+fn entries_of_a_wrong_form_end_the_session() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let free_bytes = control.arena_free_bytes();
+    let good = nonsense(1).to_sqe(Epoch(0));
+    let urge = Urge {
+        ticket: TicketId(1),
+        urgency: Urgency::Wanted,
+    }
+    .to_sqe(Epoch(0));
+    let mut random = Random(2463534242);
+    let mut wrong = vec![
+        Sqe { verb: 0, ..good },
+        Sqe { verb: 4, ..good },
+        Sqe { urgency: 2, ..good },
+        Sqe {
+            generation: 1,
+            ..good
+        },
+        Sqe {
+            checksum: 1,
+            ..good
+        },
+        Sqe { tile: 1, ..urge },
+        Sqe { urgency: 2, ..urge },
+    ];
+    wrong.extend((0..5).map(|place| {
+        let mut reserved = [0; 5];
+        reserved[place] = 1;
+        Sqe { reserved, ..good }
+    }));
+    for _ in 0..20 {
+        let mut words = [0u64; 8];
+        words.fill_with(|| random.next());
+        wrong.push(zerocopy::transmute!(words));
+    }
+    for (nth, entry) in wrong.into_iter().enumerate() {
+        let mut session = control.session(&format!("bad{nth}"));
+        // With the daemon's own epoch: all else is refused before anything is looked at.
+        let epoch = session.epoch.0;
+        assert!(session.rings.put(&Sqe { epoch, ..entry }).unwrap());
+        session.ring();
+        assert!(session.hung_up(SOON), "{entry:?}");
+    }
+    eventually("their memory is free", SOON, || {
+        control.arena_free_bytes() == free_bytes
+    });
     others_are_well(&daemon, "good");
 }
 
@@ -124,36 +253,77 @@ fn doorbells_cannot_be_made_to_block_the_daemon() {
 
 #[test]
 fn holes_in_shared_memory_hurt_nobody_else() {
-    let store = Store::new(1, "auto");
-    let daemon = store.serve();
-    let mut control = daemon.control();
-    let session = control.session("bad");
-    session.begin(&mut control, 1);
-    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    for memory in [&session.received.arena, &session.received.ring] {
-        rustix::fs::fallocate(memory, hole, 0, 8192).unwrap();
-        for size in [0, 1 << 30] {
-            let resized = rustix::fs::ftruncate(memory, size);
-            assert_eq!(resized, Err(rustix::io::Errno::PERM));
+    for engine in engines() {
+        let store = Store::new(1, engine);
+        let daemon = store.serve();
+        let mut control = daemon.control();
+        let mut neighbour = control.session("neighbour");
+        let theirs = neighbour.begin(&mut control, 4);
+        fill_tiles(&mut neighbour, 4, theirs, 7);
+        let mut session = control.session("bad");
+        let working = session.begin(&mut control, 2);
+        fill_tiles(&mut session, 2, working, 1);
+        for memory in [&session.received.arena, &session.received.ring] {
+            for size in [0, 1 << 30] {
+                let resized = rustix::fs::ftruncate(memory, size);
+                assert_eq!(resized, Err(rustix::io::Errno::PERM));
+            }
         }
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punch = |memory: &std::os::fd::OwnedFd| {
+            let bytes = rustix::fs::fstat(memory).unwrap().st_size as u64;
+            rustix::fs::fallocate(memory, hole, 0, bytes).unwrap();
+        };
+        // Both ways over the hole. What the bytes are then is the process's own affair; that they move is not.
+        for round in 0..8 {
+            punch(&session.received.arena);
+            let (tile, slot) = (round % 2, round % 4);
+            session.submit(swap_in(tile, slot));
+            let cqe = session.complete();
+            assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{engine}: {cqe:?}");
+            punch(&session.received.arena);
+            session.submit(swap_out(tile, slot, working, &[0; 4096]));
+            let cqe = session.complete();
+            assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{engine}: {cqe:?}");
+        }
+        expect_tiles(&mut neighbour, 4, 7);
+        // Its indices are gone with the rings: the daemon has taken more than they say was put.
+        punch(&session.received.ring);
+        session.ring();
+        assert!(session.hung_up(SOON), "{engine}: thrown out");
+        expect_tiles(&mut neighbour, 4, 7);
+        others_are_well(&daemon, "good");
     }
-    session.ring();
-    others_are_well(&daemon, "good");
 }
 
 #[test]
-fn a_process_that_never_reaps_delays_nobody() {
+fn a_process_that_never_reaps_delays_nobody_and_is_thrown_out() {
     let store = Store::new(1, "auto");
     let daemon = store.serve();
     let mut control = daemon.control();
+    let mut neighbour = control.session("neighbour");
+    let theirs = neighbour.begin(&mut control, 4);
+    fill_tiles(&mut neighbour, 4, theirs, 7);
+    let free_bytes = control.arena_free_bytes();
     let mut session = control.session("bad");
-    // As many as its ring takes, again and again, without ever looking at the answers.
-    for ticket in 0..10_000 {
-        let _ = session.rings.put(&nonsense(ticket).to_sqe(session.epoch));
-        if ticket % 64 == 0 {
-            session.ring();
+    let working = session.begin(&mut control, 2);
+    fill_tiles(&mut session, 2, working, 1);
+    // Reads that are done, as many as its ring takes, again and again, without ever looking at the answers.
+    let mut taken = 0;
+    eventually("it is thrown out", SOON, || {
+        let entry = swap_in(taken % 2, taken % 4).to_sqe(session.epoch);
+        while session.rings.put(&entry).unwrap() {
+            taken += 1;
         }
-    }
+        session.ring();
+        expect_tiles(&mut neighbour, 4, 7);
+        session.hung_up(Duration::ZERO)
+    });
+    let entries = session.rings.header().entries;
+    assert!(taken > entries, "{taken} answers fit into {entries} places");
+    eventually("its memory is free", SOON, || {
+        control.arena_free_bytes() == free_bytes
+    });
     others_are_well(&daemon, "good");
 }
 
