@@ -19,7 +19,6 @@ mod memory;
 mod model_folder;
 mod models;
 mod overflow;
-mod paced;
 mod parity;
 mod plan;
 mod points;

@@ -3,13 +3,21 @@
 //! What could go wrong: reads wait for writes, updates for reads, backward for slots that hold unwritten tiles; staging
 //! carries nothing over the turn of a step. All of it gives the right losses, only later. So drives are paced exactly
 //! (`OFFLOADD_PACE`, test builds), slow enough that they are the wall, and steps are compared with the formula, written here
-//! once more from the bytes and the pace. A step also takes the computer; what it computed is in its metrics.
+//! once more from the bytes and the pace. A step also takes the computer; what it computed is in its metrics. A program of its own,
+//! so that no other test takes the computer too.
+
+#[allow(dead_code, reason = "the tests of `runs` use more of it")]
+#[path = "runs/lab.rs"]
+mod lab;
+#[allow(dead_code, reason = "the tests of `runs` use more of it")]
+#[path = "runs/random.rs"]
+mod random;
 
 use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::lab::{Lab, succeed};
+use lab::{Lab, succeed};
 
 /// Four drives, bytes a second of each.
 const DRIVES: usize = 4;
