@@ -2,7 +2,8 @@
 //!
 //! A template that marks it (`{% generation %}`) is believed. For another, what the assistant says in a turn is what the turn adds:
 //! the conversation up to it, ready for an answer, must be the beginning of the conversation with it, and that the beginning of
-//! the whole. Templates that write a turn differently once others follow (they drop its reasoning, say) allow no such answer, and
+//! the whole. Where the assistant speaks first, there is no conversation up to it: its turn begins behind what the template writes
+//! to have an answer begin. Templates that write a turn differently once others follow (they drop its reasoning, say) allow no such answer, and
 //! are refused with the line.
 
 use std::ops::Range;
@@ -101,14 +102,13 @@ impl Template {
             if message.get_attr("role").unwrap_or_default().as_str() != Some("assistant") {
                 continue;
             }
-            let before = match turn {
-                // Nobody speaks before it; a template need not write an empty conversation.
-                0 => String::new(),
-                _ => self.render(&messages[..turn], tools, true)?,
-            };
             let with = match turn + 1 == messages.len() {
                 true => text.clone(),
                 false => self.render(&messages[..=turn], tools, false)?,
+            };
+            let before = match turn {
+                0 => self.before_first(&with)?,
+                _ => self.render(&messages[..turn], tools, true)?,
             };
             if !(with.starts_with(&before) && text.starts_with(&with)) {
                 return Err(format!(
@@ -122,6 +122,21 @@ impl Template {
             text,
             counted: Some(counted),
         })
+    }
+
+    /// What stands before the assistant's words in `turn`, which begins a conversation: the default of the system, if the template
+    /// has one, and what it writes to have an answer begin. A template need not write an empty conversation, so a question
+    /// shows what that is.
+    fn before_first(&self, turn: &str) -> Result<String, String> {
+        let question = [context! { role => "user", content => "?" }];
+        let asked = self.render(&question, None, false)?;
+        let ready = self.render(&question, None, true)?;
+        let begins = ready.strip_prefix(&asked).filter(|text| !text.is_empty());
+        let found = begins.and_then(|begins| Some(turn.find(begins)? + begins.len()));
+        match found {
+            Some(end) => Ok(turn[..end].to_owned()),
+            None => Err("the assistant speaks first, and where its words begin cannot be found with this template: use one with {% generation %} (data.chat_template), leave such conversations out, or set data.loss_on = \"all\"".into()),
+        }
     }
 
     pub(super) fn render(
@@ -179,6 +194,39 @@ mod tests {
         assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
         let all = template(CHATML).text(&conversation(), None).unwrap();
         assert_eq!((all.text, all.counted), (chat.text, None));
+    }
+
+    /// As Qwen's, which looks at the first message and writes a system's turn where there is none.
+    #[test]
+    fn only_its_words_count_where_the_assistant_speaks_first() {
+        let greeting: Vec<Value> = conversation()[1..].to_vec();
+        let source = format!(
+            "{{% if messages[0].role != 'system' %}}<|system|>\nBe brief.<|end|>\n{{% endif %}}{CHATML}"
+        );
+        for source in [CHATML, &source] {
+            let chat = template(source).text_counted(&greeting, None).unwrap();
+            assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
+            let alone = template(source).text_counted(&greeting[..1], None).unwrap();
+            assert_eq!(said(&alone), ["hello<|end|>\n"]);
+        }
+        // Nothing has an answer begin: nobody knows what of the turn is the assistant's.
+        let bare = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}";
+        let error = template(bare).text_counted(&greeting, None).unwrap_err();
+        assert!(error.contains("the assistant speaks first"), "{error}");
+    }
+
+    /// Jinja2 makes each line's end of a template a line feed, and leaves those of a conversation.
+    #[test]
+    fn lines_of_a_template_end_with_a_line_feed_whatever_its_file_has() {
+        let message = context! { role => "user", content => "a\r\nb" };
+        let expected = "<|user|>\na\r\nb<|end|>\n";
+        for end in ["\n", "\r\n", "\r"] {
+            let source = CHATML.replace('\n', end);
+            let chat = template(&source).text(std::slice::from_ref(&message), None);
+            assert_eq!(chat.unwrap().text, expected, "{end:?}");
+        }
+        let literal = template("{{ 'a\r\nb' }}\r\n{# c #}\r\n{%- if true %}\r\n  d{% endif %}\r\n");
+        assert_eq!(literal.text(&[message], None).unwrap().text, "a\nb\n  d");
     }
 
     #[test]

@@ -17,7 +17,9 @@ const NAME: &str = "chat";
 
 /// A template that can be run, and whether it marks what the assistant says.
 pub(super) fn environment(source: &str) -> Result<(Environment<'static>, bool), Error> {
-    let (source, marks) = with_marks(source);
+    // Python's jinja2 knows one line's end, whichever the file has.
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let (source, marks) = with_marks(&source);
     let mut environment = Environment::new();
     environment.set_syntax(
         SyntaxConfig::builder()
