@@ -17,9 +17,9 @@ pub enum GpuError {
         tried: Vec<String>,
     },
     /// A library answered, but it has no such device.
-    #[error("no GPU: {message}")]
+    #[error("no GPU found: {message}")]
     NoDevice {
-        /// Which library said so, and its words.
+        /// Which library said so.
         message: String,
     },
     /// A call failed.

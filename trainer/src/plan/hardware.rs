@@ -3,7 +3,7 @@
 //! What nobody gave and nothing measured is assumed, and shown as assumed: a plan made of assumptions is still right about
 //! bytes, and its bound is as good as they are.
 
-use kernels::gpu::Gpu;
+use kernels::gpu::{Gpu, GpuError};
 use serde::Serialize;
 
 use super::measured::Measured;
@@ -200,7 +200,11 @@ fn find_gpu() -> Result<(String, u64), String> {
         .and_then(|rank| rank.parse().ok())
         .unwrap_or(0);
     let asked = Gpu::open(index).and_then(|gpu| Ok((gpu.info().name.clone(), gpu.free_bytes()?)));
-    asked.map_err(|error| error.to_string())
+    asked.map_err(|error| match error {
+        // Where it stands there is said already that there is no GPU.
+        GpuError::NoDevice { message } => message,
+        error => error.to_string(),
+    })
 }
 
 /// What the machine, or the group this process is confined to, has left. `None` where the kernel does not say.
