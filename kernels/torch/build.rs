@@ -39,21 +39,21 @@ fn main() {
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }
 
-/// Where a binary looks for libtorch: in `.libtorch` beside the target folder, relative to `target/debug/trainer` and to
-/// `target/debug/deps/test`, so that the repository can be moved; and in the folder itself when it is elsewhere.
+/// Where a binary looks for libtorch, in this order:
+///
+/// - in `.libtorch` beside the target directory (from `target/debug/trainer` and `target/debug/deps/test`), so that the repository
+///   can be moved
+/// - beside itself where programs are installed: `PREFIX/bin/trainer` and `PREFIX/lib/libtorch`
+/// - where it was when the binary was built, for one that is copied elsewhere on the same machine
+///
+/// The loader looks before `main`, so a binary that finds none of them cannot say more than the loader does.
 fn runpath(lib: &Path) -> String {
-    let mut paths = vec![
-        "$ORIGIN/../../.libtorch/torch/lib".to_owned(),
-        "$ORIGIN/../../../.libtorch/torch/lib".to_owned(),
-    ];
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    // OUT_DIR is TARGET/PROFILE/build/PACKAGE-HASH/out.
-    let beside = out
-        .ancestors()
-        .nth(4)
-        .map(|target| target.join("../.libtorch/torch/lib").canonicalize());
-    if !matches!((beside, lib.canonicalize()), (Some(Ok(a)), Ok(b)) if a == b) {
-        paths.push(lib.display().to_string());
-    }
-    paths.join(":")
+    let built = lib.canonicalize().unwrap_or_else(|_| lib.to_path_buf());
+    [
+        "$ORIGIN/../../.libtorch/torch/lib",
+        "$ORIGIN/../../../.libtorch/torch/lib",
+        "$ORIGIN/../lib/libtorch/torch/lib",
+        &built.display().to_string(),
+    ]
+    .join(":")
 }

@@ -12,6 +12,7 @@ mod deepspeed;
 mod divergence;
 mod export;
 mod figures;
+mod installed;
 mod killed;
 mod lab;
 mod leftovers;

@@ -1,0 +1,41 @@
+//! What could go wrong: a program that was copied to where programs are installed does not find its libraries.
+
+use std::process::Command;
+
+use kernels::gpu::library::folders_of_loaded;
+
+use crate::lab::{Lab, succeed};
+
+#[test]
+fn an_installed_program_finds_libtorch_beside_it() {
+    let lab = Lab::new();
+    let (program, libtorch) = (lab.path("bin/trainer"), lab.path("lib/libtorch/torch"));
+    std::fs::create_dir(lab.path("bin")).unwrap();
+    std::fs::create_dir_all(&libtorch).unwrap();
+    // Another name of the same file: the loader goes by the name.
+    std::fs::hard_link(env!("CARGO_BIN_EXE_trainer"), &program).unwrap();
+    let loaded = folders_of_loaded("libtorch_cpu");
+    std::os::unix::fs::symlink(&loaded[0], libtorch.join("lib")).unwrap();
+    let loads = || {
+        let mut command = Command::new(&program);
+        command
+            .arg("--version")
+            .env_remove("LD_LIBRARY_PATH")
+            .env("LD_TRACE_LOADED_OBJECTS", "1")
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped());
+        succeed(command)
+    };
+    let found = |folder: &str| format!("libtorch_cpu.so => {folder}/libtorch_cpu.so");
+    let beside = format!("{}/../lib/libtorch/torch/lib", lab.path("bin").display());
+    let said = loads();
+    assert!(said.contains(&found(&beside)), "{said}");
+    // Without it, the one that the program was built with.
+    std::fs::remove_file(libtorch.join("lib")).unwrap();
+    let built = loaded[0].canonicalize().unwrap();
+    let said = loads();
+    assert!(
+        said.contains(&found(&built.display().to_string())),
+        "{said}"
+    );
+}
