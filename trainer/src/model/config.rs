@@ -141,6 +141,14 @@ pub enum ConfigError {
         /// Its `model_type`.
         architecture: &'static str,
     },
+    /// Nothing says which architecture a file is of.
+    #[error(
+        "config.json has no model_type, and its architectures ({architectures}) name no model that is trained here: set model.model_type, for example \"llama\""
+    )]
+    NoModelType {
+        /// That key's value, as JSON.
+        architectures: String,
+    },
     /// A key has the wrong type.
     #[error("{key} = {value}: {expected} was expected")]
     Type {

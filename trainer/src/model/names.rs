@@ -11,6 +11,9 @@
 
 use super::{Architecture, Member, ModelConfig, unit_layouts};
 
+/// The projection's tensor, in all architectures.
+pub const PROJECTION: &str = "lm_head.weight";
+
 /// Where a parameter is in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
@@ -103,7 +106,7 @@ pub fn is_left_aside(config: &ModelConfig, name: &str) -> bool {
     let table = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
         .iter()
         .any(|end| name.ends_with(end));
-    table || (config.tied && name == "lm_head.weight")
+    table || (config.tied && name == PROJECTION)
 }
 
 fn whole(name: String) -> Place {
@@ -118,7 +121,7 @@ fn llama(unit: usize, member: Member) -> Place {
     let name = match member {
         Member::Embedding => return whole("model.embed_tokens.weight".into()),
         Member::FinalNorm => return whole("model.norm.weight".into()),
-        Member::Projection => return whole("lm_head.weight".into()),
+        Member::Projection => return whole(PROJECTION.into()),
         Member::InputNorm => "input_layernorm.weight",
         Member::Query => "self_attn.q_proj.weight",
         Member::Key => "self_attn.k_proj.weight",
@@ -155,7 +158,7 @@ fn gpt2(unit: usize, member: Member) -> Place {
         Member::Positions => return whole("transformer.wpe.weight".into()),
         Member::FinalNorm => return whole("transformer.ln_f.weight".into()),
         Member::FinalNormBias => return whole("transformer.ln_f.bias".into()),
-        Member::Projection => return whole("lm_head.weight".into()),
+        Member::Projection => return whole(PROJECTION.into()),
         Member::InputNorm => ("ln_1.weight", false, one),
         Member::InputNormBias => ("ln_1.bias", false, one),
         Member::Query => ("attn.c_attn.weight", true, third(0)),

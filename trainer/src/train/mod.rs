@@ -99,6 +99,7 @@ fn run_to_its_end(
     if ranks.is_first() {
         show::plan(&prepared.settings, &prepared.plan, &corpus);
     }
+    ranks.by_first("checking the weights", || prepared.check_weights())?;
     let data = read_data(&settings, &corpus, ranks)?;
     prepared.train_on(&data);
     start_threads(settings.train.threads)?;

@@ -9,9 +9,10 @@
 //! ```
 //!
 //! All headers are read and checked against the model before anything is made: every parameter there, in its shape, and nothing
-//! else. Values are then read by unit and range of elements, from any thread and any rank, and never held whole.
+//! else; then all values, once, before a fresh run makes its first file. Values are then read by unit and range of elements, from any thread and any rank, and never held whole.
 //! What a tensor is called and how it lies there is `model/names.rs`'s.
 
+mod check;
 mod element;
 mod header;
 mod read;
@@ -22,7 +23,7 @@ mod tests;
 use std::path::{Path, PathBuf};
 
 pub(crate) use element::Element;
-pub use source::{Found, Weights, found};
+pub use source::{Weights, look_for};
 
 /// The one file, or the table of several.
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
@@ -85,6 +86,24 @@ pub enum WeightsError {
         tensor: String,
         others: usize,
     },
+    #[error(
+        "no weights in {}: neither {SINGLE_FILE} nor {INDEX_FILE} can be opened there. {instead}; or start from random weights with model.init = \"random\"",
+        folder.display()
+    )]
+    NotFound { folder: PathBuf, instead: String },
+    #[error(
+        "{}, tensor lm_head.weight: it is not the embedding ({tensor}), and config.json says that it is (tie_word_embeddings): element {at_elem} is {value}, the embedding's is {embedding}. To train them apart, set model.tie_word_embeddings = false, as transformers 5 loads them; to train the embedding alone, as transformers 4 does, remove lm_head.weight from the file",
+        path.display()
+    )]
+    NotTied {
+        path: PathBuf,
+        tensor: String,
+        at_elem: usize,
+        value: f32,
+        embedding: f32,
+    },
+    #[error("cannot start {count} threads to check the weights: {message}")]
+    Threads { count: usize, message: String },
     #[error(
         "{} has weights in {file} and none in safetensors: convert them once with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_FOLDER\"), and name that folder; or start from random weights with model.init = \"random\"",
         folder.display(), folder.display()

@@ -8,7 +8,7 @@ use super::{Weights, WeightsError};
 use crate::model::ParamLayout;
 
 /// Bytes read at a time: enough for any drive's speed, little beside a tile.
-const BLOCK_BYTES: usize = 1 << 20;
+pub(super) const BLOCK_BYTES: usize = 1 << 20;
 
 impl Weights {
     /// The weights of elements `range_elems` of unit number `unit`, padding zero. `out` is as long as the range, which lies in
@@ -42,15 +42,8 @@ impl Weights {
                 self.read(stored, first, out)?;
             }
             if let Some(at) = out.iter().position(|weight| !weight.is_finite()) {
-                return Err(WeightsError::Tensor {
-                    path: self.files[stored.file].path.clone(),
-                    tensor: stored.place.name.clone(),
-                    what: format!(
-                        "element {} is {}: a model with it cannot be trained",
-                        stored.place.stored_elem(&param.shape, within.start + at),
-                        out[at]
-                    ),
-                });
+                let elem = stored.place.stored_elem(&param.shape, within.start + at);
+                return Err(self.not_finite(stored, elem, out[at]));
             }
         }
         Ok(())
@@ -95,8 +88,22 @@ impl Weights {
         Ok(())
     }
 
+    /// For a value that cannot be trained.
+    pub(super) fn not_finite(&self, stored: &Stored, elem: usize, value: f32) -> WeightsError {
+        WeightsError::Tensor {
+            path: self.files[stored.file].path.clone(),
+            tensor: stored.place.name.clone(),
+            what: format!("element {elem} is {value}: a model with it cannot be trained"),
+        }
+    }
+
     /// The numbers of a tensor from its element `first` on, in the file's order.
-    fn read(&self, stored: &Stored, first: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+    pub(super) fn read(
+        &self,
+        stored: &Stored,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), WeightsError> {
         let file = &self.files[stored.file];
         let size = stored.element.size_bytes();
         let mut bytes = vec![0; BLOCK_BYTES.min(out.len() * size)];

@@ -9,47 +9,75 @@ use serde_json::{Value, json};
 
 use super::header::{Opened, Tensor};
 use super::{Element, INDEX_FILE, SINGLE_FILE, WeightsError};
-use crate::model::names::{Place, is_left_aside, places};
+use crate::model::names::{PROJECTION, Place, is_left_aside, places};
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// The table of a model of a hundred thousand tensors has some 10 MB.
 const INDEX_BYTES_MAX: u64 = 100_000_000;
 /// Files of weights in other formats, as their names end.
 const OTHER_FORMATS: &[&str] = &[".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt"];
+/// How the names of files end that are still being downloaded, and where Hugging Face's tool keeps them.
+const PARTIAL: &str = ".incomplete";
+const DOWNLOADS: &str = ".cache/huggingface/download";
 
-/// What of weights a directory has.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
-    /// Files of safetensors.
-    Safetensors,
-    /// A file of another format, by its name.
-    Other(String),
-    /// None.
-    Nothing,
-}
-
-/// Looks for weights in `folder` without opening them.
-pub fn found(folder: &Path) -> Found {
+/// Refuses a directory in which no file of safetensors can be opened, and says what is there instead.
+///
+/// # Errors
+/// What was looked for and what was found.
+pub fn look_for(folder: &Path) -> Result<(), WeightsError> {
     if [SINGLE_FILE, INDEX_FILE]
         .iter()
         .any(|name| folder.join(name).exists())
     {
-        return Found::Safetensors;
+        return Ok(());
     }
-    let mut others: Vec<String> = std::fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| OTHER_FORMATS.iter().any(|end| name.ends_with(end)))
+    let mut names = names_in(folder);
+    let hidden = names_in(&folder.join(DOWNLOADS));
+    names.extend(hidden.into_iter().filter(|name| name.ends_with(PARTIAL)));
+    names.sort_unstable();
+    let first = |wanted: &dyn Fn(&str) -> bool| names.iter().find(|name| wanted(name)).cloned();
+    let other = |name: &str| {
         // Beside weights there are the like of training_args.bin.
-        .filter(|name| name.contains("model") || name.contains("consolidated"))
-        .collect();
-    others.sort_unstable();
-    match others.into_iter().next() {
-        Some(name) => Found::Other(name),
-        None => Found::Nothing,
-    }
+        let weights = name.contains("model") || name.contains("consolidated");
+        weights && OTHER_FORMATS.iter().any(|end| name.ends_with(end))
+    };
+    let adapter = |name: &str| name.starts_with("adapter_model.") || name == "adapter_config.json";
+    let instead = if let Some(link) = [SINGLE_FILE, INDEX_FILE]
+        .iter()
+        .find_map(|name| Some((name, std::fs::read_link(folder.join(name)).ok()?)))
+    {
+        let (name, target) = link;
+        let target = target.display();
+        format!("{name} is a link to {target}, which is not there: copy or download that file")
+    } else if let Some(name) = first(&|name| name.ends_with(PARTIAL)) {
+        format!("{name} is a download that has not ended: let it end, or start it again")
+    } else if let Some(name) = first(&adapter) {
+        format!(
+            "{name} belongs to an adapter (LoRA), which changes another model: merge the two once with Python (peft's merge_and_unload, then save_pretrained), and name that directory"
+        )
+    } else if let Some(name) = first(&|name| name.ends_with(".safetensors")) {
+        format!(
+            "{name} is there, but without its index nothing says which files the model has: copy or download {INDEX_FILE} too, or rename a single file to {SINGLE_FILE}"
+        )
+    } else if let Some(file) = first(&other) {
+        return Err(WeightsError::OtherFormat {
+            folder: folder.to_owned(),
+            file,
+        });
+    } else {
+        "no other file of weights is there either: name the directory that has them".to_owned()
+    };
+    Err(WeightsError::NotFound {
+        folder: folder.to_owned(),
+        instead,
+    })
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect()
 }
 
 /// The weights of a model, ready to be read. Files stay open.
@@ -59,6 +87,8 @@ pub struct Weights {
     pub(super) files: Vec<Opened>,
     /// Where each parameter is: [unit][parameter].
     pub(super) stored: Vec<Vec<Stored>>,
+    /// The projection, where the files have one and the model takes its embedding for it.
+    pub(super) repeated: Option<Stored>,
     folder: PathBuf,
 }
 
@@ -79,18 +109,12 @@ impl Weights {
     /// # Errors
     /// What is missing, damaged, of another shape or type, or left over, with its file and tensor.
     pub fn open(folder: &Path, model: &ModelConfig) -> Result<Self, WeightsError> {
-        let paths = match found(folder) {
-            Found::Other(file) => {
-                return Err(WeightsError::OtherFormat {
-                    folder: folder.to_owned(),
-                    file,
-                });
-            }
-            // As transformers has it: the one file, where there are both.
-            _ if !folder.join(INDEX_FILE).exists() || folder.join(SINGLE_FILE).exists() => {
-                vec![folder.join(SINGLE_FILE)]
-            }
-            _ => shards(folder)?,
+        look_for(folder)?;
+        // As transformers has it: the one file, where there are both.
+        let paths = if folder.join(SINGLE_FILE).exists() {
+            vec![folder.join(SINGLE_FILE)]
+        } else {
+            shards(folder)?
         };
         let files: Vec<Opened> = paths
             .iter()
@@ -129,6 +153,11 @@ impl Weights {
             }
             stored.push(of_unit);
         }
+        let repeated = tensors
+            .get(PROJECTION)
+            .filter(|_| model.tied)
+            .map(|&(file, tensor)| repeated(&files[file], file, tensor, &units, &stored))
+            .transpose()?;
         let mut left_over: Vec<&str> = tensors
             .keys()
             .copied()
@@ -146,6 +175,7 @@ impl Weights {
             units,
             files,
             stored,
+            repeated,
             folder: folder.to_owned(),
         })
     }
@@ -171,6 +201,27 @@ impl Weights {
             .collect();
         json!({"folder": crate::run::resolved(&self.folder), "files": files})
     }
+}
+
+/// A tied model's own projection, which is as large as the embedding.
+fn repeated(
+    opened: &Opened,
+    file: usize,
+    tensor: &Tensor,
+    units: &[UnitLayout],
+    stored: &[Vec<Stored>],
+) -> Result<Stored, WeightsError> {
+    let embedding = &units[0].params[0];
+    let place = Place {
+        name: PROJECTION.to_owned(),
+        ..stored[0][0].place.clone()
+    };
+    Ok(Stored {
+        file,
+        start: tensor.start,
+        element: check(opened, tensor, &embedding.shape)?,
+        place,
+    })
 }
 
 /// The files that the index names, each once.

@@ -396,23 +396,115 @@ fn shards_that_do_not_fit_together_are_named() {
 }
 
 #[test]
-fn other_formats_are_said_with_the_way_out() {
+fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
     let config = model(Architecture::Llama, true);
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("training_args.bin"), "x").unwrap();
-    assert_eq!(found(folder.path()), Found::Nothing);
-    std::fs::write(folder.path().join("pytorch_model.bin"), "x").unwrap();
-    assert_eq!(
-        found(folder.path()),
-        Found::Other("pytorch_model.bin".into())
-    );
-    let text = refused(folder.path(), &config);
+    let with = |names: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        for name in names {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            match name.strip_suffix("->gone") {
+                Some(_) => std::os::unix::fs::symlink(
+                    "../blobs/gone",
+                    path.with_file_name(name.trim_end_matches("->gone")),
+                )
+                .unwrap(),
+                None => std::fs::write(path, "x").unwrap(),
+            }
+        }
+        refused(folder.path(), &config)
+    };
+    for (names, part) in [
+        (&["config.json"][..], "no other file of weights is there"),
+        (&["training_args.bin"], "no other file of weights is there"),
+        (
+            &["model-00001-of-00002.safetensors"],
+            "model-00001-of-00002.safetensors is there, but without its index",
+        ),
+        (
+            &["model.safetensors->gone"],
+            "model.safetensors is a link to ../blobs/gone, which is not there",
+        ),
+        (
+            &["adapter_model.safetensors", "adapter_config.json"],
+            "belongs to an adapter (LoRA)",
+        ),
+        (
+            &["model.safetensors.incomplete"],
+            "is a download that has not ended",
+        ),
+        (
+            &[".cache/huggingface/download/abc.incomplete"],
+            "abc.incomplete is a download that has not ended",
+        ),
+    ] {
+        let text = with(names);
+        assert!(text.contains(part), "{names:?}: {text}");
+        for part in [
+            "neither model.safetensors nor model.safetensors.index.json",
+            "model.init = \"random\"",
+        ] {
+            assert!(text.contains(part), "{names:?}: {text}");
+        }
+    }
+    let text = with(&["training_args.bin", "pytorch_model.bin"]);
     assert!(
-        text.contains("pytorch_model.bin") && text.contains("save_pretrained"),
+        text.contains("weights in pytorch_model.bin") && text.contains("save_pretrained"),
         "{text}"
     );
-    std::fs::write(folder.path().join(SINGLE_FILE), "x").unwrap();
-    assert_eq!(found(folder.path()), Found::Safetensors);
+}
+
+/// Both thirds of GPT-2's fused projection, a transposed matrix, a vector, the last element of all.
+#[test]
+fn a_weight_that_is_not_finite_is_found_wherever_it_is() {
+    for architecture in [Architecture::Llama, Architecture::Gpt2] {
+        let config = model(architecture, true);
+        let right = tensors(&config, "BF16");
+        for (name, made) in &right {
+            let elems = made.bytes.len() / 2;
+            for at in [0, elems / 2, elems - 1] {
+                let mut broken = right.clone();
+                let bytes = &mut broken.get_mut(name).unwrap().bytes;
+                bytes[2 * at..2 * at + 2].copy_from_slice(&half::bf16::NAN.to_le_bytes());
+                let folder = folder_of(&file(&broken));
+                let weights = Weights::open(folder.path(), &config).unwrap();
+                let text = weights.check(2).unwrap_err().to_string();
+                let expected = format!("tensor {name}: element {at} is NaN");
+                assert!(text.contains(&expected), "{expected}: {text}");
+            }
+        }
+        let folder = folder_of(&file(&right));
+        Weights::open(folder.path(), &config)
+            .unwrap()
+            .check(2)
+            .unwrap();
+    }
+}
+
+#[test]
+fn a_tied_models_own_projection_must_be_its_embedding() {
+    let config = model(Architecture::Qwen2, true);
+    let mut repeated = tensors(&config, "F32");
+    let embedding = repeated["model.embed_tokens.weight"].clone();
+    repeated.insert("lm_head.weight".into(), embedding);
+    let check = |tensors: &Tensors| {
+        let folder = folder_of(&file(tensors));
+        Weights::open(folder.path(), &config).unwrap().check(1)
+    };
+    check(&repeated).unwrap();
+    let head = &mut repeated.get_mut("lm_head.weight").unwrap().bytes;
+    head[40..44].copy_from_slice(&7.5f32.to_le_bytes());
+    let text = check(&repeated).unwrap_err().to_string();
+    for part in [
+        "tensor lm_head.weight: it is not the embedding",
+        "element 10 is 7.5",
+        "model.tie_word_embeddings = false",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    repeated.get_mut("lm_head.weight").unwrap().shape.reverse();
+    let text = refused(folder_of(&file(&repeated)).path(), &config);
+    assert!(text.contains("lm_head.weight: its shape is"), "{text}");
 }
 
 #[test]

@@ -142,6 +142,27 @@ fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
         assert!(!run.folder.exists(), "the run folder was made");
         assert!(lab.store_files().is_empty(), "a store was made");
     }
+    // The first element of the first tensor that is stored, and no file at all.
+    let mut broken = whole.clone();
+    let data_start = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    broken[data_start..data_start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(folder.join(FILE), &broken).unwrap();
+    let text = run.refused();
+    assert!(text.contains("element 0 is NaN"), "{text}");
+    assert!(!run.folder.exists(), "the run folder was made");
+    assert!(lab.store_files().is_empty(), "a store was made");
+    std::fs::remove_file(folder.join(FILE)).unwrap();
+    let mut from = lab
+        .run("from", &["model={}", "scheduler={}"])
+        .command("train");
+    from.arg("--from").arg(&folder);
+    for text in [run.refused(), crate::lab::fail(from)] {
+        assert!(
+            text.contains("no weights in ") && text.contains("model.init = \"random\""),
+            "{text}"
+        );
+    }
+    assert!(!run.folder.exists(), "the run folder was made");
     std::fs::write(folder.join(FILE), &whole).unwrap();
     let text = run.with(&["model.num_hidden_layers=3"]).refused();
     assert!(text.contains("have no tensor model.layers.2."), "{text}");

@@ -13,7 +13,7 @@ use crate::data::VOCAB_SIZE;
 use crate::model::{Dropout, HfModel, ModelConfig, parse};
 use crate::reader::model_of_run;
 use crate::run::{Difference, ModelFiles, differences, resolved};
-use crate::weights::{self, Found, WeightsError};
+use crate::weights;
 
 /// A `config.json` is some kilobytes; more is another file.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
@@ -169,7 +169,7 @@ enum Init {
     Random,
 }
 
-/// What a fresh run starts from: the weights beside the `config.json`, where there are some.
+/// What a fresh run starts from: the weights beside the `config.json`, unless the run says otherwise.
 fn first_weights(
     given: &ModelToml,
     folder: Option<&Path>,
@@ -184,38 +184,22 @@ fn first_weights(
             ("random", Init::Random),
         ],
     )?;
-    let found = match folder {
-        _ if init == Init::Random => return Ok(FirstWeights::Random),
-        Some(folder) => (weights::found(folder), folder),
-        None if init == Init::Auto => return Ok(FirstWeights::Random),
-        None => {
-            return Err(value(
-                "model.init",
-                "\"weights\" needs a directory that has them: name it with model.path",
-            ));
+    match folder {
+        _ if init == Init::Random => Ok(FirstWeights::Random),
+        // A start that needs them refuses what is missing: one that goes on does not, nor does a plan.
+        Some(folder) => {
+            notes.extend(
+                weights::look_for(folder)
+                    .err()
+                    .map(|error| error.to_string()),
+            );
+            Ok(FirstWeights::Files)
         }
-    };
-    match found {
-        (Found::Safetensors, _) => Ok(FirstWeights::Files),
-        (Found::Other(file), folder) => Err(value(
-            "model.path",
-            WeightsError::OtherFormat {
-                folder: folder.into(),
-                file,
-            }
-            .to_string(),
-        )),
-        (Found::Nothing, folder) if init == Init::Weights => Err(value(
+        None if init == Init::Auto => Ok(FirstWeights::Random),
+        None => Err(value(
             "model.init",
-            format!("\"weights\", and {} has none", folder.display()),
+            "\"weights\" needs a directory that has them: name it with model.path",
         )),
-        (Found::Nothing, folder) => {
-            notes.push(format!(
-                "{} has a config.json and no weights: a fresh run starts with random ones",
-                folder.display()
-            ));
-            Ok(FirstWeights::Random)
-        }
     }
 }
 
@@ -305,9 +289,9 @@ mod tests {
             assert_eq!(found.folder.as_deref(), Some(folder.path()));
             assert_eq!((found.config.layers, found.config.vocab_size), (2, 300));
             assert_eq!(found.dropout.residual, 0.1);
-            assert_eq!(found.first_weights, FirstWeights::Random);
+            assert_eq!(found.first_weights, FirstWeights::Files);
             assert_eq!(notes.len(), 1, "{notes:?}");
-            assert!(notes[0].contains("has a config.json and no weights"));
+            assert!(notes[0].contains("no weights in ") && notes[0].contains("model.init"));
         }
         let (found, notes) = resolve(&ModelToml {
             resid_pdrop: Some(0.0),
@@ -320,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_taken_where_there_are_some_unless_the_run_says_otherwise() {
+    fn weights_are_those_of_the_directory_unless_the_run_says_otherwise() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("config.json"), GPT2).unwrap();
         let with = |init: Option<&str>| {
@@ -330,19 +314,6 @@ mod tests {
             };
             resolve(&given).map(|(found, _)| found.first_weights)
         };
-        let text = with(Some("weights")).unwrap_err();
-        assert!(
-            text.starts_with("model.init: ") && text.ends_with("has none"),
-            "{text}"
-        );
-        std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
-        let text = with(None).unwrap_err();
-        assert!(
-            text.starts_with("model.path: ") && text.contains("save_pretrained"),
-            "{text}"
-        );
-        assert_eq!(with(Some("random")).unwrap(), FirstWeights::Random);
-        std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
         for init in [None, Some("weights")] {
             assert_eq!(with(init).unwrap(), FirstWeights::Files);
         }

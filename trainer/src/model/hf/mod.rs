@@ -51,9 +51,9 @@ impl HfModel {
         inline: Map<String, Value>,
     ) -> Result<Self, ConfigError> {
         let from_file = file.is_some();
-        let file = file.unwrap_or_default();
-        let architecture = architecture(&file, &inline)?;
         let mut notes = Vec::new();
+        let architecture = architecture(file.as_ref(), &inline, &mut notes)?;
+        let file = file.unwrap_or_default();
         let mut values = common_names(architecture, file)?;
         check_keys(architecture, &mut values, |key| {
             notes.push(format!(
@@ -103,12 +103,18 @@ pub fn parse(text: &str) -> Result<Map<String, Value>, ConfigError> {
     }
 }
 
+/// By `model_type`. A file without one must name the class of its model; keys alone describe a Llama.
 fn architecture(
-    file: &Map<String, Value>,
+    file: Option<&Map<String, Value>>,
     inline: &Map<String, Value>,
+    notes: &mut Vec<String>,
 ) -> Result<Architecture, ConfigError> {
-    let Some(given) = inline.get("model_type").or_else(|| file.get("model_type")) else {
-        return Ok(Architecture::default());
+    let in_file = file.and_then(|file| file.get("model_type"));
+    let Some(given) = inline.get("model_type").or(in_file) else {
+        return match file {
+            None => Ok(Architecture::default()),
+            Some(file) => by_class(file.get("architectures"), notes),
+        };
     };
     let supported = || {
         let all = Architecture::ALL.iter().map(|a| a.model_type());
@@ -127,6 +133,26 @@ fn architecture(
             format!("these are: {}", supported())
         },
     })
+}
+
+/// The architecture whose class is the only one in `architectures`.
+fn by_class(
+    architectures: Option<&Value>,
+    notes: &mut Vec<String>,
+) -> Result<Architecture, ConfigError> {
+    let all = Architecture::ALL.iter();
+    let named = all.filter(|known| architectures == Some(&json!([known.class()])));
+    let Some(&found) = named.last() else {
+        return Err(ConfigError::NoModelType {
+            architectures: architectures.unwrap_or(&Value::Null).to_string(),
+        });
+    };
+    notes.push(format!(
+        "the model's config.json has no model_type: \"{}\" is taken, as architectures names {}",
+        found.model_type(),
+        found.class()
+    ));
+    Ok(found)
 }
 
 /// The same keys under the names that all architectures share, and positions' keys as Llama has them.

@@ -80,6 +80,51 @@ fn llamas_keys_are_read_and_the_rest_has_its_defaults() {
 }
 
 #[test]
+fn a_file_without_a_model_type_is_of_the_class_it_names_or_refused() {
+    let without = |architectures: Value| {
+        let mut table = sizes("llama");
+        table.as_object_mut().unwrap().remove("model_type");
+        with(table, json!({"architectures": architectures}))
+    };
+    for known in Architecture::ALL {
+        // GPT-2's keys have other names.
+        if *known == Architecture::Gpt2 {
+            continue;
+        }
+        let model = without(json!([known.class()])).unwrap();
+        assert_eq!(model.config.architecture, *known);
+        assert_eq!(model.notes.len(), 1, "{:?}", model.notes);
+        assert!(
+            model.notes[0].contains("has no model_type"),
+            "{:?}",
+            model.notes
+        );
+    }
+    for other in [
+        Value::Null,
+        json!([]),
+        json!(["PhiForCausalLM"]),
+        json!(["LlamaForCausalLM", "MistralForCausalLM"]),
+    ] {
+        let text = without(other).unwrap_err().to_string();
+        assert!(text.contains("has no model_type"), "{text}");
+        assert!(text.contains("set model.model_type"), "{text}");
+    }
+    // A run file's own keys may name it.
+    let inline = json!({"model_type": "mistral"});
+    let Value::Object(inline) = inline else {
+        unreachable!()
+    };
+    let mut table = sizes("llama");
+    table.as_object_mut().unwrap().remove("model_type");
+    let Value::Object(table) = table else {
+        unreachable!()
+    };
+    let model = HfModel::read(Some(table), inline).unwrap();
+    assert_eq!(model.config.architecture, Architecture::Mistral);
+}
+
+#[test]
 fn both_forms_of_the_rotary_keys_say_the_same() {
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192});
@@ -270,7 +315,7 @@ fn another_form_of_model_is_refused_by_name() {
         Err(ConfigError::Unreadable(_))
     ));
     assert!(matches!(
-        HfModel::from_json("{}"),
+        HfModel::from_json(r#"{"model_type": "llama"}"#),
         Err(ConfigError::Missing {
             key: "hidden_size",
             ..

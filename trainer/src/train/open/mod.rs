@@ -180,6 +180,20 @@ impl Prepared {
         Ok(self.plan.check()?)
     }
 
+    /// Reads the weights that a fresh run starts with, once, to find what cannot be trained before anything is made.
+    ///
+    /// # Errors
+    /// The first that cannot; a file cannot be read.
+    pub(crate) fn check_weights(&self) -> Result<(), TrainError> {
+        let fresh = !self.begun && self.from.is_none();
+        // Other ranks wait: all the node's share of threads is the first one's.
+        let threads = self.settings.train.threads * self.settings.ranks as usize;
+        match &self.first {
+            Ok(First::Files(weights)) if fresh => Ok(weights.check(threads)?),
+            _ => Ok(()),
+        }
+    }
+
     /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed.
     ///
     /// # Errors
