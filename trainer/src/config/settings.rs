@@ -163,6 +163,7 @@ pub enum Decaying {
 /// What is learned from, how it becomes tokens, and what of it is kept for evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DataSettings {
+    /// Empty where the run has no steps.
     pub files: Vec<PathBuf>,
     /// Text of its own for evaluation; empty when a share of `files` is held out, or nothing.
     pub eval_files: Vec<PathBuf>,
@@ -173,6 +174,8 @@ pub struct DataSettings {
     pub chat_template: Option<PathBuf>,
     pub packing: Packing,
     pub loss_on: LossOn,
+    /// Whether windows are drawn in an order of the seed, another one each time through; otherwise they come as they lie in the files.
+    pub shuffle: bool,
     /// Where tokens are kept for other runs too; `None` for the run folder.
     pub cache: Option<PathBuf>,
 }
@@ -200,7 +203,7 @@ pub enum LossOn {
 /// The run itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TrainSettings {
-    /// Steps of the whole run.
+    /// Steps of the whole run; 0: it is made from its first weights, and can be exported.
     pub steps: u64,
     /// The step this start ends with: `steps`, or less when the run is to be continued later.
     pub stop_after: u64,

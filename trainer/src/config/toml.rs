@@ -236,6 +236,7 @@ pub struct DataToml {
     pub chat_template: Option<PathBuf>,
     pub packing: Option<String>,
     pub loss_on: Option<String>,
+    pub shuffle: Option<bool>,
     pub cache: Option<PathBuf>,
 }
 

@@ -1,9 +1,10 @@
 //! What a run is to learn from: files found, tokenizer read, nothing made yet.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::make::{are_plain, ensure};
-use super::read::{Found, find, first_kind};
+use super::make::{are_whole, ensure};
+use super::read::{Found, Kind, find, first_kind};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
 use crate::config::{DataSettings, Packing, RunSettings};
@@ -11,7 +12,7 @@ use crate::fingerprint::Fingerprint;
 use crate::run::{resolved, tokens_folder};
 
 /// Raised when tokens of the same files would be others.
-const TOKENS_VERSION: u64 = 1;
+const TOKENS_VERSION: u64 = 2;
 
 /// The data of a run before it is read.
 pub struct Corpus {
@@ -19,6 +20,7 @@ pub struct Corpus {
     pub(super) encoding: Encoding,
     pub(super) packing: Packing,
     pub(super) seq_len: usize,
+    pub(super) shuffle: bool,
     pub(super) evaluates: bool,
     pub(super) train: Part,
     /// Of `data.eval_files`.
@@ -32,6 +34,8 @@ pub(super) struct Part {
     /// The setting that names the files.
     pub(super) setting: &'static str,
     pub(super) found: Found,
+    /// Of its documents, if it has any.
+    pub(super) kind: Option<Kind>,
     pub(super) holdout_share: f64,
     pub(super) key: u64,
 }
@@ -43,7 +47,7 @@ impl Part {
 
     /// Whether the last tokens are held out, not documents.
     pub(super) fn by_tail(&self) -> bool {
-        are_plain(&self.found)
+        are_whole(&self.found)
     }
 }
 
@@ -82,29 +86,44 @@ impl Corpus {
     /// # Errors
     /// Files that are missing, empty or of no kind that is read; a tokenizer of another model; data that the settings do not fit.
     pub fn find(settings: &DataSettings, frame: &Frame<'_>) -> Result<Self, DataError> {
+        if settings.files.is_empty() {
+            return Err(DataError::Setting {
+                key: "data.files",
+                message: "names nothing, and the run has no steps: there is no data".into(),
+            });
+        }
         let found = find(&settings.files, "data.files")?;
         let eval_files = match settings.eval_files.as_slice() {
             [] => None,
             files => Some(find(files, "data.eval_files")?),
         };
+        if let Some(eval) = &eval_files {
+            refuse_same(&found, eval)?;
+        }
+        // Bytes are never refused: with them only the kind is asked.
+        let kind = first_kind(&found.sources, "data.files", true)?;
         let tokenizer = Tokenizer::open(&Wanted {
             tokenizer: settings.tokenizer.as_deref(),
             template: settings.chat_template.as_deref(),
             model_folder: frame.model_folder,
             vocab_size: frame.vocab_size,
+            ids: kind == Some(Kind::Ids),
         })?;
         let mut corpus = Self {
             tokenizer,
             encoding: Encoding {
                 loss_on: settings.loss_on,
+                vocab_size: frame.vocab_size,
             },
             packing: settings.packing,
             seq_len: frame.seq_len,
+            shuffle: settings.shuffle,
             evaluates: frame.evaluates,
             train: Part {
                 name: "text for training",
                 setting: "data.files",
                 found,
+                kind,
                 holdout_share: settings.holdout_share.get(),
                 key: 0,
             },
@@ -112,22 +131,35 @@ impl Corpus {
                 name: "text for evaluation",
                 setting: "data.eval_files",
                 found,
+                kind: None,
                 holdout_share: 0.0,
                 key: 0,
             }),
         };
+        let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
+        for part in [Some(&mut corpus.train), corpus.eval.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            part.kind = first_kind(&part.found.sources, part.setting, any_bytes)?;
+            if let Some(kind) = part.kind {
+                corpus.tokenizer.check(kind, corpus.encoding)?;
+            }
+        }
         corpus.train.key = corpus.key(&corpus.train);
         let eval_key = corpus.eval.as_ref().map(|part| corpus.key(part));
         if let (Some(part), Some(key)) = (&mut corpus.eval, eval_key) {
             part.key = key;
         }
-        for part in corpus.parts() {
-            let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
-            if let Some(kind) = first_kind(&part.found.sources, part.setting, any_bytes)? {
-                corpus.tokenizer.check(kind, corpus.encoding)?;
-            }
-        }
         Ok(corpus)
+    }
+
+    /// Token ids of `part` are below this.
+    pub(super) fn ids_end(&self, part: &Part) -> u64 {
+        match part.kind {
+            Some(Kind::Ids) => self.encoding.vocab_size,
+            _ => self.tokenizer.ids_end(),
+        }
     }
 
     /// Makes the tokens of a run where they are not there, in `data.cache` or the run folder. One process does, others wait.
@@ -202,6 +234,10 @@ impl Corpus {
             Packing::Concatenate => 0,
             Packing::Documents => self.seq_len as u64,
         });
+        number(u64::from(
+            self.shuffle || self.packing == Packing::Concatenate,
+        ));
+        number(self.ids_end(part));
         number(part.holdout_share.to_bits());
         for source in &part.found.sources {
             let path = std::path::absolute(&source.path).unwrap_or_else(|_| source.path.clone());
@@ -226,5 +262,21 @@ impl Corpus {
                 let _ = std::fs::remove_file(path);
             }
         }
+    }
+}
+
+/// What was learned shows nothing of what was not.
+fn refuse_same(train: &Found, eval: &Found) -> Result<(), DataError> {
+    let learned: HashSet<_> = train.sources.iter().map(|source| source.identity).collect();
+    let mut sources = eval.sources.iter();
+    match sources.find(|source| learned.contains(&source.identity)) {
+        None => Ok(()),
+        Some(source) => Err(DataError::Setting {
+            key: "data.eval_files",
+            message: format!(
+                "{} is one of data.files too: name it in one of them, or set data.holdout_share to keep a part of data.files for evaluation",
+                source.path.display()
+            ),
+        }),
     }
 }

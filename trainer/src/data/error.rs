@@ -17,7 +17,7 @@ pub enum DataError {
     Empty { key: &'static str, path: PathBuf },
     #[error("{key}: {} is neither a file nor a folder: name one, with text in it", path.display())]
     NoFile { key: &'static str, path: PathBuf },
-    #[error("{key}: {} has no .jsonl, .parquet or text file in it", path.display())]
+    #[error("{key}: {} has no .jsonl, .parquet, .u16, .u32, .npy or text file in it", path.display())]
     NoText { key: &'static str, path: PathBuf },
     #[error("{key}: {} has more than {files_max} files or folders {depth_max} deep: name a smaller folder", path.display())]
     TooMany {
@@ -25,6 +25,15 @@ pub enum DataError {
         path: PathBuf,
         files_max: usize,
         depth_max: usize,
+    },
+    #[error(
+        "{key}: {} and {} are the same file, which would be learned twice: name it once",
+        first.display(), second.display()
+    )]
+    Twice {
+        key: &'static str,
+        first: PathBuf,
+        second: PathBuf,
     },
     #[error("{key}: {} is not read as it is: {instead}", path.display())]
     Format {

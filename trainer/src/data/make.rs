@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::cache::{Claim, Header, Stored, Writer, claim, elem_bytes};
 use super::corpus::{Corpus, Part};
 use super::packing::{Packer, stride, windows};
-use super::read::{self, Format, PIECE_BYTES, Piece};
+use super::read::{self, Kind, PIECE_BYTES, Piece};
 use super::tokenize::Tokenizer;
 use super::{DataError, too_short};
 use crate::config::{LossOn, Packing};
@@ -94,11 +94,14 @@ fn make(
             count: threads,
             message: error.to_string(),
         })?;
-    let masked =
-        corpus.encoding.loss_on == LossOn::Completions || corpus.packing == Packing::Documents;
+    // Records of token ids may have labels.
+    let labelled = part.kind == Some(Kind::Ids) && !part.by_tail();
+    let masked = labelled
+        || corpus.encoding.loss_on == LossOn::Completions
+        || corpus.packing == Packing::Documents;
     let header = Header {
         key: part.key,
-        elem_bytes: elem_bytes(corpus.tokenizer.ids_end(), masked),
+        elem_bytes: elem_bytes(corpus.ids_end(part), masked),
         masked,
         ..Header::default()
     };
@@ -116,6 +119,7 @@ fn make(
             corpus.packing,
             corpus.seq_len,
             corpus.tokenizer.padding(),
+            corpus.shuffle,
         ),
     };
     let mut work = LongWork::new("tokenizing", part.found.bytes(), true);
@@ -126,7 +130,7 @@ fn make(
         read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
             work.add(piece.bytes);
             // Whether a piece is its document's last, the next one says.
-            let ends = !piece.continues;
+            let ends = piece.after.is_none();
             match before.replace(piece) {
                 Some(piece) => making.take(Whole { piece, ends }),
                 None => Ok(()),
@@ -216,11 +220,9 @@ impl Making<'_, '_, '_> {
         let encoded: Vec<Result<Vec<u32>, String>> = self.pool.install(|| {
             let pieces = batch.par_iter().map(|Whole { piece, ends }| {
                 let Piece {
-                    document,
-                    continues,
-                    ..
+                    document, after, ..
                 } = piece;
-                (corpus.tokenizer).encode(document, *continues, *ends, corpus.encoding)
+                (corpus.tokenizer).encode(document, after.as_deref(), *ends, corpus.encoding)
             });
             pieces.collect()
         });
@@ -229,7 +231,7 @@ impl Making<'_, '_, '_> {
                 place: piece.place,
                 message,
             })?;
-            if !piece.continues {
+            if piece.after.is_none() {
                 let held = !self.by_tail && is_held_out(self.documents, self.share);
                 self.packer.begin(held);
                 self.documents += 1;
@@ -249,10 +251,10 @@ fn is_held_out(index: u64, share: f64) -> bool {
     upto(index + 1) > upto(index)
 }
 
-/// Whether all files are texts themselves. Their last tokens are held out then: there may be one file alone.
-pub(super) fn are_plain(found: &read::Found) -> bool {
+/// Whether all files are documents themselves. Their last tokens are held out then: there may be one file alone.
+pub(super) fn are_whole(found: &read::Found) -> bool {
     let mut sources = found.sources.iter();
-    sources.all(|source| source.format == Format::Plain)
+    sources.all(|source| source.format.is_one_document())
 }
 
 #[cfg(test)]

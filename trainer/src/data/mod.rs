@@ -7,7 +7,7 @@
 //! ```
 //!
 //! [`Corpus`] is what is to be read, found and checked; [`Data`] what was read. Sample i (from 0, over the whole run) is window
-//! `order::permuted(seed, i / W, W, i % W)` of the W for training. Nothing here has state: the next sample's number is all that
+//! `order::permuted(seed, i / W, W, i % W)` of the W for training, or window i % W with `data.shuffle = false`. Nothing here has state: the next sample's number is all that
 //! a resumed run needs.
 
 mod cache;
@@ -44,7 +44,8 @@ pub struct Data {
     masked: bool,
     packing: Packing,
     seq_len: usize,
-    seed: u64,
+    /// Of the order; none: windows come as they lie.
+    seed: Option<u64>,
     files: usize,
     passed_over: usize,
 }
@@ -123,7 +124,7 @@ impl Data {
             masked: header.masked,
             packing: corpus.packing,
             seq_len: corpus.seq_len,
-            seed,
+            seed: corpus.shuffle.then_some(seed),
             files: corpus.parts().map(|part| part.found.sources.len()).sum(),
             passed_over: corpus.parts().map(|part| part.found.passed_over).sum(),
         })
@@ -189,8 +190,13 @@ impl Data {
     /// The file of tokens cannot be read, or was damaged since the start.
     pub fn samples(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.windows();
-        let order = (first..first + rows as u64)
-            .map(|sample| order::permuted(self.seed, sample / windows, windows, sample % windows));
+        let order = (first..first + rows as u64).map(|sample| {
+            let (epoch, index) = (sample / windows, sample % windows);
+            match self.seed {
+                Some(seed) => order::permuted(seed, epoch, windows, index),
+                None => index,
+            }
+        });
         self.collect(&self.train, order)
     }
 

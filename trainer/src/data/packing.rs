@@ -7,6 +7,8 @@
 //!                 does not count. A document longer than a window is cut into several
 //! ```
 //!
+//! Documents that are to keep their order (`data.shuffle = false`) wait in one window, which the first without room there closes.
+//!
 //! A window's inputs are all its elements but the last, its targets all but the first. In "documents" the first element of a
 //! document does not count: nothing of its document comes before it. In both, attention reaches back over documents that stand
 //! before in the same window, as it does in most training.
@@ -56,15 +58,17 @@ impl<'w, 'f> Packer<'w, 'f> {
         packing: Packing,
         seq_len: usize,
         padding: u32,
+        any_order: bool,
     ) -> Self {
         let window_elems = seq_len + 1;
+        let open_max = (OPEN_BYTES_MAX / (4 * window_elems)).clamp(8, OPEN_MAX);
         Self {
             writer,
             packing,
             window_elems,
             padding,
             open: [Vec::new(), Vec::new()],
-            open_max: (OPEN_BYTES_MAX / (4 * window_elems)).clamp(8, OPEN_MAX),
+            open_max: if any_order { open_max } else { 1 },
             part: Vec::new(),
             held: false,
         }
@@ -138,8 +142,10 @@ impl<'w, 'f> Packer<'w, 'f> {
             return self.close(held, full);
         }
         if open.len() > self.open_max {
-            let fullest = (0..open.len()).max_by_key(|&at| (open[at].len(), usize::MAX - at));
-            let fullest = open.remove(fullest.expect("some are open"));
+            // The new one is the last: where one may wait, it is the other.
+            let others = 0..open.len() - 1;
+            let fullest = others.max_by_key(|&at| (open[at].len(), usize::MAX - at));
+            let fullest = open.remove(fullest.expect("at least one may wait"));
             return self.close(held, fullest);
         }
         Ok(())

@@ -34,6 +34,9 @@ pub fn show(corpus: &Corpus, data: &Data, count: u64, marks: Marks) -> Result<St
     Ok(text)
 }
 
+/// Padding beyond this is counted, not shown.
+const PADDING_SHOWN_MAX: usize = 4;
+
 /// A window's text.
 fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
     // The first token is nobody's target; the last is only a target.
@@ -54,6 +57,21 @@ fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
         }
     }
     let mut text = String::new();
+    // What fills a window is one token, which may also end its last document.
+    let padding = tokenizer.padding();
+    let padded = match runs.last_mut() {
+        Some((false, ids)) => {
+            let filled = ids.iter().rev().take_while(|id| **id == padding).count();
+            let padded = if filled > PADDING_SHOWN_MAX {
+                filled
+            } else {
+                0
+            };
+            ids.truncate(ids.len() - padded);
+            padded
+        }
+        _ => 0,
+    };
     for (counts, ids) in runs {
         let said = tokenizer.decode(&ids);
         text += &match (marks, counts) {
@@ -62,6 +80,9 @@ fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
             (Marks::Brackets, true) => format!("\u{27E6}{said}\u{27E7}"),
             (Marks::Brackets, false) => said,
         };
+    }
+    if padded > 0 {
+        text += &format!(" [padding: {padded} tokens]");
     }
     text
 }
@@ -79,6 +100,16 @@ mod tests {
         let text = |marks| marked(&Tokenizer::Bytes, &window, marks);
         assert_eq!(text(Marks::Brackets), "ask \u{27E6}ans\u{27E7}");
         assert_eq!(text(Marks::Colours), "\x1b[2mask \x1b[0mans");
+        let mut filled = Windows {
+            inputs: "ask an\n".bytes().map(i64::from).collect(),
+            targets: vec![IGNORED, IGNORED, IGNORED, 97, 110, 10, IGNORED],
+        };
+        filled.inputs.resize(300, 0);
+        filled.targets.resize(300, IGNORED);
+        assert_eq!(
+            marked(&Tokenizer::Bytes, &filled, Marks::Brackets),
+            "ask \u{27E6}an\n\u{27E7} [padding: 293 tokens]"
+        );
         let masked = Windows {
             targets: vec![IGNORED; 6],
             ..window

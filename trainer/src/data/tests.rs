@@ -32,6 +32,7 @@ impl Lab {
                 chat_template: None,
                 packing: Packing::Concatenate,
                 loss_on: LossOn::All,
+                shuffle: true,
                 cache: None,
             },
             seq_len,
@@ -480,6 +481,156 @@ fn a_tokenizer_must_be_there() {
         .refused();
     assert!(
         text.contains("data.tokenizer: cannot read no/such/tokenizer"),
+        "{text}"
+    );
+}
+
+fn ids(windows: &Windows) -> (Vec<i64>, Vec<i64>) {
+    (windows.inputs.clone(), windows.targets.clone())
+}
+
+#[test]
+fn token_ids_are_taken_as_they_are() {
+    let numbers: Vec<u32> = (0..40).map(|i| 70_000 - 1000 * i).collect();
+    let mut npy = b"\x93NUMPY\x01\x00\x46\x00".to_vec();
+    npy.extend(
+        format!(
+            "{:<69}\n",
+            "{'descr': '<i8', 'fortran_order': False, 'shape': (40,), }"
+        )
+        .bytes(),
+    );
+    npy.extend(numbers.iter().flat_map(|id| i64::from(*id).to_le_bytes()));
+    let u32s: Vec<u8> = numbers.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let line = format!("{{\"input_ids\": {numbers:?}}}");
+    let inputs: Vec<i64> = numbers[..39].iter().map(|id| i64::from(*id)).collect();
+    for (name, content) in [
+        ("a.u32", u32s.clone()),
+        ("a.npy", npy),
+        ("a.jsonl", line.into_bytes()),
+    ] {
+        let mut lab = Lab::new(name, content, 39);
+        lab.vocab_size = 70_001;
+        let data = lab.open().unwrap();
+        assert_eq!((data.tokens(), data.windows()), (40, 1), "{name}");
+        assert_eq!(data.samples(0, 1).unwrap().inputs, inputs, "{name}");
+        lab.vocab_size = 70_000;
+        let text = lab.refused();
+        assert!(
+            text.contains("has token id 70000, the model's vocab_size is 70000"),
+            "{name}: {text}"
+        );
+    }
+    // Two bytes each, some of them in the highest bit; more than a piece.
+    let long: Vec<u16> = (0..200_000u32).map(|i| (i * 7 % 65_521) as u16).collect();
+    let bytes: Vec<u8> = long.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let mut lab = Lab::new("a.u16", &bytes, 1000).with(|settings| settings.shuffle = false);
+    lab.vocab_size = 65_536;
+    let data = lab.open().unwrap();
+    assert_eq!(data.tokens(), 200_000);
+    for window in [0, 131, 198] {
+        let found = data.samples(window, 1).unwrap().inputs;
+        let first = 1000 * window as usize;
+        let expected: Vec<i64> = long[first..first + 1000]
+            .iter()
+            .map(|id| i64::from(*id))
+            .collect();
+        assert_eq!(found, expected, "window {window}");
+    }
+    let held = Lab::new("a.u16", &bytes, 1000).holding_out(0.25);
+    let held = Lab {
+        vocab_size: 65_536,
+        ..held
+    };
+    assert_eq!(held.open().unwrap().holdout_windows(), 49);
+    let odd = Lab::new("a.u16", &bytes[..2001], 10);
+    assert!(
+        odd.refused()
+            .contains("has 2001 bytes of ids, which are 2 bytes each")
+    );
+    let negative = Lab::new("a.u32", (-1i32).to_le_bytes(), 10);
+    assert!(negative.refused().contains("has token id 4294967295"));
+}
+
+#[test]
+fn labels_say_which_token_ids_count() {
+    let lines = "{\"input_ids\": [300, 301, 302], \"labels\": [-100, 301, -100]}\n{\"input_ids\": [7, 8]}\n";
+    let mut lab = Lab::new("a.jsonl", lines, 4);
+    lab.vocab_size = 400;
+    let data = lab.open().unwrap();
+    assert!(data.masked());
+    let window = data.samples(0, 1).unwrap();
+    assert_eq!(
+        ids(&window),
+        (vec![300, 301, 302, 7], vec![301, IGNORED, 7, 8])
+    );
+    let lab = lab.with(|settings| settings.loss_on = LossOn::Completions);
+    let text = lab.refused();
+    assert!(text.contains("line 2: has no \"labels\""), "{text}");
+    let mixed = lines.to_owned() + "{\"text\": \"words\"}\n";
+    let mut lab = Lab::new("a.jsonl", mixed, 4);
+    lab.vocab_size = 400;
+    assert!(lab.refused().contains("a text, after token ids before it"));
+}
+
+#[test]
+fn windows_come_as_they_lie_where_the_order_is_to_stay() {
+    let in_order = |settings: &mut DataSettings| settings.shuffle = false;
+    let data = Lab::new("text", bytes(1000), 9)
+        .with(in_order)
+        .open()
+        .unwrap();
+    for sample in [0, 1, 110, 111, 250] {
+        let first = data.samples(sample, 1).unwrap().inputs[0];
+        assert_eq!(first, (sample % 111 * 9 % 251) as i64, "sample {sample}");
+    }
+    // Short documents would fill the room that long ones left.
+    let mut lines = String::new();
+    for index in 0..200usize {
+        let letter = char::from(b'a' + (index % 26) as u8);
+        let text = letter.to_string().repeat(1 + index * 7919 % 40);
+        lines += &format!("{{\"text\": \"{text}\"}}\n");
+    }
+    let packed = |shuffle: bool| {
+        let data = Lab::new("a.jsonl", &lines, 63)
+            .with(|settings| settings.packing = Packing::Documents)
+            .with(|settings| settings.shuffle = shuffle)
+            .open()
+            .unwrap();
+        let windows = texts(&data.samples(0, data.windows() as usize).unwrap(), 63);
+        let letters = windows.concat_inputs().replace(['_', '\n'], "");
+        let mut letters: Vec<char> = letters.chars().collect();
+        letters.dedup();
+        letters.into_iter().collect::<String>()
+    };
+    let expected: String = (0..200)
+        .map(|index| char::from(b'a' + (index % 26) as u8))
+        .collect();
+    assert_eq!(packed(false), expected);
+    assert_ne!(packed(true), expected);
+}
+
+#[test]
+fn a_byte_order_mark_is_left_out_of_every_kind_of_file() {
+    let inputs = |name: &str, content: &str| {
+        let data = Lab::new(name, content, 8).open().unwrap();
+        data.samples(0, 1).unwrap().inputs
+    };
+    let expected = inputs("a.txt", "12345678\n");
+    assert_eq!(inputs("a.txt", "\u{FEFF}12345678\n"), expected);
+    assert_eq!(
+        inputs("a.jsonl", "\u{FEFF}{\"text\": \"12345678\"}\n"),
+        expected
+    );
+}
+
+#[test]
+fn what_is_evaluated_on_is_not_what_was_learned() {
+    let lab = Lab::new("text", bytes(100), 9);
+    let own = lab.settings.files.clone();
+    let text = lab.with(|settings| settings.eval_files = own).refused();
+    assert!(
+        text.contains("data.eval_files: ") && text.contains("is one of data.files too"),
         "{text}"
     );
 }

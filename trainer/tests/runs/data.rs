@@ -220,3 +220,44 @@ fn answers_alone_count_in_fp16_too() {
     }
     assert!(wide[11] < wide[0] - 0.5, "{wide:?}");
 }
+
+/// A text as bytes, as token ids and as records of them: the same tokens are the same run, and no tokenizer is needed.
+#[test]
+fn token_ids_train_as_the_text_they_are_of() {
+    let lab = Lab::new();
+    let text = std::fs::read(lab.path("text")).unwrap();
+    let ids: Vec<u8> = text
+        .iter()
+        .flat_map(|byte| u16::from(*byte).to_le_bytes())
+        .collect();
+    std::fs::write(lab.path("ids.u16"), ids).unwrap();
+    let numbers: Vec<u32> = text.iter().map(|byte| u32::from(*byte)).collect();
+    std::fs::write(
+        lab.path("ids.jsonl"),
+        format!("{{\"input_ids\": {numbers:?}}}\n"),
+    )
+    .unwrap();
+    let of = |file: &str| {
+        let files = format!("data.files=[\"{}\"]", lab.path(file).display());
+        let run = lab.run(
+            &file.replace('.', "-"),
+            &["data.shuffle=false", "train.steps=3"],
+        );
+        let run = run.with(&[files]);
+        let said = run.train();
+        assert_eq!(
+            file != "text",
+            said.contains("token ids as they are"),
+            "{said}"
+        );
+        (run.bits("loss"), run)
+    };
+    let (expected, run) = of("text");
+    assert_eq!(of("ids.u16").0, expected);
+    assert_eq!(of("ids.jsonl").0, expected);
+    let shuffled = run.with(&["data.shuffle=true"]);
+    let mut again = shuffled.command("train");
+    again.arg("--fresh");
+    succeed(again);
+    assert_ne!(shuffled.bits("loss"), expected);
+}

@@ -39,6 +39,7 @@ pub(super) fn data(given: &DataToml) -> Result<DataSettings, SettingsError> {
             given.loss_on.as_deref(),
             &[("all", LossOn::All), ("completions", LossOn::Completions)],
         )?,
+        shuffle: given.shuffle.unwrap_or(true),
         cache: given.cache.clone(),
     })
 }

@@ -1,5 +1,6 @@
 //! Finds the files of a run: what is named, and what lies in named folders, in one fixed order.
 
+use std::collections::HashMap;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,7 @@ impl Found {
 }
 
 /// Looks at `paths` in the order given. A file is taken as it is, by its ending. A folder stands for the .jsonl and .parquet
-/// files below it; without any, for its text files. They are sorted by path; hidden files and folders, links, empty and binary
+/// files and those of token ids below it; without any, for its text files. They are sorted by path; hidden files and folders, links, empty and binary
 /// files are passed over.
 pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Found, DataError> {
     let mut found = Found::default();
@@ -37,6 +38,16 @@ pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Foun
             folder(path, key, &mut found)?;
         } else {
             found.sources.push(file(path, key)?);
+        }
+    }
+    let mut seen = HashMap::new();
+    for source in &found.sources {
+        if let Some(first) = seen.insert(source.identity, &source.path) {
+            return Err(DataError::Twice {
+                key,
+                first: first.clone(),
+                second: source.path.clone(),
+            });
         }
     }
     Ok(found)
@@ -55,6 +66,9 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
     let instead = match ending(path).as_str() {
         "json" => "make it .jsonl, an object on each line (`jq -c '.[]' FILE.json > FILE.jsonl`)",
         "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
+        "bin" => {
+            "if it holds token ids, give it the ending that says how wide they are: .u16 or .u32"
+        }
         "csv" | "tsv" | "arrow" => {
             "write it as .jsonl or .parquet, which `datasets` does with to_json and to_parquet"
         }
@@ -115,6 +129,7 @@ fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
         format: match ending(path).as_str() {
             "jsonl" => Format::Lines,
             "parquet" => Format::Parquet,
+            "u16" | "u32" | "npy" => Format::Ids,
             _ => Format::Plain,
         },
         bytes: metadata.len(),
@@ -125,10 +140,11 @@ fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
             metadata.ctime_nsec(),
             metadata.ino() as i64,
         ],
+        identity: (metadata.dev(), metadata.ino()),
     }
 }
 
-fn ending(path: &Path) -> String {
+pub(super) fn ending(path: &Path) -> String {
     let ending = path.extension().unwrap_or_default();
     ending.to_string_lossy().to_ascii_lowercase()
 }
@@ -219,19 +235,38 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_is_named_twice_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("a.txt"), folder.path().join("b.txt"));
+        std::fs::write(&path, "words").unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        for second in [&path, &link, &folder.path().to_path_buf()] {
+            let error = find(&[path.clone(), second.clone()], "data.files").unwrap_err();
+            let text = error.to_string();
+            assert!(
+                text.contains("data.files: ") && text.contains("are the same file"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
     fn what_cannot_be_read_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let refused = |path: &Path| {
             let error = find(&[path.into()], "data.files").unwrap_err();
             error.to_string()
         };
-        assert!(refused(folder.path()).contains("no .jsonl, .parquet or text file"));
+        assert!(
+            refused(folder.path()).contains("no .jsonl, .parquet, .u16, .u32, .npy or text file")
+        );
         for (name, content, part) in [
             ("empty", "", "empty is empty: write some text into it"),
             ("empty.jsonl", "", "empty.jsonl is empty"),
             ("a.json", "[]", "make it .jsonl"),
             ("a.JSONL.gz", "x", "unpack it"),
             ("a.csv", "x", "to_parquet"),
+            ("train.bin", "x", ".u16 or .u32"),
         ] {
             let path = folder.path().join(name);
             std::fs::write(&path, content).unwrap();

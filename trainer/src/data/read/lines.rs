@@ -51,7 +51,7 @@ pub(super) fn documents(
         };
         take(Piece {
             document,
-            continues: false,
+            after: None,
             place,
             bytes,
         })?;

@@ -1,12 +1,13 @@
 //! Files into documents: which files, of which format, and what each line or row of them is.
 //!
 //! ```text
-//!   files and folders ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
+//!   files and folders ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
 //! ```
 //!
 //! Documents come one after another, in the order of files and within them; none but the one at hand is in memory.
 
 mod files;
+mod ids;
 mod lines;
 mod plain;
 mod record;
@@ -16,7 +17,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 pub(super) use files::{Found, find};
-pub(super) use plain::{PIECE_BYTES, cut};
+pub(super) use plain::{PIECE_BYTES, cut, end_of};
 pub(super) use record::{Document, Kind};
 
 use super::DataError;
@@ -26,10 +27,19 @@ use super::DataError;
 pub(super) enum Format {
     /// It is one.
     Plain,
+    /// It is one, of token ids.
+    Ids,
     /// A JSON object on each line.
     Lines,
     /// A row is one.
     Parquet,
+}
+
+impl Format {
+    /// Whether a file is one document as a whole.
+    pub(super) fn is_one_document(self) -> bool {
+        matches!(self, Self::Plain | Self::Ids)
+    }
 }
 
 /// A file to read.
@@ -40,6 +50,8 @@ pub(super) struct Source {
     pub(super) bytes: u64,
     /// Changes when the file does: times and number of its entry.
     pub(super) version: [i64; 5],
+    /// The file itself, whatever its name: device and number of its entry.
+    pub(super) identity: (u64, u64),
 }
 
 /// Where a document stands.
@@ -63,8 +75,8 @@ impl fmt::Display for Place {
 /// A document, or a piece of a long text.
 pub(super) struct Piece {
     pub(super) document: Document,
-    /// Whether the document before goes on.
-    pub(super) continues: bool,
+    /// Where the document before goes on: the end of what it had, for a text; nothing where a document begins.
+    pub(super) after: Option<String>,
     pub(super) place: Place,
     /// Bytes of the source gone by with it.
     pub(super) bytes: u64,
@@ -94,6 +106,7 @@ pub(super) fn documents(
     };
     match source.format {
         Format::Plain => plain::pieces(source, key, any_bytes, &mut take),
+        Format::Ids => ids::pieces(source, key, &mut take),
         Format::Lines => lines::documents(source, key, &mut take),
         Format::Parquet => rows::documents(source, key, &mut take),
     }

@@ -1,4 +1,4 @@
-//! A file of text: one document, in pieces cut behind a line's end so that a long one is never whole in memory.
+//! A file of text: one document, in pieces so that a long one is never whole in memory. A byte order mark is no part of it.
 
 use std::io::Read;
 
@@ -9,6 +9,9 @@ use crate::data::DataError;
 /// Tokenizing takes some hundred bytes for each of these, on several threads at once.
 pub(in crate::data) const PIECE_BYTES: usize = 256 << 10;
 
+/// Of a piece, that the next one is told: a few words.
+const END_BYTES: usize = 64;
+
 pub(super) fn pieces(
     source: &Source,
     key: &'static str,
@@ -18,12 +21,18 @@ pub(super) fn pieces(
     let failed = DataError::reading(key, &source.path);
     let mut file = std::fs::File::open(&source.path).map_err(&failed)?;
     let mut rest = Vec::new();
-    let (mut continues, mut before_bytes) = (false, 0u64);
+    let (mut after, mut before_bytes) = (None, 0u64);
     loop {
         let wanted = PIECE_BYTES - rest.len();
         let mut bounded = (&mut file).take(wanted as u64);
         let read = bounded.read_to_end(&mut rest).map_err(&failed)?;
         let ended = read < wanted;
+        // Some editors begin a file so.
+        let mark_bytes = match rest.starts_with(b"\xEF\xBB\xBF") && after.is_none() {
+            true => rest.drain(..3).len() as u64,
+            false => 0,
+        };
+        before_bytes += mark_bytes;
         let cut = if ended { rest.len() } else { cut(&rest) };
         let mut piece = std::mem::take(&mut rest);
         rest = piece.split_off(cut);
@@ -47,13 +56,16 @@ pub(super) fn pieces(
                 ),
             })?)
         };
+        let end = match &document {
+            Document::Text(text) => end_of(text).to_owned(),
+            _ => String::new(),
+        };
         take(Piece {
             document,
-            continues,
+            after: after.replace(end),
             place,
-            bytes,
+            bytes: bytes + mark_bytes,
         })?;
-        continues = true;
         before_bytes += bytes;
         if ended {
             return Ok(());
@@ -61,12 +73,27 @@ pub(super) fn pieces(
     }
 }
 
-/// Where a full piece ends: behind its last line that the next begins without a space, as tokenizers cut there too; behind a
-/// character where there is no such line.
+/// Where a full piece ends, so that the tokens of its parts are those of the whole. The last of these that there is:
+///
+/// - before a single space between two words, where no known tokenizer has a token that reaches over; before a single line's end
+///   behind a letter or digit, likewise
+/// - behind a single line's end that no space follows: some tokenizers take an "\r\n" for two tokens within a text and for one
+///   at its end
+/// - behind any character: a text without spaces and lines has a token or two more there
 pub(in crate::data) fn cut(piece: &[u8]) -> usize {
-    let line = (1..piece.len())
-        .rev()
-        .find(|&at| piece[at - 1] == b'\n' && !piece[at].is_ascii_whitespace());
+    let is_word = |letter: Option<char>| letter.is_some_and(|letter| !letter.is_whitespace());
+    let word = (1..piece.len()).rev().find(|&at| match piece[at] {
+        b' ' => is_word(before(piece, at)) && is_word(behind(piece, at + 1)),
+        b'\n' => piece[at - 1].is_ascii_alphanumeric() && is_word(behind(piece, at + 1)),
+        _ => false,
+    });
+    let line = || {
+        let mut ends = (2..piece.len()).rev();
+        ends.find(|&at| {
+            let single = is_word(before(piece, at - 1)) && is_word(behind(piece, at));
+            piece[at - 1] == b'\n' && single
+        })
+    };
     let character = || {
         // At most three bytes of a character that goes on.
         let ends = (piece.len().saturating_sub(3)..=piece.len()).rev();
@@ -75,7 +102,30 @@ pub(in crate::data) fn cut(piece: &[u8]) -> usize {
             .filter(|&at| at > 0)
             .unwrap_or(piece.len())
     };
-    line.unwrap_or_else(character)
+    word.or_else(line).unwrap_or_else(character)
+}
+
+/// The character that ends at byte `end`.
+fn before(text: &[u8], end: usize) -> Option<char> {
+    let starts = (end.saturating_sub(4)..end).rev();
+    let mut texts = starts.filter_map(|start| std::str::from_utf8(&text[start..end]).ok());
+    texts.next()?.chars().next()
+}
+
+/// The character that begins at byte `start`.
+fn behind(text: &[u8], start: usize) -> Option<char> {
+    let ends = start + 1..=text.len().min(start + 4);
+    let mut texts = ends.filter_map(|end| std::str::from_utf8(&text[start..end]).ok());
+    texts.next()?.chars().next()
+}
+
+/// The end of a piece, for the next one: what a tokenizer does at the beginning of a text then happens here.
+pub(in crate::data) fn end_of(piece: &str) -> &str {
+    let mut start = piece.len().saturating_sub(END_BYTES);
+    while !piece.is_char_boundary(start) {
+        start += 1;
+    }
+    &piece[start..]
 }
 
 #[cfg(test)]
@@ -92,10 +142,11 @@ mod tests {
             format: Format::Plain,
             bytes: content.len() as u64,
             version: [0; 5],
+            identity: (0, 0),
         };
         let mut found = Vec::new();
         pieces(&source, "data.files", any_bytes, &mut |piece| {
-            found.push((piece.document, piece.continues));
+            found.push((piece.document, piece.after.is_some()));
             Ok(())
         })?;
         Ok(found)
@@ -123,6 +174,51 @@ mod tests {
         assert_eq!(read(&exact, true).unwrap().concat_bytes(), exact);
         let bytes: Vec<u8> = (0..2 * PIECE_BYTES + 5).map(|i| (i % 256) as u8).collect();
         assert_eq!(read(&bytes, true).unwrap().concat_bytes(), bytes);
+    }
+
+    #[test]
+    fn a_byte_order_mark_begins_a_file_and_no_text() {
+        for any_bytes in [false, true] {
+            for text in ["words", ""] {
+                let with = format!("\u{FEFF}{text}");
+                let found = read(with.as_bytes(), any_bytes).unwrap();
+                assert_eq!(found, read(text.as_bytes(), any_bytes).unwrap());
+            }
+            // One within a text is a character like others.
+            let long = "x".repeat(PIECE_BYTES) + "\u{FEFF}end";
+            let whole: Vec<u8> = (read(long.as_bytes(), any_bytes).unwrap().into_iter())
+                .flat_map(|(document, _)| match document {
+                    Document::Text(text) => text.into_bytes(),
+                    Document::Bytes(bytes) => bytes,
+                    other => panic!("{other:?}"),
+                })
+                .collect();
+            assert!(whole == long.as_bytes());
+        }
+        let mut broken = "\u{FEFF}abc".as_bytes().to_vec();
+        broken.push(0xFF);
+        let text = read(&broken, false).unwrap_err().to_string();
+        assert!(text.contains("no UTF-8 from byte 6 on"), "{text}");
+    }
+
+    #[test]
+    fn a_piece_ends_where_tokens_do() {
+        for (text, first) in [
+            ("one two thr", "one two"),
+            ("one two  three", "one"),
+            ("one two\nthr", "one two"),
+            ("one two.\nthr", "one"),
+            ("one\n\ntwo\r\nthr", ""),
+            ("東京。\n大阪", "東京。\n"),
+            ("東京\u{3000} 大阪", ""),
+        ] {
+            let at = cut(text.as_bytes());
+            if first.is_empty() {
+                assert!(at + 4 > text.len(), "{text:?}: {at}");
+            } else {
+                assert_eq!(&text[..at], first, "{text:?}");
+            }
+        }
     }
 
     trait ConcatBytes {

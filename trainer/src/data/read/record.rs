@@ -1,4 +1,4 @@
-//! What a line of JSON or a row of a table is: a text, a prompt and its completion, or a conversation.
+//! What a line of JSON or a row of a table is: a text, a prompt and its completion, a conversation, or token ids.
 
 use std::fmt;
 
@@ -20,6 +20,11 @@ pub(in crate::data) enum Document {
         messages: Vec<Value>,
         tools: Option<Value>,
     },
+    /// Token ids of a file, or `{"input_ids", "labels"}`; which of them count as targets, where labels say so.
+    Ids {
+        ids: Vec<u32>,
+        counts: Option<Vec<bool>>,
+    },
 }
 
 /// The kinds of documents that do not mix. A file of text is a text.
@@ -28,6 +33,7 @@ pub(in crate::data) enum Kind {
     Text,
     Completion,
     Chat,
+    Ids,
 }
 
 impl fmt::Display for Kind {
@@ -36,12 +42,25 @@ impl fmt::Display for Kind {
             Self::Text => "a text",
             Self::Completion => "a prompt with its completion",
             Self::Chat => "a conversation",
+            Self::Ids => "token ids",
         })
     }
 }
 
 /// Columns that are read, in the order in which they say what a record is.
-pub(super) const COLUMNS: [&str; 5] = ["messages", "tools", "prompt", "completion", "text"];
+pub(super) const COLUMNS: [&str; 8] = [
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "messages",
+    "tools",
+    "prompt",
+    "completion",
+    "text",
+];
+
+/// A label that does not count, as everywhere in PyTorch's world.
+const IGNORED_LABEL: i64 = -100;
 
 impl Document {
     pub(in crate::data) fn kind(&self) -> Kind {
@@ -49,6 +68,7 @@ impl Document {
             Self::Bytes(_) | Self::Text(_) => Kind::Text,
             Self::Completion { .. } => Kind::Completion,
             Self::Chat { .. } => Kind::Chat,
+            Self::Ids { .. } => Kind::Ids,
         }
     }
 
@@ -61,6 +81,15 @@ impl Document {
             let value = record.get_attr(name).unwrap_or_default();
             (!value.is_undefined()).then_some(value)
         };
+        if let Some(ids) = field("input_ids") {
+            let text = ["messages", "prompt", "completion", "text"];
+            if let Some(other) = text.iter().find(|name| field(name).is_some()) {
+                return Err(format!(
+                    "has \"input_ids\" and \"{other}\": leave out the one that is not to be learned"
+                ));
+            }
+            return token_ids(&ids, field("labels"), field("attention_mask"));
+        }
         if let Some(messages) = field("messages") {
             return Ok(Self::Chat {
                 messages: conversation(&messages)?,
@@ -96,7 +125,59 @@ pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
     } else {
         found.join(", ")
     };
-    format!("has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\"")
+    format!(
+        "has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\" nor \"input_ids\""
+    )
+}
+
+/// Token ids as Hugging Face's tools write them. Labels stand under the ids that they are: the shift by one is the model's.
+fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<Document, String> {
+    let whole = |name: &str, value: &Value| -> Result<Vec<i64>, String> {
+        if value.kind() != ValueKind::Seq {
+            return Err(format!("\"{name}\" is {}, not a list", word(value.kind())));
+        }
+        let numbers = value.try_iter().into_iter().flatten();
+        let numbers = numbers.map(|number| match number.kind() {
+            ValueKind::Number => i64::try_from(number).ok(),
+            _ => None,
+        });
+        let numbers: Option<Vec<i64>> = numbers.collect();
+        numbers.ok_or_else(|| format!("\"{name}\" has something in it that is no whole number"))
+    };
+    let ids = whole("input_ids", ids)?;
+    let beside = |name: &str, value: Option<Value>| match value.filter(|value| !value.is_none()) {
+        None => Ok(None),
+        Some(value) => match whole(name, &value)? {
+            numbers if numbers.len() == ids.len() => Ok(Some(numbers)),
+            numbers => Err(format!(
+                "\"{name}\" has {} elements, \"input_ids\" {}",
+                numbers.len(),
+                ids.len()
+            )),
+        },
+    };
+    let (labels, mask) = (beside("labels", labels)?, beside("attention_mask", mask)?);
+    if mask.is_some_and(|mask| mask.iter().any(|&seen| seen != 1)) {
+        return Err("\"attention_mask\" leaves tokens out: give records without padding".into());
+    }
+    let counts = labels.map(|labels| {
+        let pairs = labels.iter().zip(&ids).enumerate();
+        let counts = pairs.map(|(at, (label, id))| match *label {
+            IGNORED_LABEL => Ok(false),
+            label if label == *id => Ok(true),
+            label => Err(format!(
+                "label {at} is {label}, where \"input_ids\" has {id}: a label is the token itself or {IGNORED_LABEL}"
+            )),
+        });
+        counts.collect::<Result<Vec<bool>, String>>()
+    });
+    let numbers = ids.iter().map(|&id| {
+        u32::try_from(id).map_err(|_| format!("\"input_ids\" has {id}, which is no token id"))
+    });
+    Ok(Document::Ids {
+        ids: numbers.collect::<Result<_, _>>()?,
+        counts: counts.transpose()?,
+    })
 }
 
 fn text(name: &str, value: &Value) -> Result<String, String> {
@@ -164,6 +245,43 @@ mod tests {
         let chat = r#"{"messages": [{"role": "user", "content": "a"}], "tools": null}"#;
         assert_eq!(kind(chat), Ok(Kind::Chat));
         assert!(matches!(of(chat), Ok(Document::Chat { tools: None, .. })));
+    }
+
+    #[test]
+    fn token_ids_may_have_labels() {
+        let ids = |counts: Option<&[bool]>| Document::Ids {
+            ids: vec![5, 6, 7],
+            counts: counts.map(<[bool]>::to_vec),
+        };
+        let found = of(r#"{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}"#);
+        assert_eq!(found, Ok(ids(None)));
+        let found = of(r#"{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}"#);
+        assert_eq!(found, Ok(ids(Some(&[false, true, false]))));
+        for (json, part) in [
+            (
+                r#"{"input_ids": 3}"#,
+                r#""input_ids" is a number, not a list"#,
+            ),
+            (r#"{"input_ids": [1, "a"]}"#, "no whole number"),
+            (r#"{"input_ids": [1.5]}"#, "no whole number"),
+            (r#"{"input_ids": [-1]}"#, "has -1, which is no token id"),
+            (
+                r#"{"input_ids": [1], "labels": [1, 2]}"#,
+                r#""labels" has 2 elements"#,
+            ),
+            (r#"{"input_ids": [1], "labels": [2]}"#, "label 0 is 2"),
+            (
+                r#"{"input_ids": [1], "attention_mask": [0]}"#,
+                "without padding",
+            ),
+            (
+                r#"{"input_ids": [1], "text": "a"}"#,
+                r#"has "input_ids" and "text""#,
+            ),
+        ] {
+            let message = of(json).unwrap_err();
+            assert!(message.contains(part), "{json}: {message}");
+        }
     }
 
     #[test]

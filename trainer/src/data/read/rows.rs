@@ -66,7 +66,7 @@ pub(super) fn documents(
         let upto = upto.min(source.bytes);
         take(Piece {
             document,
-            continues: false,
+            after: None,
             place,
             bytes: upto - gone_bytes,
         })?;

@@ -38,7 +38,7 @@ fn tables_give_their_rows_in_order() {
             "{text:?}"
         );
     }
-    for name in ["pairs.parquet", "lz4.parquet"] {
+    for name in ["pairs.parquet", "lz4.parquet", "brotli.parquet"] {
         let pairs = read(&fixture(name)).unwrap();
         assert_eq!(pairs.len(), 30);
         let expected = Document::Completion {

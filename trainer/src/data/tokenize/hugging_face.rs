@@ -10,7 +10,7 @@ use super::special::{Special, read_bounded};
 use super::{Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
-use crate::data::read::{Document, PIECE_BYTES, cut};
+use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
 use crate::fingerprint::Fingerprint;
 
 /// The largest published ones have some 40 MB.
@@ -139,15 +139,16 @@ impl HuggingFace {
     pub(super) fn encode(
         &self,
         document: &Document,
-        continues: bool,
+        after: Option<&str>,
         ends: bool,
         encoding: Encoding,
     ) -> Result<Vec<u32>, String> {
         match document {
             Document::Bytes(_) => unreachable!("text is read as text for a tokenizer"),
+            Document::Ids { .. } => unreachable!("taken as they are"),
             Document::Text(text) => {
-                let mut ids = self.ids(text)?;
-                if !continues {
+                let mut ids = self.ids(text, after.unwrap_or_default(), PIECE_BYTES)?;
+                if after.is_none() {
                     ids.splice(0..0, self.before.iter().copied());
                 }
                 if ends {
@@ -194,23 +195,45 @@ impl HuggingFace {
         }
     }
 
-    /// A long text in pieces, as a long file is.
-    fn ids(&self, text: &str) -> Result<Vec<u32>, String> {
+    /// A text that goes on `after` another; a long one in pieces, as a long file is.
+    pub(super) fn ids(
+        &self,
+        text: &str,
+        after: &str,
+        piece_bytes: usize,
+    ) -> Result<Vec<u32>, String> {
         let mut ids = Vec::new();
-        let mut rest = text;
+        let (mut rest, mut after) = (text, after);
         loop {
-            let piece = match rest.len() > PIECE_BYTES {
-                // Behind a line, or behind a character.
-                true => &rest[..cut(&rest.as_bytes()[..PIECE_BYTES])],
+            let piece = match rest.len() > piece_bytes {
+                true => &rest[..cut(&rest.as_bytes()[..piece_bytes])],
                 false => rest,
             };
             rest = &rest[piece.len()..];
-            let found = self.inner.encode_fast(piece, false);
-            let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
-            ids.extend_from_slice(found.get_ids());
+            ids.extend(self.piece(piece, after)?);
             if rest.is_empty() {
                 return Ok(ids);
             }
+            after = end_of(piece);
+        }
+    }
+
+    /// The tokens of a piece as they are behind `after`: a tokenizer may begin each text with a space, which is not in the midst of
+    /// one. Where a token reaches over from there, as none of the known ones does at a [`cut`] between words, the piece's own.
+    fn piece(&self, piece: &str, after: &str) -> Result<Vec<u32>, String> {
+        let encode = |text: &str| {
+            let found = self.inner.encode_fast(text, false);
+            let found = found.map_err(|error| format!("cannot be tokenized: {error}"))?;
+            Ok::<_, String>(found.get_ids().to_vec())
+        };
+        if after.is_empty() {
+            return encode(piece);
+        }
+        let before = encode(after)?;
+        let both = encode(&format!("{after}{piece}"))?;
+        match both.strip_prefix(&before[..]) {
+            Some(ids) => Ok(ids.to_vec()),
+            None => encode(piece),
         }
     }
 
@@ -221,7 +244,7 @@ impl HuggingFace {
         counted: Option<&[Range<usize>]>,
     ) -> Result<Vec<u32>, String> {
         let Some(counted) = counted else {
-            return self.ids(text);
+            return self.ids(text, "", PIECE_BYTES);
         };
         if text.len() > COUNTED_BYTES_MAX {
             return Err(format!(

@@ -7,7 +7,8 @@
 //!   messages              what the template makes of them, nothing else                      counts: what the assistant says
 //! ```
 //!
-//! Bytes have no special tokens: a record ends with a line's end, files follow one another as they are.
+//! Bytes have no special tokens: a record ends with a line's end, files follow one another as they are. Token ids are taken as they
+//! are, with whichever tokenizer.
 
 mod chat;
 mod dialect;
@@ -32,6 +33,8 @@ pub(super) const NOT_COUNTED: u32 = 1 << 31;
 pub(super) enum Tokenizer {
     Bytes,
     HuggingFace(Box<HuggingFace>),
+    /// None: the data is token ids below this.
+    Ids(u64),
 }
 
 /// Where the tokenizer of a run is.
@@ -44,6 +47,8 @@ pub(super) struct Wanted<'a> {
     pub(super) model_folder: Option<&'a Path>,
     /// The model's.
     pub(super) vocab_size: u64,
+    /// Whether the data is token ids: a tokenizer then only shows them.
+    pub(super) ids: bool,
 }
 
 impl Wanted<'_> {
@@ -85,6 +90,8 @@ impl Wanted<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Encoding {
     pub(super) loss_on: LossOn,
+    /// The model's.
+    pub(super) vocab_size: u64,
 }
 
 impl Tokenizer {
@@ -93,7 +100,14 @@ impl Tokenizer {
     /// # Errors
     /// None where one was named, a damaged one, that of another model.
     pub(super) fn open(wanted: &Wanted<'_>) -> Result<Self, DataError> {
-        let Some((file, key)) = wanted.file()? else {
+        let file = match wanted.file() {
+            Err(_) if wanted.ids && wanted.tokenizer.is_none() => None,
+            file => file?,
+        };
+        let Some((file, key)) = file else {
+            if wanted.ids {
+                return Ok(Self::Ids(wanted.vocab_size));
+            }
             if wanted.vocab_size < VOCAB_SIZE {
                 return Err(DataError::Setting {
                     key: "model.vocab_size",
@@ -128,6 +142,7 @@ impl Tokenizer {
     pub(super) fn describe(&self) -> String {
         match self {
             Self::Bytes => "bytes as tokens".into(),
+            Self::Ids(_) => "token ids as they are".into(),
             Self::HuggingFace(found) => found.describe(),
         }
     }
@@ -136,6 +151,7 @@ impl Tokenizer {
     pub(super) fn ids_end(&self) -> u64 {
         match self {
             Self::Bytes => VOCAB_SIZE,
+            Self::Ids(end) => *end,
             Self::HuggingFace(found) => found.ids_end(),
         }
     }
@@ -144,6 +160,7 @@ impl Tokenizer {
     pub(super) fn fingerprint(&self) -> u64 {
         match self {
             Self::Bytes => Fingerprint::of(b"bytes"),
+            Self::Ids(_) => Fingerprint::of(b"token ids"),
             Self::HuggingFace(found) => found.fingerprint(),
         }
     }
@@ -151,7 +168,7 @@ impl Tokenizer {
     /// What fills a window that no document fills. It is not counted.
     pub(super) fn padding(&self) -> u32 {
         match self {
-            Self::Bytes => 0,
+            Self::Bytes | Self::Ids(_) => 0,
             Self::HuggingFace(found) => found.padding(),
         }
     }
@@ -174,20 +191,23 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a document, or of a piece of one: whether it `continues` one, whether it `ends` it.
+    /// The tokens of a document, or of a piece of one: the end of what it goes on `after`, if it does, and whether it `ends` its
+    /// document.
     ///
     /// # Errors
     /// What is wrong with the document, in words that go on after its place.
     pub(super) fn encode(
         &self,
         document: &Document,
-        continues: bool,
+        after: Option<&str>,
         ends: bool,
         encoding: Encoding,
     ) -> Result<Vec<u32>, String> {
-        match self {
-            Self::Bytes => Ok(bytes(document, encoding)),
-            Self::HuggingFace(found) => found.encode(document, continues, ends, encoding),
+        match (document, self) {
+            (Document::Ids { ids, counts }, _) => given(ids, counts.as_deref(), encoding),
+            (_, Self::Bytes) => Ok(bytes(document, encoding)),
+            (_, Self::HuggingFace(found)) => found.encode(document, after, ends, encoding),
+            (_, Self::Ids(_)) => unreachable!("chosen for data of token ids"),
         }
     }
 
@@ -199,7 +219,33 @@ impl Tokenizer {
                 String::from_utf8_lossy(&bytes).into_owned()
             }
             Self::HuggingFace(found) => found.decode(ids),
+            Self::Ids(_) => {
+                let words: Vec<String> = ids.iter().map(u32::to_string).collect();
+                words.join(" ")
+            }
         }
+    }
+}
+
+/// Token ids that were given.
+fn given(ids: &[u32], counts: Option<&[bool]>, encoding: Encoding) -> Result<Vec<u32>, String> {
+    if let Some(id) = ids.iter().find(|id| u64::from(**id) >= encoding.vocab_size) {
+        return Err(format!(
+            "has token id {id}, the model's vocab_size is {}: the ids are of another tokenizer",
+            encoding.vocab_size
+        ));
+    }
+    match (counts, encoding.loss_on) {
+        (Some(counts), _) => {
+            let pairs = ids.iter().zip(counts);
+            let marked = pairs.map(|(id, counts)| if *counts { *id } else { id | NOT_COUNTED });
+            Ok(marked.collect())
+        }
+        (None, LossOn::All) => Ok(ids.to_vec()),
+        (None, LossOn::Completions) => Err(
+            "has no \"labels\": with data.loss_on = \"completions\" they say which token ids count"
+                .into(),
+        ),
     }
 }
 
@@ -218,6 +264,7 @@ fn bytes(document: &Document, encoding: Encoding) -> Vec<u32> {
             (ids, true)
         }
         Document::Chat { .. } => unreachable!("refused by check"),
+        Document::Ids { .. } => unreachable!("taken as they are"),
     };
     if record && ids.last() != Some(&u32::from(b'\n')) {
         ids.push(u32::from(b'\n'));

@@ -71,6 +71,7 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "lr": lines["lr"],
         "text": Value::Null,
         "holdout_share": lines["data"]["holdout_share"],
+        "shuffle": lines["data"]["shuffle"],
         "seed": settings.train.seed,
     })
 }
