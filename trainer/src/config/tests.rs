@@ -224,11 +224,6 @@ fn stages_and_devices_go_together_as_deepspeed_has_them() {
 fn values_out_of_range_name_their_key() {
     for (key, value, part) in [
         (
-            "train.steps",
-            json!(0),
-            "train.steps: 0: must be at least 1",
-        ),
-        (
             "train.stop_after",
             json!(101),
             "train.stop_after: 101: must be 1 to 100",
@@ -512,6 +507,16 @@ fn a_word_nobody_knows_is_refused_with_those_there_are() {
         ("train.device", json!("cpu")),
     ]);
     assert!(text.contains("needs a GPU, and train.device"), "{text}");
+}
+
+#[test]
+fn a_run_without_steps_needs_no_data() {
+    let none: [(&str, Value); 2] = [("train.steps", json!(0)), ("data.files", json!([]))];
+    let settings = run_with(&none).unwrap();
+    assert_eq!((settings.train.steps, settings.train.stop_after), (0, 0));
+    assert!(settings.data.files.is_empty());
+    let text = refused(&none[1..]);
+    assert!(text.contains("data.files is missing"), "{text}");
 }
 
 #[test]

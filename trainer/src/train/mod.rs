@@ -90,18 +90,25 @@ fn run_to_its_end(
     ranks: &Arc<Ranks>,
 ) -> Result<(), TrainError> {
     let (corpus, mut prepared) = ranks.together("checking the run", || {
-        let corpus = Corpus::find(&settings.data, &Frame::of(&settings))?;
+        // A run without steps is made to be exported, or to go on from.
+        let corpus = match settings.train.steps {
+            0 => None,
+            _ => Some(Corpus::find(&settings.data, &Frame::of(&settings))?),
+        };
         let prepared = Prepared::new(settings.clone(), start, ranks.clone())?;
         prepared.check_room()?;
         Ok((corpus, prepared))
     })?;
-    ranks.check_same_run(&settings, corpus.fingerprint())?;
+    ranks.check_same_run(&settings, corpus.as_ref().map_or(0, Corpus::fingerprint))?;
     if ranks.is_first() {
-        show::plan(&prepared.settings, &prepared.plan, &corpus);
+        show::plan(&prepared.settings, &prepared.plan, corpus.as_ref());
     }
     ranks.by_first("checking the weights", || prepared.check_weights())?;
-    let data = read_data(&settings, &corpus, ranks)?;
-    prepared.train_on(&data);
+    let data = corpus.map(|corpus| read_data(&settings, &corpus, ranks));
+    let data = data.transpose()?;
+    if let Some(data) = &data {
+        prepared.train_on(data);
+    }
     start_threads(settings.train.threads)?;
     // All ranks at once, so not within what each does by itself. A machine may have fewer GPUs than ranks.
     let computes = prepared.gpu.as_ref().map_or("the processor", |_| "a GPU");
@@ -202,7 +209,8 @@ fn start_threads(count: usize) -> Result<(), TrainError> {
 /// A run in its loop.
 struct Training {
     settings: RunSettings,
-    data: Data,
+    /// None where the run has no steps.
+    data: Option<Data>,
     stepper: Stepper,
     /// What people see; the first rank's.
     shown: Option<Shown>,
@@ -224,7 +232,7 @@ struct Shown {
 impl Training {
     fn new(
         settings: RunSettings,
-        data: Data,
+        data: Option<Data>,
         stepper: Stepper,
         run: OpenRun,
         ranks: Arc<Ranks>,
@@ -323,7 +331,7 @@ impl Training {
         let lr = learning_rate(&self.settings.lr, update);
         let gradients = self.stepper.forward_backward(
             &mut self.run.home,
-            &self.data,
+            self.data.as_ref().expect("a run with steps has data"),
             self.run.state.next_sample,
             scale,
             &self.trace,
@@ -464,9 +472,10 @@ impl Training {
         let train = &self.settings.train;
         if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
             self.run.home.drain()?;
+            let data = self.data.as_ref().expect("a run with steps has data");
             let loss = self
                 .stepper
-                .evaluate(&mut self.run.home, &self.data, train.eval_batches)?;
+                .evaluate(&mut self.run.home, data, train.eval_batches)?;
             metrics.eval_loss = Some(loss);
         }
         Ok(())
@@ -536,7 +545,8 @@ impl Training {
         (self.ranks).together("committing the last step", || Ok(self.run.home.drain()?))?;
         self.settle_saves()?;
         let step = self.run.state.step;
-        if step > 0 && !self.settings.placement.has_store() && !self.saver.has(step) {
+        let worth = step > 0 || self.settings.train.steps == 0;
+        if worth && !self.settings.placement.has_store() && !self.saver.has(step) {
             self.save_now()?;
             self.settle_saves()?;
         }

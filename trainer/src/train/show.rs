@@ -20,7 +20,7 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
 }
 
 /// What is going to happen, before it does.
-pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
+pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>) {
     say!("settings");
     for line in settings.lines() {
         say!("  {line}");
@@ -43,7 +43,10 @@ pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: &Corpus) {
     for line in plan.to_string().lines() {
         say!("  {line}");
     }
-    say!("  tokenizer {}", corpus.describe());
+    match corpus {
+        Some(corpus) => say!("  tokenizer {}", corpus.describe()),
+        None => say!("  data      none: the run has no steps"),
+    }
 }
 
 /// What was found.

@@ -323,3 +323,47 @@ fn another_runs_weights_start_a_new_run() {
     let text = from("none").with(&["model.from=/nowhere"]).refused();
     assert!(text.contains("there is no /nowhere"), "{text}");
 }
+
+/// Weights in, weights out, in another type: no step and no data between.
+#[test]
+fn a_run_without_steps_converts_its_first_weights() {
+    let lab = Lab::new();
+    let folder = fixture("qwen2");
+    for (number, (sets, ranks)) in places(&lab).iter().enumerate().take(3) {
+        let name = format!("run{number}");
+        let path = format!("model={{path = \"{}\"}}", folder.display());
+        let run = lab.run(&name, &["train.steps=0", "scheduler={}", "data={}", &path]);
+        let run = run.with(sets);
+        let said = match ranks {
+            1 => run.train(),
+            ranks => succeed(run.launch(*ranks)),
+        };
+        assert!(said.contains("done: at step 0 of 0, all of it "), "{said}");
+        let (whole, half) = (
+            lab.path(&format!("{name}-out")),
+            lab.path(&format!("{name}-half")),
+        );
+        let said = export(&run, &whole, &[]);
+        assert!(said.starts_with("exported step 0 of "), "{said}");
+        assert!(tensors(&folder) == tensors(&whole), "{sets:?}");
+        export(&run, &half, &["--dtype", "bf16"]);
+        assert!(
+            tensors(&half)
+                .values()
+                .all(|tensor| tensor.0 == safetensors::Dtype::BF16)
+        );
+        // Again is no other run; with steps and data it goes on from there.
+        assert!(run.train().contains("resumed at step 0"));
+        let text = format!("data={{files = [\"{}\"]}}", lab.path("text").display());
+        let more = run.with(&["train.steps=1".to_owned(), text]);
+        let said = match ranks {
+            1 => more.train(),
+            ranks => succeed(more.launch(*ranks)),
+        };
+        assert!(
+            said.contains("resumed at step 0") && !said.contains("was null"),
+            "{said}"
+        );
+        assert_eq!(more.metrics().len(), 1);
+    }
+}

@@ -4,9 +4,10 @@ use super::{share, value, word};
 use crate::config::toml::DataToml;
 use crate::config::{DataSettings, LossOn, Packing, SettingsError};
 
-pub(super) fn data(given: &DataToml) -> Result<DataSettings, SettingsError> {
+/// The data of a run of `steps` steps.
+pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, SettingsError> {
     let files = given.files.clone().unwrap_or_default();
-    if files.is_empty() {
+    if files.is_empty() && steps > 0 {
         return Err(SettingsError::Missing {
             key: "data.files",
             message: "name text files or folders of them",

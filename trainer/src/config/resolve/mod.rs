@@ -55,7 +55,6 @@ pub(super) fn resolve(
         train.seq_len,
         "say how many tokens a window has",
     )?;
-    at_least("train.steps", steps, 1)?;
     within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
     let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
     let optimizer = optimizer::optimizer(optimizer)?;
@@ -72,10 +71,10 @@ pub(super) fn resolve(
 
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     not_negative("gradient_clipping", gradient_clipping)?;
-    let data = data::data(data)?;
+    let data = data::data(data, steps)?;
 
     let stop_after = train.stop_after.unwrap_or(steps);
-    within("train.stop_after", stop_after, 1, steps)?;
+    within("train.stop_after", stop_after, steps.min(1), steps)?;
     let eval_every = train.eval_every.unwrap_or(0);
     if eval_every > 0 && data.holdout_share.get() == 0.0 && data.eval_files.is_empty() {
         return Err(value(

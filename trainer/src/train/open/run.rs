@@ -139,14 +139,15 @@ fn bytes_of(blank: &Blank) -> u64 {
 }
 
 /// The state in `blob`. Differences to what the run would now be trained with are said, not refused: a run may go on with
-/// another rate or more text.
+/// another rate or more text. What was not known then (a run without steps has no text) is no difference.
 pub(super) fn resume(
     fresh: &RunState,
     blob: &[u8],
     say: &mut dyn FnMut(String),
 ) -> Result<RunState, TrainError> {
     let mut state = RunState::decode(blob)?;
-    for change in crate::run::differences(&state.trained_with, &fresh.trained_with) {
+    let changes = crate::run::differences(&state.trained_with, &fresh.trained_with);
+    for change in changes.iter().filter(|change| change.was != "null") {
         say(format!(
             "note: {} was {} until step {}, is {} from here on",
             change.what, change.was, state.step, change.now
