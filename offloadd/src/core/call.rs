@@ -105,6 +105,9 @@ pub enum Call {
         /// As the settings name it.
         path: String,
     },
+    /// Flushes the device that is being measured. Whoever measures does not do it himself: when a flush fails, the device may
+    /// have lost what others wrote there, and only the core can tell them.
+    FlushMeasured,
     /// The device was measured again, or could not be: tiles go where its rates say from now on.
     EndMeasuring {
         /// `None`: they stay as they were.
@@ -259,6 +262,8 @@ pub enum Reply {
     },
     /// Whoever asked may write there until it says that it has ended.
     BeginMeasuring(Measuring),
+    /// What was written there is durable.
+    FlushMeasured,
     /// The rates are kept.
     EndMeasuring {
         /// Which.

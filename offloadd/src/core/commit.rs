@@ -4,7 +4,8 @@
 //!   flush every device written to ──▶ write the record, twice ──▶ flush the home ──▶ acknowledge
 //! ```
 //!
-//! so that a record that can be read back is true, and an acknowledged one can be read back. With several nodes the record
+//! so that a record that can be read back is true, and an acknowledged one can be read back. When any of it fails, the record is
+//! zeroed and that flushed before the failure is told: no restart goes on from a generation that was called lost. With several nodes the record
 //! says `prepared`; nothing of the next generation is accepted until it is confirmed, because it would go where the
 //! generation before lies, which another node may still need.
 
@@ -183,10 +184,16 @@ impl Core {
             })
             .or(job.poison.clone());
         if let Some(fault) = failed {
-            // The record may be there tomorrow; resuming zeroes it first.
             *stored.slot_of(generation) = SlotContent::Unknown;
+            let writes = stored.voiding(&[Record::slot(generation)]);
+            let steps = vec![Step::writes(self.home, writes), Step::flush([self.home])];
             job.poison.get_or_insert_with(|| fault.clone());
-            return self.end_round(key, &Err(fault), actions);
+            let purpose = Purpose::Withdraw {
+                key: key.clone(),
+                generation,
+                fault,
+            };
+            return self.run_script(purpose, steps, actions);
         }
         for tile in &mut stored.tiles {
             tile.committed = tile.newest();
@@ -203,6 +210,25 @@ impl Core {
             working_generation: job.working,
         };
         self.end_round(key, &Ok(reply), actions);
+    }
+
+    /// The failure is told only now: a restart before this may find the record, which is then as true as a commit that was
+    /// not answered.
+    pub(super) fn finish_withdraw(
+        &mut self,
+        key: &JobKey,
+        generation: Generation,
+        fault: Fault,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        if result.is_ok() {
+            let job = self.jobs.get_mut(key).expect("a script's job");
+            let stored = job.stored.as_mut().expect("it committed");
+            *stored.slot_of(generation) = SlotContent::Empty;
+        }
+        // Otherwise the record may be there tomorrow; resuming zeroes it first.
+        self.end_round(key, &Err(fault), actions);
     }
 
     fn end_round(

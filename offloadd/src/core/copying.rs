@@ -427,6 +427,7 @@ impl Core {
             .get_mut(key)
             .expect("dropped only when no tile moves");
         job.exchanging = false;
+        // Copies were flushed before: a flush that has failed since lost nothing of them, and `batch.failed` says nothing here.
         match result {
             Ok(()) => {
                 if !removed(Mechanism::LeaveLast) {
@@ -486,7 +487,7 @@ impl Core {
         let used: HashSet<Extent> = (self.operations.values())
             .filter_map(|operation| match operation {
                 Operation::Tile(tile) => Some(tile.extent),
-                Operation::Script { .. } | Operation::Copy(_) => None,
+                Operation::Script { .. } | Operation::Flush(_) | Operation::Copy(_) => None,
             })
             .collect();
         let left = std::mem::take(&mut self.mover.left);

@@ -91,6 +91,8 @@ pub enum Event {
     Limits(Limits),
     /// The same of what each user and job may have; the first time when the daemon starts.
     Quotas(Quotas),
+    /// Everything has come to rest, and sessions will be handed over: what they wrote is flushed first.
+    HandOver,
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
     PeerGone {
         /// Which.

@@ -21,13 +21,14 @@ use crate::store::tile_table::Extent;
 #[derive(Debug)]
 pub(super) enum Operation {
     Tile(TileIo),
+    /// A write of one of the daemon's own structures.
     Script {
         script: ScriptId,
-        op: IoOp,
         device: DeviceIndex,
         offset: u64,
         bytes: u32,
     },
+    Flush(DeviceIndex),
     /// A piece of a tile that moves to another device.
     Copy(CopyIo),
 }
@@ -148,6 +149,10 @@ impl Core {
                 };
                 let version =
                     (tile.newest().filter(|_| !tile.failed)).ok_or(FaultKind::NeverWritten)?;
+                // A flush that failed may have lost it.
+                if job.poison.is_some() && tile.working.is_some() {
+                    return Err(FaultKind::Poisoned);
+                }
                 (version, Activity::Reading { count: reading })
             }
             Verb::SwapOut => {
@@ -322,20 +327,15 @@ impl Core {
         match operation {
             Operation::Script {
                 script,
-                op,
                 device,
                 offset,
                 bytes,
             } => {
                 let failed = (result.outcome != Ok(bytes))
-                    .then(|| self.device_fault(op, device, offset, bytes, result.outcome));
-                if let (IoOp::Flush, Some(fault)) = (op, &failed) {
-                    self.poison_writers_of(device, fault);
-                    self.fail_scripts_of(device, fault);
-                    self.fail_copies_of(device, fault);
-                }
+                    .then(|| self.device_fault(IoOp::Write, device, offset, bytes, result.outcome));
                 self.on_script_io_done(script, failed, actions);
             }
+            Operation::Flush(device) => self.on_flush_done(device, result, actions),
             Operation::Tile(tile) => {
                 self.on_tile_done(io, &tile, result, actions);
                 self.free_left(Some(tile.extent));

@@ -1,7 +1,7 @@
 //! A device is measured again: its rates are kept with it, and tiles go where they say.
 //!
 //! ```text
-//!   BeginMeasuring ─▶ free room is lent ─▶ somebody writes and reads there ─▶ EndMeasuring
+//!   BeginMeasuring ─▶ free room is lent ─▶ somebody writes there ─▶ FlushMeasured ─▶ somebody reads there ─▶ EndMeasuring
 //!     ─▶ superblock, one copy after the other ─▶ catalog: who lacks tiles by the new rates fills ─▶ tiles move
 //! ```
 //!
@@ -13,6 +13,7 @@ use offload_api::ids::DeviceIndex;
 
 use super::catalog_queue::{Work, catalog_steps, in_turn};
 use super::devices::DeviceChange;
+use super::flush::Waiter;
 use super::script::Step;
 use super::{Action, CallId, Core, Measuring, Moves, Reply, refuse};
 use crate::store::catalog::{Catalog, Phase};
@@ -59,6 +60,18 @@ impl Core {
         Ok(Reply::BeginMeasuring(measuring))
     }
 
+    pub(super) fn flush_measured(
+        &mut self,
+        call: CallId,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        let Some(measuring) = self.measuring else {
+            return Err(nothing_measured());
+        };
+        self.flush(measuring.device, Waiter::Call(call), actions);
+        Ok(None)
+    }
+
     pub(super) fn end_measuring(
         &mut self,
         call: CallId,
@@ -67,8 +80,7 @@ impl Core {
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
         let Some(measuring) = self.measuring.take() else {
-            let what = "no device is being measured";
-            return Err(Fault::new(FaultKind::Invalid, what));
+            return Err(nothing_measured());
         };
         let Measuring { device, area, .. } = measuring;
         let busy = measuring.busy || self.devices_are_busy();
@@ -194,4 +206,8 @@ impl Core {
         );
         space.lacking(&current, least_bytes)
     }
+}
+
+fn nothing_measured() -> Fault {
+    Fault::new(FaultKind::Invalid, "no device is being measured")
 }

@@ -1,9 +1,8 @@
-//! What a job loses: a member, a device's flush, and with its last member everything that was not committed.
+//! What a job loses: a member, and with its last member everything that was not committed.
 
 use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::DeviceIndex;
 use offload_api::removable::{Mechanism, removed};
 
 use super::job::{Job, JobKey, TileState};
@@ -67,16 +66,6 @@ impl Core {
             stored.tiles.fill(TileState::default());
         } else if job.defining.is_none() {
             self.jobs.remove(key);
-        }
-    }
-
-    /// A flush of `device` failed: no job may believe that what it wrote there is still to be flushed.
-    pub(super) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
-        for (key, job) in &mut self.jobs {
-            if job.touched[device.0 as usize] {
-                job.poison
-                    .get_or_insert_with(|| poison(&key.name, "a flush", fault));
-            }
         }
     }
 }

@@ -6,6 +6,7 @@
 //!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
 //!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
 //!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┤
+//!   HandOver                  ──▶ flush ────▶ one flush a device at a time ─┤
 //!   Reattach                  ──▶ handing ────▶ what outlives the daemon
 //!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
 //!   Begin-, EndMeasuring      ──▶ measuring ▶ what its devices are worth  ─┤
@@ -28,6 +29,7 @@ mod copying;
 mod damage;
 mod devices;
 mod event;
+mod flush;
 mod give_up;
 mod handing;
 mod inspect;
@@ -62,6 +64,7 @@ use crate::store::catalog::Phase;
 use crate::store::placement::Space;
 use crate::store::recover::{RecoveredDevice, RecoveredStore};
 use catalog_queue::CatalogQueue;
+use flush::Flush;
 use io::Operation;
 use job::{Job, JobKey};
 use moving::Mover;
@@ -85,6 +88,8 @@ pub struct Core {
     tokens: HashMap<SessionToken, SessionId>,
     operations: HashMap<IoId, Operation>,
     scripts: BTreeMap<ScriptId, Script>,
+    /// Under way, at most one a device.
+    flushes: BTreeMap<DeviceIndex, Flush>,
     arena_used_bytes: u64,
     measuring: Option<Measuring>,
     /// Why nothing is written in this life.
@@ -118,6 +123,7 @@ impl Core {
             tokens: HashMap::new(),
             operations: HashMap::new(),
             scripts: BTreeMap::new(),
+            flushes: BTreeMap::new(),
             arena_used_bytes: 0,
             measuring: None,
             reading_only: None,
@@ -144,6 +150,7 @@ impl Core {
             Event::Limits(limits) => self.limits = limits,
             Event::Quotas(quotas) => self.quotas = quotas,
             Event::PeerGone { session } => self.end_session(session, None, actions),
+            Event::HandOver => self.flush_for_hand_over(actions),
         }
     }
 
@@ -197,6 +204,7 @@ impl Core {
                 move_bytes_per_s_max,
             } => self.drain_device(call, &path, move_bytes_per_s_max, actions),
             Call::BeginMeasuring { path } => self.begin_measuring(&path).map(Some),
+            Call::FlushMeasured => self.flush_measured(call, actions),
             Call::EndMeasuring { rates, all_ended } => {
                 self.end_measuring(call, rates, all_ended, actions)
             }

@@ -422,7 +422,7 @@ impl Core {
     fn is_empty(&self, device: DeviceIndex) -> bool {
         let busy = self.operations.values().any(|operation| match operation {
             Operation::Tile(tile) => tile.extent.device == device,
-            Operation::Script { device: at, .. } => *at == device,
+            Operation::Script { device: at, .. } | Operation::Flush(at) => *at == device,
             Operation::Copy(_) => true,
         });
         !busy && self.bytes_on(device) == 0

@@ -39,6 +39,11 @@ impl ScratchTile {
     pub(super) fn bytes(&self) -> u64 {
         u64::from(self.bytes)
     }
+
+    /// It holds something, or is about to.
+    pub(super) fn is_written(&self) -> bool {
+        self.content.is_some() || self.activity == Activity::Writing
+    }
 }
 
 impl Core {
@@ -118,6 +123,10 @@ impl Core {
                     _ => 1,
                 };
                 let version = tile.content.ok_or(FaultKind::NeverWritten)?;
+                // A flush that failed may have lost it.
+                if job.poison.is_some() {
+                    return Err(FaultKind::Poisoned);
+                }
                 (version, Activity::Reading { count }, IoOp::Read)
             }
             (Verb::SwapOut, Activity::Idle) => {

@@ -1,14 +1,16 @@
 //! Writes and flushes of the daemon's own structures, in order: each step ends before the next one starts.
 //!
-//! The first operation that fails ends the script; nothing of it is tried again.
+//! The first operation that fails ends the script; nothing of it is tried again. Nor is it after somebody else's flush of a device
+//! that it writes to has failed: see [`super::flush`].
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use offload_api::fault::Fault;
 use offload_api::ids::{DeviceIndex, Generation};
 use offload_api::ring::entry::Urgency;
 
 use super::catalog_queue::CatalogChange;
+use super::flush::Waiter;
 use super::io::Operation;
 use super::job::JobKey;
 use super::{Action, Buffer, CallId, Core, IoId, IoOp};
@@ -36,6 +38,12 @@ pub(super) enum Purpose {
         key: JobKey,
         record: Record,
     },
+    /// The record of a commit that failed is taken back.
+    Withdraw {
+        key: JobKey,
+        generation: Generation,
+        fault: Fault,
+    },
     Confirm {
         key: JobKey,
     },
@@ -59,10 +67,10 @@ pub(super) enum Purpose {
 
 #[derive(Debug)]
 struct MetaIo {
-    op: IoOp,
     device: DeviceIndex,
     offset: u64,
-    bytes: Option<AlignedBytes>,
+    /// `None`: a flush.
+    write: Option<AlignedBytes>,
 }
 
 /// Operations that may run at the same time.
@@ -79,13 +87,13 @@ impl Step {
         for (offset, bytes) in writes {
             let whole = bytes.len() <= WRITE_BYTES_MAX;
             if whole {
-                step.push(IoOp::Write, device, offset, Some(bytes));
+                step.push(device, offset, Some(bytes));
                 continue;
             }
             for (index, piece) in bytes.as_slice().chunks(WRITE_BYTES_MAX).enumerate() {
                 let at = offset + (index * WRITE_BYTES_MAX) as u64;
                 let piece = AlignedBytes::from_slice(piece);
-                step.push(IoOp::Write, device, at, Some(piece));
+                step.push(device, at, Some(piece));
             }
         }
         step
@@ -100,17 +108,16 @@ impl Step {
     pub(super) fn flush(devices: impl IntoIterator<Item = DeviceIndex>) -> Self {
         let mut step = Self::default();
         for device in devices {
-            step.push(IoOp::Flush, device, 0, None);
+            step.push(device, 0, None);
         }
         step
     }
 
-    fn push(&mut self, op: IoOp, device: DeviceIndex, offset: u64, bytes: Option<AlignedBytes>) {
+    fn push(&mut self, device: DeviceIndex, offset: u64, write: Option<AlignedBytes>) {
         self.0.push_back(MetaIo {
-            op,
             device,
             offset,
-            bytes,
+            write,
         });
     }
 }
@@ -122,6 +129,8 @@ pub(super) struct Script {
     steps_done: usize,
     inflight_count: usize,
     failed: Option<Fault>,
+    /// Where it writes, or what it relies on was written.
+    devices: BTreeSet<DeviceIndex>,
 }
 
 /// Where and why a script failed.
@@ -147,7 +156,9 @@ impl Core {
             assert!(job.script.is_none(), "one script a job");
             job.script = Some(id);
         }
+        let operations = steps.iter().flat_map(|step| &step.0);
         let script = Script {
+            devices: operations.map(|meta| meta.device).collect(),
             purpose,
             steps: steps.into(),
             steps_done: 0,
@@ -172,10 +183,10 @@ impl Core {
         self.advance(id, actions);
     }
 
-    /// A flush of `device` failed: what any script has written there may be lost, and the next flush would not say so.
+    /// A flush of `device` failed: what a script has written there, or was to make durable, may be lost.
     pub(super) fn fail_scripts_of(&mut self, device: DeviceIndex, fault: &Fault) {
-        if device == self.home {
-            for script in self.scripts.values_mut() {
+        for script in self.scripts.values_mut() {
+            if script.devices.contains(&device) {
                 script.failed.get_or_insert_with(|| fault.clone());
             }
         }
@@ -214,18 +225,19 @@ impl Core {
 
     fn start_meta(&mut self, script: ScriptId, meta: MetaIo, actions: &mut Vec<Action>) {
         let MetaIo {
-            op,
             device,
             offset,
-            bytes,
+            write,
         } = meta;
+        let Some(bytes) = write else {
+            return self.flush(device, Waiter::Script(script), actions);
+        };
         let io = IoId(self.number());
-        let length = bytes.as_ref().map_or(0, AlignedBytes::len) as u32;
+        let length = bytes.len() as u32;
         self.operations.insert(
             io,
             Operation::Script {
                 script,
-                op,
                 device,
                 offset,
                 bytes: length,
@@ -234,10 +246,10 @@ impl Core {
         actions.push(Action::Io {
             io,
             device,
-            op,
+            op: IoOp::Write,
             offset,
             bytes: length,
-            buffer: bytes.map_or(Buffer::None, Buffer::Meta),
+            buffer: Buffer::Meta(bytes),
             // A call waits for each of them.
             urgency: Urgency::Wanted,
         });
@@ -265,6 +277,11 @@ impl Core {
                 self.finish_give_up(&key, generation, result, actions);
             }
             Purpose::Commit { key, record } => self.finish_commit(&key, record, result, actions),
+            Purpose::Withdraw {
+                key,
+                generation,
+                fault,
+            } => self.finish_withdraw(&key, generation, fault, result, actions),
             Purpose::Confirm { key } => self.finish_confirm(&key, result, actions),
             Purpose::Overwrite { key } => self.finish_overwrite(&key, result, actions),
             Purpose::Forget { key, call } => self.finish_forget(&key, call, result, actions),
@@ -284,6 +301,7 @@ impl Purpose {
             Self::Catalog(_) | Self::Settle { .. } | Self::Exchange { .. } => None,
             Self::GiveUp { key, .. }
             | Self::Commit { key, .. }
+            | Self::Withdraw { key, .. }
             | Self::Confirm { key }
             | Self::Overwrite { key }
             | Self::Forget { key, .. } => Some(key),

@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
-use offload_api::ids::{Rank, SessionToken, SlotIndex};
+use offload_api::ids::{DeviceIndex, Rank, SessionToken, SlotIndex};
 use offload_api::removable::{Mechanism, removed};
 use offload_api::ring::RING_ENTRIES_MAX;
 use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
@@ -62,6 +62,11 @@ impl Session {
     /// On devices, of its own.
     pub(super) fn scratch_bytes(&self) -> u64 {
         self.scratch.iter().map(ScratchTile::bytes).sum()
+    }
+
+    /// Whether it has written tiles of its own to `device`: they are never flushed.
+    pub(super) fn has_scratch_on(&self, device: DeviceIndex) -> bool {
+        (self.scratch.iter()).any(|tile| tile.extent.device == device && tile.is_written())
     }
 }
 

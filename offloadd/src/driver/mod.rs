@@ -252,6 +252,8 @@ struct Driver {
     stop_deadline: Option<Instant>,
     /// The stop leaves sessions to the next daemon.
     handing: bool,
+    /// What they wrote is flushed for it, or is being flushed.
+    handing_flushed: bool,
     /// When a stop that lasts is told next.
     tell_stop_at: Option<Instant>,
 }
@@ -327,6 +329,7 @@ impl Driver {
             fell_idle: false,
             stop_deadline: None,
             handing: false,
+            handing_flushed: false,
             tell_stop_at: None,
         };
         driver.watch(driver.inbox.wake(), Source::Inbox, EventFlags::IN)?;

@@ -1,4 +1,5 @@
-//! A stop in order: sessions end, what is in flight ends, wear is kept, and only then the owner thread does.
+//! A stop in order: sessions end, what is in flight ends, what sessions wrote that are handed over is flushed, wear is kept, and
+//! only then the owner thread ends.
 
 use std::time::{Duration, Instant};
 
@@ -6,6 +7,7 @@ use rustix::event::epoll;
 
 use super::session::{Session, State};
 use super::{Driver, DriverError, STOP_WAIT};
+use crate::core::Event;
 
 /// Nobody wonders before that why a stop lasts; and between two words about it.
 const STOP_QUIET: Duration = Duration::from_secs(2);
@@ -74,6 +76,14 @@ impl Driver {
         self.hand_over()?;
         let inflight_count = self.queue.count();
         if self.is_at_rest() {
+            if self.handing && !std::mem::replace(&mut self.handing_flushed, true) {
+                self.events.push_back(Event::HandOver);
+                self.decide();
+                self.hand_over()?;
+                if !self.is_at_rest() {
+                    return Ok(false);
+                }
+            }
             if std::mem::replace(&mut self.wear_kept, true) {
                 return Ok(true);
             }

@@ -1,5 +1,6 @@
-//! Disks in memory that do what real ones may: end operations in any order, fail, move too little, lie, and lose what was
-//! not flushed, sector by sector, when the power goes. Everything is drawn from a seed.
+//! Disks in memory that do what real ones may: do operations in any order and report their ends in another one, fail, move too
+//! little, lie, and lose what was not flushed, sector by sector, when the power goes or a flush fails. The flush after one that
+//! failed succeeds and says nothing of what was lost. Everything is drawn from a seed.
 //!
 //! Not an engine a daemon can choose: tests drive the core with it, one event at a time. A flush of one device does not
 //! flush another.
@@ -52,6 +53,8 @@ pub enum SimFault {
     Errno(i32),
     /// Moves the first half and says so. A flush answers EIO.
     Short,
+    /// A flush answers EIO, and everything that was not flushed is lost. Other operations are done.
+    FlushLost,
     /// Says it wrote and did not. Other operations are done.
     Lost,
     /// Writes this many bytes further on and says nothing. Other operations are done.
@@ -67,6 +70,7 @@ impl SimFault {
     fn meets(self, op: IoOp) -> bool {
         match self {
             Self::Errno(_) | Self::Short | Self::Gone => true,
+            Self::FlushLost => op == IoOp::Flush,
             Self::Lost | Self::Misdirected(_) | Self::Full => op == IoOp::Write,
         }
     }
@@ -109,6 +113,29 @@ pub struct SimDisks {
     pub plan: Option<SimFaultPlan>,
     /// What went wrong, and how often.
     pub happened: BTreeMap<SimFault, u64>,
+}
+
+/// From "nothing is kept" over "half" to "everything".
+const LOST_IN_16: [usize; 5] = [0, 1, 8, 15, 16];
+
+impl SimDevice {
+    /// A flush fails: each unflushed sector stays as it is, to be flushed, or is lost, and reads see what is durable there.
+    fn fail_flush(&mut self, lost_in_16: usize, random: &mut SimRandom) {
+        let unflushed = std::mem::take(&mut self.unflushed);
+        for (offset, bytes) in &unflushed {
+            let range = *offset as usize..*offset as usize + bytes.len();
+            self.live[range.clone()].copy_from_slice(&self.durable[range]);
+        }
+        for (offset, bytes) in unflushed {
+            for (index, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
+                if random.below(16) >= lost_in_16 {
+                    let at = offset as usize + index * SECTOR_BYTES;
+                    self.live[at..at + sector.len()].copy_from_slice(sector);
+                    self.unflushed.push((at as u64, sector.to_vec()));
+                }
+            }
+        }
+    }
 }
 
 impl SimDisks {
@@ -167,9 +194,22 @@ impl SimDisks {
         let room = (device.live.len() as u64).saturating_sub(offset);
         let mut moved = memory.len().min(room as usize);
         let mut start = offset as usize;
+        if op == IoOp::Flush
+            && let Some(fault) = fault.filter(|fault| fault.meets(op))
+        {
+            let mut random = SimRandom::new(number);
+            let lost_in_16 = match fault {
+                SimFault::FlushLost => 16,
+                _ => LOST_IN_16[random.below(LOST_IN_16.len())],
+            };
+            device.fail_flush(lost_in_16, &mut random);
+            return Err(match fault {
+                SimFault::Errno(errno) => errno,
+                _ => libc::EIO,
+            });
+        }
         match (fault, op) {
             (Some(SimFault::Errno(errno)), _) => return Err(errno),
-            (Some(SimFault::Short), IoOp::Flush) => return Err(libc::EIO),
             (Some(SimFault::Short), _) => moved /= 2,
             (Some(SimFault::Lost), IoOp::Write) => return Ok(moved as u32),
             (Some(SimFault::Misdirected(by)), IoOp::Write) => {
@@ -178,7 +218,16 @@ impl SimDisks {
             (Some(SimFault::Full), IoOp::Write) => return Err(libc::ENOSPC),
             (Some(SimFault::Gone), IoOp::Read) => return Ok(0),
             (Some(SimFault::Gone), _) => return Err(libc::EIO),
-            (Some(SimFault::Lost | SimFault::Misdirected(_) | SimFault::Full) | None, _) => {}
+            (
+                Some(
+                    SimFault::FlushLost
+                    | SimFault::Lost
+                    | SimFault::Misdirected(_)
+                    | SimFault::Full,
+                )
+                | None,
+                _,
+            ) => {}
         }
         let touched = start as u64..(start + moved) as u64;
         let touches = |bad: &Range<u64>| bad.start < touched.end && touched.start < bad.end;
@@ -215,8 +264,7 @@ impl SimDisks {
             device.unflushed.push((offset, bytes[..kept].to_vec()));
         }
         for device in &mut self.devices {
-            // From "nothing survives" over "half" to "nearly all".
-            let lost_in_16 = [0, 1, 8, 15, 16][random.below(5)];
+            let lost_in_16 = LOST_IN_16[random.below(LOST_IN_16.len())];
             let unflushed = std::mem::take(&mut device.unflushed);
             for (offset, bytes) in &unflushed {
                 for (index, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
@@ -347,6 +395,8 @@ pub struct SimEngine {
     pub disks: SimDisks,
     arenas: HashMap<SessionId, Vec<u8>>,
     inflight: Vec<SimIo>,
+    /// Done by the disks, and not reported yet.
+    done: Vec<SimDone>,
     /// Its operations end after those of the others, nearly always.
     pub slow: Option<DeviceIndex>,
     /// Operations there do not end until this is taken away.
@@ -354,6 +404,9 @@ pub struct SimEngine {
     /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
     pub strays_count: usize,
 }
+
+/// How an operation ended, and the daemon's own bytes that were read or written.
+pub type SimDone = (IoId, IoResult, Option<AlignedBytes>);
 
 struct SimIo {
     io: IoId,
@@ -371,6 +424,7 @@ impl SimEngine {
             disks,
             arenas: HashMap::new(),
             inflight: Vec::new(),
+            done: Vec::new(),
             slow: None,
             held: None,
             strays_count: 0,
@@ -394,7 +448,7 @@ impl SimEngine {
 
     /// How many have not ended.
     pub fn inflight_count(&self) -> usize {
-        self.inflight.len()
+        self.inflight.len() + self.done.len()
     }
 
     /// Starts an operation; it ends in some later [`SimEngine::end_one`].
@@ -417,11 +471,23 @@ impl SimEngine {
         });
     }
 
-    /// Ends one operation, any of them: memory is read and written now. With it the daemon's own bytes it was about.
-    pub fn end_one(
-        &mut self,
-        random: &mut SimRandom,
-    ) -> Option<(IoId, IoResult, Option<AlignedBytes>)> {
+    /// Reports the end of one operation, any of those that the disks have done. Memory is read and written when they do it,
+    /// which may be several reports earlier. With it the daemon's own bytes it was about.
+    pub fn end_one(&mut self, random: &mut SimRandom) -> Option<SimDone> {
+        // Something was done long before its end is reported, and something else meanwhile.
+        while self.done.is_empty() || random.one_in(3) {
+            if !self.do_one(random) {
+                break;
+            }
+        }
+        if self.done.is_empty() {
+            return None;
+        }
+        Some(self.done.swap_remove(random.below(self.done.len())))
+    }
+
+    /// The disks do one operation, any of them. False: there is none.
+    fn do_one(&mut self, random: &mut SimRandom) -> bool {
         let is_held = |io: &SimIo| {
             let held = self.held.as_ref();
             held.is_some_and(|(device, range)| *device == io.device && range.contains(&io.offset))
@@ -433,7 +499,7 @@ impl SimEngine {
             .filter(|(_, io)| !is_held(io));
         let free: Vec<usize> = free.map(|(index, _)| index).collect();
         if free.is_empty() {
-            return None;
+            return false;
         }
         let mut chosen = free[random.below(free.len())];
         if self.slow == Some(self.inflight[chosen].device) && !random.one_in(16) {
@@ -465,7 +531,8 @@ impl SimEngine {
             Buffer::Meta(bytes) => Some(bytes),
             Buffer::Slot { .. } | Buffer::None => None,
         };
-        Some((io.io, result, own))
+        self.done.push((io.io, result, own));
+        true
     }
 
     /// The power goes, or (`power` false) only the daemon is killed: its operations in flight happen or not, and what the
@@ -481,11 +548,12 @@ impl SimEngine {
                     torn.push((io.device.0 as usize, io.offset, bytes));
                 }
             } else if random.one_in(2) {
-                self.end_one(random);
+                self.do_one(random);
             } else {
                 self.inflight.pop();
             }
         }
+        self.done.clear();
         self.arenas.clear();
         if power {
             self.disks.crash(random.number(), torn);

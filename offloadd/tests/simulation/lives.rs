@@ -1,8 +1,9 @@
 //! One life of the daemon after the other. What could go wrong: sessions that were handed over go on though another daemon
 //! has written their tiles since, or end though none has; a life that is cut off while it begins takes the store with it.
 
+use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
-use offloadd::core::Call;
+use offloadd::core::{Call, Event};
 use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::handover::message::State;
 use offloadd::store::definition::Durability;
@@ -29,6 +30,8 @@ fn expect_all(world: &mut World, process: Process, seed: u64) {
 
 /// Ends a life in order.
 fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
+    world.run();
+    world.event(Event::HandOver);
     world.run();
     let state = world.core.hand_over();
     let (disks, random) = world.crash(false);
@@ -178,4 +181,69 @@ fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
         }
     }
     assert!(refused > 0 && went_on > 0, "{refused}, {went_on}");
+}
+
+/// A service manager starts the daemon again when its first try fails.
+#[test]
+fn a_start_whose_flush_fails_loses_nothing_that_the_next_one_commits() {
+    let (mut went_on, mut refused) = (0, 0);
+    for seed in 0..20 {
+        let (state, disks, _) = handed_over(seed);
+        for at in 0..start_operations(&disks) {
+            let mut disks = disks.clone();
+            disks.plan = Some(SimFaultPlan {
+                at: disks.operation_count() + at,
+                for_good: false,
+                fault: SimFault::FlushLost,
+            });
+            let Err(failed) = World::try_start(disks, SimRandom::new(at)) else {
+                continue;
+            };
+            let mut disks = failed.1;
+            disks.mend();
+            let (mut world, taken_up) = World::start_after(disks, SimRandom::new(at), &state);
+            let newest = match taken_up {
+                Ok(go_on) => {
+                    expect_all(&mut world, go_on[0], 20);
+                    world.commit(go_on[0], 2).unwrap();
+                    went_on += 1;
+                    2
+                }
+                Err(why) => {
+                    assert!(why.contains("another daemon has served"), "{why}");
+                    refused += 1;
+                    1
+                }
+            };
+            let (disks, random) = world.crash(seed % 2 == 0);
+            let mut world = World::start(disks, random);
+            let process = world.go_on("a", newest);
+            expect_all(&mut world, process, 10 * newest);
+        }
+    }
+    assert!(went_on > 0 && refused > 0, "{went_on}, {refused}");
+}
+
+#[test]
+fn a_flush_that_fails_as_sessions_are_handed_over_is_handed_over_with_them() {
+    for (seed, device) in (0..20).flat_map(|seed| [(seed, 0), (seed, 1)]) {
+        let mut world = World::start(formatted(), SimRandom::new(seed));
+        let process = world.begin("a", TILES, Durability::Committed);
+        write_all(&mut world, process, 1, 10);
+        world.commit(process, 1).unwrap();
+        write_all(&mut world, process, 2, 20);
+        world.run();
+        world
+            .engine
+            .disks
+            .break_for_good(device, SimFault::FlushLost);
+        let (state, mut disks, random) = hand_over(world);
+        disks.mend();
+        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        let process = taken_up.unwrap()[0];
+        let fault = world.commit(process, 2).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::Poisoned);
+        world.close(process).unwrap();
+        expect_committed(&mut world);
+    }
 }

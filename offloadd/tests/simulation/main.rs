@@ -10,6 +10,7 @@ mod crashes;
 mod cuts;
 mod damage;
 mod failures;
+mod flushes;
 mod format;
 mod growth;
 mod handed;

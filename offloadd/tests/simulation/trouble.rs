@@ -112,6 +112,7 @@ fn failing(random: &mut SimRandom) -> SimFault {
         SimFault::Errno(libc::ETIMEDOUT),
         SimFault::Errno(libc::ENOSPC),
         SimFault::Short,
+        SimFault::FlushLost,
         SimFault::Full,
         SimFault::Gone,
     ];

@@ -11,8 +11,8 @@ use offload_api::ids::{
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
 use offloadd::blocks::Blocks;
 use offloadd::core::{
-    Action, Call, CallId, Core, DeviceState, Event, IoId, JobRecord, Limits, Moves, NewDevice,
-    OpenSession, Peer, Reply, SessionId,
+    Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, Moves,
+    NewDevice, OpenSession, Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::handover::message::State;
@@ -92,6 +92,10 @@ pub(crate) struct World {
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
     pub(crate) urged: Vec<IoId>,
+    /// Of all devices, so far.
+    pub(crate) flush_count: usize,
+    /// Under way, and of which device.
+    flushes: BTreeMap<IoId, DeviceIndex>,
     /// Sessions that were told how far a read has come.
     pub(crate) parts: Vec<(SessionId, Cqe)>,
     /// What the devices do wrong while it runs.
@@ -213,6 +217,8 @@ impl World {
             dropped: Vec::new(),
             evicted: Vec::new(),
             urged: Vec::new(),
+            flush_count: 0,
+            flushes: BTreeMap::new(),
             parts: Vec::new(),
             trouble: Trouble::None,
             geometries: HashMap::new(),
@@ -296,6 +302,12 @@ impl World {
             } => {
                 let position = self.positions[device.0 as usize];
                 assert!(!self.left.contains(&position), "a device that left is used");
+                if op == IoOp::Flush {
+                    let shared = !self.flushes.values().any(|flushed| *flushed == device);
+                    assert!(shared, "two flushes of {device:?} at a time");
+                    self.flushes.insert(io, device);
+                    self.flush_count += 1;
+                }
                 let at = DeviceIndex(position as u32);
                 self.engine.submit(io, at, op, offset, bytes, buffer);
             }
@@ -348,6 +360,7 @@ impl World {
         let Some((io, result, read)) = self.engine.end_one(&mut self.random) else {
             return false;
         };
+        self.flushes.remove(&io);
         self.event(Event::IoDone { io, result, read });
         true
     }

@@ -306,7 +306,7 @@ fn nothing_acknowledged_is_lost_and_nothing_torn_surfaces() {
         return;
     }
     // Otherwise the promise is kept by nothing happening.
-    assert_eq!(faults.len(), 8, "a kind of fault never happens: {faults:?}");
+    assert_eq!(faults.len(), 9, "a kind of fault never happens: {faults:?}");
     for what in ["power cuts", "kills", UNCLEAN, DAMAGED, HOMES] {
         let count = mix.counts.get(what).copied().unwrap_or(0);
         assert!(count > 10, "{what}: {count} times");
