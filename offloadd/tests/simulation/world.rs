@@ -11,8 +11,8 @@ use offload_api::ids::{
 use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
 use offloadd::blocks::Blocks;
 use offloadd::core::{
-    Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, Moves,
-    NewDevice, OpenSession, Peer, Reply, SessionId,
+    Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, NewDevice,
+    OpenSession, Peer, Reply, SessionId,
 };
 use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::handover::message::State;
@@ -256,20 +256,21 @@ impl World {
         })
     }
 
-    /// Lets tiles move until none is to, or those that are wait.
+    /// Lets tiles move until nothing comes of it any more: none is to, or those that are wait.
     pub(crate) fn move_all(&mut self) {
+        let state = |world: &Self| (world.core.moved_bytes(), world.core.device_states());
+        let mut unchanged_count = 0;
         for _ in 0..1000 {
-            let before = self.core.moved_bytes();
+            let before = state(self);
             self.event(Event::MoveOn { hurry: true });
             self.run();
-            let waits = self.core.moves() == Moves::Waiting && self.core.moved_bytes() == before;
-            if matches!(self.core.moves(), Moves::None | Moves::Stopped) || waits {
-                // What is waited for may have been the last commit of a device.
-                self.event(Event::MoveOn { hurry: true });
-                self.run();
-                if self.core.moved_bytes() == before {
-                    return;
-                }
+            // What is waited for may have been the last commit of a device, or its settling, which moves no byte.
+            unchanged_count = match state(self) == before {
+                true => unchanged_count + 1,
+                false => 0,
+            };
+            if unchanged_count == 2 {
+                return;
             }
         }
         panic!("tiles move without end");
