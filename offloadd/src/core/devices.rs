@@ -276,8 +276,11 @@ impl Core {
             if let DeviceChange::Drain { .. } = change {
                 self.space.open(device);
             }
-            if !matches!(change, DeviceChange::Measure { .. }) {
-                self.mover.stop(&failed.fault);
+            match change {
+                DeviceChange::Measure { .. } => {
+                    self.half_written.insert(device);
+                }
+                _ => self.mover.stop(&failed.fault),
             }
             if let Some(call) = change.call() {
                 refuse(call, failed.fault, actions);

@@ -28,6 +28,12 @@ impl Core {
         let device = self.device_named(path)?;
         self.check_stays(device)?;
         self.catalog.check()?;
+        if self.half_written.contains(&device) {
+            let what = format!(
+                "the rates of {path} could not be written to it: start offloadd again before it is measured"
+            );
+            return Err(Fault::new(FaultKind::Poisoned, what));
+        }
         if let Some(other) = &self.measuring {
             let what = format!(
                 "{} is being measured: ask again when that has ended",

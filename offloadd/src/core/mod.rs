@@ -54,7 +54,7 @@ pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
 pub use quota::{JOBS_A_USER_DEFAULT, Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use offload_api::BLOCK_BYTES;
 use offload_api::fault::{Fault, FaultKind};
@@ -92,6 +92,8 @@ pub struct Core {
     flushes: BTreeMap<DeviceIndex, Flush>,
     arena_used_bytes: u64,
     measuring: Option<Measuring>,
+    /// Devices of which one copy of the superblock may be damaged until the next start mends it: the other must stay.
+    half_written: BTreeSet<DeviceIndex>,
     /// Why nothing is written in this life.
     reading_only: Option<Fault>,
     next_number: u64,
@@ -126,6 +128,7 @@ impl Core {
             flushes: BTreeMap::new(),
             arena_used_bytes: 0,
             measuring: None,
+            half_written: BTreeSet::new(),
             reading_only: None,
             next_number: 1,
         }
