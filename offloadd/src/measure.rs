@@ -7,6 +7,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -50,6 +51,9 @@ pub enum MeasureError {
         /// The errno in words, or how much moved.
         what: String,
     },
+    /// Whoever flushes for it could not.
+    #[error("{0}")]
+    Flush(Fault),
     /// It was given up with operations on their way: what lies there may still be written over.
     #[error(
         "{source}; {count} operations have not ended and may still change its bytes from {offset} to {end}"
@@ -73,6 +77,14 @@ impl MeasureError {
     }
 }
 
+/// Who flushes a device that is measured.
+pub enum Flusher<'a> {
+    /// Whoever measures: nobody else writes there.
+    Own,
+    /// The daemon that serves the device: a flush that fails concerns all who write there.
+    Daemon(&'a mut dyn FnMut() -> Result<(), Fault>),
+}
+
 /// Of a device that holds nothing from `offset` on. What it moves is counted in `moved`, however it ends.
 ///
 /// # Errors
@@ -85,7 +97,14 @@ pub fn measure(
 ) -> Result<MeasuredRates, MeasureError> {
     let bytes = device.bytes().saturating_sub(offset);
     let area = MeasuredArea { offset, bytes };
-    measure_in(device.file(), device.path(), area, choice, moved)
+    measure_in(
+        device.file(),
+        device.path(),
+        area,
+        choice,
+        Flusher::Own,
+        moved,
+    )
 }
 
 /// Overwrites `area` for at most a second, and reads it again for at most a second. `moved` as of [`measure`].
@@ -97,10 +116,11 @@ pub fn measure_in(
     path: &str,
     area: MeasuredArea,
     choice: EngineChoice,
+    flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let (engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
-    measure_with(engine, path, area, PATIENCE, moved)
+    measure_with(engine, path, area, PATIENCE, flusher, moved)
 }
 
 fn measure_with(
@@ -108,6 +128,7 @@ fn measure_with(
     path: &str,
     area: MeasuredArea,
     patience: Duration,
+    flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let mut pass = Pass {
@@ -117,6 +138,7 @@ fn measure_with(
         engine: &mut engine,
         offset: area.offset,
         patience,
+        flusher,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
     let operations_max = area.bytes.min(MeasuredArea::BYTES_MAX) / OPERATION_BYTES as u64;
@@ -139,7 +161,7 @@ fn measure_with(
     })
 }
 
-struct Pass<'a> {
+struct Pass<'a, 'f> {
     path: &'a str,
     moved: &'a mut MovedBeside,
     /// What is on its way.
@@ -148,10 +170,11 @@ struct Pass<'a> {
     offset: u64,
     /// An operation that takes longer is not coming back.
     patience: Duration,
+    flusher: Flusher<'f>,
     buffers: Vec<AlignedBytes>,
 }
 
-impl Pass<'_> {
+impl Pass<'_, '_> {
     fn both_ways(&mut self, operations_max: u64) -> Result<MeasuredRates, MeasureError> {
         let (written, write_bytes_per_s) = self.run(IoOp::Write, operations_max)?;
         let (_, read_bytes_per_s) = self.run(IoOp::Read, written)?;
@@ -208,15 +231,20 @@ impl Pass<'_> {
         }
         if op == IoOp::Write {
             // What only reached the drive's cache does not count.
-            self.engine.submit(Io {
-                id: IoId(next),
-                device: DeviceIndex(0),
-                op: IoOp::Flush,
-                offset: 0,
-                bytes: 0,
-                memory: Memory::None,
-            });
-            self.collect(IoOp::Flush, 0)?;
+            match &mut self.flusher {
+                Flusher::Daemon(flush) => flush().map_err(MeasureError::Flush)?,
+                Flusher::Own => {
+                    self.engine.submit(Io {
+                        id: IoId(next),
+                        device: DeviceIndex(0),
+                        op: IoOp::Flush,
+                        offset: 0,
+                        bytes: 0,
+                        memory: Memory::None,
+                    });
+                    self.collect(IoOp::Flush, 0)?;
+                }
+            }
         }
         let bytes = next as f64 * OPERATION_BYTES as f64;
         let rate = bytes / since.elapsed().as_secs_f64().max(1e-9);
@@ -286,6 +314,7 @@ fn noise(seed: u64) -> AlignedBytes {
 
 #[cfg(test)]
 mod tests {
+    use offload_api::fault::FaultKind;
     use offload_api::pace::Pace;
 
     use super::*;
@@ -322,7 +351,8 @@ mod tests {
         let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
         let patience = Duration::from_millis(20);
         let mut moved = MovedBeside::default();
-        let error = measure_with(paced, "/dev/lost", AREA, patience, &mut moved).unwrap_err();
+        let error =
+            measure_with(paced, "/dev/lost", AREA, patience, Flusher::Own, &mut moved).unwrap_err();
         assert!(!error.all_ended(), "{error}");
         let told = error.to_string();
         for said in [
@@ -344,6 +374,7 @@ mod tests {
             "/dev/readonly",
             AREA,
             EngineChoice::Psync,
+            Flusher::Own,
             &mut moved,
         );
         let error = found.unwrap_err();
@@ -356,7 +387,15 @@ mod tests {
     fn what_it_moves_is_counted() {
         let file = opened(true);
         let mut moved = MovedBeside::default();
-        measure_in(&file, "/dev/here", AREA, EngineChoice::Psync, &mut moved).unwrap();
+        measure_in(
+            &file,
+            "/dev/here",
+            AREA,
+            EngineChoice::Psync,
+            Flusher::Own,
+            &mut moved,
+        )
+        .unwrap();
         // On a slow machine a second may be over after the first of two.
         assert!(
             moved.written_bytes == AREA.bytes || moved.written_bytes == AREA.bytes / 2,
@@ -366,5 +405,31 @@ mod tests {
             (AREA.bytes / 2..=moved.written_bytes).contains(&moved.read_bytes),
             "{moved:?}"
         );
+    }
+
+    #[test]
+    fn whoever_serves_the_device_flushes_it_once_and_its_fault_ends_the_measuring() {
+        let file = opened(true);
+        let mut moved = MovedBeside::default();
+        let mut flush_count = 0;
+        let mut flush = || {
+            flush_count += 1;
+            Err(Fault::new(FaultKind::Io, "the flush of /dev/served failed"))
+        };
+        let found = measure_in(
+            &file,
+            "/dev/served",
+            AREA,
+            EngineChoice::Psync,
+            Flusher::Daemon(&mut flush),
+            &mut moved,
+        );
+        let error = found.unwrap_err();
+        assert!(
+            matches!(&error, MeasureError::Flush(_)) && error.all_ended(),
+            "{error}"
+        );
+        assert_eq!(flush_count, 1);
+        assert_eq!(moved.read_bytes, 0, "it was not measured on");
     }
 }

@@ -18,7 +18,7 @@ use crate::core::{
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_life;
 use crate::engine::EngineChoice;
-use crate::measure::{MeasureError, measure_in};
+use crate::measure::{Flusher, MeasureError, measure_in};
 use crate::metrics::MovedBeside;
 use crate::store::StoreError;
 use crate::store::definition::JobName;
@@ -188,7 +188,14 @@ impl Stopped {
         let index = was.device.0 as usize;
         let device = self.devices[index].as_ref().expect("it is of the store");
         let mut moved = MovedBeside::default();
-        let found = measure_in(device.file(), device.path(), was.area, engine, &mut moved);
+        let found = measure_in(
+            device.file(),
+            device.path(),
+            was.area,
+            engine,
+            Flusher::Own,
+            &mut moved,
+        );
         self.written_bytes[index] += moved.written_bytes;
         let rates = found.as_ref().ok().copied();
         let all_ended = found

@@ -379,6 +379,36 @@ fn the_automatic_choice_says_why() {
     }
 }
 
+/// A device that cannot be flushed, or read: what the automatic choice takes for it is what it takes for others.
+fn expect_chosen_as_usual(path: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let (usual, _) = Engine::open(EngineChoice::Auto, &[file(&folder, "a", 1 << 20)], 16).unwrap();
+    let device = Arc::new(OpenOptions::new().read(true).open(path).unwrap());
+    let (engine, reason) = Engine::open(EngineChoice::Auto, &[device], 16).unwrap();
+    assert_eq!(engine.name(), usual.name(), "{reason}");
+}
+
+#[test]
+fn a_probe_flushes_no_device() {
+    // It can be read, and a flush is refused.
+    expect_chosen_as_usual("/dev/zero");
+}
+
+#[test]
+fn a_device_that_answers_a_probe_with_an_error_is_no_missing_engine() {
+    // At its start nothing is mapped: a read answers EIO. Kernel AIO takes no such file.
+    let folder = tempfile::tempdir().unwrap();
+    let devices = [file(&folder, "a", 1 << 20)];
+    if Engine::open(EngineChoice::Uring, &devices, 16).is_err() {
+        println!(
+            "skipped: {}: no io_uring here",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return;
+    }
+    expect_chosen_as_usual("/proc/self/mem");
+}
+
 #[test]
 fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
     let folder = tempfile::tempdir().unwrap();

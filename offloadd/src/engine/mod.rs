@@ -230,7 +230,9 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// Opens an engine for `devices` and tries it on the first one. Gives the reason for the choice, for people.
+    /// Opens an engine for `devices`, reads from the first one with it, and flushes a memory file. Gives the reason for the
+    /// choice, for people. No device is flushed: if that failed, the device might have lost what others wrote, and only the
+    /// core can tell them. A device that answers with an error of its own is told in the log; the engine works.
     ///
     /// `inflight_max` bounds what may be submitted and not yet reaped. Call it on the thread that will use the engine.
     ///
@@ -259,16 +261,30 @@ impl Engine {
     ) -> Result<(Self, String), EngineError> {
         // What one takes all take, except being asked.
         let one = &devices[..devices.len().min(1)];
+        let memory = || {
+            let memory = crate::arena::memory_file("offloadd-probe");
+            memory
+                .map(|file| [Arc::new(File::from(file))])
+                .map_err(|errno| EngineError::Unavailable {
+                    engine: "any",
+                    why: format!("a memory file to try it with: {errno}"),
+                })
+        };
         let ring = |flavour| {
+            let memory = memory()?;
+            let tried = uring::Uring::open(&memory, 1, Flavour::Plain)?;
+            Self::Uring(Box::new(tried)).probed(&memory, &[IoOp::Flush])?;
             let ring = uring::Uring::open(devices, inflight_max, flavour)?;
             let about = ring.about();
-            Ok((Self::Uring(Box::new(ring)).probed(one)?, about))
+            let ring = Self::Uring(Box::new(ring)).probed(one, &[IoOp::Read])?;
+            Ok((ring, about))
         };
         let uring = || ring(Flavour::Plain);
         let polled = || {
             let rings = polled::Polled::open(devices, inflight_max)?;
             let about = rings.about();
-            Ok((Self::Polled(Box::new(rings)).probed(devices)?, about))
+            let rings = Self::Polled(Box::new(rings));
+            Ok((rings.probed(devices, &[IoOp::Read])?, about))
         };
         let or_as_usual = |special: Result<(Self, &str), EngineError>| match special {
             Ok((engine, about)) => Ok((engine, format!("chosen by the settings; {about}"))),
@@ -277,8 +293,11 @@ impl Engine {
             }
         };
         let aio = || {
+            let memory = memory()?;
+            let tried = aio::Aio::open(&memory, 1)?;
+            Self::Aio(Box::new(tried)).probed(&memory, &[IoOp::Flush])?;
             let context = aio::Aio::open(devices, inflight_max)?;
-            Self::Aio(Box::new(context)).probed(one)
+            Self::Aio(Box::new(context)).probed(one, &[IoOp::Read])
         };
         let psync = || psync::Psync::open(devices, inflight_max).map(Self::Psync);
         let told = "chosen by the settings";
@@ -307,11 +326,11 @@ impl Engine {
         }
     }
 
-    /// Reads the first block of the first devices, flushes them, and sees the wake-up come.
-    fn probed(mut self, devices: &[Arc<File>]) -> Result<Self, EngineError> {
+    /// Reads the first block of `devices`, or flushes them, and sees the wake-up come.
+    fn probed(mut self, devices: &[Arc<File>], ops: &[IoOp]) -> Result<Self, EngineError> {
         let engine = self.name();
-        let both = |device| [(device, IoOp::Read), (device, IoOp::Flush)];
-        for ((device, file), op) in devices.iter().enumerate().flat_map(both) {
+        let each = |device| ops.iter().map(move |op| (device, *op));
+        for ((device, file), op) in devices.iter().enumerate().flat_map(each) {
             let (bytes, memory, tried) = match op {
                 IoOp::Read => {
                     let block = AlignedBytes::zeroed(BLOCK_BYTES as usize);
@@ -352,7 +371,10 @@ impl Engine {
             }
             if let Err(errno) = done[0].outcome {
                 let error = std::io::Error::from_raw_os_error(errno);
-                return Err(refused(error.to_string()));
+                if !is_of_device(errno) {
+                    return Err(refused(error.to_string()));
+                }
+                tracing::warn!("{tried} {}: {error}", named(device, file));
             }
         }
         Ok(self)
@@ -524,6 +546,22 @@ impl Engine {
             Self::Paced(e) => e.inner().again_after(),
         }
     }
+}
+
+/// What the kernel answers for a device that did not do an operation, and not for an operation that it does not take.
+fn is_of_device(errno: i32) -> bool {
+    [
+        libc::EIO,
+        libc::ETIMEDOUT,
+        libc::ETIME,
+        libc::ENOLINK,
+        libc::EREMOTEIO,
+        libc::EBADE,
+        libc::ENODATA,
+        libc::EILSEQ,
+        libc::ENOSPC,
+    ]
+    .contains(&errno)
 }
 
 /// A device as people know it.

@@ -1,7 +1,7 @@
 //! A device of a served store is measured again, beside whatever it does.
 //!
-//! The core lends free room on it, which is written and read here, on a thread that may block; then the core keeps what was
-//! found. Whoever asked may have gone meanwhile: what was lent is given back all the same, unless it may still be written.
+//! The core lends free room on it, which is written and read here, on a thread that may block, and flushes the device when that
+//! is asked for; then the core keeps what was found. Whoever asked may have gone meanwhile: what was lent is given back all the same, unless it may still be written.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::grpc::ended_unanswered;
 use crate::core::{Call, Measuring, Peer, Reply};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
-use crate::measure::{MeasureError, measure_in};
+use crate::measure::{Flusher, MeasureError, measure_in};
 use crate::metrics::MovedBeside;
 use crate::store::format::MeasuredRates;
 
@@ -61,7 +61,7 @@ pub(super) async fn measure_again(
         let Reply::BeginMeasuring(was) = ask(Call::BeginMeasuring { path }).await? else {
             unreachable!("the core answered another call");
         };
-        let found = run(&driver, was, path_named, engine).await;
+        let found = run(&driver, peer, was, path_named, engine).await;
         let rates = found.as_ref().ok().copied();
         let all_ended = found.as_ref().map_or_else(|f| f.all_ended, |_| true);
         let ended = until_taken(|| ask(Call::EndMeasuring { rates, all_ended })).await;
@@ -91,6 +91,7 @@ where
 
 async fn run(
     driver: &DriverHandle,
+    peer: Peer,
     was: Measuring,
     path: String,
     engine: EngineChoice,
@@ -104,7 +105,13 @@ async fn run(
     let counting = driver.clone();
     let measured = tokio::task::spawn_blocking(move || {
         let mut moved = MovedBeside::default();
-        let found = measure_in(&file, &path, was.area, engine, &mut moved);
+        let mut flush = || {
+            let answer = counting.call(peer, Call::FlushMeasured)?;
+            let answer = answer.blocking_recv();
+            answer.unwrap_or_else(|_| Err(ended_unanswered())).map(drop)
+        };
+        let flusher = Flusher::Daemon(&mut flush);
+        let found = measure_in(&file, &path, was.area, engine, flusher, &mut moved);
         counting.moved_beside(was.device, moved);
         found
     });
@@ -125,7 +132,11 @@ fn failed(error: &MeasureError) -> Failed {
         // Whoever asked may have gone.
         tracing::error!("{what}");
     }
-    let fault = Fault::new(FaultKind::Io, what);
+    let kind = match error {
+        MeasureError::Flush(fault) => fault.kind,
+        _ => FaultKind::Io,
+    };
+    let fault = Fault::new(kind, what);
     Failed { fault, all_ended }
 }
 
