@@ -88,6 +88,6 @@ pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, Tile
 pub use offload_api::kill_point;
 pub use offload_api::ring::entry::Verb;
 pub use offload_api::{
-    BLOB_BYTES_MAX, BLOCK_BYTES, IODEPTH_MAX, IODEPTH_MIN, LAYOUT_BYTES_MAX, TILE_BYTES_MAX,
-    TILES_MAX,
+    BLOB_BYTES_MAX, BLOCK_BYTES, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN,
+    LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX,
 };

@@ -6,30 +6,30 @@ use std::path::{Path, PathBuf};
 
 pub mod quota;
 
+use offload_api::{
+    DEVICES_MAX, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN, SOCKET_PATH_BYTES_MAX,
+};
 use serde::Deserialize;
 
 use crate::core::{Limits, Quotas};
 use crate::engine::EngineChoice;
 use crate::server::page::PageAddress;
 
-/// Devices of one store. Bounds every table with a line a device.
-pub const DEVICES_MAX: usize = 64;
+/// Where calls come in, when the file does not say: what systemd makes for the service, and what clients try.
+pub const SOCKET_DEFAULT: &str = "/run/offloadd/offloadd.sock";
+
+/// Host memory of all sessions together, when the file does not say.
+const ARENA_BYTES_DEFAULT: u64 = 64 << 30;
 
 /// Sessions at a time, when the file does not say: eight processes on each of eight GPUs.
 const SESSIONS_DEFAULT: u32 = 64;
 const SESSIONS_MAX: u32 = 1024;
-
-/// Operations in flight of one session, when the file does not say.
-pub const IODEPTH_DEFAULT: u32 = 64;
 
 /// What users' scrubs may read together, when the file does not say: little beside what one NVMe drive gives.
 pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
 
 /// Least of what reads or copies a store: below it a scrub, or a move, would not end.
 const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
-
-/// A unix socket's path, with `.fds` behind it, must fit 107 bytes.
-const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// The file, unchecked.
 #[derive(Debug, Deserialize)]
@@ -253,7 +253,7 @@ impl ConfigToml {
             );
             return refuse("socket", message);
         }
-        if self.devices.is_empty() || self.devices.len() > DEVICES_MAX {
+        if self.devices.is_empty() || self.devices.len() > DEVICES_MAX as usize {
             let message = format!(
                 "{} devices; a store has 1 to {DEVICES_MAX}",
                 self.devices.len()
@@ -287,7 +287,7 @@ impl ConfigToml {
             Some(name) => match EngineChoice::from_name(name) {
                 Some(choice) => choice,
                 None => {
-                    let known = EngineChoice::NAMES.join(", ");
+                    let known = ENGINES.join(", ");
                     return refuse("engine", format!("`{name}` is none of {known}"));
                 }
             },
@@ -298,8 +298,8 @@ impl ConfigToml {
             return refuse("sessions_max", message);
         }
         let iodepth_max = self.iodepth_max.unwrap_or(IODEPTH_DEFAULT);
-        if iodepth_max == 0 || iodepth_max > offload_api::IODEPTH_MAX {
-            let message = format!("{iodepth_max}; from 1 to {}", offload_api::IODEPTH_MAX);
+        if !(IODEPTH_MIN..=IODEPTH_MAX).contains(&iodepth_max) {
+            let message = format!("{iodepth_max}; from {IODEPTH_MIN} to {IODEPTH_MAX}");
             return refuse("iodepth_max", message);
         }
         let rated_tb_others = match self.rated_tb_written {
@@ -526,6 +526,8 @@ mod tests {
                 "metrics.listen",
             ),
         ] {
+            // No trainer could begin a session.
+            ("iodepth_max = 32", "iodepth_max = 1", "iodepth_max"),
             let message = parse(&WHOLE.replace(from, to)).unwrap_err();
             assert!(message.contains(&format!(" {key}: ")), "{message}");
         }

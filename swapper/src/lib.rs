@@ -43,12 +43,13 @@ pub use layout::{
     resident, shard_elems, shard_of,
 };
 pub use offload_client::{
-    ArenaMemory, ClientError, Daemon, Durability, TileError, kill_point, private,
+    ArenaMemory, ClientError, Daemon, Durability, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX,
+    IODEPTH_MIN, TileError, kill_point, private,
 };
 pub use schedule::{Op, Schedule, StepProgram};
 pub use settings::{
-    Backing, DeviceRates, IODEPTH_MIN, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo,
-    StoreSettings, SwapperSettings,
+    Backing, DeviceRates, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo, StoreSettings,
+    SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
 pub use swapper::{Blank, Canceller, Optimizer, Part, PartMut, See, Swapper};

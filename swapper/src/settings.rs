@@ -11,8 +11,6 @@ use crate::{Schedule, SwapperError};
 /// Slots of each kind a swapper cannot do without: one tile passes through while the next one comes.
 pub const STAGING_MIN: u32 = 2;
 
-pub use offload_client::IODEPTH_MIN;
-
 /// Everything a swapper needs to know.
 #[derive(Clone, Debug)]
 pub struct SwapperSettings {

@@ -6,12 +6,11 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_api::SOCKET_PATH_BYTES_MAX;
+
 use super::own_folder::OwnFolder;
 use super::{PrivateSettings, failed};
 use crate::ClientError;
-
-/// The daemon's limit for its socket, which leaves room for the second socket's name beside it.
-const SOCKET_PATH_BYTES_MAX: usize = 103;
 
 /// Where its socket is to be, and the folder made for it if that is not below `folder`.
 pub(super) fn socket_place(folder: &Path) -> Result<(PathBuf, Option<OwnFolder>), ClientError> {

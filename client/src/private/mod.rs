@@ -56,7 +56,7 @@ pub struct PrivateSettings {
     pub arena_bytes_max: u64,
     /// Operations in flight that one session may ask for.
     pub iodepth_max: u32,
-    /// "auto", "uring", "aio" or "psync".
+    /// One of [`crate::ENGINES`].
     pub engine: String,
 }
 

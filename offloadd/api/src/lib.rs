@@ -75,3 +75,16 @@ pub const IODEPTH_MIN: u32 = 2;
 
 /// Operations in flight of one session.
 pub const IODEPTH_MAX: u32 = 1024;
+
+/// Operations in flight of one session, where the settings do not say: what several drives need to be busy with tiles of
+/// megabytes.
+pub const IODEPTH_DEFAULT: u32 = 64;
+
+/// Values of the setting `engine`, of the daemon and of a trainer whose private daemon gets it. The first is the default.
+pub const ENGINES: [&str; 6] = ["auto", "uring", "aio", "psync", "polled", "sqpoll"];
+
+/// Devices of one store. Bounds every table with a line a device.
+pub const DEVICES_MAX: u32 = 64;
+
+/// Bytes of the path of a daemon's socket: with `.fds` behind it, it must fit the 107 bytes of a unix socket's address.
+pub const SOCKET_PATH_BYTES_MAX: usize = 103;

@@ -63,9 +63,6 @@ pub enum EngineChoice {
 }
 
 impl EngineChoice {
-    /// The setting's words.
-    pub const NAMES: [&str; 6] = ["auto", "uring", "aio", "psync", "polled", "sqpoll"];
-
     /// What `auto` tries, in this order. The others take a processor, which only a person can give them.
     pub const AUTO: [Self; 3] = [Self::Uring, Self::Aio, Self::Psync];
 
@@ -584,7 +581,17 @@ impl fmt::Display for Engine {
 
 #[cfg(test)]
 mod tests {
-    use super::batch_of;
+    use super::{EngineChoice, batch_of};
+
+    #[test]
+    fn every_value_of_the_setting_is_a_choice() {
+        for engine in offload_api::ENGINES {
+            let choice = EngineChoice::from_name(engine);
+            assert_eq!(choice.map(EngineChoice::name), Some(engine));
+        }
+        assert_eq!(EngineChoice::default().name(), offload_api::ENGINES[0]);
+        assert_eq!(EngineChoice::from_name("mmap"), None);
+    }
 
     #[test]
     fn few_are_handed_over_two_by_two_where_there_are_processors() {

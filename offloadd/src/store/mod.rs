@@ -83,7 +83,7 @@ pub const WEAR_BYTES_MAX: u64 = WEAR_OFFSETS[1] - WEAR_OFFSETS[0];
 pub const DATA_OFFSET: u64 = 1 << 20;
 
 /// Devices of one store. Bounds what a superblock can ask for.
-pub const DEVICES_MAX: u32 = 64;
+pub use offload_api::DEVICES_MAX;
 
 const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= WEAR_OFFSETS[0]);
 const _: () = assert!(WEAR_OFFSETS[1] + WEAR_BYTES_MAX <= DATA_OFFSET);

@@ -225,7 +225,7 @@ fn an_error_in_the_deepspeed_file_names_it() {
         ),
         (
             r#"{"aio": {"queue_depth": 0}}"#,
-            "ds.json: aio.queue_depth: 0: must be 1 to",
+            "ds.json: aio.queue_depth: 0: must be 2 to",
         ),
         (
             r#"{"steps_per_print": 0}"#,

@@ -417,6 +417,6 @@ pub struct OffloadSettings {
     pub staging_bytes: Option<u64>,
     pub iodepth: u32,
     pub durability: Durability,
-    /// The private daemon's engine: auto, uring, aio or psync.
+    /// The private daemon's engine: one of [`swapper::ENGINES`].
     pub engine: String,
 }

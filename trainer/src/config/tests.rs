@@ -272,8 +272,8 @@ fn values_out_of_range_name_their_key() {
         ),
         (
             "offload.iodepth",
-            json!(0),
-            "offload.iodepth: 0: must be 1 to",
+            json!(1),
+            "offload.iodepth: 1: must be 2 to 1024",
         ),
         (
             "model.num_attention_heads",
@@ -589,4 +589,20 @@ fn a_folder_named_in_two_ways_is_one_folder() {
     ]);
     let paths = run.unwrap().placement.nvme_paths;
     assert_eq!(paths, [Path::new("d"), Path::new("/proc")]);
+}
+
+#[test]
+fn every_engine_of_the_daemon_is_one_of_the_trainers() {
+    let nvme = json!({"device": "nvme", "nvme_path": "/mnt/nvme0"});
+    let with = |engine: &str| {
+        run_with(&[
+            ("zero_optimization.offload_optimizer", nvme.clone()),
+            ("offload.engine", json!(engine)),
+        ])
+    };
+    for engine in swapper::ENGINES {
+        assert_eq!(with(engine).unwrap().offload.engine, engine);
+    }
+    let text = with("mmap").expect_err("must be refused").to_string();
+    assert!(text.contains("\"polled\" or \"sqpoll\""), "{text}");
 }

@@ -62,7 +62,7 @@ pub(super) fn swapper_settings(
             Schedule::Deferred => swapper::Schedule::Deferred,
         },
         commit_every: offload.commit_every.unwrap_or(1),
-        iodepth: offload.iodepth.max(swapper::IODEPTH_MIN),
+        iodepth: offload.iodepth,
         backing,
         layout: Vec::new(),
         // The first one, which owns the most.

@@ -11,6 +11,8 @@ mod schedule;
 
 use std::path::PathBuf;
 
+use swapper::{ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN};
+
 use super::toml::{ByteCount, ConfigToml};
 use super::{
     ActivationsChoice, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
@@ -25,9 +27,6 @@ const SAVES_KEPT: u64 = 2;
 const THREADS_MAX: u64 = 1024;
 /// Slices of a feed-forward half beyond this take time and no memory worth it.
 const TILING_MAX: u64 = 256;
-const IODEPTH_MAX: u64 = 1024;
-/// What several drives need to be busy with tiles of megabytes; the daemon may grant less.
-const IODEPTH_DEFAULT: u64 = 64;
 
 pub(super) fn resolve(
     config: ConfigToml,
@@ -217,13 +216,8 @@ fn resolve_offload(
         offload.durability.as_deref(),
         &[("full", Durability::Full), ("none", Durability::None)],
     )?;
-    let engine = offload.engine.clone().unwrap_or_else(|| "auto".into());
-    if !["auto", "uring", "aio", "psync"].contains(&engine.as_str()) {
-        return Err(value(
-            "offload.engine",
-            format!("\"{engine}\": use \"auto\", \"uring\", \"aio\" or \"psync\""),
-        ));
-    }
+    let engines = ENGINES.map(|engine| (engine, engine));
+    let engine = word("offload.engine", offload.engine.as_deref(), &engines)?;
     if offload.engine.is_some() && offload.socket.is_some() {
         return Err(value(
             "offload.engine",
@@ -270,7 +264,7 @@ fn resolve_offload(
         staging_bytes,
         iodepth: iodepth as u32,
         durability,
-        engine,
+        engine: engine.to_owned(),
     })
 }
 
@@ -286,7 +280,7 @@ fn iodepth(config: &ConfigToml) -> Result<u64, SettingsError> {
         ),
     ] {
         let Some(depth) = given else { continue };
-        within(key, depth, 1, IODEPTH_MAX)?;
+        within(key, depth, IODEPTH_MIN.into(), IODEPTH_MAX.into())?;
         match found {
             Some((other, first)) if first != depth => {
                 return Err(value(
@@ -297,7 +291,7 @@ fn iodepth(config: &ConfigToml) -> Result<u64, SettingsError> {
             _ => found = Some((key, depth)),
         }
     }
-    Ok(found.map_or(IODEPTH_DEFAULT, |(_, depth)| depth))
+    Ok(found.map_or(IODEPTH_DEFAULT.into(), |(_, depth)| depth))
 }
 
 /// One of `words`, the first one when nothing is given.
