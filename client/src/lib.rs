@@ -73,7 +73,7 @@ pub use error::{ClientError, TileError};
 pub use flight::{Done, Moved, Ticket};
 pub use mapping::ArenaMemory;
 pub use memory::{MemoryArena, arena_bytes};
-pub use session::{Committed, Session};
+pub use session::{Committed, RESTART_WAIT, Session};
 pub use signal::Waker;
 pub use slot::Slot;
 pub use types::{

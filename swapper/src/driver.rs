@@ -4,7 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use offload_client::kill_point::{Point, reach};
 use offload_client::{ClientError, Done, Session, Slot, Ticket, TileIndex, Verb};
@@ -14,11 +14,9 @@ use crate::backing::Arena;
 use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lend::{Lent, Message, Reply, UpdateJob};
-use crate::settings::{Opened, STALL_MAX_DEFAULT, StepIo, SwapperSettings};
+use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
-
-/// How often a waiting owner looks at the stall limit.
-const WAIT_MAX: Duration = Duration::from_secs(1);
+use crate::stall::Stall;
 
 /// Starts moving a tile.
 type Swap = fn(&mut Session, TileIndex, Slot) -> Result<Ticket, (Slot, ClientError)>;
@@ -44,8 +42,7 @@ pub(crate) struct Driver<H> {
     away: HashMap<u32, [Option<SlotNumber>; 3]>,
     /// By the daemon's tile index.
     inflight: HashMap<TileIndex, Moving>,
-    moved_last: Instant,
-    stall_max: Duration,
+    stall: Stall,
     done: Vec<Done>,
 
     replies: Sender<Reply>,
@@ -104,8 +101,7 @@ impl<H: Clone> Driver<H> {
             grad_tiles,
             away: HashMap::new(),
             inflight: HashMap::new(),
-            moved_last: Instant::now(),
-            stall_max: STALL_MAX_DEFAULT,
+            stall: Stall::default(),
             done: Vec::new(),
             replies,
             jobs,
@@ -170,10 +166,14 @@ impl<H: Clone> Driver<H> {
                     Err(_) => return Ok(false),
                 },
                 Arena::Session(session) => {
-                    session
-                        .wait(WAIT_MAX.min(self.stall_max))
-                        .map_err(client("waiting for tiles"))?;
-                    self.check_stall()?;
+                    // Nothing had ended when it was polled just now, however long this process did not run before that.
+                    self.stall.check(self.inflight.len())?;
+                    let round = self.stall.round();
+                    let began = Instant::now();
+                    session.wait(round).map_err(client("waiting for tiles"))?;
+                    if began.elapsed() >= round {
+                        self.stall.round_is_over();
+                    }
                 }
             }
         }
@@ -257,7 +257,7 @@ impl<H: Clone> Driver<H> {
                 Ok(())
             }
             Message::StallMax(stall_max) => {
-                self.stall_max = stall_max;
+                self.stall = Stall::new(stall_max);
                 Ok(())
             }
             Message::Cancel { why } => Err(SwapperError::Cancelled { why }),
@@ -302,7 +302,7 @@ impl<H: Clone> Driver<H> {
             .inflight
             .remove(&done.tile)
             .expect("only what is in flight completes");
-        self.moved_last = Instant::now();
+        self.stall.moved();
         let reading = done.verb == Verb::SwapIn;
         match done.result {
             Ok(moved) => {
@@ -448,7 +448,7 @@ impl<H: Clone> Driver<H> {
             panic!("{tile:?} moves without a store");
         };
         if self.inflight.is_empty() {
-            self.moved_last = Instant::now();
+            self.stall.moved();
         }
         let ticket =
             swap(session, index, bytes).map_err(|(_, source)| client("moving a tile")(source))?;
@@ -495,19 +495,6 @@ impl<H: Clone> Driver<H> {
         if self.recording {
             self.spans.push(span(&self.layout));
         }
-    }
-
-    /// Tiles only: a commit waits for other ranks, and its call has a deadline of its own.
-    fn check_stall(&self) -> Result<(), SwapperError> {
-        let inflight = self.inflight.len();
-        if inflight > 0 && self.moved_last.elapsed() > self.stall_max {
-            return Err(SwapperError::Stalled {
-                seconds: self.stall_max.as_secs(),
-                inflight,
-                devices: Vec::new(),
-            });
-        }
-        Ok(())
     }
 }
 

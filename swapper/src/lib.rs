@@ -33,6 +33,7 @@ mod owner;
 pub mod schedule;
 mod settings;
 mod span;
+mod stall;
 mod swapper;
 mod worker;
 

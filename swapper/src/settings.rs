@@ -1,9 +1,8 @@
 //! What a swapper is made from, and what it tells back.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
-use offload_client::{ArenaMemory, SlotClass};
+use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
 
 use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
 use crate::{Schedule, SwapperError};
@@ -436,9 +435,6 @@ impl StepIo {
         }
     }
 }
-
-/// How long operations may be in flight without one completing: drives retry for half a minute before they give up.
-pub(crate) const STALL_MAX_DEFAULT: Duration = Duration::from_secs(120);
 
 #[cfg(test)]
 mod tests {

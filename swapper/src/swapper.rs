@@ -336,8 +336,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }))
     }
 
-    /// How long operations may be in flight without one completing before the swapper gives up: two minutes, unless this
-    /// says otherwise.
+    /// How long operations may be in flight without one completing before the swapper gives up: four minutes, unless this
+    /// says otherwise. Time in which this process was suspended does not count.
     pub fn set_stall_max(&mut self, stall_max: Duration) -> Result<(), SwapperError> {
         self.check()?;
         self.send(Message::StallMax(stall_max))

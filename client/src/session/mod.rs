@@ -10,6 +10,7 @@ mod swap;
 mod wait;
 
 pub use commit::Committed;
+pub use restart::RESTART_WAIT;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;

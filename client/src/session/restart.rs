@@ -13,8 +13,8 @@ use super::Session;
 use crate::ClientError;
 use crate::control::{Control, Pending, SHORT_WAIT};
 
-/// A stop waits up to a minute for a device, a start may have much to recover.
-const RESTART_WAIT: Duration = Duration::from_secs(180);
+/// How long a session waits for the next daemon: a stop waits up to a minute for a device, a start may have much to recover.
+pub const RESTART_WAIT: Duration = Duration::from_secs(180);
 
 /// Nobody listens for some milliseconds mostly.
 pub(super) const TRY_EVERY: Duration = Duration::from_millis(20);

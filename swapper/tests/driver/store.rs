@@ -14,7 +14,7 @@ use swapper::{
 use crate::toy;
 
 const DEVICE_BYTES: u64 = 16 << 20;
-/// What does not hang; a stall unasked for is waited out for two minutes.
+/// What does not hang; a stall unasked for is waited out for four minutes.
 const SOON: Duration = Duration::from_secs(30);
 
 fn devices(folder: &Path) -> Vec<PathBuf> {
