@@ -14,9 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use kernels::adamw::Hyper;
 use swapper::{Optimizer, TileRange};
-
-use crate::update::Update;
 
 /// Buffers of a tile's param and state: each of two optimizer threads fills one while others are written.
 pub(crate) const BUFFERS: usize = 4;
@@ -117,16 +116,16 @@ pub(crate) struct Copied<O> {
     pub(crate) copies: Copies,
 }
 
-impl<O: Optimizer<Update>> Optimizer<Update> for Copied<O> {
+impl<O: Optimizer<Hyper>> Optimizer<Hyper> for Copied<O> {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        update: &Update,
+        hyper: &Hyper,
     ) {
-        self.optimizer.update(range, param, state, grad, update);
+        self.optimizer.update(range, param, state, grad, hyper);
         self.copies.offer(range, param, state);
     }
 }

@@ -12,14 +12,6 @@ use swapper::{Optimizer, TileRange};
 use crate::config::Decaying;
 use crate::model::{ParamLayout, UnitLayout};
 
-/// What a step does to every tile.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Update {
-    Step(Hyper),
-    /// Its gradients were not finite: tiles stay as they are.
-    Skip,
-}
-
 /// Which elements decay. The rest is other parameters and padding. A clone is the same table.
 #[derive(Clone, Debug)]
 pub(crate) struct Decay(Arc<Vec<Vec<Range<u64>>>>);
@@ -64,16 +56,15 @@ pub(crate) struct CpuUpdate {
     pub(crate) decay: Decay,
 }
 
-impl Optimizer<Update> for CpuUpdate {
+impl Optimizer<Hyper> for CpuUpdate {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        update: &Update,
+        hyper: &Hyper,
     ) {
-        let Update::Step(hyper) = update else { return };
         let elems = (range.elems.end - range.elems.start) as usize;
         for (part, decays) in self.decay.parts(range) {
             let hyper = hyper.of_part(decays);
@@ -89,16 +80,15 @@ pub(crate) struct GpuUpdate {
     pub(crate) updater: TileUpdater,
 }
 
-impl Optimizer<Update> for GpuUpdate {
+impl Optimizer<Hyper> for GpuUpdate {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        update: &Update,
+        hyper: &Hyper,
     ) {
-        let Update::Step(hyper) = update else { return };
         let tile = Tile {
             master: self.master,
             param,
@@ -233,7 +223,7 @@ mod tests {
             step: 1,
             grad_scale: 1.0,
         };
-        update.update(&range, param, state, &grad[..192 * 4], &Update::Step(hyper));
+        update.update(&range, param, state, &grad[..192 * 4], &hyper);
         let weight =
             |elem: usize| f32::from_ne_bytes(param[elem * 4..elem * 4 + 4].try_into().unwrap());
         assert_eq!(

@@ -13,12 +13,12 @@
 
 use std::ops::Range;
 
-use kernels::adamw::{Master, state_planes, state_tile_bytes};
+use kernels::adamw::{Hyper, Master, state_planes, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
-use swapper::{Blank, Kind, Layout, See, StepIo, SwapperError, TileRange};
+use swapper::{Blank, Kind, Layout, See, SwapperError, TileRange};
 
 use crate::lines::Lines;
-use crate::update::{Decay, Update};
+use crate::update::Decay;
 
 /// Host bytes that first contents and readings pass through.
 const STAGING_BYTES: usize = 256 << 20;
@@ -116,10 +116,7 @@ impl GpuHome {
     }
 
     /// Updates every unit with the gradients that are in its buffer. The host does not wait.
-    pub(super) fn update(&mut self, update: &Update) -> Result<StepIo, GpuError> {
-        let Update::Step(hyper) = update else {
-            return Ok(StepIo::default());
-        };
+    pub(super) fn update(&mut self, hyper: &Hyper) -> Result<(), GpuError> {
         let kernels = self.gpu.kernels()?;
         for (number, unit) in self.units.iter().enumerate() {
             let tile = TileAt {
@@ -137,7 +134,7 @@ impl GpuHome {
                 kernels.adamw_range(&self.stream, &hyper.of_part(decays), tile, part)?;
             }
         }
-        Ok(StepIo::default())
+        Ok(())
     }
 
     pub(super) fn settle(&self) -> Result<(), GpuError> {

@@ -4,12 +4,11 @@
 
 mod gpu;
 
+use kernels::adamw::Hyper;
 use kernels::gpu::GpuError;
 use swapper::{Blank, Canceller, See, Spans, StepIo, StepProgram, Swapper, SwapperError};
 
 pub(crate) use gpu::GpuHome;
-
-use crate::update::Update;
 
 /// Why tiles could not be reached.
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +21,7 @@ pub enum HomeError {
 
 /// The tiles of one rank.
 pub(crate) enum Home {
-    Swapper(Box<Swapper<Update>>),
+    Swapper(Box<Swapper<Hyper>>),
     Gpu(Box<GpuHome>),
 }
 
@@ -54,18 +53,27 @@ impl Home {
         }
     }
 
-    /// All gradients are there: updates what they belong to, now or before its next use.
+    /// All gradients are there: updates what they belong to, now or before its next use. Without `hyper` the step is skipped:
+    /// its gradients are dropped, and no tile is read or written for it.
     ///
     /// # Errors
     /// What the tiles' place says.
     pub(crate) fn finish_step(
         &mut self,
-        update: Update,
+        hyper: Option<Hyper>,
         blob: Vec<u8>,
     ) -> Result<StepIo, HomeError> {
         match self {
-            Self::Swapper(swapper) => Ok(swapper.finish_step(update, blob)?),
-            Self::Gpu(home) => Ok(home.update(&update)?),
+            Self::Swapper(swapper) => Ok(match hyper {
+                Some(hyper) => swapper.finish_step(hyper, blob)?,
+                None => swapper.skip_step(blob)?,
+            }),
+            Self::Gpu(home) => {
+                if let Some(hyper) = hyper {
+                    home.update(&hyper)?;
+                }
+                Ok(StepIo::default())
+            }
         }
     }
 

@@ -39,7 +39,6 @@ use crate::ranks::Ranks;
 use crate::run::SaveName;
 use crate::say;
 use crate::trace::Trace;
-use crate::update::Update;
 use inputs::InputPlace;
 use lookout::Lookout;
 use mover::Shards;
@@ -392,11 +391,9 @@ impl Training {
             let shown = &self.shown;
             self.saver.begin(step, &|line| say(shown, line))?
         };
-        let update = match outcome {
-            Outcome::Updates => Update::Step(step::hyper(&self.settings, update, norm, scale)),
-            Outcome::Skips | Outcome::Ends => Update::Skip,
-        };
-        let io = self.run.home.finish_step(update, blob)?;
+        let hyper =
+            (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
+        let io = self.run.home.finish_step(hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.home.take_spans());
         if self.trace.has_ended() {
             self.run.home.record_spans(false)?;

@@ -108,6 +108,32 @@ fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
 }
 
 #[test]
+fn a_step_that_is_skipped_moves_no_state() {
+    let lab = Lab::new();
+    // At once: all that an update moves is counted in its own step.
+    let sets = ["offload.schedule=at_once", "offload.staging_bytes=150000"];
+    let run = lab.run("run", &TOO_LARGE).with(&lab.nvme()).with(&sets);
+    run.train();
+    let state_bytes = |read: &str, grads: &str| -> Vec<f64> {
+        let pairs = numbers(&run, read).into_iter().zip(numbers(&run, grads));
+        pairs.map(|(all, grads)| all - grads).collect()
+    };
+    let written = state_bytes("device_written_bytes", "device_grad_written_bytes");
+    let read = state_bytes("device_read_bytes", "device_grad_read_bytes");
+    let skipped = skipped(&run);
+    let updates = skipped.iter().position(|skipped| !skipped).unwrap();
+    assert!(updates > 1 && written[updates] > 0.0, "{skipped:?}");
+    for step in 0..updates {
+        assert_eq!(written[step], 0.0, "step {} wrote {written:?}", step + 1);
+        assert!(
+            read[step] < read[updates],
+            "step {} read {read:?}",
+            step + 1
+        );
+    }
+}
+
+#[test]
 fn where_tiles_live_and_where_a_run_was_cut_makes_no_difference_to_overflows() {
     let lab = Lab::new();
     let whole = lab.run("whole", &TOO_LARGE);

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use kernels::adamw::Master;
+use kernels::adamw::{Hyper, Master};
 use kernels::reduce::{GradType, sum_squares};
 use kernels_torch::HostBuffer;
 use kernels_torch::collective::Pending;
@@ -19,7 +19,6 @@ use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::home::Home;
 use crate::trace::{Trace, Track};
-use crate::update::Update;
 
 /// Buffers and moves on the host.
 pub(in crate::train) struct HostMover {
@@ -213,7 +212,7 @@ impl HostMover {
 }
 
 /// The processor computes with what a swapper has.
-fn swapper_of(home: &mut Home) -> &mut Swapper<Update> {
+fn swapper_of(home: &mut Home) -> &mut Swapper<Hyper> {
     match home {
         Home::Swapper(swapper) => swapper,
         Home::Gpu(_) => panic!("tiles in a GPU, and the processor computes"),

@@ -1,5 +1,6 @@
 //! Where a run's tiles will be, and what updates them there.
 
+use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
 use swapper::{Opened, Optimizer, Swapper};
 
@@ -9,7 +10,7 @@ use crate::config::{Durability, UpdatePlace};
 use crate::copies::{Copied, Copies};
 use crate::home::{GpuHome, Home};
 use crate::plan::Plan;
-use crate::update::{CpuUpdate, Decay, GpuUpdate, Update};
+use crate::update::{CpuUpdate, Decay, GpuUpdate};
 
 /// Threads that stream tiles through the GPU: one's copy up, one's kernel and one's copy down at a time.
 const GPU_UPDATERS: usize = 3;
@@ -65,8 +66,8 @@ impl Prepared {
         plan: &Plan,
         decay: &Decay,
         copies: &Copies,
-    ) -> Result<Vec<Box<dyn Optimizer<Update>>>, TrainError> {
-        let mut optimizers: Vec<Box<dyn Optimizer<Update>>> = Vec::new();
+    ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
+        let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
         let gpu = self
             .gpu
             .as_ref()
