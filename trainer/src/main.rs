@@ -36,6 +36,9 @@ struct Cli {
 enum Command {
     /// Train; the same command again goes on where the run was left.
     #[command(after_help = "Examples:
+    ///
+    /// SIGTERM and SIGINT end it after the step, with all of it kept, and with status 143 or 130: status 0 means that the run is
+    /// done.
   trainer train configs/demo.toml
   trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
@@ -61,7 +64,8 @@ enum Command {
     },
     /// Train with several processes of this machine that share the model: one a GPU, or some on the processor.
     ///
-    /// The first that fails ends the others, and its status is the launcher's. SIGTERM and SIGINT end all of them in order.
+    /// The first that fails ends the others, and its status is the launcher's. SIGTERM and SIGINT end all of them in order,
+    /// with status 143 or 130.
     #[command(after_help = "Examples:
   trainer launch --nproc 4 RUN.toml
   trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh     # what `trainer train` takes
@@ -192,9 +196,12 @@ fn main() -> ExitCode {
         let others = rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO;
         rustix::process::umask(others);
     }
-    let result = run(command).and_then(|()| Ok(said::all()?));
+    let result = run(command).and_then(|status| {
+        said::all()?;
+        Ok(status)
+    });
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => status.into(),
         Err(error) => {
             // Each message has its cause's in it: the chain would say everything twice.
             say_beside!("trainer: {}{error}", rank_name());
@@ -206,7 +213,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+/// Does what was asked. Returns the exit status.
+fn run(command: Command) -> anyhow::Result<u8> {
     match command {
         Command::Train {
             run,
@@ -222,11 +230,15 @@ fn run(command: Command) -> anyhow::Result<()> {
                 None if fresh => Start::Fresh,
                 None => Start::GoOn,
             };
-            trainer::train::train(settings, &start, &trace.trace(world.rank))?;
+            return Ok(trainer::train::train(
+                settings,
+                &start,
+                &trace.trace(world.rank),
+            )?);
         }
         Command::Launch { nproc, train } => {
             check_train(&train, nproc)?;
-            launch::launch(nproc, &train)?;
+            return Ok(launch::launch(nproc, &train)?);
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
@@ -239,7 +251,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             cli::tokens::tokens(&run.settings(None)?, samples)?;
         }
     }
-    Ok(())
+    Ok(0)
 }
 
 /// Whose message this is, where several processes speak.

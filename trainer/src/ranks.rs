@@ -192,12 +192,12 @@ impl Ranks {
     ///
     /// # Errors
     /// A rank is gone.
-    pub(crate) fn end(&self, result: Result<(), TrainError>) -> Result<(), TrainError> {
+    pub(crate) fn end<T>(&self, result: Result<T, TrainError>) -> Result<T, TrainError> {
         match result {
-            Ok(()) => {
+            Ok(ended) => {
                 self.comm.barrier()?;
                 self.comm.give_up("it had finished");
-                Ok(())
+                Ok(ended)
             }
             Err(error) => {
                 let error = self.blame(error);

@@ -3,7 +3,8 @@
 //! ```text
 //!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's names, and the folder where they meet
 //!          ──SIGTERM, SIGINT──▶        forwarded once for each that comes: every rank ends after its step, all is committed
-//!          ◀──status──                 the first failure ends the others: SIGTERM, after a while SIGKILL
+//!          ◀──status──                 the first failure ends the others: SIGTERM, after a while SIGKILL. 128 and the signal's
+//!                                      number is no failure: the rank was asked to stop, and the others end with it
 //! ```
 //!
 //! Each rank is its own process group: a terminal's Ctrl-C reaches the launcher alone, and so each rank once. A rank asks for
@@ -44,11 +45,12 @@ pub enum LaunchError {
     LauncherGone(String),
 }
 
-/// Starts `ranks` processes `trainer train ARGS...` and waits for their end. Answers when none is left.
+/// Starts `ranks` processes `trainer train ARGS...` and waits until none is left. Returns the exit status: 0 when the run is
+/// done, that of the ranks when they were asked to stop before.
 ///
 /// # Errors
 /// They cannot be started; the first one that failed, with its status.
-pub fn launch(ranks: u32, args: &[OsString]) -> Result<(), LaunchError> {
+pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
     let base = std::env::temp_dir();
     let meeting = Meeting::new(&base).map_err(|source| LaunchError::Folder {
         folder: base,

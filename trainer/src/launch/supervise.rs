@@ -90,11 +90,12 @@ struct Rank {
 #[derive(Default)]
 struct Ranks(Vec<Rank>);
 
-/// Starts all of `commands` as ranks and waits for their end. SIGTERM and SIGINT are forwarded.
+/// Starts all of `commands` as ranks and waits for their end. SIGTERM and SIGINT are forwarded. Returns 0, or the status of a
+/// rank that was asked to stop.
 pub(super) fn supervise(
     commands: impl Iterator<Item = Command>,
     limits: Limits,
-) -> Result<(), LaunchError> {
+) -> Result<u8, LaunchError> {
     // Before there is anyone to forward them to: none is lost.
     let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(LaunchError::Signals)?;
     let mut ranks = Ranks::default();
@@ -133,9 +134,16 @@ pub(super) fn supervise(
         std::thread::sleep(LOOK);
     }
     match failure.map(|(failure, _)| failure).or(ranks.failure()) {
-        None => Ok(()),
+        None => Ok(ranks.stopped().unwrap_or(0)),
         Some(failure) => Err(failure.into()),
     }
+}
+
+/// The status of a rank that was asked to stop and did so in order.
+fn stopped(status: ExitStatus) -> Option<u8> {
+    let asked = [SIGINT, SIGTERM].map(|signal| 128 + signal);
+    let code = status.code().filter(|code| asked.contains(code))?;
+    Some(code as u8)
 }
 
 impl Ranks {
@@ -165,7 +173,8 @@ impl Ranks {
 
     fn failed(&self) -> Option<Failure> {
         let failed = (self.0.iter().zip(0..)).filter_map(|(rank, number)| {
-            let status = rank.ended.filter(|status| !status.success())?;
+            let failed = |status: &ExitStatus| !status.success() && stopped(*status).is_none();
+            let status = rank.ended.filter(failed)?;
             let how = match (status.code(), status.signal()) {
                 (Some(code), _) => How::Exited(code as u8),
                 (None, signal) => How::Killed(signal.unwrap_or(0)),
@@ -173,6 +182,11 @@ impl Ranks {
             Some(self.failure_of(number, how))
         });
         failed.min_by_key(|failure| matches!(failure.how, How::Exited(_)))
+    }
+
+    /// The status of the first rank that was asked to stop, if one was.
+    fn stopped(&self) -> Option<u8> {
+        self.0.iter().find_map(|rank| stopped(rank.ended?))
     }
 
     fn stayed(&self, waited: Duration) -> Option<Failure> {
@@ -235,7 +249,7 @@ mod tests {
             command
         });
         let failure = match supervise(commands, limits) {
-            Ok(()) => None,
+            Ok(_) => None,
             Err(LaunchError::Failed(failure)) => Some(failure),
             Err(other) => panic!("{other}"),
         };
@@ -245,6 +259,20 @@ mod tests {
     #[test]
     fn ranks_that_end_well_are_no_failure() {
         assert_eq!(run(&["exit 0", "sleep 0.05", "exit 0"]).0, None);
+    }
+
+    #[test]
+    fn ranks_that_were_asked_to_stop_are_no_failure_and_give_their_status() {
+        let script = |script: &str| {
+            let mut command = Command::new("sh");
+            command.arg("-c").arg(script);
+            command
+        };
+        // The second one is not killed while it closes.
+        let scripts = ["exit 143", "sleep 0.4; exit 143"].map(script);
+        assert_eq!(supervise(scripts.into_iter(), LIMITS).unwrap(), 143);
+        let (failure, _) = run(&["sleep 0.05; exit 130", "exit 1"]);
+        assert_eq!(failure.unwrap().code, 1);
     }
 
     #[test]

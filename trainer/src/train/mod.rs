@@ -58,11 +58,12 @@ pub enum Start {
     Save(SaveName),
 }
 
-/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT.
+/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. Returns the exit status: 0 when the run is done, 128
+/// and the signal's number when it was asked to stop before.
 ///
 /// # Errors
 /// Whatever refused the run or ended it. What was committed or saved before stays.
-pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<(), TrainError> {
+pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
     let ranks = Arc::new(Ranks::from_env()?);
@@ -87,7 +88,7 @@ fn run_to_its_end(
     trace: &Trace,
     stop: &Stop,
     ranks: &Arc<Ranks>,
-) -> Result<(), TrainError> {
+) -> Result<u8, TrainError> {
     let (corpus, mut prepared) = ranks.together("checking the run", || {
         // A run without steps is made to be exported, or to go on from.
         let corpus = match settings.train.steps {
@@ -171,7 +172,10 @@ fn run_to_its_end(
     // Ranks that have ended are no longer missed.
     drop(lookout);
     match result {
-        Ok(asked) => training.end(asked),
+        Ok(asked) => {
+            training.end(asked)?;
+            Ok(if asked { stop.status() } else { 0 })
+        }
         Err(diverged @ (TrainError::Diverged { .. } | TrainError::LeastScale { .. })) => {
             training.run.close()?;
             Err(diverged)
@@ -301,7 +305,7 @@ impl Training {
         Ok(())
     }
 
-    /// Steps to where this start ends, or until a rank was asked to stop: whether one was.
+    /// Steps to where this start ends, or until a rank was asked to stop before: whether one was.
     fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
         // The end before may have come between a commit and its save; a run without a store that began elsewhere has none of its own.
         let step = self.run.state.step;
@@ -310,9 +314,11 @@ impl Training {
             self.save_now()?;
         }
         loop {
-            let asked = self.ranks.any(stop.asked())?;
-            if asked || self.run.state.step >= self.settings.train.stop_after {
-                return Ok(asked);
+            if self.run.state.step >= self.settings.train.stop_after {
+                return Ok(false);
+            }
+            if self.ranks.any(stop.asked())? {
+                return Ok(true);
             }
             self.step()?;
         }

@@ -218,7 +218,8 @@ fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
     rustix::process::kill_process_group(group, Signal::INT).unwrap();
     let output = finish(child);
     let err = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{err}");
+    assert_eq!(output.status.code(), Some(130), "{err}");
+    assert!(!err.contains("ended with status"), "{err}");
     let steps = run.metrics().len();
     assert!(
         run.digest().starts_with(&format!("step {steps}\n")),

@@ -126,8 +126,9 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     let group = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process_group(group, rustix::process::Signal::INT).unwrap();
     let output = finish(child);
-    assert!(
-        output.status.success(),
+    assert_eq!(
+        output.status.code(),
+        Some(130),
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
