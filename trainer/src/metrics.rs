@@ -4,6 +4,7 @@
 //! ahead of the weights, or end in a torn line: opening it for step k drops all that is beyond k. The other way round, the
 //! commit may have been the last thing that happened: then line k is missing, and is made up for from the committed blob:
 //! its loss, norm, rate and tokens are exact; its bytes are the plan's, `step_s` and `bound_s` are without the update, which has no seconds either.
+//! A line that cannot be written, on a full disk, is left out; training goes on.
 //! Lines are not flushed to the drive one by one (a flush a step would stall the drive that tiles go to): after power loss the
 //! file may lack lines, the weights do not.
 
@@ -33,6 +34,9 @@ pub struct StepMetrics {
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub skipped: bool,
     pub lr: f64,
+    /// Seconds since 1970 when the step's loss was known.
+    #[serde(default)]
+    pub unix_s: f64,
     /// Tokens of all steps so far.
     pub tokens: u64,
     /// The newest generation of the store that was committed when the step ended; 0: none, or there is no store.
@@ -94,6 +98,9 @@ pub struct MetricsError {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
+    /// Of whole lines.
+    bytes: u64,
+    failed: bool,
 }
 
 impl MetricsFile {
@@ -162,22 +169,35 @@ impl MetricsFile {
         let file = opened.map_err(failed("open"))?;
         let (kept_bytes, last_step) = kept(&file, step).map_err(failed("read"))?;
         file.set_len(kept_bytes).map_err(failed("cut back"))?;
-        Ok((Self { path, file }, last_step))
+        let opened = Self {
+            path,
+            file,
+            bytes: kept_bytes,
+            failed: false,
+        };
+        Ok((opened, last_step))
     }
 
-    /// Adds one step's line.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), MetricsError> {
+    /// Adds one step's line. A line that cannot be written (the disk is full) is left out, and the first one is said: the
+    /// weights do not depend on it.
+    pub fn write(&mut self, metrics: &StepMetrics) {
         let mut line = serde_json::to_vec(metrics).expect("metrics are plain data");
         line.push(b'\n');
-        // One write: a kill leaves a whole line or none, but for a full disk.
-        self.file.write_all(&line).map_err(|source| MetricsError {
-            verb: "write",
-            path: self.path.clone(),
-            source,
-        })
+        // One write: a kill leaves a whole line or none.
+        match self.file.write_all(&line) {
+            Ok(()) => self.bytes += line.len() as u64,
+            Err(source) => {
+                // A part of the line; a file that cannot be cut back either ends in a torn line.
+                let _ = self.file.set_len(self.bytes);
+                if !std::mem::replace(&mut self.failed, true) {
+                    let path = self.path.display();
+                    tracing::warn!(
+                        step = metrics.step,
+                        "cannot write {path}: {source}. Training goes on; the file lacks the lines of steps that cannot be written"
+                    );
+                }
+            }
+        }
     }
 }
 
@@ -218,6 +238,7 @@ mod tests {
             loss_scale: None,
             skipped: false,
             lr: 1e-3,
+            unix_s: 1.7e9,
             tokens: step * 8,
             generation: 0,
             step_s: 0.5,
@@ -250,12 +271,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
         for step in 1..=5 {
-            file.write(&line(step)).unwrap();
+            file.write(&line(step));
         }
         let (mut file, last_step) = MetricsFile::open(folder.path(), 3).unwrap();
         assert_eq!(last_step, 3);
         assert_eq!(steps(folder.path()), [1, 2, 3]);
-        file.write(&line(4)).unwrap();
+        file.write(&line(4));
         assert_eq!(steps(folder.path()), [1, 2, 3, 4]);
         assert_eq!(MetricsFile::last_step(folder.path()), 4);
         assert_eq!(MetricsFile::last(folder.path()), Some(line(4)));
@@ -267,11 +288,11 @@ mod tests {
     fn a_torn_last_line_is_dropped_and_a_missing_one_shows() {
         let folder = tempfile::tempdir().unwrap();
         let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
-        file.write(&line(1)).unwrap();
+        file.write(&line(1));
         file.file.write_all(b"{\"step\":2,\"lo").unwrap();
         let (mut file, last_step) = MetricsFile::open(folder.path(), 2).unwrap();
         assert_eq!(last_step, 1);
-        file.write(&line(2)).unwrap();
+        file.write(&line(2));
         assert_eq!(steps(folder.path()), [1, 2]);
     }
 
@@ -286,10 +307,27 @@ mod tests {
             loss_scale: Some(65536.0),
             ..line(1)
         };
-        file.write(&overflow).unwrap();
-        file.write(&line(2)).unwrap();
+        file.write(&overflow);
+        file.write(&line(2));
         assert_eq!(steps(folder.path()), [1, 2]);
         assert_eq!(MetricsFile::last_step(folder.path()), 2);
+    }
+
+    #[test]
+    fn a_line_that_cannot_be_written_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        file.write(&line(1));
+        // As on a full disk.
+        let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let whole = std::mem::replace(&mut file.file, full);
+        file.write(&line(2));
+        file.write(&line(3));
+        assert!(file.failed, "it was said");
+        file.file = whole;
+        file.write(&line(4));
+        assert_eq!(steps(folder.path()), [1, 4]);
+        assert_eq!(MetricsFile::last_step(folder.path()), 4);
     }
 
     #[test]

@@ -18,7 +18,7 @@ mod turns;
 mod watch;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::GpuComm;
 use swapper::kill_point::{Point, reach};
@@ -229,7 +229,19 @@ struct Training {
 struct Shown {
     metrics: MetricsFile,
     monitors: Monitors,
+    monitors_failed: bool,
     progress: Progress,
+}
+
+impl Shown {
+    /// Tells the monitors of a step. One that fails is said once: training does not depend on it.
+    fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
+        if let Err(error) = self.monitors.step(metrics, samples)
+            && !std::mem::replace(&mut self.monitors_failed, true)
+        {
+            tracing::warn!("{error}. Training goes on; the monitor lacks steps");
+        }
+    }
 }
 
 impl Training {
@@ -255,6 +267,7 @@ impl Training {
             Ok(Some(Shown {
                 metrics,
                 monitors,
+                monitors_failed: false,
                 progress,
             }))
         })?;
@@ -288,7 +301,7 @@ impl Training {
         if let Some(mut last) = lost {
             training.evaluate_if_due(&mut last)?;
             if let Some(shown) = &mut training.shown {
-                shown.metrics.write(&last)?;
+                shown.metrics.write(&last);
             }
         }
         Ok(training)
@@ -367,6 +380,9 @@ impl Training {
             loss_scale: is_scaled.then_some(scale),
             skipped: outcome == Outcome::Skips,
             lr,
+            unix_s: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0.0, |since| since.as_secs_f64()),
             tokens: state.tokens,
             generation: 0,
             step_s: started.elapsed().as_secs_f64(),
@@ -427,9 +443,8 @@ impl Training {
         self.evaluate_if_due(&mut metrics)?;
         if let Some(shown) = &mut self.shown {
             reach(Point::Telling);
-            shown.metrics.write(&metrics)?;
-            let samples = self.run.state.next_sample;
-            shown.monitors.step(&metrics, samples)?;
+            shown.metrics.write(&metrics);
+            shown.monitor(&metrics, self.run.state.next_sample);
             if metrics.skipped {
                 shown.progress.say(&show::skipped(&metrics, &overflow));
             }

@@ -91,6 +91,7 @@ fn evaluation_appears_and_changes_nothing() {
             "step",
             "step_s",
             "tokens",
+            "unix_s",
             "update_s",
             "waited_s",
         ];
