@@ -200,6 +200,7 @@ fn main() -> ExitCode {
         said::all()?;
         Ok(status)
     });
+        .with_ansi(said::in_colour(&std::io::stderr()))
     match result {
         Ok(status) => status.into(),
         Err(error) => {

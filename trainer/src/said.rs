@@ -2,7 +2,7 @@
 //! here a reader that has gone is no failure, and a result that a full disk does not take is one at the end.
 
 use std::fmt;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::OnceLock;
 
 /// The first error of stdout.
@@ -32,6 +32,12 @@ pub fn out(words: fmt::Arguments) {
 /// A line on stderr. Where it cannot be said, nobody is told.
 pub fn beside(words: fmt::Arguments) {
     let _ = writeln!(io::stderr(), "{words}");
+}
+
+/// Whether what is written to `stream` may have colours: a terminal, and no `NO_COLOR` that asks for none.
+pub fn in_colour(stream: &impl IsTerminal) -> bool {
+    let none_wanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    stream.is_terminal() && !none_wanted
 }
 
 /// A part of the result could not be written where somebody would read it.

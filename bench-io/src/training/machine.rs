@@ -33,10 +33,14 @@ fn bytes_or_none(text: &str) -> Result<u64, String> {
 impl OtherMachine {
     /// For `trainer plan`.
     pub(super) fn words(&self) -> Vec<String> {
+        let bytes = |bytes: u64| format!("{bytes}B");
         let words = [
-            ("host-memory", self.host_memory.map(|bytes| bytes.0)),
-            ("gpu-memory", self.gpu_memory),
-            ("cores", self.cores),
+            (
+                "host-memory",
+                self.host_memory.map(|memory| bytes(memory.0)),
+            ),
+            ("gpu-memory", self.gpu_memory.map(bytes)),
+            ("cores", self.cores.map(|count| count.to_string())),
         ];
         let said = words.into_iter();
         said.filter_map(|(word, value)| Some(format!("--{word}={}", value?)))

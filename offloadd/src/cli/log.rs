@@ -46,9 +46,10 @@ pub(super) fn to_stderr() -> LastLines {
         .name("log".into())
         .spawn(move || write_all(&waiting, &seen, &of_users));
     let last_lines = LastLines(counts.clone());
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal());
+        .with_ansi(std::io::stderr().is_terminal() && !no_color);
     match writing {
         Ok(_) => log
             .with_writer(move || Line {

@@ -1,7 +1,5 @@
 //! `trainer tokens`: what a run is about to learn, as text.
 
-use std::io::IsTerminal;
-
 use trainer::config::RunSettings;
 use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
@@ -19,7 +17,7 @@ pub(crate) fn tokens(settings: &RunSettings, samples: u64) -> anyhow::Result<()>
     corpus.prepare(settings, &mut |note| say!("{note}"))?;
     let data = corpus.open(settings)?;
     say!("{}\n", data.describe());
-    let marks = if std::io::stdout().is_terminal() {
+    let marks = if said::in_colour(&std::io::stdout()) {
         Marks::Colours
     } else {
         Marks::Brackets

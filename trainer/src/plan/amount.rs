@@ -16,14 +16,14 @@ const UNITS: [(&str, f64); 9] = [
 /// More bytes, or bytes a second, than anything has: a typing error.
 const AMOUNT_MAX: f64 = 1e18;
 
-/// Bytes: a number, with or without a unit.
+/// Bytes: a number with its unit. Only 0 needs none: who writes 24 means no bytes.
 ///
 /// # Errors
 /// What is no number of bytes, in words for a person.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     amount(text)
         .map(|bytes| bytes as u64)
-        .ok_or_else(|| format!("\"{text}\": expected bytes, as 137438953472 or 128GiB"))
+        .ok_or_else(|| format!("\"{text}\": expected bytes with their unit, as 128GiB"))
 }
 
 /// Bytes a second: as bytes, with `/s` at the end or not; more than 0.
@@ -93,7 +93,7 @@ fn amount(text: &str) -> Option<f64> {
     let (number, factor) = UNITS
         .iter()
         .find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, *factor)))
-        .unwrap_or((text, 1.0));
+        .or((text == "0").then_some((text, 1.0)))?;
     let amount = number.trim().parse::<f64>().ok()? * factor;
     (0.0..=AMOUNT_MAX).contains(&amount).then_some(amount)
 }
@@ -106,11 +106,13 @@ mod tests {
     fn amounts_are_read_as_people_write_them() {
         assert_eq!(parse_bytes("139GiB"), Ok(139 << 30));
         assert_eq!(parse_bytes("1.5 MiB"), Ok(3 << 19));
-        assert_eq!(parse_bytes("4096"), Ok(4096));
+        assert_eq!(parse_bytes("4096B"), Ok(4096));
         assert_eq!(parse_bytes("0"), Ok(0));
         assert_eq!(parse_rate("6.2GB/s"), Ok(6.2e9));
         assert_eq!(parse_rate("3.2GB"), Ok(3.2e9));
-        for wrong in ["", "GiB", "-1GiB", "inf", "nan", "1e30", "6.2 Gb/s", "x"] {
+        for wrong in [
+            "", "GiB", "24", "4096", "-1GiB", "inf", "nan", "1e30", "6.2 Gb/s", "x",
+        ] {
             assert!(parse_bytes(wrong).is_err(), "{wrong}");
             assert!(parse_rate(wrong).is_err(), "{wrong}");
         }

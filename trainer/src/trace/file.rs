@@ -37,6 +37,11 @@ impl Track {
     }
 }
 
+/// The number of rank `rank`'s process in the file. 0 is the idle process, of which viewers show nothing.
+fn pid(rank: u32) -> u32 {
+    rank + 1
+}
+
 /// Writes `events` to `path`, times counted from `zero`.
 pub(super) fn write(
     path: &Path,
@@ -90,7 +95,7 @@ fn write_all(
     write!(
         file,
         "[\n{}",
-        json!({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": process})
+        json!({"ph": "M", "pid": pid(rank), "tid": 0, "name": "process_name", "args": process})
     )?;
     // When each lane of each track is free again.
     let mut lanes: BTreeMap<Track, Vec<Instant>> = BTreeMap::new();
@@ -114,7 +119,7 @@ fn write_all(
             ] {
                 let row = row(*track, lane);
                 let named =
-                    json!({"ph": "M", "pid": rank, "tid": row, "name": what, "args": value});
+                    json!({"ph": "M", "pid": pid(rank), "tid": row, "name": what, "args": value});
                 write!(file, ",\n{named}")?;
             }
         }
@@ -162,7 +167,7 @@ fn line(event: &Event, rank: u32, zero: Instant, lane: usize) -> Value {
     }
     json!({
         "ph": "X",
-        "pid": rank,
+        "pid": pid(rank),
         "tid": row(event.track, lane),
         "cat": event.track.word(),
         "name": event.name,
