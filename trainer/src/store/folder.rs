@@ -41,11 +41,6 @@ pub enum StoreError {
     },
     #[error("nvme_path: {} is used by another offloadd: end the run it serves first", path.display())]
     Busy { path: PathBuf },
-    #[error(
-        "nvme_path: {} is not a folder of the store behind offload.socket, whose devices are {devices}: name one of their folders, or leave nvme_path out",
-        path.display()
-    )]
-    NotOfTheStore { path: PathBuf, devices: String },
     #[error(transparent)]
     Daemon(swapper::ClientError),
     #[error("{0}\nIf the run has nothing to lose, --fresh makes its store anew")]

@@ -35,7 +35,7 @@ pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_FOLDER};
 use describe::{describe, tile_elems_of, trained_with};
 use first::{First, Staged};
 use run::resume;
-use shared::check_paths;
+use shared::elsewhere;
 
 /// A run whose settings, folders and memory were checked; nothing was made yet.
 pub(crate) struct Prepared {
@@ -176,8 +176,15 @@ impl Prepared {
         if let Some(files) = &self.files {
             files.check()?;
         }
-        self.shared_daemon()?;
-        Ok(self.plan.check()?)
+        if let Some(daemon) = self.shared_daemon()? {
+            let devices = daemon.info().devices.iter();
+            let devices: Vec<&Path> = devices.map(|device| device.path.as_path()).collect();
+            for note in elsewhere(&self.settings.placement.nvme_paths, &devices) {
+                tracing::warn!("{note}");
+            }
+        }
+        self.plan.check()?;
+        Ok(())
     }
 
     /// Reads the weights that a fresh run starts with, once, to find what cannot be trained before anything is made.
@@ -503,9 +510,6 @@ impl Prepared {
             return Ok(None);
         };
         let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
-        let devices = daemon.info().devices.iter();
-        let devices: Vec<&Path> = devices.map(|device| device.path.as_path()).collect();
-        check_paths(&self.settings.placement.nvme_paths, &devices)?;
         Ok(Some(daemon))
     }
 

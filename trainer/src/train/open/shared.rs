@@ -1,27 +1,29 @@
-//! Whether the store behind `offload.socket` is the one that a run file's folders name.
+//! Where the state of a run with a shared daemon is: on that daemon's devices, whatever folders the run file names.
 
 use std::path::{Path, PathBuf};
 
 use crate::run::resolved;
-use crate::store::StoreError;
 
-/// Each of `paths` must be a folder in which the store has a device, or a device itself.
-pub(super) fn check_paths(paths: &[PathBuf], devices: &[&Path]) -> Result<(), StoreError> {
-    for path in paths {
+/// What to say of each of `paths` that is neither a folder with one of the `devices` nor a device itself. A DeepSpeed file
+/// always names folders, which only a private daemon uses.
+pub(super) fn elsewhere(paths: &[PathBuf], devices: &[&Path]) -> Vec<String> {
+    let holds_one = |path: &PathBuf| {
         let folder = resolved(path);
-        let holds = |device: &&Path| resolved(device).starts_with(&folder);
-        if !devices.iter().any(holds) {
-            let devices: Vec<String> = devices
-                .iter()
-                .map(|device| device.display().to_string())
-                .collect();
-            return Err(StoreError::NotOfTheStore {
-                path: path.clone(),
-                devices: devices.join(", "),
-            });
-        }
-    }
-    Ok(())
+        devices
+            .iter()
+            .any(|device| resolved(device).starts_with(&folder))
+    };
+    let outside = paths.iter().filter(|path| !holds_one(path));
+    let names = devices.iter().map(|device| device.display().to_string());
+    let names = names.collect::<Vec<_>>().join(", ");
+    outside
+        .map(|path| {
+            format!(
+                "nvme_path: {} has no effect: the state is on the devices of the daemon behind offload.socket, {names}",
+                path.display()
+            )
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -29,20 +31,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nvme_path_must_be_of_the_shared_store() {
+    fn a_folder_without_a_device_of_the_shared_store_is_told() {
         let folder = tempfile::tempdir().unwrap();
         let device = folder.path().join("drive.tiles");
         std::fs::write(&device, "").unwrap();
-        check_paths(&[folder.path().into()], &[&device]).unwrap();
-        check_paths(&[], &[&device]).unwrap();
+        assert!(elsewhere(&[folder.path().into()], &[&device]).is_empty());
+        assert!(elsewhere(&[], &[&device]).is_empty());
         let other = tempfile::tempdir().unwrap();
-        let text = check_paths(&[other.path().into()], &[&device])
-            .unwrap_err()
-            .to_string();
+        let notes = elsewhere(&[other.path().into(), folder.path().into()], &[&device]);
+        assert_eq!(notes.len(), 1);
         assert!(
-            text.contains("is not a folder of the store behind offload.socket")
-                && text.contains("drive.tiles"),
-            "{text}"
+            notes[0].contains("has no effect") && notes[0].contains("drive.tiles"),
+            "{notes:?}"
         );
     }
 }
