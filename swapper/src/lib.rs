@@ -47,6 +47,7 @@ pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX,
     IODEPTH_MIN, TileError, kill_point, private,
 };
+pub use open::job_layout;
 pub use schedule::{Op, Schedule, StepProgram};
 pub use settings::{
     Backing, DeviceRates, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo, StoreSettings,

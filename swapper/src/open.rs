@@ -1,8 +1,10 @@
 //! Opening: memory, the job and the generation to go on from. A job made with another layout is refused.
 
+use std::path::Path;
+
 use offload_client::{
-    Generation, JobDefinition, JobRecord, MemoryArena, Rank, Session, SessionInfo, SessionSettings,
-    Tile, TileKind,
+    BLOCK_BYTES, ClientError, Generation, IODEPTH_MIN, JobDefinition, JobRecord, MemoryArena, Rank,
+    Session, SessionInfo, SessionSettings, SlotClass, Tile, TileKind,
 };
 
 use crate::SwapperError;
@@ -22,6 +24,29 @@ pub(crate) fn open(
         Backing::Memory => open_memory(settings, memory),
         Backing::Store(store) => open_store(settings, store, layout, memory),
     }
+}
+
+/// The description of its layout that the store behind `socket` keeps with `job`, if it has the job. Nothing is changed.
+///
+/// # Errors
+/// As [`Session::open`]: nobody listens, or somebody works with the job.
+pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientError> {
+    // No tile moves.
+    let slot = SlotClass {
+        slot_bytes: u64::from(BLOCK_BYTES),
+        slot_count: 1,
+    };
+    let session = Session::open(SessionSettings {
+        socket: socket.to_owned(),
+        job: job.to_owned(),
+        rank: Rank(0),
+        local_ranks: 1,
+        classes: vec![slot],
+        iodepth: IODEPTH_MIN,
+    })?;
+    let layout = session.info().job.as_ref().map(|job| job.layout.clone());
+    session.close()?;
+    Ok(layout)
 }
 
 fn open_memory(

@@ -11,7 +11,7 @@ use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
 use crate::ranks::Ranks;
 use crate::run::{RunFolder, RunState, Save, SaveName};
-use crate::train::{OpenRun, Prepared, Start, TrainError};
+use crate::train::{OpenRun, Prepared, Start, TrainError, mend};
 
 /// One state of a run.
 pub(crate) struct AtRest {
@@ -51,6 +51,7 @@ impl AtRest {
         settings.ranks = 1;
         let has_store = settings.placement.has_store();
         let start = save.map_or(Start::GoOn, Start::Save);
+        mend(&settings, &mut |note| tracing::warn!("{note}"))?;
         let prepared = Prepared::new(settings, &start, Arc::new(Ranks::alone()))?;
         let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
         if has_store && start == Start::GoOn {

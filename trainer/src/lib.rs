@@ -34,6 +34,7 @@ pub mod overflow;
 pub mod plan;
 mod ranks;
 mod reader;
+pub mod remove;
 pub mod run;
 pub mod runs;
 pub mod said;

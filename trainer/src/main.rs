@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use cli::export::ExportArgs;
 use cli::plan::PlanArgs;
+use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels_torch::collective::World;
@@ -35,10 +36,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train; the same command again goes on where the run was left.
-    #[command(after_help = "Examples:
     ///
     /// SIGTERM and SIGINT end it after the step, with all of it kept, and with status 143 or 130: status 0 means that the run is
     /// done.
+    #[command(after_help = "Examples:
   trainer train configs/demo.toml
   trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
@@ -106,9 +107,12 @@ enum Command {
         #[arg(long, value_name = "N", default_value_t = 3)]
         samples: u64,
     },
-    /// List runs: how far each is, where its state is, the saves it can go back to.
+    /// List runs: how far each is, where its state is, the saves it can go back to; and stores whose run is gone.
     #[command(after_help = cli::runs::EXAMPLES)]
     Runs(RunsArgs),
+    /// Delete a run: its folder, and what its store keeps of it. Refuses a run that a trainer works on.
+    #[command(after_help = cli::remove::EXAMPLES)]
+    Remove(RemoveArgs),
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
     #[command(after_help = "Example:
   trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
@@ -187,6 +191,7 @@ fn main() -> ExitCode {
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(std::io::stderr)
+        .with_ansi(said::in_colour(&std::io::stderr()))
         // It would panic where nobody reads.
         .log_internal_errors(false)
         .init();
@@ -200,7 +205,6 @@ fn main() -> ExitCode {
         said::all()?;
         Ok(status)
     });
-        .with_ansi(said::in_colour(&std::io::stderr()))
     match result {
         Ok(status) => status.into(),
         Err(error) => {
@@ -243,6 +247,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
         }
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
+        Command::Remove(args) => cli::remove::run(&args)?,
         Command::Keys { .. } => said::out(format_args!("{}", trainer::config::markdown())),
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {

@@ -1,6 +1,7 @@
 //! The runs below a folder: how far each is, where its state is, and which saves it can go back to. Looks at files only; a run
 //! that trains just now is not disturbed.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,8 +10,8 @@ use serde::Serialize;
 
 use crate::metrics::MetricsFile;
 use crate::model::ModelConfig;
-use crate::run::{RunDescription, RunFolder, Save, SaveFolder, Saves};
-use crate::store::Gib;
+use crate::run::{RunDescription, RunFolder, RunId, Save, SaveFolder, Saves};
+use crate::store::{Gib, job_of, link_of};
 
 /// Of the list's names and their meaning, as JSON.
 const LIST_VERSION: u32 = 1;
@@ -28,12 +29,25 @@ pub struct RunsList {
     pub runs: Vec<RunEntry>,
     /// Folders in the one that was asked for that hold no run.
     pub no_runs: Vec<PathBuf>,
+    /// Files of private stores whose run is gone, in the folders that were looked into and those that the runs use.
+    pub orphans: Vec<Orphan>,
+}
+
+/// A file of a private store that no run uses.
+#[derive(Clone, Debug, Serialize)]
+pub struct Orphan {
+    pub file: PathBuf,
+    pub bytes: u64,
+    /// Where its run was when it used the file, if that is known.
+    pub run: Option<PathBuf>,
 }
 
 /// One run.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunEntry {
     pub folder: PathBuf,
+    /// Name of its job in a store.
+    pub job: Option<String>,
     /// Why nothing more is known of it.
     pub damaged: Option<String>,
     pub parameters: Option<u64>,
@@ -47,6 +61,9 @@ pub struct RunEntry {
     pub store: Option<String>,
     /// That its private store takes on drives.
     pub store_bytes: u64,
+    /// Where the files of its private store lie.
+    #[serde(skip)]
+    store_folders: Vec<PathBuf>,
     /// Files of a private store that are gone.
     pub store_missing: Vec<PathBuf>,
     /// Oldest first.
@@ -77,20 +94,62 @@ pub fn list(folder: &Path) -> std::io::Result<RunsList> {
         version: LIST_VERSION,
         runs: Vec::new(),
         no_runs: Vec::new(),
+        orphans: Vec::new(),
     };
     let mut left = FOLDERS_MAX;
+    let mut looked = vec![folder.to_owned()];
     fs::read_dir(folder)?;
     if !look(folder, &mut list.runs) {
         for below in folders_in(folder)? {
             let before = list.runs.len();
-            look_below(&below, DEPTH_MAX - 1, &mut left, &mut list.runs);
+            look_below(
+                &below,
+                DEPTH_MAX - 1,
+                &mut left,
+                &mut list.runs,
+                &mut looked,
+            );
             if list.runs.len() == before {
                 list.no_runs.push(below);
             }
         }
     }
     list.runs.sort_by(|a, b| a.folder.cmp(&b.folder));
+    looked.extend(list.runs.iter().flat_map(|run| run.store_folders.clone()));
+    list.orphans = orphans(looked, &list.runs);
     Ok(list)
+}
+
+/// The files of stores in `folders` that neither one of `runs` uses nor the run that the link beside them leads to.
+fn orphans(folders: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
+    let folders = folders
+        .iter()
+        .filter_map(|folder| fs::canonicalize(folder).ok());
+    let folders: BTreeSet<PathBuf> = folders.collect();
+    let files = folders
+        .iter()
+        .filter_map(|folder| fs::read_dir(folder).ok());
+    let files = files.flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let mut orphans: Vec<Orphan> = files.filter_map(|file| orphan(&file, runs)).collect();
+    orphans.sort_by(|a, b| a.file.cmp(&b.file));
+    orphans
+}
+
+/// What `file` is, if it belongs to a store that neither one of `runs` uses nor the run that the link beside it leads to.
+pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
+    let job = job_of(file.file_name()?.to_str()?)?;
+    let run = fs::read_link(link_of(file)).ok();
+    let uses_it = |folder: &PathBuf| RunId::kept(folder).is_some_and(|id| id.job == job);
+    let known = runs.iter().any(|entry| entry.job.as_deref() == Some(job));
+    if known || run.as_ref().is_some_and(uses_it) {
+        return None;
+    }
+    let bytes = fs::metadata(file).map_or(0, |found| found.len());
+    Some(Orphan {
+        file: file.to_owned(),
+        bytes,
+        run,
+    })
 }
 
 /// Takes `folder` up if it is a run's: then nothing below it is.
@@ -103,14 +162,24 @@ fn look(folder: &Path, runs: &mut Vec<RunEntry>) -> bool {
     true
 }
 
-fn look_below(folder: &Path, depth: u32, left: &mut usize, runs: &mut Vec<RunEntry>) {
-    if *left == 0 || look(folder, runs) || depth == 0 {
+fn look_below(
+    folder: &Path,
+    depth: u32,
+    left: &mut usize,
+    runs: &mut Vec<RunEntry>,
+    looked: &mut Vec<PathBuf>,
+) {
+    if *left == 0 || look(folder, runs) {
+        return;
+    }
+    looked.push(folder.to_owned());
+    if depth == 0 {
         return;
     }
     // In a folder that cannot be read no run is found.
     for below in folders_in(folder).unwrap_or_default() {
         *left = left.saturating_sub(1);
-        look_below(&below, depth - 1, left, runs);
+        look_below(&below, depth - 1, left, runs, looked);
     }
 }
 
@@ -130,6 +199,8 @@ impl RunEntry {
     fn damaged(folder: &Path, why: String) -> Self {
         Self {
             folder: folder.to_owned(),
+            job: RunId::kept(folder).map(|id| id.job),
+            store_folders: Vec::new(),
             damaged: Some(why),
             parameters: None,
             layers: None,
@@ -154,6 +225,10 @@ impl RunEntry {
         let entries = |saves: Vec<SaveFolder>| saves.into_iter().map(SaveEntry::of).collect();
         Self {
             folder: folder.to_owned(),
+            job: RunId::kept(folder).map(|id| id.job),
+            store_folders: (files.iter().filter_map(|file| file.parent()))
+                .map(Path::to_owned)
+                .collect(),
             damaged: None,
             parameters: model.map(|model| model.params_count() as u64),
             layers: layout["model"]["num_hidden_layers"].as_u64(),
@@ -202,6 +277,9 @@ impl fmt::Display for RunsList {
         for folder in &self.no_runs {
             writeln!(f, "no run in {}", folder.display())?;
         }
+        for orphan in &self.orphans {
+            writeln!(f, "{orphan}")?;
+        }
         let all = self.runs.iter();
         let bytes = all.map(|run| run.store_bytes + run.saves_bytes()).sum();
         write!(
@@ -210,6 +288,25 @@ impl fmt::Display for RunsList {
             self.runs.len(),
             Gib(bytes)
         )
+    }
+}
+
+impl fmt::Display for Orphan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (file, bytes) = (self.file.display(), Gib(self.bytes));
+        match &self.run {
+            Some(run) => {
+                let run = run.display();
+                write!(
+                    f,
+                    "store without a run: {file}, {bytes}\n  its run was in {run}; `trainer remove {file}` deletes it, unless the run was moved"
+                )
+            }
+            None => write!(
+                f,
+                "store without a run: {file}, {bytes}\n  nothing says which run it was; `trainer remove {file}` deletes it"
+            ),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod export;
 pub(crate) mod plan;
+pub(crate) mod remove;
 pub(crate) mod runs;
 pub(crate) mod source;
 pub(crate) mod tokens;

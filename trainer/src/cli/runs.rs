@@ -8,6 +8,7 @@ use trainer::{runs, say};
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer runs                                  # below this folder
   trainer runs runs/demo                        # one run and its saves
+  trainer runs /mnt/nvme0                       # stores there whose run is gone
   trainer runs --json | jq '.runs[].saves'      # for other programs";
 
 /// The arguments of `runs`.

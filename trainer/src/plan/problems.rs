@@ -8,7 +8,7 @@ use swapper::SwapperError;
 use super::{Plan, update_word};
 use crate::compute::Keep;
 use crate::config::{DeviceChoice, RunSettings, UpdatePlace};
-use crate::run::{job_name, resolved};
+use crate::run::{RunId, resolved};
 use crate::store::{Gib, StoreFiles};
 
 /// Why a run cannot start.
@@ -163,7 +163,7 @@ fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     }
     let files = StoreFiles::new(
         folders,
-        &job_name(&resolved(&settings.train.run_folder)),
+        &RunId::of(&resolved(&settings.train.run_folder)).0.job,
         plan.device_file_bytes(folders.len() as u64),
     );
     let error = files.check_space().err()?;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Saves;
-use crate::fingerprint::Fingerprint;
+use super::identity::{self, Origin, RunId};
 use crate::metrics::MetricsFile;
 
 /// A trainer that was killed while it started a program leaves a copy of its lock until that program runs, and a rank whose
@@ -32,6 +32,25 @@ pub struct RunDescription {
     /// What its first weights were, for people: a resumed run does not need them.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub first_weights: Value,
+    /// Which run it is, as in the file `job`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<RunId>,
+}
+
+impl RunDescription {
+    /// What lay in the run's folder went with it to `folder`.
+    fn follow(&mut self, folder: &Path) {
+        let Some(before) = self.id.as_ref().map(|id| id.folder.clone()) else {
+            return;
+        };
+        for file in &mut self.files {
+            if let Ok(inside) = file.strip_prefix(&before) {
+                *file = folder.join(inside);
+            }
+        }
+        let [before, now] = [&*before, folder].map(|path| format!("{}/", path.display()));
+        self.store = self.store.replace(&before, &now);
+    }
 }
 
 /// Why a run folder cannot be used.
@@ -45,7 +64,7 @@ pub enum FolderError {
     },
     #[error("train.run_folder: another trainer works in {}", path.display())]
     Busy { path: PathBuf },
-    #[error("{} is damaged ({message}): start again with --fresh", path.display())]
+    #[error("{} is damaged ({message}): `trainer train` with the run's file makes it again", path.display())]
     Damaged { path: PathBuf, message: String },
     #[error(
         "{} holds another run: {} was {was}, is now {now}. Use another train.run_folder, or start again with --fresh",
@@ -62,7 +81,7 @@ pub enum FolderError {
 /// A run folder that this process has for itself, or with the ranks of its run.
 pub struct RunFolder {
     path: PathBuf,
-    name: String,
+    id: RunId,
     /// By the first rank for all.
     _lock: Option<Locked>,
 }
@@ -77,15 +96,16 @@ impl Drop for Locked {
 }
 
 impl RunFolder {
-    /// Makes the folder if need be and locks it.
+    /// Makes the folder if need be and locks it, for the run that `id` was found to be. A folder that was moved remembers where
+    /// it is now, and that is said.
     ///
     /// # Errors
     /// It cannot be made, or another trainer works in it.
-    pub fn open(path: &Path) -> Result<Self, FolderError> {
-        Self::open_within(path, LOCK_WAIT)
+    pub fn open(path: &Path, id: &RunId) -> Result<Self, FolderError> {
+        Self::open_within(path, id, LOCK_WAIT)
     }
 
-    fn open_within(path: &Path, limit: Duration) -> Result<Self, FolderError> {
+    fn open_within(path: &Path, id: &RunId, limit: Duration) -> Result<Self, FolderError> {
         make_folder(path).map_err(|source| FolderError::Io {
             verb: "make the folder",
             path: path.into(),
@@ -105,22 +125,45 @@ impl RunFolder {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        let name = job_name(&path);
+        let (found, origin) = RunId::of(&path);
+        match origin {
+            Origin::New | Origin::CopyOf(_) => id.keep()?,
+            // Another trainer began a run here after `id` was chosen.
+            Origin::Here | Origin::MovedFrom(_) if found.job != id.job => {
+                return Err(FolderError::Busy { path });
+            }
+            Origin::Here if RunId::own(&path).is_some() => {}
+            // The file was lost, and run.json has said who it is.
+            Origin::Here => id.keep()?,
+            Origin::MovedFrom(from) => {
+                tracing::warn!(
+                    "the run in {} was in {} before: it goes on as job {}",
+                    path.display(),
+                    from.display(),
+                    id.job
+                );
+                id.keep()?;
+            }
+        }
         Ok(Self {
             path,
-            name,
+            id: id.clone(),
             _lock: Some(Locked(lock)),
         })
     }
 
     /// The folder that another rank of the same run has locked, for as long as that one goes on.
-    pub fn joined(path: &Path) -> Self {
-        let path = resolved(path);
+    pub fn joined(path: &Path, id: &RunId) -> Self {
         Self {
-            name: job_name(&path),
-            path,
+            path: resolved(path),
+            id: id.clone(),
             _lock: None,
         }
+    }
+
+    /// Which run it is.
+    pub fn id(&self) -> &RunId {
+        &self.id
     }
 
     /// The folder, links resolved.
@@ -128,9 +171,9 @@ impl RunFolder {
         &self.path
     }
 
-    /// The run's name for a store: the folder's name and a fingerprint of its path, so that two runs never share a job.
+    /// The run's name for a store: the folder's first name and a random number, so that two runs never share a job.
     pub fn job_name(&self) -> &str {
-        &self.name
+        &self.id.job
     }
 
     /// What the folder says of an earlier run; nothing when it says none, or nothing that can be read.
@@ -161,6 +204,26 @@ impl RunFolder {
         super::ModelFiles::of(&self.path).forget()?;
         let saves = self.saves();
         remove(saves.path(), fs::remove_dir_all(saves.path()))
+    }
+
+    /// Removes all that a run keeps in its folder, and the folder unless others have files in it.
+    ///
+    /// # Errors
+    /// Something cannot be removed.
+    pub fn remove(self) -> Result<(), FolderError> {
+        // What says that there is a run goes last.
+        self.forget()?;
+        for name in FOLDERS {
+            let path = self.path.join(name);
+            remove(&path, fs::remove_dir_all(&path))?;
+        }
+        for name in FILES {
+            let path = self.path.join(name);
+            remove(&path, fs::remove_file(&path))?;
+        }
+        // Not empty: others' files are in it.
+        let _ = fs::remove_dir(&self.path);
+        Ok(())
     }
 
     /// Copies of its state.
@@ -209,6 +272,21 @@ impl RunFolder {
         }
     }
 
+    /// Renames a damaged `run.json`. Returns its new path.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn set_description_aside(&self) -> Result<PathBuf, FolderError> {
+        let path = description_path(&self.path);
+        let aside = path.with_extension("json.damaged");
+        fs::rename(&path, &aside).map_err(|source| FolderError::Io {
+            verb: "rename",
+            path,
+            source,
+        })?;
+        Ok(aside)
+    }
+
     /// Remembers what the run is.
     ///
     /// # Errors
@@ -231,6 +309,24 @@ impl RunFolder {
         })
     }
 }
+
+/// Folders of a run beside those that [`RunFolder::forget`] removes.
+const FOLDERS: [&str; 5] = [
+    "offloadd",
+    "tokens",
+    "first-weights",
+    "tensorboard",
+    "csv_monitor",
+];
+
+/// Files of a run beside those that [`RunFolder::forget`] removes.
+const FILES: [&str; 5] = [
+    "measured.json",
+    "run.json.damaged",
+    "run.json.new",
+    identity::NAME,
+    ".lock",
+];
 
 /// Where a private daemon has its settings, its log and its socket.
 pub(crate) fn daemon_folder(run_folder: &Path) -> PathBuf {
@@ -260,12 +356,13 @@ fn read_description(run_folder: &Path) -> Result<Option<RunDescription>, FolderE
             });
         }
     };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|error| FolderError::Damaged {
-            path,
-            message: error.to_string(),
-        })
+    let read: Result<RunDescription, _> = serde_json::from_str(&text);
+    let mut description = read.map_err(|error| FolderError::Damaged {
+        path,
+        message: error.to_string(),
+    })?;
+    description.follow(&resolved(run_folder));
+    Ok(Some(description))
 }
 
 /// `path` from the root, links resolved as far as it exists: the same for a folder before and after it is made.
@@ -356,30 +453,6 @@ pub(super) fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), Fol
     }
 }
 
-/// Letters, digits, '-' and '_' only, and short: the store takes it as a job's name.
-pub(crate) fn job_name(path: &Path) -> String {
-    let stem = path
-        .file_name()
-        .map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
-    let stem: String = stem
-        .chars()
-        .map(|c| {
-            if c.is_ascii_alphanumeric() || c == '-' || c == '_' {
-                c
-            } else {
-                '-'
-            }
-        })
-        .take(32)
-        .collect();
-    let stem = stem.trim_start_matches('-');
-    format!(
-        "{}-{:016x}",
-        if stem.is_empty() { "run" } else { stem },
-        Fingerprint::of(path.as_os_str().as_encoded_bytes())
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -388,28 +461,31 @@ mod tests {
     #[test]
     fn one_trainer_works_in_a_folder() {
         let folder = tempfile::tempdir().unwrap();
-        let first = RunFolder::open(folder.path()).unwrap();
+        let (id, _) = RunId::of(&resolved(folder.path()));
+        let first = RunFolder::open(folder.path(), &id).unwrap();
         assert!(matches!(
-            RunFolder::open_within(folder.path(), Duration::ZERO),
+            RunFolder::open_within(folder.path(), &id, Duration::ZERO),
             Err(FolderError::Busy { .. })
         ));
         // As in a process that is forked just now and not yet its own program.
         let copy = first._lock.as_ref().unwrap().0.try_clone().unwrap();
         drop(first);
-        assert!(RunFolder::open(folder.path()).is_ok());
+        assert!(RunFolder::open(folder.path(), &id).is_ok());
         drop(copy);
     }
 
     #[test]
     fn a_changed_model_is_named_and_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let run = RunFolder::open(folder.path()).unwrap();
+        let (id, _) = RunId::of(&resolved(folder.path()));
+        let run = RunFolder::open(folder.path(), &id).unwrap();
         let with = |hidden: u64| RunDescription {
             layout: json!({"model": {"hidden_size": hidden}}),
             store: "in the run folder".into(),
             files: Vec::new(),
             socket: None,
             first_weights: Value::Null,
+            id: None,
         };
         let check = |hidden| RunFolder::check(folder.path(), &with(hidden));
         assert!(!check(64).unwrap());
@@ -434,18 +510,5 @@ mod tests {
         fs::create_dir_all(&path).unwrap();
         assert_eq!(before, resolved(&path));
         assert_eq!(before, fs::canonicalize(&path).unwrap());
-    }
-
-    #[test]
-    fn job_names_are_plain_and_differ_by_folder() {
-        let one = job_name(Path::new("/a/größe 1"));
-        assert!(
-            one.chars()
-                .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
-                && one.len() <= 49,
-            "{one}"
-        );
-        assert_ne!(one, job_name(Path::new("/b/größe 1")));
-        assert!(job_name(Path::new("/")).starts_with("run-"));
     }
 }

@@ -50,6 +50,27 @@ impl StoreFiles {
         self.files.iter().all(|file| file.exists())
     }
 
+    /// Makes a link to the run's folder beside each of them: it tells whose store a file is, and that it is nobody's when the
+    /// run is gone.
+    ///
+    /// # Errors
+    /// A link cannot be made.
+    pub fn link_run(&self, run_folder: &Path) -> Result<(), StoreError> {
+        for file in &self.files {
+            let link = link_of(file);
+            if fs::read_link(&link).is_ok_and(|found| found == run_folder) {
+                continue;
+            }
+            removed(&link)?;
+            std::os::unix::fs::symlink(run_folder, &link).map_err(|source| StoreError::Io {
+                verb: "make",
+                path: link,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
     /// Their paths, for people.
     pub fn names(&self) -> Vec<String> {
         self.files
@@ -69,6 +90,16 @@ pub(crate) fn file_name(job: &str) -> String {
     format!("offloadd-{job}.tiles")
 }
 
+/// The job whose device file is called `name`, if it is one's.
+pub(crate) fn job_of(name: &str) -> Option<&str> {
+    name.strip_prefix("offloadd-")?.strip_suffix(".tiles")
+}
+
+/// The link beside a device file that leads to its run's folder.
+pub(crate) fn link_of(file: &Path) -> PathBuf {
+    file.with_extension("run")
+}
+
 /// Removes those of `files` that exist, for a run that starts again.
 ///
 /// # Errors
@@ -83,14 +114,30 @@ pub(crate) fn remove_files(files: &[PathBuf]) -> Result<(), StoreError> {
             }
         };
         let file = match File::open(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                removed(&link_of(path))?;
+                continue;
+            }
             opened => opened.map_err(failed("open"))?,
         };
         // The daemon's own lock: a store in use is never removed under it.
         lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
         fs::remove_file(path).map_err(failed("remove"))?;
+        removed(&link_of(path))?;
     }
     Ok(())
+}
+
+/// Removes a link, if it is there.
+fn removed(link: &Path) -> Result<(), StoreError> {
+    match fs::remove_file(link) {
+        Err(source) if source.kind() != ErrorKind::NotFound => Err(StoreError::Io {
+            verb: "remove",
+            path: link.to_owned(),
+            source,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Takes the lock, waiting for a daemon that was just killed: its writes in flight outlive it.

@@ -4,6 +4,6 @@ mod daemon;
 mod folder;
 
 pub use daemon::{StoreFiles, start_private};
-pub(crate) use daemon::{file_name, remove_files};
+pub(crate) use daemon::{file_name, job_of, link_of, remove_files};
 pub(crate) use folder::Gib;
 pub use folder::{StoreError, check_folders, check_space};

@@ -83,7 +83,7 @@ pub enum TrainError {
     )]
     LeastScale { step: u64, scale: f64 },
     #[error(
-        "{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
         run_folder.display()
     )]
     StoreLost {
@@ -91,6 +91,8 @@ pub enum TrainError {
         steps: u64,
         devices: String,
         job: String,
+        /// That the folder is a copy, if it is; a sentence of its own.
+        copy: String,
     },
     #[error(
         "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"

@@ -25,7 +25,7 @@ use swapper::kill_point::{Point, reach};
 use swapper::{StepRates, bound_s};
 
 pub use error::TrainError;
-pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER};
+pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER, mend};
 
 use crate::compute::{self, Engine};
 use crate::config::{Overflow, RunSettings};
@@ -89,6 +89,11 @@ fn run_to_its_end(
     stop: &Stop,
     ranks: &Arc<Ranks>,
 ) -> Result<u8, TrainError> {
+    if *start != Start::Fresh {
+        ranks.by_first("looking for the run", || {
+            mend(&settings, &mut |note| say!("{note}"))
+        })?;
+    }
     let (corpus, mut prepared) = ranks.together("checking the run", || {
         // A run without steps is made to be exported, or to go on from.
         let corpus = match settings.train.steps {

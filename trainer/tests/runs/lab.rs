@@ -86,8 +86,10 @@ impl Lab {
     /// The files of private stores in this lab.
     pub(crate) fn store_files(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.path("drive")).expect("the drive's folder");
-        entries
-            .map(|entry| entry.expect("an entry").path())
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        // Beside each of them a link says whose it is.
+        paths
+            .filter(|path| path.extension().is_some_and(|ending| ending == "tiles"))
             .collect()
     }
 }

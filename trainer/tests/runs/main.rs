@@ -12,6 +12,7 @@ mod deepspeed;
 mod divergence;
 mod export;
 mod figures;
+mod identity;
 mod installed;
 mod killed;
 mod lab;

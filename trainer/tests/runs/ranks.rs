@@ -8,6 +8,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use trainer::run::{RunFolder, RunId};
 
 use crate::lab::{Lab, Run, device_for, fail, finish, spawn, succeed, until};
 
@@ -283,7 +284,7 @@ fn what_is_wrong_with_a_launch_is_said_once() {
 fn a_folder_that_another_run_has_is_refused_by_all_ranks() {
     let lab = Lab::new();
     let run = lab.run("run", &[]);
-    let taken = trainer::run::RunFolder::open(&run.folder).unwrap();
+    let taken = RunFolder::open(&run.folder, &RunId::of(&run.folder).0).unwrap();
     let err = fail(run.launch(3));
     assert!(
         err.contains("trainer: rank 0: train.run_folder: another trainer works in"),

@@ -30,6 +30,23 @@ pub(super) fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError
 /// What a run is for its whole life.
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
+    RunDescription {
+        layout: json!({
+            "version": LAYOUT_VERSION,
+            "model": settings.model,
+            "dtype": lines["dtype"],
+            "tile_elems": plan.swapper.tile_elems,
+        }),
+        store: store_words(settings),
+        files: Vec::new(),
+        socket: settings.offload.socket.as_deref().map(resolved),
+        first_weights: Value::Null,
+        id: None,
+    }
+}
+
+/// Where the state is kept between starts.
+pub(super) fn store_words(settings: &RunSettings) -> String {
     let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
         (_, false) => STORE_IN_FOLDER.to_owned(),
         (Some(_), true) => SHARED_STORE.to_owned(),
@@ -44,18 +61,7 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     if settings.placement.has_store() && settings.offload.durability == Durability::None {
         store += IN_PLACE;
     }
-    RunDescription {
-        layout: json!({
-            "version": LAYOUT_VERSION,
-            "model": settings.model,
-            "dtype": lines["dtype"],
-            "tile_elems": plan.swapper.tile_elems,
-        }),
-        store,
-        files: Vec::new(),
-        socket: settings.offload.socket.as_deref().map(resolved),
-        first_weights: Value::Null,
-    }
+    store
 }
 
 /// What may change between two starts of a run. The text is added when it was read.

@@ -13,6 +13,9 @@ use crate::model::{ModelConfig, UnitLayout, init};
 use crate::reader::RunReader;
 use crate::weights::{Element, Weights, WeightsError};
 
+/// In the record of a run that was made again: what its first weights were is not known.
+pub(super) const NOT_KNOWN: &str = "not known";
+
 /// As an export's.
 const STAGED_SHARD_BYTES: u64 = 5_000_000_000;
 
@@ -68,7 +71,7 @@ impl First {
             return None;
         };
         let now = weights.identity();
-        (was["files"] != now["files"]).then(|| {
+        (was != NOT_KNOWN && was["files"] != now["files"]).then(|| {
             format!(
                 "note: the run goes on with its own weights; those in {} are not what it started with (--fresh starts with them)",
                 weights.folder().display()

@@ -3,6 +3,7 @@
 mod describe;
 mod first;
 mod home;
+mod mend;
 mod run;
 mod shared;
 
@@ -16,6 +17,7 @@ use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
 use swapper::{Backing, Daemon};
 
+pub(crate) use mend::mend;
 pub(crate) use run::OpenRun;
 
 use super::{Start, TrainError};
@@ -27,7 +29,8 @@ use crate::metrics::{MetricsFile, StepMetrics};
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
-    ModelFiles, RunDescription, RunFolder, RunState, Save, Saves, daemon_folder, job_name, resolved,
+    ModelFiles, Origin, RunDescription, RunFolder, RunId, RunState, Save, Saves, daemon_folder,
+    resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 use crate::weights::WeightsError;
@@ -42,6 +45,9 @@ pub(crate) struct Prepared {
     pub(crate) settings: RunSettings,
     pub(crate) plan: Plan,
     run_folder: PathBuf,
+    id: RunId,
+    /// The run whose folder was copied to make this one's, if one was.
+    copy_of: Option<PathBuf>,
     /// Files of a private store, if the run has one.
     files: Option<StoreFiles>,
     description: RunDescription,
@@ -67,6 +73,8 @@ struct Started {
     socket: Option<PathBuf>,
     /// What the run begins from, if not from its store's newest generation.
     save: Option<PathBuf>,
+    /// As the first rank found or chose it.
+    id: RunId,
 }
 
 impl Prepared {
@@ -81,6 +89,7 @@ impl Prepared {
     ) -> Result<Self, TrainError> {
         assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
         let run_folder = resolved(&settings.train.run_folder);
+        let (id, origin) = RunId::of(&run_folder);
         let fresh = matches!(start, Start::Fresh);
         let from = match start {
             Start::Save(name) => Some(name.find(&run_folder)?),
@@ -126,7 +135,7 @@ impl Prepared {
             let folders = &settings.placement.nvme_paths;
             StoreFiles::new(
                 folders,
-                &job_name(&run_folder),
+                &id.job,
                 plan.device_file_bytes(folders.len() as u64),
             )
         });
@@ -145,6 +154,11 @@ impl Prepared {
             settings,
             plan,
             run_folder,
+            id,
+            copy_of: match origin {
+                Origin::CopyOf(of) => Some(of),
+                _ => None,
+            },
             files,
             description,
             trained_with,
@@ -219,7 +233,7 @@ impl Prepared {
         })?;
         let (mut run, committed) = ranks.together("opening the run", || {
             let (folder, daemon) =
-                kept.unwrap_or_else(|| (RunFolder::joined(&self.run_folder), None));
+                kept.unwrap_or_else(|| (RunFolder::joined(&self.run_folder, &started.id), None));
             self.open_at(folder, daemon, started.socket)
         })?;
         let (steps, resumed) = (started.steps, committed.is_some() || started.save.is_some());
@@ -279,6 +293,7 @@ impl Prepared {
                     old.display()
                 ));
             }
+            description.id = Some(run.folder.id().clone());
             description.first_weights = match &first {
                 Some(first) => first.identity(),
                 None => run.folder.earlier().map_or(Value::Null, |earlier| earlier.first_weights),
@@ -332,7 +347,7 @@ impl Prepared {
         start: &Start,
         say: &mut dyn FnMut(String),
     ) -> Result<(RunFolder, Option<PrivateDaemon>, Started), TrainError> {
-        let folder = RunFolder::open(&self.run_folder)?;
+        let folder = RunFolder::open(&self.run_folder, &self.id)?;
         if matches!(start, Start::Fresh) {
             self.forget(&folder, say)?;
         }
@@ -363,6 +378,7 @@ impl Prepared {
             steps,
             socket,
             save,
+            id: folder.id().clone(),
         };
         Ok((folder, daemon, started))
     }
@@ -372,7 +388,14 @@ impl Prepared {
             run_folder: self.run_folder.clone(),
             steps,
             devices: devices.join(", "),
-            job: job_name(&self.run_folder),
+            job: self.id.job.clone(),
+            copy: self.copy_of.as_ref().map_or(String::new(), |of| {
+                format!(
+                    "{} is a copy of the run in {}, whose store stays that run's. ",
+                    self.run_folder.display(),
+                    of.display()
+                )
+            }),
         }
     }
 
@@ -382,7 +405,7 @@ impl Prepared {
     /// Nothing was committed yet; folder, store or daemon.
     pub(crate) fn open_existing(self) -> Result<OpenRun, TrainError> {
         if self.begun && self.store_has_job()? {
-            let folder = RunFolder::open(&self.run_folder)?;
+            let folder = RunFolder::open(&self.run_folder, &self.id)?;
             let daemon = self.private_daemon(&folder)?;
             let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
             if let (mut run, Some(blob)) = self.open_at(folder, daemon, socket)? {
@@ -406,7 +429,7 @@ impl Prepared {
             return Ok((save.clone(), None));
         }
         if self.begun {
-            let folder = RunFolder::open(&self.run_folder)?;
+            let folder = RunFolder::open(&self.run_folder, &self.id)?;
             if let Some(save) = self
                 .from
                 .map_or_else(|| folder.saves().newest(), |save| Ok(Some(save)))?
@@ -496,15 +519,14 @@ impl Prepared {
         let Some(daemon) = self.shared_daemon()? else {
             return Ok(true);
         };
-        let name = job_name(&self.run_folder);
         Ok(daemon
             .jobs()
             .map_err(StoreError::Daemon)?
             .iter()
-            .any(|job| job.job == name))
+            .any(|job| job.job == self.id.job))
     }
 
-    /// The daemon behind `offload.socket`, if the run has its store there; every `nvme_path` that is named is of its store.
+    /// The daemon behind `offload.socket`, if the run has its store there.
     fn shared_daemon(&self) -> Result<Option<Daemon>, StoreError> {
         let Some(socket) = &self.settings.offload.socket else {
             return Ok(None);
@@ -521,6 +543,7 @@ impl Prepared {
         };
         // Planned for the first rank, which owns most.
         let rank_bytes = self.plan.memory.arena_bytes()?;
+        files.link_run(folder.path())?;
         let daemon = start_private(
             files,
             &daemon_folder(folder.path()),

@@ -1,0 +1,59 @@
+//! `trainer remove`: a run and what a store keeps of it.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+use trainer::remove::Removal;
+use trainer::say;
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  trainer remove runs/demo                               # shows what would go, and asks
+  trainer remove runs/demo --yes
+  trainer remove /mnt/nvme0/offloadd-demo-12.tiles       # a store without a run, as `trainer runs` lists it";
+
+/// The arguments of `remove`.
+#[derive(Args)]
+pub(crate) struct RemoveArgs {
+    /// A run's folder, or a file of a private store whose run is gone.
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+    /// Do not ask.
+    #[arg(long)]
+    yes: bool,
+}
+
+/// Deletes what is named, if a person agrees.
+///
+/// # Errors
+/// What the removal says; nobody is there to be asked.
+pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
+    let removal = Removal::of(&args.run)?;
+    say!("deletes for good:\n{removal}");
+    if !args.yes && !agreed()? {
+        say!("nothing was deleted");
+        return Ok(());
+    }
+    match removal.remove()? {
+        None => say!("deleted"),
+        Some(folder) => say!(
+            "deleted; {} holds other files, which stay",
+            folder.display()
+        ),
+    }
+    Ok(())
+}
+
+fn agreed() -> anyhow::Result<bool> {
+    let stdin = std::io::stdin();
+    anyhow::ensure!(
+        stdin.is_terminal(),
+        "nothing was deleted: nobody is there to be asked; --yes deletes without asking"
+    );
+    trainer::said::out(format_args!("delete? [y/N] "));
+    // A question that is not seen is answered with no.
+    let _ = std::io::stdout().flush();
+    let mut answer = String::new();
+    stdin.read_line(&mut answer)?;
+    Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+}

@@ -1,0 +1,143 @@
+//! Deleting a run: what is in its folder and what a store keeps of it. Or the file of a store that no run uses.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use swapper::Daemon;
+
+use crate::run::{RunFolder, RunId, resolved};
+use crate::runs::{Orphan, orphan};
+use crate::store::{Gib, StoreError, file_name, remove_files};
+use crate::train::TrainError;
+
+/// What is deleted, found and locked; nothing is deleted yet.
+pub struct Removal {
+    /// Files of its private store.
+    files: Vec<(PathBuf, u64)>,
+    run: Option<Run>,
+}
+
+struct Run {
+    folder: RunFolder,
+    /// Of the shared daemon that has its job.
+    socket: Option<PathBuf>,
+}
+
+/// Why nothing is deleted.
+#[derive(Debug, thiserror::Error)]
+pub enum RemoveError {
+    #[error(transparent)]
+    Run(#[from] TrainError),
+    #[error(
+        "{} belongs to the run in {}: name that folder", file.display(), run.display()
+    )]
+    InUse { file: PathBuf, run: PathBuf },
+    #[error(
+        "{0}\nThe run's job {1} is in the store of that daemon: start it, or delete run.json to forget the job"
+    )]
+    Daemon(StoreError, String),
+}
+
+impl Removal {
+    /// Of the run in the folder `path`, or of the file `path` of a store whose run is gone.
+    ///
+    /// # Errors
+    /// There is neither; somebody trains the run; the file's run is there.
+    pub fn of(path: &Path) -> Result<Self, RemoveError> {
+        let path = resolved(path);
+        if path.is_file() {
+            return Self::of_file(&path);
+        }
+        let described = RunFolder::described(&path);
+        if !matches!(described, Ok(Some(_))) && RunId::kept(&path).is_none() {
+            return Err(TrainError::NoRun { folder: path }.into());
+        }
+        let (id, _) = RunId::of(&path);
+        let folder = RunFolder::open(&path, &id).map_err(TrainError::Folder)?;
+        // A run.json that cannot be read names no store: `trainer runs` lists what stays.
+        let described = described.ok().flatten();
+        let (files, socket) = described.map_or_else(Default::default, |described| {
+            (described.files, described.socket)
+        });
+        // A copy of another run's folder names that run's files.
+        let name = file_name(folder.job_name());
+        let ours = |file: &PathBuf| file.file_name().is_some_and(|found| *found == *name);
+        let files = files.into_iter().filter(ours).filter_map(|file| {
+            let bytes = fs::metadata(&file).ok()?.len();
+            Some((file, bytes))
+        });
+        Ok(Self {
+            files: files.collect(),
+            run: Some(Run { folder, socket }),
+        })
+    }
+
+    fn of_file(file: &Path) -> Result<Self, RemoveError> {
+        match orphan(file, &[]) {
+            Some(Orphan { file, bytes, .. }) => Ok(Self {
+                files: vec![(file, bytes)],
+                run: None,
+            }),
+            None => match fs::read_link(crate::store::link_of(file)) {
+                Ok(run) => Err(RemoveError::InUse {
+                    file: file.to_owned(),
+                    run,
+                }),
+                Err(_) => Err(TrainError::NoRun {
+                    folder: file.to_owned(),
+                }
+                .into()),
+            },
+        }
+    }
+
+    /// Deletes it: what is in the store first, so that a run that is half deleted still names the rest. Files of others in the
+    /// run's folder stay. Returns the folder if it is still there.
+    ///
+    /// # Errors
+    /// A daemon uses the store or cannot be asked; something cannot be deleted.
+    pub fn remove(self) -> Result<Option<PathBuf>, RemoveError> {
+        let files: Vec<PathBuf> = self.files.into_iter().map(|(file, _)| file).collect();
+        remove_files(&files).map_err(TrainError::Store)?;
+        let Some(Run { folder, socket }) = self.run else {
+            return Ok(None);
+        };
+        if let Some(socket) = socket {
+            drop_job(&socket, folder.job_name())
+                .map_err(|error| RemoveError::Daemon(error, folder.job_name().to_owned()))?;
+        }
+        let path = folder.path().to_owned();
+        folder.remove().map_err(TrainError::Folder)?;
+        Ok(path.exists().then_some(path))
+    }
+}
+
+fn drop_job(socket: &Path, job: &str) -> Result<(), StoreError> {
+    let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
+    let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+    if jobs.iter().any(|known| known.job == job) {
+        daemon.drop_job(job).map_err(StoreError::Daemon)?;
+    }
+    Ok(())
+}
+
+impl fmt::Display for Removal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut lines = Vec::new();
+        if let Some(run) = &self.run {
+            let folder = run.folder.path().display();
+            lines.push(format!("the run in {folder}, its checkpoints included"));
+            if let Some(socket) = &run.socket {
+                let (job, socket) = (run.folder.job_name(), socket.display());
+                lines.push(format!(
+                    "its job {job} in the store of the daemon at {socket}"
+                ));
+            }
+        }
+        for (file, bytes) in &self.files {
+            lines.push(format!("{}, {}", file.display(), Gib(*bytes)));
+        }
+        write!(f, "{}", lines.join("\n"))
+    }
+}
