@@ -24,7 +24,7 @@ use crate::long_work::LongWork;
 use crate::model::config_json;
 use crate::reader::RunReader;
 use crate::run::{ModelFiles, SaveName, make_folder};
-use crate::store::Gib;
+use crate::store::{Gib, free_bytes};
 use crate::train::TrainError;
 use crate::weights::{Element, INDEX_FILE};
 use shards::Shards;
@@ -230,9 +230,8 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result<(), ExportError> {
 }
 
 fn check_space(folder: &Path, needed_bytes: u64) -> Result<(), ExportError> {
-    let space = rustix::fs::statvfs(folder)
-        .map_err(|error| ExportError::io("ask the free space of", folder)(error.into()))?;
-    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    let free_bytes =
+        free_bytes(folder).map_err(ExportError::io("ask the free space of", folder))?;
     if free_bytes < needed_bytes {
         return Err(ExportError::TooLittleSpace {
             folder: folder.to_owned(),

@@ -13,6 +13,7 @@ pub(crate) use folder::{
 pub use folder::{FolderError, RunDescription, RunFolder};
 pub use identity::{Origin, RunId};
 pub(crate) use model_files::ModelFiles;
+pub(crate) use save::SLACK_BYTES;
 pub use save::{
     Save, SaveDescription, SaveError, SaveFolder, SaveName, SavedFile, Saves, TileWriter,
 };

@@ -95,12 +95,11 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
         }
     }
     for (_, path, needed_bytes) in systems {
-        let space = rustix::fs::statvfs(&path).map_err(|error| StoreError::Io {
+        let free_bytes = free_bytes(&path).map_err(|source| StoreError::Io {
             verb: "ask the free space of",
             path: path.clone(),
-            source: error.into(),
+            source,
         })?;
-        let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
         if free_bytes < needed_bytes {
             return Err(StoreError::TooLittleSpace {
                 path,
@@ -110,6 +109,16 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
         }
     }
     Ok(())
+}
+
+/// Bytes that a user may still write in the file system of `path`, or of the first folder above it that exists.
+///
+/// # Errors
+/// As the kernel says.
+pub(crate) fn free_bytes(path: &Path) -> std::io::Result<u64> {
+    let there = path.ancestors().find(|folder| folder.exists());
+    let space = rustix::fs::statvfs(there.unwrap_or(path))?;
+    Ok(space.f_bavail.saturating_mul(space.f_frsize))
 }
 
 /// Checks that `folder` exists and takes direct I/O.

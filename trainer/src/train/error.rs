@@ -16,7 +16,7 @@ use crate::metrics::MetricsError;
 use crate::monitor::MonitorError;
 use crate::plan::PlanError;
 use crate::run::{FolderError, SaveError, StateError, daemon_folder, resolved};
-use crate::store::StoreError;
+use crate::store::{Gib, StoreError};
 use crate::trace::TraceError;
 use crate::weights::WeightsError;
 
@@ -116,6 +116,19 @@ pub enum TrainError {
         folder.display()
     )]
     UnknownRun { folder: PathBuf, message: String },
+    #[error(
+        "the file system of {} has {} free, and {what} {}: {change}",
+        folder.display(), Gib(*free_bytes), Gib(*needed_bytes)
+    )]
+    SaveSpace {
+        folder: PathBuf,
+        free_bytes: u64,
+        needed_bytes: u64,
+        /// What takes it, as the beginning of a sentence.
+        what: &'static str,
+        /// What a person can do.
+        change: &'static str,
+    },
     #[error("nothing was committed yet in {}", run_folder.display())]
     NothingCommitted { run_folder: PathBuf },
 }

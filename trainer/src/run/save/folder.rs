@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::{SaveDescription, SaveError};
 use crate::run::folder::{make_folder, resolved};
+use crate::store::free_bytes;
 
 const PREFIX: &str = "step-";
 /// Of a save that is not whole yet.
@@ -14,7 +15,7 @@ const REMOVED: &str = "removed";
 const ASIDE: &str = "aside-";
 
 /// Other files beside the tiles of a save: more than any description takes.
-const SLACK_BYTES: u64 = 1 << 20;
+pub(crate) const SLACK_BYTES: u64 = 1 << 20;
 
 /// The folder of a run's saves, which need not exist.
 #[derive(Clone, Debug)]
@@ -131,9 +132,8 @@ impl Saves {
         let path = self.partial(step);
         make_folder(&self.folder).map_err(SaveError::io("make the folder of", &path))?;
         self.clean()?;
-        let space = rustix::fs::statvfs(&self.folder)
-            .map_err(|error| SaveError::io("ask the free space for", &path)(error.into()))?;
-        let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+        let free_bytes =
+            free_bytes(&self.folder).map_err(SaveError::io("ask the free space for", &path))?;
         let needed_bytes = tile_bytes.saturating_add(SLACK_BYTES);
         if free_bytes < needed_bytes {
             return Err(SaveError::TooLittleSpace {
@@ -199,15 +199,38 @@ impl Saves {
     /// # Errors
     /// Something cannot be removed.
     pub fn clean(&self) -> Result<(), SaveError> {
-        let left = entries(&self.folder)?.into_iter().filter(|path| {
+        for path in self.leftovers()? {
+            fs::remove_dir_all(&path).map_err(SaveError::io("remove what was left of", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Self::clean`] gives back.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn leftover_bytes(&self) -> Result<u64, SaveError> {
+        Ok(bytes_in(&self.leftovers()?))
+    }
+
+    /// Bytes of all whole saves but those put aside.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn bytes(&self) -> Result<u64, SaveError> {
+        let saves: Vec<PathBuf> = self.list()?.into_iter().map(|save| save.path).collect();
+        Ok(bytes_in(&saves))
+    }
+
+    /// What was cut off while it was made or removed.
+    fn leftovers(&self) -> Result<Vec<PathBuf>, SaveError> {
+        let mut left = entries(&self.folder)?;
+        left.retain(|path| {
             let name = name_of(path);
             let ending = name.rsplit_once('.').map_or("", |(_, ending)| ending);
             name.starts_with(PREFIX) && [PARTIAL, REMOVED].contains(&ending)
         });
-        for path in left {
-            fs::remove_dir_all(&path).map_err(SaveError::io("remove what was left of", &path))?;
-        }
-        Ok(())
+        Ok(left)
     }
 
     /// Moves all saves newer than `step` out of the way, with a copy of the metrics. Answers where to, if there were any.
@@ -245,6 +268,15 @@ impl Saves {
             .and_then(|()| fs::remove_dir_all(&removed))
             .map_err(SaveError::io("remove", path))
     }
+}
+
+/// Bytes of the files in `folders`.
+fn bytes_in(folders: &[PathBuf]) -> u64 {
+    let files = folders.iter().filter_map(|path| fs::read_dir(path).ok());
+    let files = files
+        .flatten()
+        .filter_map(|file| file.ok()?.metadata().ok());
+    files.map(|file| file.len()).sum()
 }
 
 /// The name of a save's folder.

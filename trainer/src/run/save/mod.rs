@@ -23,6 +23,7 @@ mod write;
 use std::path::{Path, PathBuf};
 
 pub use description::{SaveDescription, SavedFile};
+pub(crate) use folder::SLACK_BYTES;
 pub use folder::{SaveFolder, SaveName, Saves};
 pub use read::Save;
 pub use write::TileWriter;

@@ -4,6 +4,7 @@ mod describe;
 mod first;
 mod home;
 mod mend;
+mod room;
 mod run;
 mod shared;
 
@@ -177,8 +178,8 @@ impl Prepared {
         self.trained_with["text"] = text.into();
     }
 
-    /// Checks that there is room for the run: folders of a private store, or the daemon of a shared one, then memory.
-    /// Touches nothing.
+    /// Checks that there is room for the run: folders of a private store, or the daemon of a shared one, then memory,
+    /// then the checkpoints that it will make. Touches nothing.
     ///
     /// # Errors
     /// What is missing.
@@ -198,6 +199,15 @@ impl Prepared {
             }
         }
         self.plan.check()?;
+        if let Some(warning) = room::check(
+            &self.settings,
+            &self.plan,
+            &self.run_folder,
+            self.begun,
+            self.from.is_some(),
+        )? {
+            tracing::warn!("{warning}");
+        }
         Ok(())
     }
 

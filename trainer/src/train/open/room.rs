@@ -1,0 +1,174 @@
+//! Whether the file system of the run's folder has room for the checkpoints that the run will make. Asked before training:
+//! a run whose state lives in memory would otherwise train to its end and then lose it.
+
+use std::path::Path;
+
+use super::super::TrainError;
+use crate::config::RunSettings;
+use crate::metrics::MetricsFile;
+use crate::plan::Plan;
+use crate::run::{FolderError, SLACK_BYTES, Saves};
+use crate::store::{Gib, free_bytes};
+
+/// Checkpoints that a start will make.
+struct Wanted {
+    /// Bytes of each.
+    bytes: u64,
+    /// How many there will be at a time beside those that are there already. The oldest goes when a new one is whole.
+    most: u64,
+    /// Whether one of them is all that stays of the run.
+    at_end: bool,
+}
+
+/// Refuses a run whose folder has no room for a single checkpoint that it will make. Returns a warning when it has no room for
+/// all of them: whether they fit depends on what else the drive holds by then. A run that is not `begun` starts anew, over what
+/// an earlier one left; one that starts `from_save` counts as one that has made none.
+///
+/// # Errors
+/// The first that does not fit, and what to change; the folder cannot be looked at.
+pub(super) fn check(
+    settings: &RunSettings,
+    plan: &Plan,
+    run_folder: &Path,
+    begun: bool,
+    from_save: bool,
+) -> Result<Option<String>, TrainError> {
+    let saves = Saves::of(run_folder);
+    let train = &settings.train;
+    let (step, there) = match begun && !from_save {
+        true => (MetricsFile::last_step(run_folder), saves.list()?.len()),
+        false => (0, 0),
+    };
+    let wanted = Wanted::new(
+        plan.memory.table_bytes,
+        step..train.stop_after,
+        train.save_every,
+        train.saves_kept,
+        there as u64,
+        !settings.placement.has_store(),
+    );
+    if wanted.most == 0 {
+        return Ok(None);
+    }
+    // What was cut off goes before one is made, and all of an earlier run when another begins.
+    let free = free_bytes(run_folder).map_err(|source| FolderError::Io {
+        verb: "ask the free space of",
+        path: run_folder.into(),
+        source,
+    })?;
+    let fresh = !begun && !from_save;
+    let goes = saves.leftover_bytes()? + if fresh { saves.bytes()? } else { 0 };
+    let free = free.saturating_add(goes);
+    wanted.judge(run_folder, free)
+}
+
+impl Wanted {
+    fn new(
+        bytes: u64,
+        steps: std::ops::Range<u64>,
+        every: u64,
+        kept: u64,
+        there: u64,
+        at_end: bool,
+    ) -> Self {
+        let due = |step: u64| step.checked_div(every).unwrap_or(0);
+        let last = at_end && !steps.is_empty() && (every == 0 || !steps.end.is_multiple_of(every));
+        let made = due(steps.end).saturating_sub(due(steps.start)) + u64::from(last);
+        let most = match kept {
+            0 => made,
+            kept => made.min(kept + 1 - there.min(kept)),
+        };
+        Self {
+            bytes,
+            most,
+            at_end,
+        }
+    }
+
+    fn judge(&self, folder: &Path, free_bytes: u64) -> Result<Option<String>, TrainError> {
+        let one_bytes = self.bytes.saturating_add(SLACK_BYTES);
+        if free_bytes < one_bytes {
+            let (what, change) = if self.at_end {
+                (
+                    "the state of this run is saved there at its end, which takes",
+                    "free some, name a train.run_folder on a larger drive, or keep the state on nvme",
+                )
+            } else {
+                (
+                    "a save takes",
+                    "free some, name a train.run_folder on a larger drive, or set train.save_every = 0",
+                )
+            };
+            return Err(TrainError::SaveSpace {
+                folder: folder.to_owned(),
+                free_bytes,
+                needed_bytes: one_bytes,
+                what,
+                change,
+            });
+        }
+        let all_bytes = one_bytes.saturating_mul(self.most);
+        Ok((free_bytes < all_bytes).then(|| {
+            format!(
+                "the file system of {} has {} free, and up to {} saves of {} take {}: those that find no room are not made. Free some, or lower train.saves_kept",
+                folder.display(),
+                Gib(free_bytes),
+                self.most,
+                Gib(one_bytes),
+                Gib(all_bytes)
+            )
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn most(steps: std::ops::Range<u64>, every: u64, kept: u64, there: u64, at_end: bool) -> u64 {
+        Wanted::new(GIB, steps, every, kept, there, at_end).most
+    }
+
+    #[test]
+    fn as_many_saves_are_counted_as_are_there_at_a_time() {
+        // Only at the end, and none where that is reached or the store has the state.
+        assert_eq!(most(0..100, 0, 2, 0, true), 1);
+        assert_eq!(most(100..100, 0, 2, 1, true), 0);
+        assert_eq!(most(0..100, 0, 2, 0, false), 0);
+        // Two that are kept, and the one that is made.
+        assert_eq!(most(0..100, 10, 2, 0, true), 3);
+        assert_eq!(most(50..100, 10, 2, 2, true), 1);
+        assert_eq!(most(0..20, 10, 2, 0, true), 2);
+        assert_eq!(most(0..25, 10, 0, 0, true), 3);
+        assert_eq!(most(0..25, 10, 0, 0, false), 2);
+    }
+
+    #[test]
+    fn a_state_that_cannot_be_saved_is_refused_and_one_of_many_saves_is_a_warning() {
+        let folder = Path::new("/runs/large");
+        let wanted = |at_end| Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end);
+        let refused = |at_end| {
+            wanted(at_end)
+                .judge(folder, 128 * GIB)
+                .unwrap_err()
+                .to_string()
+        };
+        let text = refused(true);
+        assert!(
+            text.contains("/runs/large has 128.0 GiB free")
+                && text.contains("saved there at its end, which takes 145.0 GiB")
+                && text.contains("train.run_folder"),
+            "{text}"
+        );
+        assert!(refused(false).contains("train.save_every = 0"));
+        let warned = wanted(true).judge(folder, 300 * GIB).unwrap().unwrap();
+        assert!(
+            warned.contains("up to 3 saves of 145.0 GiB take 435.0 GiB")
+                && warned.contains("train.saves_kept"),
+            "{warned}"
+        );
+        assert_eq!(wanted(true).judge(folder, 436 * GIB).unwrap(), None);
+    }
+}
