@@ -34,9 +34,11 @@ const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 /// The file, unchecked.
 #[derive(Debug, Deserialize)]
 struct ConfigToml {
+    #[serde(default = "socket_default")]
     socket: PathBuf,
     devices: Vec<PathBuf>,
-    arena_bytes_max: Size,
+    #[serde(default)]
+    arena_bytes_max: Option<Size>,
     #[serde(default)]
     engine: Option<String>,
     #[serde(default)]
@@ -55,6 +57,10 @@ struct ConfigToml {
     metrics: MetricsToml,
     #[serde(default)]
     quota: quota::QuotasToml,
+}
+
+fn socket_default() -> PathBuf {
+    SOCKET_DEFAULT.into()
 }
 
 /// One number for all devices, or one each.
@@ -268,7 +274,11 @@ impl ConfigToml {
                 return refuse("devices", format!("{} is there twice", device.display()));
             }
         }
-        let arena_bytes_max = match self.arena_bytes_max.bytes() {
+        let arena_bytes_max = self
+            .arena_bytes_max
+            .as_ref()
+            .map_or(Ok(ARENA_BYTES_DEFAULT), Size::bytes);
+        let arena_bytes_max = match arena_bytes_max {
             Ok(bytes) => bytes,
             Err(message) => return refuse("arena_bytes_max", message),
         };
@@ -458,6 +468,16 @@ mod tests {
     }
 
     #[test]
+    fn the_devices_are_all_that_a_file_must_say() {
+        let config = parse("devices = [\"/mnt/nvme0/tiles\"]").unwrap();
+        assert_eq!(config.socket, Path::new(SOCKET_DEFAULT));
+        assert_eq!(config.arena_bytes_max, 64 << 30);
+        assert_eq!((config.sessions_max, config.iodepth_max), (64, 64));
+        let message = parse("sessions_max = 1").unwrap_err();
+        assert!(message.contains("devices"), "{message}");
+    }
+
+    #[test]
     fn every_key_is_read() {
         let config = parse(WHOLE).unwrap();
         assert_eq!(config.arena_bytes_max, 64 << 30);
@@ -506,6 +526,8 @@ mod tests {
             ("psync", "libaio", "engine"),
             ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
             ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
+            // No trainer could begin a session.
+            ("iodepth_max = 32", "iodepth_max = 1", "iodepth_max"),
             ("100MiB", "100MB", "scrub_bytes_per_s_max"),
             ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
             ("200MiB", "200MB/s", "move_bytes_per_s_max"),
@@ -526,8 +548,6 @@ mod tests {
                 "metrics.listen",
             ),
         ] {
-            // No trainer could begin a session.
-            ("iodepth_max = 32", "iodepth_max = 1", "iodepth_max"),
             let message = parse(&WHOLE.replace(from, to)).unwrap_err();
             assert!(message.contains(&format!(" {key}: ")), "{message}");
         }

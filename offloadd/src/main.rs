@@ -26,7 +26,8 @@ Examples:
   offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
   offloadd top
 
-The settings, all of them, with what they are when left out:
+The settings, all of them, with what they are when left out; devices must be given, and what [metrics] and [quota] show are
+examples:
   socket = \"/run/offloadd/offloadd.sock\"      # calls; descriptors go over <socket>.fds beside it
   devices = [\"/mnt/nvme0/offloadd.tiles\", \"/mnt/nvme1/offloadd.tiles\"]
   arena_bytes_max = \"64GiB\"                   # host memory of all sessions together
@@ -251,7 +252,7 @@ less, and the rest is the others'.")]
         #[arg(
             long,
             value_name = "SOCKET",
-            default_value = "/run/offloadd/offloadd.sock"
+            default_value = offloadd::config::SOCKET_DEFAULT
         )]
         socket: PathBuf,
         /// Take the socket of these settings

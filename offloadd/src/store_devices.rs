@@ -66,9 +66,14 @@ impl StoreDevices {
         Ok(Self { devices, unlisted })
     }
 
-    /// What to write into the settings so that they list all; `None`: they do.
+    /// What to write into the settings so that they list all devices of the store, and no device that has left it; `None`:
+    /// none is missing there.
     pub fn line_to_write(&self) -> Option<String> {
-        let paths: Vec<&str> = self.devices.iter().map(Device::path).collect();
+        let found = recover::look(&mut DeviceBlocks(&self.devices));
+        let outsiders = found.map_or(Vec::new(), |(_, outsiders)| outsiders);
+        let is_outside = |path: &str| outsiders.iter().any(|outsider| outsider.path == path);
+        let paths = self.devices.iter().map(Device::path);
+        let paths: Vec<&str> = paths.filter(|path| !is_outside(path)).collect();
         (!self.unlisted.is_empty()).then(|| format!("devices = {paths:?}"))
     }
 }

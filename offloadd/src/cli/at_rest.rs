@@ -6,13 +6,10 @@ use anyhow::{Result, bail};
 use clap::Args;
 use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
-use offloadd::config::Config;
+use offloadd::config::{Config, SOCKET_DEFAULT};
 use tonic::transport::Channel;
 
 use super::connection::{connect, refusal};
-
-/// Where the service answers.
-const SERVICE_SOCKET: &str = "/run/offloadd/offloadd.sock";
 
 /// Who has the store.
 pub(super) enum Holder {
@@ -36,7 +33,7 @@ pub(crate) struct At {
 /// A daemon at the socket, or, for these settings, the one that answers at theirs and has one of their devices.
 pub(super) async fn holder(at: &At) -> Result<Holder> {
     let Some(config) = &at.config else {
-        let socket = at.socket.clone().unwrap_or_else(|| SERVICE_SOCKET.into());
+        let socket = at.socket.clone().unwrap_or_else(|| SOCKET_DEFAULT.into());
         let client = connect(&socket).await?;
         return Ok(Holder::Daemon(socket, client));
     };

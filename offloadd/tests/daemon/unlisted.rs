@@ -195,3 +195,21 @@ fn a_device_that_left_is_not_opened() {
     expect_tiles(&mut session, TILES, 9);
     assert_eq!(unlisted(&store), [false]);
 }
+
+#[test]
+fn after_a_drain_the_line_to_write_names_the_devices_of_the_store_alone() {
+    let store = Store::new(2, "auto");
+    let new = store.folder.path().join("new");
+    let mut daemon = store.serve();
+    let output = device(&store, "add", &new, &["--size", "8MiB"]);
+    assert!(output.status.success(), "{}", words(&output));
+    kill(&mut daemon);
+    // A listed device leaves; the one that came is not listed yet.
+    let output = device(&store, "drain", &store.devices[1], &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    let line = format!("devices = {:?}", [&store.devices[0], &new]);
+    for command in [["check-config"].as_slice(), &["doctor", "--config"]] {
+        let output = program().args(command).arg(&store.config).output().unwrap();
+        assert!(words(&output).contains(&line), "{}", words(&output));
+    }
+}

@@ -114,7 +114,7 @@ pub(crate) struct WhichStore {
     #[arg(
         long,
         value_name = "SOCKET",
-        default_value = "/run/offloadd/offloadd.sock"
+        default_value = offloadd::config::SOCKET_DEFAULT
     )]
     socket: PathBuf,
 }
