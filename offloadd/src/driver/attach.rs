@@ -67,16 +67,19 @@ impl Driver {
                 }
             };
             let uid = peer.uid.as_raw();
-            let silent = self.hellos.values().filter(|hello| hello.uid == uid);
-            if silent.count() >= HELLOS_A_USER {
+            let mine = || self.hellos.iter().filter(|(_, hello)| hello.uid == uid);
+            // Whoever means it sends its token at once: the one that is silent longest makes room.
+            if mine().count() >= HELLOS_A_USER
+                && let Some((&oldest, _)) = mine().min_by_key(|(key, _)| **key)
+            {
+                let hello = self.hellos.remove(&oldest).expect("just seen");
+                let _ = epoll::delete(&self.epoll, &hello.socket);
                 let what = format!(
-                    "{HELLOS_A_USER} connections of uid {uid} to the descriptor socket have not shown their token; each has {} s",
-                    HELLO_WAIT.as_secs()
+                    "{HELLOS_A_USER} later connections of uid {uid} to the descriptor socket have not shown their token either"
                 );
                 let fault = Fault::new(FaultKind::TooMany, what);
                 tracing::warn!(uid, %fault, "refused descriptors");
-                handoff::refuse(&socket, &fault);
-                continue;
+                handoff::refuse(&hello.socket, &fault);
             }
             let key = self.hellos_made;
             self.hellos_made += 1;
