@@ -3,7 +3,7 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
-use offloadd::core::{Call, Event, JOBS_A_USER_DEFAULT, OpenSession, Peer, Quota, Quotas, Reply};
+use offloadd::core::{Call, Event, OpenSession, Peer, Quota, Quotas, Reply};
 use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::Durability;
 
@@ -226,25 +226,4 @@ fn a_user_has_as_many_jobs_as_his_quota_says_and_leaves_others_their_places() {
 
     world.ask(Call::DropJob { job: job("one") }).unwrap();
     world.define(third, tiles()).unwrap();
-}
-
-#[test]
-fn one_user_cannot_take_all_places_where_the_settings_say_nothing() {
-    let mut world = with(Quota::default(), Quota::default());
-    let mut taken = 0;
-    let refusal = loop {
-        let process = world.open(&job(&format!("job{taken}")), 0, 1).unwrap().0;
-        let defined = world.define(process, definition(1, Durability::Committed, 1));
-        world
-            .ask(Call::Close {
-                token: process.token,
-            })
-            .unwrap();
-        match defined {
-            Ok(_) => taken += 1,
-            Err(fault) => break fault,
-        }
-    };
-    assert_eq!(taken, JOBS_A_USER_DEFAULT, "{refusal}");
-    assert!(refusal.message.contains("jobs_max"), "{refusal}");
 }
