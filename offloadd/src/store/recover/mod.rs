@@ -7,6 +7,8 @@ mod devices;
 mod jobs;
 mod unlisted;
 
+use std::collections::BTreeSet;
+
 use offload_api::ids::DeviceIndex;
 
 use super::catalog::{Catalog, Entry, Phase};
@@ -198,7 +200,7 @@ pub fn read_watched(
     })
 }
 
-/// Reads the store, mends unsound copies, and flushes every device. Only under the store's lock.
+/// Reads the store, flushes every device, and mends unsound copies, flushed too. Only under the store's lock.
 ///
 /// The flush is no formality: after a daemon was killed between a record's write and its flush, the record may have been
 /// read out of a drive's cache. Work that goes on from it writes over the generation before it, so it must not vanish in
@@ -222,10 +224,16 @@ pub fn open_watched(
 /// # Errors
 /// A device takes no writes, or no flush.
 pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), BlockError> {
+    // The sound copy may have been read out of a drive's cache: it is durable before the other one is written over.
+    for position in 0..blocks.count() {
+        blocks.flush(position)?;
+    }
+    let mut written = BTreeSet::new();
     for repair in std::mem::take(&mut store.repairs) {
         blocks.write(repair.position, repair.offset, &repair.blocks)?;
+        written.insert(repair.position);
     }
-    for position in 0..blocks.count() {
+    for position in written {
         blocks.flush(position)?;
     }
     let Stale { whole, parts } = std::mem::take(&mut store.stale);

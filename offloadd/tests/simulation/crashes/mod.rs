@@ -248,7 +248,10 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         for standing in unsettled {
             // Jobs came after it was drained, and no other device has room for all records.
             let why = standing.stuck.as_deref().unwrap_or_default();
-            assert!(why.contains("Drop a job or add"), "{standing:?}");
+            assert!(
+                why.contains("Drop a job (`offloadd drop`) or add"),
+                "{standing:?}"
+            );
         }
         for known in &mut known {
             begin(&mut world, known);
