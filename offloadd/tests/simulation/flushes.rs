@@ -3,12 +3,14 @@
 //! a record that was called failed and is found again.
 
 use offload_api::fault::FaultKind;
+use offloadd::blocks::Blocks;
 use offloadd::core::{Call, Event, Reply};
 use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::Committed;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::verify;
+use offloadd::store::{CATALOG_OFFSETS, recover};
 
 use super::growth::{expect_all, write_all};
 use super::world::{Process, World, formatted, job};
@@ -230,4 +232,55 @@ fn tiles_that_move_are_whole_whichever_flush_fails() {
         failed_count > 20 && operations > 60,
         "{failed_count}, {operations}"
     );
+}
+
+#[test]
+fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
+    let mut world = World::start(formatted(), SimRandom::new(1));
+    let process = world.begin("one", TILES, Committed);
+    write_all(&mut world, process, 1, TILES);
+    // So many that the catalog has several sectors.
+    for index in 0..4 {
+        let filler = world.begin(&format!("a-filler-with-a-long-name-{index}"), 1, Committed);
+        world.close(filler).unwrap();
+    }
+    let (mut disks, _) = world.crash(true);
+    // A daemon dropped a job and was killed when one copy was written: the next one reads it out of the drive's cache.
+    let store = recover::read(&mut disks).unwrap();
+    let mut catalog = store.catalog.clone();
+    catalog.sequence += 1;
+    catalog.entries.remove(1);
+    let home = store[store.home].position;
+    (disks.write(home, CATALOG_OFFSETS[0], &catalog.encode())).unwrap();
+    let mut refused_count = 0;
+    for (seed, at) in (0..40).flat_map(|seed| (0..4).map(move |before_end| (seed, before_end))) {
+        let mut disks = disks.clone();
+        // What a flush loses is drawn from its number.
+        for _ in 0..seed {
+            disks.flush(1 - home).unwrap();
+        }
+        let flushes = first_flushes(&disks);
+        disks.plan = Some(SimFaultPlan {
+            at: flushes + at,
+            for_good: false,
+            fault: SimFault::Errno(libc::EIO),
+        });
+        let random = SimRandom::new(seed);
+        let Err(failed) = World::try_start(disks, random.clone()) else {
+            continue;
+        };
+        refused_count += 1;
+        let mut disks = failed.1;
+        disks.mend();
+        let mut world = World::start(disks, random);
+        assert_eq!(newest_is_whole(&mut world, "one"), 1);
+    }
+    assert!(refused_count > 40, "{refused_count}");
+}
+
+/// The number of the first operation of a start that is no read.
+fn first_flushes(disks: &SimDisks) -> u64 {
+    let mut disks = disks.clone();
+    recover::read(&mut disks).unwrap();
+    disks.operation_count()
 }
