@@ -4,7 +4,8 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
-use offloadd::config::{Config, IODEPTH_DEFAULT};
+use offloadd::api::IODEPTH_DEFAULT;
+use offloadd::config::Config;
 use serde_json::Value;
 
 use crate::lab::{
