@@ -269,7 +269,10 @@ impl JobWords {
             _ => word,
         };
         let engine = EngineChoice::from_name(&word).with_context(|| {
-            format!("ioengine = {word}: it is one of {:?}", EngineChoice::NAMES)
+            format!(
+                "ioengine = {word}: it is one of {:?}",
+                offloadd::api::ENGINES
+            )
         })?;
         let rw = self.rw.unwrap_or(Access::Read);
         let direct = self.direct.is_none_or(|switch| switch.0);

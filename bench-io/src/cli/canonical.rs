@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         format!(
             "--engine {}: it is one of {:?}",
             args.engine,
-            EngineChoice::NAMES
+            offloadd::api::ENGINES
         )
     })?;
     let (size, tile) = (args.size.0, args.tile.0);

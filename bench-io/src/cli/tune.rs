@@ -8,8 +8,9 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use kernels::adamw::{Master, state_tile_bytes};
 use offload_client::IODEPTH_MIN;
+use offloadd::api::IODEPTH_DEFAULT;
 use offloadd::api::IODEPTH_MAX;
-use offloadd::config::{Config, IODEPTH_DEFAULT};
+use offloadd::config::Config;
 use serde::Serialize;
 
 use crate::bed::Trial;

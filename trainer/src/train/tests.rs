@@ -31,7 +31,7 @@ use crate::home::{GpuHome, Home};
 use crate::model::init::splitmix64;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::trace::Trace;
-use crate::update::{CpuUpdate, Decay, Update};
+use crate::update::{CpuUpdate, Decay};
 use crate::weights::Weights;
 
 /// What blocks may be told to keep. Those in tiles are always computed again, whatever they are told.
@@ -252,7 +252,7 @@ fn steps(
             .forward_backward(&mut home, data, first, 1.0, &Trace::off())
             .unwrap();
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
-        let update = Update::Step(hyper(settings, step, found.norm, 1.0));
+        let update = Some(hyper(settings, step, found.norm, 1.0));
         home.finish_step(update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);
     }
