@@ -9,6 +9,7 @@
 //!   i >= w   WarmupLR        max
 //!            WarmupDecayLR   min + (max - min) * (T-i)/(T-w), not below min
 //!            WarmupCosineLR  max * (r + (1-r) * (1 + cos(pi * (i-w+1)/(T-w))) / 2), r the least ratio
+//!   any s    linear          lr * (T-s+1)/T, as Hugging Face's Trainer
 //!   any i    LRRangeTest     min * (1 + rate * (i+1)/size), with stairs rounded down
 //!            OneCycle        min + (max - min) * h, h up from 0 to 1 and down again over i+1; later min / (1 + rate * (i+1-cycle)/size)
 //! ```
@@ -24,6 +25,9 @@ pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
     let iteration = step.checked_sub(2);
     match schedule {
         LrSchedule::Constant { lr } => *lr,
+        LrSchedule::Linear { lr, total_steps } => {
+            lr * (total_steps + 1).saturating_sub(step) as f64 / *total_steps as f64
+        }
         LrSchedule::RangeTest(test) => {
             let intervals = (step - 1) as f64 / test.step_size as f64;
             let intervals = if test.staircase {
@@ -216,5 +220,17 @@ mod tests {
             [0.5; 3]
         );
         assert_eq!(betas(&constant, 1), None);
+    }
+
+    #[test]
+    fn a_linear_fall_begins_with_the_whole_rate_and_would_be_0_after_the_last_step() {
+        let linear = LrSchedule::Linear {
+            lr: 0.5,
+            total_steps: 4,
+        };
+        assert_eq!(
+            [1, 2, 3, 4, 5, 9].map(|step| learning_rate(&linear, step)),
+            [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+        );
     }
 }

@@ -87,12 +87,13 @@ enum Command {
     /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
-    /// Print what becomes of each of DeepSpeed's keys, as Markdown.
-    #[command(after_help = "Example:
+    /// List every key of a run file: its type, its default, what it is for.
+    #[command(after_help = "Examples:
+  trainer keys | grep ^train
   trainer keys --markdown > configs/DEEPSPEED.md")]
     Keys {
-        /// As a page in Markdown; there is no other form.
-        #[arg(long, required = true)]
+        /// Print what becomes of each of DeepSpeed's keys instead, those that are not read included, as Markdown.
+        #[arg(long)]
         markdown: bool,
     },
     /// Write a run's weights as a directory that Hugging Face's library loads: safetensors, config.json, the tokenizer.
@@ -248,7 +249,12 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
         Command::Remove(args) => cli::remove::run(&args)?,
-        Command::Keys { .. } => said::out(format_args!("{}", trainer::config::markdown())),
+        Command::Keys { markdown: true } => {
+            said::out(format_args!("{}", trainer::config::markdown()));
+        }
+        Command::Keys { markdown: false } => {
+            said::out(format_args!("{}", trainer::config::listing()));
+        }
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, save } => {
             say!("{}", trainer::digest::digest(run.settings(None)?, save)?);

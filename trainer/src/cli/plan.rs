@@ -29,10 +29,10 @@ pub(crate) struct PlanArgs {
     /// The run file: TOML, or JSON when its name ends in .json.
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table", "deepspeed"], conflicts_with_all = ["model", "table"])]
     file: Option<PathBuf>,
-    /// A JSON file for DeepSpeed, as it is; the run file says what it leaves open.
+    /// A file for DeepSpeed (JSON) or an Accelerate configuration (YAML), as it is; the run file says what it leaves open.
     #[arg(long, value_name = "ds_config.json", conflicts_with_all = ["model", "table"])]
     deepspeed: Option<PathBuf>,
-    /// Replace a setting; the value is TOML, or plain text.
+    /// Replace a setting; the value is TOML. What is not TOML is text, unless it begins with [, {, " or '.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
     /// As JSON, for programs.
@@ -209,9 +209,18 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
             Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
         };
         say!("{}", report?);
+        for warning in &settings.warnings {
+            say_beside!("warning: {warning}");
+        }
     } else {
+        for warning in &settings.warnings {
+            say!("warning: {warning}");
+        }
         for note in &settings.notes {
             say!("note: {note}");
+        }
+        for line in settings.summary() {
+            say!("{line}");
         }
         if let Ok(plan) = &plan {
             say!("{plan}");

@@ -11,10 +11,10 @@ pub(crate) struct SourceArgs {
     /// The run file: TOML, or JSON when its name ends in .json. With --deepspeed it may be left out, and --set say the rest.
     #[arg(value_name = "RUN.toml", required_unless_present = "deepspeed")]
     file: Option<PathBuf>,
-    /// A JSON file for DeepSpeed, as it is; the run file says what it leaves open.
+    /// A file for DeepSpeed (JSON) or an Accelerate configuration (YAML), as it is; the run file says what it leaves open.
     #[arg(long, value_name = "ds_config.json")]
     deepspeed: Option<PathBuf>,
-    /// Replace a setting of the files; the value is TOML, or plain text.
+    /// Replace a setting of the files; the value is TOML. What is not TOML is text, unless it begins with [, {, " or '.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 }

@@ -73,18 +73,20 @@ pub(super) const AUTO: &[Auto] = &[
     ),
     (
         "fp16.enabled",
-        |_| Some(json!(false)),
-        "false, Hugging Face's fp16; fp16.enabled = true in the run file switches it on",
+        |_| None,
+        "true where the checkpoint is in fp16, else false",
     ),
     (
         "bf16.enabled",
-        |_| Some(json!(false)),
-        "false, Hugging Face's bf16; bf16.enabled = true in the run file switches it on",
+        |_| None,
+        "true where the checkpoint is in bf16, else false",
     ),
 ];
 
-/// Our own keys for which "auto" is a word of its own, not the same as leaving them out.
+/// Keys for which "auto" is a word of its own, not the same as leaving them out.
 const AUTO_IS_A_WORD: &[&str] = &[
+    "bf16.enabled",
+    "fp16.enabled",
     "offload.engine",
     "offload.resident_share",
     "offload.update",
@@ -96,7 +98,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
 pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
     for (key, choose, what) in AUTO {
         let pointer = format!("/{}", key.replace('.', "/"));
-        if tree.pointer(&pointer).and_then(Value::as_str) != Some("auto") {
+        if !is_auto(tree, &pointer) || AUTO_IS_A_WORD.contains(key) {
             continue;
         }
         notes.push(format!("{key} is \"auto\": {what}"));
@@ -104,6 +106,16 @@ pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
         *tree.pointer_mut(&pointer).expect("it was just there") = chosen.unwrap_or(Value::Null);
     }
     leave_out("", tree, notes);
+}
+
+/// Whether a value of `tree` is "auto" that Hugging Face's Trainer fills in.
+pub(super) fn is_asked_for(tree: &Value) -> bool {
+    let mut keys = AUTO.iter().map(|(key, ..)| key.replace('.', "/"));
+    keys.any(|key| is_auto(tree, &format!("/{key}")))
+}
+
+fn is_auto(tree: &Value, pointer: &str) -> bool {
+    tree.pointer(pointer).and_then(Value::as_str) == Some("auto")
 }
 
 /// Beside a whole batch it follows from that.
@@ -146,8 +158,11 @@ mod tests {
             "optimizer": {"params": {"lr": "auto", "betas": "auto"}},
             "scheduler": {"params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
             "zero_optimization": {"reduce_bucket_size": "auto", "stage": "auto"},
+            "bf16": {"enabled": "auto"},
             "train": {"steps": 7, "device": "auto"}
         });
+        assert!(is_asked_for(&tree));
+        assert!(!is_asked_for(&json!({"train": {"device": "auto"}})));
         let mut notes = Vec::new();
         resolve(&mut tree, &mut notes);
         let expected = json!({
@@ -155,6 +170,8 @@ mod tests {
             "optimizer": {"params": {"lr": 5e-5, "betas": [0.9, 0.999]}},
             "scheduler": {"params": {"warmup_max_lr": 5e-5, "total_num_steps": 7}},
             "zero_optimization": {},
+            // The checkpoint's to say.
+            "bf16": {"enabled": "auto"},
             "train": {"steps": 7, "device": "auto"}
         });
         assert_eq!(tree, expected);

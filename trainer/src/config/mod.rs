@@ -2,24 +2,30 @@
 //!
 //! ```text
 //!   RUN.toml | RUN.json ──┐
-//!   ds_config.json ──below┴─▶ tree ──▶ --set on top ──▶ keys/: every key known? ──▶ "auto" ──▶ ConfigToml ──▶ resolve/ ──▶ RunSettings
+//!   ds_config.json ──below┴─▶ tree ──▶ --set on top ──▶ keys/: known keys, right types? ──▶ "auto" ──▶ ConfigToml ──▶ resolve/ ──▶ RunSettings
 //! ```
+//!
+//! What is wrong is collected on the way and reported at once.
 
+mod accelerate;
 mod auto;
+mod deepspeed;
 mod json;
 mod keys;
 mod resolve;
 mod schedule;
+mod schema;
 mod settings;
 mod source;
 mod stage;
+mod summary;
 pub mod toml;
 
 use std::path::PathBuf;
 
 use serde_json::Value;
 
-pub use keys::markdown;
+pub use keys::{listing, markdown};
 pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
     ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
@@ -52,6 +58,19 @@ pub enum SettingsError {
     /// `--set` without a key or a value.
     #[error("--set {text}: expected key=value with dots between tables, as in train.steps=100")]
     Set { text: String },
+    /// `--set` with a value that begins as TOML and is none.
+    #[error("--set {key}: {value} is not valid TOML: {message}")]
+    SetSyntax {
+        key: String,
+        value: String,
+        message: String,
+    },
+    /// An Accelerate configuration that holds no run of this kind.
+    #[error("{} {message}", path.display())]
+    Accelerate { path: PathBuf, message: String },
+    /// More than one thing is wrong.
+    #[error("{} settings are wrong{}", .0.len(), lines(.0))]
+    Several(Vec<SettingsError>),
     /// The run file and DeepSpeed's file say different things.
     #[error(
         "{key} is {over} in {} and {under} in {}: leave it out of one of them, or write \"auto\" in the second",
@@ -100,10 +119,44 @@ impl SettingsError {
         match self {
             Self::UnknownKey { key, .. } | Self::NotSupported { key, .. } => Some(key),
             Self::Type { key, .. } => Some(key),
-            Self::Value { key, .. } => Some(key),
+            Self::Value { key, .. } | Self::Missing { key, .. } => Some(key),
             _ => None,
         }
     }
+
+    /// An error of all `faults`.
+    fn all(mut faults: Vec<Self>) -> Result<(), Self> {
+        match faults.len() {
+            0 => Ok(()),
+            1 => Err(faults.remove(0)),
+            _ => Err(Self::Several(faults)),
+        }
+    }
+}
+
+/// Each fault on a line of its own.
+fn lines(faults: &[SettingsError]) -> String {
+    let lines = faults.iter().map(|fault| format!("\n  {fault}"));
+    lines.collect()
+}
+
+/// Who fills in what a file leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum WrittenFor {
+    /// We do: there is no file for DeepSpeed.
+    Us,
+    /// DeepSpeed alone.
+    DeepSpeed,
+    /// Hugging Face's Trainer: the file has an "auto" that it fills in.
+    Trainer,
+}
+
+/// What a reader of the settings should know.
+#[derive(Debug, Default)]
+struct Said {
+    /// Choices that may be another than what was meant.
+    warnings: Vec<String>,
+    notes: Vec<String>,
 }
 
 /// Reads the files of `source`, lays its `sets` over them and checks all of it.
@@ -111,10 +164,21 @@ impl SettingsError {
 /// `ranks` is how many processes train the run. Without it the run is only looked at: as many as its batch sizes say, or one.
 ///
 /// # Errors
-/// The first thing that is wrong, with the key's path and what to do.
+/// All that is wrong, each with the key's path and what to do.
 pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
     let Tree { tree, deepspeed } = source.tree()?;
-    check(tree, &source.name(), ranks).map_err(|error| Tree::blame(&deepspeed, error))
+    let mut said = Said::default();
+    let mut written_for = WrittenFor::Us;
+    if let Some(file) = &deepspeed {
+        written_for = match file.for_trainer {
+            true => WrittenFor::Trainer,
+            false => WrittenFor::DeepSpeed,
+        };
+        said.notes.extend(file.notes.iter().cloned());
+        file.note_ignored(&mut said);
+    }
+    check_as(tree, &source.name(), ranks, written_for, said)
+        .map_err(|error| Tree::blame(&deepspeed, error))
 }
 
 /// Lays `sets`, each `key=value`, over a tree of settings.
@@ -127,25 +191,45 @@ pub fn lay(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
 
 /// Checks a whole tree of settings. `name` is the run file's stem; it names the run folder when the file does not. `ranks` as
 /// for [`read`].
-pub fn check(
+///
+/// # Errors
+/// As for [`read`].
+pub fn check(tree: Value, name: &str, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
+    check_as(tree, name, ranks, WrittenFor::Us, Said::default())
+}
+
+fn check_as(
     mut tree: Value,
     name: &str,
     ranks: Option<u32>,
+    written_for: WrittenFor,
+    mut said: Said,
 ) -> Result<RunSettings, SettingsError> {
-    let mut notes = Vec::new();
     source::whole_numbers(&mut tree);
-    let mut unused = keys::check(&tree)?;
-    auto::resolve(&mut tree, &mut notes);
-    notes.append(&mut unused);
+    let keys::Checked { note, mut faults } = keys::check(&tree);
+    auto::resolve(&mut tree, &mut said.notes);
+    said.notes.extend(note);
+    faults.extend(keys::take_wrong_types(&mut tree));
     let config: toml::ConfigToml =
-        serde_path_to_error::deserialize(tree).map_err(|error| SettingsError::Type {
-            key: error.path().to_string(),
-            message: error.into_inner().to_string(),
-        })?;
-    resolve::resolve(config, name, ranks, notes)
+        serde_json::from_value(tree).expect("every value is of a type that its key takes");
+    match resolve::resolve(config, name, ranks, written_for, said) {
+        Ok(settings) => SettingsError::all(faults).map(|()| settings),
+        Err(more) => {
+            // A value that was taken out is missing, and nobody needs to hear of it twice.
+            let told = |fault: &SettingsError| {
+                let same = |other: &SettingsError| other.key() == fault.key();
+                fault.key().is_some() && faults.iter().any(same)
+            };
+            let more: Vec<_> = more.into_iter().filter(|fault| !told(fault)).collect();
+            faults.extend(more);
+            Err(SettingsError::all(faults).expect_err("something was wrong"))
+        }
+    }
 }
 
 #[cfg(test)]
 mod deepspeed_tests;
+#[cfg(test)]
+mod public_tests;
 #[cfg(test)]
 mod tests;

@@ -9,6 +9,8 @@ use serde::Serialize;
 pub enum LrSchedule {
     /// The optimizer's, always.
     Constant { lr: f64 },
+    /// From the optimizer's straight down to 0 after `total_steps`: Hugging Face's "linear" without a warm-up.
+    Linear { lr: f64, total_steps: u64 },
     /// Ever up, to find the rate at which training diverges.
     RangeTest(RangeTest),
     /// Up and down once, the momentum the other way, then perhaps further down.

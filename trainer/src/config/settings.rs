@@ -35,6 +35,9 @@ pub struct RunSettings {
     pub reports: Reports,
     pub placement: Placement,
     pub offload: OffloadSettings,
+    /// Choices made for the reader of the run file that may be another than what was meant.
+    #[serde(skip)]
+    pub warnings: Vec<String>,
     /// What a reader of the run file should know: keys without effect, defaults taken.
     #[serde(skip)]
     pub notes: Vec<String>,
@@ -72,11 +75,16 @@ impl RunSettings {
 }
 
 fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(match dtype {
+    serializer.serialize_str(dtype_name(*dtype))
+}
+
+/// As settings and people call it.
+pub(super) fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
         Dtype::Bf16 => "bf16",
         Dtype::Fp16 => "fp16",
         Dtype::Fp32 => "fp32",
-    })
+    }
 }
 
 /// What a step does whose gradients are not finite.

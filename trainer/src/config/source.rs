@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::deepspeed::{self, DeepSpeedFile};
 use super::{SettingsError, json, keys};
 
 /// The files of a run, and what is laid over them.
@@ -20,7 +21,7 @@ pub struct Source {
 /// All settings in one tree, and what DeepSpeed's file has of it.
 pub(super) struct Tree {
     pub(super) tree: Value,
-    pub(super) deepspeed: Option<(PathBuf, Value)>,
+    pub(super) deepspeed: Option<DeepSpeedFile>,
 }
 
 impl Source {
@@ -41,12 +42,18 @@ impl Source {
             None => Value::Object(Map::new()),
         };
         let deepspeed = self.deepspeed_path(&mut tree)?;
-        let deepspeed = deepspeed
-            .map(|path| parse_deepspeed(&path).map(|found| (path, found)))
-            .transpose()?;
-        if let Some((path, found)) = &deepspeed {
-            let run = self.run.as_deref().unwrap_or(path);
-            lay_under(&mut tree, found, "", run, path)?;
+        let deepspeed = deepspeed.map(|path| deepspeed::read(&path)).transpose()?;
+        if let Some(file) = &deepspeed {
+            let run = self.run.as_deref().unwrap_or(&file.path);
+            let mut faults = Vec::new();
+            lay_under(
+                &mut tree,
+                &file.tree,
+                "",
+                (run, file.path.as_path()),
+                &mut faults,
+            );
+            SettingsError::all(faults)?;
         }
         self.sets.iter().try_for_each(|set| apply(&mut tree, set))?;
         Ok(Tree { tree, deepspeed })
@@ -63,7 +70,7 @@ impl Source {
             Some(other) => {
                 return Err(SettingsError::Type {
                     key: "deepspeed".into(),
-                    message: format!("{other}: expected the path of a JSON file"),
+                    message: format!("{other}: expected the path of a JSON or YAML file"),
                 });
             }
         };
@@ -83,28 +90,29 @@ impl Source {
 
 impl Tree {
     /// Names DeepSpeed's file in an error about a key that came from there.
-    pub(super) fn blame(
-        deepspeed: &Option<(PathBuf, Value)>,
-        error: SettingsError,
-    ) -> SettingsError {
-        let Some((path, found)) = deepspeed else {
+    pub(super) fn blame(deepspeed: &Option<DeepSpeedFile>, error: SettingsError) -> SettingsError {
+        let Some(file) = deepspeed else {
             return error;
         };
+        if let SettingsError::Several(faults) = error {
+            let faults = faults.into_iter();
+            return SettingsError::Several(
+                faults.map(|fault| Self::blame(deepspeed, fault)).collect(),
+            );
+        }
         let key = error.key().unwrap_or_default();
-        if found
-            .pointer(&format!("/{}", key.replace('.', "/")))
-            .is_none()
-        {
+        let pointer = format!("/{}", key.replace('.', "/"));
+        if file.tree.pointer(&pointer).is_none() {
             return error;
         }
         SettingsError::InFile {
-            path: path.clone(),
+            path: file.path.clone(),
             error: Box::new(error),
         }
     }
 }
 
-fn read(path: &Path, what: &'static str) -> Result<String, SettingsError> {
+pub(super) fn read_text(path: &Path, what: &'static str) -> Result<String, SettingsError> {
     std::fs::read_to_string(path).map_err(|source| SettingsError::Read {
         what,
         path: path.into(),
@@ -113,7 +121,7 @@ fn read(path: &Path, what: &'static str) -> Result<String, SettingsError> {
 }
 
 fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
-    let text = read(path, what)?;
+    let text = read_text(path, what)?;
     let syntax = |format, message: String| SettingsError::Syntax {
         path: path.into(),
         format,
@@ -135,38 +143,16 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
     }
 }
 
-/// DeepSpeed's file, whatever its name ends in. What is null there is left out.
-fn parse_deepspeed(path: &Path) -> Result<Value, SettingsError> {
-    let text = read(path, "DeepSpeed's file")?;
-    let syntax = |message: String| SettingsError::Syntax {
-        path: path.into(),
-        format: "JSON",
-        message,
-    };
-    let mut tree = json::parse(&text).map_err(syntax)?;
-    if !tree.is_object() {
-        return Err(syntax("the outermost value must be an object".into()));
-    }
-    drop_nulls(&mut tree);
-    Ok(tree)
-}
-
-fn drop_nulls(tree: &mut Value) {
-    let Value::Object(table) = tree else { return };
-    table.retain(|_, value| !value.is_null());
-    table.values_mut().for_each(drop_nulls);
-}
-
-/// Adds to `tree`, of the file `run`, what `below`, of the file `deepspeed`, has besides. "auto" gives way to a value.
+/// Adds to `tree`, of the first of `files`, what `below`, of the second, has besides. "auto" gives way to a value.
 fn lay_under(
     tree: &mut Value,
     below: &Value,
     prefix: &str,
-    run: &Path,
-    deepspeed: &Path,
-) -> Result<(), SettingsError> {
+    files: (&Path, &Path),
+    faults: &mut Vec<SettingsError>,
+) {
     let (Some(table), Some(below)) = (tree.as_object_mut(), below.as_object()) else {
-        return Ok(());
+        return;
     };
     for (name, under) in below {
         let path = keys::join(prefix, name);
@@ -176,11 +162,12 @@ fn lay_under(
         };
         let is_auto = |value: &Value| value.is_null() || value.as_str() == Some("auto");
         if over.is_object() && under.is_object() {
-            lay_under(over, under, &path, run, deepspeed)?;
+            lay_under(over, under, &path, files, faults);
         } else if is_auto(over) {
             *over = under.clone();
         } else if !is_auto(under) && !same(over, under) {
-            return Err(SettingsError::Contradiction {
+            let (run, deepspeed) = files;
+            faults.push(SettingsError::Contradiction {
                 key: path,
                 run: run.into(),
                 over: over.to_string(),
@@ -189,7 +176,6 @@ fn lay_under(
             });
         }
     }
-    Ok(())
 }
 
 /// Whether two values mean the same: 1000, 1000.0 and 1e3 do.
@@ -203,18 +189,26 @@ fn same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Lays one `a.b=value` over the tree. The value is TOML; what is no TOML is taken as text, so that paths need no quotes.
+/// Lays one `a.b=value` over the tree. The value is TOML. What is not TOML is text, so that paths and sizes need no quotes,
+/// unless it begins as a list, a table or quoted text: then it is a typing error.
 pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     let wrong = || SettingsError::Set { text: set.into() };
     let (path, text) = set.split_once('=').ok_or_else(wrong)?;
-    let path = path.trim();
-    if path.is_empty() || path.split('.').any(str::is_empty) || text.trim().is_empty() {
+    let (path, text) = (path.trim(), text.trim());
+    if path.is_empty() || path.split('.').any(str::is_empty) || text.is_empty() {
         return Err(wrong());
     }
-    let value = ::toml::from_str::<Value>(&format!("value = {text}"))
-        .ok()
-        .and_then(|mut table| table.get_mut("value").map(Value::take))
-        .unwrap_or_else(|| Value::String(text.trim().into()));
+    let value = match ::toml::from_str::<Map<String, Value>>(&format!("value = {text}")) {
+        Ok(mut table) if table.len() == 1 => table.remove("value").expect("it is the one"),
+        Err(error) if text.starts_with(['[', '{', '"', '\'']) => {
+            return Err(SettingsError::SetSyntax {
+                key: path.into(),
+                value: text.into(),
+                message: error.message().into(),
+            });
+        }
+        Ok(_) | Err(_) => Value::String(text.into()),
+    };
     let mut place = tree;
     for key in path.split('.') {
         if !place.is_object() {

@@ -290,11 +290,15 @@ fn values_out_of_range_name_their_key() {
             json!("tight"),
             "data.packing: \"tight\": use \"concatenate\" or \"documents\"",
         ),
-        ("train.seed", json!("x"), "train.seed: invalid type"),
+        (
+            "train.seed",
+            json!("x"),
+            "train.seed: expected a whole number, got \"x\"",
+        ),
         (
             "optimizer.params.lr",
             json!("fast"),
-            "optimizer.params.lr: invalid type",
+            "optimizer.params.lr: expected a number, got \"fast\"",
         ),
     ] {
         let mut changes = vec![(key, value)];
@@ -534,6 +538,27 @@ fn set_lays_toml_values_over_the_file() {
         "train": {"steps": 5}, "offload": {"socket": "/run/x.sock"}, "data": {"files": ["a", "b"]}, "bf16": {"enabled": true}
     });
     assert_eq!(tree, expected);
+    // What begins as structured is not text by mistake; sizes and paths are.
+    for (set, value) in [
+        ("offload.staging_bytes=64MiB", json!("64MiB")),
+        ("train.run_folder=2026-runs/a", json!("2026-runs/a")),
+        ("model.path=\"a b\"", json!("a b")),
+    ] {
+        let mut tree = json!({});
+        apply(&mut tree, set).unwrap();
+        let (path, _) = set.split_once('=').unwrap();
+        let pointer = format!("/{}", path.replace('.', "/"));
+        assert_eq!(tree.pointer(&pointer), Some(&value), "{set}");
+    }
+    for set in [
+        "data.files=[\"a\"",
+        "data.files=[a, b]",
+        "optimizer={lr=}",
+        "model.path=\"a",
+    ] {
+        let text = apply(&mut tree, set).unwrap_err().to_string();
+        assert!(text.contains("is not valid TOML: "), "{text}");
+    }
     for wrong in ["train.steps", "=5", "a..b=1", "a="] {
         assert!(
             matches!(apply(&mut tree, wrong), Err(SettingsError::Set { .. })),
@@ -553,7 +578,7 @@ fn toml_and_json_files_mean_the_same() {
             read_file(path)
                 .unwrap_err()
                 .to_string()
-                .starts_with("unknown key train.bad")
+                .contains("unknown key train.bad")
         );
     }
     std::fs::write(&toml, "[train").unwrap();
@@ -605,4 +630,80 @@ fn every_engine_of_the_daemon_is_one_of_the_trainers() {
     }
     let text = with("mmap").expect_err("must be refused").to_string();
     assert!(text.contains("\"polled\" or \"sqpoll\""), "{text}");
+}
+
+#[test]
+fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
+    for (key, value, expected) in [
+        (
+            "train.steps",
+            json!("many"),
+            "train.steps: expected a whole number, got \"many\"",
+        ),
+        (
+            "train.steps",
+            json!(2.5),
+            "train.steps: expected a whole number, got 2.5",
+        ),
+        (
+            "bf16",
+            json!(true),
+            "bf16: expected a table, got true: write bf16.enabled = true",
+        ),
+        (
+            "bf16.enabled",
+            json!("True"),
+            "bf16.enabled: expected true, false or \"auto\", got \"True\"",
+        ),
+        (
+            "data.files",
+            json!("a.txt"),
+            "data.files: expected a list of paths, as [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
+        ),
+        (
+            "offload.host_memory",
+            json!([1]),
+            "offload.host_memory: expected a number of bytes, as 67108864 or \"64MiB\", got [1]",
+        ),
+        ("train", json!(5), "train: expected a table, got 5"),
+        (
+            "train.device",
+            json!(0),
+            "train.device: expected text, got 0",
+        ),
+    ] {
+        let text = refused(&[(key, value)]);
+        assert!(text.contains(expected), "{text}");
+        assert!(!text.contains("Toml"), "{text}");
+    }
+}
+
+#[test]
+fn a_default_that_is_listed_is_the_one_that_holds() {
+    let path = (
+        "zero_optimization.offload_optimizer.nvme_path",
+        json!("/nvme"),
+    );
+    let device = ("zero_optimization.offload_optimizer.device", json!("nvme"));
+    let base = [device, path];
+    let lines = |changes: &[(&str, Value)]| {
+        let all = [&base[..], changes].concat();
+        run_with(&all)
+            .unwrap_or_else(|error| panic!("{changes:?}: {error}"))
+            .lines()
+    };
+    let without = lines(&[]);
+    let mut compared = 0;
+    keys::each_default(&mut |key, default| {
+        let Ok(mut table) =
+            ::toml::from_str::<serde_json::Map<String, Value>>(&format!("value = {default}"))
+        else {
+            return;
+        };
+        let value = table.remove("value").unwrap();
+        // Beside the test's model, whose type is the default.
+        assert_eq!(lines(&[(key, value)]), without, "{key} = {default}");
+        compared += 1;
+    });
+    assert!(compared > 15, "{compared}");
 }

@@ -1,164 +1,410 @@
 //! The run file as written: every key we read, none of them checked yet.
 //!
-//! Each table has a value for every key (`None` where the file is silent), so writing `ConfigToml::default()` out gives the
-//! list of keys we use. `keys.rs` takes it from there: the key table cannot disagree with what is read.
-//! Top-level keys are DeepSpeed's, with DeepSpeed's meaning; `[model] [data] [train] [offload]` are ours.
+//! Each table is declared once, here: its doc comments, defaults and types are what `trainer keys` lists, what a file is checked
+//! against (`keys/`) and what is parsed. Top-level keys are DeepSpeed's, with DeepSpeed's meaning, and `keys/table.rs` says what
+//! they are for; `[model] [data] [train] [offload]` are ours.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// A run file, unchecked. `RunSettings` is the checked form.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ConfigToml {
-    pub deepspeed: Option<PathBuf>,
-    pub train_batch_size: Option<u64>,
-    pub train_micro_batch_size_per_gpu: Option<u64>,
-    pub gradient_accumulation_steps: Option<u64>,
-    pub gradient_clipping: Option<f64>,
-    pub steps_per_print: Option<u64>,
-    pub wall_clock_breakdown: Option<bool>,
-    pub tensorboard: MonitorToml,
-    pub csv_monitor: MonitorToml,
-    pub bf16: Bf16Toml,
-    pub fp16: Fp16Toml,
-    pub optimizer: OptimizerToml,
-    pub scheduler: SchedulerToml,
-    pub zero_optimization: ZeroToml,
-    pub aio: AioToml,
-    pub activation_checkpointing: CheckpointingToml,
-    pub model: ModelToml,
-    pub data: DataToml,
-    pub train: TrainToml,
-    pub offload: OffloadToml,
+use super::schema::{keys, typed};
+
+keys! {
+    /// A run file, unchecked. `RunSettings` is the checked form.
+    pub struct ConfigToml {
+        /// A file for DeepSpeed or an Accelerate YAML, laid under the run file.
+        #[default("none")]
+        pub deepspeed: Option<PathBuf>,
+        pub train_batch_size: Option<u64>,
+        pub train_micro_batch_size_per_gpu: Option<u64>,
+        pub gradient_accumulation_steps: Option<u64>,
+        pub gradient_clipping: Option<f64>,
+        pub steps_per_print: Option<u64>,
+        pub wall_clock_breakdown: Option<bool>,
+        pub tensorboard: MonitorToml,
+        pub csv_monitor: MonitorToml,
+        pub bf16: Bf16Toml,
+        pub fp16: Fp16Toml,
+        pub optimizer: OptimizerToml,
+        pub scheduler: SchedulerToml,
+        pub zero_optimization: ZeroToml,
+        pub aio: AioToml,
+        pub activation_checkpointing: CheckpointingToml,
+        pub model: ModelToml,
+        pub data: DataToml,
+        pub train: TrainToml,
+        pub offload: OffloadToml,
+    }
+
+    /// `bf16`: DeepSpeed's table of that precision.
+    pub struct Bf16Toml {
+        pub enabled: Option<Switch>,
+        pub check_grad_overflow: Option<bool>,
+    }
+
+    /// `fp16`: DeepSpeed's table of that precision, and of how losses are scaled.
+    pub struct Fp16Toml {
+        pub enabled: Option<Switch>,
+        pub loss_scale: Option<f64>,
+        pub initial_scale_power: Option<u64>,
+        pub loss_scale_window: Option<u64>,
+        pub hysteresis: Option<u64>,
+        pub consecutive_hysteresis: Option<bool>,
+        pub min_loss_scale: Option<f64>,
+    }
+
+    /// `activation_checkpointing`: where DeepSpeed keeps what is not computed again.
+    pub struct CheckpointingToml {
+        pub cpu_checkpointing: Option<bool>,
+    }
+
+    /// `optimizer`: DeepSpeed's choice of optimizer.
+    pub struct OptimizerToml {
+        #[name("type")]
+        pub kind: Option<String>,
+        pub params: OptimizerParamsToml,
+    }
+
+    /// `optimizer.params`: those of Adam and AdamW.
+    pub struct OptimizerParamsToml {
+        pub lr: Option<f64>,
+        pub betas: Option<[f64; 2]>,
+        pub eps: Option<f64>,
+        pub weight_decay: Option<f64>,
+        /// Which parameters decay: "matrices" (not norms, not biases) or "all".
+        #[default("\"matrices\"")]
+        pub decay: Option<String>,
+        /// All parameters decay except those with one of these texts in their name.
+        #[default("none")]
+        pub no_decay: Option<Vec<String>>,
+        pub adam_w_mode: Option<bool>,
+    }
+
+    /// `scheduler`: DeepSpeed's choice of learning rate schedule.
+    pub struct SchedulerToml {
+        #[name("type")]
+        pub kind: Option<String>,
+        pub params: SchedulerParamsToml,
+    }
+
+    /// `scheduler.params`: those of all schedulers together.
+    pub struct SchedulerParamsToml {
+        pub warmup_min_lr: Option<f64>,
+        pub warmup_max_lr: Option<f64>,
+        pub warmup_num_steps: Option<u64>,
+        pub warmup_type: Option<String>,
+        pub total_num_steps: Option<u64>,
+        pub warmup_min_ratio: Option<f64>,
+        pub cos_min_ratio: Option<f64>,
+        pub lr_range_test_min_lr: Option<f64>,
+        pub lr_range_test_step_size: Option<u64>,
+        pub lr_range_test_step_rate: Option<f64>,
+        pub lr_range_test_staircase: Option<bool>,
+        pub cycle_min_lr: Option<f64>,
+        pub cycle_max_lr: Option<f64>,
+        pub decay_lr_rate: Option<f64>,
+        pub cycle_first_step_size: Option<u64>,
+        pub cycle_second_step_size: Option<u64>,
+        pub cycle_first_stair_count: Option<u64>,
+        pub cycle_second_stair_count: Option<u64>,
+        pub decay_step_size: Option<u64>,
+        pub cycle_momentum: Option<bool>,
+        pub cycle_min_mom: Option<f64>,
+        pub cycle_max_mom: Option<f64>,
+        pub decay_mom_rate: Option<f64>,
+    }
+
+    /// `zero_optimization`: the stage and where state goes.
+    pub struct ZeroToml {
+        pub stage: Option<u64>,
+        pub offload_param: TierToml,
+        pub offload_optimizer: TierToml,
+        pub aio: AioToml,
+    }
+
+    /// `tensorboard`, `csv_monitor`: files with a step's scalars.
+    pub struct MonitorToml {
+        pub enabled: Option<bool>,
+        pub output_path: Option<PathBuf>,
+        pub job_name: Option<String>,
+    }
+
+    /// `aio`: how DeepSpeed's swapper does I/O.
+    pub struct AioToml {
+        pub queue_depth: Option<u64>,
+    }
+
+    /// Where the parameters, or the optimizer's state, live between uses.
+    pub struct TierToml {
+        pub device: Option<String>,
+        pub nvme_path: Option<Paths>,
+    }
+
+    /// The model: a directory of Hugging Face's (`path`), or its shape with Hugging Face's names, or both: what is named here then
+    /// takes the place of what the directory's `config.json` says. Which keys a model has depends on its architecture.
+    pub struct ModelToml {
+        /// Model directory of Hugging Face's, or its config.json; its weights and tokenizer are used where it has them.
+        #[default("none")]
+        pub path: Option<PathBuf>,
+        /// Run directory, or model directory, whose weights a fresh run starts with; the optimizer starts anew.
+        #[default("none")]
+        pub from: Option<PathBuf>,
+        /// What a fresh run starts with: "auto" (the weights in the directory, if any), "weights" (these or nothing), "random".
+        #[default("\"auto\"")]
+        pub init: Option<String>,
+        /// Architecture, by Hugging Face's name.
+        #[default("\"llama\"")]
+        pub model_type: Option<String>,
+        /// Rows of the embedding.
+        #[default("256 without a directory: bytes")]
+        pub vocab_size: Option<u64>,
+        /// Width of the model.
+        #[default("the architecture's")]
+        pub hidden_size: Option<u64>,
+        /// Width of the feed-forward part.
+        #[default("the architecture's")]
+        pub intermediate_size: Option<u64>,
+        /// Transformer blocks.
+        #[default("the architecture's")]
+        pub num_hidden_layers: Option<u64>,
+        /// Heads of attention.
+        #[default("the architecture's")]
+        pub num_attention_heads: Option<u64>,
+        /// Heads of keys and values.
+        #[default("num_attention_heads")]
+        pub num_key_value_heads: Option<u64>,
+        /// Width of a head.
+        #[default("hidden_size / num_attention_heads")]
+        pub head_dim: Option<u64>,
+        /// Base of the rotary embedding.
+        #[default("the architecture's")]
+        pub rope_theta: Option<f64>,
+        pub rope_scaling: RopeScalingToml,
+        /// Added to the mean square in norms.
+        #[default("the architecture's")]
+        pub rms_norm_eps: Option<f64>,
+        /// Whether the head is the embedding.
+        #[default("the architecture's")]
+        pub tie_word_embeddings: Option<bool>,
+        /// Standard deviation of random first weights.
+        #[default("the architecture's")]
+        pub initializer_range: Option<f64>,
+        /// Longest window the model takes.
+        #[default("2048, or train.seq_len where that is more")]
+        pub max_position_embeddings: Option<u64>,
+        /// Whether attention's projections have biases.
+        #[default("the architecture's")]
+        pub attention_bias: Option<bool>,
+        /// Whether the feed-forward part's projections have biases.
+        #[default("the architecture's")]
+        pub mlp_bias: Option<bool>,
+        /// Tokens that attention reaches back.
+        #[default("the architecture's")]
+        pub sliding_window: Option<u64>,
+        /// Whether sliding_window holds (Qwen2, Qwen3).
+        #[default("the architecture's")]
+        pub use_sliding_window: Option<bool>,
+        /// Blocks below this one have no sliding window (Qwen2, Qwen3).
+        #[default("the architecture's")]
+        pub max_window_layers: Option<u64>,
+        /// Share of attention's weights that is left out at random in training.
+        #[default("the architecture's")]
+        pub attention_dropout: Option<f64>,
+        /// GPT-2's hidden_size.
+        #[default("the architecture's")]
+        pub n_embd: Option<u64>,
+        /// GPT-2's intermediate_size.
+        #[default("4 * n_embd")]
+        pub n_inner: Option<u64>,
+        /// GPT-2's num_hidden_layers.
+        #[default("the architecture's")]
+        pub n_layer: Option<u64>,
+        /// GPT-2's num_attention_heads.
+        #[default("the architecture's")]
+        pub n_head: Option<u64>,
+        /// GPT-2's max_position_embeddings.
+        #[default("the architecture's")]
+        pub n_positions: Option<u64>,
+        /// GPT-2's number added to the variance in norms.
+        #[default("the architecture's")]
+        pub layer_norm_epsilon: Option<f64>,
+        /// GPT-2's dropout of the embedding.
+        #[default("the architecture's")]
+        pub embd_pdrop: Option<f64>,
+        /// GPT-2's dropout of what blocks add.
+        #[default("the architecture's")]
+        pub resid_pdrop: Option<f64>,
+        /// GPT-2's attention_dropout.
+        #[default("the architecture's")]
+        pub attn_pdrop: Option<f64>,
+    }
+
+    /// `model.rope_scaling`: how the rotary embedding is stretched.
+    pub struct RopeScalingToml {
+        /// Form of the stretching, by Hugging Face's name.
+        #[default("none")]
+        pub rope_type: Option<String>,
+        /// How far positions are stretched.
+        #[default("required with rope_type")]
+        pub factor: Option<f64>,
+        /// Llama 3: waves longer than the old window divided by this are stretched in full.
+        #[default("required with rope_type = \"llama3\"")]
+        pub low_freq_factor: Option<f64>,
+        /// Llama 3: waves shorter than the old window divided by this stay.
+        #[default("required with rope_type = \"llama3\"")]
+        pub high_freq_factor: Option<f64>,
+        /// Longest window the model was first trained with.
+        #[default("required with rope_type = \"llama3\"")]
+        pub original_max_position_embeddings: Option<u64>,
+    }
+
+    /// `data`: files or directories of text, how it becomes tokens, what of it is held out.
+    pub struct DataToml {
+        /// Text files, or directories of them, to train on.
+        #[default("required")]
+        pub files: Option<Vec<PathBuf>>,
+        /// Text to evaluate on; without it a share of data.files is held out, or nothing.
+        #[default("[]")]
+        pub eval_files: Option<Vec<PathBuf>>,
+        /// Share of the documents in data.files that is held out for evaluation.
+        #[default("0.0")]
+        pub holdout_share: Option<f64>,
+        /// Directory with a tokenizer.json, or such a file, or "bytes".
+        #[default("the model directory's, or \"bytes\"")]
+        pub tokenizer: Option<PathBuf>,
+        /// Template of conversations, in Jinja, in the place of the tokenizer's own.
+        #[default("the tokenizer's")]
+        pub chat_template: Option<PathBuf>,
+        /// How documents fill windows: "concatenate" (cut where a window ends) or "documents" (whole, with padding).
+        #[default("\"concatenate\"")]
+        pub packing: Option<String>,
+        /// Tokens that count in the loss: "all", or "completions" (and what the assistant says in conversations).
+        #[default("\"all\"")]
+        pub loss_on: Option<String>,
+        /// Whether windows are drawn in an order of `train.seed`; false: they come in the order in which they lie.
+        #[default("true")]
+        pub shuffle: Option<bool>,
+        /// Directory where tokens are kept for other runs too.
+        #[default("the run directory")]
+        pub cache: Option<PathBuf>,
+    }
+
+    /// `train`: length, order, reports and place of the run.
+    pub struct TrainToml {
+        /// Optimizer steps of the whole run.
+        #[default("required")]
+        pub steps: Option<u64>,
+        /// Tokens of a window.
+        #[default("required")]
+        pub seq_len: Option<u64>,
+        /// Seed of first weights, order of the data and dropout.
+        #[default("0")]
+        pub seed: Option<u64>,
+        /// Steps between evaluations; 0 for none.
+        #[default("0")]
+        pub eval_every: Option<u64>,
+        /// Batches of an evaluation.
+        #[default("4")]
+        pub eval_batches: Option<u64>,
+        /// Steps between printed lines.
+        #[default("steps_per_print, or 10")]
+        pub log_every: Option<u64>,
+        /// Steps between saves into the run directory; 0 for none, except at the end of a run without a store.
+        #[default("0")]
+        pub save_every: Option<u64>,
+        /// Saves that are kept, the newest ones; 0 for all.
+        #[default("2")]
+        pub saves_kept: Option<u64>,
+        /// Run directory.
+        #[default("runs/ and the run file's name")]
+        pub run_folder: Option<PathBuf>,
+        /// Step at which this start ends, for a run that is continued later.
+        #[default("train.steps")]
+        pub stop_after: Option<u64>,
+        /// Threads that compute.
+        #[default("all cores, divided among the ranks")]
+        pub threads: Option<u64>,
+        /// What computes: "auto" (a GPU if there is one), "cpu" or "gpu".
+        #[default("\"auto\"")]
+        pub device: Option<String>,
+        /// What blocks keep for backward beside their inputs: "auto", "nothing" (all is computed again), "attention", "products".
+        #[default("\"auto\"")]
+        pub keep: Option<String>,
+        /// Where blocks' inputs wait for backward when a GPU computes: "auto", "device" or "host".
+        #[default("\"auto\"")]
+        pub activations: Option<String>,
+        /// Slices in which a block's feed-forward part is computed, one after the other.
+        #[default("1")]
+        pub tiling: Option<u64>,
+    }
+
+    /// `offload`: how tiles move.
+    pub struct OffloadToml {
+        /// Socket of an offloadd that runs already.
+        #[default("none: a private offloadd is started")]
+        pub socket: Option<PathBuf>,
+        /// When a step's update runs: "deferred" (before a unit's next use) or "at_once"; the bits are the same.
+        #[default("\"deferred\"")]
+        pub schedule: Option<String>,
+        /// Share of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
+        #[default("0.0, or \"auto\" with offload.host_memory")]
+        pub resident_share: Option<ShareOrAuto>,
+        /// Most host memory the run takes, all its processes on this node together.
+        #[default("what is free")]
+        pub host_memory: Option<ByteCount>,
+        /// Steps between commits; 0 for only before evaluation and at the end.
+        #[default("the plan's choice")]
+        pub commit_every: Option<u64>,
+        /// Elements of a tile, a multiple of 4096.
+        #[default("the plan's choice")]
+        pub tile_elems: Option<u64>,
+        /// Host memory that tiles pass through.
+        #[default("the plan's choice")]
+        pub staging_bytes: Option<ByteCount>,
+        /// Operations in flight of a process.
+        #[default("aio.queue_depth, or 64")]
+        pub iodepth: Option<u64>,
+        /// What a crash may cost: "full" (nothing that was committed) or "none" (everything; one copy on the device).
+        #[default("\"full\"")]
+        pub durability: Option<String>,
+        /// The private offloadd's engine: "auto", "uring", "aio" or "psync".
+        #[default("\"auto\"")]
+        pub engine: Option<String>,
+        /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared"; the bits are the same.
+        #[default("\"auto\"")]
+        pub update: Option<String>,
+        /// Where gradients wait for their update: "auto", "cpu" or "nvme".
+        #[default("\"auto\"")]
+        pub gradients: Option<String>,
+    }
 }
 
-/// `bf16`: DeepSpeed's table of that precision.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Bf16Toml {
-    pub enabled: Option<bool>,
-    pub check_grad_overflow: Option<bool>,
+typed! {
+    Switch = "true, false or \"auto\"";
+    Paths = "a path or a list of paths";
+    ShareOrAuto = "a share from 0 to 1, or \"auto\"";
+    ByteCount = "a number of bytes, as 67108864 or \"64MiB\"";
 }
 
-/// `fp16`: DeepSpeed's table of that precision, and of how losses are scaled.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Fp16Toml {
-    pub enabled: Option<bool>,
-    pub loss_scale: Option<f64>,
-    pub initial_scale_power: Option<u64>,
-    pub loss_scale_window: Option<u64>,
-    pub hysteresis: Option<u64>,
-    pub consecutive_hysteresis: Option<bool>,
-    pub min_loss_scale: Option<f64>,
+/// A precision's `enabled`: said, or left to the checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Switch {
+    Said(bool),
+    Auto(Auto),
 }
 
-/// `activation_checkpointing`: where DeepSpeed keeps what is not computed again.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct CheckpointingToml {
-    pub cpu_checkpointing: Option<bool>,
-}
-
-/// `optimizer`: DeepSpeed's choice of optimizer.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct OptimizerToml {
-    #[serde(rename = "type")]
-    pub kind: Option<String>,
-    pub params: OptimizerParamsToml,
-}
-
-/// `optimizer.params`: those of Adam and AdamW.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct OptimizerParamsToml {
-    pub lr: Option<f64>,
-    pub betas: Option<[f64; 2]>,
-    pub eps: Option<f64>,
-    pub weight_decay: Option<f64>,
-    pub decay: Option<String>,
-    pub no_decay: Option<Vec<String>>,
-    pub adam_w_mode: Option<bool>,
-}
-
-/// `scheduler`: DeepSpeed's choice of learning rate schedule.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct SchedulerToml {
-    #[serde(rename = "type")]
-    pub kind: Option<String>,
-    pub params: SchedulerParamsToml,
-}
-
-/// `scheduler.params`: those of all schedulers together.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct SchedulerParamsToml {
-    pub warmup_min_lr: Option<f64>,
-    pub warmup_max_lr: Option<f64>,
-    pub warmup_num_steps: Option<u64>,
-    pub warmup_type: Option<String>,
-    pub total_num_steps: Option<u64>,
-    pub warmup_min_ratio: Option<f64>,
-    pub cos_min_ratio: Option<f64>,
-    pub lr_range_test_min_lr: Option<f64>,
-    pub lr_range_test_step_size: Option<u64>,
-    pub lr_range_test_step_rate: Option<f64>,
-    pub lr_range_test_staircase: Option<bool>,
-    pub cycle_min_lr: Option<f64>,
-    pub cycle_max_lr: Option<f64>,
-    pub decay_lr_rate: Option<f64>,
-    pub cycle_first_step_size: Option<u64>,
-    pub cycle_second_step_size: Option<u64>,
-    pub cycle_first_stair_count: Option<u64>,
-    pub cycle_second_stair_count: Option<u64>,
-    pub decay_step_size: Option<u64>,
-    pub cycle_momentum: Option<bool>,
-    pub cycle_min_mom: Option<f64>,
-    pub cycle_max_mom: Option<f64>,
-    pub decay_mom_rate: Option<f64>,
-}
-
-/// `zero_optimization`: the stage and where state goes.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ZeroToml {
-    pub stage: Option<u64>,
-    pub offload_param: TierToml,
-    pub offload_optimizer: TierToml,
-    pub aio: AioToml,
-}
-
-/// `tensorboard`, `csv_monitor`: files with a step's scalars.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct MonitorToml {
-    pub enabled: Option<bool>,
-    pub output_path: Option<PathBuf>,
-    pub job_name: Option<String>,
-}
-
-/// `aio`: how DeepSpeed's swapper does I/O.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct AioToml {
-    pub queue_depth: Option<u64>,
-}
-
-/// Where the parameters, or the optimizer's state, live between uses.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct TierToml {
-    pub device: Option<String>,
-    pub nvme_path: Option<Paths>,
+/// The word "auto".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Auto {
+    #[serde(rename = "auto")]
+    Auto,
 }
 
 /// DeepSpeed knows one path; we take a list too, one store over all of them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged, expecting = "expected a path or a list of paths")]
+#[serde(untagged)]
 pub enum Paths {
     One(PathBuf),
     Several(Vec<PathBuf>),
@@ -174,114 +420,9 @@ impl Paths {
     }
 }
 
-/// The model: a directory of Hugging Face's (`path`), or its shape with Hugging Face's names, or both: what is named here then
-/// takes the place of what the directory's `config.json` says. Which keys a model has depends on its architecture. `init`
-/// says whether a fresh run takes the weights that are there; `from` is the folder of a run whose weights it takes instead.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ModelToml {
-    pub path: Option<PathBuf>,
-    pub from: Option<PathBuf>,
-    pub init: Option<String>,
-    pub model_type: Option<String>,
-    pub vocab_size: Option<u64>,
-    pub hidden_size: Option<u64>,
-    pub intermediate_size: Option<u64>,
-    pub num_hidden_layers: Option<u64>,
-    pub num_attention_heads: Option<u64>,
-    pub num_key_value_heads: Option<u64>,
-    pub head_dim: Option<u64>,
-    pub rope_theta: Option<f64>,
-    pub rope_scaling: RopeScalingToml,
-    pub rms_norm_eps: Option<f64>,
-    pub tie_word_embeddings: Option<bool>,
-    pub initializer_range: Option<f64>,
-    pub max_position_embeddings: Option<u64>,
-    pub attention_bias: Option<bool>,
-    pub mlp_bias: Option<bool>,
-    pub sliding_window: Option<u64>,
-    pub use_sliding_window: Option<bool>,
-    pub max_window_layers: Option<u64>,
-    pub attention_dropout: Option<f64>,
-    pub n_embd: Option<u64>,
-    pub n_inner: Option<u64>,
-    pub n_layer: Option<u64>,
-    pub n_head: Option<u64>,
-    pub n_positions: Option<u64>,
-    pub layer_norm_epsilon: Option<f64>,
-    pub embd_pdrop: Option<f64>,
-    pub resid_pdrop: Option<f64>,
-    pub attn_pdrop: Option<f64>,
-}
-
-/// `model.rope_scaling`: how the rotary embedding is stretched.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct RopeScalingToml {
-    pub rope_type: Option<String>,
-    pub factor: Option<f64>,
-    pub low_freq_factor: Option<f64>,
-    pub high_freq_factor: Option<f64>,
-    pub original_max_position_embeddings: Option<u64>,
-}
-
-/// `data`: files or folders of text, how it becomes tokens, what of it is held out.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct DataToml {
-    pub files: Option<Vec<PathBuf>>,
-    pub eval_files: Option<Vec<PathBuf>>,
-    pub holdout_share: Option<f64>,
-    pub tokenizer: Option<PathBuf>,
-    pub chat_template: Option<PathBuf>,
-    pub packing: Option<String>,
-    pub loss_on: Option<String>,
-    pub shuffle: Option<bool>,
-    pub cache: Option<PathBuf>,
-}
-
-/// `train`: length, order, reports and place of the run.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct TrainToml {
-    pub steps: Option<u64>,
-    pub seq_len: Option<u64>,
-    pub seed: Option<u64>,
-    pub eval_every: Option<u64>,
-    pub eval_batches: Option<u64>,
-    pub log_every: Option<u64>,
-    pub save_every: Option<u64>,
-    pub saves_kept: Option<u64>,
-    pub run_folder: Option<PathBuf>,
-    pub stop_after: Option<u64>,
-    pub threads: Option<u64>,
-    pub device: Option<String>,
-    pub keep: Option<String>,
-    pub activations: Option<String>,
-    pub tiling: Option<u64>,
-}
-
-/// `offload`: how tiles move.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct OffloadToml {
-    pub socket: Option<PathBuf>,
-    pub schedule: Option<String>,
-    pub resident_share: Option<ShareOrAuto>,
-    pub host_memory: Option<ByteCount>,
-    pub commit_every: Option<u64>,
-    pub tile_elems: Option<u64>,
-    pub staging_bytes: Option<ByteCount>,
-    pub iodepth: Option<u64>,
-    pub durability: Option<String>,
-    pub engine: Option<String>,
-    pub update: Option<String>,
-    pub gradients: Option<String>,
-}
-
 /// A share from 0 to 1, or "auto": as much as fits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged, expecting = "expected a share from 0 to 1, or \"auto\"")]
+#[serde(untagged)]
 pub enum ShareOrAuto {
     Share(f64),
     Word(String),
@@ -289,10 +430,7 @@ pub enum ShareOrAuto {
 
 /// A number of bytes: an integer, or text such as "64MiB".
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "expected a number of bytes, as 67108864 or \"64MiB\""
-)]
+#[serde(untagged)]
 pub enum ByteCount {
     Number(u64),
     Text(String),

@@ -40,12 +40,19 @@ pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>)
         );
     }
     say!("plan");
+    for line in settings.summary() {
+        say!("  {line}");
+    }
     for line in plan.to_string().lines() {
         say!("  {line}");
     }
     match corpus {
         Some(corpus) => say!("  tokenizer {}", corpus.describe()),
         None => say!("  data      none: the run has no steps"),
+    }
+    // Last, where they are seen.
+    for warning in &settings.warnings {
+        say!("warning: {warning}");
     }
 }
 

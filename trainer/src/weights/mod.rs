@@ -13,6 +13,7 @@
 //! What a tensor is called and how it lies there is `model/names.rs`'s.
 
 mod check;
+mod dtype;
 mod element;
 mod header;
 mod read;
@@ -22,6 +23,7 @@ mod tests;
 
 use std::path::{Path, PathBuf};
 
+pub(crate) use dtype::stored_element;
 pub(crate) use element::Element;
 pub use source::{Weights, look_for};
 

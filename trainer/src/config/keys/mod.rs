@@ -1,31 +1,111 @@
 //! Which keys a run file may have: the ones we read, and DeepSpeed's that we do not.
 //!
 //! Nothing is ignored in silence. A key is used, or it is DeepSpeed's and has no effect here (named before the start), or it
-//! asks for something we do not do (refused unless it is switched off), or it is unknown (refused with the nearest known key).
-//! `table.rs` says which is which.
+//! asks for something we do not do (refused unless it is switched off), or it is unknown (refused with the key that was meant, if
+//! one can be guessed). `table.rs` says which is which. In a file for DeepSpeed, what DeepSpeed itself ignores is left out and named.
 
+mod listing;
 mod markdown;
+mod suggest;
 mod table;
 
 use serde_json::Value;
 
+use super::schema::{Field, Kind, Typed};
 use super::{SettingsError, toml::ConfigToml};
-use table::{Fate, Key, SECTIONS};
+use table::{Fate, IGNORES_OTHERS, Key, SECTIONS};
 
+pub use listing::listing;
 pub use markdown::markdown;
+pub(super) use suggest::suggestion;
 
-/// Checks every key of a run file. Answers the notes about keys without effect.
-///
-/// # Errors
-/// The first key that is unknown or not supported, with its path.
-pub(super) fn check(file: &Value) -> Result<Vec<String>, SettingsError> {
+/// What was found in a file.
+pub(super) struct Checked {
+    /// A line about keys without effect, if there are any.
+    pub(super) note: Option<String>,
+    /// Keys that are unknown, not supported, or of another type.
+    pub(super) faults: Vec<SettingsError>,
+}
+
+/// Checks every key of a run file.
+pub(super) fn check(file: &Value) -> Checked {
     let mut check = Check {
         used: used_keys(),
-        unused: Vec::new(),
-        notes: Vec::new(),
+        without_effect: Vec::new(),
+        faults: Vec::new(),
     };
-    check.walk("", file)?;
-    Ok(check.notes())
+    check.walk("", file);
+    Checked {
+        note: check.note(),
+        faults: check.faults,
+    }
+}
+
+/// Takes out of `file` every value that its key does not take, so that the rest can be read.
+pub(super) fn take_wrong_types(file: &mut Value) -> Vec<SettingsError> {
+    let mut faults = Vec::new();
+    take_wrong(file, "", &ConfigToml::KIND, &mut faults);
+    faults
+}
+
+fn take_wrong(value: &mut Value, prefix: &str, kind: &Kind, faults: &mut Vec<SettingsError>) {
+    let (Value::Object(table), Some(fields)) = (value, kind.fields) else {
+        return;
+    };
+    for field in fields {
+        let Some(value) = table.get_mut(field.name) else {
+            continue;
+        };
+        let path = join(prefix, field.name);
+        if value.is_null() {
+            table.remove(field.name);
+        } else if (field.kind.accepts)(value) {
+            take_wrong(value, &path, &field.kind, faults);
+        } else {
+            let hint = hint(&path, field, value);
+            let message = format!("expected {}, got {value}{hint}", field.kind.words);
+            faults.push(SettingsError::Type { key: path, message });
+            table.remove(field.name);
+        }
+    }
+}
+
+/// What was probably meant by a value of another type.
+fn hint(path: &str, field: &Field, value: &Value) -> String {
+    let has_switch = field
+        .kind
+        .fields
+        .is_some_and(|fields| fields.iter().any(|field| field.name == "enabled"));
+    match value {
+        Value::Bool(_) if has_switch => format!(": write {path}.enabled = {value}"),
+        Value::String(_) if (field.kind.accepts)(&Value::Array(vec![value.clone()])) => {
+            format!(": write [{value}]")
+        }
+        _ => String::new(),
+    }
+}
+
+/// Takes out of a file for DeepSpeed what DeepSpeed itself does not read, and answers the paths.
+pub(super) fn take_ignored(file: &mut Value) -> Vec<String> {
+    let mut ignored = Vec::new();
+    take_unread(file, "", &used_keys(), &mut ignored);
+    ignored
+}
+
+fn take_unread(value: &mut Value, prefix: &str, used: &[String], ignored: &mut Vec<String>) {
+    let Value::Object(table) = value else { return };
+    table.retain(|name, value| {
+        let path = join(prefix, name);
+        if used.contains(&path) || entry(&path).is_some() {
+            take_unread(value, &path, used, ignored);
+            return true;
+        }
+        let refused = !IGNORES_OTHERS.contains(&prefix);
+        if !refused {
+            ignored.push(path);
+        }
+        refused
+    });
 }
 
 /// All entries of the table.
@@ -33,95 +113,95 @@ fn entries() -> impl Iterator<Item = &'static Key> {
     SECTIONS.iter().flat_map(|(_, keys)| *keys)
 }
 
+/// The entry that says what becomes of `path`.
+fn entry(path: &str) -> Option<&'static Key> {
+    entries().find(|key| key.path == path).or_else(|| {
+        entries().find(|key| {
+            let below = path.strip_prefix(key.path);
+            let below = below.and_then(|below| below.strip_prefix('.'));
+            below.is_some_and(|below| key.has(below))
+        })
+    })
+}
+
 /// A file being checked.
 struct Check {
     used: Vec<String>,
-    /// Keys without effect that were found, those of one entry together.
-    unused: Vec<(&'static Key, Vec<String>)>,
-    notes: Vec<String>,
+    /// Paths of keys without effect, those that are off included.
+    without_effect: Vec<String>,
+    faults: Vec<SettingsError>,
 }
 
 impl Check {
-    fn walk(&mut self, prefix: &str, value: &Value) -> Result<(), SettingsError> {
-        let Value::Object(table) = value else {
-            return Ok(());
-        };
+    fn walk(&mut self, prefix: &str, value: &Value) {
+        let Value::Object(table) = value else { return };
         for (name, value) in table {
             let path = join(prefix, name);
             if self.used.contains(&path) {
-                self.walk(&path, value)?;
-            } else if let Some(key) = entries().find(|key| key.path == path) {
-                self.check_below(key, &path, value)?;
-                self.meet(key, path, value)?;
-            } else if let Some(key) =
-                entries().find(|key| key.path == prefix && key.has(name) && key.fate != Fate::Used)
-            {
-                self.meet(key, path, value)?;
+                self.walk(&path, value);
+            } else if let Some(key) = entry(&path) {
+                self.check_below(&path, value);
+                self.meet(key, path, value);
             } else {
-                return Err(self.unknown(path));
+                self.unknown(path);
             }
         }
-        Ok(())
     }
 
     /// What a table has that is not read is still known, or a typing error.
-    fn check_below(&self, key: &Key, path: &str, value: &Value) -> Result<(), SettingsError> {
-        let Value::Object(table) = value else {
-            return Ok(());
-        };
+    fn check_below(&mut self, path: &str, value: &Value) {
+        let Value::Object(table) = value else { return };
         for (name, value) in table {
             let path = join(path, name);
-            let below = path[key.path.len() + 1..].to_owned();
-            if !key.has(&below) {
-                return Err(self.unknown(path));
+            if entry(&path).is_some() {
+                self.check_below(&path, value);
+            } else {
+                self.unknown(path);
             }
-            self.check_below(key, &path, value)?;
         }
-        Ok(())
     }
 
     /// A key that is known and not read.
-    fn meet(
-        &mut self,
-        key: &'static Key,
-        path: String,
-        value: &Value,
-    ) -> Result<(), SettingsError> {
-        let neutral: &[&str] = match key.fate {
+    fn meet(&mut self, key: &'static Key, path: String, value: &Value) {
+        let asks_for_nothing = match key.fate {
             Fate::Used => unreachable!("{} is read", key.path),
-            Fate::Unused => {
-                let same = |(other, _): &&mut (&Key, _)| std::ptr::eq(*other, key);
-                match self.unused.iter_mut().find(same) {
-                    Some((_, paths)) => paths.push(path),
-                    None => self.unused.push((key, vec![path])),
-                }
-                return Ok(());
+            Fate::Unused => true,
+            Fate::Refused => is_off(value),
+            // One that is usually on asks for something when it is off.
+            Fate::RefusedBut(values) => {
+                let is_left = value.is_null() || value.as_str() == Some("auto");
+                is_left || values.contains(&value.to_string().as_str())
             }
-            Fate::Refused => &[],
-            Fate::RefusedBut(values) => values,
         };
-        if !is_off(value) && !neutral.contains(&value.to_string().as_str()) {
+        if asks_for_nothing {
+            self.without_effect.push(path);
+        } else {
             let instead = key.why;
-            return Err(SettingsError::NotSupported { key: path, instead });
+            self.faults
+                .push(SettingsError::NotSupported { key: path, instead });
         }
-        self.notes
-            .push(format!("{path} is off, as it must be: it is not supported"));
-        Ok(())
     }
 
-    fn unknown(&self, path: String) -> SettingsError {
-        SettingsError::UnknownKey {
-            nearest: nearest(&path, &self.used),
+    fn unknown(&mut self, path: String) {
+        self.faults.push(SettingsError::UnknownKey {
+            nearest: suggestion(&path),
             key: path,
-        }
+        });
     }
 
-    fn notes(self) -> Vec<String> {
-        let unused = self.unused.iter().map(|(key, paths)| {
-            let have = if paths.len() == 1 { "has" } else { "have" };
-            format!("{} {have} no effect here: {}", paths.join(", "), key.why)
-        });
-        unused.chain(self.notes.iter().cloned()).collect()
+    fn note(&self) -> Option<String> {
+        match self.without_effect.as_slice() {
+            [] => None,
+            [one] => {
+                let why = entry(one).map_or("", |key| key.why);
+                Some(format!("{one} has no effect here: {why}"))
+            }
+            several => Some(format!(
+                "{} keys have no effect here (`trainer keys --markdown` says why): {}",
+                several.len(),
+                several.join(", ")
+            )),
+        }
     }
 }
 
@@ -156,20 +236,28 @@ pub(super) fn is_used(path: &str) -> bool {
     used_keys().iter().any(|used| used == path)
 }
 
-/// The paths of all keys that are read, tables included.
+/// The paths of all keys that are read, tables included, in the order declared.
 fn used_keys() -> Vec<String> {
-    fn collect(prefix: &str, value: &Value, paths: &mut Vec<String>) {
-        let Value::Object(table) = value else { return };
-        for (key, value) in table {
-            let path = join(prefix, key);
-            collect(&path, value, paths);
-            paths.push(path);
-        }
-    }
-    let all = serde_json::to_value(ConfigToml::default()).expect("the settings are plain data");
     let mut paths = Vec::new();
-    collect("", &all, &mut paths);
+    each_used("", &ConfigToml::KIND, &mut |path, _| paths.push(path));
     paths
+}
+
+/// Calls `see` with each key that is read.
+fn each_used(prefix: &str, kind: &Kind, see: &mut impl FnMut(String, &'static Field)) {
+    for field in kind.fields.unwrap_or_default() {
+        let path = join(prefix, field.name);
+        see(path.clone(), field);
+        each_used(&path, &field.kind, see);
+    }
+}
+
+/// Calls `see` with each key of ours and its default.
+#[cfg(test)]
+pub(super) fn each_default(see: &mut impl FnMut(&str, &str)) {
+    each_used("", &ConfigToml::KIND, &mut |path, field| {
+        see(&path, field.default);
+    });
 }
 
 /// Switched off in DeepSpeed's ways: false, null, an empty table, or a table with `enabled = false`. "auto" asks for nothing.
@@ -180,24 +268,6 @@ fn is_off(value: &Value) -> bool {
         Value::Object(table) => table.is_empty() || table.get("enabled").is_some_and(is_off),
         _ => false,
     }
-}
-
-/// The known key that looks most like `path`, if one does. Keys of the same name in another table count as near.
-fn nearest(path: &str, used: &[String]) -> Option<String> {
-    let name = |path: &str| path.rsplit('.').next().unwrap_or("").to_owned();
-    let near = |known: &str| {
-        let whole = strsim::jaro_winkler(path, known);
-        let last = 0.99 * strsim::normalized_damerau_levenshtein(&name(path), &name(known));
-        let table = path.rsplit_once('.').map(|(table, _)| table)
-            == known.rsplit_once('.').map(|(table, _)| table);
-        last.max(0.9 * whole) + if table { 0.05 } else { 0.0 }
-    };
-    let known = used.iter().cloned().chain(entries().flat_map(Key::paths));
-    known
-        .map(|known| (near(&known), known))
-        .filter(|(near, _)| *near > 0.7)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, known)| known)
 }
 
 /// The path of `key` in the table `prefix`.
@@ -215,10 +285,22 @@ mod tests {
     use serde_json::json;
 
     fn unknown(file: Value) -> (String, Option<String>) {
-        match check(&file) {
-            Err(SettingsError::UnknownKey { key, nearest }) => (key, nearest),
+        match check(&file).faults.pop() {
+            Some(SettingsError::UnknownKey { key, nearest }) => (key, nearest),
             other => panic!("expected an unknown key, got {other:?}"),
         }
+    }
+
+    /// The keys of the one line about those without effect.
+    fn without_effect(file: Value) -> usize {
+        let Checked { note, faults } = check(&file);
+        assert!(faults.is_empty(), "{faults:?}");
+        let note = note.unwrap_or_default();
+        assert_eq!(note.lines().count(), 1, "{note}");
+        note.split(' ')
+            .next()
+            .and_then(|count| count.parse().ok())
+            .unwrap_or(1)
     }
 
     #[test]
@@ -236,11 +318,14 @@ mod tests {
 
     #[test]
     fn a_deepspeed_key_we_do_not_read_is_never_silent() {
-        let notes = check(&json!({"aio": {"block_size": 1}, "steps_per_print": 10})).unwrap();
-        assert_eq!(notes.len(), 1, "{notes:?}");
-        assert!(check(&json!({"wandb": {"enabled": true}})).is_err());
-        let off = json!({"wandb": {"enabled": false}});
-        assert_eq!(check(&off).unwrap().len(), 1);
+        let note = check(&json!({"aio": {"block_size": 1}, "steps_per_print": 10})).note;
+        let note = note.unwrap();
+        assert!(
+            note.starts_with("aio.block_size has no effect here: one thread"),
+            "{note}"
+        );
+        assert_eq!(check(&json!({"wandb": {"enabled": true}})).faults.len(), 1);
+        assert_eq!(without_effect(json!({"wandb": {"enabled": false}})), 1);
     }
 
     #[test]
@@ -258,7 +343,7 @@ mod tests {
             "amd_specific": {"anything": {"at": "all"}},
             "data_efficiency": {"enabled": false, "data_sampling": {"curriculum_learning": {"curriculum_metrics": {"x": 1}}}}
         });
-        assert_eq!(check(&fine).unwrap().len(), 3);
+        assert_eq!(without_effect(fine), 3);
     }
 
     #[test]
@@ -267,6 +352,10 @@ mod tests {
             (
                 json!({"optimizer": {"params": {"max_grad_norm": 1.0}}}),
                 "write it as gradient_clipping",
+            ),
+            (
+                json!({"optimizer": {"params": {"bias_correction": false}}}),
+                "the correction is always made",
             ),
             (
                 json!({"gradient_allreduce_op": "sum"}),
@@ -286,14 +375,16 @@ mod tests {
                 "any number of ranks",
             ),
         ] {
-            let text = check(&file).unwrap_err().to_string();
+            let faults = check(&file).faults;
+            assert_eq!(faults.len(), 1, "{faults:?}");
+            let text = faults[0].to_string();
             assert!(text.contains(part), "{text}");
         }
         let off = json!({
             "gradient_allreduce_op": "mean", "amp": {"enabled": false}, "elasticity": {},
             "zero_optimization": {"zero_hpz_partition_size": 1, "cpu_offload": false, "mics_shard_size": -1}
         });
-        assert_eq!(check(&off).unwrap().len(), 6);
+        assert_eq!(without_effect(off), 6);
     }
 
     #[test]

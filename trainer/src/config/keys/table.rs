@@ -12,7 +12,7 @@ pub(super) enum Fate {
     Unused,
     /// Asks for what is not built: refused unless it is off (false, null, an empty table, `enabled = false`).
     Refused,
-    /// As `Refused`, but these values (as JSON) ask for nothing either.
+    /// Refused unless it is null, "auto" or one of these values (as JSON).
     RefusedBut(&'static [&'static str]),
 }
 
@@ -40,6 +40,24 @@ const fn table(path: &'static str, below: &'static str, fate: Fate, why: &'stati
 
 use Fate::{Refused, RefusedBut, Unused, Used};
 
+/// Tables in which DeepSpeed does not read a key it does not know. In all others it refuses one.
+pub(super) const IGNORES_OTHERS: &[&str] = &[
+    "",
+    "activation_checkpointing",
+    "aio",
+    "checkpoint",
+    "checkpoint.parallel_write",
+    "checkpoint.writer",
+    "data_efficiency",
+    "data_types",
+    "datastates_ckpt",
+    "flops_profiler",
+    "optimizer",
+    "scheduler",
+    "timers",
+    "torch_autocast",
+];
+
 /// The sections of the table, with their titles.
 pub(super) const SECTIONS: &[(&str, &[Key])] = &[
     ("Batch, precision, optimizer", TRAINING),
@@ -57,18 +75,18 @@ const TRAINING: &[Key] = &[
     key("train_micro_batch_size_per_gpu", Used, "samples one rank computes at a time"),
     key("gradient_accumulation_steps", Used, "micro-batches of one rank in a step; 1 when it follows from nothing"),
     key("gradient_clipping", Used, "largest norm of all gradients; 1.0 when left out, as in DeepSpeed's constants; 0 clips nothing"),
-    key("bf16.enabled", Used, "16-bit parameters and gradients beside an exact 32-bit master"),
+    key("bf16.enabled", Used, "16-bit parameters and gradients beside an exact 32-bit master; \"auto\" takes the checkpoint's type; false when left out"),
     key("bf16.immediate_grad_update", Unused, "gradients are summed in fp32 and rounded once"),
     key("bf16.check_grad_overflow", Used, "true: a step whose gradients are not finite is skipped; left out or false: it stops the run, the step before is kept"),
     key("bf16.bf16_master_weights_and_grads", Refused, "leave it out: the split master is exact and needs no more memory"),
     key("bf16.bf16_optimizer_states", Refused, "leave it out: moments are kept in fp32"),
-    key("fp16.enabled", Used, "16-bit parameters and gradients beside a whole 32-bit master; a step that overflows is skipped"),
+    key("fp16.enabled", Used, "16-bit parameters and gradients beside a whole 32-bit master; a step that overflows is skipped; \"auto\" takes the checkpoint's type; false when left out"),
     key("fp16.loss_scale", Used, "what the loss is multiplied with; 0, also when left out, for a scale that adapts"),
     table("fp16", "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale", Used, "how the scale adapts, step for step as in DeepSpeed; 16, 1000, 2, false and 1 when left out"),
     key("fp16.auto_cast", Unused, "inputs are tokens, which have no precision"),
     key("fp16.fp16_master_weights_and_grads", Refused, "leave it out: the master is kept in fp32"),
-    key("optimizer.type", Used, "Adam and AdamW; others are refused"),
-    key("optimizer.params.lr", Used, "learning rate; 1e-3 when left out"),
+    key("optimizer.type", Used, "Adam and AdamW; others are refused; AdamW when left out"),
+    key("optimizer.params.lr", Used, "learning rate; without an optimizer 5e-5, as Hugging Face's Trainer, and a warning; 1e-3 when only the rate is left out, as PyTorch, and a warning"),
     key("optimizer.params.betas", Used, "decay of momentum and variance; [0.9, 0.999] when left out"),
     key("optimizer.params.eps", Used, "added to the root of the variance; 1e-8 when left out"),
     key("optimizer.params.weight_decay", Used, "decoupled from the gradient, not for norms; 0 when left out"),
@@ -95,7 +113,7 @@ const TRAINING: &[Key] = &[
 
 #[rustfmt::skip]
 const SCHEDULER: &[Key] = &[
-    key("scheduler.type", Used, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, each with DeepSpeed's rate at every step; without one the rate is constant"),
+    key("scheduler.type", Used, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, each with DeepSpeed's rate at every step; \"linear\" (straight down to 0 at total_num_steps) and \"constant\" are Hugging Face's. Left out: linear where there is no optimizer either or Hugging Face's Trainer fills the file in (a value is \"auto\"), with a warning; constant otherwise"),
     key("scheduler.params.warmup_min_lr", Used, "WarmupLR, WarmupDecayLR: where the rise begins; 0 when left out"),
     key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: where it ends; optimizer.params.lr when left out, where DeepSpeed's WarmupDecayLR has 1e-3"),
     key("scheduler.params.warmup_num_steps", Used, "steps of the rise; 1000 when left out"),
@@ -125,16 +143,16 @@ const ZERO: &[Key] = &[
     key("zero_optimization.load_from_fp32_weights", Unused, "the 32-bit master is always kept and resumed exactly"),
     key("zero_optimization.elastic_checkpoint", Unused, "a run always goes on with any number of ranks"),
     key("zero_optimization.sub_group_size", Unused, "offload.tile_elems is the size of an update; left out, the plan chooses"),
-    key("zero_optimization.stage3_prefetch_bucket_size", Unused, "a step's order is known: the next unit comes while one computes, offload.staging_bytes bounds the read-ahead"),
-    key("zero_optimization.stage3_param_persistence_threshold", Unused, "a unit is one buffer, its small parameters included; offload.resident_share says what stays in host memory"),
-    key("zero_optimization.stage3_model_persistence_threshold", Unused, "offload.resident_share says what stays in host memory"),
-    key("zero_optimization.stage3_max_live_parameters", Unused, "at most three units are gathered at a time"),
-    key("zero_optimization.stage3_max_reuse_distance", Unused, "a step's order is known, nothing is guessed"),
-    key("zero_optimization.stage3_gather_16bit_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
+    table("zero_optimization", "stage3_prefetch_bucket_size prefetch_bucket_size", Unused, "a step's order is known: the next unit comes while one computes, offload.staging_bytes bounds the read-ahead"),
+    table("zero_optimization", "stage3_param_persistence_threshold param_persistence_threshold", Unused, "a unit is one buffer, its small parameters included; offload.resident_share says what stays in host memory"),
+    table("zero_optimization", "stage3_model_persistence_threshold model_persistence_threshold", Unused, "offload.resident_share says what stays in host memory"),
+    table("zero_optimization", "stage3_max_live_parameters max_live_parameters", Unused, "at most three units are gathered at a time"),
+    table("zero_optimization", "stage3_max_reuse_distance max_reuse_distance", Unused, "a step's order is known, nothing is guessed"),
+    table("zero_optimization", "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
     key("zero_optimization.stage3_gather_fp16_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
-    key("zero_optimization.stage3_module_granularity_threshold", Unused, "a unit is a transformer block"),
-    key("zero_optimization.stage3_use_all_reduce_for_fetch_params", Unused, "weights are gathered a unit at a time"),
-    key("zero_optimization.stage3_allgather_sequential", Unused, "weights are gathered a unit at a time"),
+    table("zero_optimization", "stage3_module_granularity_threshold module_granularity_threshold", Unused, "a unit is a transformer block"),
+    table("zero_optimization", "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params", Unused, "weights are gathered a unit at a time"),
+    table("zero_optimization", "stage3_allgather_sequential allgather_sequential", Unused, "weights are gathered a unit at a time"),
     key("zero_optimization.ignore_unused_parameters", Unused, "every parameter is used"),
     key("zero_optimization.legacy_stage1", Refused, "leave it out: there is one stage 1"),
     key("zero_optimization.round_robin_gradients", Unused, "each rank owns a part of every unit"),
@@ -175,8 +193,8 @@ const OFFLOAD: &[Key] = &[
     key("zero_optimization.offload_optimizer.ratio", Unused, "offload.update = \"shared\" divides the update between GPU and processor as their speeds are"),
     key("zero_optimization.offload_optimizer.super_offload", Unused, "updates always overlap computing; offload.update says where they run"),
     key("zero_optimization.offload_optimizer.cpuadam_cores_perc", Unused, "train.threads says how many cores there are for the run"),
-    key("zero_optimization.cpu_offload", Refused, "write zero_optimization.offload_optimizer = {\"device\": \"cpu\"}"),
-    key("zero_optimization.cpu_offload_param", Refused, "write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
+    key("zero_optimization.cpu_offload", Refused, "in a file for DeepSpeed true is read as offload_optimizer.device \"cpu\"; elsewhere write zero_optimization.offload_optimizer = {\"device\": \"cpu\"}"),
+    key("zero_optimization.cpu_offload_param", Refused, "in a file for DeepSpeed true is read as offload_param.device \"cpu\"; elsewhere write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
     key("zero_optimization.cpu_offload_params", Refused, "write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
     key("zero_optimization.cpu_offload_use_pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
     table("aio", "queue_depth", Used, "operations in flight of a process (offload.iodepth); 64 when left out"),
@@ -224,7 +242,7 @@ const OTHERS: &[Key] = &[
     table("compression_training", "*", Refused, "leave it out: it changes the weights"),
     table("sparse_attention", "*", Refused, "leave it out: attention is what the model's config.json says"),
     table("autotuning", "*", Refused, "leave it out: trainer plan says what fits and how fast it can be"),
-    table("compile", "*", Refused, "leave it out: nothing is compiled from Python"),
+    table("compile", "*", Unused, "nothing is compiled from Python; it changes no result"),
     table("hybrid_engine", "*", Refused, "leave it out: only training is done here"),
     table("elasticity", "*", Refused, "leave it out: a run goes on with any number of ranks, train_batch_size stays"),
     table("tensor_parallel", "*", Refused, "leave it out: ranks divide data, and state as zero_optimization.stage says"),

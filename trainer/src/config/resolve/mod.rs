@@ -15,8 +15,9 @@ use swapper::{ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN};
 
 use super::toml::{ByteCount, ConfigToml};
 use super::{
-    ActivationsChoice, DeviceChoice, Durability, GradientsChoice, KeepChoice, OffloadSettings,
-    Placement, RunSettings, Schedule, SettingsError, Share, TrainSettings, UpdatePlace,
+    ActivationsChoice, DataSettings, DeviceChoice, Durability, GradientsChoice, KeepChoice,
+    OffloadSettings, Placement, RunSettings, Said, Schedule, SettingsError, Share, TrainSettings,
+    UpdatePlace, WrittenFor,
 };
 
 /// Tokens of a window beyond this are a typing error, not a model.
@@ -28,114 +29,117 @@ const THREADS_MAX: u64 = 1024;
 /// Slices of a feed-forward half beyond this take time and no memory worth it.
 const TILING_MAX: u64 = 256;
 
+/// What is wrong with the settings, collected so that all of it can be told.
+#[derive(Default)]
+pub(super) struct Faults(Vec<SettingsError>);
+
+impl Faults {
+    /// What `result` holds, or `None` when it is a fault.
+    fn take<T>(&mut self, result: Result<T, SettingsError>) -> Option<T> {
+        result.map_err(|fault| self.0.push(fault)).ok()
+    }
+}
+
+/// Resolves a run.
+///
+/// # Errors
+/// All that is wrong. Of values that depend on each other the first.
 pub(super) fn resolve(
     config: ConfigToml,
     name: &str,
     ranks: Option<u32>,
-    mut notes: Vec<String>,
-) -> Result<RunSettings, SettingsError> {
-    let ConfigToml {
-        optimizer,
-        scheduler,
-        zero_optimization,
-        model,
-        data,
-        train,
-        offload,
-        ..
-    } = &config;
+    written_for: WrittenFor,
+    mut said: Said,
+) -> Result<RunSettings, Vec<SettingsError>> {
+    let faults = &mut Faults::default();
+    let train = &config.train;
     let steps = required(
         "train.steps",
         train.steps,
         "say how many optimizer steps the run has",
-    )?;
+    );
+    let steps = faults.take(steps);
     let seq_len = required(
         "train.seq_len",
         train.seq_len,
         "say how many tokens a window has",
-    )?;
-    within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
-    let (batch, ranks) = batch::batch(&config, seq_len, ranks)?;
-    let optimizer = optimizer::optimizer(optimizer)?;
-    let lr = schedule::schedule(scheduler, optimizer.lr, steps, &mut notes)?;
-    let (dtype, overflow) = precision::precision(&config)?;
-    let placement = placement::placement(zero_optimization, offload, &mut notes)?;
-    let model::Resolved {
-        config: model,
-        folder: model_folder,
-        first_weights,
-        dropout,
-    } = model::model(model, seq_len, &mut notes)?;
-    optimizer::note_unmatched(&optimizer.decay, &model, &mut notes);
-
+    );
+    let seq_len = faults.take(seq_len.and_then(|seq_len| {
+        within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
+        Ok(seq_len)
+    }));
+    // What depends on a number that is wrong is checked as if that were 1.
+    let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
+    let batch = faults.take(batch::batch(&config, seq_len_or_one, ranks));
+    let optimizer = optimizer::optimizer(&config.optimizer, &mut said, faults);
+    let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
+    let lr = faults.take(schedule::schedule(
+        &config,
+        lr,
+        steps_or_one,
+        written_for,
+        &mut said,
+    ));
+    let placement = faults.take(placement::placement(
+        &config.zero_optimization,
+        &config.offload,
+        &mut said.notes,
+    ));
+    let model = faults.take(model::model(&config.model, seq_len_or_one, &mut said.notes));
+    let precision = faults.take(precision::precision(&config, model.as_ref(), &mut said));
+    if let (Some(optimizer), Some(model)) = (&optimizer, &model) {
+        optimizer::note_unmatched(&optimizer.decay, &model.config, &mut said.notes);
+    }
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
-    not_negative("gradient_clipping", gradient_clipping)?;
-    let data = data::data(data, steps)?;
-
-    let stop_after = train.stop_after.unwrap_or(steps);
-    within("train.stop_after", stop_after, steps.min(1), steps)?;
-    let eval_every = train.eval_every.unwrap_or(0);
-    if eval_every > 0 && data.holdout_share.get() == 0.0 && data.eval_files.is_empty() {
-        return Err(value(
-            "train.eval_every",
-            "evaluation needs a text of its own: set data.holdout_share, for example 0.05, or data.eval_files",
-        ));
+    faults.take(not_negative("gradient_clipping", gradient_clipping));
+    let data = faults.take(data::data(&config.data, steps_or_one));
+    let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
+    let train = resolve_train(
+        &config,
+        name,
+        steps_or_one,
+        all_ranks,
+        data.as_ref(),
+        &mut said.notes,
+        faults,
+    );
+    if let (Some(model), Some(train)) = (&model, &train) {
+        let slices_max = TILING_MAX.min(model.config.intermediate_size as u64);
+        faults.take(within("train.tiling", train.tiling as u64, 1, slices_max));
     }
-    let eval_batches = train.eval_batches.unwrap_or(4);
-    at_least("train.eval_batches", eval_batches, 1)?;
-    at_least("steps_per_print", config.steps_per_print.unwrap_or(1), 1)?;
-    let log_every = train.log_every.or(config.steps_per_print).unwrap_or(10);
-    at_least("train.log_every", log_every, 1)?;
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    // All ranks are on this node and share its cores.
-    let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
-    within("train.threads", threads, 1, THREADS_MAX)?;
-    let device = word(
-        "train.device",
-        train.device.as_deref(),
-        &[
-            ("auto", DeviceChoice::Auto),
-            ("cpu", DeviceChoice::Cpu),
-            ("gpu", DeviceChoice::Gpu),
-        ],
-    )?;
-    let keep = word(
-        "train.keep",
-        train.keep.as_deref(),
-        &[
-            ("auto", KeepChoice::Auto),
-            ("nothing", KeepChoice::Nothing),
-            ("attention", KeepChoice::Attention),
-            ("products", KeepChoice::Products),
-        ],
-    )?;
-    let tiling = train.tiling.unwrap_or(1);
-    let slices_max = TILING_MAX.min(model.intermediate_size as u64);
-    within("train.tiling", tiling, 1, slices_max)?;
-    // DeepSpeed's word for it, where ours is silent.
-    let checkpointing = &config.activation_checkpointing;
-    let asked = checkpointing.cpu_checkpointing.filter(|&asked| asked);
-    let activations = word(
-        "train.activations",
-        (train.activations.as_deref()).or(asked.map(|_| "host")),
-        &[
-            ("auto", ActivationsChoice::Auto),
-            ("device", ActivationsChoice::Device),
-            ("host", ActivationsChoice::Host),
-        ],
-    )?;
-    if activations == ActivationsChoice::Host && device == DeviceChoice::Cpu {
-        notes.push(
-            "train.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
-        );
-    }
-    let run_folder = (train.run_folder.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
+    let device = train.as_ref().map(|train| train.device);
+    let offload = resolve_offload(&config, placement.as_ref(), device, faults);
+    let reports = train
+        .as_ref()
+        .and_then(|train| faults.take(reports::reports(&config, &train.run_folder)));
+    let found = (
+        steps, seq_len, batch, optimizer, lr, placement, model, precision, data,
+    );
+    let (
+        Some(_),
+        Some(_),
+        Some((batch, ranks)),
+        Some(optimizer),
+        Some(lr),
+        Some(placement),
+        Some(model),
+        Some((dtype, overflow)),
+        Some(data),
+    ) = found
+    else {
+        return Err(std::mem::take(&mut faults.0));
+    };
+    let (Some(train), Some(offload), Some(reports), true) =
+        (train, offload, reports, faults.0.is_empty())
+    else {
+        return Err(std::mem::take(&mut faults.0));
+    };
     Ok(RunSettings {
-        reports: reports::reports(&config, &run_folder)?,
-        model,
-        model_folder,
-        first_weights,
-        dropout,
+        reports,
+        model: model.config,
+        model_folder: model.folder,
+        first_weights: model.first_weights,
+        dropout: model.dropout,
         dtype,
         overflow,
         batch,
@@ -144,35 +148,116 @@ pub(super) fn resolve(
         optimizer,
         lr,
         data,
-        train: TrainSettings {
-            steps,
-            stop_after,
-            seed: train.seed.unwrap_or(0),
-            eval_every,
-            eval_batches,
-            log_every,
-            save_every: train.save_every.unwrap_or(0),
-            saves_kept: train.saves_kept.unwrap_or(SAVES_KEPT),
-            run_folder,
-            threads: threads as usize,
-            device,
-            keep,
-            activations,
-            tiling: tiling as usize,
-        },
-        offload: resolve_offload(&config, &placement, device)?,
+        train,
+        offload,
         placement,
-        notes,
+        warnings: said.warnings,
+        notes: said.notes,
+    })
+}
+
+fn resolve_train(
+    config: &ConfigToml,
+    name: &str,
+    steps: u64,
+    ranks: u32,
+    data: Option<&DataSettings>,
+    notes: &mut Vec<String>,
+    faults: &mut Faults,
+) -> Option<TrainSettings> {
+    let train = &config.train;
+    let stop_after = train.stop_after.unwrap_or(steps);
+    if config.train.steps.is_some() {
+        faults.take(within("train.stop_after", stop_after, steps.min(1), steps));
+    }
+    let eval_every = train.eval_every.unwrap_or(0);
+    if eval_every > 0
+        && data.is_some_and(|data| data.holdout_share.get() == 0.0 && data.eval_files.is_empty())
+    {
+        faults.0.push(value(
+            "train.eval_every",
+            "evaluation needs a text of its own: set data.holdout_share, for example 0.05, or data.eval_files",
+        ));
+    }
+    let eval_batches = train.eval_batches.unwrap_or(4);
+    faults.take(at_least("train.eval_batches", eval_batches, 1));
+    faults.take(at_least(
+        "steps_per_print",
+        config.steps_per_print.unwrap_or(1),
+        1,
+    ));
+    let log_every = train.log_every.or(config.steps_per_print).unwrap_or(10);
+    if train.log_every.is_some() {
+        faults.take(at_least("train.log_every", log_every, 1));
+    }
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    // All ranks are on this node and share its cores.
+    let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
+    faults.take(within("train.threads", threads, 1, THREADS_MAX));
+    let device = faults.take(word(
+        "train.device",
+        train.device.as_deref(),
+        &[
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("gpu", DeviceChoice::Gpu),
+        ],
+    ));
+    let keep = faults.take(word(
+        "train.keep",
+        train.keep.as_deref(),
+        &[
+            ("auto", KeepChoice::Auto),
+            ("nothing", KeepChoice::Nothing),
+            ("attention", KeepChoice::Attention),
+            ("products", KeepChoice::Products),
+        ],
+    ));
+    let tiling = train.tiling.unwrap_or(1);
+    // DeepSpeed's word for it, where ours is silent.
+    let checkpointing = &config.activation_checkpointing;
+    let asked = checkpointing.cpu_checkpointing.filter(|&asked| asked);
+    let activations = faults.take(word(
+        "train.activations",
+        (train.activations.as_deref()).or(asked.map(|_| "host")),
+        &[
+            ("auto", ActivationsChoice::Auto),
+            ("device", ActivationsChoice::Device),
+            ("host", ActivationsChoice::Host),
+        ],
+    ));
+    if activations == Some(ActivationsChoice::Host) && device == Some(DeviceChoice::Cpu) {
+        notes.push(
+            "train.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
+        );
+    }
+    let run_folder = (train.run_folder.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
+    Some(TrainSettings {
+        steps,
+        stop_after,
+        seed: train.seed.unwrap_or(0),
+        eval_every,
+        eval_batches,
+        log_every,
+        save_every: train.save_every.unwrap_or(0),
+        saves_kept: train.saves_kept.unwrap_or(SAVES_KEPT),
+        run_folder,
+        threads: threads as usize,
+        device: device?,
+        keep: keep?,
+        activations: activations?,
+        tiling: tiling as usize,
     })
 }
 
 fn resolve_offload(
     config: &ConfigToml,
-    placement: &Placement,
-    device: DeviceChoice,
-) -> Result<OffloadSettings, SettingsError> {
+    placement: Option<&Placement>,
+    device: Option<DeviceChoice>,
+    faults: &mut Faults,
+) -> Option<OffloadSettings> {
     let offload = &config.offload;
-    let update = word(
+    let update = faults.take(word(
         "offload.update",
         offload.update.as_deref(),
         &[
@@ -181,22 +266,24 @@ fn resolve_offload(
             ("gpu", UpdatePlace::Gpu),
             ("shared", UpdatePlace::Shared),
         ],
-    )?;
-    if device == DeviceChoice::Cpu && matches!(update, UpdatePlace::Gpu | UpdatePlace::Shared) {
-        return Err(value(
+    ));
+    if device == Some(DeviceChoice::Cpu)
+        && matches!(update, Some(UpdatePlace::Gpu | UpdatePlace::Shared))
+    {
+        faults.0.push(value(
             "offload.update",
             "needs a GPU, and train.device is \"cpu\": leave one of them out",
         ));
     }
-    let schedule = word(
+    let schedule = faults.take(word(
         "offload.schedule",
         offload.schedule.as_deref(),
         &[
             ("deferred", Schedule::Deferred),
             ("at_once", Schedule::AtOnce),
         ],
-    )?;
-    let gradients = word(
+    ));
+    let gradients = faults.take(word(
         "offload.gradients",
         offload.gradients.as_deref(),
         &[
@@ -204,34 +291,35 @@ fn resolve_offload(
             ("cpu", GradientsChoice::Cpu),
             ("nvme", GradientsChoice::Nvme),
         ],
-    )?;
-    if gradients == GradientsChoice::Nvme && !placement.has_store() {
-        return Err(value(
+    ));
+    let has_no_store = placement.is_some_and(|placement| !placement.has_store());
+    if gradients == Some(GradientsChoice::Nvme) && has_no_store {
+        faults.0.push(value(
             "offload.gradients",
             "\"nvme\", and nothing else of this run lives on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
         ));
     }
-    let durability = word(
+    let durability = faults.take(word(
         "offload.durability",
         offload.durability.as_deref(),
         &[("full", Durability::Full), ("none", Durability::None)],
-    )?;
+    ));
     let engines = ENGINES.map(|engine| (engine, engine));
-    let engine = word("offload.engine", offload.engine.as_deref(), &engines)?;
+    let engine = faults.take(word("offload.engine", offload.engine.as_deref(), &engines));
     if offload.engine.is_some() && offload.socket.is_some() {
-        return Err(value(
+        faults.0.push(value(
             "offload.engine",
             "belongs to the settings of the daemon behind offload.socket: leave it out",
         ));
     }
-    if !placement.has_store() {
+    if has_no_store {
         for (key, given) in [
             ("offload.engine", offload.engine.is_some()),
             ("offload.durability", offload.durability.is_some()),
             ("offload.commit_every", offload.commit_every.is_some()),
         ] {
             if given {
-                return Err(value(
+                faults.0.push(value(
                     key,
                     "nothing lives on nvme in this run: leave it out, or set a device to \"nvme\"",
                 ));
@@ -242,7 +330,7 @@ fn resolve_offload(
     if let Some(elems) = tile_elems
         && (elems == 0 || elems % 4096 != 0 || elems > 1 << 28)
     {
-        return Err(value(
+        faults.0.push(value(
             "offload.tile_elems",
             format!(
                 "{elems}: must be a multiple of 4096, at most {}",
@@ -250,21 +338,24 @@ fn resolve_offload(
             ),
         ));
     }
-    let staging_bytes = bytes("offload.staging_bytes", offload.staging_bytes.as_ref())?;
-    let host_memory_bytes = bytes("offload.host_memory", offload.host_memory.as_ref())?;
-    let iodepth = iodepth(config)?;
-    Ok(OffloadSettings {
+    let staging_bytes = faults.take(bytes(
+        "offload.staging_bytes",
+        offload.staging_bytes.as_ref(),
+    ));
+    let host_memory_bytes = faults.take(bytes("offload.host_memory", offload.host_memory.as_ref()));
+    let iodepth = faults.take(iodepth(config));
+    Some(OffloadSettings {
         socket: offload.socket.clone(),
-        schedule,
+        schedule: schedule?,
         commit_every: offload.commit_every,
-        host_memory_bytes,
-        update,
-        gradients,
+        host_memory_bytes: host_memory_bytes?,
+        update: update?,
+        gradients: gradients?,
         tile_elems,
-        staging_bytes,
-        iodepth: iodepth as u32,
-        durability,
-        engine: engine.to_owned(),
+        staging_bytes: staging_bytes?,
+        iodepth: iodepth? as u32,
+        durability: durability?,
+        engine: engine?.to_owned(),
     })
 }
 

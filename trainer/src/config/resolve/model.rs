@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{value, word};
+use crate::compute::Dtype;
 use crate::config::toml::ModelToml;
 use crate::config::{FirstWeights, SettingsError};
 use crate::data::VOCAB_SIZE;
 use crate::model::{Dropout, HfModel, ModelConfig, parse};
 use crate::reader::model_of_run;
 use crate::run::{Difference, ModelFiles, differences, resolved};
-use crate::weights;
+use crate::weights::{self, Element};
 
 /// A `config.json` is some kilobytes; more is another file.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
@@ -24,6 +25,8 @@ pub(super) struct Resolved {
     pub(super) folder: Option<PathBuf>,
     pub(super) first_weights: FirstWeights,
     pub(super) dropout: Dropout,
+    /// What the checkpoint is in, where a directory says it.
+    pub(super) stored: Option<Dtype>,
 }
 
 pub(super) fn model(
@@ -69,9 +72,11 @@ fn described(
     notes: &mut Vec<String>,
 ) -> Result<Resolved, SettingsError> {
     let mut inline = inline_keys(given);
+    let mut stored = None;
     let (file, folder) = match &given.path {
         Some(path) => {
             let (file, folder) = read(path)?;
+            stored = named_dtype(&file).or_else(|| stored_dtype(&folder));
             (Some(file), Some(folder))
         }
         None if inline.is_empty() => {
@@ -108,6 +113,27 @@ fn described(
         folder,
         first_weights,
         dropout,
+        stored,
+    })
+}
+
+/// The type that a `config.json` names, by PyTorch's name, today's key first.
+fn named_dtype(file: &Map<String, Value>) -> Option<Dtype> {
+    let name = file.get("dtype").or_else(|| file.get("torch_dtype"))?;
+    match name.as_str()?.trim_start_matches("torch.") {
+        "bfloat16" => Some(Dtype::Bf16),
+        "float16" | "half" => Some(Dtype::Fp16),
+        "float32" | "float" => Some(Dtype::Fp32),
+        _ => None,
+    }
+}
+
+/// The type that the weights in `folder` are in.
+fn stored_dtype(folder: &Path) -> Option<Dtype> {
+    weights::stored_element(folder).map(|element| match element {
+        Element::Fp32 => Dtype::Fp32,
+        Element::Bf16 => Dtype::Bf16,
+        Element::Fp16 => Dtype::Fp16,
     })
 }
 
@@ -128,9 +154,9 @@ fn of_run(
     let first_weights = FirstWeights::Run(resolved(from));
     if given.path.is_none() && inline_keys(given).is_empty() {
         let files = ModelFiles::of(from);
-        let own = files
-            .config()
-            .map(|file| HfModel::read(Some(file), Map::new()));
+        let file = files.config();
+        let stored = file.as_ref().and_then(named_dtype);
+        let own = file.map(|file| HfModel::read(Some(file), Map::new()));
         return Ok(Resolved {
             config,
             folder: files.folder().is_dir().then(|| files.folder().to_owned()),
@@ -138,6 +164,7 @@ fn of_run(
             dropout: own
                 .and_then(Result::ok)
                 .map_or(Dropout::NONE, |own| own.dropout),
+            stored,
         });
     }
     let here = ModelToml {

@@ -1,11 +1,27 @@
 //! DeepSpeed's optimizer table.
 
-use super::{not_negative, value, word};
+use super::{Faults, not_negative, value, word};
 use crate::config::toml::{OptimizerParamsToml, OptimizerToml};
-use crate::config::{Decaying, OptimizerSettings, SettingsError};
+use crate::config::{Decaying, OptimizerSettings, Said, SettingsError};
 use crate::model::{ModelConfig, unit_layouts};
 
-pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, SettingsError> {
+/// What Hugging Face's Trainer takes as the learning rate where nobody says one.
+const TRAINER_LR: f64 = 5e-5;
+/// What PyTorch's Adam takes.
+const ADAM_LR: f64 = 1e-3;
+
+/// Whether the settings name no optimizer: neither its type nor its learning rate.
+pub(super) fn is_left_out(optimizer: &OptimizerToml) -> bool {
+    optimizer.kind.is_none() && optimizer.params.lr.is_none()
+}
+
+/// The optimizer, or what the other side would take where the settings name none: Hugging Face's Trainer, without an
+/// `optimizer`; PyTorch, without a rate.
+pub(super) fn optimizer(
+    optimizer: &OptimizerToml,
+    said: &mut Said,
+    faults: &mut Faults,
+) -> Option<OptimizerSettings> {
     let params = &optimizer.params;
     let weight_decay = params.weight_decay.unwrap_or(0.0);
     let kind = optimizer.kind.as_deref().unwrap_or("AdamW");
@@ -13,38 +29,55 @@ pub(super) fn optimizer(optimizer: &OptimizerToml) -> Result<OptimizerSettings, 
         "adamw" => {}
         // DeepSpeed's Adam decouples the decay unless told otherwise.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
-        "adam" => {
-            return Err(value(
-                "optimizer.params.adam_w_mode",
-                "weight decay inside the gradient (adam_w_mode = false) is not supported: use AdamW or weight_decay = 0",
-            ));
-        }
-        _ => {
-            return Err(value(
-                "optimizer.type",
-                format!("\"{kind}\" is not supported: use \"AdamW\" or \"Adam\""),
-            ));
-        }
+        "adam" => faults.0.push(value(
+            "optimizer.params.adam_w_mode",
+            "weight decay inside the gradient (adam_w_mode = false) is not supported: use AdamW or weight_decay = 0",
+        )),
+        _ => faults.0.push(value(
+            "optimizer.type",
+            format!("\"{kind}\" is not supported: use \"AdamW\" or \"Adam\""),
+        )),
     }
+    let lr = match params.lr {
+        Some(lr) => lr,
+        None if is_left_out(optimizer) => {
+            said.warnings.push(format!(
+                "no optimizer is named: AdamW with a learning rate of {TRAINER_LR:e}, as Hugging Face's Trainer; optimizer.params.lr sets another"
+            ));
+            TRAINER_LR
+        }
+        None => {
+            said.warnings.push(format!(
+                "optimizer.params.lr is left out: {ADAM_LR:e}, as PyTorch's {kind}; trained models mostly need less"
+            ));
+            ADAM_LR
+        }
+    };
+    let decay = faults.take(decaying(params));
     let settings = OptimizerSettings {
-        lr: params.lr.unwrap_or(1e-3),
+        lr,
         betas: params.betas.unwrap_or([0.9, 0.999]),
         eps: params.eps.unwrap_or(1e-8),
         weight_decay,
-        decay: decaying(params)?,
+        decay: decay?,
     };
-    not_negative("optimizer.params.lr", settings.lr)?;
-    not_negative("optimizer.params.weight_decay", settings.weight_decay)?;
+    faults.take(not_negative("optimizer.params.lr", settings.lr));
+    faults.take(not_negative(
+        "optimizer.params.weight_decay",
+        settings.weight_decay,
+    ));
     if settings.betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
-        return Err(value(
+        faults.0.push(value(
             "optimizer.params.betas",
             "each must be at least 0 and less than 1",
         ));
     }
     if !(settings.eps.is_finite() && settings.eps > 0.0) {
-        return Err(value("optimizer.params.eps", "must be more than 0"));
+        faults
+            .0
+            .push(value("optimizer.params.eps", "must be more than 0"));
     }
-    Ok(settings)
+    Some(settings)
 }
 
 /// Which parameters decay: a word, or all but those with a text in their name, as PyTorch people group them.

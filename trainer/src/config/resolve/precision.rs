@@ -1,27 +1,70 @@
 //! DeepSpeed's tables of precision: in which kind of number a run computes, and what becomes of a step that overflows.
 
+use super::model;
 use super::{at_least, value, within};
 use crate::compute::Dtype;
-use crate::config::toml::{ConfigToml, Fp16Toml};
-use crate::config::{DynamicScale, Overflow, SettingsError};
+use crate::config::settings::dtype_name;
+use crate::config::toml::{ConfigToml, Fp16Toml, Switch};
+use crate::config::{DynamicScale, FirstWeights, Overflow, Said, SettingsError};
 
 /// 2^32 is what apex began with; a first scale beyond it only costs skipped steps.
 const SCALE_POWER_MAX: u64 = 32;
 
-pub(super) fn precision(config: &ConfigToml) -> Result<(Dtype, Overflow), SettingsError> {
+/// What a run computes in: what the settings say, and for "auto" what the model's directory says of its checkpoint.
+pub(super) fn precision(
+    config: &ConfigToml,
+    model: Option<&model::Resolved>,
+    said: &mut Said,
+) -> Result<(Dtype, Overflow), SettingsError> {
     let ConfigToml { bf16, fp16, .. } = config;
-    match (bf16.enabled.unwrap_or(false), fp16.enabled.unwrap_or(false)) {
-        (true, true) => Err(value(
-            "fp16.enabled",
-            "bf16.enabled is true, too: leave one of them out",
-        )),
-        (true, false) if bf16.check_grad_overflow == Some(true) => {
-            Ok((Dtype::Bf16, Overflow::Skips))
+    let on = |switch: Option<Switch>| switch == Some(Switch::Said(true));
+    let auto = |switch: Option<Switch>| matches!(switch, Some(Switch::Auto(_)));
+    let stored = model.and_then(|model| model.stored);
+    let any_auto = auto(bf16.enabled) || auto(fp16.enabled);
+    let dtype = match (on(bf16.enabled), on(fp16.enabled)) {
+        (true, true) => {
+            return Err(value(
+                "fp16.enabled",
+                "bf16.enabled is true, too: leave one of them out",
+            ));
         }
-        (true, false) => Ok((Dtype::Bf16, Overflow::Stops)),
-        (false, true) => Ok((Dtype::Fp16, scaling(fp16)?)),
-        (false, false) => Ok((Dtype::Fp32, Overflow::Stops)),
+        (true, false) => Dtype::Bf16,
+        (false, true) => Dtype::Fp16,
+        (false, false) => match stored {
+            Some(Dtype::Bf16) if auto(bf16.enabled) => Dtype::Bf16,
+            Some(Dtype::Fp16) if auto(fp16.enabled) => Dtype::Fp16,
+            _ => {
+                if any_auto && stored.is_none() {
+                    said.warnings.push(
+                        "the precision is \"auto\" and no checkpoint says one: fp32, as Hugging Face's Trainer; bf16.enabled = true trains in bf16".into(),
+                    );
+                }
+                Dtype::Fp32
+            }
+        },
+    };
+    let from_it = model.is_some_and(|model| model.first_weights != FirstWeights::Random);
+    if let Some(stored) = stored
+        && stored != dtype
+        && from_it
+    {
+        let (name, stored) = (dtype_name(dtype), dtype_name(stored));
+        let why = match dtype {
+            Dtype::Fp32 => format!(
+                "more memory and time than in {stored}, which {stored}.enabled = true asks for"
+            ),
+            Dtype::Bf16 | Dtype::Fp16 => format!("weights are rounded to {name} to compute"),
+        };
+        said.warnings.push(format!(
+            "the run computes in {name}, the checkpoint is in {stored}: {why}"
+        ));
     }
+    let overflow = match dtype {
+        Dtype::Bf16 if bf16.check_grad_overflow == Some(true) => Overflow::Skips,
+        Dtype::Bf16 | Dtype::Fp32 => Overflow::Stops,
+        Dtype::Fp16 => scaling(fp16)?,
+    };
+    Ok((dtype, overflow))
 }
 
 fn scaling(fp16: &Fp16Toml) -> Result<Overflow, SettingsError> {

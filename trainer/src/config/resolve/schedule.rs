@@ -2,9 +2,12 @@
 
 use serde_json::Value;
 
+use super::optimizer::is_left_out;
 use super::{at_least, not_negative, share, value};
-use crate::config::toml::{SchedulerParamsToml, SchedulerToml};
-use crate::config::{LrSchedule, MomentumCycle, OneCycle, RangeTest, SettingsError, Warmup};
+use crate::config::toml::{ConfigToml, SchedulerParamsToml};
+use crate::config::{
+    LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
+};
 
 /// Each scheduler with the parameters it has.
 const SCHEDULERS: &[(&str, &[&str])] = &[
@@ -63,19 +66,27 @@ const SCHEDULERS: &[(&str, &[&str])] = &[
             "warmup_type",
         ],
     ),
+    // Hugging Face's names, for what it takes without a warm-up.
+    (LINEAR, &["total_num_steps"]),
+    (CONSTANT, &[]),
 ];
+
+const LINEAR: &str = "linear";
+const CONSTANT: &str = "constant";
 
 /// The schedule of a run of `steps` steps whose optimizer has the rate `lr`.
 pub(super) fn schedule(
-    scheduler: &SchedulerToml,
+    config: &ConfigToml,
     lr: f64,
     steps: u64,
-    notes: &mut Vec<String>,
+    written_for: WrittenFor,
+    said: &mut Said,
 ) -> Result<LrSchedule, SettingsError> {
-    let params = &scheduler.params;
-    let Some(kind) = scheduler.kind.as_deref() else {
-        return Ok(LrSchedule::Constant { lr });
+    let params = &config.scheduler.params;
+    let Some(kind) = config.scheduler.kind.as_deref() else {
+        return Ok(left_out(config, lr, steps, written_for, said));
     };
+    let notes = &mut said.notes;
     let Some((_, known)) = SCHEDULERS.iter().find(|(name, _)| *name == kind) else {
         let names: Vec<&str> = SCHEDULERS.iter().map(|(name, _)| *name).collect();
         return Err(value(
@@ -90,7 +101,40 @@ pub(super) fn schedule(
     match kind {
         "LRRangeTest" => range_test(params),
         "OneCycle" => one_cycle(params, steps),
+        LINEAR => {
+            let total_steps = params.total_num_steps.unwrap_or(steps);
+            at_least("scheduler.params.total_num_steps", total_steps, 1)?;
+            Ok(LrSchedule::Linear { lr, total_steps })
+        }
+        CONSTANT => Ok(LrSchedule::Constant { lr }),
         _ => warmup(kind, params, lr, steps, notes),
+    }
+}
+
+/// What the side that was left to choose the schedule takes: Hugging Face's Trainer a straight fall, DeepSpeed none. Without an
+/// optimizer, too, all of it is the Trainer's choice.
+fn left_out(
+    config: &ConfigToml,
+    lr: f64,
+    steps: u64,
+    written_for: WrittenFor,
+    said: &mut Said,
+) -> LrSchedule {
+    let trainers = written_for == WrittenFor::Trainer || is_left_out(&config.optimizer);
+    if !trainers {
+        if written_for == WrittenFor::DeepSpeed {
+            said.warnings.push(format!(
+                "no scheduler is named: the learning rate stays {lr:e}, as DeepSpeed has it; Hugging Face's Trainer would let it fall, scheduler.type = \"{LINEAR}\" does that"
+            ));
+        }
+        return LrSchedule::Constant { lr };
+    }
+    said.warnings.push(format!(
+        "no scheduler is named: the learning rate falls linearly to 0 over the run, without warm-up, as Hugging Face's Trainer has it; scheduler.type = \"{CONSTANT}\" keeps it"
+    ));
+    LrSchedule::Linear {
+        lr,
+        total_steps: steps,
     }
 }
 

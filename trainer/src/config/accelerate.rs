@@ -1,0 +1,214 @@
+//! Configurations of Hugging Face's Accelerate: YAML with DeepSpeed's settings in `deepspeed_config`, in a file of their own that
+//! it names, or inline with Accelerate's names. What is left open there is "auto", as Accelerate leaves it to the Trainer.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::SettingsError;
+use super::deepspeed::{DeepSpeedFile, parse};
+use super::source::read_text;
+
+/// Accelerate's inline names, and DeepSpeed's.
+const INLINE: &[(&str, &str)] = &[
+    (
+        "gradient_accumulation_steps",
+        "/gradient_accumulation_steps",
+    ),
+    ("gradient_clipping", "/gradient_clipping"),
+    ("zero_stage", "/zero_optimization/stage"),
+    (
+        "offload_optimizer_device",
+        "/zero_optimization/offload_optimizer/device",
+    ),
+    (
+        "offload_optimizer_nvme_path",
+        "/zero_optimization/offload_optimizer/nvme_path",
+    ),
+    (
+        "offload_param_device",
+        "/zero_optimization/offload_param/device",
+    ),
+    (
+        "offload_param_nvme_path",
+        "/zero_optimization/offload_param/nvme_path",
+    ),
+    (
+        "zero3_save_16bit_model",
+        "/zero_optimization/stage3_gather_16bit_weights_on_model_save",
+    ),
+];
+
+/// Keys that are read here beside `deepspeed_config`, or say nothing about a run.
+const READ: &[&str] = &[
+    "deepspeed_config",
+    "distributed_type",
+    "mixed_precision",
+    "num_processes",
+    "num_machines",
+    "parallelism_config",
+];
+
+/// Reads DeepSpeed's settings out of the Accelerate configuration at `path`.
+///
+/// # Errors
+/// It cannot be read, is not YAML, has no `deepspeed_config`, or asks for what is not here: several machines, ranks that divide
+/// more than data, fp8.
+pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
+    let text = read_text(path, "the Accelerate configuration")?;
+    let syntax = |message: String| SettingsError::Syntax {
+        path: path.into(),
+        format: "YAML",
+        message,
+    };
+    let whole: Value = serde_saphyr::from_str(&text).map_err(|error| syntax(error.to_string()))?;
+    let Value::Object(whole) = whole else {
+        return Err(syntax("the outermost value must be a mapping".into()));
+    };
+    let unfit = |message: String| SettingsError::Accelerate {
+        path: path.into(),
+        message,
+    };
+    let Some(Value::Object(inner)) = whole.get("deepspeed_config") else {
+        let kind = whole.get("distributed_type").and_then(Value::as_str);
+        return Err(unfit(match kind {
+            Some(kind) if kind != "DEEPSPEED" => format!(
+                "is an Accelerate configuration for {kind} and has no deepspeed_config: write the run's settings into a run file"
+            ),
+            _ => "has no deepspeed_config: expected an Accelerate configuration for DeepSpeed, or DeepSpeed's own file as JSON".into(),
+        }));
+    };
+    check_parallelism(&whole).map_err(unfit)?;
+    let named = inner
+        .get("deepspeed_config_file")
+        .and_then(Value::as_str)
+        .filter(|name| *name != "none");
+    let mut file = match named {
+        Some(name) => {
+            let found = beside(path, name);
+            let tree = parse(&found)?;
+            DeepSpeedFile::new(found, tree)
+        }
+        None => DeepSpeedFile::new(path.to_owned(), inline(inner)),
+    };
+    let precision = whole.get("mixed_precision").unwrap_or(&Value::Null);
+    fill_precision(&mut file.tree, precision).map_err(unfit)?;
+    let inner_read = |key: &str| {
+        key == "deepspeed_config_file"
+            || (named.is_none() && INLINE.iter().any(|(name, _)| *name == key))
+    };
+    let without_effect: Vec<String> = whole
+        .keys()
+        .filter(|key| !READ.contains(&key.as_str()))
+        .cloned()
+        .chain(
+            inner
+                .keys()
+                .filter(|key| !inner_read(key))
+                .map(|key| format!("deepspeed_config.{key}")),
+        )
+        .collect();
+    if !without_effect.is_empty() {
+        file.notes.push(format!(
+            "without effect here, of {}: {}",
+            path.display(),
+            without_effect.join(", ")
+        ));
+    }
+    if let Some(count) = whole.get("num_processes").and_then(Value::as_u64)
+        && count > 1
+    {
+        file.notes.push(format!(
+            "num_processes is {count} in {}: `trainer launch --nproc {count}` starts so many",
+            path.display()
+        ));
+    }
+    Ok(file)
+}
+
+/// A path as Accelerate takes it, from the working directory; one that is not there, from beside the configuration.
+fn beside(yaml: &Path, name: &str) -> PathBuf {
+    let named = PathBuf::from(name);
+    match yaml.parent() {
+        Some(parent) if !named.exists() => parent.join(named),
+        _ => named,
+    }
+}
+
+/// What Accelerate makes of inline names.
+fn inline(inner: &Map<String, Value>) -> Value {
+    let mut tree = json!({
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"},
+        },
+    });
+    for (name, pointer) in INLINE {
+        let Some(value) = inner.get(*name) else {
+            continue;
+        };
+        // Accelerate's word for no path.
+        if name.ends_with("nvme_path") && value.as_str() == Some("none") {
+            continue;
+        }
+        let (table, key) = pointer.rsplit_once('/').expect("a path below the root");
+        tree.pointer_mut(table)
+            .and_then(Value::as_object_mut)
+            .expect("the tables are there")
+            .insert(key.into(), value.clone());
+    }
+    tree
+}
+
+/// Gives "auto" and missing precisions what `mixed_precision` says, if it says something.
+fn fill_precision(tree: &mut Value, precision: &Value) -> Result<(), String> {
+    let wanted = match precision {
+        Value::Null => return Ok(()),
+        // YAML's older word for false.
+        Value::Bool(false) => "no",
+        other => other.as_str().unwrap_or_default(),
+    };
+    if !["no", "bf16", "fp16"].contains(&wanted) {
+        return Err(format!(
+            "mixed_precision is {precision}: use \"bf16\", \"fp16\" or \"no\""
+        ));
+    }
+    for key in ["bf16", "fp16"] {
+        let table = tree.as_object_mut().expect("it was parsed as a table");
+        let table = table.entry(key).or_insert_with(|| json!({}));
+        if let Some(table) = table.as_object_mut()
+            && table.get("enabled").is_none_or(|enabled| enabled == "auto")
+        {
+            table.insert("enabled".into(), (wanted == key).into());
+        }
+    }
+    Ok(())
+}
+
+/// Ranks are of one machine and divide data and state, nothing else.
+fn check_parallelism(whole: &Map<String, Value>) -> Result<(), String> {
+    if whole
+        .get("num_machines")
+        .and_then(Value::as_u64)
+        .is_some_and(|count| count > 1)
+    {
+        return Err("num_machines is more than 1: runs are of one machine".into());
+    }
+    let Some(Value::Object(parallel)) = whole.get("parallelism_config") else {
+        return Ok(());
+    };
+    for kind in ["tp", "sp", "cp"] {
+        let key = format!("parallelism_config_{kind}_size");
+        if parallel
+            .get(&key)
+            .and_then(Value::as_u64)
+            .is_some_and(|size| size > 1)
+        {
+            return Err(format!(
+                "parallelism_config.{key} is more than 1: ranks divide data, and state as zero_stage says"
+            ));
+        }
+    }
+    Ok(())
+}

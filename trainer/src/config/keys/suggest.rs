@@ -1,0 +1,182 @@
+//! What somebody meant by a key nobody knows: the name of the same thing in Hugging Face's Trainer, PyTorch or a tool built on
+//! them, or else the known key that is spelled most alike.
+
+use super::{Key, entries, used_keys};
+
+/// Names of other programs, and ours. Where a name alone would mislead, a word about it stands in brackets.
+const OTHERS: &[(&str, &str)] = &[
+    ("learning_rate", "optimizer.params.lr"),
+    ("lr", "optimizer.params.lr"),
+    ("max_lr", "optimizer.params.lr"),
+    ("betas", "optimizer.params.betas"),
+    ("adam_beta1", "optimizer.params.betas"),
+    ("adam_beta2", "optimizer.params.betas"),
+    ("beta1", "optimizer.params.betas"),
+    ("beta2", "optimizer.params.betas"),
+    ("eps", "optimizer.params.eps"),
+    ("adam_epsilon", "optimizer.params.eps"),
+    ("weight_decay", "optimizer.params.weight_decay"),
+    ("optim", "optimizer.type"),
+    ("lr_scheduler", "scheduler.type"),
+    ("lr_scheduler_type", "scheduler.type"),
+    ("warmup_steps", "scheduler.params.warmup_num_steps"),
+    ("num_warmup_steps", "scheduler.params.warmup_num_steps"),
+    (
+        "warmup_ratio",
+        "scheduler.params.warmup_num_steps (in steps)",
+    ),
+    ("warmup_iters", "scheduler.params.warmup_num_steps"),
+    ("num_training_steps", "train.steps"),
+    ("max_steps", "train.steps"),
+    ("max_iters", "train.steps"),
+    ("total_steps", "train.steps"),
+    ("num_train_epochs", "train.steps (in steps, not epochs)"),
+    ("num_epochs", "train.steps (in steps, not epochs)"),
+    ("epochs", "train.steps (in steps, not epochs)"),
+    ("batch_size", "train_batch_size"),
+    (
+        "per_device_train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ),
+    ("per_device_batch_size", "train_micro_batch_size_per_gpu"),
+    ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+    (
+        "per_device_eval_batch_size",
+        "train.eval_batches (of the training's size)",
+    ),
+    ("max_grad_norm", "gradient_clipping"),
+    ("grad_clip", "gradient_clipping"),
+    ("clip_grad_norm", "gradient_clipping"),
+    ("grad_accumulation", "gradient_accumulation_steps"),
+    ("accumulate_grad_batches", "gradient_accumulation_steps"),
+    (
+        "gradient_checkpointing",
+        "train.keep (blocks are computed again unless it says otherwise)",
+    ),
+    ("activation_offloading", "train.activations"),
+    ("output_dir", "train.run_folder"),
+    ("save_steps", "train.save_every"),
+    ("save_interval", "train.save_every"),
+    ("save_total_limit", "train.saves_kept"),
+    ("logging_steps", "train.log_every"),
+    ("log_interval", "train.log_every"),
+    ("eval_steps", "train.eval_every"),
+    ("eval_interval", "train.eval_every"),
+    ("eval_strategy", "train.eval_every"),
+    ("evaluation_strategy", "train.eval_every"),
+    ("random_seed", "train.seed"),
+    ("data_seed", "train.seed"),
+    ("num_threads", "train.threads"),
+    ("block_size", "train.seq_len"),
+    ("max_seq_length", "train.seq_len"),
+    ("max_seq_len", "train.seq_len"),
+    ("max_length", "train.seq_len"),
+    ("sequence_len", "train.seq_len"),
+    ("sequence_length", "train.seq_len"),
+    ("seq_length", "train.seq_len"),
+    ("cutoff_len", "train.seq_len"),
+    ("model_name", "model.path"),
+    ("model_name_or_path", "model.path"),
+    ("base_model", "model.path"),
+    ("pretrained_model_name_or_path", "model.path"),
+    (
+        "resume_from_checkpoint",
+        "--resume-from of the command line",
+    ),
+    ("dataset", "data.files"),
+    ("datasets", "data.files"),
+    ("dataset_name", "data.files"),
+    ("dataset_path", "data.files"),
+    ("train_file", "data.files"),
+    ("train_files", "data.files"),
+    ("validation_file", "data.eval_files"),
+    ("tokenizer_name", "data.tokenizer"),
+    ("tokenizer_name_or_path", "data.tokenizer"),
+    ("val_set_size", "data.holdout_share"),
+    (
+        "validation_split_percentage",
+        "data.holdout_share (a share, not percent)",
+    ),
+    ("completion_only_loss", "data.loss_on"),
+    ("assistant_only_loss", "data.loss_on"),
+    ("train_on_inputs", "data.loss_on"),
+    ("sample_packing", "data.packing"),
+    ("torch_dtype", "bf16.enabled"),
+    ("dtype", "bf16.enabled"),
+    ("mixed_precision", "bf16.enabled"),
+    ("precision", "bf16.enabled"),
+    ("report_to", "tensorboard.enabled"),
+    ("logging_dir", "tensorboard.output_path"),
+];
+
+/// Less alike than this is another word.
+const ALIKE_MIN: f64 = 0.7;
+
+/// The key that `path`, which is none, probably means.
+pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
+    let used = used_keys();
+    let name = last(path).to_ascii_lowercase().replace('-', "_");
+    // Another table has it under just this name, as `steps`.
+    let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
+    let known = OTHERS.iter().find(|(other, _)| *other == name);
+    match (named.as_slice(), known) {
+        (_, Some((_, ours))) => Some((*ours).to_owned()),
+        ([one], None) => Some((*one).clone()),
+        _ => nearest(path, &used),
+    }
+}
+
+fn last(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or("")
+}
+
+/// The known key that looks most like `path`, if one does. Keys of the same name in another table count as near.
+fn nearest(path: &str, used: &[String]) -> Option<String> {
+    let near = |known: &str| {
+        let whole = strsim::jaro_winkler(path, known);
+        let name = 0.99 * strsim::normalized_damerau_levenshtein(last(path), last(known));
+        let table = path.rsplit_once('.').map(|(table, _)| table)
+            == known.rsplit_once('.').map(|(table, _)| table);
+        // Names that only begin alike are other names.
+        let whole = if name > 0.5 { 0.9 * whole } else { 0.0 };
+        name.max(whole) + if table { 0.05 } else { 0.0 }
+    };
+    let known = used.iter().cloned().chain(entries().flat_map(Key::paths));
+    known
+        .map(|known| (near(&known), known))
+        .filter(|(near, _)| *near > ALIKE_MIN)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, known)| known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_other_programs_are_known_as_what_they_mean() {
+        let used = used_keys();
+        for (other, ours) in OTHERS {
+            let key = ours.split(' ').next().unwrap();
+            assert!(
+                key.starts_with("--") || used.iter().any(|used| used == key),
+                "{other}: {key}"
+            );
+            assert!(!used.iter().any(|used| used == other), "{other} is ours");
+        }
+        for (name, expected) in [
+            ("learning_rate", "optimizer.params.lr"),
+            ("train.learning-rate", "optimizer.params.lr"),
+            (
+                "per_device_train_batch_size",
+                "train_micro_batch_size_per_gpu",
+            ),
+            ("train.max_grad_norm", "gradient_clipping"),
+            ("seq_len", "train.seq_len"),
+            ("train.stepz", "train.steps"),
+        ] {
+            assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
+        }
+        assert_eq!(suggestion("train.qqq"), None);
+    }
+}

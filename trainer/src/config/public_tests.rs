@@ -1,0 +1,827 @@
+//! The shapes of public files, written anew: what is read out of each, or why it is refused. What could go wrong: a file that
+//! trains elsewhere is refused, or trains something else here than it does there.
+//!
+//! The sources are named by repository and path. All were read in August 2026.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+/// A run with a model directory whose config.json says that the checkpoint is in bf16.
+struct Bench(tempfile::TempDir);
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config = json!({
+            "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "torch_dtype": "bfloat16"
+        });
+        std::fs::create_dir(dir.path().join("model")).unwrap();
+        std::fs::write(dir.path().join("model/config.json"), config.to_string()).unwrap();
+        Self(dir)
+    }
+
+    fn read(&self, name: &str, text: &str) -> Result<RunSettings, String> {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        self.source(&path)
+    }
+
+    fn source(&self, path: &std::path::Path) -> Result<RunSettings, String> {
+        let model = self.0.path().join("model");
+        let sets = [
+            &format!("model.path={}", model.display()),
+            "model.init=random",
+            "data.files=[\"text\"]",
+            "train.steps=1000",
+            "train.seq_len=32",
+        ];
+        let source = Source {
+            run: None,
+            deepspeed: Some(path.into()),
+            sets: sets.map(str::to_owned).to_vec(),
+        };
+        read(&source, None).map_err(|error| error.to_string())
+    }
+
+    fn told(&self, name: &str, text: &str) -> Result<String, String> {
+        self.read(name, text).map(|run| told(&run))
+    }
+}
+
+/// What matters of a run, in a line.
+fn told(run: &RunSettings) -> String {
+    let tiers = [run.placement.param, run.placement.optimizer].map(Tier::word);
+    let schedule = match &run.lr {
+        LrSchedule::Constant { .. } => "constant",
+        LrSchedule::Linear { .. } => "linear",
+        LrSchedule::Warmup(_) => "WarmupLR",
+        LrSchedule::WarmupDecay { .. } => "WarmupDecayLR",
+        other => panic!("{other:?}"),
+    };
+    format!(
+        "{} stage {} {}/{} lr {:e} {schedule} decay {} clip {}",
+        settings::dtype_name(run.dtype),
+        run.placement.stage.number(),
+        tiers[0],
+        tiers[1],
+        run.optimizer.lr,
+        run.optimizer.weight_decay,
+        run.gradient_clipping,
+    )
+}
+
+/// Lays `more` over `base`, table by table.
+fn with(base: &Value, more: Value) -> Value {
+    match (base, more) {
+        (Value::Object(base), Value::Object(more)) => {
+            let mut both = base.clone();
+            for (key, value) in more {
+                let below = both.get(&key).cloned().unwrap_or(Value::Null);
+                both.insert(key, with(&below, value));
+            }
+            both.into()
+        }
+        (_, more) => more,
+    }
+}
+
+/// Sizes that the Trainer fills in.
+fn sizes() -> Value {
+    json!({
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto"
+    })
+}
+
+fn both_precisions() -> Value {
+    json!({
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+    })
+}
+
+fn auto_adamw() -> Value {
+    json!({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}})
+}
+
+fn warmup(kind: &str) -> Value {
+    let mut params =
+        json!({"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"});
+    if kind == "WarmupDecayLR" {
+        params["total_num_steps"] = "auto".into();
+    }
+    json!({"scheduler": {"type": kind, "params": params}})
+}
+
+fn stage_3() -> Value {
+    json!({"zero_optimization": {
+        "stage": 3, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": true
+    }})
+}
+
+fn stage_2() -> Value {
+    json!({"zero_optimization": {
+        "stage": 2, "allgather_partitions": true, "allgather_bucket_size": 2e8, "overlap_comm": true, "reduce_scatter": true,
+        "reduce_bucket_size": 2e8, "contiguous_gradients": true
+    }})
+}
+
+fn cpu(what: &[&str]) -> Value {
+    let device = json!({"device": "cpu", "pin_memory": true});
+    let tables = what
+        .iter()
+        .map(|what| (format!("offload_{what}"), device.clone()));
+    json!({"zero_optimization": tables.collect::<serde_json::Map<_, _>>()})
+}
+
+fn all(parts: &[Value]) -> Value {
+    parts
+        .iter()
+        .fold(json!({}), |sum, part| with(&sum, part.clone()))
+}
+
+/// Axolotl's stage 3: its fields go by name, not by alias.
+fn axolotl_3() -> Value {
+    json!({
+        "zero_optimization": {
+            "stage": 3, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 0, "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "max_live_parameters": 0,
+            "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": true
+        },
+        "wall_clock_breakdown": false
+    })
+}
+
+/// Source, shape, what is read out of it or a part of the refusal.
+fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
+    let axolotl_fp16 = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": false, "initial_scale_power": 32}});
+    let axolotl = all(&[sizes(), axolotl_fp16]);
+    let compile = json!({"compile": {"disable": false, "backend": "inductor"}});
+    let bf16 = json!({"bf16": {"enabled": true}, "fp16": null});
+    let untested =
+        json!({"zero_force_ds_cpu_optimizer": false, "zero_allow_untested_optimizer": true});
+    let factory = all(&[
+        sizes(),
+        both_precisions(),
+        json!({"zero_allow_untested_optimizer": true}),
+    ]);
+    let instruct = all(&[
+        sizes(),
+        json!({"bf16": {"enabled": "auto"}, "steps_per_print": 1e5}),
+    ]);
+    let fp16 = json!({"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16}});
+    let adam = |params: Value| json!({"optimizer": {"type": "Adam", "params": params}});
+    let template = all(&[
+        sizes(),
+        fp16.clone(),
+        json!({"gradient_accumulation_steps": 1, "steps_per_print": 2000}),
+        json!({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": true, "adam_w_mode": true}}}),
+        warmup("WarmupDecayLR"),
+    ]);
+    let linear = |stage: &'static str| Ok::<&str, &str>(stage);
+    vec![
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero1.json",
+            all(&[
+                axolotl.clone(),
+                json!({"zero_optimization": {"stage": 1, "overlap_comm": true}}),
+            ]),
+            linear("bf16 stage 1 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero1_torch_compile.json",
+            all(&[
+                axolotl.clone(),
+                compile.clone(),
+                json!({"zero_optimization": {"stage": 1, "overlap_comm": true}}),
+            ]),
+            linear("bf16 stage 1 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero2.json",
+            all(&[
+                axolotl.clone(),
+                json!({"zero_optimization": {"stage": 2}}),
+                cpu(&["optimizer"]),
+            ]),
+            linear("bf16 stage 2 none/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero2_torch_compile.json",
+            all(&[
+                axolotl.clone(),
+                compile,
+                json!({"zero_optimization": {"stage": 2}}),
+                cpu(&["optimizer"]),
+            ]),
+            linear("bf16 stage 2 none/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero3.json",
+            all(&[axolotl.clone(), axolotl_3()]),
+            linear("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero3_bf16.json",
+            all(&[axolotl.clone(), axolotl_3(), bf16.clone()]),
+            linear("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero3_bf16_cpuoffload_all.json",
+            all(&[
+                axolotl.clone(),
+                axolotl_3(),
+                bf16.clone(),
+                untested.clone(),
+                cpu(&["param", "optimizer"]),
+            ]),
+            linear("bf16 stage 3 cpu/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "axolotl-ai-cloud/axolotl deepspeed_configs/zero3_bf16_cpuoffload_params.json",
+            all(&[axolotl, axolotl_3(), bf16, untested, cpu(&["param"])]),
+            linear("bf16 stage 3 cpu/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z0_config.json",
+            all(&[
+                factory.clone(),
+                stage_2(),
+                json!({"zero_optimization": {"stage": 0, "round_robin_gradients": true}}),
+            ]),
+            linear("bf16 stage 0 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z2_config.json",
+            all(&[factory.clone(), stage_2()]),
+            linear("bf16 stage 2 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z2_offload_config.json",
+            all(&[factory.clone(), stage_2(), cpu(&["optimizer"])]),
+            linear("bf16 stage 2 none/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z2_autotp_config.json",
+            all(&[
+                factory.clone(),
+                stage_2(),
+                json!({"_comment": "models it fits", "tensor_parallel": {"autotp_size": 2}}),
+            ]),
+            Err(
+                "tensor_parallel is DeepSpeed's but not supported here: leave it out: ranks divide data",
+            ),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_config.json",
+            all(&[factory.clone(), stage_3()]),
+            linear("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_offload_config.json",
+            all(&[factory.clone(), stage_3(), cpu(&["param", "optimizer"])]),
+            linear("bf16 stage 3 cpu/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_fp8_config.json",
+            all(&[
+                factory,
+                stage_3(),
+                cpu(&["optimizer"]),
+                json!({
+                    "fp16": {"enabled": false}, "zero_force_ds_cpu_optimizer": true, "steps_per_print": 10_000_000,
+                    "comms_config": {"verbose": false}, "monitor_config": {"enabled": true, "tag": "DeepSpeedMonitor"}
+                }),
+            ]),
+            linear("bf16 stage 3 none/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "allenai/open-instruct configs/ds_configs/stage2_no_offloading_accelerate.conf",
+            all(&[
+                instruct.clone(),
+                json!({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}),
+            ]),
+            linear("bf16 stage 2 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "allenai/open-instruct configs/ds_configs/stage3_no_offloading_accelerate.conf",
+            all(&[instruct.clone(), stage_3()]),
+            linear("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "allenai/open-instruct configs/ds_configs/stage3_offloading_accelerate.conf",
+            all(&[instruct.clone(), stage_3(), cpu(&["param", "optimizer"])]),
+            linear("bf16 stage 3 cpu/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "allenai/open-instruct configs/ds_configs/stage3_no_offloading.conf",
+            all(&[
+                instruct.clone(),
+                stage_3(),
+                auto_adamw(),
+                warmup("WarmupDecayLR"),
+            ]),
+            Ok("bf16 stage 3 none/none lr 5e-5 WarmupDecayLR decay 0 clip 1"),
+        ),
+        (
+            "allenai/open-instruct configs/ds_configs/stage3_offloading.conf",
+            all(&[
+                instruct,
+                stage_3(),
+                auto_adamw(),
+                warmup("WarmupDecayLR"),
+                cpu(&["param", "optimizer"]),
+            ]),
+            Ok("bf16 stage 3 cpu/cpu lr 5e-5 WarmupDecayLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/transformers tests/deepspeed/ds_config_zero2.json",
+            all(&[
+                sizes(),
+                both_precisions(),
+                auto_adamw(),
+                warmup("WarmupLR"),
+                stage_2(),
+                cpu(&["optimizer"]),
+            ]),
+            Ok("bf16 stage 2 none/cpu lr 5e-5 WarmupLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/transformers tests/deepspeed/ds_config_zero3.json",
+            all(&[
+                sizes(),
+                both_precisions(),
+                auto_adamw(),
+                warmup("WarmupLR"),
+                stage_3(),
+                cpu(&["param", "optimizer"]),
+            ]),
+            Ok("bf16 stage 3 cpu/cpu lr 5e-5 WarmupLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/transformers tests/deepspeed/ds_config_zero3.json, as of 2021: no batch sizes",
+            all(&[
+                fp16.clone(),
+                stage_3(),
+                cpu(&["param", "optimizer"]),
+                json!({
+                    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+                    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
+                }),
+            ]),
+            Err("train_micro_batch_size_per_gpu is missing: give it, or train_batch_size"),
+        ),
+        (
+            "huggingface/transformers docs/source/en/deepspeed.md, NVMe",
+            all(&[
+                sizes(),
+                both_precisions(),
+                auto_adamw(),
+                warmup("WarmupLR"),
+                stage_3(),
+                json!({"zero_optimization": {
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4, "fast_init": false},
+                    "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+                    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": false, "overlap_events": true}
+                }}),
+            ]),
+            Ok("bf16 stage 3 nvme/nvme lr 5e-5 WarmupLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/transformers docs/source/en/deepspeed.md, ZeRO-1 alone",
+            all(&[sizes(), json!({"zero_optimization": {"stage": 1}})]),
+            linear("fp32 stage 1 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "huggingface/transformers docs/source/en/deepspeed.md, optimizer without scheduler",
+            all(&[sizes(), both_precisions(), auto_adamw(), stage_3()]),
+            Ok("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "huggingface/accelerate examples/deepspeed_config_templates/zero_stage1_config.json",
+            all(&[
+                template.clone(),
+                stage_2(),
+                json!({"zero_optimization": {"stage": 1}}),
+            ]),
+            Ok("fp16 stage 1 none/none lr 5e-5 WarmupDecayLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/accelerate examples/deepspeed_config_templates/zero_stage2_offload_config.json",
+            all(&[template.clone(), stage_2(), cpu(&["optimizer"])]),
+            Ok("fp16 stage 2 none/cpu lr 5e-5 WarmupDecayLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/accelerate examples/deepspeed_config_templates/zero_stage3_offload_config.json",
+            all(&[
+                template,
+                stage_3(),
+                cpu(&["param", "optimizer"]),
+                json!({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": "auto"}}),
+            ]),
+            Ok("fp16 stage 3 cpu/cpu lr 5e-5 WarmupDecayLR decay 0 clip 1"),
+        ),
+        (
+            "huggingface/accelerate tests/deepspeed/ds_config_zero3_model_only.json",
+            all(&[
+                both_precisions(),
+                stage_3(),
+                cpu(&["param"]),
+                json!({"train_micro_batch_size_per_gpu": 1}),
+            ]),
+            linear("bf16 stage 3 cpu/none lr 5e-5 linear decay 0 clip 1"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/gan/gan_deepspeed_config.json",
+            all(&[
+                json!({"train_batch_size": 64, "steps_per_print": 10}),
+                adam(json!({"lr": 2e-4, "betas": [0.5, 0.999], "eps": 1e-8})),
+            ]),
+            Ok("fp32 stage 3 none/none lr 2e-4 constant decay 0 clip 1"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/imagenet/config/ds_fp16_z1_config.json",
+            all(&[
+                json!({
+                    "train_batch_size": 256, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}, "gradient_clipping": 0,
+                    "fp16": {"enabled": true, "auto_cast": true}, "prescale_gradients": false, "cuda_visible_devices": 0
+                }),
+                adam(json!({"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7})),
+            ]),
+            Ok("fp16 stage 1 none/none lr 1e-3 constant decay 0.0000003 clip 0"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/bf16_master_weight/configs/baseline.json",
+            all(&[json!({
+                "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "bf16": {"enabled": true},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}, "torch_autocast": {"enabled": false},
+                "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e7, "stage3_param_persistence_threshold": 0}
+            })]),
+            Ok("bf16 stage 3 none/none lr 1e-4 constant decay 0.01 clip 1"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/bf16_master_weight/configs/bf16_full.json",
+            json!({"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
+                "torch_autocast": {"enabled": true, "dtype": "torch.bfloat16"}}),
+            Err("3 settings are wrong"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/BingBertSquad/deepspeed_bsz24_config.json",
+            all(&[
+                json!({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": true}}),
+                adam(json!({"lr": 3e-5, "weight_decay": 0.0, "bias_correction": false})),
+            ]),
+            Err("optimizer.params.bias_correction is DeepSpeed's but not supported here"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/bing_bert/deepspeed_bsz32k_lamb_config_seq512.json",
+            json!({"train_batch_size": 32768, "train_micro_batch_size_per_gpu": 16, "fp16": {"enabled": true, "loss_scale": 0},
+                "optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "weight_decay": 0.01, "max_coeff": 0.3, "min_coeff": 0.01}}}),
+            Err("optimizer.type: \"Lamb\" is not supported"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/bing_bert/deepspeed_bsz4k_progressive_layer_drop_config_seq128.json",
+            all(&[
+                json!({"train_batch_size": 4096, "train_micro_batch_size_per_gpu": 16, "fp16": {"enabled": true},
+                "progressive_layer_drop": {"enabled": true, "theta": 0.5, "gamma": 0.001}}),
+                adam(json!({"lr": 1e-3})),
+            ]),
+            Err("progressive_layer_drop is DeepSpeed's but not supported here"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples training/DeepSpeed-ZenFlow/finetuning/zf_config.json",
+            all(&[
+                json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}},
+                "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": true}}}),
+                cpu(&["optimizer"]),
+            ]),
+            Err("zero_optimization.zenflow is DeepSpeed's but not supported here"),
+        ),
+        (
+            "deepspeedai/DeepSpeedExamples inference/sglang/ds_offload_nvme_aio.json",
+            json!({"train_batch_size": 1, "aio": {"block_size": 8388608, "queue_depth": 32, "intra_op_parallelism": 8, "use_gds": false},
+                "zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto",
+                    "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_size": "auto", "buffer_count": 5}}}),
+            Err("\"none\" beside parameters on nvme"),
+        ),
+        (
+            "deepspeedai/DeepSpeed examples/sdma_allgather/ds_config_zero3.json",
+            all(&[
+                stage_3(),
+                json!({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": {"enabled": true},
+                "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.01}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-5, "warmup_num_steps": 10}}}),
+            ]),
+            Ok("bf16 stage 3 none/none lr 1e-5 WarmupLR decay 0.01 clip 1"),
+        ),
+        (
+            "deepspeedai/DeepSpeed tests/model/Megatron_GPT2/ds_config_func_bs4_zero2_offload.json",
+            all(&[
+                fp16,
+                json!({"train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 2, "reduce_bucket_size": 7_000_000, "reduce_scatter": true, "cpu_offload": true}}),
+            ]),
+            linear("fp16 stage 2 none/cpu lr 5e-5 linear decay 0 clip 1"),
+        ),
+    ]
+}
+
+#[test]
+fn public_deepspeed_files_train_what_they_train_elsewhere_or_are_refused_with_the_reason() {
+    let bench = Bench::new();
+    let files = files();
+    assert!(files.len() > 30);
+    for (source, shape, expected) in &files {
+        let found = bench.told("ds.json", &shape.to_string());
+        match expected {
+            Ok(line) => assert_eq!(found.as_deref(), Ok(*line), "{source}"),
+            Err(part) => {
+                let text = found.expect_err(source);
+                assert!(text.contains(part), "{source}: {text}");
+            }
+        }
+    }
+}
+
+/// What Accelerate configurations have beside `deepspeed_config`.
+const AROUND: &str = "compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+use_cpu: false
+";
+
+#[test]
+fn public_accelerate_configurations_are_read_or_refused_with_the_reason() {
+    const PLAIN: &str = "offload_optimizer_device: none, offload_param_device: none, deepspeed_multinode_launcher: standard";
+    let bench = Bench::new();
+    for (source, inner, more, expected) in [
+        ("allenai/open-instruct configs/ds_configs/deepspeed_zero2.yaml", format!("{PLAIN}, zero3_init_flag: false, zero_stage: 2"),
+            "mixed_precision: 'bf16'", Ok("bf16 stage 2 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("allenai/open-instruct configs/ds_configs/deepspeed_zero3.yaml", format!("{PLAIN}, zero3_save_16bit_model: true, zero_stage: 3"),
+            "mixed_precision: bf16", Ok("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("huggingface/trl examples/accelerate_configs/deepspeed_zero1.yaml", "gradient_accumulation_steps: 1, zero_stage: 1".into(),
+            "mixed_precision: 'bf16'", Ok("bf16 stage 1 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("huggingface/trl examples/accelerate_configs/deepspeed_zero2.yaml, with fp16", format!("{PLAIN}, zero_stage: 2"),
+            "mixed_precision: 'fp16'", Ok("fp16 stage 2 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("huggingface/trl tests/distributed/data/accelerate_configs/zero3.yaml", "zero_stage: 3".into(),
+            "", Ok("bf16 stage 3 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("huggingface/alignment-handbook recipes/accelerate_configs/zero3.yaml, without mixed precision", format!("{PLAIN}, zero3_init_flag: true, zero_stage: 3"),
+            "mixed_precision: no", Ok("fp32 stage 3 none/none lr 5e-5 linear decay 0 clip 1")),
+        ("huggingface/accelerate, as `accelerate config` writes it for NVMe",
+            "zero_stage: 3, gradient_clipping: 0.5, offload_optimizer_device: nvme, offload_optimizer_nvme_path: /nvme, offload_param_device: cpu, offload_param_nvme_path: none".into(),
+            "mixed_precision: bf16", Ok("bf16 stage 3 cpu/nvme lr 5e-5 linear decay 0 clip 0.5")),
+        ("huggingface/trl examples/accelerate_configs/alst_ulysses_4gpu.yaml", "zero_stage: 3, seq_parallel_communication_data_type: bf16".into(),
+            "parallelism_config: {parallelism_config_sp_size: 2, parallelism_config_dp_shard_size: 2}", Err("parallelism_config_sp_size is more than 1")),
+        ("huggingface/accelerate, fp8", "zero_stage: 2".into(), "mixed_precision: fp8", Err("mixed_precision is \"fp8\": use \"bf16\", \"fp16\" or \"no\"")),
+    ] {
+        let text = format!("{AROUND}deepspeed_config: {{{inner}}}\n{more}\n");
+        let found = bench.told("accelerate.yaml", &text);
+        match expected {
+            Ok(line) => assert_eq!(found.as_deref(), Ok(line), "{source}"),
+            Err(part) => {
+                let text = found.expect_err(source);
+                assert!(text.contains(part), "{source}: {text}");
+            }
+        }
+    }
+    // huggingface/alignment-handbook recipes/accelerate_configs/fsdp.yaml, huggingface/trl examples/accelerate_configs/multi_gpu.yaml
+    for kind in ["FSDP", "MULTI_GPU"] {
+        let text = bench.told(
+            "other.yml",
+            &format!("distributed_type: {kind}\nmixed_precision: bf16\n"),
+        );
+        let text = text.unwrap_err();
+        assert!(
+            text.contains(&format!("for {kind} and has no deepspeed_config")),
+            "{text}"
+        );
+    }
+    let text = bench.told("broken.yaml", "a: [1\n").unwrap_err();
+    assert!(text.contains("broken.yaml is not valid YAML: "), "{text}");
+}
+
+#[test]
+fn an_accelerate_configuration_may_name_deepspeeds_file() {
+    // huggingface/accelerate examples/config_yaml_templates/deepspeed.yaml
+    let bench = Bench::new();
+    let shape = all(&[sizes(), both_precisions(), stage_3()]);
+    std::fs::write(bench.0.path().join("ds.json"), shape.to_string()).unwrap();
+    let yaml = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\nnum_processes: 2\nmixed_precision: fp16\n";
+    let run = bench.read("accelerate.yaml", yaml).unwrap();
+    assert_eq!(
+        told(&run),
+        "fp16 stage 3 none/none lr 5e-5 linear decay 0 clip 1"
+    );
+    let noted = |part: &str| run.notes.iter().any(|note| note.contains(part));
+    assert!(
+        noted("trainer launch --nproc 2") && noted("deepspeed_config.zero3_init_flag"),
+        "{:?}",
+        run.notes
+    );
+    // What is wrong is said of the file it is in.
+    let wrong = with(&shape, json!({"zero_optimization": {"stage": 7}}));
+    std::fs::write(bench.0.path().join("ds.json"), wrong.to_string()).unwrap();
+    let text = bench.read("accelerate.yaml", yaml).unwrap_err();
+    assert!(
+        text.contains("ds.json: zero_optimization.stage: 7"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_says_what_is_taken() {
+    let bench = Bench::new();
+    let warned = |shape: Value| {
+        let run = bench.read("ds.json", &shape.to_string()).unwrap();
+        (run.warnings.join("\n"), run.summary().join("\n"))
+    };
+    let base = json!({"train_batch_size": 1, "bf16": {"enabled": true}});
+    let (warnings, summary) = warned(base.clone());
+    assert!(
+        warnings.contains(
+            "no optimizer is named: AdamW with a learning rate of 5e-5, as Hugging Face's Trainer"
+        ),
+        "{warnings}"
+    );
+    assert!(
+        warnings.contains("no scheduler is named: the learning rate falls linearly"),
+        "{warnings}"
+    );
+    assert_eq!(
+        summary,
+        "optimizer AdamW, lr 5e-5, betas 0.9 and 0.999, eps 1e-8, weight decay 0\n\
+         schedule  linear, from 5e-5 down to 0 over 1000 steps, no warm-up\nprecision bf16"
+    );
+    // DeepSpeed alone keeps the rate; so is it here, and said.
+    let named = json!({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}});
+    let (warnings, summary) = warned(with(&base, named.clone()));
+    assert!(
+        warnings.contains("the learning rate stays 1e-4, as DeepSpeed has it"),
+        "{warnings}"
+    );
+    assert!(
+        summary.contains("schedule  constant, 1e-4 at every step"),
+        "{summary}"
+    );
+    let (warnings, _) = warned(with(&base, json!({"optimizer": {"type": "Adam"}})));
+    assert!(
+        warnings.contains("optimizer.params.lr is left out: 1e-3, as PyTorch's Adam"),
+        "{warnings}"
+    );
+    for kind in ["linear", "constant"] {
+        let all = with(
+            &with(&base, named.clone()),
+            json!({"scheduler": {"type": kind}}),
+        );
+        let (warnings, summary) = warned(all);
+        assert_eq!(warnings, "");
+        assert!(
+            summary.contains(&format!("schedule  {kind}, ")),
+            "{summary}"
+        );
+    }
+}
+
+/// A file of safetensors with one number of a type.
+fn weights(dtype: &str, bytes: usize) -> Vec<u8> {
+    let header =
+        format!("{{\"t\":{{\"dtype\":\"{dtype}\",\"shape\":[1],\"data_offsets\":[0,{bytes}]}}}}");
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.extend(vec![0; bytes]);
+    file
+}
+
+#[test]
+fn auto_precision_is_the_checkpoints_and_another_one_is_a_warning() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = |dtype: &str| {
+        let text = format!(
+            "{{\"model_type\": \"llama\", \"vocab_size\": 256, \"hidden_size\": 64, \"intermediate_size\": 128, \"num_hidden_layers\": 2, \"num_attention_heads\": 4{dtype}}}"
+        );
+        std::fs::write(dir.path().join("config.json"), text).unwrap();
+    };
+    let read = |precision: Value| {
+        let tree = json!({
+            "train_batch_size": 1, "optimizer": {"params": {"lr": 1e-4}}, "model": {"path": dir.path()},
+            "data": {"files": ["text"]}, "train": {"steps": 10, "seq_len": 32}
+        });
+        let run = check(with(&tree, precision), "test", Some(1)).unwrap();
+        (settings::dtype_name(run.dtype), run.warnings.join("\n"))
+    };
+    let auto = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}});
+    // The file's own type, where config.json says none; config.json's before it.
+    for (dtype, bytes, expected) in [("BF16", 2, "bf16"), ("F16", 2, "fp16"), ("F32", 4, "fp32")] {
+        config("");
+        std::fs::write(dir.path().join("model.safetensors"), weights(dtype, bytes)).unwrap();
+        assert_eq!(read(auto.clone()), (expected, String::new()));
+    }
+    for key in ["torch_dtype", "dtype"] {
+        config(&format!(", \"{key}\": \"bfloat16\""));
+        assert_eq!(read(auto.clone()).0, "bf16", "{key}");
+    }
+    let (dtype, warnings) = read(json!({}));
+    assert_eq!(dtype, "fp32");
+    assert!(
+        warnings.contains("the run computes in fp32, the checkpoint is in bf16"),
+        "{warnings}"
+    );
+    let (_, warnings) = read(json!({"fp16": {"enabled": true}}));
+    assert!(
+        warnings.contains("the run computes in fp16, the checkpoint is in bf16"),
+        "{warnings}"
+    );
+    // A type that is switched off is not taken.
+    let (dtype, warnings) = read(json!({"bf16": {"enabled": false}, "fp16": {"enabled": "auto"}}));
+    assert_eq!(dtype, "fp32");
+    assert!(warnings.contains("the checkpoint is in bf16"), "{warnings}");
+    let inline = json!({"model": {"path": null, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}});
+    let (dtype, warnings) = read(with(&auto, inline));
+    assert_eq!(dtype, "fp32");
+    assert!(
+        warnings.contains("no checkpoint says one: fp32"),
+        "{warnings}"
+    );
+}
+
+#[test]
+fn what_deepspeed_ignores_is_named_and_what_it_refuses_is_refused() {
+    let bench = Bench::new();
+    let shape = json!({
+        "train_batch_size": 1, "_comment": "mine", "comms_config": {"verbose": false}, "gradient_cliping": 0.5, "learning_rate": 1e-4,
+        "aio": {"speed": 1}, "bfloat16": {"enabled": true}, "zero_optimization": true
+    });
+    let run = bench.read("ds.json", &shape.to_string()).unwrap();
+    assert_eq!(
+        told(&run),
+        "bf16 stage 1 none/none lr 5e-5 linear decay 0 clip 1"
+    );
+    let noted = |part: &str| run.notes.iter().any(|note| note.contains(part));
+    assert!(
+        noted("_comment") && noted("comms_config"),
+        "{:?}",
+        run.notes
+    );
+    let warned = |part: &str| run.warnings.iter().any(|warning| warning.contains(part));
+    assert!(
+        warned("did you mean gradient_clipping?"),
+        "{:?}",
+        run.warnings
+    );
+    assert!(
+        warned("did you mean optimizer.params.lr?"),
+        "{:?}",
+        run.warnings
+    );
+    for strict in ["zero_optimization", "bf16", "fp16", "comms_logger"] {
+        let shape = json!({"train_batch_size": 1, strict: {"speed": 1}});
+        let text = bench.read("ds.json", &shape.to_string()).unwrap_err();
+        assert!(
+            text.contains(&format!("unknown key {strict}.speed")),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn all_faults_are_reported_at_once_and_keys_without_effect_in_one_line() {
+    let bench = Bench::new();
+    let shape = json!({
+        "train_batch_size": "many", "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Lion", "params": {"betas": [0.9, 2.0]}}, "wandb": {"enabled": true},
+        "zero_optimization": {"stage": 9, "speed": 1}, "fp16": {"enabled": true, "hysteresis": 0}
+    });
+    let text = bench.read("ds.json", &shape.to_string()).unwrap_err();
+    for part in [
+        "7 settings are wrong",
+        "ds.json: train_batch_size: expected a whole number, got \"many\"",
+        "ds.json: optimizer.type: \"Lion\" is not supported",
+        "ds.json: optimizer.params.betas: each must be",
+        "ds.json: wandb is DeepSpeed's but not supported here",
+        "ds.json: zero_optimization.stage: 9",
+        "ds.json: unknown key zero_optimization.speed",
+        "ds.json: fp16.hysteresis: 0: must be at least 1",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let shape = all(&[sizes(), stage_3(), both_precisions(), auto_adamw()]);
+    let run = bench.read("ds.json", &shape.to_string()).unwrap();
+    let about = run.notes.iter().filter(|note| note.contains("no effect"));
+    let about: Vec<&String> = about.collect();
+    assert_eq!(about.len(), 1, "{about:?}");
+    assert!(
+        about[0].starts_with("9 keys have no effect here"),
+        "{about:?}"
+    );
+}
