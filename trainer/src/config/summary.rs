@@ -1,5 +1,7 @@
 //! What a run trains with, in the lines of its plan that come first: the optimizer, the learning rate, the precision.
 
+use std::fmt;
+
 use super::settings::dtype_name;
 use super::{LrSchedule, Overflow, RunSettings, Warmup};
 
@@ -10,8 +12,10 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer AdamW, lr {:e}, betas {first} and {second}, eps {:e}, weight decay {}",
-                optimizer.lr, optimizer.eps, optimizer.weight_decay
+                "optimizer AdamW, lr {}, betas {first} and {second}, eps {:e}, weight decay {}",
+                Rate(optimizer.lr),
+                optimizer.eps,
+                optimizer.weight_decay
             ),
             format!("schedule  {}", schedule(&self.lr)),
             format!(
@@ -26,44 +30,64 @@ impl RunSettings {
     }
 }
 
+/// A learning rate as people write it: 5e-5, and 0.
+struct Rate(f64);
+
+impl fmt::Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0.0 => f.write_str("0"),
+            rate => write!(f, "{rate:e}"),
+        }
+    }
+}
+
 fn schedule(schedule: &LrSchedule) -> String {
     match schedule {
-        LrSchedule::Constant { lr } => format!("constant, {lr:e} at every step"),
-        LrSchedule::Linear { lr, total_steps } => {
-            format!("linear, from {lr:e} down to 0 over {total_steps} steps, no warm-up")
-        }
+        LrSchedule::Constant { lr } => format!("constant, {} at every step", Rate(*lr)),
+        LrSchedule::Linear { lr, total_steps } => format!(
+            "linear, from {} down to 0 over {total_steps} steps, no warm-up",
+            Rate(*lr)
+        ),
         LrSchedule::RangeTest(test) => format!(
-            "LRRangeTest, from {:e} up by {} of it every {} steps",
-            test.min_lr, test.step_rate, test.step_size
+            "LRRangeTest, from {} up by {} of it every {} steps",
+            Rate(test.min_lr),
+            test.step_rate,
+            test.step_size
         ),
         LrSchedule::OneCycle(cycle) => format!(
-            "OneCycle, from {:e} to {:e} in {} steps and back in {}",
-            cycle.min_lr, cycle.max_lr, cycle.first_steps, cycle.second_steps
+            "OneCycle, from {} to {} in {} steps and back in {}",
+            Rate(cycle.min_lr),
+            Rate(cycle.max_lr),
+            cycle.first_steps,
+            cycle.second_steps
         ),
         LrSchedule::Warmup(warmup) => format!("WarmupLR, {}, then level", rise(warmup)),
         LrSchedule::WarmupDecay {
             warmup,
             total_steps,
         } => format!(
-            "WarmupDecayLR, {}, then linearly down to {:e} at step {total_steps}",
+            "WarmupDecayLR, {}, then linearly down to {} at step {total_steps}",
             rise(warmup),
-            warmup.min_lr
+            Rate(warmup.min_lr)
         ),
         LrSchedule::WarmupCosine {
             warmup,
             total_steps,
             min_ratio,
         } => format!(
-            "WarmupCosineLR, {}, then by a cosine down to {:e} at step {total_steps}",
+            "WarmupCosineLR, {}, then by a cosine down to {} at step {total_steps}",
             rise(warmup),
-            warmup.max_lr * min_ratio
+            Rate(warmup.max_lr * min_ratio)
         ),
     }
 }
 
 fn rise(warmup: &Warmup) -> String {
     format!(
-        "from {:e} up to {:e} in {} steps",
-        warmup.min_lr, warmup.max_lr, warmup.steps
+        "from {} up to {} in {} steps",
+        Rate(warmup.min_lr),
+        Rate(warmup.max_lr),
+        warmup.steps
     )
 }
