@@ -45,8 +45,7 @@ fn it_is_formatted_once_and_its_settings_are_as_asked() {
         .collect();
     assert_eq!(verbs, ["format", "serve", "serve"], "{calls}");
     assert!(
-        (calls.lines().next().unwrap())
-            .ends_with("space.tiles.new --size 1048576 --force --private"),
+        (calls.lines().next().unwrap()).ends_with("space.tiles.new --size 1048576 --private"),
         "{calls}"
     );
     let settings = fs::read_to_string(folder.path().join("offloadd.toml")).unwrap();

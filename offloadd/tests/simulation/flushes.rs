@@ -20,6 +20,14 @@ const TILES: u32 = 6;
 /// What a flush that fails loses: everything, or what is drawn.
 const FAULTS: [SimFault; 2] = [SimFault::FlushLost, SimFault::Errno(libc::EIO)];
 
+/// A store with more room than [`formatted`] has.
+fn roomy() -> SimDisks {
+    let mut disks = SimDisks::new(&[8 << 20, 8 << 20]);
+    let rates = [MeasuredRates::default(); 2];
+    format(&mut disks, StoreId(*b"a store's id 16b"), &rates, 7, false).unwrap();
+    disks
+}
+
 fn write(world: &mut World, process: Process, generation: u64) {
     for tile in 0..TILES {
         let seed = u64::from(tile) + 100 * generation;
@@ -134,10 +142,7 @@ fn a_commit_that_fails_after_its_record_was_written_is_not_found_by_a_restart() 
 #[test]
 fn a_flush_that_fails_while_a_device_is_measured_fails_the_commits_of_what_was_written_there() {
     for seed in 0..40 {
-        let mut disks = SimDisks::new(&[8 << 20, 8 << 20]);
-        let rates = [MeasuredRates::default(); 2];
-        format(&mut disks, StoreId(*b"a store's id 16b"), &rates, 7, false).unwrap();
-        let mut world = World::start(disks, SimRandom::new(seed));
+        let mut world = World::start(roomy(), SimRandom::new(seed));
         let process = world.begin("one", TILES, Committed);
         write_all(&mut world, process, 1, TILES);
         write(&mut world, process, 2);
@@ -236,7 +241,7 @@ fn tiles_that_move_are_whole_whichever_flush_fails() {
 
 #[test]
 fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
-    let mut world = World::start(formatted(), SimRandom::new(1));
+    let mut world = World::start(roomy(), SimRandom::new(1));
     let process = world.begin("one", TILES, Committed);
     write_all(&mut world, process, 1, TILES);
     // So many that the catalog has several sectors.

@@ -102,8 +102,8 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     let process = world.begin("one", SLOTS, Durability::Committed);
     write_all(&mut world, process, 1, SLOTS);
     added(&mut world);
-    // The first job's definition lies where data begins.
-    let definition = DATA_OFFSET..DATA_OFFSET + 2 * BLOCK;
+    // The first copy of the first job's definition lies where data begins.
+    let definition = DATA_OFFSET..DATA_OFFSET + BLOCK;
     world.engine.held = Some((DeviceIndex(0), definition));
     world.event(Event::MoveOn { hurry: false });
     for tile in 0..SLOTS {
