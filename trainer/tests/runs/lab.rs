@@ -85,13 +85,17 @@ impl Lab {
 
     /// The files of private stores in this lab.
     pub(crate) fn store_files(&self) -> Vec<PathBuf> {
-        let entries = std::fs::read_dir(self.path("drive")).expect("the drive's folder");
-        let paths = entries.map(|entry| entry.expect("an entry").path());
-        // Beside each of them a link says whose it is.
-        paths
-            .filter(|path| path.extension().is_some_and(|ending| ending == "tiles"))
-            .collect()
+        store_files_in(&self.path("drive"))
     }
+}
+
+/// The files of private stores in `folder`. Beside each of them a link says whose it is.
+pub(crate) fn store_files_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("the drive's folder");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths
+        .filter(|path| path.extension().is_some_and(|ending| ending == "tiles"))
+        .collect()
 }
 
 /// What lets so many ranks compute: processors, where there are fewer GPUs.

@@ -11,7 +11,7 @@
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-use crate::lab::{Lab, Run, children, finish, spawn, succeed, until};
+use crate::lab::{Lab, Run, children, finish, spawn, store_files_in, succeed, until};
 use crate::random::Random;
 
 #[test]
@@ -68,8 +68,7 @@ fn tiles_spread_over_several_folders_come_back() {
     );
     let parts = |extra: &[&str]| lab.run("parts", &[&both]).with(extra);
     parts(&["train.stop_after=3"]).train();
-    let files =
-        [lab.path("drive"), other.clone()].map(|folder| std::fs::read_dir(folder).unwrap().count());
+    let files = [lab.path("drive"), other.clone()].map(|folder| store_files_in(&folder).len());
     assert_eq!(files, [1, 1], "a device file in each folder");
     parts(&[]).train();
     assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
