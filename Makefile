@@ -1,6 +1,6 @@
 # make demo         trains a Llama with all its state on two device files, kills everything mid-step, goes on
-# make check        the daily command: formatting, lints, unit tests, both simulations with few seeds
-# make test         formatting, lints, licenses, every test; ends with what was skipped and which targets took longest
+# make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
+# make test         formatting, lints, links, licenses, every test; ends with what was skipped and which targets took longest
 # make nightly      the same with more seeds, kills, crash images and restarts
 # make test-tools   installs what some tests need (as root with apt; 90 MB of NVRTC with pip); they skip without it
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
@@ -37,11 +37,13 @@ deb:
 
 check: libtorch
 	$(CARGO) fmt --all --check
+	.ci/links.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	OFFLOADD_SEEDS=$(CHECK_SEEDS) SWAPPER_SEEDS=$(CHECK_SEEDS) $(CARGO) test -j$(JOBS) --workspace --lib --bins --test simulation
 
 test: libtorch
 	$(CARGO) fmt --all --check
+	.ci/links.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q

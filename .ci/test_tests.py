@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, and of `.ci/licenses.py`."""
+"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py` and of `.ci/links.py`."""
 
 import json
 import pathlib
@@ -9,6 +9,7 @@ import tempfile
 import unittest
 
 import licenses
+import links
 
 HERE = pathlib.Path(__file__).parent
 # Test binaries are those of $HOME/built; the tests say what $HOME/said holds and end with $HOME/status.
@@ -126,6 +127,28 @@ class Licenses(unittest.TestCase):
         package = {"name": "a", "version": "1.0.0", "license": "MIT", "source": "git+https://example.org/a"}
         self.assertEqual(licenses.faults([package], {"MIT"}), ["a 1.0.0: from git+https://example.org/a, not from crates.io"])
         self.assertEqual(licenses.faults([{**package, "source": None}], {"MIT"}), [])
+
+
+class Links(unittest.TestCase):
+    def faults(self, text):
+        with tempfile.TemporaryDirectory() as root:
+            folder = pathlib.Path(root)
+            (folder / "docs").mkdir()
+            (folder / "README.md").write_text(text)
+            (folder / "docs" / "a.md").write_text("# A page\n\n## One `thing`\n\n[back](../README.md)\n")
+            return links.faults(folder)
+
+    def test_a_link_to_a_missing_file_or_heading_is_named(self):
+        self.assertEqual(self.faults("[a](docs/b.md) ![a](b.svg) [a](docs/a.md#two)"), [
+            "README.md: docs/b.md: no such file", "README.md: b.svg: no such file", "README.md: docs/a.md#two: no such heading",
+        ])
+
+    def test_links_that_lead_somewhere_and_code_are_fine(self):
+        self.assertEqual(self.faults("[a](docs/a.md) [a](docs/a.md#one-thing) [a](https://example.org/x) `[a](b.md)`\n```\n[a](b.md)\n```\n"), [])
+
+    def test_a_repository_without_documents_is_a_fault(self):
+        with tempfile.TemporaryDirectory() as root:
+            self.assertEqual(len(links.faults(pathlib.Path(root))), 1)
 
 
 if __name__ == "__main__":

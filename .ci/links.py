@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Checks that relative links in the documents point to files and headings that exist. Prints each that does not; needs no network.
+
+    .ci/links.py [ROOT]     README.md and docs/*.md, and the pages they share the reader with
+"""
+
+import pathlib
+import re
+import sys
+
+PAGES = ["README.md", "docs/*.md", "configs/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
+
+
+def without_code(text):
+    """The text without fenced blocks and code in backticks: what looks like a link there is none."""
+    text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(text):
+    """The headings' anchors, as code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def faults(root):
+    """A line for each link that leads nowhere."""
+    found = []
+    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists():
+                found.append(f"{page.relative_to(root)}: {link}: no such file")
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
+                found.append(f"{page.relative_to(root)}: {link}: no such heading")
+    return found if pages else [f"{root}: no documents"]
+
+
+if __name__ == "__main__":
+    found = faults(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1]))
+    print(*found, sep="\n", end="\n" if found else "")
+    sys.exit(1 if found else 0)
