@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What README.md and this folder report of one machine, by bench-io itself; as root, in the repository's folder:
+# What docs/benchmarks.md and this folder report of one machine, by bench-io itself; as root, in the repository's folder:
 #
 #   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
 #

@@ -1,4 +1,4 @@
-//! The picture of dependencies in README.md is true.
+//! The picture of dependencies in docs/architecture.md is true.
 //!
 //! What could go wrong: a crate reaches past its neighbour (the trainer talks to the daemon's messages, the daemon
 //! learns of its client) and nobody notices. This asks cargo for the workspace's real dependencies and compares them
@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Who may depend on whom. A new arrow is a design change: README.md's picture changes with it.
+/// Who may depend on whom. A new arrow is a design change: the picture in docs/architecture.md changes with it.
 const ARROWS: &[(&str, &[&str])] = &[
     ("offload-api", &[]),
     ("offloadd", &["offload-api"]),

@@ -1,5 +1,5 @@
 //! The daemon as systemd runs it. What could go wrong: a unit that systemd does not understand, one that is more open than
-//! README promises, a sandbox in which the daemon cannot live, a stuck owner thread that nobody notices.
+//! docs/administration.md promises, a sandbox in which the daemon cannot live, a stuck owner thread that nobody notices.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixDatagram;
