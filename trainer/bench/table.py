@@ -103,7 +103,7 @@ class Table:
             "commit": args.commit or git_commit(), "model": args.model,
         }
         self.env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
-        self.data = args.out / "text.bin"
+        self.data = args.out / "text.txt"
         self.data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("src/**/*.rs"))) or os.urandom(4 << 20))
 
     def row(self, name):
