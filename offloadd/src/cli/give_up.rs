@@ -1,4 +1,4 @@
-//! `offloadd give-up`: a job goes on without a record that its device does not give.
+//! `offloadd give-up`: a job resumes without a record that its device cannot read, or that something has overwritten.
 //!
 //! The record may be the newest, and then the generation before it was being written over when the daemon ended: its tiles are
 //! compared first, and only one that is whole is promised.

@@ -4,9 +4,9 @@
 //!   flush every device written to ──▶ write the record, twice ──▶ flush the home ──▶ acknowledge
 //! ```
 //!
-//! so that a record that can be read back is true, and an acknowledged one can be read back. When any of it fails, the record is
-//! zeroed and that flushed before the failure is told: no restart goes on from a generation that was called lost. With several nodes the record
-//! says `prepared`; nothing of the next generation is accepted until it is confirmed, because it would go where the
+//! so that a record that can be read back is true, and an acknowledged one can be read back. When any of it fails, a void is
+//! written over the record and flushed before the failure is told: no restart resumes from a generation that was called lost.
+//! With several nodes the record says `prepared`; nothing of the next generation is accepted until it is confirmed, because it would go where the
 //! generation before lies, which another node may still need.
 
 use std::collections::BTreeMap;
@@ -227,7 +227,7 @@ impl Core {
             let stored = job.stored.as_mut().expect("it committed");
             *stored.slot_of(generation) = SlotContent::Empty;
         }
-        // Otherwise the record may be there tomorrow; resuming zeroes it first.
+        // Otherwise the record may be there tomorrow; resuming writes a void over it first.
         self.end_round(key, &Err(fault), actions);
     }
 

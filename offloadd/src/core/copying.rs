@@ -44,7 +44,7 @@ pub(super) struct Batch {
     inflight_count: usize,
     /// Nothing of it counts.
     failed: Option<Fault>,
-    /// Slots of records that were cut off: zeroed before anything else is.
+    /// Slots of records that were cut off: voids are written over them before anything else is written.
     cleared: Vec<usize>,
 }
 

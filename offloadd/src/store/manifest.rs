@@ -64,6 +64,7 @@ struct RawRecord {
     job_id: u64,
     /// 0 = a void.
     generation: u64,
+    /// Of a void: its slot.
     epoch: u64,
     sequence: u64,
     tile_count: u64,
@@ -163,6 +164,7 @@ impl Record {
     fn decode(
         blocks: &AlignedBytes,
         job_id: u64,
+        slot: usize,
         tile_count: usize,
     ) -> Result<Option<Self>, Unreadable> {
         let damaged = |what: &str| Unreadable::Damaged(what.into());
@@ -170,8 +172,16 @@ impl Record {
         if header.job_id != job_id {
             return Err(damaged("it is another job's"));
         }
-        if header.generation == 0 {
-            return match blocks.as_slice() == void(job_id, header.sequence).as_slice() {
+        let is_void = header.generation == 0;
+        let of_slot = match is_void {
+            true => header.epoch == slot as u64,
+            false => Self::slot(Generation(header.generation)) == slot,
+        };
+        if !of_slot {
+            return Err(damaged("it belongs to the other slot"));
+        }
+        if is_void {
+            return match blocks.as_slice() == void(job_id, slot, header.sequence).as_slice() {
                 true => Ok(None),
                 false => Err(damaged("its checksum fits, its fields make no sense")),
             };
@@ -251,13 +261,15 @@ pub struct Slotted {
 }
 
 impl Slotted {
-    /// From blocks whose seal is sound. What is another job's is damage: a slot holds a void before its first record.
+    /// From blocks whose seal is sound. What is another job's or another slot's is damage: a slot holds a void of its own before
+    /// its first record.
     pub fn decode(
         blocks: &AlignedBytes,
         job_id: u64,
+        slot: usize,
         tile_count: usize,
     ) -> Result<Self, Unreadable> {
-        let record = Record::decode(blocks, job_id, tile_count)?;
+        let record = Record::decode(blocks, job_id, slot, tile_count)?;
         let (header, _) = RawRecord::ref_from_prefix(blocks.as_slice()).expect("a block");
         Ok(Self {
             sequence: header.sequence,
@@ -276,18 +288,20 @@ pub fn voiding(
     slot: usize,
     sequence: u64,
 ) -> impl Iterator<Item = (u64, AlignedBytes)> {
-    let voids = area.records(slot).map(|at| (at, void(job_id, sequence)));
+    let voids = area
+        .records(slot)
+        .map(|at| (at, void(job_id, slot, sequence)));
     let marks = area.marks(slot);
     let marks = marks.map(|at| (at, AlignedBytes::zeroed(BLOCK as usize)));
     voids.into_iter().chain(marks)
 }
 
-fn void(job_id: u64, sequence: u64) -> AlignedBytes {
+fn void(job_id: u64, slot: usize, sequence: u64) -> AlignedBytes {
     let raw = RawRecord {
         head: Head::unsealed(RECORD_MAGIC),
         job_id,
         generation: 0,
-        epoch: 0,
+        epoch: slot as u64,
         sequence,
         tile_count: 0,
         blob_count: 0,

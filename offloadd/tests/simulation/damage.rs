@@ -15,6 +15,7 @@ use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::manifest::voiding;
 use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::twins::Consequence;
@@ -284,6 +285,30 @@ fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
         let opened = recover::open(&mut disks).unwrap();
         assert_eq!(opened.jobs[0].slots, store.jobs[0].slots);
         assert!(verify(&mut disks).unwrap().is_sound());
+    }
+}
+
+/// A void counts by its sequence. One that was written to the wrong slot must not make an acknowledged record disappear.
+#[test]
+fn a_void_of_the_other_slot_does_not_take_a_record_away() {
+    let mut disks = two_jobs();
+    let store = recover::read(&mut disks).unwrap();
+    let home = store[store.home].position;
+    let entry = &store.jobs[0].entry;
+    // Generation 2 is in slot 0, generation 1 in slot 1.
+    for (slot, other) in [(0, 1), (1, 0)] {
+        for offset in entry.area.records(slot) {
+            let (_, void) = voiding(&entry.area, entry.job_id, other, 1 << 40)
+                .next()
+                .unwrap();
+            disks.write(home, offset, &void).unwrap();
+            let report = verify(&mut disks).unwrap();
+            assert_eq!(report.notes.len(), 1, "{:?}", report.notes);
+            assert_eq!(report.notes[0].why, "it belongs to the other slot");
+            let opened = recover::open(&mut disks).unwrap();
+            assert_eq!(opened.jobs[0].slots, store.jobs[0].slots);
+            assert!(verify(&mut disks).unwrap().is_sound());
+        }
     }
 }
 

@@ -84,7 +84,7 @@ impl Known {
         let newest = offered.last().copied().unwrap_or(0);
         assert!(
             newest >= self.acknowledged,
-            "generation {} was acknowledged, the store offers {offered:?}",
+            "generation {} was acknowledged, the store offers {offered:?}, after {trouble:?}",
             self.acknowledged
         );
         let mut chosen = (newest, None);

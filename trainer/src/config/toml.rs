@@ -150,7 +150,7 @@ keys! {
         /// Run directory, or model directory, whose weights a fresh run starts with; the optimizer starts anew.
         #[default("none")]
         pub from: Option<PathBuf>,
-        /// What a fresh run starts with: "auto" (the weights in the directory, if any), "weights" (these or nothing), "random".
+        /// What a fresh run starts with: "auto" (those of model.path, which must be there; random without a model.path), "weights", "random".
         #[default("\"auto\"")]
         pub init: Option<String>,
         /// Architecture, by Hugging Face's name.
@@ -261,7 +261,7 @@ keys! {
 
     /// `data`: files or directories of text, how it becomes tokens, what of it is held out.
     pub struct DataToml {
-        /// Text files, or directories of them, to train on.
+        /// Files to train on: text, records (.jsonl, .parquet), token ids (.u16, .u32, .npy), or directories of them.
         #[default("required")]
         pub files: Option<Vec<PathBuf>>,
         /// Text to evaluate on; without it a share of data.files is held out, or nothing.
@@ -292,7 +292,7 @@ keys! {
 
     /// `train`: length, order, reports and place of the run.
     pub struct TrainToml {
-        /// Optimizer steps of the whole run.
+        /// Optimizer steps of the whole run. 0: the run only takes its first weights, for `trainer export`.
         #[default("required")]
         pub steps: Option<u64>,
         /// Tokens of a window.
@@ -362,13 +362,13 @@ keys! {
         /// Host memory that tiles pass through.
         #[default("the plan's choice")]
         pub staging_bytes: Option<ByteCount>,
-        /// Operations in flight of a process.
+        /// Operations in flight of a process, 2 to 1024.
         #[default("aio.queue_depth, or 64")]
         pub iodepth: Option<u64>,
         /// What a crash may cost: "full" (nothing that was committed) or "none" (everything; one copy on the device).
         #[default("\"full\"")]
         pub durability: Option<String>,
-        /// The private offloadd's engine: "auto", "uring", "aio" or "psync".
+        /// The private offloadd's engine: "auto", "uring", "aio", "psync", "polled" or "sqpoll".
         #[default("\"auto\"")]
         pub engine: Option<String>,
         /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared"; the bits are the same.

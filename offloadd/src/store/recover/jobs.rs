@@ -50,14 +50,8 @@ impl<B: Blocks> Reader<'_, B> {
         let offsets = entry.area.records(slot);
         let bytes_max = entry.area.record_bytes_max;
         let copies = offsets.map(|offset| {
-            let decode = |blocks: &AlignedBytes| {
-                let found = Slotted::decode(blocks, entry.job_id, tile_count)?;
-                let record = found.record.as_ref();
-                if record.is_some_and(|record| Record::slot(record.generation) != slot) {
-                    return Err(Unreadable::Damaged("it belongs to the other slot".into()));
-                }
-                Ok(found)
-            };
+            let decode =
+                |blocks: &AlignedBytes| Slotted::decode(blocks, entry.job_id, slot, tile_count);
             self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
         });
         let what = format!("record of {}, slot {slot}", of_job(entry));

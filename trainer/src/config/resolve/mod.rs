@@ -76,7 +76,8 @@ pub(super) fn resolve(
     let lr = faults.take(schedule::schedule(
         &config,
         lr,
-        steps_or_one,
+        // A run without steps has a schedule, too, that nothing asks.
+        steps_or_one.max(1),
         written_for,
         &mut said,
     ));
