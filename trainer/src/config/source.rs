@@ -133,13 +133,33 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
     let tree: Value = if is_json {
         json::parse(&text).map_err(|message| syntax("JSON", message))?
     } else {
-        ::toml::from_str(&text).map_err(|error| syntax("TOML", error.to_string()))?
+        let tree = ::toml::from_str(&text).map_err(|error| syntax("TOML", error.to_string()))?;
+        // TOML has no null: this is what becomes of nan and inf, which would count as left out.
+        if let Some(key) = first_null(&tree, String::new()) {
+            return Err(SettingsError::Type {
+                key,
+                message: "nan and inf are not taken: write a number, or leave the key out".into(),
+            });
+        }
+        tree
     };
     if tree.is_object() {
         Ok(tree)
     } else {
         let message = "the outermost value must be an object";
         Err(syntax("JSON", message.into()))
+    }
+}
+
+/// The first key below `key` whose value is null.
+fn first_null(tree: &Value, key: String) -> Option<String> {
+    match tree {
+        Value::Null => Some(key),
+        Value::Array(items) => items.iter().find_map(|item| first_null(item, key.clone())),
+        Value::Object(table) => table
+            .iter()
+            .find_map(|(name, value)| first_null(value, super::keys::join(&key, name))),
+        _ => None,
     }
 }
 
@@ -199,7 +219,11 @@ pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
         return Err(wrong());
     }
     let value = match ::toml::from_str::<Map<String, Value>>(&format!("value = {text}")) {
-        Ok(mut table) if table.len() == 1 => table.remove("value").expect("it is the one"),
+        Ok(mut table) if table.len() == 1 => match table.remove("value") {
+            // nan and inf, which no key takes: the error shows them as text.
+            None | Some(Value::Null) => Value::String(text.into()),
+            Some(value) => value,
+        },
         Err(error) if text.starts_with(['[', '{', '"', '\'']) => {
             return Err(SettingsError::SetSyntax {
                 key: path.into(),

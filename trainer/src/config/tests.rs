@@ -679,6 +679,25 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
 }
 
 #[test]
+fn nan_and_inf_are_refused_and_not_taken_for_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.toml");
+    for (text, key) in [
+        ("gradient_clipping = inf", "gradient_clipping"),
+        ("optimizer.params = { lr = nan }", "optimizer.params.lr"),
+    ] {
+        std::fs::write(&path, text).unwrap();
+        let error = read_file(&path).unwrap_err().to_string();
+        assert!(
+            error.contains(key) && error.contains("nan and inf"),
+            "{error}"
+        );
+    }
+    let text = refused(&[("optimizer.params.lr", json!("inf"))]);
+    assert!(text.contains("expected a number"), "{text}");
+}
+
+#[test]
 fn a_default_that_is_listed_is_the_one_that_holds() {
     let path = (
         "zero_optimization.offload_optimizer.nvme_path",

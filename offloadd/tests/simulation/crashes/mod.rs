@@ -12,7 +12,7 @@ mod ranks;
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use offloadd::blocks::Blocks;
 use offloadd::core::Event;
@@ -32,6 +32,9 @@ use super::trouble::{Trouble, told};
 use super::world::{World, formatted};
 
 const SEEDS: std::ops::Range<u64> = 0..2000;
+
+/// Seeds beyond these that failed once.
+const FAILED_ONCE: [u64; 5] = [11_491, 14_694, 38_761, 443_761, 636_230];
 const LIVES: usize = 4;
 
 /// What is counted of the stories.
@@ -268,19 +271,20 @@ fn seeds_of(text: &str) -> Option<std::ops::Range<u64>> {
 #[test]
 fn nothing_acknowledged_is_lost_and_nothing_torn_surfaces() {
     let chosen = std::env::var("OFFLOADD_SEEDS").ok();
-    let seeds = match &chosen {
-        Some(text) => seeds_of(text).expect("OFFLOADD_SEEDS is FIRST..END"),
-        None => SEEDS,
+    let seeds: Vec<u64> = match &chosen {
+        Some(text) => seeds_of(text)
+            .expect("OFFLOADD_SEEDS is FIRST..END")
+            .collect(),
+        None => SEEDS.chain(FAILED_ONCE).collect(),
     };
-    let next = AtomicU64::new(seeds.start);
+    let next = AtomicUsize::new(0);
     let mix = Mutex::new(Mix::default());
     let run = || {
         let mut mine = Mix::default();
         loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= seeds.end {
+            let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) else {
                 break;
-            }
+            };
             let result = std::panic::catch_unwind(AssertUnwindSafe(|| run_seed(seed, &mut mine)));
             assert!(
                 result.is_ok(),

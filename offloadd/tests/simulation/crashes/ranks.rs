@@ -99,9 +99,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             let definition = definition(known.tile_count, known.durability, known.nodes);
             if let Err(fault) = world.define(processes[0], definition) {
                 // Tiles that came home from devices that went may lie where its records would have to.
-                if fault.kind == FaultKind::NoSpace
-                    && fault.message.contains("in one piece on sim0")
-                {
+                if fault.kind == FaultKind::NoSpace && fault.message.contains("in one piece on ") {
                     leave(world, &processes);
                     return None;
                 }

@@ -20,8 +20,9 @@ struct Wanted {
     at_end: bool,
 }
 
-/// Refuses a run whose folder has no room for a single checkpoint that it will make. Returns a warning when it has no room for
-/// all of them: whether they fit depends on what else the drive holds by then. A run that is not `begun` starts anew, over what
+/// Refuses a run whose folder has no room for a single checkpoint that it will make, or for all of them where they are all that
+/// stays of the run. Returns a warning when another run has no room for all: whether they fit depends on what else the drive
+/// holds by then. A run that is not `begun` starts anew, over what
 /// an earlier one left; one that starts `from_save` counts as one that has made none.
 ///
 /// # Errors
@@ -39,7 +40,7 @@ pub(super) fn check(
         true => (MetricsFile::last_step(run_folder), saves.list()?.len()),
         false => (0, 0),
     };
-    let wanted = Wanted::new(
+    let mut wanted = Wanted::new(
         plan.memory.table_bytes,
         step..train.stop_after,
         train.save_every,
@@ -47,6 +48,8 @@ pub(super) fn check(
         there as u64,
         !settings.placement.has_store(),
     );
+    // The save that it starts from may be another run's: without a store it is made again, first of all.
+    wanted.most += u64::from(from_save && wanted.at_end);
     if wanted.most == 0 {
         return Ok(None);
     }
@@ -87,27 +90,29 @@ impl Wanted {
 
     fn judge(&self, folder: &Path, free_bytes: u64) -> Result<Option<String>, TrainError> {
         let one_bytes = self.bytes.saturating_add(SLACK_BYTES);
-        if free_bytes < one_bytes {
-            let (what, change) = if self.at_end {
-                (
-                    "the state of this run is saved there at its end, which takes",
-                    "free some, name a train.run_folder on a larger drive, or keep the state on nvme",
-                )
-            } else {
-                (
-                    "a save takes",
-                    "free some, name a train.run_folder on a larger drive, or set train.save_every = 0",
-                )
-            };
+        let all_bytes = one_bytes.saturating_mul(self.most);
+        let (needed_bytes, what, change) = if self.at_end {
+            (
+                all_bytes,
+                "the state of this run is in memory and stays in saves there alone, which take up to",
+                "free some, lower train.saves_kept, name a train.run_folder on a larger drive, or keep the state on nvme",
+            )
+        } else {
+            (
+                one_bytes,
+                "a save takes",
+                "free some, name a train.run_folder on a larger drive, or set train.save_every = 0",
+            )
+        };
+        if free_bytes < needed_bytes {
             return Err(TrainError::SaveSpace {
                 folder: folder.to_owned(),
                 free_bytes,
-                needed_bytes: one_bytes,
+                needed_bytes,
                 what,
                 change,
             });
         }
-        let all_bytes = one_bytes.saturating_mul(self.most);
         Ok((free_bytes < all_bytes).then(|| {
             format!(
                 "the file system of {} has {} free, and up to {} saves of {} take {}: those that find no room are not made. Free some, or lower train.saves_kept",
@@ -158,12 +163,14 @@ mod tests {
         let text = refused(true);
         assert!(
             text.contains("/runs/large has 128.0 GiB free")
-                && text.contains("saved there at its end, which takes 145.0 GiB")
-                && text.contains("train.run_folder"),
+                && text.contains("stays in saves there alone, which take up to 435.0 GiB")
+                && text.contains("train.saves_kept"),
             "{text}"
         );
         assert!(refused(false).contains("train.save_every = 0"));
-        let warned = wanted(true).judge(folder, 300 * GIB).unwrap().unwrap();
+        // The last one is the run's result: room for the others is not enough.
+        assert!(wanted(true).judge(folder, 300 * GIB).is_err());
+        let warned = wanted(false).judge(folder, 300 * GIB).unwrap().unwrap();
         assert!(
             warned.contains("up to 3 saves of 145.0 GiB take 435.0 GiB")
                 && warned.contains("train.saves_kept"),
