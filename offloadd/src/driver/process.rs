@@ -71,6 +71,8 @@ mod tests {
         output.read_line(&mut line).unwrap();
         let (socket, _) = handoff::accept(&listener).unwrap().unwrap();
         if connected(&socket).is_none() {
+            child.kill().unwrap();
+            child.wait().unwrap();
             println!(
                 "skipped: {}: this kernel has no SO_PEERPIDFD (6.5)",
                 std::thread::current().name().unwrap_or("a test")

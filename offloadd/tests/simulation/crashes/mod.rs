@@ -281,10 +281,7 @@ fn nothing_acknowledged_is_lost_and_nothing_torn_surfaces() {
     let mix = Mutex::new(Mix::default());
     let run = || {
         let mut mine = Mix::default();
-        loop {
-            let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) else {
-                break;
-            };
+        while let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) {
             let result = std::panic::catch_unwind(AssertUnwindSafe(|| run_seed(seed, &mut mine)));
             assert!(
                 result.is_ok(),

@@ -141,8 +141,8 @@ fn by_class(
     notes: &mut Vec<String>,
 ) -> Result<Architecture, ConfigError> {
     let all = Architecture::ALL.iter();
-    let named = all.filter(|known| architectures == Some(&json!([known.class()])));
-    let Some(&found) = named.last() else {
+    let mut named = all.filter(|known| architectures == Some(&json!([known.class()])));
+    let Some(&found) = named.next_back() else {
         return Err(ConfigError::NoModelType {
             architectures: architectures.unwrap_or(&Value::Null).to_string(),
         });
