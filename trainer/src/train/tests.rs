@@ -5,7 +5,7 @@
 //! Could be wrong: something kept from forward to backward looks at a unit's buffer, which holds another unit by then; weights are
 //! given back before their last use, or computed with before they are there.
 //!
-//! On the processor, computed as a GPU computes, alone and with two ranks, which are threads here; and on a GPU where there is one.
+//! On the processor, computed as a GPU computes; and on a GPU where there is one. Two ranks: `runs::parity` on GPUs.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Gpu;
-use kernels_torch::collective::{Comm, Patience, Rendezvous, World};
+use kernels_torch::collective::Comm;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
 use swapper::{Blank, Swapper};
@@ -293,26 +293,6 @@ fn alone(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
     bits(lab, model, way, gpu, Arc::new(Comm::alone()))
 }
 
-/// The bits of two ranks, which are threads.
-fn two_ranks(lab: &Lab, model: &Value, way: &Way) -> Vec<u64> {
-    let meeting = tempfile::tempdir().unwrap();
-    let rank = |rank: u32| {
-        let world = World {
-            rank,
-            ranks: 2,
-            local_rank: rank,
-            local_ranks: 2,
-        };
-        let at = Rendezvous::Folder(meeting.path().to_owned());
-        let comm = Comm::connect(world, &at, Patience::default()).unwrap();
-        bits(lab, model, way, None, Arc::new(comm))
-    };
-    std::thread::scope(|scope| {
-        let other = scope.spawn(|| rank(1));
-        [rank(0), other.join().unwrap()].concat()
-    })
-}
-
 /// Ways to do the same step, each compared with one that keeps nothing and gives each block a buffer of its own.
 fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
     for (number, (name, model)) in models().iter().enumerate() {
@@ -398,24 +378,6 @@ fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
                     );
                 }
             }
-        }
-    }
-}
-
-#[test]
-fn what_is_kept_changes_no_bit_of_two_ranks_steps() {
-    let lab = Lab::new();
-    for (name, model) in models() {
-        let way = |keep| Way {
-            bf16: true,
-            keep,
-            tiles: 1,
-            micro_batches: 2,
-            place: Place::Shared,
-        };
-        let expected = two_ranks(&lab, &model, &way(Keep::Nothing));
-        for keep in [Keep::Attention, Keep::Products] {
-            assert_eq!(two_ranks(&lab, &model, &way(keep)), expected, "{name}");
         }
     }
 }

@@ -89,6 +89,27 @@ impl Lab {
     }
 }
 
+/// `command` where `mount` has been run before, in a mount namespace of its own, which needs no cleaning up. `None`: this user may
+/// not.
+pub(crate) fn where_mounted(mount: &str, command: &Command) -> Option<Command> {
+    let namespace = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", script, "sh"]);
+        command
+    };
+    let probe = namespace(mount).output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        return None;
+    }
+    let mut inside = namespace(&format!("{mount} && exec \"$@\""));
+    inside.arg(command.get_program()).args(command.get_args());
+    inside
+        .env_remove("RUST_BACKTRACE")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    Some(inside)
+}
+
 /// The files of private stores in `folder`. Beside each of them a link says whose it is.
 pub(crate) fn store_files_in(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("the drive's folder");

@@ -5,7 +5,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::lab::{Lab, finish, spawn, succeed, until};
+use crate::lab::{Lab, fail, finish, spawn, succeed, until, where_mounted};
 
 #[test]
 fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
@@ -22,6 +22,29 @@ fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
     again.arg("--fresh");
     assert!(crate::lab::succeed(again).contains("started with fresh weights"));
     assert_eq!((run.bits("loss"), run.digest()), (losses, digest));
+}
+
+#[test]
+fn a_run_that_could_not_save_its_state_is_refused_before_its_first_step() {
+    let lab = Lab::new();
+    let run = lab.run("run", &[]);
+    std::fs::create_dir_all(&run.folder).unwrap();
+    let mount = format!(
+        "mount -t tmpfs -o size=256k none '{}'",
+        run.folder.display()
+    );
+    let Some(inside) = where_mounted(&mount, &run.command("train")) else {
+        println!(
+            "skipped: a_run_that_could_not_save_its_state_is_refused_before_its_first_step: mounting a tmpfs needs root"
+        );
+        return;
+    };
+    let text = fail(inside);
+    assert!(
+        text.contains("stays in saves there alone") && text.contains("train.run_folder"),
+        "{text}"
+    );
+    assert!(!text.contains("step 1"), "{text}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until, words};
+use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until, where_mounted, words};
 
 /// Refused with all of `parts` in the message, and nothing made.
 fn refused_untouched(lab: &Lab, run: &Run, parts: &[&str]) {
@@ -159,32 +159,14 @@ fn a_file_system_without_direct_io_is_refused() {
     let lab = Lab::new();
     let drive = lab.path("drive");
     let run = lab.run("run", &[]).with(&lab.nvme());
-    // ramfs has no direct I/O; a mount namespace of its own needs no cleaning up.
+    // ramfs has no direct I/O.
     let mount = format!("mount -t ramfs none '{}'", drive.display());
-    let probe = Command::new("unshare")
-        .args(["--mount", "sh", "-c", &mount])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
+    let Some(inside) = where_mounted(&mount, &run.command("train")) else {
         println!(
             "skipped: a_file_system_without_direct_io_is_refused: mounting a ramfs needs root"
         );
         return;
-    }
-    let trainer = run.command("train");
-    let mut inside = Command::new("unshare");
-    inside
-        .args([
-            "--mount",
-            "sh",
-            "-c",
-            &format!("{mount} && exec \"$@\""),
-            "sh",
-        ])
-        .arg(trainer.get_program());
-    inside.args(trainer.get_args()).env_remove("RUST_BACKTRACE");
-    inside
-        .stdout(std::process::Stdio::piped())
-        .stderr(std::process::Stdio::piped());
+    };
     let text = fail(inside);
     assert!(
         text.contains("has no direct I/O (O_DIRECT): name a folder on a drive"),
