@@ -64,13 +64,13 @@ backported_qemu() {
 guest_kernel() {
     [ -e target/guest/vmlinuz ] && return
     apt_update || return 1
-    local folder package
-    folder=$(mktemp -d) || return 1
+    local directory package
+    directory=$(mktemp -d) || return 1
     package=$(apt-cache depends linux-image-cloud-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
-    [ -n "$package" ] && (cd "$folder" && apt-get -oAPT::Sandbox::User=root download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb .) &&
-        mkdir -p target/guest && cp "$folder"/boot/vmlinuz-* target/guest/vmlinuz
+    [ -n "$package" ] && (cd "$directory" && apt-get -oAPT::Sandbox::User=root download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb .) &&
+        mkdir -p target/guest && cp "$directory"/boot/vmlinuz-* target/guest/vmlinuz
     local result=$?
-    rm -rf "$folder"
+    rm -rf "$directory"
     return $result
 }
 

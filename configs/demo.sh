@@ -44,10 +44,10 @@ echo "== a store on two device files"
 start_daemon
 
 echo; echo "== training, parameters and optimizer on nvme"
-"${train[@]}" --set train.run_folder="$dir/run"
+"${train[@]}" --set train.run_dir="$dir/run"
 
 echo; echo "== the same again, killed in the middle of a step"
-"${train[@]}" --set train.run_folder="$dir/killed" --set train.stop_after=$compare_steps > "$dir/killed.log" 2>&1 &
+"${train[@]}" --set train.run_dir="$dir/killed" --set train.stop_after=$compare_steps > "$dir/killed.log" 2>&1 &
 trainer=$!
 while [ "$(steps_done)" -lt $kill_after ]; do
   kill -0 $trainer 2>/dev/null || { cat "$dir/killed.log"; exit 1; }
@@ -58,13 +58,13 @@ kill -9 $trainer "$daemon"; wait $trainer "$daemon" 2>/dev/null || true
 rm -f "$socket"
 echo "killed trainer and daemon with -9 after $(steps_done) steps; starting both again"
 start_daemon
-"${train[@]}" --set train.run_folder="$dir/killed" --set train.stop_after=$compare_steps
+"${train[@]}" --set train.run_dir="$dir/killed" --set train.stop_after=$compare_steps
 
 echo; echo "== losses of the two runs"
 python3 - "$dir" $compare_steps <<'EOF'
 import json, sys
-folder, steps = sys.argv[1], int(sys.argv[2])
-whole, killed = ([json.loads(line) for line in open(f"{folder}/{name}/metrics.jsonl")] for name in ("run", "killed"))
+directory, steps = sys.argv[1], int(sys.argv[2])
+whole, killed = ([json.loads(line) for line in open(f"{directory}/{name}/metrics.jsonl")] for name in ("run", "killed"))
 print("step   not killed           killed and resumed")
 for a, b in zip(whole[:steps], killed, strict=True):
     print(f"{a['step']:4}   {a['loss']!r:20} {b['loss']!r:20} {'' if a['loss'] == b['loss'] else '  DIFFERENT'}")

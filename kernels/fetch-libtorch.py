@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Puts the CPU half of libtorch 2.11.0 under FOLDER (default .libtorch): 545 MB fetched, 410 MB kept.
+"""Puts the CPU half of libtorch 2.11.0 under DIR (default .libtorch): 545 MB fetched, 410 MB kept.
 
-    python3 kernels/fetch-libtorch.py [FOLDER]
-    python3 kernels/fetch-libtorch.py --nvrtc FOLDER      NVIDIA's run-time compiler instead (90 MB), for tests without a GPU
+    python3 kernels/fetch-libtorch.py [DIR]
+    python3 kernels/fetch-libtorch.py --nvrtc DIR      NVIDIA's run-time compiler instead (90 MB), for tests without a GPU
 
 No CPU-only libtorch is on PyPI for x86-64, so this takes the CUDA wheel and keeps what a program without
 a GPU needs: libtorch_cpu, libc10, OpenMP, the headers, and the two CUDA stubs libtorch_cpu links against.

@@ -2,7 +2,7 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    let runpath =
-        std::env::var("DEP_OFFLOAD_TORCH_RUNPATH").expect("kernels-torch names libtorch's folder");
+    let runpath = std::env::var("DEP_OFFLOAD_TORCH_RUNPATH")
+        .expect("kernels-torch names libtorch's directory");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/benchmarks.md and this folder report of one machine, by bench-io itself; as root, in the repository's folder:
+# What docs/benchmarks.md and this directory report of one machine, by bench-io itself; as root, in the repository's directory:
 #
 #   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
 #
@@ -29,8 +29,8 @@ leave() {
 }
 said() { echo; echo "\$ bench-io $*" | sed "s|${ram:-no such}|RAM|g"; "$bench" "$@" 2>&1 | grep -v '^/run/paced'; }
 
-# A folder on a loop device over RAM, once.
-folder() {
+# A directory on a loop device over RAM, once.
+directory() {
     [ -z "$ram" ] || return 0
     ram=$(mktemp -d) && mount -t tmpfs -o size=8g none "$ram" && mkdir "$ram/drive" && fallocate -l 7g "$ram/image" &&
         device=$(losetup --find --show "$ram/image") && mkfs.ext4 -q -E nodiscard,lazy_itable_init=0 "$device" &&
@@ -40,14 +40,14 @@ folder() {
 part() {
     case $1 in
     read)
-        folder
+        directory
         for word in never advise; do
             echo $word >$pages
             said run --directory "$ram/drive" --rw randread --bs 1m --iodepth 1 --size 512m --runtime 2 --rounds 5
         done
         ;;
     engines)
-        folder
+        directory
         for round in 1 2 3; do
             for word in never advise; do
                 echo $word >$pages
@@ -61,19 +61,19 @@ part() {
         done
         ;;
     gpu)
-        "$bench" paced up 4 4g 100G 100G --parts 2 --name gpu >"$out/folders" || return
-        folders=$(sed 's/^/--directory /' "$out/folders" | tr '\n' ' ')
+        "$bench" paced up 4 4g 100G 100G --parts 2 --name gpu >"$out/directories" || return
+        directories=$(sed 's/^/--directory /' "$out/directories" | tr '\n' ' ')
         for rw in read write rw; do
             for target in gpu daemon; do
                 # shellcheck disable=SC2086
-                said run --target $target $folders --rw $rw --bs 4m --iodepth 128 --size 512m --runtime 3
+                said run --target $target $directories --rw $rw --bs 4m --iodepth 128 --size 512m --runtime 3
             done
         done
         # shellcheck disable=SC2086
-        said verify --target gpu $folders --bs 4m --size 512m
+        said verify --target gpu $directories --bs 4m --size 512m
         "$bench" paced down --name gpu
         ;;
-    disk) said scale --folder "$out" --size 1g --runtime 1 ;;
+    disk) said scale --directory "$out" --size 1g --runtime 1 ;;
     unequal) said scale --paced 4 --last-half $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
     drives) said scale --paced 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
     training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2G --write 3.2G --parts 2 --steps 7 --out "$out/training" ;;

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and paced drives under cgroup v2, in a virtual
+# Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and rate-limited drives under cgroup v2, in a virtual
 # machine that this script makes, starts and throws away.
 #
 #   bench-io/qemu/measure.sh [OUT]       as any user; leaves OUT/{nvme,cgroup2,polled}*; a path is from the repository [target/qemu/out]
@@ -65,16 +65,16 @@ mount -t cgroup2 c /sys/fs/cgroup; ulimit -l unlimited; insmod /loop.ko
 . /rates
 # Controllers are probed at the same time, so that names do not follow slots; serial numbers do.
 drive() { for b in /sys/block/nvme*n1; do [ "$(tr -d ' ' <$b/device/serial)" = "$1" ] && echo /dev/$(basename $b); done; }
-mkdir -p /out; folders=
+mkdir -p /out; directories=
 for n in 0 1 2 3; do
     mkfs.ext4 -q -F -m 0 -O ^has_journal -E nodiscard,lazy_itable_init=0 $(drive s$n); mkdir -p /d$n; mount -o noatime $(drive s$n) /d$n
-    folders="$folders --folder /d$n"
+    directories="$directories --directory /d$n"
 done
 say() { echo "GUEST $(cut -d' ' -f1 /proc/uptime) s: $*"; }
 say "$(uname -r), drives $(for n in 0 1 2 3; do drive s$n; done | tr '\n' ' ')"
 say "four drives, nvme driver"
-bench-io scale $folders --bs $BS --size 16m --iodepth 16 --runtime 4 --out /out/nvme >/out/nvme.txt 2>/out/nvme.err; say "rc $?"
-say "paced drives, cgroup v2"
+bench-io scale $directories --bs $BS --size 16m --iodepth 16 --runtime 4 --out /out/nvme >/out/nvme.txt 2>/out/nvme.err; say "rc $?"
+say "rate-limited drives, cgroup v2"
 bench-io scale --paced 2 --read $READ_RATE --write $WRITE_RATE --bs $BS --size 16m --iodepth 16 --runtime 4 --within 5 --out /out/cgroup2 \
     >/out/cgroup2.txt 2>/out/cgroup2.err; say "rc $?"
 say "polled completions"

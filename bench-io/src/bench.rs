@@ -22,9 +22,9 @@ use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
 use crate::pattern::{Pattern, WrongBlocks};
 use crate::progress::Progress;
 use crate::report::Figures;
-use crate::target::Target;
-use crate::target::daemon::{DaemonTarget, job_name};
-use crate::target::device::{Claim, DeviceFiles, DeviceTarget};
+use crate::targets::Target;
+use crate::targets::daemon::{DaemonTarget, job_name};
+use crate::targets::device::{Claim, DeviceFiles, DeviceTarget};
 use crate::watch::{Watch, Watched};
 
 /// Between giving an order and its start, so that all threads begin together.

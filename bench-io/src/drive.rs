@@ -13,12 +13,12 @@ const DEPTH_MAX: usize = 8;
 /// Words in the models of disks that a hypervisor or a cloud makes.
 const VIRTUAL_MODELS: [&str; 5] = ["qemu", "virtual", "vbox", "elastic block", "persistentdisk"];
 
-/// A whole drive: its folder in sysfs.
+/// A whole drive: its directory in sysfs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Drive(PathBuf);
 
 impl Drive {
-    /// Those that a file, folder or block device lies on; none for memory, the network and what does not say.
+    /// Those that a file, directory or block device lies on; none for memory, the network and what does not say.
     pub(crate) fn below(path: &Path) -> Vec<Self> {
         let Ok(found) = fs::metadata(path) else {
             return Vec::new();
@@ -104,7 +104,7 @@ impl std::fmt::Display for Drive {
     }
 }
 
-/// The first of `paths` that is another one before it by another name, and that one: a file, a folder or a block device.
+/// The first of `paths` that is another one before it by another name, and that one: a file, a directory or a block device.
 pub(crate) fn named_twice(paths: &[PathBuf]) -> Option<(&Path, &Path)> {
     let which = |path: &Path| {
         let found = fs::metadata(path).ok()?;
@@ -173,7 +173,7 @@ fn descend(device: &Path, depth: usize, found: &mut Vec<Drive>) {
     if depth == 0 {
         return;
     }
-    // A partition's folder lies in its disk's.
+    // A partition's directory lies in its disk's.
     if device.join("partition").exists()
         && let Some(disk) = device.parent()
     {
@@ -209,22 +209,19 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         for (drive, read) in [("nvme0n1", 10), ("nvme1n1", 30)] {
-            let folder = format!("devices/pci0000:00/{drive}");
-            put(&format!("{folder}/device/model"), "Some SSD 2TB   \n");
+            let dir = format!("devices/pci0000:00/{drive}");
+            put(&format!("{dir}/device/model"), "Some SSD 2TB   \n");
+            put(&format!("{dir}/queue/scheduler"), "[none] mq-deadline \n");
+            put(&format!("{dir}/queue/write_cache"), "write through\n");
             put(
-                &format!("{folder}/queue/scheduler"),
-                "[none] mq-deadline \n",
-            );
-            put(&format!("{folder}/queue/write_cache"), "write through\n");
-            put(
-                &format!("{folder}/stat"),
+                &format!("{dir}/stat"),
                 &format!("  5 6 {read} 7 8 9 20 10 0 11 12\n"),
             );
-            put(&format!("{folder}/{drive}p1/partition"), "1\n");
+            put(&format!("{dir}/{drive}p1/partition"), "1\n");
             let beneath = sys.path().join("devices/virtual/md0/slaves");
             fs::create_dir_all(&beneath).unwrap();
             symlink(
-                sys.path().join(format!("{folder}/{drive}p1")),
+                sys.path().join(format!("{dir}/{drive}p1")),
                 beneath.join(drive),
             )
             .unwrap();
@@ -267,8 +264,8 @@ mod tests {
 
     #[test]
     fn a_path_by_another_name_is_the_same_path() {
-        let folder = tempfile::tempdir().unwrap();
-        let [one, link, other] = ["one", "link", "other"].map(|name| folder.path().join(name));
+        let dir = tempfile::tempdir().unwrap();
+        let [one, link, other] = ["one", "link", "other"].map(|name| dir.path().join(name));
         fs::write(&one, "").unwrap();
         fs::write(&other, "").unwrap();
         symlink(&one, &link).unwrap();
@@ -282,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_under_a_folder_is_named() {
+    fn what_lies_under_a_directory_is_named() {
         let said = under(Path::new("/proc"));
         assert!(said.starts_with("proc on "), "{said}");
         assert_eq!(Drive::below(Path::new("/proc")), []);

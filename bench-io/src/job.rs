@@ -11,7 +11,7 @@ use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 use offloadd::engine::EngineChoice;
 use serde::{Deserialize, Serialize};
 
-use crate::words::{Bytes, Switch};
+use crate::units::{Bytes, Switch};
 
 /// Threads, each with an engine or a session of its own.
 const JOBS_MAX: u32 = 64;
@@ -111,8 +111,8 @@ pub(crate) struct JobWords {
     #[arg(long, value_name = "PATH")]
     #[serde(default, deserialize_with = "one_or_many")]
     filename: Vec<PathBuf>,
-    /// A folder on a drive, in which files are made and taken away again; may come several times [default: .]
-    #[arg(long, value_name = "FOLDER")]
+    /// A directory on a drive, in which files are made and taken away again; may come several times [default: .]
+    #[arg(long, value_name = "DIR")]
     #[serde(default, deserialize_with = "one_or_many")]
     directory: Vec<PathBuf>,
     /// The socket of a running daemon; without it one is started for this run
@@ -168,7 +168,7 @@ pub(crate) enum Place {
     Files(Vec<PathBuf>),
     /// The engine alone, on files made for this run.
     NewFiles(Vec<PathBuf>),
-    /// A private daemon with a device in each folder.
+    /// A private daemon with a device in each directory.
     Private(Vec<PathBuf>),
     /// A daemon that runs already.
     Socket(PathBuf),
@@ -276,7 +276,7 @@ impl JobWords {
         })?;
         let rw = self.rw.unwrap_or(Access::Read);
         let direct = self.direct.is_none_or(|switch| switch.0);
-        let folders = match self.directory.is_empty() {
+        let dirs = match self.directory.is_empty() {
             true => vec![PathBuf::from(".")],
             false => self.directory.clone(),
         };
@@ -287,11 +287,11 @@ impl JobWords {
                     "socket: only with target = daemon or gpu"
                 );
                 if self.filename.is_empty() {
-                    Place::NewFiles(folders)
+                    Place::NewFiles(dirs)
                 } else {
                     ensure!(
                         self.directory.is_empty(),
-                        "filename and directory: name files that are there, or folders for new ones"
+                        "filename and directory: name files that are there, or directories for new ones"
                     );
                     ensure!(
                         !rw.writes() || self.overwrite,
@@ -305,7 +305,7 @@ impl JobWords {
             TargetKind::Daemon | TargetKind::Gpu => {
                 if let Some(file) = self.filename.first() {
                     bail!(
-                        "filename = {}: a daemon has its own files; name folders with directory, or a socket",
+                        "filename = {}: a daemon has its own files; name directories with directory, or a socket",
                         file.display()
                     );
                 }
@@ -324,7 +324,7 @@ impl JobWords {
                         );
                         Place::Socket(socket)
                     }
-                    None => Place::Private(folders),
+                    None => Place::Private(dirs),
                 }
             }
         };

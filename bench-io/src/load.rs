@@ -17,7 +17,7 @@ use hdrhistogram::Histogram;
 
 use crate::shuffle;
 use crate::stop;
-use crate::target::{Flight, Target, Way};
+use crate::targets::{Flight, Target, Way};
 
 /// A device that answers nothing for so long is not coming back.
 const PATIENCE: Duration = Duration::from_secs(60);

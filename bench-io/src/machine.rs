@@ -115,7 +115,7 @@ mod tests {
         let mut state = 1;
         let since = std::time::Instant::now();
         while since.elapsed().as_millis() < 300 {
-            state = crate::noise::next(state);
+            state = crate::random_data::next(state);
         }
         let used = cpu_seconds(me).unwrap() - before;
         assert!(state != 0 && used > 0.05, "{used}");
@@ -133,7 +133,7 @@ mod tests {
         let mut state = 1;
         let mut short = || {
             for _ in 0..10_000 {
-                state = crate::noise::next(state);
+                state = crate::random_data::next(state);
             }
         };
         let me = std::process::id();

@@ -9,35 +9,35 @@
 // They panic when nobody reads: `say` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod bed;
 mod bench;
-mod beside;
 mod child;
 mod cli;
+mod console;
 mod drive;
 mod fio;
+mod fio_compare;
 mod job;
 mod load;
 mod machine;
-mod noise;
-mod paced;
 mod pattern;
 mod picture;
 mod place;
 mod prepared;
 mod progress;
+mod random_data;
 mod report;
 mod rounds;
-mod say;
 mod scale;
 mod shell;
 mod shuffle;
 mod stop;
-mod target;
+mod targets;
+mod testdrives;
 mod training;
+mod trial;
 mod tune;
+mod units;
 mod watch;
-mod words;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -46,9 +46,9 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::cli::canonical::CanonicalArgs;
-use crate::cli::paced::PacedArgs;
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
+use crate::cli::testdrives::PacedArgs;
 use crate::cli::training::TrainingArgs;
 use crate::cli::tune::TuneArgs;
 use crate::cli::verify::VerifyArgs;
@@ -64,7 +64,7 @@ use crate::cli::verify::VerifyArgs;
     args_conflicts_with_subcommands = true,
     after_help = "Examples:
   bench-io
-  bench-io --folder /mnt/nvme0 --size 16GiB
+  bench-io --directory /mnt/nvme0 --size 16GiB
   bench-io --tile 1MiB --iodepth 64 --json
   bench-io run --directory /mnt/nvme0 --rw randread --bs 64k"
 )]
@@ -83,7 +83,7 @@ enum Command {
     /// Measure whether 1 to N drives add up, beside fio; table, JSON, picture
     #[command(after_help = cli::scale::EXAMPLES)]
     Scale(ScaleArgs),
-    /// Find the settings these folders' drives like, in less than a minute
+    /// Find the settings these directories' drives like, in less than a minute
     #[command(after_help = cli::tune::EXAMPLES)]
     Tune(TuneArgs),
     /// Predict a training step's time from drives' rates, for DeepSpeed's bytes and for ours; or run it and compare
@@ -93,7 +93,7 @@ enum Command {
     #[command(after_help = cli::verify::EXAMPLES)]
     Verify(VerifyArgs),
     /// Make drives of a known speed in memory, as root, and take them away again
-    #[command(after_help = cli::paced::EXAMPLES)]
+    #[command(after_help = cli::testdrives::EXAMPLES)]
     Paced(PacedArgs),
     /// Become PROGRAM, and be killed when process PARENT, which started this one, dies
     #[command(name = child::WORD, hide = true)]
@@ -109,7 +109,7 @@ fn main() -> ExitCode {
     match run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say::note(format_args!("{error:#}"));
+            console::note(format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -127,7 +127,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Some(Command::Tune(args)) => cli::tune::run(&args),
         Some(Command::Training(args)) => cli::training::run(&args),
         Some(Command::Verify(args)) => cli::verify::run(args),
-        Some(Command::Paced(args)) => cli::paced::run(args),
+        Some(Command::Paced(args)) => cli::testdrives::run(args),
         Some(Command::EndWith { parent, program }) => child::become_program(parent, &program),
     }
 }

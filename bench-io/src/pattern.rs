@@ -10,7 +10,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::noise;
+use crate::random_data;
 
 /// What a pattern is checked in: the smallest thing a device writes whole.
 const BLOCK: usize = 4096;
@@ -128,8 +128,8 @@ impl Pattern {
         let mixed = head.iter().fold(0, |sum: u64, word| {
             sum.rotate_left(23) ^ word.wrapping_mul(0x9E37_79B9_7F4A_7C15)
         });
-        let tail = std::iter::successors(Some(noise::next(mixed | 1)), |&state| {
-            Some(noise::next(state))
+        let tail = std::iter::successors(Some(random_data::next(mixed | 1)), |&state| {
+            Some(random_data::next(state))
         });
         head.into_iter().chain(tail.take(WORDS - head.len()))
     }

@@ -1,12 +1,12 @@
-//! Folders and stores made for one measurement, and gone with it.
+//! Directories and stores made for one measurement, and gone with it.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use offload_client::private::{OwnFolder, PrivateDaemon, PrivateSettings};
+use offload_client::private::{OwnDir, PrivateDaemon, PrivateSettings};
 
-use crate::noise;
+use crate::random_data;
 
 /// Of a store's file, beside two extents a tile: records and catalog.
 const STORE_SLACK_BYTES: u64 = 64 << 20;
@@ -22,19 +22,19 @@ const ARENA_SLACK_BYTES: u64 = 64 << 20;
 /// A ring is gone some 0.1 s after its process, a busy one's later.
 const RELEASE_WAIT: Duration = Duration::from_secs(10);
 
-/// A folder of this run's own; gone with it, or with the next run on the same drive where this one was killed.
+/// A directory of this run's own; gone with it, or with the next run on the same drive where this one was killed.
 #[derive(Debug)]
-pub(crate) struct WorkFolder(OwnFolder);
+pub(crate) struct WorkDir(OwnDir);
 
-impl WorkFolder {
+impl WorkDir {
     /// In `parent`, which must exist.
     ///
     /// # Errors
     /// It cannot be made.
     pub(crate) fn make(parent: &Path) -> Result<Self> {
-        let made = OwnFolder::new(parent, ".bench-io-").with_context(|| {
+        let made = OwnDir::new(parent, ".bench-io-").with_context(|| {
             format!(
-                "making a folder in {}: name one on the drive",
+                "making a directory in {}: name one on the drive",
                 parent.display()
             )
         })?;
@@ -52,7 +52,7 @@ pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
     let wrote = || -> std::io::Result<()> {
         let mut file = std::fs::File::create_new(path)?;
         let mut piece = vec![0; 8 << 20];
-        noise::fill(&mut piece, 1);
+        random_data::fill(&mut piece, 1);
         let mut left = bytes;
         while left > 0 && crate::stop::check().is_ok() {
             let now = left.min(piece.len() as u64) as usize;
@@ -65,13 +65,13 @@ pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
     crate::stop::check()
 }
 
-/// A private daemon with a device in each of some folders.
+/// A private daemon with a device in each of some directories.
 #[derive(Debug)]
 pub(crate) struct OwnDaemon {
     /// `None` while it is taken away.
     daemon: Option<PrivateDaemon>,
     devices: Vec<PathBuf>,
-    _folders: Vec<WorkFolder>,
+    _dirs: Vec<WorkDir>,
 }
 
 impl OwnDaemon {
@@ -87,18 +87,15 @@ impl OwnDaemon {
         iodepth: u32,
         engine: &str,
     ) -> Result<Self> {
-        let folders = parents
+        let dirs = parents
             .iter()
-            .map(|parent| WorkFolder::make(parent))
+            .map(|parent| WorkDir::make(parent))
             .collect::<Result<Vec<_>>>()?;
-        let devices: Vec<PathBuf> = folders
-            .iter()
-            .map(|folder| folder.path().join("tiles"))
-            .collect();
+        let devices: Vec<PathBuf> = dirs.iter().map(|dir| dir.path().join("tiles")).collect();
         let file_bytes = store_file_bytes(tile_bytes);
         let daemon = PrivateDaemon::start(PrivateSettings {
             program: None,
-            folder: folders[0].path().to_owned(),
+            dir: dirs[0].path().to_owned(),
             devices: devices
                 .iter()
                 .map(|path| (path.clone(), file_bytes))
@@ -110,7 +107,7 @@ impl OwnDaemon {
         Ok(Self {
             daemon: Some(daemon),
             devices,
-            _folders: folders,
+            _dirs: dirs,
         })
     }
 
@@ -119,7 +116,7 @@ impl OwnDaemon {
         daemon.socket()
     }
 
-    /// Its files, in the order of the folders.
+    /// Its files, in the order of the directories.
     pub(crate) fn devices(&self) -> &[PathBuf] {
         &self.devices
     }

@@ -1,4 +1,4 @@
-//! What a job needs to run: files, folders, a store of its own; made before it and gone after it.
+//! What a job needs to run: files, directories, a store of its own; made before it and gone after it.
 
 use std::path::PathBuf;
 
@@ -9,11 +9,11 @@ use crate::drive;
 use crate::job::{Job, Place};
 use crate::load::StreamPlan;
 use crate::pattern::Pattern;
-use crate::place::{OwnDaemon, WorkFolder, write_file};
+use crate::place::{OwnDaemon, WorkDir, write_file};
 use crate::progress::Progress;
-use crate::target::daemon::drop_left;
-use crate::target::device::{DeviceFiles, bytes_of};
-use crate::words::Bytes;
+use crate::targets::daemon::drop_left;
+use crate::targets::device::{DeviceFiles, bytes_of};
+use crate::units::Bytes;
 
 /// What a job runs on. Dropping it takes away what was made, after the bench on it.
 pub(crate) struct Prepared {
@@ -26,7 +26,7 @@ pub(crate) struct Prepared {
     /// Blocks of each job: of each file, or of all devices together.
     job_blocks: u64,
     pub(crate) to_fill: bool,
-    _folders: Vec<WorkFolder>,
+    _dirs: Vec<WorkDir>,
     _daemon: Option<OwnDaemon>,
 }
 
@@ -45,7 +45,7 @@ impl Prepared {
             Bytes(slot_bytes),
             Bytes(available_bytes)
         );
-        let mut folders = Vec::new();
+        let mut dirs = Vec::new();
         let mut daemon = None;
         let mut files = Vec::new();
         let mut to_fill = true;
@@ -79,12 +79,12 @@ impl Prepared {
             Place::Files(_) | Place::Socket(_) => {}
             Place::NewFiles(parents) => {
                 for parent in parents {
-                    let folder = WorkFolder::make(parent)?;
-                    let path = folder.path().join("file");
+                    let dir = WorkDir::make(parent)?;
+                    let path = dir.path().join("file");
                     progress.say("making files");
                     write_file(&path, size)?;
                     files.push(path);
-                    folders.push(folder);
+                    dirs.push(dir);
                 }
                 // Written already, so that opening them for reading alone is enough.
                 to_fill = false;
@@ -159,7 +159,7 @@ impl Prepared {
             size,
             job_blocks,
             to_fill,
-            _folders: folders,
+            _dirs: dirs,
             _daemon: daemon,
         })
     }
@@ -278,7 +278,7 @@ mod tests {
             size: 1 << 20,
             job_blocks: 8,
             to_fill: true,
-            _folders: Vec::new(),
+            _dirs: Vec::new(),
             _daemon: None,
         };
         let streams = prepared.streams(&job);

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::words::SpeedText;
+use crate::units::SpeedText;
 
 /// The line. Gone when this is.
 pub(crate) struct Progress {

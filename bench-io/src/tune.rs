@@ -15,10 +15,10 @@ use anyhow::Result;
 use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
-use crate::bed::{Bed, Trial};
 use crate::progress::Progress;
 use crate::rounds::median;
 use crate::scale::Load;
+use crate::trial::{Trial, TrialFiles};
 
 /// So near to the best is as good.
 const NEAR: f64 = 0.97;
@@ -110,7 +110,7 @@ impl Tuned {
 
 /// What is tried with.
 struct Trying<'a> {
-    bed: Bed,
+    trial_files: TrialFiles,
     deadline: Instant,
     /// What bytes in flight take after the measured time, at most so far.
     tail_s_per_byte: f64,
@@ -125,18 +125,18 @@ struct Trying<'a> {
 /// # Errors
 /// No engine runs here, or an operation fails.
 pub(crate) fn tune(
-    folders: &[PathBuf],
+    dirs: &[PathBuf],
     size: u64,
     runtime: Duration,
     limit: Duration,
     progress: &Progress,
 ) -> Result<Tuned> {
     let deadline = Instant::now() + limit;
-    let (bed, tail_s_per_byte) =
-        Bed::make_within(folders, size, runtime, limit / MAKING_PART, progress)?;
-    let file_bytes = bed.file_bytes();
+    let (trial_files, tail_s_per_byte) =
+        TrialFiles::make_within(dirs, size, runtime, limit / MAKING_PART, progress)?;
+    let file_bytes = trial_files.file_bytes();
     let mut trying = Trying {
-        bed,
+        trial_files,
         deadline,
         tail_s_per_byte,
         open_s_per_byte: 0.0,
@@ -171,7 +171,7 @@ pub(crate) fn tune(
 impl Trying<'_> {
     /// Whether drives move what is in flight in about the time of a trial: otherwise little of it ends within.
     fn is_seen(&self, bs: u32, depth: u32) -> bool {
-        self.tail(bs, depth) <= 2 * self.bed.trial_time()
+        self.tail(bs, depth) <= 2 * self.trial_files.trial_time()
     }
 
     /// As deep as a trial sees.
@@ -182,13 +182,19 @@ impl Trying<'_> {
 
     /// What ends after a trial's time.
     fn tail(&self, bs: u32, depth: u32) -> Duration {
-        seconds(self.tail_s_per_byte, self.bed.inflight_bytes(bs, depth))
+        seconds(
+            self.tail_s_per_byte,
+            self.trial_files.inflight_bytes(bs, depth),
+        )
     }
 
     /// A whole trial.
     fn expected(&self, bs: u32, depth: u32) -> Duration {
-        let opening = seconds(self.open_s_per_byte, self.bed.buffer_bytes(bs, depth));
-        opening + self.bed.trial_time() + self.tail(bs, depth)
+        let opening = seconds(
+            self.open_s_per_byte,
+            self.trial_files.buffer_bytes(bs, depth),
+        );
+        opening + self.trial_files.trial_time() + self.tail(bs, depth)
     }
 
     /// What it reached, if both ways that it goes moved bytes; and what its bytes took beside the measured time is known then.
@@ -199,11 +205,12 @@ impl Trying<'_> {
         (bs, depth): (u32, u32),
         load: Load,
     ) -> Result<Option<Reached>> {
-        let bed = &self.bed;
-        let trial = bed.try_one(engine, bs, depth, load, self.progress)?;
-        let over_s = (trial.run_s - bed.trial_time().as_secs_f64() - SWITCHING_S).max(0.0);
-        let tail = over_s / bed.inflight_bytes(bs, depth) as f64;
-        let open = (trial.open_s - SWITCHING_S).max(0.0) / bed.buffer_bytes(bs, depth) as f64;
+        let trial_files = &self.trial_files;
+        let trial = trial_files.try_one(engine, bs, depth, load, self.progress)?;
+        let over_s = (trial.run_s - trial_files.trial_time().as_secs_f64() - SWITCHING_S).max(0.0);
+        let tail = over_s / trial_files.inflight_bytes(bs, depth) as f64;
+        let open =
+            (trial.open_s - SWITCHING_S).max(0.0) / trial_files.buffer_bytes(bs, depth) as f64;
         self.tail_s_per_byte = self.tail_s_per_byte.max(tail);
         self.open_s_per_byte = self.open_s_per_byte.max(open);
         let reached = trial.bytes_per_s().map(|bytes_per_s| Reached {
@@ -270,8 +277,8 @@ impl Trying<'_> {
         for &(bs, depth) in settings {
             // Three more at the end, with what is chosen until then.
             let last = 3 * self.expected(self.tuned.bs, self.tuned.iodepth);
-            let buffer_bytes = self.bed.buffer_bytes(bs, depth);
-            let why_not = if u64::from(bs) > self.bed.file_bytes() {
+            let buffer_bytes = self.trial_files.buffer_bytes(bs, depth);
+            let why_not = if u64::from(bs) > self.trial_files.file_bytes() {
                 Some("files are smaller")
             } else if buffer_bytes > memory / MEMORY_PART {
                 Some("too much of the memory")

@@ -53,11 +53,12 @@
 
 #![deny(unsafe_code)]
 
+mod checksum_pool;
 mod control;
 mod convert;
 mod daemon;
 mod error;
-mod flight;
+mod in_flight;
 #[allow(unsafe_code)]
 mod mapping;
 mod memory;
@@ -65,12 +66,11 @@ pub mod private;
 mod session;
 mod signal;
 mod slot;
-mod sums;
 mod types;
 
 pub use daemon::{Daemon, DaemonInfo, JobSummary};
 pub use error::{ClientError, TileError};
-pub use flight::{Done, Moved, Ticket};
+pub use in_flight::{Done, Moved, Ticket};
 pub use mapping::ArenaMemory;
 pub use memory::{MemoryArena, arena_bytes};
 pub use session::{Committed, RESTART_WAIT, Session};

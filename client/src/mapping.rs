@@ -76,7 +76,7 @@ impl Region {
         assert!(place.start <= place.end && place.end <= self.bytes);
         // SAFETY: as in `as_slice`, of these bytes alone: the device has moved them (the daemon said so, and nothing moves
         // them again before the region is another operation's), and what it still writes is not part of the slice. Only
-        // a session calls this, for lengths that a checked completion told and that only grow (`flight.rs`).
+        // a session calls this, for lengths that a checked completion told and that only grow (`in_flight.rs`).
         unsafe { std::slice::from_raw_parts(self.start().add(place.start), place.len()) }
     }
 

@@ -24,7 +24,7 @@ impl Waker {
     }
 
     pub(crate) fn clear(&self) {
-        hush(&self.0);
+        drain(&self.0);
     }
 }
 
@@ -41,7 +41,7 @@ pub(crate) fn ring(fd: impl AsFd) {
 
 /// Empties an eventfd, or a pipe that is used as one, that poll said is readable. What is left of a very full pipe only
 /// ends one more wait for nothing.
-pub(crate) fn hush(fd: impl AsFd) {
+pub(crate) fn drain(fd: impl AsFd) {
     let mut count = [0; 4096];
     while let Err(rustix::io::Errno::INTR) = rustix::io::read(&fd, &mut count) {}
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use offload_client::ClientError;
 use offload_client::private::{PrivateDaemon, PrivateSettings};
 
-fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, ClientError> {
-    let program = folder.join("offloadd");
+fn start(dir: &std::path::Path, script: &str) -> Result<PrivateDaemon, ClientError> {
+    let program = dir.join("offloadd");
     // Written by another process: what this one has open for writing, a process that another test starts just now has too,
     // and a program that is open for writing cannot be started.
     let script = format!("#!/bin/sh\n{script}\n");
@@ -19,8 +19,8 @@ fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, Client
     assert!(made.unwrap().success());
     PrivateDaemon::start(PrivateSettings {
         program: Some(program),
-        folder: folder.to_owned(),
-        devices: vec![(folder.join("quote\" and space.tiles"), 1 << 20)],
+        dir: dir.to_owned(),
+        devices: vec![(dir.join("quote\" and space.tiles"), 1 << 20)],
         arena_bytes_max: 1 << 20,
         iodepth_max: 64,
         engine: "auto".into(),
@@ -29,16 +29,16 @@ fn start(folder: &std::path::Path, script: &str) -> Result<PrivateDaemon, Client
 
 #[test]
 fn it_is_formatted_once_and_its_settings_are_as_asked() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let script = r#"echo "$0 $@" >> "$(dirname $0)/calls"
         case $1 in
             format) touch "$2" ;;
             serve) echo READY; exec sleep 60 ;;
         esac"#;
     for _ in 0..2 {
-        drop(start(folder.path(), script).unwrap());
+        drop(start(dir.path(), script).unwrap());
     }
-    let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
+    let calls = fs::read_to_string(dir.path().join("calls")).unwrap();
     let verbs: Vec<_> = calls
         .lines()
         .map(|l| l.split(' ').nth(1).unwrap())
@@ -48,7 +48,7 @@ fn it_is_formatted_once_and_its_settings_are_as_asked() {
         (calls.lines().next().unwrap()).ends_with("space.tiles.new --size 1048576 --private"),
         "{calls}"
     );
-    let settings = fs::read_to_string(folder.path().join("offloadd.toml")).unwrap();
+    let settings = fs::read_to_string(dir.path().join("offloadd.toml")).unwrap();
     assert!(
         settings.contains(r#"quote\" and space.tiles"]"#),
         "{settings}"
@@ -61,9 +61,9 @@ fn it_is_formatted_once_and_its_settings_are_as_asked() {
 
 #[test]
 fn one_that_ends_at_once_is_reported_with_the_end_of_its_log() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
-    let words = start(folder.path(), "echo the reason >&2; exit 3")
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("quote\" and space.tiles"), "").unwrap();
+    let words = start(dir.path(), "echo the reason >&2; exit 3")
         .unwrap_err()
         .to_string();
     assert!(
@@ -74,21 +74,21 @@ fn one_that_ends_at_once_is_reported_with_the_end_of_its_log() {
 
 #[test]
 fn a_long_log_is_moved_away_at_the_next_start() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
-    let log = folder.path().join("offloadd.log");
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("quote\" and space.tiles"), "").unwrap();
+    let log = dir.path().join("offloadd.log");
     let of_before = vec![b'.'; 5 << 20];
     fs::write(&log, &of_before).unwrap();
-    drop(start(folder.path(), "echo READY; exec sleep 60").unwrap());
-    assert!(fs::read(folder.path().join("offloadd.log.old")).unwrap() == of_before);
+    drop(start(dir.path(), "echo READY; exec sleep 60").unwrap());
+    assert!(fs::read(dir.path().join("offloadd.log.old")).unwrap() == of_before);
     assert!(fs::metadata(&log).unwrap().len() < 4096);
 }
 
 #[test]
 fn a_failed_format_is_reported_and_nothing_is_served() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let words = start(
-        folder.path(),
+        dir.path(),
         "echo no room; [ $1 = serve ] && echo READY; exit 1",
     )
     .unwrap_err()
@@ -101,17 +101,17 @@ fn a_failed_format_is_reported_and_nothing_is_served() {
 
 #[test]
 fn one_that_chatters_does_not_block_and_one_that_will_not_end_is_killed() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("quote\" and space.tiles"), "").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("quote\" and space.tiles"), "").unwrap();
     // A pipe holds 64 KiB; the marker shows that the script got past the chatter.
     let script = r#"trap '' QUIT
         echo READY
         i=0; while [ $i -lt 4000 ]; do echo "line $i of much that nobody asked for"; i=$((i+1)); done
         touch "$(dirname $0)/past"
         while :; do sleep 0.05; done"#;
-    let daemon = start(folder.path(), script).unwrap();
+    let daemon = start(dir.path(), script).unwrap();
     let before = Instant::now();
-    while !folder.path().join("past").exists() {
+    while !dir.path().join("past").exists() {
         assert!(before.elapsed() < Duration::from_secs(60), "it blocks");
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -114,13 +114,10 @@ fn a_tile_comes_back_as_it_was_and_its_submission_says_all() {
 
 #[test]
 fn nobody_listening_is_said_with_the_socket_and_what_to_do() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for (socket, kind) in [
-        (folder.path().join("nobody"), std::io::ErrorKind::NotFound),
-        (
-            folder.path().to_owned(),
-            std::io::ErrorKind::ConnectionRefused,
-        ),
+        (dir.path().join("nobody"), std::io::ErrorKind::NotFound),
+        (dir.path().to_owned(), std::io::ErrorKind::ConnectionRefused),
     ] {
         let Err(error) = Daemon::connect(&socket) else {
             panic!("connected to {}", socket.display())
@@ -266,7 +263,7 @@ fn without_checksums_the_flipped_bit_is_handed_out() {
     let run = |removed| {
         std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
-            .env("OFFLOADD_REMOVED", removed)
+            .env("OFFLOADD_DISABLE", removed)
             .output()
             .unwrap()
     };

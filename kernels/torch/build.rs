@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 fn main() {
     // torch-sys found it: LIBTORCH, or the installed torch with LIBTORCH_USE_PYTORCH=1.
     let lib = PathBuf::from(
-        std::env::var_os("DEP_TCH_LIBTORCH_LIB").expect("torch-sys names libtorch's folder"),
+        std::env::var_os("DEP_TCH_LIBTORCH_LIB").expect("torch-sys names libtorch's directory"),
     );
     let include = match std::env::var_os("LIBTORCH_INCLUDE") {
-        Some(folder) => PathBuf::from(folder).join("include"),
+        Some(dir) => PathBuf::from(dir).join("include"),
         None => lib
             .parent()
             .expect("libtorch/lib has a parent")

@@ -59,12 +59,12 @@ fn memory_locks(config: &Config) -> Finding {
     }
 }
 
-/// Whether a socket can be made at `path`, in a folder that is there or can be made.
+/// Whether a socket can be made at `path`, in a directory that is there or can be made.
 fn socket(what: &str, path: &Path) -> Finding {
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    let (place, doing) = match folder.exists() {
-        true => (folder, "a socket"),
-        false => (folder.parent().unwrap_or(Path::new("/")), "its folder"),
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    let (place, doing) = match dir.exists() {
+        true => (dir, "a socket"),
+        false => (dir.parent().unwrap_or(Path::new("/")), "its directory"),
     };
     let is_socket =
         |found: std::fs::Metadata| std::os::unix::fs::FileTypeExt::is_socket(&found.file_type());
@@ -83,15 +83,15 @@ fn socket(what: &str, path: &Path) -> Finding {
             format!(
                 "install -d -o {} {}",
                 rustix::process::geteuid().as_raw(),
-                folder.display()
+                dir.display()
             ),
         ),
     }
 }
 
-fn may_write(folder: &Path) -> Result<(), Errno> {
+fn may_write(dir: &Path) -> Result<(), Errno> {
     let access = Access::WRITE_OK | Access::EXEC_OK;
-    accessat(CWD, folder, access, AtFlags::EACCESS)
+    accessat(CWD, dir, access, AtFlags::EACCESS)
 }
 
 /// Each device by itself; and, when nothing is wrong with any, whether they are one store.
@@ -125,10 +125,10 @@ fn devices(config: &Config) -> Vec<Finding> {
         Err(_) => opened,
     };
     let together = match recover::look(&mut DeviceBlocks(&opened)) {
-        Ok((devices, outsiders)) => {
-            findings.extend(outsiders.iter().map(|outsider| {
+        Ok((devices, foreign_devices)) => {
+            findings.extend(foreign_devices.iter().map(|foreign_device| {
                 let mend = "devices = [those of the store alone]";
-                Finding::hint("devices", outsider.to_string(), mend)
+                Finding::hint("devices", foreign_device.to_string(), mend)
             }));
             let (count, store) = (devices.len(), devices[0].superblock.store);
             Finding::fine("devices", format!("all {count} of store {store}"))
@@ -160,7 +160,7 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
             Some(name) => Finding::hint(
                 what,
                 unreserved(name),
-                "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty folder, and format again",
+                "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty directory, and format again",
             ),
             None => Finding::fine(what, format!("{} bytes", device.bytes())),
         },

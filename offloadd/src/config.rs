@@ -48,11 +48,11 @@ struct ConfigToml {
     #[serde(default)]
     iodepth_max: Option<u32>,
     #[serde(default)]
-    rated_tb_written: Option<Rating>,
+    rated_tbw: Option<Rating>,
     #[serde(default)]
     scrub_bytes_per_s_max: Option<Size>,
     #[serde(default)]
-    move_bytes_per_s_max: Option<Size>,
+    rebalance_bytes_per_s_max: Option<Size>,
     #[serde(default)]
     metrics: MetricsToml,
     #[serde(default)]
@@ -85,9 +85,9 @@ const KEYS: [&str; 11] = [
     "require_locked",
     "sessions_max",
     "iodepth_max",
-    "rated_tb_written",
+    "rated_tbw",
     "scrub_bytes_per_s_max",
-    "move_bytes_per_s_max",
+    "rebalance_bytes_per_s_max",
     "metrics.listen",
 ];
 
@@ -131,7 +131,7 @@ pub struct Config {
     /// What the scrubs of all users may read together; root and who runs the daemon read as fast as they ask.
     pub scrub_bytes_per_s_max: u64,
     /// What may be copied while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
-    pub move_bytes_per_s_max: Option<u64>,
+    pub rebalance_bytes_per_s_max: Option<u64>,
     /// Where Prometheus may ask; `None`: nowhere.
     pub metrics_listen: Option<PageAddress>,
     /// What each user and job may have.
@@ -231,7 +231,7 @@ impl Config {
             arena_bytes_max: self.arena_bytes_max,
             sessions_max: self.sessions_max,
             iodepth_max: self.iodepth_max,
-            move_bytes_per_s_max: self.move_bytes_per_s_max,
+            rebalance_bytes_per_s_max: self.rebalance_bytes_per_s_max,
         }
     }
 }
@@ -312,11 +312,11 @@ impl ConfigToml {
             let message = format!("{iodepth_max}; from {IODEPTH_MIN} to {IODEPTH_MAX}");
             return refuse("iodepth_max", message);
         }
-        let rated_tb_others = match self.rated_tb_written {
+        let rated_tb_others = match self.rated_tbw {
             Some(Rating::All(tb)) => Some(tb),
             Some(Rating::Each(_)) | None => None,
         };
-        let rated_tb = match self.rated_tb_written {
+        let rated_tb = match self.rated_tbw {
             None => vec![None; self.devices.len()],
             Some(Rating::All(tb)) => vec![Some(tb); self.devices.len()],
             Some(Rating::Each(each)) if each.len() == self.devices.len() => {
@@ -326,16 +326,13 @@ impl ConfigToml {
                 let (count, devices) = (each.len(), self.devices.len());
                 let message =
                     format!("{count} numbers for {devices} devices: one for all, or one each");
-                return refuse("rated_tb_written", message);
+                return refuse("rated_tbw", message);
             }
         };
         // A thousandth, so that what is nothing is not divided by; a million is more than any drive takes.
         let sane = |tb: &f64| (0.001..=1e6).contains(tb);
         if let Some(tb) = rated_tb.iter().flatten().find(|tb| !sane(tb)) {
-            return refuse(
-                "rated_tb_written",
-                format!("{tb}; from 0.001 to 1000000 (TB)"),
-            );
+            return refuse("rated_tbw", format!("{tb}; from 0.001 to 1000000 (TB)"));
         }
         let scrub = bytes_per_s(self.scrub_bytes_per_s_max.as_ref(), "a scrub");
         let scrub_bytes_per_s_max = match scrub {
@@ -343,12 +340,12 @@ impl ConfigToml {
             Err(message) => return refuse("scrub_bytes_per_s_max", message),
         };
         let moves = bytes_per_s(
-            self.move_bytes_per_s_max.as_ref(),
+            self.rebalance_bytes_per_s_max.as_ref(),
             "a device's coming or going",
         );
-        let move_bytes_per_s_max = match moves {
+        let rebalance_bytes_per_s_max = match moves {
             Ok(bytes) => bytes,
-            Err(message) => return refuse("move_bytes_per_s_max", message),
+            Err(message) => return refuse("rebalance_bytes_per_s_max", message),
         };
         let rated_bytes = |tb: Option<f64>| tb.map(|tb| (tb * 1e12) as u64);
         let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
@@ -378,7 +375,7 @@ impl ConfigToml {
             rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
             rated_bytes_others: rated_bytes(rated_tb_others),
             scrub_bytes_per_s_max,
-            move_bytes_per_s_max,
+            rebalance_bytes_per_s_max,
             metrics_listen,
             quotas,
         })
@@ -456,9 +453,9 @@ mod tests {
         require_locked = true
         sessions_max = 16
         iodepth_max = 32
-        rated_tb_written = [600, 1200.5]
+        rated_tbw = [600, 1200.5]
         scrub_bytes_per_s_max = "100MiB"
-        move_bytes_per_s_max = "200MiB"
+        rebalance_bytes_per_s_max = "200MiB"
         [metrics]
         listen = "127.0.0.1:9464"
     "#;
@@ -496,7 +493,7 @@ mod tests {
         let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
         assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
         assert_eq!(config.scrub_bytes_per_s_max, 100 << 20);
-        assert_eq!(config.limits().move_bytes_per_s_max, Some(200 << 20));
+        assert_eq!(config.limits().rebalance_bytes_per_s_max, Some(200 << 20));
         let listen = config.metrics_listen.unwrap();
         assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
     }
@@ -530,13 +527,13 @@ mod tests {
             ("iodepth_max = 32", "iodepth_max = 1", "iodepth_max"),
             ("100MiB", "100MB", "scrub_bytes_per_s_max"),
             ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
-            ("200MiB", "200MB/s", "move_bytes_per_s_max"),
-            ("200MiB", "1023KiB", "move_bytes_per_s_max"),
-            ("[600, 1200.5]", "[600]", "rated_tb_written"),
-            ("[600, 1200.5]", "0", "rated_tb_written"),
-            ("[600, 1200.5]", "-1", "rated_tb_written"),
-            ("[600, 1200.5]", "nan", "rated_tb_written"),
-            ("[600, 1200.5]", "inf", "rated_tb_written"),
+            ("200MiB", "200MB/s", "rebalance_bytes_per_s_max"),
+            ("200MiB", "1023KiB", "rebalance_bytes_per_s_max"),
+            ("[600, 1200.5]", "[600]", "rated_tbw"),
+            ("[600, 1200.5]", "0", "rated_tbw"),
+            ("[600, 1200.5]", "-1", "rated_tbw"),
+            ("[600, 1200.5]", "nan", "rated_tbw"),
+            ("[600, 1200.5]", "inf", "rated_tbw"),
             ("127.0.0.1:9464", "0.0.0.0:9464", "metrics.listen"),
             ("127.0.0.1:9464", "192.168.1.5:9464", "metrics.listen"),
             ("127.0.0.1:9464", "[::]:9464", "metrics.listen"),

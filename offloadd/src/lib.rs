@@ -12,14 +12,13 @@
 //! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
 //! so `tests/simulation` drives it through thousands of seeded crashes.
 
-pub mod again;
 pub mod arena;
 pub mod blocks;
-mod ceiling;
 pub mod check;
 pub mod config;
 pub mod core;
 pub mod device;
+pub mod device_admission;
 pub mod doctor;
 mod drive_queue;
 pub mod driver;
@@ -29,14 +28,15 @@ pub mod handover;
 pub mod measure;
 pub mod memory;
 pub mod metrics;
-pub mod newcomer;
 pub mod numa;
+pub mod offline;
+mod power_cut_sim;
 pub mod queue;
+mod rate_limiter;
+pub mod retry;
 pub mod server;
-pub mod stopped;
 pub mod store;
 pub mod store_devices;
-mod volatile;
 
 /// What both sides agree on, for programs that drive parts of the daemon themselves.
 pub use offload_api as api;

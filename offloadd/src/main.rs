@@ -35,9 +35,9 @@ examples:
   require_locked = false                      # refuse to run when memory cannot be locked
   sessions_max = 64
   iodepth_max = 64                            # operations in flight of one session
-  rated_tb_written = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
+  rated_tbw = [600, 600]               # what the drives' makers allow, to warn at 80 %; nothing when left out
   scrub_bytes_per_s_max = \"512MiB\"            # what `offloadd verify` of all users reads together, a second
-  move_bytes_per_s_max = \"200MiB\"             # what is copied while tiles move between devices, a second, where
+  rebalance_bytes_per_s_max = \"200MiB\"             # what is copied while tiles move between devices, a second, where
                                               # `device add|drain --rate` and `device rate` say nothing; no limit when left out
   [metrics]                                   # counts for Prometheus; without it `offloadd top` has them
   listen = \"unix:/run/offloadd/metrics.sock\" # or \"127.0.0.1:9464\"; nothing that other machines reach
@@ -87,7 +87,7 @@ enum Command {
         /// The settings
         #[arg(long, value_name = "FILE")]
         config: PathBuf,
-        /// End with the parent process, or by SIGQUIT: SIGTERM and SIGINT are left to the parent. The socket's folder belongs to this user alone
+        /// End with the parent process, or by SIGQUIT: SIGTERM and SIGINT are left to the parent. The socket's directory belongs to this user alone
         #[arg(long)]
         private: bool,
     },
@@ -117,13 +117,13 @@ After a change: systemctl reload offloadd, or SIGHUP to the daemon, which says w
     /// Say what of this machine is in the way of a daemon, or makes it slow; ends with 1 if there are problems
     #[command(after_help = "Examples:
   offloadd doctor                                            # of the service, where it is installed
-  offloadd doctor /mnt/nvme0 /mnt/nvme1                      # before there is a store: folders or block devices
+  offloadd doctor /mnt/nvme0 /mnt/nvme1                      # before there is a store: directories or block devices
   offloadd doctor --config /etc/offloadd/offloadd.toml --json
 
 Kernel, io_uring, memory limits, huge pages; of each device direct I/O, space, file system, and of the drive beneath it
 link, write cache, scheduler and NUMA node. Nothing is changed; each hint and problem comes with the line that mends it.")]
     Doctor {
-        /// Folders and devices to look at
+        /// Directories and devices to look at
         #[arg(value_name = "PATH")]
         places: Vec<PathBuf>,
         /// Look at these settings and their devices as well
@@ -176,7 +176,7 @@ link, write cache, scheduler and NUMA node. Nothing is changed; each hint and pr
 The record may be the newest generation: start the daemon again first, the device may give it then. The generation before it
 may have been written over since, so its tiles are compared first, and one that is not whole is refused: then --force gives
 the record up all the same, and what is left is no whole generation.")]
-    GiveUp {
+    DiscardUnreadable {
         /// The job
         #[arg(value_name = "JOB")]
         job: String,
@@ -226,13 +226,13 @@ store is locked, read as fast as it can be, and its own structures are looked at
         /// The shell
         shell: clap_complete::Shell,
     },
-    /// Write the pages of the manual into a folder
+    /// Write the pages of the manual into a directory
     #[command(after_help = "Example:
   offloadd man ~/.local/share/man/man8 && man offloadd")]
     Man {
         /// Where to
-        #[arg(value_name = "FOLDER")]
-        folder: PathBuf,
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
     },
     /// Bring devices into a store, take them out, and list them, while jobs run or without a daemon
     #[command(subcommand)]
@@ -292,8 +292,8 @@ fn main() -> ExitCode {
         Command::Completions { shell } => {
             cli::documents::completions(shell, Arguments::command()).map(|()| ExitCode::SUCCESS)
         }
-        Command::Man { folder } => {
-            cli::documents::man(&folder, Arguments::command()).map(|()| ExitCode::SUCCESS)
+        Command::Man { dir } => {
+            cli::documents::man(&dir, Arguments::command()).map(|()| ExitCode::SUCCESS)
         }
         Command::Inspect { at, json } => cli::inspect::run(&at, json).map(|()| ExitCode::SUCCESS),
         Command::Drop {
@@ -308,13 +308,13 @@ fn main() -> ExitCode {
             at,
         })
         .map(|()| ExitCode::SUCCESS),
-        Command::GiveUp {
+        Command::DiscardUnreadable {
             job,
             uid,
             force,
             rate,
             at,
-        } => cli::give_up::run(cli::give_up::Choice {
+        } => cli::discard_unreadable::run(cli::discard_unreadable::Choice {
             job,
             uid,
             force,

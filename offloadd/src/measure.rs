@@ -127,7 +127,7 @@ fn measure_with(
     mut engine: Engine,
     path: &str,
     area: MeasuredArea,
-    patience: Duration,
+    timeouts: Duration,
     flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
@@ -137,7 +137,7 @@ fn measure_with(
         op: IoOp::Write,
         engine: &mut engine,
         offset: area.offset,
-        patience,
+        timeouts,
         flusher,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
@@ -169,7 +169,7 @@ struct Pass<'a, 'f> {
     engine: &'a mut Engine,
     offset: u64,
     /// An operation that takes longer is not coming back.
-    patience: Duration,
+    timeouts: Duration,
     flusher: Flusher<'f>,
     buffers: Vec<AlignedBytes>,
 }
@@ -186,7 +186,7 @@ impl Pass<'_, '_> {
 
     /// One has failed: waits for the others, as long as they can be expected to end.
     fn end(&mut self) {
-        let limit = Instant::now() + self.patience / 2;
+        let limit = Instant::now() + self.timeouts / 2;
         let mut done = Vec::new();
         while self.engine.inflight_count() > 0 {
             let left = limit.saturating_duration_since(Instant::now());
@@ -270,13 +270,13 @@ impl Pass<'_, '_> {
             what,
         };
         self.engine.start()?;
-        let wait = Timespec::try_from(self.patience).expect("a minute");
+        let wait = Timespec::try_from(self.timeouts).expect("a minute");
         let mut done = Vec::new();
         // A wake-up may be of an operation that was taken already.
         while done.is_empty() {
             let wake = self.engine.wake();
             if let Ok(0) = poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
-                let what = format!("no answer in {} s", self.patience.as_secs());
+                let what = format!("no answer in {} s", self.timeouts.as_secs());
                 return Err(failed(IoId(0), what));
             }
             self.engine.reap(&mut done)?;
@@ -318,7 +318,7 @@ mod tests {
     use offload_api::pace::Pace;
 
     use super::*;
-    use crate::engine::paced::Paced;
+    use crate::engine::rate_limited::Paced;
 
     const AREA: MeasuredArea = MeasuredArea {
         offset: MeasuredArea::BYTES_MIN,
@@ -349,10 +349,10 @@ mod tests {
             write_bytes_per_s: 1,
         };
         let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
-        let patience = Duration::from_millis(20);
+        let timeouts = Duration::from_millis(20);
         let mut moved = MovedBeside::default();
         let error =
-            measure_with(paced, "/dev/lost", AREA, patience, Flusher::Own, &mut moved).unwrap_err();
+            measure_with(paced, "/dev/lost", AREA, timeouts, Flusher::Own, &mut moved).unwrap_err();
         assert!(!error.all_ended(), "{error}");
         let told = error.to_string();
         for said in [

@@ -39,14 +39,11 @@ pub struct GroupLimit {
 /// The limits of our control group and of those above it. `proc` and `cgroup` are where these are mounted.
 pub fn group_limits(proc: &Path, cgroup: &Path) -> Vec<GroupLimit> {
     let limit = |group: &Group, name: &'static str| {
-        let below = group
-            .folder
-            .strip_prefix(&group.root)
-            .unwrap_or(&group.folder);
+        let below = group.dir.strip_prefix(&group.root).unwrap_or(&group.dir);
         Some(GroupLimit {
             group: Path::new("/").join(below),
             name,
-            bytes: read_number(&group.folder.join(name))?,
+            bytes: read_number(&group.dir.join(name))?,
         })
     };
     groups_below(proc, cgroup)
@@ -80,14 +77,14 @@ impl Version {
 #[derive(Clone, Debug)]
 struct Group {
     version: Version,
-    folder: PathBuf,
+    dir: PathBuf,
     /// Where groups of its version are mounted.
     root: PathBuf,
 }
 
 impl Group {
     fn max_bytes(&self) -> Option<u64> {
-        read_number(&self.folder.join(self.version.limits()[0]))
+        read_number(&self.dir.join(self.version.limits()[0]))
     }
 
     fn available_bytes(&self) -> Option<u64> {
@@ -96,9 +93,9 @@ impl Group {
             Version::One => ("memory.usage_in_bytes", "total_inactive_file"),
             Version::Two => ("memory.current", "inactive_file"),
         };
-        let (max, used) = (self.max_bytes()?, read_number(&self.folder.join(used))?);
+        let (max, used) = (self.max_bytes()?, read_number(&self.dir.join(used))?);
         // Cached files go before anything is killed.
-        let statistics = std::fs::read_to_string(self.folder.join("memory.stat")).ok()?;
+        let statistics = std::fs::read_to_string(self.dir.join("memory.stat")).ok()?;
         let cached = field(&statistics, cached).unwrap_or(0);
         Some(max.saturating_add(cached).saturating_sub(used))
     }
@@ -118,14 +115,14 @@ fn groups_below(proc: &Path, cgroup: &Path) -> impl Iterator<Item = Group> {
         // In a container the path is the machine's, and only the container's own group is there: the root of what is mounted.
         let mut next = Some(root.join(group));
         std::iter::from_fn(move || {
-            let folder = next.take()?;
-            next = folder
+            let dir = next.take()?;
+            next = dir
                 .parent()
                 .filter(|parent| parent.starts_with(&root))
                 .map(Path::to_owned);
             Some(Group {
                 version,
-                folder,
+                dir,
                 root: root.clone(),
             })
         })
@@ -185,9 +182,9 @@ mod tests {
     fn limits_of_control_groups_of_version_1_count() {
         let place = tempfile::tempdir().unwrap();
         let (proc, cgroup) = (place.path().join("proc"), place.path().join("cgroup"));
-        let write = |folder: &Path, name: &str, text: &str| {
-            std::fs::create_dir_all(folder).unwrap();
-            std::fs::write(folder.join(name), text).unwrap();
+        let write = |dir: &Path, name: &str, text: &str| {
+            std::fs::create_dir_all(dir).unwrap();
+            std::fs::write(dir.join(name), text).unwrap();
         };
         write(
             &proc.join("self"),

@@ -84,8 +84,8 @@ fn node_of(sys: &Path, (major, minor): (u32, u32)) -> Option<u32> {
     let device = std::fs::canonicalize(link).ok()?;
     let text = device
         .ancestors()
-        .take_while(|folder| folder.starts_with(sys))
-        .find_map(|folder| std::fs::read_to_string(folder.join("numa_node")).ok())?;
+        .take_while(|dir| dir.starts_with(sys))
+        .find_map(|dir| std::fs::read_to_string(dir.join("numa_node")).ok())?;
     // -1 where the firmware says nothing.
     text.trim().parse().ok()
 }

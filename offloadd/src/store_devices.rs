@@ -70,8 +70,12 @@ impl StoreDevices {
     /// none is missing there.
     pub fn line_to_write(&self) -> Option<String> {
         let found = recover::look(&mut DeviceBlocks(&self.devices));
-        let outsiders = found.map_or(Vec::new(), |(_, outsiders)| outsiders);
-        let is_outside = |path: &str| outsiders.iter().any(|outsider| outsider.path == path);
+        let foreign_devices = found.map_or(Vec::new(), |(_, foreign_devices)| foreign_devices);
+        let is_outside = |path: &str| {
+            foreign_devices
+                .iter()
+                .any(|foreign_device| foreign_device.path == path)
+        };
         let paths = self.devices.iter().map(Device::path);
         let paths: Vec<&str> = paths.filter(|path| !is_outside(path)).collect();
         (!self.unlisted.is_empty()).then(|| format!("devices = {paths:?}"))

@@ -101,8 +101,8 @@ fn unprivileged() {
     let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
     assert!(!arena.locked());
     // Registering is refused by the same limit; bytes move all the same.
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
     std::fs::write(&path, vec![7; 8192]).unwrap();
     let file = Arc::new(
         std::fs::OpenOptions::new()

@@ -20,12 +20,12 @@ fn refusal(path: &Path) -> String {
 }
 
 #[test]
-fn a_missing_path_a_folder_and_buffered_file_systems_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let missing = folder.path().join("x/y");
+fn a_missing_path_a_directory_and_buffered_file_systems_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("x/y");
     assert!(refusal(&missing).contains("no such file; is its drive mounted?"));
-    let folder_itself = refusal(folder.path());
-    assert!(folder_itself.contains("neither a regular file nor a block device"));
+    let dir_itself = refusal(dir.path());
+    assert!(dir_itself.contains("neither a regular file nor a block device"));
     // procfs takes no direct I/O on any kernel.
     let buffered = refusal(Path::new("/proc/self/comm"));
     assert!(buffered.contains("O_DIRECT"), "{buffered}");
@@ -50,11 +50,11 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
         );
         return;
     }
-    let folder = tempfile::tempdir_in("/tmp").unwrap();
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    let path = dir.path().join("a");
     std::fs::write(&path, vec![0; 4096]).unwrap();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(folder.path(), open).unwrap();
+    std::fs::set_permissions(dir.path(), open).unwrap();
     let mut child = again("a_device_of_another_user_is_named_with_what_to_do");
     child.env(CHILD, &path);
     expect_success(child);
@@ -62,8 +62,8 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
 
 #[test]
 fn a_store_has_one_daemon_at_a_time() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
     let first = Device::create(&path, Some(1 << 20), false).unwrap();
     let since = Instant::now();
     let error = Device::open(&path).expect_err("the store has a daemon");
@@ -94,8 +94,8 @@ fn a_store_has_one_daemon_at_a_time() {
 /// After an exit the kernel may keep a process's files, and with them the lock, for longer than a second.
 #[test]
 fn a_lock_whose_owner_has_ended_is_waited_for() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("tiles");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiles");
     drop(Device::create(&path, Some(1 << 20), false).unwrap());
     // `flock` takes the lock and ends; `sleep` keeps the open file, as a ring that is torn down does.
     let status = Command::new("sh")
@@ -117,7 +117,7 @@ fn a_lock_whose_owner_has_ended_is_waited_for() {
 fn without_its_lock_the_test_of_one_daemon_fails() {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "a_store_has_one_daemon_at_a_time"])
-        .env("OFFLOADD_REMOVED", "lock")
+        .env("OFFLOADD_DISABLE", "lock")
         .output()
         .unwrap();
     let words = String::from_utf8_lossy(&output.stdout);
@@ -127,8 +127,8 @@ fn without_its_lock_the_test_of_one_daemon_fails() {
 
 #[test]
 fn a_file_that_exists_stays_as_it_is_without_force() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("thesis.tex");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("thesis.tex");
     std::fs::write(&path, "years of work").unwrap();
     let error = Device::create(&path, Some(1 << 20), false).unwrap_err();
     assert!(
@@ -141,8 +141,8 @@ fn a_file_that_exists_stays_as_it_is_without_force() {
 
 #[test]
 fn too_large_a_file_is_refused_naming_both_sizes_and_leaves_nothing() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
     let error = Device::create(&path, Some(1 << 52), false).unwrap_err();
     let DeviceError::NoSpace {
         asked_bytes,
@@ -161,14 +161,14 @@ fn too_large_a_file_is_refused_naming_both_sizes_and_leaves_nothing() {
 #[test]
 fn a_files_space_is_reserved_when_it_is_made() {
     use std::os::unix::fs::MetadataExt;
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
     let device = Device::create(&path, Some(3 << 20), false).unwrap();
     let found = std::fs::metadata(&path).unwrap();
     assert_eq!(device.bytes(), 3 << 20);
     assert_eq!(found.len(), 3 << 20);
     assert!(found.blocks() * 512 >= 3 << 20 && !device.has_holes());
-    let copy = folder.path().join("copy");
+    let copy = dir.path().join("copy");
     let sparse = std::fs::File::create(&copy).unwrap();
     sparse.set_len(3 << 20).unwrap();
     assert!(Device::open(&copy).unwrap().has_holes());
@@ -181,9 +181,9 @@ fn a_files_space_is_reserved_when_it_is_made() {
 
 #[test]
 fn blocks_move_whole_or_not_at_all() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let devices = ["a", "b"]
-        .map(|name| Device::create(&folder.path().join(name), Some(1 << 20), false).unwrap());
+        .map(|name| Device::create(&dir.path().join(name), Some(1 << 20), false).unwrap());
     let mut blocks = DeviceBlocks(&devices);
     let mut some = AlignedBytes::from_slice(&[5; 8192]);
     blocks.write(1, 4096, &some).unwrap();
@@ -202,8 +202,8 @@ fn blocks_move_whole_or_not_at_all() {
 
 #[test]
 fn a_file_that_holds_anything_at_its_beginning_is_not_blank_whatever_its_length() {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = folder.path().join("file");
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("file");
     for bytes in [1, 511, 512, 4095, 4096, 4097, 8191, (1 << 20) - 1, 2 << 20] {
         let mut text = vec![0; bytes];
         std::fs::write(&path, &text).unwrap();

@@ -22,15 +22,15 @@ use loops::Loop;
 
 const BLOCK: u32 = 4096;
 
-/// A direct file of `bytes`, gone when the folder is.
-fn file(folder: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
+/// A direct file of `bytes`, gone when the directory is.
+fn file(dir: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
     let file = OpenOptions::new()
         .read(true)
         .write(true)
         .create(true)
         .truncate(true)
         .custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32)
-        .open(folder.path().join(name))
+        .open(dir.path().join(name))
         .unwrap();
     file.set_len(bytes).unwrap();
     Arc::new(file)
@@ -120,8 +120,8 @@ fn bytes_of(done: &IoDone) -> &[u8] {
 
 #[test]
 fn what_was_written_is_read_back_from_the_right_place() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 1 << 20);
     on_each_engine(std::slice::from_ref(&device), |engine| {
         for i in 0..64 {
             engine.submit(io(i, IoOp::Write, i * 4096, meta(i as u8 + 1, 4096)));
@@ -146,8 +146,8 @@ fn what_was_written_is_read_back_from_the_right_place() {
 
 #[test]
 fn an_arena_moves_bytes_before_during_and_after_its_registration() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 1 << 20);
     let classes = [8192, 4096].map(|slot_bytes| SlotClass {
         slot_bytes,
         slot_count: 4,
@@ -191,8 +191,8 @@ fn an_arena_moves_bytes_before_during_and_after_its_registration() {
 
 #[test]
 fn reading_over_the_end_is_short_and_not_success() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 3 * 4096);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 3 * 4096);
     on_each_engine(&[device], |engine| {
         engine.submit(io(0, IoOp::Read, 2 * 4096, meta(9, 2 * 4096)));
         engine.submit(io(1, IoOp::Read, 1 << 30, meta(9, 4096)));
@@ -204,14 +204,14 @@ fn reading_over_the_end_is_short_and_not_success() {
 
 #[test]
 fn an_errno_comes_back_as_the_errno_it_is() {
-    let folder = tempfile::tempdir().unwrap();
-    let good = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let good = file(&dir, "a", 1 << 20);
     // Opened for reading only: every write is EBADF. And an offset that direct I/O cannot take: EINVAL.
     let read_only = Arc::new(
         OpenOptions::new()
             .read(true)
             .custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32)
-            .open(folder.path().join("a"))
+            .open(dir.path().join("a"))
             .unwrap(),
     );
     on_each_engine(&[good, read_only], |engine| {
@@ -248,8 +248,8 @@ fn a_full_device_is_enospc() {
 
 #[test]
 fn a_full_file_system_is_enospc() {
-    let folder = tempfile::tempdir().unwrap();
-    let Some(_mounted) = SmallFileSystem::mount(folder.path()) else {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(_mounted) = SmallFileSystem::mount(dir.path()) else {
         return;
     };
     let device = OpenOptions::new()
@@ -257,7 +257,7 @@ fn a_full_file_system_is_enospc() {
         .write(true)
         .create(true)
         .truncate(true)
-        .open(folder.path().join("a"))
+        .open(dir.path().join("a"))
         .unwrap();
     device.set_len(1 << 20).unwrap();
     let devices = [Arc::new(device)];
@@ -280,13 +280,13 @@ fn a_full_file_system_is_enospc() {
 struct SmallFileSystem<'a>(&'a std::path::Path);
 
 impl<'a> SmallFileSystem<'a> {
-    fn mount(folder: &'a std::path::Path) -> Option<Self> {
+    fn mount(dir: &'a std::path::Path) -> Option<Self> {
         let mounted = std::process::Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
-            .arg(folder)
+            .arg(dir)
             .output();
         if mounted.is_ok_and(|output| output.status.success()) {
-            return Some(Self(folder));
+            return Some(Self(dir));
         }
         println!(
             "skipped: {}: this user may not mount a small file system",
@@ -308,8 +308,8 @@ impl Drop for SmallFileSystem<'_> {
 
 #[test]
 fn more_operations_than_the_rings_hold_all_end_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 1 << 20);
     on_each_engine(&[device], |engine| {
         for i in 0..4000 {
             engine.submit(io(i, IoOp::Write, i % 256 * 4096, meta(3, 4096)));
@@ -325,8 +325,8 @@ fn more_operations_than_the_rings_hold_all_end_once() {
 #[test]
 fn a_device_that_never_answers_stops_no_other() {
     const UNANSWERED: u64 = 2500;
-    let folder = tempfile::tempdir().unwrap();
-    let good = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let good = file(&dir, "a", 1 << 20);
     // One read an answer. Threads get an error of it: for them `engine/psync.rs` has a test.
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
     let answers = rustix::event::eventfd(0, flags).unwrap();
@@ -374,8 +374,8 @@ fn reap_until(engine: &mut Engine, done: &mut Vec<IoDone>, enough: impl Fn(&[IoD
 
 #[test]
 fn the_automatic_choice_says_why() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 1 << 20);
     let (engine, reason) = Engine::open(EngineChoice::Auto, &[device], 16).unwrap();
     match engine.name() {
         "uring" => assert!(reason.contains("probe read worked"), "{reason}"),
@@ -385,8 +385,8 @@ fn the_automatic_choice_says_why() {
 
 /// A device that cannot be flushed, or read: what the automatic choice takes for it is what it takes for others.
 fn expect_chosen_as_usual(path: &str) {
-    let folder = tempfile::tempdir().unwrap();
-    let (usual, _) = Engine::open(EngineChoice::Auto, &[file(&folder, "a", 1 << 20)], 16).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (usual, _) = Engine::open(EngineChoice::Auto, &[file(&dir, "a", 1 << 20)], 16).unwrap();
     let device = Arc::new(OpenOptions::new().read(true).open(path).unwrap());
     let (engine, reason) = Engine::open(EngineChoice::Auto, &[device], 16).unwrap();
     assert_eq!(engine.name(), usual.name(), "{reason}");
@@ -401,8 +401,8 @@ fn a_probe_flushes_no_device() {
 #[test]
 fn a_device_that_answers_a_probe_with_an_error_is_no_missing_engine() {
     // At its start nothing is mapped: a read answers EIO. Kernel AIO takes no such file.
-    let folder = tempfile::tempdir().unwrap();
-    let devices = [file(&folder, "a", 1 << 20)];
+    let dir = tempfile::tempdir().unwrap();
+    let devices = [file(&dir, "a", 1 << 20)];
     if Engine::open(EngineChoice::Uring, &devices, 16).is_err() {
         println!(
             "skipped: {}: no io_uring here",
@@ -415,8 +415,8 @@ fn a_device_that_answers_a_probe_with_an_error_is_no_missing_engine() {
 
 #[test]
 fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
-    let folder = tempfile::tempdir().unwrap();
-    let devices = ["a", "b"].map(|name| file(&folder, name, 1 << 20));
+    let dir = tempfile::tempdir().unwrap();
+    let devices = ["a", "b"].map(|name| file(&dir, name, 1 << 20));
     let Ok((mut engine, reason)) = Engine::open(EngineChoice::Polled, &devices, 16) else {
         println!(
             "skipped: {}: no io_uring here",
@@ -429,7 +429,7 @@ fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
         name => {
             assert_eq!(name, "uring");
             assert!(reason.contains("instead of engine polled: "), "{reason}");
-            let device = format!("device 0 ({})", folder.path().join("a").display());
+            let device = format!("device 0 ({})", dir.path().join("a").display());
             assert!(reason.contains(&device), "{reason}");
         }
     }
@@ -444,8 +444,8 @@ fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
 
 #[test]
 fn registered_memory_is_pinned_until_it_is_forgotten() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = file(&folder, "a", 1 << 20);
+    let dir = tempfile::tempdir().unwrap();
+    let device = file(&dir, "a", 1 << 20);
     let Ok((mut engine, _)) = Engine::open(EngineChoice::Uring, &[device], 16) else {
         println!(
             "skipped: {}: no io_uring here",
@@ -499,9 +499,9 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
 
 #[test]
 fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
-    let folder = tempfile::tempdir().unwrap();
-    drop(file(&folder, "a", 1 << 20));
-    let path = folder.path().join("a");
+    let dir = tempfile::tempdir().unwrap();
+    drop(file(&dir, "a", 1 << 20));
+    let path = dir.path().join("a");
     let cannot_read = Arc::new(OpenOptions::new().write(true).open(&path).unwrap());
     let devices = [cannot_read];
     let (engine, reason) = Engine::open(EngineChoice::Auto, &devices, 16).unwrap();
@@ -532,8 +532,8 @@ fn requests_read(device: &Loop) -> u64 {
 /// As many as a lone read is cut into: made one request of, they would end together. On few processors they shall.
 #[test]
 fn a_few_neighbours_are_requests_of_their_own_where_that_pays() {
-    let folder = tempfile::tempdir().unwrap();
-    let image = folder.path().join("image");
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
     std::fs::write(&image, vec![7; 1 << 20]).unwrap();
     let Some(device) = Loop::new(&image) else {
         println!(

@@ -15,8 +15,8 @@ fn run(command: &mut Command) -> String {
     words(&output)
 }
 
-/// The package of this build, in `folder`; `None` where it cannot be made.
-fn package(folder: &Path) -> Option<PathBuf> {
+/// The package of this build, in `dir`; `None` where it cannot be made.
+fn package(dir: &Path) -> Option<PathBuf> {
     if Command::new("dpkg-deb").arg("--version").output().is_err() {
         println!(
             "skipped: {}: there is no dpkg-deb",
@@ -29,16 +29,16 @@ fn package(folder: &Path) -> Option<PathBuf> {
     let said = run(Command::new(script)
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
         .arg(env!("CARGO_BIN_EXE_offloadd"))
-        .arg(folder));
+        .arg(dir));
     let path = PathBuf::from(said.trim());
-    assert!(path.starts_with(folder), "{said}");
+    assert!(path.starts_with(dir), "{said}");
     Some(path)
 }
 
-/// The files below `folder`, with their modes.
-fn files(folder: &Path) -> Vec<(String, u32)> {
-    fn walk(root: &Path, folder: &Path, found: &mut Vec<(String, u32)>) {
-        for entry in std::fs::read_dir(folder).unwrap() {
+/// The files below `dir`, with their modes.
+fn files(dir: &Path) -> Vec<(String, u32)> {
+    fn walk(root: &Path, dir: &Path, found: &mut Vec<(String, u32)>) {
+        for entry in std::fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             let metadata = std::fs::symlink_metadata(&path).unwrap();
             match metadata.is_dir() {
@@ -51,7 +51,7 @@ fn files(folder: &Path) -> Vec<(String, u32)> {
         }
     }
     let mut found = Vec::new();
-    walk(folder, folder, &mut found);
+    walk(dir, dir, &mut found);
     found.sort();
     found
 }
@@ -71,11 +71,11 @@ fn commands() -> Vec<String> {
 
 #[test]
 fn the_package_holds_the_program_its_unit_settings_and_pages() {
-    let folder = tempfile::tempdir().unwrap();
-    let Some(package) = package(folder.path()) else {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(package) = package(dir.path()) else {
         return;
     };
-    let tree = folder.path().join("tree");
+    let tree = dir.path().join("tree");
     run(Command::new("dpkg-deb").arg("-x").arg(&package).arg(&tree));
     assert_eq!(std::fs::metadata(&tree).unwrap().mode() & 0o777, 0o755);
     let found = files(&tree);
@@ -131,7 +131,7 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
     let completions = std::fs::read_to_string(completions).unwrap();
     assert!(completions.contains("check-config"));
     // What the administrator changed is kept.
-    let control = folder.path().join("control");
+    let control = dir.path().join("control");
     run(Command::new("dpkg-deb")
         .arg("-e")
         .arg(&package)
@@ -163,11 +163,11 @@ fn it_installs_and_purges_cleanly_and_stores_stay() {
         );
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let Some(package) = package(folder.path()) else {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(package) = package(dir.path()) else {
         return;
     };
-    let root = folder.path().join("root");
+    let root = dir.path().join("root");
     for part in ["info", "updates", "triggers"] {
         std::fs::create_dir_all(root.join("var/lib/dpkg").join(part)).unwrap();
     }

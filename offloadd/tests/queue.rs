@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
@@ -60,7 +60,7 @@ impl Bench {
     }
 
     /// Operation `id` at an offset of `id` times 16 MiB.
-    fn push(&mut self, id: u64, device: u32, op: IoOp, bytes: u32, urgency: Urgency) {
+    fn push(&mut self, id: u64, device: u32, op: IoOp, bytes: u32, urgency: Priority) {
         let memory = match op {
             IoOp::Flush => Memory::None,
             _ => Memory::Arena {
@@ -127,11 +127,11 @@ impl Bench {
 fn a_wanted_read_behind_64_read_aheads_is_submitted_next() {
     let mut bench = Bench::new(1);
     for id in 0..64 {
-        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Prefetch);
     }
     bench.start();
     assert_eq!(bench.pieces.len(), 8, "the window and no more");
-    bench.push(64, 0, IoOp::Read, 4 * MIB, Urgency::Wanted);
+    bench.push(64, 0, IoOp::Read, 4 * MIB, Priority::Demand);
     // As each of the eight in flight ends, a piece of what is wanted goes, also before the rest of a tile already begun.
     for piece in 0..4 {
         bench.step();
@@ -148,9 +148,9 @@ fn a_wanted_read_behind_64_read_aheads_is_submitted_next() {
 #[test]
 fn read_ahead_progresses_however_much_is_wanted() {
     let mut bench = Bench::new(1);
-    bench.push(0, 0, IoOp::Read, 16 * MIB, Urgency::Ahead);
+    bench.push(0, 0, IoOp::Read, 16 * MIB, Priority::Prefetch);
     for id in 1..=100 {
-        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Wanted);
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Demand);
     }
     bench.start();
     let mut pieces_before = 0;
@@ -174,14 +174,14 @@ fn urging_costs_the_same_however_much_waits() {
     const COUNT: u64 = 200_000;
     let mut bench = Bench::new(1);
     for id in 0..COUNT {
-        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Prefetch);
     }
     let begun = Instant::now();
     for id in (0..COUNT).rev() {
         for (id, urgency) in [
-            (id, Urgency::Wanted),
-            (id, Urgency::Ahead),
-            (COUNT + id, Urgency::Wanted),
+            (id, Priority::Demand),
+            (id, Priority::Prefetch),
+            (COUNT + id, Priority::Demand),
         ] {
             bench.queue.urge(IoId(id), urgency);
         }
@@ -197,12 +197,12 @@ fn urging_costs_the_same_however_much_waits() {
 fn what_was_read_ahead_goes_first_once_it_is_wanted() {
     let mut bench = Bench::new(1);
     for id in 0..64 {
-        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Prefetch);
     }
     bench.start();
     // One that waits, one that is in flight whole, one that was never there.
     for id in [63, 0, 99] {
-        bench.queue.urge(IoId(id), Urgency::Wanted);
+        bench.queue.urge(IoId(id), Priority::Demand);
     }
     let last: Vec<_> = (0..4)
         .map(|_| {
@@ -212,8 +212,8 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
         .collect();
     assert_eq!(last, [63; 4]);
     // And back again: behind the others of its class.
-    bench.queue.urge(IoId(62), Urgency::Wanted);
-    bench.queue.urge(IoId(62), Urgency::Ahead);
+    bench.queue.urge(IoId(62), Priority::Demand);
+    bench.queue.urge(IoId(62), Priority::Prefetch);
     let mut order = Vec::new();
     while bench.queue.count() > 0 {
         if let (id, true) = bench.step() {
@@ -229,13 +229,13 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
 fn reads_and_writes_do_not_take_each_others_place() {
     let mut bench = Bench::new(2);
     for id in 0..20 {
-        bench.push(id, 0, IoOp::Write, 4 * MIB, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Write, 4 * MIB, Priority::Prefetch);
     }
     bench.start();
     for id in 20..40 {
-        bench.push(id, 0, IoOp::Read, 4 * MIB, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Prefetch);
     }
-    bench.push(40, 1, IoOp::Read, 4 * MIB, Urgency::Ahead);
+    bench.push(40, 1, IoOp::Read, 4 * MIB, Priority::Prefetch);
     bench.start();
     let window = 8 << 20;
     assert_eq!(bench.inflight_bytes(0, IoOp::Write), window);
@@ -252,7 +252,7 @@ fn reads_and_writes_do_not_take_each_others_place() {
     assert_eq!(bench.inflight_bytes(0, IoOp::Write), window);
     assert_eq!(bench.inflight_bytes(0, IoOp::Read), window);
     // A flush waits for nobody.
-    bench.push(41, 0, IoOp::Flush, 0, Urgency::Wanted);
+    bench.push(41, 0, IoOp::Flush, 0, Priority::Demand);
     bench.start();
     assert_eq!(bench.pieces.last().unwrap().op, IoOp::Flush);
     let place = bench.pieces.len() - 1;
@@ -263,7 +263,7 @@ fn reads_and_writes_do_not_take_each_others_place() {
 fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
     let mut bench = Bench::new(1);
     let bytes = 6 * MIB + 4096;
-    bench.push(3, 0, IoOp::Write, bytes, Urgency::Wanted);
+    bench.push(3, 0, IoOp::Write, bytes, Priority::Demand);
     bench.start();
     let places: Vec<_> = bench
         .pieces
@@ -303,7 +303,7 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
         bytes: 2 * MIB,
         memory: Memory::Meta(AlignedBytes::zeroed(2 << 20)),
     };
-    bench.queue.push(own, Urgency::Wanted, Owner::Daemon);
+    bench.queue.push(own, Priority::Demand, Owner::Daemon);
     bench.start();
     assert_eq!(bench.pieces[0].bytes, 2 * MIB);
     assert_eq!(bench.end(0, Ok(2 * MIB)).unwrap().outcome, Ok(2 * MIB));
@@ -312,7 +312,7 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
 /// How long the pieces of the reads of these lengths are, all pushed before the first is handed over.
 fn read_pieces(bench: &mut Bench, reads: &[u32]) -> Vec<u32> {
     for (id, &bytes) in reads.iter().enumerate() {
-        bench.push(id as u64, 0, IoOp::Read, bytes, Urgency::Ahead);
+        bench.push(id as u64, 0, IoOp::Read, bytes, Priority::Prefetch);
     }
     bench.start();
     bench.pieces.iter().map(|io| io.bytes).collect()
@@ -334,7 +334,7 @@ fn a_lone_read_is_cut_ever_shorter_and_others_are_not() {
         let mut bench = Bench::new(1);
         assert_eq!(read_pieces(&mut bench, &[bytes]), pieces);
         // A second one has the first beside it.
-        bench.push(9, 0, IoOp::Read, MIB, Urgency::Wanted);
+        bench.push(9, 0, IoOp::Read, MIB, Priority::Demand);
         bench.start();
         assert_eq!(bench.pieces.last().unwrap().bytes, MIB);
         while bench.queue.count() > 0 {
@@ -344,7 +344,7 @@ fn a_lone_read_is_cut_ever_shorter_and_others_are_not() {
     }
     assert_eq!(read_pieces(&mut Bench::new(1), &[MIB, MIB]), [MIB, MIB]);
     let mut bench = Bench::new(1);
-    bench.push(0, 0, IoOp::Write, MIB, Urgency::Ahead);
+    bench.push(0, 0, IoOp::Write, MIB, Priority::Prefetch);
     bench.start();
     assert_eq!(bench.pieces[0].bytes, MIB, "a write is summed before it");
 }
@@ -398,7 +398,7 @@ fn a_part_that_fails_or_is_short_fails_the_whole_and_the_first_one_is_told() {
         (vec![(0, Err(28)), (7, Err(5))], Err(28)),
     ] {
         let mut bench = Bench::new(1);
-        bench.push(0, 0, IoOp::Write, 16 * MIB, Urgency::Ahead);
+        bench.push(0, 0, IoOp::Write, 16 * MIB, Priority::Prefetch);
         bench.start();
         for &(piece, end) in &ends {
             let offset = u64::from(piece * MIB);
@@ -413,7 +413,7 @@ fn a_part_that_fails_or_is_short_fails_the_whole_and_the_first_one_is_told() {
         assert_eq!(bench.end(0, Ok(MIB)).unwrap().outcome, outcome);
         assert_eq!(bench.queue.count(), 0);
         // Its place is free again.
-        bench.push(1, 0, IoOp::Write, 16 * MIB, Urgency::Ahead);
+        bench.push(1, 0, IoOp::Write, 16 * MIB, Priority::Prefetch);
         bench.start();
         assert_eq!(bench.inflight_bytes(0, IoOp::Write), 8 << 20);
     }
@@ -423,7 +423,7 @@ fn a_part_that_fails_or_is_short_fails_the_whole_and_the_first_one_is_told() {
 fn small_operations_are_bounded_by_their_count_and_large_ones_never_stuck() {
     let mut bench = Bench::new(1);
     for id in 0..2 * INFLIGHT_COUNT_MAX as u64 {
-        bench.push(id, 0, IoOp::Read, 4096, Urgency::Ahead);
+        bench.push(id, 0, IoOp::Read, 4096, Priority::Prefetch);
     }
     bench.start();
     assert_eq!(bench.pieces.len(), INFLIGHT_COUNT_MAX);
@@ -435,7 +435,7 @@ fn small_operations_are_bounded_by_their_count_and_large_ones_never_stuck() {
     };
     bench.queue = Queue::new(&[limits]);
     bench.pieces.clear();
-    bench.push(0, 0, IoOp::Write, 2 * MIB, Urgency::Ahead);
+    bench.push(0, 0, IoOp::Write, 2 * MIB, Priority::Prefetch);
     bench.start();
     assert_eq!(bench.pieces.len(), 1);
     assert_eq!(bench.step(), (0, false));
@@ -452,7 +452,7 @@ fn whatever_comes_and_ends_each_operation_ends_once_and_windows_hold() {
             if pushed.len() < 200 && random.one_in(3) {
                 let id = pushed.len() as u64;
                 let op = [IoOp::Read, IoOp::Write, IoOp::Flush][random.below(3)];
-                let urgency = [Urgency::Ahead, Urgency::Wanted][random.below(2)];
+                let urgency = [Priority::Prefetch, Priority::Demand][random.below(2)];
                 let bytes = match op {
                     IoOp::Flush => 0,
                     _ => 4096 * (1 + random.below(4096) as u32),

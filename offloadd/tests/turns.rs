@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SHARE_MAX, SessionId};
@@ -101,11 +101,11 @@ fn one_by_one(uid: u32, bytes: u32) -> Client {
 
 /// So many milliseconds of a drive that is read by these, ahead of the use.
 fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
-    run_as(Urgency::Ahead, ANSWER_NS, bytes_per_s, clients, ms)
+    run_as(Priority::Prefetch, ANSWER_NS, bytes_per_s, clients, ms)
 }
 
 fn run_as(
-    urgency: Urgency,
+    urgency: Priority,
     answer_ns: u64,
     bytes_per_s: u64,
     clients: &[Client],
@@ -362,7 +362,7 @@ fn small_reads_take_at_most_twice_as_long_while_another_floods() {
         (6_200_000_000, 100_000),
         (14_000_000_000, 1_000_000),
     ] {
-        let run = |clients: &[Client]| run_as(Urgency::Ahead, answer_ns, rate, clients, 1000);
+        let run = |clients: &[Client]| run_as(Priority::Prefetch, answer_ns, rate, clients, 1000);
         for bytes in [4 * KIB, 64 * KIB, 256 * KIB] {
             let small = one_by_one(1, bytes);
             let quiet = run(&[small])[0].longest_ns();
@@ -469,7 +469,7 @@ fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
     let longest = [1, SHARE_DEFAULT, SHARE_MAX].map(|share| {
         let floods = [flood(1, share, 1), flood(2, share, 2)];
         let clients = [records, floods[0], floods[1]];
-        run_as(Urgency::Wanted, ANSWER_NS, rate, &clients, 1000)[0].longest_ns()
+        run_as(Priority::Demand, ANSWER_NS, rate, &clients, 1000)[0].longest_ns()
     });
     // What is in flight goes before them, and nothing else.
     let window_ns = 10_000_000 + 10 * ANSWER_NS;

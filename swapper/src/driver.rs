@@ -13,7 +13,7 @@ use crate::SwapperError;
 use crate::backing::Arena;
 use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
-use crate::lend::{Lent, Message, Reply, UpdateJob};
+use crate::lease::{Lease, Message, Reply, UpdateJob};
 use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::stall::Stall;
@@ -374,7 +374,7 @@ impl<H: Clone> Driver<H> {
                 };
                 match self.inflight.get(&index) {
                     Some(moving) => session
-                        .hasten(moving.ticket)
+                        .promote(moving.ticket)
                         .map_err(client("hastening a tile")),
                     // It has ended, and the core will be told.
                     None => Ok(()),
@@ -385,7 +385,7 @@ impl<H: Clone> Driver<H> {
                 self.start(Session::swap_out, tile, slot)
             }
             Action::Update { range, slots, step } => {
-                let lent = self.lend(range, slots.map(Some));
+                let lent = self.lease(range, slots.map(Some));
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
                     self.hypers.pop_front();
                 }
@@ -401,7 +401,7 @@ impl<H: Clone> Driver<H> {
                 Ok(())
             }
             Action::Lend { range, slots } => {
-                let lent = self.lend(range, slots);
+                let lent = self.lease(range, slots);
                 self.reply(Reply::Lend(lent));
                 Ok(())
             }
@@ -462,7 +462,7 @@ impl<H: Clone> Driver<H> {
         Ok(())
     }
 
-    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) -> Lent {
+    fn lease(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) -> Lease {
         self.away.insert(range, slots);
         let slots = Kind::ALL.map(|kind| {
             slots[kind as usize].map(|slot| {
@@ -471,10 +471,10 @@ impl<H: Clone> Driver<H> {
                     .expect("the core knows where each slot is")
             })
         });
-        Lent { range, slots }
+        Lease { range, slots }
     }
 
-    fn put_back(&mut self, lent: Lent) {
+    fn put_back(&mut self, lent: Lease) {
         let slots = self
             .away
             .remove(&lent.range)

@@ -27,7 +27,7 @@ pub mod core;
 mod driver;
 mod error;
 mod layout;
-mod lend;
+mod lease;
 mod open;
 mod owner;
 pub mod schedule;
@@ -54,4 +54,4 @@ pub use settings::{
     SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
-pub use swapper::{Blank, Canceller, Optimizer, Part, PartMut, See, Swapper};
+pub use swapper::{Canceller, Optimizer, Part, PartMut, Swapper, TileVisitor, UninitTile};

@@ -10,7 +10,7 @@ use crate::SwapperError;
 use crate::backing::Arena;
 use crate::driver::Driver;
 use crate::layout::Layout;
-use crate::lend::{Message, Reply};
+use crate::lease::{Message, Reply};
 use crate::settings::{Opened, SwapperSettings};
 use crate::swapper::Optimizer;
 use crate::worker;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::core::Request;
 use crate::layout::{Kind, Layout, TileRange};
-use crate::lend::{Lent, Message, Reply};
+use crate::lease::{Lease, Message, Reply};
 use crate::owner::{Inbox, Owner};
 use crate::schedule::{self, Op, Schedule, StepProgram};
 use crate::settings::{Opened, StepIo, SwapperSettings};
@@ -63,7 +63,7 @@ impl Canceller {
 
 /// A range whose first content is to be written: every byte of `param` and `state`, which hold anything before.
 #[derive(Debug)]
-pub struct Blank<'a> {
+pub struct UninitTile<'a> {
     /// Which.
     pub range: &'a TileRange,
     /// Its parameters.
@@ -79,7 +79,7 @@ pub type Part<'a> = (Range<u64>, &'a [u8]);
 pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 
 /// Looks at a range's `param` and `state`.
-pub type See<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
+pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
 /// Holds all tiles of one rank. `H` is what one step's updates share (learning rate and the like).
 ///
@@ -157,7 +157,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// What `fill` returns, after which nothing more is served; the swapper's own.
     pub fn initialize<E: From<SwapperError>>(
         &mut self,
-        mut fill: impl FnMut(&mut [Blank<'_>]) -> Result<(), E>,
+        mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
         blob: Vec<u8>,
     ) -> Result<(), E> {
         self.check()?;
@@ -172,7 +172,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })?;
         for unit in units {
             self.serve(Op::Fill { unit }, |lent| {
-                let mut blanks: Vec<Blank> = lent
+                let mut blanks: Vec<UninitTile> = lent
                     .iter_mut()
                     .map(|lent| {
                         let range = lent.range;
@@ -180,7 +180,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                             panic!("a fill needs param and state of its range");
                         };
                         let bytes = |kind| ..layout.content_bytes(kind, range);
-                        Blank {
+                        UninitTile {
                             range: &layout.ranges()[range as usize],
                             param: &mut param.as_mut_slice()[bytes(Kind::Param)],
                             state: &mut state.as_mut_slice()[bytes(Kind::State)],
@@ -299,7 +299,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Drains, then calls `see` with `param` and `state` of each range, units and elements in order.
-    pub fn visit(&mut self, see: &mut See) -> Result<(), SwapperError> {
+    pub fn visit(&mut self, see: &mut TileVisitor) -> Result<(), SwapperError> {
         self.drain()?;
         if !self.initialized {
             return Err(SwapperError::NotInitialized);
@@ -410,7 +410,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     fn serve<E: From<SwapperError>>(
         &mut self,
         op: Op,
-        use_them: impl FnMut(&mut [Lent]) -> Result<(), E>,
+        use_them: impl FnMut(&mut [Lease]) -> Result<(), E>,
     ) -> Result<(), E> {
         let start = Instant::now();
         let served = self.request(Request::Serve(op), None, None, use_them);
@@ -435,14 +435,14 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         request: Request,
         hyper: Option<H>,
         blob: Option<Vec<u8>>,
-        mut use_them: impl FnMut(&mut [Lent]) -> Result<(), E>,
+        mut use_them: impl FnMut(&mut [Lease]) -> Result<(), E>,
     ) -> Result<StepIo, E> {
         self.send(Message::Request {
             request,
             hyper,
             blob,
         })?;
-        let mut lent: Vec<Lent> = Vec::new();
+        let mut lent: Vec<Lease> = Vec::new();
         loop {
             let reply = match self.replies.try_recv() {
                 Ok(reply) => Ok(reply),

@@ -9,7 +9,7 @@ use std::time::Instant;
 use offload_client::kill_point::{Point, reach};
 
 use crate::layout::{Kind, Layout};
-use crate::lend::{Message, UpdateJob};
+use crate::lease::{Message, UpdateJob};
 use crate::owner::Inbox;
 use crate::swapper::Optimizer;
 

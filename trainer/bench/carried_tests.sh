@@ -5,13 +5,13 @@
 #   trainer/bench/carried_tests.sh run FILE [TEST..]  there, in a copy of the sources at any path
 #
 # Each TEST is "PROGRAM ARGUMENTS", PROGRAM one of lib, model_gpu and runs. Without one: the tests of gradients on a GPU. As root
-# there, because the programs have this folder's path in them: a link is made from it.
+# there, because the programs have this directory's path in them: a link is made from it.
 set -euo pipefail
 
 pack() {
-    local folder
-    folder=$(mktemp -d)
-    pwd > "$folder/built_in"
+    local directory
+    directory=$(mktemp -d)
+    pwd > "$directory/built_in"
     cargo build -p offloadd
     cargo test -p trainer --lib --test model_gpu --test runs --no-run --message-format=json |
         python3 -c '
@@ -21,25 +21,25 @@ for line in sys.stdin:
     if said.get("executable") and said["target"]["name"] in ("trainer", "model_gpu", "runs"):
         name = {"lib": "lib", "bin": "trainer"}.get(said["target"]["kind"][0], said["target"]["name"])
         print(name, said["executable"])' |
-        while read -r name path; do strip -o "$folder/$name" "$path"; done
-    strip -o "$folder/offloadd" target/debug/offloadd
-    tar -C "$folder" -cf - . | gzip -6 > "$1"
-    ls -l "$folder" "$1"
-    rm -r "$folder"
+        while read -r name path; do strip -o "$directory/$name" "$path"; done
+    strip -o "$directory/offloadd" target/debug/offloadd
+    tar -C "$directory" -cf - . | gzip -6 > "$1"
+    ls -l "$directory" "$1"
+    rm -r "$directory"
 }
 
 run() {
-    local folder built_in libraries failed=0
-    folder=$(mktemp -d)
-    tar -C "$folder" -xzf "$1"
+    local directory built_in libraries failed=0
+    directory=$(mktemp -d)
+    tar -C "$directory" -xzf "$1"
     shift
-    built_in=$(cat "$folder/built_in")
+    built_in=$(cat "$directory/built_in")
     if [ ! -e "$built_in" ]; then
         mkdir -p "$(dirname "$built_in")"
         ln -s "$PWD" "$built_in"
     fi
     mkdir -p "$built_in/target/debug" "$built_in/target/tmp"
-    cp "$folder/trainer" "$folder/offloadd" "$built_in/target/debug/"
+    cp "$directory/trainer" "$directory/offloadd" "$built_in/target/debug/"
     # Of torch, and of what it brings: NVRTC, NCCL.
     libraries=$(python3 -c '
 import glob, os, torch
@@ -57,7 +57,7 @@ print(":".join([os.path.join(torch_folder, "lib"), *beside]))')
     for test in "$@"; do
         echo "== $test"
         # shellcheck disable=SC2086
-        "$folder"/$test || failed=1
+        "$directory"/$test || failed=1
     done
     exit $failed
 }

@@ -6,7 +6,7 @@ Takes fio where there is one (io_uring, direct, depth 32 each way). Without it `
 for each way; the result's "tool" says which it was. Both are started inside the paced group.
 
 A machine without package registries can be brought one from a machine that has it, with all its libraries but libc's (Debian's fio has
-sixty), and named with `--fio FOLDER/fio` (its libraries are looked for in FOLDER/lib):
+sixty), and named with `--fio DIR/fio` (its libraries are looked for in DIR/lib):
 
     mkdir -p fio/lib && cp "$(command -v fio)" fio/
     ldd fio/fio | awk '/=>/ {print $3}' | grep -vE '/(libc|libm|libdl|libpthread|librt)\\.so' | xargs -I{} cp -L {} fio/lib/
@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import subprocess
 
-import paced
+import testdrives
 
 DEPTH = 32
 
@@ -41,8 +41,8 @@ def measure(state, blocks_bytes, seconds, fio=None):
             work = {"files": [[str(r), str(w)] for r, w in files], "size_bytes": size_bytes, "block_bytes": block_bytes, "seconds": seconds}
             return with_fio(program, work, read, write) if program else with_bench_io(work, read, write)
 
-        at_once = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
-        block_bytes, (read, write) = max(at_once.items(), key=lambda found: sum(found[1]))
+        immediate = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
+        block_bytes, (read, write) = max(immediate.items(), key=lambda found: sum(found[1]))
         read_alone, _ = one(block_bytes, True, False)
         _, write_alone = one(block_bytes, False, True)
     finally:
@@ -53,7 +53,7 @@ def measure(state, blocks_bytes, seconds, fio=None):
         "tool": "fio" if program else "bench-io (no fio here)",
         "block_bytes": block_bytes, "drives": len(state["devices"]),
         "pace_read": state["read_bps"] * len(state["devices"]), "pace_write": state["write_bps"] * len(state["devices"]),
-        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "at_once": at_once,
+        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "immediate": immediate,
     }
 
 
@@ -63,7 +63,7 @@ def find_fio(named):
     if named:
         program = pathlib.Path(named).resolve()
         if not program.is_file():
-            raise paced.PacedError(f"--fio {named}: no such program")
+            raise testdrives.DriveError(f"--fio {named}: no such program")
         return str(program)
     return shutil.which("fio")
 
@@ -85,9 +85,9 @@ def with_fio(program, work, read, write):
         jobs += [f"[write{index}]", f"filename={write_file}", "rw=write"] if write else []
     lib = pathlib.Path(program).parent / "lib"
     env = {**os.environ, "LD_LIBRARY_PATH": str(lib)} if lib.is_dir() else None
-    done = subprocess.run(paced.paced([program, "--output-format=json", "-"]), input="\n".join(jobs), capture_output=True, text=True, env=env)
+    done = subprocess.run(testdrives.enter([program, "--output-format=json", "-"]), input="\n".join(jobs), capture_output=True, text=True, env=env)
     if done.returncode != 0:
-        raise paced.PacedError(f"{program}: {done.stderr.strip() or done.stdout.strip()}")
+        raise testdrives.DriveError(f"{program}: {done.stderr.strip() or done.stdout.strip()}")
     found = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
     return tuple(sum(job[way]["bw_bytes"] for job in found) for way in ("read", "write"))
 
@@ -97,13 +97,13 @@ def with_bench_io(work, read, write):
     running = []
     for way, wanted, files in (("read", read, [r for r, _ in work["files"]]), ("write", write, [w for _, w in work["files"]])):
         if wanted:
-            command = [paced.program, "run", "--target=device", f"--rw={way}", "--overwrite", f"--bs={work['block_bytes']}",
+            command = [testdrives.program, "run", "--target=device", f"--rw={way}", "--overwrite", f"--bs={work['block_bytes']}",
                        f"--iodepth={DEPTH * len(files)}", f"--runtime={work['seconds']}", "--json", *(f"--filename={file}" for file in files)]
-            running.append((way, subprocess.Popen(paced.paced(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
+            running.append((way, subprocess.Popen(testdrives.enter(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
     rates = {"read": 0, "write": 0}
     for way, process in running:
         said, complaint = process.communicate()
         if process.returncode != 0:
-            raise paced.PacedError(f"measuring: {complaint.strip()}")
+            raise testdrives.DriveError(f"measuring: {complaint.strip()}")
         rates[way] = json.loads(said)[way]["bytes_per_s"]
     return rates["read"], rates["write"]

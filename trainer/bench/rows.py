@@ -37,13 +37,13 @@ ROWS = {
     "nvme4": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": 1, "staging": "5000000000", "says": "all state on four drives"},
     "nvme4-params-home": {"param": CPU, "optimizer": NVME, "drives": 4, "commit": 0, "staging": "5000000000",
                           "says": "16-bit parameters in host memory, the rest on four drives"},
-    "nvme4-half": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": None, "staging": "5000000000", "resident_share": 0.5,
+    "nvme4-half": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": None, "staging": "5000000000", "resident_fraction": 0.5,
                    "says": "half of the state resident, four drives, the plan's commit interval"},
     "accumulate16": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "accumulate": 16,
                      "says": "all state on one drive, 16 micro-batches a step"},
-    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_share": "auto",
+    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_fraction": "auto",
                 "unpaced": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --folder names; what fits stays in host memory"},
-    "largest-4g": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "resident_share": "auto",
+    "largest-4g": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "resident_fraction": "auto",
                    "unpaced": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
 }
 
@@ -110,12 +110,12 @@ def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4, ra
         offload |= {"staging_bytes": (int(row["staging"]) if model["vocab"] > 256 else 8 << 20) // ranks}
         if model["vocab"] <= 256:
             offload["tile_elems"] = 1 << 16
-        if "resident_share" in row:
-            offload["resident_share"] = row["resident_share"]
+        if "resident_fraction" in row:
+            offload["resident_fraction"] = row["resident_fraction"]
         if row["commit"] is not None:
             offload["commit_every"] = row["commit"]
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
-    train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_folder": folder}
+    train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": folder}
     if "keep" in row:
         train["keep"] = row["keep"]
     if "update" in row:

@@ -29,7 +29,7 @@ import tempfile
 import time
 
 import mixed
-import paced
+import testdrives
 import results
 import rows
 import watch
@@ -84,9 +84,9 @@ def main():
         sys.exit("table.py: no GPU here; `--model tiny` tries the script")
     # Stopping is an exception, so that what was made is taken away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("table.py: stopped"))
-    args.out, paced.program = args.out.resolve(), args.bin.resolve() / "bench-io"
+    args.out, testdrives.program = args.out.resolve(), args.bin.resolve() / "bench-io"
     args.out.mkdir(parents=True, exist_ok=True)
-    warm_memory(paced.number(args.warm_memory, 1024))
+    warm_memory(testdrives.number(args.warm_memory, 1024))
     table = Table(args)
     failed = [name for name in args.rows if not table.row(name)]
     print((args.out / "RESULTS.md").read_text())
@@ -117,7 +117,7 @@ class Table:
                 found = self.peer(base)
             else:
                 found = self.train(name, base, ranks)
-        except (RowFailed, paced.PacedError) as error:
+        except (RowFailed, testdrives.DriveError) as error:
             found = {"note": str(error)}
         says = {**rows.ROWS, **rows.PEERS}.get(base, {}).get("says", "losses beside plain PyTorch's")
         found = {"row": name, "says": says, **self.about, **found}
@@ -152,16 +152,16 @@ class Table:
         write([f"/drive{index}" for index in range(count)])
         plan = self.plan(folder, ranks)
         size_bytes = int(plan["device_bytes"] / count * DRIVE_SLACK) + 2 * plan["chosen"]["state_tile_bytes"] + DRIVE_SLACK_BYTES
-        pace = [paced.number(text, 1000) for text in self.args.pace] if self.args.pace else rows.PACE
-        folders = paced.up(count, size_bytes, *pace, parts=rows.DRIVE_PARTS)
+        pace = [testdrives.number(text, 1000) for text in self.args.pace] if self.args.pace else rows.PACE
+        folders = testdrives.create(count, size_bytes, *pace, parts=rows.DRIVE_PARTS)
         try:
             write(folders)
             block_bytes = max(1 << 20, min(plan["chosen"]["state_tile_bytes"] // 4096 * 4096, 8 << 20))
-            drives = mixed.measure(paced.read_state(), sorted({1 << 20, block_bytes}), 3.0, self.args.fio)
+            drives = mixed.measure(testdrives.read_state(), sorted({1 << 20, block_bytes}), 3.0, self.args.fio)
             (folder / "drives.json").write_text(json.dumps(drives, indent=1))
             return self.trained(folder, ranks, drives)
         finally:
-            paced.down()
+            testdrives.destroy()
 
     def plan(self, folder, ranks, *more):
         """`trainer plan --json` of the row's run file."""
@@ -186,7 +186,7 @@ class Table:
         if self.args.trace:
             command += ["--trace", folder / "trace.json"]
         metrics = folder / "run" / "metrics.jsonl"
-        watched = watch.run(paced.paced(command) if drives else command, log=folder / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
+        watched = watch.run(testdrives.enter(command) if drives else command, log=folder / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if watched.status != 0 and len(steps) <= WARM_STEPS:
             raise RowFailed(why_it_failed(watched))
@@ -230,14 +230,14 @@ class Table:
             return self.peer_ran(command, out, None)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
-        folders = paced.up(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=True, parts=rows.DRIVE_PARTS)
+        folders = testdrives.create(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=True, parts=rows.DRIVE_PARTS)
         try:
             return self.peer_ran([*command, "--folder", folders[0]], out, folders)
         finally:
-            paced.down()
+            testdrives.destroy()
 
     def peer_ran(self, command, out, folders):
-        watched = watch.run(paced.paced(command) if folders else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
+        watched = watch.run(testdrives.enter(command) if folders else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
         last = next((line for line in reversed(watched.said.splitlines()) if line.startswith("{")), None)
         if watched.status != 0 or last is None:
             raise RowFailed(why_it_failed(watched))

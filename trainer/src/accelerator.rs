@@ -11,7 +11,7 @@ pub enum AcceleratorError {
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(
-        "there is a GPU ({name}), but {error}. Install the torch that is built for it, name its folder in LD_LIBRARY_PATH, or set train.device = \"cpu\""
+        "there is a GPU ({name}), but {error}. Install the torch that is built for it, name its directory in LD_LIBRARY_PATH, or set train.device = \"cpu\""
     )]
     Torch { name: String, error: TorchError },
     #[error(

@@ -5,11 +5,11 @@ use std::fmt;
 
 use swapper::TileRange;
 
-use crate::at_rest::AtRest;
 use crate::config::RunSettings;
 use crate::fingerprint::Fingerprint;
 use crate::long_work::LongWork;
-use crate::run::SaveName;
+use crate::run::CheckpointName;
+use crate::run_state_reader::RunStateReader;
 use crate::train::TrainError;
 
 /// Fingerprints of a run.
@@ -28,16 +28,19 @@ pub struct UnitDigest {
     pub state: u64,
 }
 
-/// Reads the run's tiles where they are, or those of `save`; changes none of them.
+/// Reads the run's tiles where they are, or those of `checkpoint`; changes none of them.
 ///
 /// # Errors
 /// Nothing was committed yet, or what opening and reading the run says.
-pub fn digest(settings: RunSettings, save: Option<SaveName>) -> Result<Digest, TrainError> {
-    read(settings.clone(), save).map_err(|error| error.of_run(&settings))
+pub fn digest(
+    settings: RunSettings,
+    checkpoint: Option<CheckpointName>,
+) -> Result<Digest, TrainError> {
+    read(settings.clone(), checkpoint).map_err(|error| error.of_run(&settings))
 }
 
-fn read(settings: RunSettings, save: Option<SaveName>) -> Result<Digest, TrainError> {
-    let mut run = AtRest::open(settings, save)?;
+fn read(settings: RunSettings, checkpoint: Option<CheckpointName>) -> Result<Digest, TrainError> {
+    let mut run = RunStateReader::open(settings, checkpoint)?;
     let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
     let elems: usize = run.units.iter().map(|unit| unit.elems).sum();

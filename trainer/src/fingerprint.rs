@@ -67,8 +67,8 @@ impl Fingerprint {
     }
 
     fn word(&mut self, word: [u8; 8]) {
-        let mixed = self.hash ^ u64::from_le_bytes(word);
-        self.hash = (mixed ^ (mixed >> 32)).wrapping_mul(ODD);
+        let attn_out = self.hash ^ u64::from_le_bytes(word);
+        self.hash = (attn_out ^ (attn_out >> 32)).wrapping_mul(ODD);
     }
 }
 

@@ -1,7 +1,7 @@
 //! ZeRO-3 training of a Llama-shaped model whose parameters and optimizer state live where the run file says.
 //!
 //! ```text
-//!   RUN.toml ─▶ config ─▶ plan ─▶ store (folders checked, private daemon) ─▶ swapper
+//!   RUN.toml ─▶ config ─▶ plan ─▶ store (directories checked, private daemon) ─▶ swapper
 //!                                                                              │ weights            ▲ gradients
 //!   text files ─▶ data ─▶ windows of tokens ─▶ train/step.rs: forward, backward, unit by unit (compute) ─▶ metrics.jsonl
 //! ```
@@ -14,15 +14,15 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod accelerator;
-mod at_rest;
+mod backend;
+mod checkpoint_tap;
 pub mod compute;
 pub mod config;
-mod copies;
+pub mod console;
 pub mod data;
 pub mod digest;
 pub mod export;
 pub mod fingerprint;
-mod home;
 pub mod launch;
 pub mod learning_rate;
 mod lines;
@@ -36,8 +36,8 @@ mod ranks;
 mod reader;
 pub mod remove;
 pub mod run;
+mod run_state_reader;
 pub mod runs;
-pub mod said;
 pub mod store;
 pub mod trace;
 pub mod train;

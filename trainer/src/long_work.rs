@@ -31,7 +31,7 @@ pub(crate) struct LongWork {
 }
 
 impl LongWork {
-    /// `what` is done to `total_bytes`, as in "reading the save". Nothing is said unless `told`: of several ranks one speaks.
+    /// `what` is done to `total_bytes`, as in "reading the checkpoint". Nothing is said unless `told`: of several ranks one speaks.
     pub(crate) fn new(what: &str, total_bytes: u64, told: bool) -> Self {
         Self {
             what: what.to_owned(),
@@ -119,17 +119,17 @@ mod tests {
 
     #[test]
     fn a_line_comes_after_two_seconds_and_then_every_ten() {
-        let mut work = LongWork::new("reading the save", 4 << 30, false);
+        let mut work = LongWork::new("reading the checkpoint", 4 << 30, false);
         let mut line_at = |seconds: f64, done_bytes| {
             work.done_bytes = done_bytes;
             work.line(Duration::from_secs_f64(seconds))
         };
         assert_eq!(line_at(1.9, 1), None);
         let said = line_at(2.5, 1 << 30).unwrap();
-        assert_eq!(said, "reading the save: 25 % of 4.0 GiB, 7s left");
+        assert_eq!(said, "reading the checkpoint: 25 % of 4.0 GiB, 7s left");
         assert_eq!(line_at(12.0, 2 << 30), None);
         let said = line_at(12.5, 4 << 30).unwrap();
-        assert_eq!(said, "reading the save: 100 % of 4.0 GiB, 0s left");
+        assert_eq!(said, "reading the checkpoint: 100 % of 4.0 GiB, 0s left");
     }
 
     #[test]

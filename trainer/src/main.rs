@@ -18,9 +18,9 @@ use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels_torch::collective::World;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
+use trainer::console;
 use trainer::launch::{self, LaunchError};
-use trainer::run::SaveName;
-use trainer::said;
+use trainer::run::CheckpointName;
 use trainer::trace::{STEPS_DEFAULT, Trace};
 use trainer::train::Start;
 use trainer::{say, say_beside};
@@ -41,25 +41,25 @@ enum Command {
     /// done.
     #[command(after_help = "Examples:
   trainer train configs/demo.toml
-  trainer train configs/demo.toml --set train.steps=50 --set train.run_folder=runs/short
+  trainer train configs/demo.toml --set train.steps=50 --set train.run_dir=runs/short
   trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
   trainer train RUN.toml --deepspeed ds_config.json                                  # DeepSpeed's file as it is, below the run file
-  trainer train RUN.toml --from runs/first --set train.run_folder=runs/second        # another run's weights, other data
+  trainer train RUN.toml --from runs/first --set train.run_dir=runs/second        # another run's weights, other data
   trainer train configs/demo.toml --fresh                                            # forget the run and start again
-  trainer train configs/demo.toml --resume-from 120                                  # go back to the save of step 120
+  trainer train configs/demo.toml --resume-from 120                                  # go back to the checkpoint of step 120
   trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
     Train {
         #[command(flatten)]
         run: SourceArgs,
-        /// Start with the weights of this run (its folder), or of this directory of Hugging Face's. The optimizer starts anew.
-        #[arg(long, value_name = "FOLDER")]
+        /// Start with the weights of this run (its directory), or of this directory of Hugging Face's. The optimizer starts anew.
+        #[arg(long, value_name = "DIR")]
         from: Option<PathBuf>,
-        /// Forget what an earlier run of the same folder left, in the folder and in the store.
+        /// Forget what an earlier run of the same directory left, in the directory and in the store.
         #[arg(long)]
         fresh: bool,
-        /// Go back to a save of the run, by its step, or begin from any save, by its folder.
-        #[arg(long, value_name = "STEP|FOLDER", conflicts_with = "fresh")]
-        resume_from: Option<SaveName>,
+        /// Go back to a checkpoint of the run, by its step, or begin from any checkpoint, by its directory.
+        #[arg(long, value_name = "STEP|DIR", conflicts_with = "fresh")]
+        resume_from: Option<CheckpointName>,
         #[command(flatten)]
         trace: TraceArgs,
     },
@@ -111,7 +111,7 @@ enum Command {
     /// List runs: how far each is, where its state is, the saves it can go back to; and stores whose run is gone.
     #[command(after_help = cli::runs::EXAMPLES)]
     Runs(RunsArgs),
-    /// Delete a run: its folder, and what its store keeps of it. Refuses a run that a trainer works on.
+    /// Delete a run: its directory, and what its store keeps of it. Refuses a run that a trainer works on.
     #[command(after_help = cli::remove::EXAMPLES)]
     Remove(RemoveArgs),
     /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
@@ -120,9 +120,9 @@ enum Command {
     Digest {
         #[command(flatten)]
         run: SourceArgs,
-        /// Of a save instead: the step of one of the run's, or a folder.
-        #[arg(long, value_name = "STEP|FOLDER")]
-        save: Option<SaveName>,
+        /// Of a checkpoint instead: the step of one of the run's, or a directory.
+        #[arg(long, value_name = "STEP|DIR")]
+        checkpoint: Option<CheckpointName>,
     },
 }
 
@@ -192,7 +192,7 @@ fn main() -> ExitCode {
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(std::io::stderr)
-        .with_ansi(said::in_colour(&std::io::stderr()))
+        .with_ansi(console::in_colour(&std::io::stderr()))
         // It would panic where nobody reads.
         .log_internal_errors(false)
         .init();
@@ -203,7 +203,7 @@ fn main() -> ExitCode {
         rustix::process::umask(others);
     }
     let result = run(command).and_then(|status| {
-        said::all()?;
+        console::all()?;
         Ok(status)
     });
     match result {
@@ -232,7 +232,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
             let world = World::from_env()?;
             let settings = run.settings_from(from.as_deref(), Some(world.ranks))?;
             let start = match resume_from {
-                Some(save) => Start::Save(save),
+                Some(checkpoint) => Start::Checkpoint(checkpoint),
                 None if fresh => Start::Fresh,
                 None => Start::GoOn,
             };
@@ -250,14 +250,17 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Runs(args) => cli::runs::list(&args)?,
         Command::Remove(args) => cli::remove::run(&args)?,
         Command::Keys { markdown: true } => {
-            said::out(format_args!("{}", trainer::config::markdown()));
+            console::out(format_args!("{}", trainer::config::markdown()));
         }
         Command::Keys { markdown: false } => {
-            said::out(format_args!("{}", trainer::config::listing()));
+            console::out(format_args!("{}", trainer::config::listing()));
         }
         Command::Export(args) => cli::export::run(args)?,
-        Command::Digest { run, save } => {
-            say!("{}", trainer::digest::digest(run.settings(None)?, save)?);
+        Command::Digest { run, checkpoint } => {
+            say!(
+                "{}",
+                trainer::digest::digest(run.settings(None)?, checkpoint)?
+            );
         }
         Command::Tokens { run, samples } => {
             cli::tokens::tokens(&run.settings(None)?, samples)?;

@@ -1,4 +1,4 @@
-//! `metrics.jsonl` in the run folder: one object a step, in the order of steps, none twice.
+//! `metrics.jsonl` in the run directory: one object a step, in the order of steps, none twice.
 //!
 //! A line is written when its step's loss is known; the commit of that step may come later. So after a crash the file may be
 //! ahead of the weights, or end in a torn line: opening it for step k drops all that is beyond k. The other way round, the
@@ -104,22 +104,22 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// The file's place in a run folder.
-    pub fn path(run_folder: &Path) -> PathBuf {
-        run_folder.join("metrics.jsonl")
+    /// The file's place in a run directory.
+    pub fn path(run_dir: &Path) -> PathBuf {
+        run_dir.join("metrics.jsonl")
     }
 
     /// Where the file of a start that saved nothing is kept.
-    pub fn old_path(run_folder: &Path) -> PathBuf {
-        run_folder.join("metrics.jsonl.old")
+    pub fn old_path(run_dir: &Path) -> PathBuf {
+        run_dir.join("metrics.jsonl.old")
     }
 
     /// Moves the file of a start that saved nothing out of the way; one that was moved before is replaced. Returns its new path.
     ///
     /// # Errors
     /// It cannot be renamed.
-    pub fn set_aside(run_folder: &Path) -> Result<PathBuf, MetricsError> {
-        let (path, old) = (Self::path(run_folder), Self::old_path(run_folder));
+    pub fn set_aside(run_dir: &Path) -> Result<PathBuf, MetricsError> {
+        let (path, old) = (Self::path(run_dir), Self::old_path(run_dir));
         std::fs::rename(&path, &old).map_err(|source| MetricsError {
             verb: "move away",
             path,
@@ -128,16 +128,16 @@ impl MetricsFile {
         Ok(old)
     }
 
-    /// The last step of the whole lines in a run folder; 0 when there are none.
-    pub fn last_step(run_folder: &Path) -> u64 {
-        File::open(Self::path(run_folder))
+    /// The last step of the whole lines in a run directory; 0 when there are none.
+    pub fn last_step(run_dir: &Path) -> u64 {
+        File::open(Self::path(run_dir))
             .and_then(|file| kept(&file, u64::MAX))
             .map_or(0, |(_, last_step)| last_step)
     }
 
-    /// The last whole line in a run folder, looked for at the file's end.
-    pub fn last(run_folder: &Path) -> Option<StepMetrics> {
-        let mut file = File::open(Self::path(run_folder)).ok()?;
+    /// The last whole line in a run directory, looked for at the file's end.
+    pub fn last(run_dir: &Path) -> Option<StepMetrics> {
+        let mut file = File::open(Self::path(run_dir)).ok()?;
         let bytes = file.metadata().ok()?.len();
         file.seek(SeekFrom::Start(bytes.saturating_sub(TAIL_BYTES)))
             .ok()?;
@@ -155,8 +155,8 @@ impl MetricsFile {
     ///
     /// # Errors
     /// The file cannot be read or written.
-    pub fn open(run_folder: &Path, step: u64) -> Result<(Self, u64), MetricsError> {
-        let path = Self::path(run_folder);
+    pub fn open(run_dir: &Path, step: u64) -> Result<(Self, u64), MetricsError> {
+        let path = Self::path(run_dir);
         let failed = |verb| {
             let path = path.clone();
             move |source| MetricsError { verb, path, source }
@@ -259,8 +259,8 @@ mod tests {
         }
     }
 
-    fn steps(folder: &Path) -> Vec<u64> {
-        let text = std::fs::read_to_string(MetricsFile::path(folder)).unwrap();
+    fn steps(dir: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(MetricsFile::path(dir)).unwrap();
         text.lines()
             .map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().step)
             .collect()
@@ -268,38 +268,38 @@ mod tests {
 
     #[test]
     fn opening_for_a_step_drops_what_lies_beyond_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         for step in 1..=5 {
             file.write(&line(step));
         }
-        let (mut file, last_step) = MetricsFile::open(folder.path(), 3).unwrap();
+        let (mut file, last_step) = MetricsFile::open(dir.path(), 3).unwrap();
         assert_eq!(last_step, 3);
-        assert_eq!(steps(folder.path()), [1, 2, 3]);
+        assert_eq!(steps(dir.path()), [1, 2, 3]);
         file.write(&line(4));
-        assert_eq!(steps(folder.path()), [1, 2, 3, 4]);
-        assert_eq!(MetricsFile::last_step(folder.path()), 4);
-        assert_eq!(MetricsFile::last(folder.path()), Some(line(4)));
-        MetricsFile::open(folder.path(), 0).unwrap();
-        assert_eq!(steps(folder.path()), [0; 0]);
+        assert_eq!(steps(dir.path()), [1, 2, 3, 4]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 4);
+        assert_eq!(MetricsFile::last(dir.path()), Some(line(4)));
+        MetricsFile::open(dir.path(), 0).unwrap();
+        assert_eq!(steps(dir.path()), [0; 0]);
     }
 
     #[test]
     fn a_torn_last_line_is_dropped_and_a_missing_one_shows() {
-        let folder = tempfile::tempdir().unwrap();
-        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         file.write(&line(1));
         file.file.write_all(b"{\"step\":2,\"lo").unwrap();
-        let (mut file, last_step) = MetricsFile::open(folder.path(), 2).unwrap();
+        let (mut file, last_step) = MetricsFile::open(dir.path(), 2).unwrap();
         assert_eq!(last_step, 1);
         file.write(&line(2));
-        assert_eq!(steps(folder.path()), [1, 2]);
+        assert_eq!(steps(dir.path()), [1, 2]);
     }
 
     #[test]
     fn a_skipped_step_without_a_loss_is_a_step() {
-        let folder = tempfile::tempdir().unwrap();
-        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         let overflow = StepMetrics {
             loss: f64::NAN,
             grad_norm: f64::INFINITY,
@@ -309,14 +309,14 @@ mod tests {
         };
         file.write(&overflow);
         file.write(&line(2));
-        assert_eq!(steps(folder.path()), [1, 2]);
-        assert_eq!(MetricsFile::last_step(folder.path()), 2);
+        assert_eq!(steps(dir.path()), [1, 2]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 2);
     }
 
     #[test]
     fn a_line_that_cannot_be_written_is_left_out() {
-        let folder = tempfile::tempdir().unwrap();
-        let (mut file, _) = MetricsFile::open(folder.path(), 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         file.write(&line(1));
         // As on a full disk.
         let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
@@ -326,8 +326,8 @@ mod tests {
         assert!(file.failed, "it was said");
         file.file = whole;
         file.write(&line(4));
-        assert_eq!(steps(folder.path()), [1, 4]);
-        assert_eq!(MetricsFile::last_step(folder.path()), 4);
+        assert_eq!(steps(dir.path()), [1, 4]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 4);
     }
 
     #[test]

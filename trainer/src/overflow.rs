@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{DynamicScale, Overflow};
+use crate::config::{DynamicScale, OverflowPolicy};
 
 /// Where a run stands with its overflows.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ pub enum Outcome {
 
 impl OverflowState {
     /// Of a run that begins, or goes on from `kept` with perhaps other rules.
-    pub fn new(rules: &Overflow, kept: Option<Self>) -> Self {
+    pub fn new(rules: &OverflowPolicy, kept: Option<Self>) -> Self {
         let fresh = Self {
             skipped: kept.map_or(0, |kept| kept.skipped),
             scale: 1.0,
@@ -46,12 +46,12 @@ impl OverflowState {
             steady: 0,
         };
         match rules {
-            Overflow::Stops | Overflow::Skips => fresh,
-            Overflow::Scaled { scale } => Self {
+            OverflowPolicy::Stops | OverflowPolicy::Skips => fresh,
+            OverflowPolicy::Scaled { scale } => Self {
                 scale: *scale,
                 ..fresh
             },
-            Overflow::Scales(dynamic) => match kept.filter(|kept| kept.hysteresis > 0) {
+            OverflowPolicy::Scales(dynamic) => match kept.filter(|kept| kept.hysteresis > 0) {
                 Some(kept) => Self {
                     scale: kept.scale.max(dynamic.min),
                     hysteresis: kept.hysteresis.min(dynamic.hysteresis),
@@ -67,15 +67,15 @@ impl OverflowState {
     }
 
     /// After a step whose loss and gradients were `finite`, or not.
-    pub fn step(&mut self, rules: &Overflow, finite: bool) -> Outcome {
+    pub fn step(&mut self, rules: &OverflowPolicy, finite: bool) -> Outcome {
         let may_go_on = match rules {
-            Overflow::Stops => finite,
-            Overflow::Skips | Overflow::Scaled { .. } => true,
-            Overflow::Scales(dynamic) if finite => {
+            OverflowPolicy::Stops => finite,
+            OverflowPolicy::Skips | OverflowPolicy::Scaled { .. } => true,
+            OverflowPolicy::Scales(dynamic) if finite => {
                 self.rise(dynamic);
                 true
             }
-            Overflow::Scales(dynamic) => self.fall(dynamic),
+            OverflowPolicy::Scales(dynamic) => self.fall(dynamic),
         };
         if !may_go_on {
             return Outcome::Ends;
@@ -126,7 +126,7 @@ mod tests {
         ends: bool,
     }
 
-    fn rules(fp16: &serde_json::Value) -> Overflow {
+    fn rules(fp16: &serde_json::Value) -> OverflowPolicy {
         let mut fp16 = fp16.clone();
         fp16["enabled"] = true.into();
         let tree = json!({
@@ -181,10 +181,10 @@ mod tests {
 
     #[test]
     fn without_a_scale_an_overflow_ends_the_run_or_is_skipped_as_asked() {
-        let mut state = OverflowState::new(&Overflow::Stops, None);
-        assert_eq!(state.step(&Overflow::Stops, true), Outcome::Updates);
-        assert_eq!(state.step(&Overflow::Stops, false), Outcome::Ends);
-        assert_eq!(state.step(&Overflow::Skips, false), Outcome::Skips);
+        let mut state = OverflowState::new(&OverflowPolicy::Stops, None);
+        assert_eq!(state.step(&OverflowPolicy::Stops, true), Outcome::Updates);
+        assert_eq!(state.step(&OverflowPolicy::Stops, false), Outcome::Ends);
+        assert_eq!(state.step(&OverflowPolicy::Skips, false), Outcome::Skips);
         assert_eq!((state.scale, state.skipped), (1.0, 1));
     }
 
@@ -193,7 +193,7 @@ mod tests {
         let dynamic = rules(&json!({"initial_scale_power": 4}));
         let mut state = OverflowState::new(&dynamic, None);
         assert_eq!(state.step(&dynamic, false), Outcome::Skips);
-        let stays = OverflowState::new(&Overflow::Scaled { scale: 2.0 }, Some(state));
+        let stays = OverflowState::new(&OverflowPolicy::Scaled { scale: 2.0 }, Some(state));
         assert_eq!((stays.scale, stays.skipped), (2.0, 1));
         let again = OverflowState::new(&dynamic, Some(stays));
         assert_eq!((again.scale, again.skipped), (16.0, 1));

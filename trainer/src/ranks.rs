@@ -1,10 +1,10 @@
-//! The ranks of a run around the step: what one cannot do none does, and the first keeps the run's folder and store.
+//! The ranks of a run around the step: what one cannot do none does, and the first keeps the run's directory and store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{CollectiveError, Comm, Patience, Rendezvous, World};
+use kernels_torch::collective::{CollectiveError, Comm, Rendezvous, Timeouts, World};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -41,7 +41,7 @@ impl Ranks {
             });
         }
         let at = Rendezvous::from_env(&world)?;
-        let comm = Comm::connect(world, &at, Patience::default())?;
+        let comm = Comm::connect(world, &at, Timeouts::default())?;
         Ok(Self {
             comm: Arc::new(comm),
         })
@@ -69,7 +69,7 @@ impl Ranks {
         self.comm.world().ranks
     }
 
-    /// Whether this one keeps the run's folder, its private daemon and its metrics, and speaks to people.
+    /// Whether this one keeps the run's directory, its private daemon and its metrics, and speaks to people.
     pub(crate) fn is_first(&self) -> bool {
         self.rank() == 0
     }

@@ -1,4 +1,4 @@
-//! What a run folder holds, read tile by tile by those who know nothing but the folder: its newest state, or one of its saves.
+//! What a run directory holds, read tile by tile by those who know nothing but the directory: its newest state, or one of its checkpoints.
 //! Whoever wrote it, any number of ranks, one process reads it.
 
 use std::path::{Path, PathBuf};
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use kernels::adamw::Master;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use swapper::See;
+use swapper::TileVisitor;
 
-use crate::at_rest::AtRest;
 use crate::compute::Dtype;
-use crate::config::{self, Durability, ResidentShare, RunSettings, SettingsError, Share};
+use crate::config::{self, Durability, ResidentFraction, RunSettings, SettingsError, Share};
 use crate::model::{ModelConfig, UnitLayout};
-use crate::run::{RunDescription, RunFolder, SaveName, resolved};
-use crate::train::{IN_PLACE, SHARED_STORE, STORE_IN_FOLDER, TrainError};
+use crate::run::{CheckpointName, RunDescription, RunDir, resolved};
+use crate::run_state_reader::RunStateReader;
+use crate::train::{IN_PLACE, SHARED_STORE, STORE_IN_DIR, TrainError};
 
 /// What `run.json` says that a reader needs.
 #[derive(Deserialize)]
@@ -31,34 +31,34 @@ pub(crate) struct RunReader {
     pub(crate) master: Master,
     /// The step whose result they are.
     pub(crate) step: u64,
-    /// The run's folder, links resolved.
-    pub(crate) folder: PathBuf,
-    tiles: AtRest,
+    /// The run's directory, links resolved.
+    pub(crate) dir: PathBuf,
+    tiles: RunStateReader,
 }
 
-/// What the run in `folder` is.
+/// What the run in `dir` is.
 ///
 /// # Errors
 /// There is no run, or one that this program does not know.
-/// The model that the run in `folder` trains.
+/// The model that the run in `dir` trains.
 ///
 /// # Errors
 /// As of [`RunReader::open`], as far as the run's record says.
-pub(crate) fn model_of_run(folder: &Path) -> Result<ModelConfig, TrainError> {
-    described(folder).map(|(_, written)| written.model)
+pub(crate) fn model_of_run(dir: &Path) -> Result<ModelConfig, TrainError> {
+    described(dir).map(|(_, written)| written.model)
 }
 
-fn described(folder: &Path) -> Result<(RunDescription, Written), TrainError> {
-    let description = RunFolder::described(folder)?.ok_or_else(|| TrainError::NoRun {
-        folder: folder.to_owned(),
+fn described(dir: &Path) -> Result<(RunDescription, Written), TrainError> {
+    let description = RunDir::described(dir)?.ok_or_else(|| TrainError::NoRun {
+        dir: dir.to_owned(),
     })?;
-    let written = written(folder, &description)?;
+    let written = written(dir, &description)?;
     Ok((description, written))
 }
 
-fn written(folder: &Path, description: &RunDescription) -> Result<Written, TrainError> {
+fn written(dir: &Path, description: &RunDescription) -> Result<Written, TrainError> {
     let unknown = |message: String| TrainError::UnknownRun {
-        folder: folder.to_owned(),
+        dir: dir.to_owned(),
         message,
     };
     let written: Written = serde_json::from_value(description.layout.clone())
@@ -70,33 +70,33 @@ fn written(folder: &Path, description: &RunDescription) -> Result<Written, Train
 }
 
 impl RunReader {
-    /// Opens the run in `folder` at its newest state, or at `save`. `socket` is the daemon's, for a run that had a shared one
+    /// Opens the run in `dir` at its newest state, or at `checkpoint`. `socket` is the daemon's, for a run that had a shared one
     /// and does not say which.
     ///
     /// # Errors
     /// There is no run, or somebody works in it; it has no such state; its store or save says no.
     pub(crate) fn open(
-        folder: &Path,
-        save: Option<SaveName>,
+        dir: &Path,
+        checkpoint: Option<CheckpointName>,
         socket: Option<&Path>,
     ) -> Result<Self, TrainError> {
-        let folder = &resolved(folder);
-        let (description, written) = described(folder)?;
-        let settings = settings(folder, &description, &written, socket).map_err(|error| {
+        let dir = &resolved(dir);
+        let (description, written) = described(dir)?;
+        let settings = settings(dir, &description, &written, socket).map_err(|error| {
             TrainError::UnknownRun {
-                folder: folder.clone(),
+                dir: dir.clone(),
                 message: error.to_string(),
             }
         })?;
         let dtype = settings.dtype;
-        let tiles = AtRest::open(settings, save)?;
+        let tiles = RunStateReader::open(settings, checkpoint)?;
         Ok(Self {
             model: written.model,
             dtype,
             units: tiles.units.clone(),
             master: tiles.master,
             step: tiles.state.step,
-            folder: folder.clone(),
+            dir: dir.clone(),
             tiles,
         })
     }
@@ -105,7 +105,7 @@ impl RunReader {
     ///
     /// # Errors
     /// What the tiles' place says.
-    pub(crate) fn visit(&mut self, see: &mut See) -> Result<(), TrainError> {
+    pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), TrainError> {
         self.tiles.visit(see)
     }
 
@@ -120,27 +120,27 @@ impl RunReader {
 
 /// The settings of a run as far as its record has them: enough to read its tiles.
 fn settings(
-    folder: &Path,
+    dir: &Path,
     description: &RunDescription,
     written: &Written,
     socket: Option<&Path>,
 ) -> Result<RunSettings, SettingsError> {
-    let in_folder = description.store == STORE_IN_FOLDER;
+    let in_dir = description.store == STORE_IN_DIR;
     let shared = description.store.starts_with(SHARED_STORE);
     let nvme = if shared {
         json!({"device": "nvme"})
     } else {
-        let folders: Vec<&Path> = description
+        let dirs: Vec<&Path> = description
             .files
             .iter()
             .filter_map(|file| file.parent())
             .collect();
-        json!({"device": "nvme", "nvme_path": folders})
+        json!({"device": "nvme", "nvme_path": dirs})
     };
     let socket = socket.map(PathBuf::from).or(description.socket.clone());
     let tree = json!({
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": if in_folder {
+        "zero_optimization": if in_dir {
             json!({"stage": 3})
         } else {
             json!({"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
@@ -150,7 +150,7 @@ fn settings(
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1
         },
         "data": {"files": ["/dev/null"]},
-        "train": {"steps": 1, "seq_len": 1, "run_folder": folder},
+        "train": {"steps": 1, "seq_len": 1, "run_dir": dir},
         "offload": {
             "socket": if shared { json!(socket) } else { Value::Null },
             "tile_elems": written.tile_elems,
@@ -161,7 +161,7 @@ fn settings(
     let mut settings = config::check(tree, "run", Some(1))?;
     settings.model = written.model.clone();
     // They pass through.
-    settings.placement.resident_share = ResidentShare::Share(Share::NONE);
+    settings.placement.resident_fraction = ResidentFraction::Share(Share::NONE);
     if description.store.ends_with(IN_PLACE) {
         settings.offload.durability = Durability::None;
     }

@@ -1,4 +1,4 @@
-//! Deleting a run: what is in its folder and what a store keeps of it. Or the file of a store that no run uses.
+//! Deleting a run: what is in its directory and what a store keeps of it. Or the file of a store that no run uses.
 
 use std::fmt;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use swapper::Daemon;
 
-use crate::run::{RunFolder, RunId, resolved};
+use crate::run::{RunDir, RunId, resolved};
 use crate::runs::{Orphan, orphan};
 use crate::store::{Gib, StoreError, file_name, remove_files};
 use crate::train::TrainError;
@@ -19,7 +19,7 @@ pub struct Removal {
 }
 
 struct Run {
-    folder: RunFolder,
+    dir: RunDir,
     /// Of the shared daemon that has its job.
     socket: Option<PathBuf>,
 }
@@ -30,7 +30,7 @@ pub enum RemoveError {
     #[error(transparent)]
     Run(#[from] TrainError),
     #[error(
-        "{} belongs to the run in {}: name that folder", file.display(), run.display()
+        "{} belongs to the run in {}: name that directory", file.display(), run.display()
     )]
     InUse { file: PathBuf, run: PathBuf },
     #[error(
@@ -40,7 +40,7 @@ pub enum RemoveError {
 }
 
 impl Removal {
-    /// Of the run in the folder `path`, or of the file `path` of a store whose run is gone.
+    /// Of the run in the directory `path`, or of the file `path` of a store whose run is gone.
     ///
     /// # Errors
     /// There is neither; somebody trains the run; the file's run is there.
@@ -49,19 +49,19 @@ impl Removal {
         if path.is_file() {
             return Self::of_file(&path);
         }
-        let described = RunFolder::described(&path);
+        let described = RunDir::described(&path);
         if !matches!(described, Ok(Some(_))) && RunId::kept(&path).is_none() {
-            return Err(TrainError::NoRun { folder: path }.into());
+            return Err(TrainError::NoRun { dir: path }.into());
         }
         let (id, _) = RunId::of(&path);
-        let folder = RunFolder::open(&path, &id).map_err(TrainError::Folder)?;
+        let dir = RunDir::open(&path, &id).map_err(TrainError::Dir)?;
         // A run.json that cannot be read names no store: `trainer runs` lists what stays.
         let described = described.ok().flatten();
         let (files, socket) = described.map_or_else(Default::default, |described| {
             (described.files, described.socket)
         });
-        // A copy of another run's folder names that run's files.
-        let name = file_name(folder.job_name());
+        // A copy of another run's directory names that run's files.
+        let name = file_name(dir.job_name());
         let ours = |file: &PathBuf| file.file_name().is_some_and(|found| *found == *name);
         let files = files.into_iter().filter(ours).filter_map(|file| {
             let bytes = fs::metadata(&file).ok()?.len();
@@ -69,7 +69,7 @@ impl Removal {
         });
         Ok(Self {
             files: files.collect(),
-            run: Some(Run { folder, socket }),
+            run: Some(Run { dir, socket }),
         })
     }
 
@@ -85,7 +85,7 @@ impl Removal {
                     run,
                 }),
                 Err(_) => Err(TrainError::NoRun {
-                    folder: file.to_owned(),
+                    dir: file.to_owned(),
                 }
                 .into()),
             },
@@ -93,22 +93,22 @@ impl Removal {
     }
 
     /// Deletes it: what is in the store first, so that a run that is half deleted still names the rest. Files of others in the
-    /// run's folder stay. Returns the folder if it is still there.
+    /// run's directory stay. Returns the directory if it is still there.
     ///
     /// # Errors
     /// A daemon uses the store or cannot be asked; something cannot be deleted.
     pub fn remove(self) -> Result<Option<PathBuf>, RemoveError> {
         let files: Vec<PathBuf> = self.files.into_iter().map(|(file, _)| file).collect();
         remove_files(&files).map_err(TrainError::Store)?;
-        let Some(Run { folder, socket }) = self.run else {
+        let Some(Run { dir, socket }) = self.run else {
             return Ok(None);
         };
         if let Some(socket) = socket {
-            drop_job(&socket, folder.job_name())
-                .map_err(|error| RemoveError::Daemon(error, folder.job_name().to_owned()))?;
+            drop_job(&socket, dir.job_name())
+                .map_err(|error| RemoveError::Daemon(error, dir.job_name().to_owned()))?;
         }
-        let path = folder.path().to_owned();
-        folder.remove().map_err(TrainError::Folder)?;
+        let path = dir.path().to_owned();
+        dir.remove().map_err(TrainError::Dir)?;
         Ok(path.exists().then_some(path))
     }
 }
@@ -126,10 +126,10 @@ impl fmt::Display for Removal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut lines = Vec::new();
         if let Some(run) = &self.run {
-            let folder = run.folder.path().display();
-            lines.push(format!("the run in {folder}, its checkpoints included"));
+            let dir = run.dir.path().display();
+            lines.push(format!("the run in {dir}, its checkpoints included"));
             if let Some(socket) = &run.socket {
-                let (job, socket) = (run.folder.job_name(), socket.display());
+                let (job, socket) = (run.dir.job_name(), socket.display());
                 lines.push(format!(
                     "its job {job} in the store of the daemon at {socket}"
                 ));

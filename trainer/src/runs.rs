@@ -1,4 +1,4 @@
-//! The runs below a folder: how far each is, where its state is, and which saves it can go back to. Looks at files only; a run
+//! The runs below a directory: how far each is, where its state is, and which saves it can go back to. Looks at files only; a run
 //! that trains just now is not disturbed.
 
 use std::collections::BTreeSet;
@@ -10,26 +10,26 @@ use serde::Serialize;
 
 use crate::metrics::MetricsFile;
 use crate::model::ModelConfig;
-use crate::run::{RunDescription, RunFolder, RunId, Save, SaveFolder, Saves};
+use crate::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
 use crate::store::{Gib, job_of, link_of};
 
 /// Of the list's names and their meaning, as JSON.
 const LIST_VERSION: u32 = 1;
 
-/// Folders below the one that is asked for in which runs are looked for.
+/// Directories below the one that is asked for in which runs are looked for.
 const DEPTH_MAX: u32 = 3;
 
-/// Folders that are looked into, whatever is asked for.
-const FOLDERS_MAX: usize = 10_000;
+/// Directories that are looked into, whatever is asked for.
+const DIRS_MAX: usize = 10_000;
 
 /// What was found.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunsList {
     version: u32,
     pub runs: Vec<RunEntry>,
-    /// Folders in the one that was asked for that hold no run.
+    /// Directories in the one that was asked for that hold no run.
     pub no_runs: Vec<PathBuf>,
-    /// Files of private stores whose run is gone, in the folders that were looked into and those that the runs use.
+    /// Files of private stores whose run is gone, in the directories that were looked into and those that the runs use.
     pub orphans: Vec<Orphan>,
 }
 
@@ -45,7 +45,7 @@ pub struct Orphan {
 /// One run.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunEntry {
-    pub folder: PathBuf,
+    pub dir: PathBuf,
     /// Name of its job in a store.
     pub job: Option<String>,
     /// Why nothing more is known of it.
@@ -63,20 +63,20 @@ pub struct RunEntry {
     pub store_bytes: u64,
     /// Where the files of its private store lie.
     #[serde(skip)]
-    store_folders: Vec<PathBuf>,
+    store_dirs: Vec<PathBuf>,
     /// Files of a private store that are gone.
     pub store_missing: Vec<PathBuf>,
     /// Oldest first.
-    pub saves: Vec<SaveEntry>,
+    pub checkpoints: Vec<CheckpointEntry>,
     /// Those of ways that were left.
-    pub aside: Vec<SaveEntry>,
+    pub aside: Vec<CheckpointEntry>,
 }
 
 /// One save of a run.
 #[derive(Clone, Debug, Serialize)]
-pub struct SaveEntry {
+pub struct CheckpointEntry {
     pub step: u64,
-    pub folder: PathBuf,
+    pub dir: PathBuf,
     /// What is wrong with it, as far as its description and the sizes of its files tell.
     pub damaged: Option<String>,
     pub bytes: u64,
@@ -85,22 +85,22 @@ pub struct SaveEntry {
     pub loss: Option<f64>,
 }
 
-/// Lists the runs in `folder` and below it.
+/// Lists the runs in `dir` and below it.
 ///
 /// # Errors
-/// The folder cannot be read.
-pub fn list(folder: &Path) -> std::io::Result<RunsList> {
+/// The directory cannot be read.
+pub fn list(dir: &Path) -> std::io::Result<RunsList> {
     let mut list = RunsList {
         version: LIST_VERSION,
         runs: Vec::new(),
         no_runs: Vec::new(),
         orphans: Vec::new(),
     };
-    let mut left = FOLDERS_MAX;
-    let mut looked = vec![folder.to_owned()];
-    fs::read_dir(folder)?;
-    if !look(folder, &mut list.runs) {
-        for below in folders_in(folder)? {
+    let mut left = DIRS_MAX;
+    let mut looked = vec![dir.to_owned()];
+    fs::read_dir(dir)?;
+    if !look(dir, &mut list.runs) {
+        for below in dirs_in(dir)? {
             let before = list.runs.len();
             look_below(
                 &below,
@@ -114,21 +114,17 @@ pub fn list(folder: &Path) -> std::io::Result<RunsList> {
             }
         }
     }
-    list.runs.sort_by(|a, b| a.folder.cmp(&b.folder));
-    looked.extend(list.runs.iter().flat_map(|run| run.store_folders.clone()));
+    list.runs.sort_by(|a, b| a.dir.cmp(&b.dir));
+    looked.extend(list.runs.iter().flat_map(|run| run.store_dirs.clone()));
     list.orphans = orphans(looked, &list.runs);
     Ok(list)
 }
 
-/// The files of stores in `folders` that neither one of `runs` uses nor the run that the link beside them leads to.
-fn orphans(folders: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
-    let folders = folders
-        .iter()
-        .filter_map(|folder| fs::canonicalize(folder).ok());
-    let folders: BTreeSet<PathBuf> = folders.collect();
-    let files = folders
-        .iter()
-        .filter_map(|folder| fs::read_dir(folder).ok());
+/// The files of stores in `dirs` that neither one of `runs` uses nor the run that the link beside them leads to.
+fn orphans(dirs: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
+    let dirs = dirs.iter().filter_map(|dir| fs::canonicalize(dir).ok());
+    let dirs: BTreeSet<PathBuf> = dirs.collect();
+    let files = dirs.iter().filter_map(|dir| fs::read_dir(dir).ok());
     let files = files.flatten().filter_map(|entry| Some(entry.ok()?.path()));
     let mut orphans: Vec<Orphan> = files.filter_map(|file| orphan(&file, runs)).collect();
     orphans.sort_by(|a, b| a.file.cmp(&b.file));
@@ -139,7 +135,7 @@ fn orphans(folders: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
 pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
     let job = job_of(file.file_name()?.to_str()?)?;
     let run = fs::read_link(link_of(file)).ok();
-    let uses_it = |folder: &PathBuf| RunId::kept(folder).is_some_and(|id| id.job == job);
+    let uses_it = |dir: &PathBuf| RunId::kept(dir).is_some_and(|id| id.job == job);
     let known = runs.iter().any(|entry| entry.job.as_deref() == Some(job));
     if known || run.as_ref().is_some_and(uses_it) {
         return None;
@@ -152,55 +148,55 @@ pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
     })
 }
 
-/// Takes `folder` up if it is a run's: then nothing below it is.
-fn look(folder: &Path, runs: &mut Vec<RunEntry>) -> bool {
-    match RunFolder::described(folder) {
+/// Takes `dir` up if it is a run's: then nothing below it is.
+fn look(dir: &Path, runs: &mut Vec<RunEntry>) -> bool {
+    match RunDir::described(dir) {
         Ok(None) => return false,
-        Ok(Some(description)) => runs.push(RunEntry::of(folder, &description)),
-        Err(error) => runs.push(RunEntry::damaged(folder, error.to_string())),
+        Ok(Some(description)) => runs.push(RunEntry::of(dir, &description)),
+        Err(error) => runs.push(RunEntry::damaged(dir, error.to_string())),
     }
     true
 }
 
 fn look_below(
-    folder: &Path,
+    dir: &Path,
     depth: u32,
     left: &mut usize,
     runs: &mut Vec<RunEntry>,
     looked: &mut Vec<PathBuf>,
 ) {
-    if *left == 0 || look(folder, runs) {
+    if *left == 0 || look(dir, runs) {
         return;
     }
-    looked.push(folder.to_owned());
+    looked.push(dir.to_owned());
     if depth == 0 {
         return;
     }
-    // In a folder that cannot be read no run is found.
-    for below in folders_in(folder).unwrap_or_default() {
+    // In a directory that cannot be read no run is found.
+    for below in dirs_in(dir).unwrap_or_default() {
         *left = left.saturating_sub(1);
         look_below(&below, depth - 1, left, runs, looked);
     }
 }
 
-/// Folders in `folder`, by name; links and hidden ones are left out.
-fn folders_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder)?.filter_map(Result::ok);
-    let mut folders: Vec<PathBuf> = entries
+/// Directories in `dir`, by name; links and hidden ones are left out.
+fn dirs_in(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir)?.filter_map(Result::ok);
+    let mut dirs: Vec<PathBuf> = entries
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
         .map(|entry| entry.path())
         .collect();
-    folders.sort();
-    Ok(folders)
+    dirs.sort();
+    Ok(dirs)
 }
 
 impl RunEntry {
-    fn damaged(folder: &Path, why: String) -> Self {
+    fn damaged(dir: &Path, why: String) -> Self {
         Self {
-            folder: folder.to_owned(),
-            job: RunId::kept(folder).map(|id| id.job),
-            store_folders: Vec::new(),
+            dir: dir.to_owned(),
+            job: RunId::kept(dir).map(|id| id.job),
+            store_dirs: Vec::new(),
             damaged: Some(why),
             parameters: None,
             layers: None,
@@ -211,22 +207,24 @@ impl RunEntry {
             store: None,
             store_bytes: 0,
             store_missing: Vec::new(),
-            saves: Vec::new(),
+            checkpoints: Vec::new(),
             aside: Vec::new(),
         }
     }
 
-    fn of(folder: &Path, description: &RunDescription) -> Self {
+    fn of(dir: &Path, description: &RunDescription) -> Self {
         let (layout, files) = (&description.layout, &description.files);
         let model: Option<ModelConfig> = serde_json::from_value(layout["model"].clone()).ok();
-        let last = MetricsFile::last(folder);
+        let last = MetricsFile::last(dir);
         let bytes_of = |file: &PathBuf| fs::metadata(file).map(|file| file.len());
-        let saves = Saves::of(folder);
-        let entries = |saves: Vec<SaveFolder>| saves.into_iter().map(SaveEntry::of).collect();
+        let checkpoints = Checkpoints::of(dir);
+        let entries = |checkpoints: Vec<CheckpointDir>| {
+            checkpoints.into_iter().map(CheckpointEntry::of).collect()
+        };
         Self {
-            folder: folder.to_owned(),
-            job: RunId::kept(folder).map(|id| id.job),
-            store_folders: (files.iter().filter_map(|file| file.parent()))
+            dir: dir.to_owned(),
+            job: RunId::kept(dir).map(|id| id.job),
+            store_dirs: (files.iter().filter_map(|file| file.parent()))
                 .map(Path::to_owned)
                 .collect(),
             damaged: None,
@@ -239,28 +237,28 @@ impl RunEntry {
             store: Some(description.store.clone()),
             store_bytes: files.iter().filter_map(|file| bytes_of(file).ok()).sum(),
             store_missing: (files.iter().filter(|file| !file.exists()).cloned()).collect(),
-            saves: entries(saves.list().unwrap_or_default()),
-            aside: entries(saves.list_aside().unwrap_or_default()),
+            checkpoints: entries(checkpoints.list().unwrap_or_default()),
+            aside: entries(checkpoints.list_aside().unwrap_or_default()),
         }
     }
 
-    /// Of all its saves.
-    fn saves_bytes(&self) -> u64 {
-        let all = self.saves.iter().chain(&self.aside);
-        all.map(|save| save.bytes).sum()
+    /// Of all its checkpoints.
+    fn checkpoints_bytes(&self) -> u64 {
+        let all = self.checkpoints.iter().chain(&self.aside);
+        all.map(|checkpoint| checkpoint.bytes).sum()
     }
 }
 
-impl SaveEntry {
-    fn of(save: SaveFolder) -> Self {
-        let opened = Save::open(&save.path, 0);
+impl CheckpointEntry {
+    fn of(checkpoint: CheckpointDir) -> Self {
+        let opened = Checkpoint::open(&checkpoint.path, 0);
         let opened = opened.and_then(|opened| opened.check_sizes().map(|()| opened));
         let damaged = opened.as_ref().err().map(ToString::to_string);
         let description = opened.ok().map(|opened| opened.description);
         let said = description.as_ref();
         Self {
-            step: save.step,
-            folder: save.path,
+            step: checkpoint.step,
+            dir: checkpoint.path,
             damaged,
             bytes: said.map_or(0, |said| said.bytes()),
             unix_s: said.map_or(0, |said| said.unix_s),
@@ -274,17 +272,19 @@ impl fmt::Display for RunsList {
         for run in &self.runs {
             writeln!(f, "{run}")?;
         }
-        for folder in &self.no_runs {
-            writeln!(f, "no run in {}", folder.display())?;
+        for dir in &self.no_runs {
+            writeln!(f, "no run in {}", dir.display())?;
         }
         for orphan in &self.orphans {
             writeln!(f, "{orphan}")?;
         }
         let all = self.runs.iter();
-        let bytes = all.map(|run| run.store_bytes + run.saves_bytes()).sum();
+        let bytes = all
+            .map(|run| run.store_bytes + run.checkpoints_bytes())
+            .sum();
         write!(
             f,
-            "{} runs, {} in stores and saves",
+            "{} runs, {} in stores and checkpoints",
             self.runs.len(),
             Gib(bytes)
         )
@@ -312,7 +312,7 @@ impl fmt::Display for Orphan {
 
 impl fmt::Display for RunEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.folder.display())?;
+        write!(f, "{}", self.dir.display())?;
         if let Some(why) = &self.damaged {
             return write!(f, "\n  damaged: {why}");
         }
@@ -337,17 +337,21 @@ impl fmt::Display for RunEntry {
         for file in &self.store_missing {
             write!(f, "\n  its store {} is gone", file.display())?;
         }
-        for save in &self.saves {
-            write!(f, "\n  save of {save}")?;
+        for checkpoint in &self.checkpoints {
+            write!(f, "\n  save of {checkpoint}")?;
         }
-        for save in &self.aside {
-            write!(f, "\n  aside, {save}, in {}", save.folder.display())?;
+        for checkpoint in &self.aside {
+            write!(
+                f,
+                "\n  aside, {checkpoint}, in {}",
+                checkpoint.dir.display()
+            )?;
         }
         Ok(())
     }
 }
 
-impl fmt::Display for SaveEntry {
+impl fmt::Display for CheckpointEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(why) = &self.damaged {
             return write!(f, "step {}: {why}", self.step);

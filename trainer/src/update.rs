@@ -130,7 +130,7 @@ fn parts(tile: &Range<u64>, decaying: &[Range<u64>]) -> Vec<(Range<usize>, bool)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Architecture, Member, ModelConfig, unit_layouts};
+    use crate::model::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
     #[test]
     fn a_tile_is_cut_where_decay_begins_and_ends() {
@@ -175,12 +175,12 @@ mod tests {
             });
             params.collect::<Vec<_>>()
         };
-        let all: Vec<Member> = units
+        let all: Vec<ParamRole> = units
             .iter()
             .flat_map(|unit| unit.params.iter().map(|param| param.member))
             .collect();
         assert_eq!(decaying(&Decaying::All), all);
-        use Member::{Down, Embedding, Key, Out, Positions, Query, Up, Value};
+        use ParamRole::{Down, Embedding, Key, Out, Positions, Query, Up, Value};
         let matrices = [Embedding, Positions, Query, Key, Value, Out, Up, Down];
         assert_eq!(decaying(&Decaying::Matrices), matrices);
         let but = |patterns: &[&str]| {

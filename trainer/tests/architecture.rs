@@ -20,7 +20,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("bench-io", &["kernels", "offload-client", "offloadd"]),
 ];
 
-/// Folders and files in which `unsafe` may stand.
+/// Directories and files in which `unsafe` may stand.
 const UNSAFE_PLACES: &[&str] = &[
     "offloadd/api/src/ring/map.rs",
     "offloadd/api/tests/ring_loom.rs",
@@ -38,7 +38,7 @@ const UNSAFE_PLACES: &[&str] = &[
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
-        .expect("the workspace's folder")
+        .expect("the workspace's directory")
         .to_path_buf()
 }
 
@@ -132,8 +132,8 @@ fn every_source_file_says_what_it_is_for() {
     );
 }
 
-fn each_source(folder: &Path, see: &mut dyn FnMut(&Path)) {
-    for entry in std::fs::read_dir(folder).expect("a readable folder") {
+fn each_source(dir: &Path, see: &mut dyn FnMut(&Path)) {
+    for entry in std::fs::read_dir(dir).expect("a readable directory") {
         let path = entry.expect("an entry").path();
         let name = path
             .file_name()

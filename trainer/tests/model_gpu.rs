@@ -11,7 +11,7 @@ use trainer::compute::{
     Activation, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Keep, Tokens, UnitWeights, set_up,
 };
 use trainer::model::{
-    Architecture, Biases, Dropout, Member, ModelConfig, ParamLayout, Window, init,
+    Architecture, Biases, Dropout, ModelConfig, ParamLayout, ParamRole, Window, init,
 };
 
 /// Runs `test` in a process that has cuBLAS's setting, where there is a GPU.
@@ -224,7 +224,7 @@ impl Case {
             for param in &layout.params {
                 // Adds one number to all of a row's scores where nothing is turned: no gradient but noise.
                 let gpt2 = self.config.architecture == Architecture::Gpt2;
-                if gpt2 && param.member == Member::KeyBias {
+                if gpt2 && param.member == ParamRole::KeyBias {
                     continue;
                 }
                 let (x, y) = (

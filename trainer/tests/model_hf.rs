@@ -15,7 +15,7 @@ use trainer::model::{HfModel, UnitLayout, names};
 /// The largest relative distance of a loss or a gradient norm.
 const TOLERANCE: f64 = 2e-5;
 
-fn folder() -> PathBuf {
+fn dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf")
 }
 
@@ -34,14 +34,14 @@ struct Training {
 impl Training {
     fn new(name: &str, run: &Value) -> Self {
         set_up(1).unwrap();
-        let folder = folder();
-        let json = std::fs::read_to_string(folder.join(name).join("config.json")).unwrap();
+        let dir = dir();
+        let json = std::fs::read_to_string(dir.join(name).join("config.json")).unwrap();
         let model = HfModel::from_json(&json).unwrap();
         assert_eq!(model.notes, [""; 0], "every key of {name} is known");
         let config = model.config;
         let seq_len = run["seq_len"].as_u64().unwrap() as usize;
         let engine = Engine::new(&config, Dtype::Fp32, seq_len).unwrap();
-        let bytes = std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
+        let bytes = std::fs::read(dir.join(name).join("model.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let places = names::places(&config);
         let units = engine.units().iter().zip(&places);
@@ -58,7 +58,7 @@ impl Training {
                 .collect(),
             tied: config.tied,
             run: run.clone(),
-            text: std::fs::read(folder.join("../text.txt")).unwrap(),
+            text: std::fs::read(dir.join("../text.txt")).unwrap(),
             engine,
         }
     }
@@ -195,9 +195,9 @@ fn read(unit: &UnitLayout, places: &[names::Place], file: &SafeTensors) -> UnitW
 
 /// Trains the model of `name` as the fixture's script did.
 fn ten_steps_are_the_librarys(name: &str) {
-    let text = std::fs::read_to_string(folder().join("losses.json")).unwrap();
+    let text = std::fs::read_to_string(dir().join("losses.json")).unwrap();
     let fixture: Value = serde_json::from_str(&text).unwrap();
-    for (how, micro_batches) in [("at_once", 1), ("accumulated", 2)] {
+    for (how, micro_batches) in [("immediate", 1), ("accumulated", 2)] {
         let expected = &fixture[name][how];
         let mut training = Training::new(name, &fixture["run"]);
         for step in 0..10 {

@@ -20,11 +20,11 @@ struct Fixture {
 }
 
 fn fixture(tied: bool) -> Fixture {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let json: Value =
-        serde_json::from_str(&std::fs::read_to_string(folder.join("llama_losses.json")).unwrap())
+        serde_json::from_str(&std::fs::read_to_string(dir.join("llama_losses.json")).unwrap())
             .unwrap();
-    let text = std::fs::read(folder.join("text.txt")).unwrap();
+    let text = std::fs::read(dir.join("text.txt")).unwrap();
     let result = if tied { &json["tied"] } else { &json };
     let seq_len = json["run"]["seq_len"].as_u64().unwrap() as usize;
     let windows = result["windows"][0].as_array().unwrap();

@@ -11,21 +11,21 @@ use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
 use crate::bench::Bench;
+use crate::console;
 use crate::job::{Access, Job, Place};
 use crate::load::{StreamPlan, Timing};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::rate_of;
-use crate::say;
-use crate::words::{Bytes, SpeedText};
+use crate::units::{Bytes, SpeedText};
 
 /// The canonical workload's settings.
 #[derive(Args)]
 pub(crate) struct CanonicalArgs {
     /// Where the drive is mounted
     #[arg(long, default_value = ".")]
-    folder: PathBuf,
+    dir: PathBuf,
     /// Bytes to move in each direction
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     size: Bytes,
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         args.iodepth
     );
     let mut warnings = warnings::before();
-    warnings.extend(warnings::of_drives(std::iter::once(&*args.folder)));
+    warnings.extend(warnings::of_drives(std::iter::once(&*args.dir)));
     let job = |place| Job {
         rw: Access::Write,
         read_percent: 50,
@@ -86,11 +86,11 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         place,
         gpu: false,
     };
-    let folders = vec![args.folder.clone()];
+    let dirs = vec![args.dir.clone()];
     let progress = Progress::new();
     // One after the other, so that the first one's room is the second one's.
-    let daemon = passes(&job(Place::Private(folders.clone())), &progress)?;
-    let engine_alone = passes(&job(Place::NewFiles(folders)), &progress)?;
+    let daemon = passes(&job(Place::Private(dirs.clone())), &progress)?;
+    let engine_alone = passes(&job(Place::NewFiles(dirs)), &progress)?;
     drop(progress);
     for (who, passes) in [("daemon", &daemon), ("engine alone", &engine_alone)] {
         for (way, figures) in passes.ways() {
@@ -104,13 +104,13 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         iodepth: args.iodepth,
         ioengine: args.engine.clone(),
     };
-    let devices = vec![DeviceReport::of(&args.folder)];
+    let devices = vec![DeviceReport::of(&args.dir)];
     let report = CanonicalReport {
         head: Head::new(settings, devices, warnings),
         daemon,
         engine_alone,
     };
-    say::report(&report, args.json)?;
+    console::report(&report, args.json)?;
     Ok(())
 }
 

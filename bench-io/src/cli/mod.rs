@@ -1,9 +1,9 @@
 //! One module a command: what it takes, and what it prints.
 
 pub(crate) mod canonical;
-pub(crate) mod paced;
 pub(crate) mod run;
 pub(crate) mod scale;
+pub(crate) mod testdrives;
 pub(crate) mod training;
 pub(crate) mod tune;
 pub(crate) mod verify;

@@ -6,15 +6,15 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::bench::Bench;
-use crate::beside::Beside;
+use crate::console;
 use crate::fio::Fio;
+use crate::fio_compare::Beside;
 use crate::job::{Job, JobWords};
 use crate::load::Timing;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
-use crate::say;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -68,7 +68,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
         None => None,
     };
     let report = measure(&job, turns, &Progress::new())?;
-    say::report(&report, args.json)?;
+    console::report(&report, args.json)?;
     Ok(())
 }
 

@@ -7,18 +7,18 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use offloadd::api::{BLOCK_BYTES, TILE_BYTES_MAX};
 
+use crate::console;
 use crate::fio::Fio;
-use crate::paced::{DrivesPlan, OwnDrives, Pace};
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
-use crate::say;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
-use crate::words::{Bytes, Rate};
+use crate::testdrives::{DrivesPlan, OwnDrives, Pace};
+use crate::units::{Bytes, Rate};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
-  bench-io scale --folder .                                              # this machine's disk, three rounds in turns with fio
-  bench-io scale --folder /mnt/nvme0 --folder /mnt/nvme1 --out target/scale
+  bench-io scale --directory .                                              # this machine's disk, three rounds in turns with fio
+  bench-io scale --directory /mnt/nvme0 --directory /mnt/nvme1 --out target/scale
   bench-io scale --paced 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
   bench-io scale --paced 4 --read 6.2G --write 3.2G --parts 2 --size 2g --bs 1m,4m,16m
   bench-io scale --paced 4 --last-half --drives 4                        # unequal drives: the sum is the limit
@@ -30,42 +30,42 @@ const DRIVE_SLACK_BYTES: u64 = 64 << 20;
 /// Measures 1 to N drives.
 #[derive(Args)]
 pub(crate) struct ScaleArgs {
-    /// A folder on a drive; one for each drive
+    /// A directory on a drive; one for each drive
     #[arg(
-        long = "folder",
-        value_name = "FOLDER",
+        long = "directory",
+        value_name = "DIR",
         required_unless_present = "paced",
         conflicts_with = "paced"
     )]
-    folders: Vec<PathBuf>,
-    /// Make N paced drives for this and take them away again; needs root
+    dirs: Vec<PathBuf>,
+    /// Make N rate-limited drives for this and take them away again; needs root
     #[arg(long, value_name = "N")]
-    paced: Option<u32>,
-    /// Of each paced drive, bytes a second
+    testdrives: Option<u32>,
+    /// Of each rate-limited drive, bytes a second
     #[arg(
         long,
         value_name = "RATE",
         default_value = "620M",
-        conflicts_with = "folders"
+        conflicts_with = "directories"
     )]
     read: Rate,
-    /// Of each paced drive, bytes a second
+    /// Of each rate-limited drive, bytes a second
     #[arg(
         long,
         value_name = "RATE",
         default_value = "320M",
-        conflicts_with = "folders"
+        conflicts_with = "directories"
     )]
     write: Rate,
-    /// Loop devices of each paced drive; above some 4 GB/s one is not enough
+    /// Loop devices of each rate-limited drive; above some 4 GB/s one is not enough
     #[arg(
         long,
         value_name = "N",
         default_value_t = 1,
-        conflicts_with = "folders"
+        conflicts_with = "directories"
     )]
     parts: u32,
-    /// The last paced drive is half as fast as the others
+    /// The last rate-limited drive is half as fast as the others
     #[arg(long)]
     last_half: bool,
     /// How many drives at a time, with commas between [default: 1 to all]
@@ -89,7 +89,7 @@ pub(crate) struct ScaleArgs {
     /// Seconds of each measurement
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     runtime: f64,
-    /// How often all is measured, in turns, for a median [default: 3, of paced drives 1]
+    /// How often all is measured, in turns, for a median [default: 3, of rate-limited drives 1]
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
     /// auto, uring, aio, psync, polled or sqpoll: the daemon's engine
@@ -101,8 +101,8 @@ pub(crate) struct ScaleArgs {
     /// Fail when a row is further than this from the pace that was set
     #[arg(long, value_name = "PERCENT")]
     within: Option<f64>,
-    /// Leave scale.json, scale.svg and scale.html in this folder
-    #[arg(long, value_name = "FOLDER")]
+    /// Leave scale.json, scale.svg and scale.html in this directory
+    #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// One JSON object instead of a table
     #[arg(long)]
@@ -120,10 +120,10 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
     }
     let progress = Progress::new();
-    let report = match args.paced {
+    let report = match args.testdrives {
         Some(count) => on_paced(&args, count, fio.as_ref(), &progress)?,
         None => scale::measure(
-            &plan(&args, args.folders.clone(), 1),
+            &plan(&args, args.dirs.clone(), 1),
             None,
             fio.as_ref(),
             &progress,
@@ -131,7 +131,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     };
     drop(progress);
     // A full drive takes only one of both.
-    let said = say::report(&report, args.json);
+    let said = console::report(&report, args.json);
     if let Some(out) = &args.out {
         leave(out, &report)?;
     }
@@ -159,8 +159,8 @@ fn check(args: &ScaleArgs) -> Result<()> {
         );
     }
     let all = args
-        .paced
-        .map_or(args.folders.len(), |count| count as usize);
+        .testdrives
+        .map_or(args.dirs.len(), |count| count as usize);
     if let Some(wrong) = args.drives.iter().find(|count| !(1..=all).contains(*count)) {
         bail!("--drives {wrong}: there are {all}");
     }
@@ -185,11 +185,11 @@ fn check(args: &ScaleArgs) -> Result<()> {
         "--within: percent, 0 to 100"
     );
     ensure!(
-        args.within.is_none() || args.paced.is_some(),
+        args.within.is_none() || args.testdrives.is_some(),
         "--within: only with --paced, as other drives have no pace that was set"
     );
     ensure!(
-        !args.last_half || args.paced.is_some_and(|count| count >= 2),
+        !args.last_half || args.testdrives.is_some_and(|count| count >= 2),
         "--last-half: only with --paced 2 or more"
     );
     ensure!(
@@ -199,13 +199,13 @@ fn check(args: &ScaleArgs) -> Result<()> {
     Ok(())
 }
 
-fn plan(args: &ScaleArgs, folders: Vec<PathBuf>, parts: u32) -> ScalePlan {
+fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, parts: u32) -> ScalePlan {
     // The picture's lines go from few to many.
     let mut drives = args.drives.clone();
     drives.sort_unstable();
     drives.dedup();
     ScalePlan {
-        folders,
+        dirs,
         parts: parts as usize,
         blocks_bytes: args.bs.iter().map(|bs| bs.0 as u32).collect(),
         iodepth: args.iodepth,
@@ -215,16 +215,16 @@ fn plan(args: &ScaleArgs, folders: Vec<PathBuf>, parts: u32) -> ScalePlan {
         ramp: Duration::from_secs_f64((args.runtime / 4.0).min(0.5)),
         runtime: Duration::from_secs_f64(args.runtime),
         engine: args.ioengine.clone(),
-        rounds: args.rounds.unwrap_or(match args.paced {
+        rounds: args.rounds.unwrap_or(match args.testdrives {
             Some(_) => 1,
             None => 3,
         }),
     }
 }
 
-/// Of each folder.
+/// Of each directory.
 fn part_bytes(args: &ScaleArgs) -> u64 {
-    let parts = match args.paced {
+    let parts = match args.testdrives {
         Some(_) => u64::from(args.parts),
         None => 1,
     };
@@ -237,7 +237,7 @@ fn on_paced(
     fio: Option<&Fio>,
     progress: &Progress,
 ) -> Result<ScaleReport> {
-    progress.say("making paced drives");
+    progress.say("making rate-limited drives");
     let pace = Pace {
         read: args.read.0,
         write: args.write.0,
@@ -254,7 +254,7 @@ fn on_paced(
     })?;
     // The daemon and fio are started in the group, and so are paced.
     let _inside = drives.enter()?;
-    let plan = plan(args, drives.state().folders.clone(), args.parts);
+    let plan = plan(args, drives.state().dirs.clone(), args.parts);
     scale::measure(&plan, Some((&drives, pace)), fio, progress)
 }
 

@@ -6,25 +6,25 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 
-use crate::bed::Bed;
-use crate::paced::Pace;
+use crate::console;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
-use crate::say;
 use crate::scale::Load;
+use crate::testdrives::Pace;
 use crate::training::{
     self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
     TrainingRow, TrialPlan,
 };
-use crate::words::Rate;
+use crate::trial::TrialFiles;
+use crate::units::Rate;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2G --write 3.2G
   bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # of another machine
-  bench-io training RUN.toml --folder /mnt/nvme0 --folder /mnt/nvme1       # with what these drives do
+  bench-io training RUN.toml --directory /mnt/nvme0 --directory /mnt/nvme1       # with what these drives do
   bench-io training --run RUN.toml --read 620M --write 320M --out target/training
-                                # as root: trains on 1 to 4 paced drives and prints predicted beside measured
+                                # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
 Ours is asked from `trainer plan`, the trainer beside this program.";
 
 /// Predicts, or runs and compares.
@@ -33,10 +33,10 @@ pub(crate) struct TrainingArgs {
     /// A run file whose step is predicted; its state must be on drives
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "run"], conflicts_with_all = ["model", "run"])]
     file: Option<PathBuf>,
-    /// A model's config.json, or its folder; all of its state on drives
+    /// A model's config.json, or its directory; all of its state on drives
     #[arg(long, value_name = "config.json", conflicts_with = "run")]
     model: Option<PathBuf>,
-    /// Train this run file on paced drives, and compare; needs root
+    /// Train this run file on rate-limited drives, and compare; needs root
     #[arg(long, value_name = "RUN.toml")]
     run: Option<PathBuf>,
     /// Of one drive, bytes a second
@@ -44,7 +44,7 @@ pub(crate) struct TrainingArgs {
         long,
         value_name = "RATE",
         default_value = "6.2G",
-        conflicts_with = "folders"
+        conflicts_with = "directories"
     )]
     read: Rate,
     /// Of one drive, bytes a second
@@ -52,13 +52,13 @@ pub(crate) struct TrainingArgs {
         long,
         value_name = "RATE",
         default_value = "3.2G",
-        conflicts_with = "folders"
+        conflicts_with = "directories"
     )]
     write: Rate,
-    /// Measure the rates here instead: a folder on each drive
-    #[arg(long = "folder", value_name = "FOLDER", conflicts_with = "run")]
-    folders: Vec<PathBuf>,
-    /// How many drives, with commas between [default: 1,2,3,4; with --folder 1 to all]
+    /// Measure the rates here instead: a directory on each drive
+    #[arg(long = "directory", value_name = "DIR", conflicts_with = "run")]
+    dirs: Vec<PathBuf>,
+    /// How many drives, with commas between [default: 1,2,3,4; with --directory 1 to all]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     drives: Vec<u32>,
     /// What one process computes, 10^12 operations a second [default: what the plan takes]
@@ -81,7 +81,7 @@ pub(crate) struct TrainingArgs {
     /// With --run: steps of each run; the first three do not count
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u64).range(5..=1000))]
     steps: u64,
-    /// With --run: loop devices of each paced drive
+    /// With --run: loop devices of each rate-limited drive
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u32).range(1..=64))]
     parts: u32,
     /// With --run: seconds that one run may take
@@ -90,8 +90,8 @@ pub(crate) struct TrainingArgs {
     /// The trainer's program, when it is not beside this one
     #[arg(long, value_name = "PROGRAM")]
     trainer: Option<PathBuf>,
-    /// Leave training.json and training.svg in this folder
-    #[arg(long, value_name = "FOLDER")]
+    /// Leave training.json and training.svg in this directory
+    #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// One JSON object instead of a table
     #[arg(long)]
@@ -115,17 +115,17 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
     }
-    let measures = args.run.is_some() || !args.folders.is_empty();
+    let measures = args.run.is_some() || !args.dirs.is_empty();
     let mut warnings = match measures {
         true => warnings::before(),
         false => Vec::new(),
     };
-    let folders = args.folders.iter().map(PathBuf::as_path);
-    warnings.extend(warnings::of_one_drive(&args.folders));
-    warnings.extend(warnings::of_drives(folders));
+    let dirs = args.dirs.iter().map(PathBuf::as_path);
+    warnings.extend(warnings::of_one_drive(&args.dirs));
+    warnings.extend(warnings::of_drives(dirs));
     let progress = Progress::new();
     let mut rows = Vec::new();
-    let devices = args.folders.iter().map(|folder| DeviceReport::of(folder));
+    let devices = args.dirs.iter().map(|dir| DeviceReport::of(dir));
     let mut devices: Vec<DeviceReport> = devices.collect();
     for &drives in &counts {
         crate::stop::check()?;
@@ -146,9 +146,9 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             );
         }
     }
-    let rates = match (&args.run, args.folders.is_empty()) {
+    let rates = match (&args.run, args.dirs.is_empty()) {
         (Some(_), _) => format!(
-            "paced drives of {} read and {} written, measured both at once",
+            "rate-limited drives of {} read and {} written, measured both at once",
             args.read, args.write
         ),
         (None, false) => "measured, both at once".into(),
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         rows,
     };
     // A full drive takes only one of both.
-    let said = say::report(&report, args.json);
+    let said = console::report(&report, args.json);
     if let Some(out) = &args.out {
         for (name, text) in [
             ("training.json", serde_json::to_string_pretty(&report)?),
@@ -194,14 +194,14 @@ fn settings(args: &TrainingArgs) -> Settings {
 }
 
 fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
-    let all = match args.folders.len() {
+    let all = match args.dirs.len() {
         0 => 4,
         count => count as u32,
     };
     if args.drives.is_empty() {
         return Ok((1..=all).collect());
     }
-    let most = if args.folders.is_empty() { 64 } else { all };
+    let most = if args.dirs.is_empty() { 64 } else { all };
     let wrong = args
         .drives
         .iter()
@@ -242,7 +242,7 @@ fn predicted(
         (None, None) => anyhow::bail!("name a run file or a model"),
     };
     let mut measured = None;
-    let given = if args.folders.is_empty() {
+    let given = if args.dirs.is_empty() {
         Given {
             read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
             write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
@@ -250,13 +250,13 @@ fn predicted(
             machine: args.machine,
         }
     } else {
-        let bed = Bed::make(
-            &args.folders[..drives as usize],
+        let trial_files = TrialFiles::make(
+            &args.dirs[..drives as usize],
             256 << 20,
             Duration::from_secs(1),
             progress,
         )?;
-        let trial = bed.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
+        let trial = trial_files.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
         Given {
             machine: args.machine,
             ..Given::measured(measured.insert(trial), args.tflops)
@@ -292,7 +292,7 @@ fn trained(
             write: args.write.0,
         },
         parts: args.parts,
-        patience: Duration::from_secs(args.timeout),
+        timeouts: Duration::from_secs(args.timeout),
     };
     let ran = training::run(&plan, trainer, progress)?;
     // Each run has drives of its own, and of the largest number all are named.

@@ -13,18 +13,18 @@ use offloadd::api::IODEPTH_MAX;
 use offloadd::config::Config;
 use serde::Serialize;
 
-use crate::bed::Trial;
+use crate::console;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
-use crate::say;
 use crate::scale::Load;
+use crate::trial::Trial;
 use crate::tune::{self, Tried, Tuned};
-use crate::words::{Bytes, SpeedText};
+use crate::units::{Bytes, SpeedText};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
-  bench-io tune --folder /mnt/nvme0 --folder /mnt/nvme1
-  bench-io tune --folder /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file
+  bench-io tune --directory /mnt/nvme0 --directory /mnt/nvme1
+  bench-io tune --directory /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file
 Drives are tried directly, with the engines that the daemon has; `bench-io run --target` measures through one, and on to a GPU.";
 
 /// All of it ends before this.
@@ -39,9 +39,9 @@ const TILE_ELEMS_STEP: u64 = 4096;
 /// Finds settings.
 #[derive(Args)]
 pub(crate) struct TuneArgs {
-    /// A folder on a drive; one for each drive
-    #[arg(long = "folder", value_name = "FOLDER", required = true)]
-    folders: Vec<PathBuf>,
+    /// A directory on a drive; one for each drive
+    #[arg(long = "directory", value_name = "DIR", required = true)]
+    dirs: Vec<PathBuf>,
     /// Bytes used of each drive, twice
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
@@ -77,47 +77,45 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
             "--config {}: it exists already",
             path.display()
         );
-        let folder = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        let dir = std::path::absolute(path).with_context(|| path.display().to_string())?;
         ensure!(
-            folder.parent().is_some_and(Path::is_dir),
-            "--config {}: there is no such folder; make it first",
+            dir.parent().is_some_and(Path::is_dir),
+            "--config {}: there is no such directory; make it first",
             path.display()
         );
     }
-    check_folders(&args.folders)?;
+    check_dirs(&args.dirs)?;
     let mut warnings = warnings::before();
     let progress = Progress::new();
     let size = args.size.0 / 4096 * 4096;
     let tuned = tune::tune(
-        &args.folders,
+        &args.dirs,
         size,
         Duration::from_secs_f64(args.runtime),
         TIME,
         &progress,
     )?;
     drop(progress);
-    warnings.extend(warnings::of_one_drive(&args.folders));
-    warnings.extend(warnings::of_drives(
-        args.folders.iter().map(PathBuf::as_path),
-    ));
-    warnings.extend(doubts(&tuned));
-    let daemon_file = daemon_file(&args.folders, &tuned)?;
-    let stores = args.folders.iter().map(|folder| store(folder));
+    warnings.extend(warnings::of_one_drive(&args.dirs));
+    warnings.extend(warnings::of_drives(args.dirs.iter().map(PathBuf::as_path)));
+    warnings.extend(caveats(&tuned));
+    let daemon_file = daemon_file(&args.dirs, &tuned)?;
+    let stores = args.dirs.iter().map(|dir| store(dir));
     let stores = stores.collect::<Result<Vec<_>>>()?;
-    let devices = args.folders.iter().map(|folder| DeviceReport::of(folder));
+    let devices = args.dirs.iter().map(|dir| DeviceReport::of(dir));
     let settings = Settings {
         size,
         runtime_s: args.runtime,
     };
     let report = TuneReport {
         head: Head::new(settings, devices.collect(), warnings),
-        run_file: run_file(args.folders.len() as u32, &tuned),
+        run_file: run_file(args.dirs.len() as u32, &tuned),
         tuned,
         format_first: stores.into_iter().filter(|path| !path.exists()).collect(),
         daemon_file,
     };
     // What was found is not lost with one of both that cannot be written.
-    let said = say::report(&report, args.json);
+    let said = console::report(&report, args.json);
     if let Some(path) = &args.config {
         std::fs::write(path, &report.daemon_file)
             .with_context(|| format!("writing {}", path.display()))?;
@@ -148,7 +146,7 @@ struct Settings {
 }
 
 /// What makes the choice mean little.
-fn doubts(tuned: &Tuned) -> Vec<String> {
+fn caveats(tuned: &Tuned) -> Vec<String> {
     let mut found = Vec::new();
     if !tuned.defaults.is_empty() {
         found.push(format!(
@@ -237,25 +235,25 @@ impl fmt::Display for TuneReport {
 }
 
 /// What the daemon could not have as devices is known before a minute was spent on it.
-fn check_folders(folders: &[PathBuf]) -> Result<()> {
-    let real = folders.iter().map(|folder| {
-        std::fs::canonicalize(folder).with_context(|| format!("--folder {}", folder.display()))
+fn check_dirs(dirs: &[PathBuf]) -> Result<()> {
+    let real = dirs.iter().map(|dir| {
+        std::fs::canonicalize(dir).with_context(|| format!("--directory {}", dir.display()))
     });
     let devices = devices(&real.collect::<Result<Vec<_>>>()?)?;
     let text = format!(
         "socket = \"/run/offloadd/offloadd.sock\"\ndevices = {devices}\narena_bytes_max = \"1GiB\"\n"
     );
-    Config::parse(&text, Path::new("of these folders")).context("--folder")?;
+    Config::parse(&text, Path::new("of these directories")).context("--directory")?;
     Ok(())
 }
 
-/// The daemon's devices in `folders`, as its file names them.
-fn devices(folders: &[PathBuf]) -> Result<String> {
-    let texts = folders.iter().map(|folder| {
-        let device = store(folder)?;
+/// The daemon's devices in `dirs`, as its file names them.
+fn devices(dirs: &[PathBuf]) -> Result<String> {
+    let texts = dirs.iter().map(|dir| {
+        let device = store(dir)?;
         let text = device
             .to_str()
-            .with_context(|| format!("--folder {}: its name is not UTF-8", folder.display()))?;
+            .with_context(|| format!("--directory {}: its name is not UTF-8", dir.display()))?;
         Ok(toml::Value::from(text).to_string())
     });
     Ok(format!(
@@ -264,19 +262,19 @@ fn devices(folders: &[PathBuf]) -> Result<String> {
     ))
 }
 
-/// Its device in `folder`.
-fn store(folder: &Path) -> Result<PathBuf> {
-    let folder = std::path::absolute(folder).with_context(|| folder.display().to_string())?;
-    Ok(folder.join("offloadd.tiles"))
+/// Its device in `dir`.
+fn store(dir: &Path) -> Result<PathBuf> {
+    let dir = std::path::absolute(dir).with_context(|| dir.display().to_string())?;
+    Ok(dir.join("offloadd.tiles"))
 }
 
 /// A whole file for the daemon, checked by the daemon's own reader.
-fn daemon_file(folders: &[PathBuf], tuned: &Tuned) -> Result<String> {
-    let devices = devices(folders)?;
+fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
+    let devices = devices(dirs)?;
     let memory = offloadd::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
     // Both ways on every drive; what sessions ask for where nobody says more must be granted in any case.
-    let drives = folders.len() as u32;
+    let drives = dirs.len() as u32;
     let iodepth = inflight(drives, tuned).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
     let reached = |load: Load| {
         let rate = tuned.chosen(load).and_then(Trial::bytes_per_s);

@@ -3,11 +3,11 @@
 use serde::Serialize;
 use std::fmt;
 
-use crate::beside::BesideReport;
+use crate::fio_compare::BesideReport;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
-use crate::words::{Micros, SpeedText};
+use crate::units::{Micros, SpeedText};
 
 mod head;
 pub(crate) mod warnings;

@@ -11,7 +11,7 @@ use crate::drive::Drive;
 use crate::job::Place;
 use crate::machine;
 use crate::report::Figures;
-use crate::words::SpeedText;
+use crate::units::SpeedText;
 
 /// More than this share of our bytes, moved by others or by no drive, is worth a word.
 const STRANGE_SHARE: f64 = 0.05;
@@ -55,15 +55,15 @@ pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String
     found
 }
 
-/// Folders or files that lie in one file system, which is one drive or one set of them, whatever they are counted as.
-pub(crate) fn of_one_drive(folders: &[PathBuf]) -> Option<String> {
+/// Directories or files that lie in one file system, which is one drive or one set of them, whatever they are counted as.
+pub(crate) fn of_one_drive(dirs: &[PathBuf]) -> Option<String> {
     let device = |path: &PathBuf| {
         let found = path.metadata().ok()?;
         // All block devices' own files lie in one.
         (!found.file_type().is_block_device()).then_some(found.dev())
     };
     let same = |(place, one): (usize, &PathBuf)| {
-        let mut before = folders[..place].iter();
+        let mut before = dirs[..place].iter();
         let other = before.find(|other| device(other).is_some() && device(other) == device(one))?;
         Some(format!(
             "{} and {} lie in one file system: they are no two drives",
@@ -71,7 +71,7 @@ pub(crate) fn of_one_drive(folders: &[PathBuf]) -> Option<String> {
             one.display()
         ))
     };
-    folders.iter().enumerate().find_map(same)
+    dirs.iter().enumerate().find_map(same)
 }
 
 /// What drives moved beside what was asked of them.
@@ -271,14 +271,14 @@ mod tests {
     }
 
     #[test]
-    fn two_folders_of_one_file_system_are_no_two_drives() {
-        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-        let [one, other] = folders.each_ref().map(|folder| folder.path().to_owned());
+    fn two_directories_of_one_file_system_are_no_two_drives() {
+        let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [one, other] = dirs.each_ref().map(|dir| dir.path().to_owned());
         assert_eq!(of_one_drive(std::slice::from_ref(&one)), None);
         assert_eq!(of_one_drive(&[one.clone(), "/proc".into()]), None);
         let said = of_one_drive(&[one.clone(), "/proc".into(), other.clone()]).unwrap();
-        for folder in [one, other] {
-            assert!(said.contains(folder.to_str().unwrap()), "{said}");
+        for dir in [one, other] {
+            assert!(said.contains(dir.to_str().unwrap()), "{said}");
         }
     }
 }

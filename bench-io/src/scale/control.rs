@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use offloadd::blocks::AlignedBytes;
 use rustix::fs::OFlags;
 
-use crate::target::Way;
+use crate::targets::Way;
 
 /// Bytes a second of one direction over `files`, each of `file_bytes`, past the page cache.
 pub(super) fn run(

@@ -6,44 +6,42 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::store::Store;
-use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, control, doubts};
+use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, caveats, control};
 use crate::fio::{Fio, FioFigures, FioJob};
-use crate::paced::{Drives, Pace};
-use crate::place::{WorkFolder, write_file};
+use crate::place::{WorkDir, write_file};
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::{median, rate_of};
-use crate::target::Way;
+use crate::targets::Way;
+use crate::testdrives::{Drives, Pace};
 
 /// For the negative control.
 const CONTROL_TIME: Duration = Duration::from_secs(1);
 
 /// fio's and the control's own files on one drive.
 struct OwnFiles {
-    _folder: WorkFolder,
+    _dir: WorkDir,
     read: PathBuf,
     write: PathBuf,
 }
 
-/// Measures all rows of `plan`; `paced` are the drives when they have a pace that can be taken away.
+/// Measures all rows of `plan`; `testdrives` are the drives when they have a pace that can be taken away.
 ///
 /// # Errors
 /// A drive, the daemon or fio fails.
 pub(crate) fn measure(
     plan: &ScalePlan,
-    paced: Option<(&Drives, Pace)>,
+    testdrives: Option<(&Drives, Pace)>,
     fio: Option<&Fio>,
     progress: &Progress,
 ) -> Result<ScaleReport> {
     let mut warnings = warnings::before();
-    let measuring = Measuring::begin(plan, paced, fio, progress)?;
+    let measuring = Measuring::begin(plan, testdrives, fio, progress)?;
     let rows = measuring.rows()?;
-    warnings.extend(doubts::of(&rows));
-    if paced.is_none() {
-        warnings.extend(warnings::of_one_drive(&plan.folders));
-        warnings.extend(warnings::of_drives(
-            plan.folders.iter().map(PathBuf::as_path),
-        ));
+    warnings.extend(caveats::of(&rows));
+    if testdrives.is_none() {
+        warnings.extend(warnings::of_one_drive(&plan.dirs));
+        warnings.extend(warnings::of_drives(plan.dirs.iter().map(PathBuf::as_path)));
     }
     let settings = Settings {
         size: plan.size,
@@ -52,10 +50,10 @@ pub(crate) fn measure(
         runtime_s: plan.runtime.as_secs_f64(),
         rounds: plan.rounds,
     };
-    let devices = plan.folders.iter().map(|folder| DeviceReport::of(folder));
+    let devices = plan.dirs.iter().map(|dir| DeviceReport::of(dir));
     Ok(ScaleReport {
         head: Head::new(settings, devices.collect(), warnings),
-        pace: paced.map(|(_, pace)| pace),
+        pace: testdrives.map(|(_, pace)| pace),
         fio_version: fio.map(|fio| fio.version.clone()),
         rows,
     })
@@ -64,10 +62,10 @@ pub(crate) fn measure(
 /// All that is measured with.
 struct Measuring<'a> {
     plan: &'a ScalePlan,
-    paced: Option<(&'a Drives, Pace)>,
+    testdrives: Option<(&'a Drives, Pace)>,
     fio: Option<&'a Fio>,
     progress: &'a Progress,
-    /// Of each folder.
+    /// Of each directory.
     files: Vec<OwnFiles>,
 }
 
@@ -75,26 +73,26 @@ impl<'a> Measuring<'a> {
     /// Makes fio's and the control's files, as fast as the drives are.
     fn begin(
         plan: &'a ScalePlan,
-        paced: Option<(&'a Drives, Pace)>,
+        testdrives: Option<(&'a Drives, Pace)>,
         fio: Option<&'a Fio>,
         progress: &'a Progress,
     ) -> Result<Self> {
         let mut measuring = Self {
             plan,
-            paced,
+            testdrives,
             fio,
             progress,
             files: Vec::new(),
         };
         measuring.set_pace(false)?;
         progress.say("making files");
-        let files = plan.folders.iter().map(|folder| {
-            let folder = WorkFolder::make(folder)?;
-            let (read, write) = (folder.path().join("read"), folder.path().join("write"));
+        let files = plan.dirs.iter().map(|dir| {
+            let dir = WorkDir::make(dir)?;
+            let (read, write) = (dir.path().join("read"), dir.path().join("write"));
             write_file(&read, plan.size)?;
             write_file(&write, plan.size)?;
             Ok(OwnFiles {
-                _folder: folder,
+                _dir: dir,
                 read,
                 write,
             })
@@ -105,7 +103,7 @@ impl<'a> Measuring<'a> {
 
     /// All drives that there are.
     fn all(&self) -> usize {
-        self.plan.folders.len() / self.plan.parts
+        self.plan.dirs.len() / self.plan.parts
     }
 
     fn rows(&self) -> Result<Vec<Row>> {
@@ -123,7 +121,7 @@ impl<'a> Measuring<'a> {
                 for load in Load::ALL {
                     rows.push(self.row(&store, load, true)?);
                 }
-                if drives == last && self.paced.is_some() {
+                if drives == last && self.testdrives.is_some() {
                     self.set_pace(false)?;
                     for load in Load::ALL {
                         rows.push(self.row(&store, load, false)?);
@@ -154,7 +152,7 @@ impl<'a> Measuring<'a> {
         let slow = self.plan.last_half && store.drives == self.all();
         let count = store.drives as f64 - if slow { 0.5 } else { 0.0 };
         let limit = self
-            .paced
+            .testdrives
             .filter(|_| is_paced)
             .map(|(_, pace)| [pace.read, pace.write].map(|rate| rate as f64 * count));
         Ok(Row {
@@ -162,7 +160,7 @@ impl<'a> Measuring<'a> {
             load,
             bs: store.bs,
             iodepth: store.depth(load),
-            paced: is_paced,
+            testdrives: is_paced,
             limit_bytes_per_s: limit,
             daemon: daemon.daemon,
             fio: fio.map(|(median, _)| median),
@@ -174,7 +172,7 @@ impl<'a> Measuring<'a> {
     /// Ours, fio, and one synchronous thread, one after the other.
     fn round(&self, store: &Store, load: Load, is_paced: bool) -> Result<Round> {
         let Self { plan, progress, .. } = *self;
-        let unpaced = match is_paced || self.paced.is_none() {
+        let unpaced = match is_paced || self.testdrives.is_none() {
             true => "",
             false => ", unpaced",
         };
@@ -204,7 +202,7 @@ impl<'a> Measuring<'a> {
         });
         let one_thread = match load {
             Load::Both => None,
-            _ if !is_paced && self.paced.is_some() => None,
+            _ if !is_paced && self.testdrives.is_some() => None,
             Load::Read => Some((Way::Read, &read)),
             Load::Write => Some((Way::Write, &write)),
         };
@@ -222,7 +220,7 @@ impl<'a> Measuring<'a> {
 
     /// All drives at their pace, or the last one at half of it; or all as fast as memory.
     fn set_pace(&self, on: bool) -> Result<()> {
-        let Some((drives, _)) = self.paced else {
+        let Some((drives, _)) = self.testdrives else {
             return Ok(());
         };
         let pace = drives.state().pace;

@@ -9,8 +9,8 @@
 //! the same with a job each way and drive. The one thread is a negative control: it must not scale, or nothing here does.
 //! Drives without a set pace are measured in rounds, all three in turns: what others do on them comes and goes.
 
+mod caveats;
 mod control;
-mod doubts;
 mod measure;
 pub(crate) mod page;
 pub(crate) mod picture;
@@ -23,9 +23,9 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::fio::FioFigures;
-use crate::paced::Pace;
 use crate::report::{Figures, Head};
 use crate::rounds::{Range, rate_of};
+use crate::testdrives::Pace;
 
 pub(crate) use measure::measure;
 
@@ -61,16 +61,16 @@ impl Load {
 /// What to measure.
 #[derive(Clone, Debug)]
 pub(crate) struct ScalePlan {
-    /// A folder on each drive.
-    pub(crate) folders: Vec<PathBuf>,
-    /// Folders that make up one drive.
+    /// A directory on each drive.
+    pub(crate) dirs: Vec<PathBuf>,
+    /// Directories that make up one drive.
     pub(crate) parts: usize,
     /// How many at a time; empty: 1 to all.
     pub(crate) drives: Vec<usize>,
-    /// The last paced drive is half as fast as the others.
+    /// The last rate-limited drive is half as fast as the others.
     pub(crate) last_half: bool,
     pub(crate) blocks_bytes: Vec<u32>,
-    /// Of each folder and direction. `None`: fio's own depth, and what drives need through the daemon.
+    /// Of each directory and direction. `None`: fio's own depth, and what drives need through the daemon.
     pub(crate) iodepth: Option<u32>,
     pub(crate) size: u64,
     pub(crate) ramp: Duration,
@@ -98,15 +98,15 @@ impl ScalePlan {
         self.iodepth.unwrap_or(FIO_DEPTH)
     }
 
-    /// Operations of `bs` bytes in flight through the daemon in one direction, of `folders` folders.
-    fn own_depth(&self, bs: u32, folders: usize) -> u64 {
-        let drives = (folders / self.parts) as u64;
+    /// Operations of `bs` bytes in flight through the daemon in one direction, of `dirs` directories.
+    fn own_depth(&self, bs: u32, dirs: usize) -> u64 {
+        let drives = (dirs / self.parts) as u64;
         match self.iodepth {
-            Some(depth) => u64::from(depth) * folders as u64,
+            Some(depth) => u64::from(depth) * dirs as u64,
             // Less than one each, and some have nothing to do.
             None => {
                 let of_drive = (OWN_INFLIGHT_BYTES / u64::from(bs)).max(OWN_DEPTH_MIN);
-                (of_drive * drives).max(folders as u64)
+                (of_drive * drives).max(dirs as u64)
             }
         }
     }
@@ -141,7 +141,7 @@ pub(crate) struct Row {
     /// In flight through the daemon.
     pub(crate) iodepth: u32,
     /// Whether the drives went at their pace, set or their own; `false` in the rows of the ceiling.
-    pub(crate) paced: bool,
+    pub(crate) testdrives: bool,
     /// Read and written by all drives together, where a pace was set.
     pub(crate) limit_bytes_per_s: Option<[f64; 2]>,
     pub(crate) daemon: Figures,
@@ -176,7 +176,7 @@ impl Row {
 /// All of it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ScaleReport {
-    /// Its devices are what lies under each folder.
+    /// Its devices are what lies under each directory.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
     /// Of one drive.
@@ -188,7 +188,7 @@ pub(crate) struct ScaleReport {
 impl ScaleReport {
     /// Rows that are further from their limit than `share`, one line each.
     pub(crate) fn outside(&self, share: f64) -> Vec<String> {
-        let rows = self.rows.iter().filter(|row| row.paced);
+        let rows = self.rows.iter().filter(|row| row.testdrives);
         rows.filter_map(|row| {
             let off = row.daemon_bytes_per_s() / row.limit()? - 1.0;
             (off.abs() > share).then(|| {
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn as_much_is_in_flight_as_drives_need_or_as_was_asked_for() {
         let plan = |iodepth, parts| ScalePlan {
-            folders: Vec::new(),
+            dirs: Vec::new(),
             parts,
             drives: Vec::new(),
             last_half: false,
@@ -224,8 +224,7 @@ mod tests {
             engine: String::new(),
             rounds: 1,
         };
-        let depths =
-            |plan: ScalePlan, folders| [1, 4, 16].map(|mib| plan.own_depth(mib << 20, folders));
+        let depths = |plan: ScalePlan, dirs| [1, 4, 16].map(|mib| plan.own_depth(mib << 20, dirs));
         // 8 MiB a drive, though not less than two operations.
         assert_eq!(depths(plan(None, 1), 4), [32, 8, 8]);
         // A drive of four loop devices is one drive, though each of them has one operation at least.

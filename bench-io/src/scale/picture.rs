@@ -2,14 +2,14 @@
 
 use super::{Load, Row, ScaleReport};
 use crate::picture::{self, Line};
-use crate::words::Bytes;
+use crate::units::Bytes;
 
 /// Of the block size that was measured last.
 pub(crate) fn svg(report: &ScaleReport) -> String {
     let bs = report.rows.last().map_or(0, |row| row.bs);
     let of = |load: Load| -> Vec<&Row> {
         let rows = report.rows.iter();
-        rows.filter(|row| row.bs == bs && row.load == load && row.paced)
+        rows.filter(|row| row.bs == bs && row.load == load && row.testdrives)
             .collect()
     };
     let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));

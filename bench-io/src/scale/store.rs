@@ -9,7 +9,7 @@ use crate::load::{StreamPlan, Timing};
 use crate::place::OwnDaemon;
 use crate::progress::Progress;
 use crate::report::Figures;
-use crate::target::Way;
+use crate::targets::Way;
 
 /// A store on some drives, filled, with a session open on it.
 pub(super) struct Store {
@@ -36,21 +36,21 @@ impl Store {
         set_pace: impl Fn(bool) -> Result<()>,
         progress: &Progress,
     ) -> Result<Self> {
-        let folders = drives * plan.parts;
+        let dirs = drives * plan.parts;
         set_pace(true)?;
         progress.say("formatting a store");
-        let tile_count = plan.size / u64::from(bs) * folders as u64;
+        let tile_count = plan.size / u64::from(bs) * dirs as u64;
         ensure!(
             tile_count >= 2,
             "size = {}: too small for operations of {bs} bytes",
             plan.size
         );
         let depth_max = u64::from(IODEPTH_MAX).min(tile_count);
-        let one_way = plan.own_depth(bs, folders).min(depth_max) as u32;
+        let one_way = plan.own_depth(bs, dirs).min(depth_max) as u32;
         let depth = (2 * u64::from(one_way)).min(depth_max) as u32;
         let slot_bytes = u64::from(bs) * u64::from(depth);
         let daemon = OwnDaemon::start(
-            &plan.folders[..folders],
+            &plan.dirs[..dirs],
             plan.size,
             slot_bytes,
             depth,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::{Range, Row, ScaleReport};
 use crate::report::WayReport;
-use crate::words::{Bytes, SpeedText};
+use crate::units::{Bytes, SpeedText};
 
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -26,7 +26,7 @@ impl fmt::Display for ScaleReport {
 }
 
 impl ScaleReport {
-    /// What was set, of paced drives.
+    /// What was set, of rate-limited drives.
     pub(super) fn pace_line(&self) -> Option<String> {
         let pace = self.pace?;
         let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
@@ -105,7 +105,7 @@ pub(super) fn cells(row: &Row) -> [String; 11] {
         .as_ref()
         .map_or_else(|| "-".into(), |fio| format!("{:.3}", fio.cpu_s_per_gb));
     [
-        match row.paced {
+        match row.testdrives {
             true => row.drives.to_string(),
             false => format!("{} unpaced", row.drives),
         },

@@ -7,7 +7,7 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::words::Bytes;
+use crate::units::Bytes;
 
 /// What was said of another machine.
 #[derive(Args, Clone, Copy, Debug, Default, Serialize)]

@@ -3,7 +3,7 @@
 //! ```text
 //!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
 //!                    ├─▶ `trainer plan`                                  predicted
-//!                    └─▶ `trainer train` on paced drives (--run)         measured
+//!                    └─▶ `trainer train` on rate-limited drives (--run)         measured
 //! ```
 
 mod deepspeed;
@@ -18,7 +18,7 @@ use serde::Serialize;
 use self::machine::Shown;
 use crate::picture::{self, Line};
 use crate::report::Head;
-use crate::words::SpeedText;
+use crate::units::SpeedText;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
@@ -35,7 +35,7 @@ pub(crate) struct TrainingRow {
     pub(crate) deepspeed: DeepSpeedStep,
     pub(crate) ours: Planned,
     /// What the rates are from, where they were measured.
-    pub(crate) drives_measured: Option<crate::bed::Trial>,
+    pub(crate) drives_measured: Option<crate::trial::Trial>,
     /// With `--run`.
     pub(crate) measured: Option<Trial>,
 }

@@ -7,8 +7,8 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use super::{OtherMachine, PlannedMachine};
-use crate::bed::Trial;
 use crate::child;
+use crate::trial::Trial;
 
 /// The trainer's program.
 #[derive(Clone, Debug)]
@@ -82,7 +82,7 @@ impl Trainer {
         let program = named
             .map(Path::to_owned)
             .or(beside)
-            .context("a folder of this program")?;
+            .context("a directory of this program")?;
         if !program.is_file() {
             bail!(
                 "no program at {}: `make build` makes it; or name it with --trainer",

@@ -1,4 +1,4 @@
-//! Running the trainer on paced drives: what a step takes there, beside what it was predicted to take.
+//! Running the trainer on rate-limited drives: what a step takes there, beside what it was predicted to take.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -9,13 +9,13 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{Given, OtherMachine, Planned, Subject, Trainer};
-use crate::bed::{self, Bed};
-use crate::paced::{DrivesPlan, OwnDrives, Pace};
-use crate::place::WorkFolder;
+use crate::place::WorkDir;
 use crate::progress::Progress;
 use crate::report::DeviceReport;
 use crate::rounds;
 use crate::scale::Load;
+use crate::testdrives::{DrivesPlan, OwnDrives, Pace};
+use crate::trial::TrialFiles;
 
 /// Fresh weights, first extents and empty read-ahead: the first steps are not like the others.
 const WARM_STEPS: usize = 3;
@@ -37,7 +37,7 @@ pub(crate) struct TrialPlan {
     pub(crate) pace: Pace,
     pub(crate) parts: u32,
     /// A run that takes longer is ended.
-    pub(crate) patience: Duration,
+    pub(crate) timeouts: Duration,
 }
 
 /// The median step of those after the first ones, and the mean of their bytes.
@@ -55,7 +55,7 @@ pub(crate) struct Ran {
     /// Rates that were measured, and what the run computed.
     pub(crate) given: Given,
     pub(crate) planned: Planned,
-    pub(crate) drives: bed::Trial,
+    pub(crate) drives: crate::trial::Trial,
     pub(crate) devices: Vec<DeviceReport>,
     pub(crate) trial: Trial,
 }
@@ -72,18 +72,18 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         tflops: None,
         machine: OtherMachine::default(),
     };
-    // The plan needs no folder that exists.
-    let folders: Vec<PathBuf> = (0..plan.drives * plan.parts)
+    // The plan needs no directory that exists.
+    let dirs: Vec<PathBuf> = (0..plan.drives * plan.parts)
         .map(|index| format!("/drive{index}").into())
         .collect();
-    let run_folder = WorkFolder::make(&std::env::temp_dir())?;
-    let planned = trainer.plan(&subject(plan, &folders, run_folder.path()), as_set)?;
+    let run_dir = WorkDir::make(&std::env::temp_dir())?;
+    let planned = trainer.plan(&subject(plan, &dirs, run_dir.path()), as_set)?;
     ensure!(
         planned.written_bytes > 0.0,
         "{}: the run keeps nothing on drives, so they make no difference",
         plan.file.display()
     );
-    progress.say("making paced drives");
+    progress.say("making rate-limited drives");
     let device_bytes = planned.device_bytes as f64 / count * DRIVE_SHARE;
     let drives = OwnDrives::up(&DrivesPlan {
         name: format!("training-{}", std::process::id()),
@@ -95,12 +95,12 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         raid0: false,
     })?;
     let _inside = drives.enter()?;
-    let folders = drives.state().folders.clone();
-    let devices = folders.iter().map(|folder| DeviceReport::of(folder));
+    let dirs = drives.state().dirs.clone();
+    let devices = dirs.iter().map(|dir| DeviceReport::of(dir));
     let devices = devices.collect();
-    let measured = measured(&folders, progress)?;
-    let subject = subject(plan, &folders, run_folder.path());
-    let trial = train(plan, trainer, &subject, run_folder.path(), progress)?;
+    let measured = measured(&dirs, progress)?;
+    let subject = subject(plan, &dirs, run_dir.path());
+    let trial = train(plan, trainer, &subject, run_dir.path(), progress)?;
     // What computing takes was seen in the run; the rest is predicted.
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
     let given = Given::measured(&measured, Some(flops / 1e12));
@@ -114,15 +114,15 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
 }
 
 /// Both at once, as a step moves them.
-fn measured(folders: &[PathBuf], progress: &Progress) -> Result<bed::Trial> {
-    let bed = Bed::make(folders, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
-    bed.try_one("auto", 1 << 20, 16, Load::Both, progress)
+fn measured(dirs: &[PathBuf], progress: &Progress) -> Result<crate::trial::Trial> {
+    let trial_files = TrialFiles::make(dirs, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
+    trial_files.try_one("auto", 1 << 20, 16, Load::Both, progress)
 }
 
-fn subject(plan: &TrialPlan, folders: &[PathBuf], run_folder: &Path) -> Subject {
-    let paths: Vec<String> = folders
+fn subject(plan: &TrialPlan, dirs: &[PathBuf], run_dir: &Path) -> Subject {
+    let paths: Vec<String> = dirs
         .iter()
-        .map(|folder| toml::Value::from(folder.display().to_string()).to_string())
+        .map(|dir| toml::Value::from(dir.display().to_string()).to_string())
         .collect();
     let paths = paths.join(", ");
     let place = |what: &str| {
@@ -131,8 +131,8 @@ fn subject(plan: &TrialPlan, folders: &[PathBuf], run_folder: &Path) -> Subject 
     let mut sets = vec![place("param"), place("optimizer")];
     sets.push(format!("train.steps={}", plan.steps));
     sets.push(format!(
-        "train.run_folder={}",
-        toml::Value::from(run_folder.join("run").display().to_string())
+        "train.run_dir={}",
+        toml::Value::from(run_dir.join("run").display().to_string())
     ));
     // What the person sets wins.
     sets.extend(plan.sets.iter().cloned());
@@ -146,13 +146,13 @@ fn train(
     plan: &TrialPlan,
     trainer: &Trainer,
     subject: &Subject,
-    run_folder: &Path,
+    run_dir: &Path,
     progress: &Progress,
 ) -> Result<Trial> {
     let Subject::Run { file, sets } = subject else {
         bail!("a run has a file");
     };
-    let log = run_folder.join("log");
+    let log = run_dir.join("log");
     let output = std::fs::File::create(&log).context("a file for what the trainer says")?;
     let mut command = trainer.command();
     command.arg("train").arg(file).arg("--fresh");
@@ -165,7 +165,7 @@ fn train(
         .stderr(output)
         .spawn()
         .context("starting the trainer")?;
-    let deadline = Instant::now() + plan.patience;
+    let deadline = Instant::now() + plan.timeouts;
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break status;
@@ -176,7 +176,7 @@ fn train(
             let _ = child.kill();
             let _ = child.wait();
             stopped?;
-            bail!("the trainer did not end in {} s", plan.patience.as_secs());
+            bail!("the trainer did not end in {} s", plan.timeouts.as_secs());
         }
         progress.say(&format!(
             "{} drives: training {} steps",
@@ -184,7 +184,7 @@ fn train(
         ));
         std::thread::sleep(Duration::from_millis(50));
     };
-    let metrics = run_folder.join("run").join("metrics.jsonl");
+    let metrics = run_dir.join("run").join("metrics.jsonl");
     if !status.success() {
         let said = std::fs::read_to_string(&log).unwrap_or_default();
         let last: Vec<&str> = said.lines().rev().take(15).collect();

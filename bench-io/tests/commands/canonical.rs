@@ -5,10 +5,10 @@ use std::process::Output;
 
 use crate::lab::{program, says_how_it_went, says_what_it_is_of};
 
-fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
+fn bench_io(dir: &std::path::Path, args: &[&str]) -> Output {
     program()
-        .arg("--folder")
-        .arg(folder)
+        .arg("--directory")
+        .arg(dir)
         .args(args)
         .output()
         .unwrap()
@@ -16,29 +16,29 @@ fn bench_io(folder: &std::path::Path, args: &[&str]) -> Output {
 
 #[test]
 fn with_more_in_flight_than_a_daemon_grants_unasked_it_gives_its_numbers_and_leaves_nothing() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let small = ["--size=16m", "--tile=64KiB", "--iodepth=100", "--json"];
-    let output = bench_io(folder.path(), &small);
+    let output = bench_io(dir.path(), &small);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{words}");
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["settings"]["tile_count"], 256);
-    says_what_it_is_of(&report, folder.path());
+    says_what_it_is_of(&report, dir.path());
     for who in ["daemon", "engine_alone"] {
         for way in ["write", "read"] {
             says_how_it_went(&report[who][way], way);
             assert_eq!(report[who][way][way]["bytes"], 16 << 20, "{who} {way}");
         }
     }
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]
 fn more_in_flight_than_a_daemon_can_grant_is_refused_before_anything_is_made() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = bench_io(folder.path(), &["--iodepth=1025"]);
+    let dir = tempfile::tempdir().unwrap();
+    let output = bench_io(dir.path(), &["--iodepth=1025"]);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
     assert!(words.contains("--iodepth 1025: 1 to 1024"), "{words}");
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

@@ -12,9 +12,9 @@ use serde_json::Value;
 
 use super::lab::{daemon, drive, program, said};
 
-/// Builds the stand-in into `folder`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
-fn stand_in(folder: &Path) -> Result<(), String> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/tests/gpu/stand_in");
+/// Builds the stand-in into `dir`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
+fn fake(dir: &Path) -> Result<(), String> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/tests/gpu/fake");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     let header = format!("-DKERNEL_HEADER=\"{}\"", source.join("kernel.h").display());
     let built = Command::new(&compiler)
@@ -28,28 +28,28 @@ fn stand_in(folder: &Path) -> Result<(), String> {
         ])
         .arg(source.join("driver.cc"))
         .arg("-o")
-        .arg(folder.join("libcuda.so.1"))
+        .arg(dir.join("libcuda.so.1"))
         .output()
         .map_err(|error| format!("{compiler}: {error}"))?;
     assert!(built.status.success(), "{}", said(&built));
-    symlink("libcuda.so.1", folder.join("libnvrtc.so.13")).expect("a link");
+    symlink("libcuda.so.1", dir.join("libnvrtc.so.13")).expect("a link");
     Ok(())
 }
 
 #[test]
 fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
-    let libraries = tempfile::tempdir().expect("a folder");
-    if let Err(reason) = stand_in(libraries.path()) {
+    let libraries = tempfile::tempdir().expect("a directory");
+    if let Err(reason) = fake(libraries.path()) {
         println!("skipped: {reason}: bench-io --target gpu on a stand-in for a GPU's driver");
         return;
     }
-    let folder = drive();
+    let dir = drive();
     let with_gpu = |words: &[&str]| {
         let output = program()
             .args(words)
             .args(["--target", "gpu", "--size", "16m", "--bs", "256k", "--json"])
             .arg("--directory")
-            .arg(folder.path())
+            .arg(dir.path())
             .env("LD_LIBRARY_PATH", libraries.path())
             .output()
             .expect("bench-io starts");
@@ -74,7 +74,7 @@ fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
 
 #[test]
 fn a_machine_without_a_gpu_is_told_so() {
-    let hidden = tempfile::tempdir().expect("a folder");
+    let hidden = tempfile::tempdir().expect("a directory");
     for library in [
         "libcuda.so.1",
         "libcuda.so",
@@ -85,7 +85,7 @@ fn a_machine_without_a_gpu_is_told_so() {
     ] {
         std::fs::write(hidden.path().join(library), "").expect("a file");
     }
-    let folder = drive();
+    let dir = drive();
     let output = program()
         .args([
             "run",
@@ -97,7 +97,7 @@ fn a_machine_without_a_gpu_is_told_so() {
             "0.1",
             "--directory",
         ])
-        .arg(folder.path())
+        .arg(dir.path())
         .env("LD_LIBRARY_PATH", hidden.path())
         .output()
         .expect("bench-io starts");
@@ -109,7 +109,7 @@ fn a_machine_without_a_gpu_is_told_so() {
     );
 
     // A daemon keeps nothing of it.
-    let daemon = daemon(folder.path());
+    let daemon = daemon(dir.path());
     let output = program()
         .args(["run", "--target", "gpu", "--size", "16m", "--bs", "256k"])
         .args(["--iodepth", "8", "--socket"])

@@ -1,12 +1,12 @@
 //! What could go wrong: a bench-io that is killed leaves a program that goes on, drives that nobody takes away, or a part of
-//! one that no list names; or a living one loses its own. Needs what paced drives need.
+//! one that no list names; or a living one loses its own. Needs what rate-limited drives need.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::lab::{alone, bench_io, program, said, script, without_paced_drives};
-use crate::paced::Set;
+use crate::testdrives::Set;
 
 /// A machine that does other things too still comes to it in this time.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -41,11 +41,11 @@ fn a_killed_run_takes_its_trainer_along_and_the_next_takes_its_drives_away() {
         return;
     }
     let _alone = alone();
-    let folder = tempfile::tempdir().unwrap();
-    let started = folder.path().join("started");
+    let dir = tempfile::tempdir().unwrap();
+    let started = dir.path().join("started");
     // Its plan is small, and it trains for ever.
     let trainer = script(
-        folder.path(),
+        dir.path(),
         "trainer",
         r#"case $1 in
 plan) echo '{"parameters": 1, "tokens_per_step": 1, "gradient_accumulation_steps": 1, "device_bytes": 1, "hardware": {"cores": 1},
@@ -88,7 +88,7 @@ esac"#,
     assert!(said(&output).contains(&name), "{}", said(&output));
     assert!(!drives.exists() && !listed().contains(&name));
     // What a person made is a person's to take away.
-    assert!(Path::new(&other.folder()).exists());
+    assert!(Path::new(&other.dir()).exists());
 }
 
 #[test]
@@ -102,19 +102,19 @@ fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
     Set::new("before").up(&["1", "16m", "1M", "1M"]);
     let path = std::env::var("PATH").unwrap();
     for tool in ["losetup", "mkfs.ext4", "mount"] {
-        let real = std::env::split_paths(&path).map(|folder| folder.join(tool));
+        let real = std::env::split_paths(&path).map(|dir| dir.join(tool));
         let real = real.into_iter().find(|real| real.is_file()).unwrap();
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         // The memory's own mount is the step before the first device.
         let lines = format!(
             "{} \"$@\"\ncase \"$*\" in *tmpfs*) exit $?;; esac\nkill -9 $PPID",
             real.display()
         );
-        script(folder.path(), tool, &lines);
+        script(dir.path(), tool, &lines);
         let set = Set::new(&format!("killed-{}", &tool[..4]));
         let killed = program()
             .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
-            .env("PATH", format!("{}:{path}", folder.path().display()))
+            .env("PATH", format!("{}:{path}", dir.path().display()))
             .output()
             .unwrap();
         assert_eq!(killed.status.code(), None, "{tool}: {}", said(&killed));
@@ -122,6 +122,6 @@ fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
         let down = bench_io(&["paced", "down", "--name", &set.0]);
         assert!(down.status.success(), "{tool}: {}", said(&down));
         assert!(!listed().contains(&set.0), "{tool}: {}", listed());
-        assert!(!Path::new(&set.folder()).exists(), "{tool}");
+        assert!(!Path::new(&set.dir()).exists(), "{tool}");
     }
 }

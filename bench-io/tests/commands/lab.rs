@@ -1,4 +1,4 @@
-//! The built `bench-io` for tests, `offloadd` beside it in the target folder (`cargo test` of the workspace builds both).
+//! The built `bench-io` for tests, `offloadd` beside it in the target directory (`cargo test` of the workspace builds both).
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -37,7 +37,7 @@ pub(crate) fn said(output: &Output) -> String {
 }
 
 /// Asserts that a report names who made it, how it was asked, and what of.
-pub(crate) fn says_what_it_is_of(report: &Value, folder: &Path) {
+pub(crate) fn says_what_it_is_of(report: &Value, dir: &Path) {
     assert!(report["version"].as_u64().is_some(), "{report}");
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
     assert_eq!(
@@ -47,7 +47,7 @@ pub(crate) fn says_what_it_is_of(report: &Value, folder: &Path) {
     assert!(text(&report["command"]).contains("bench-io"), "{report}");
     assert!(text(&report["machine"]["kernel"]).contains("Linux"));
     let device = text(&report["devices"][0]["path"]);
-    assert!(Path::new(&device).starts_with(folder), "{device}");
+    assert!(Path::new(&device).starts_with(dir), "{device}");
     assert!(!text(&report["devices"][0]["under"]).is_empty());
     assert!(report["settings"].is_object(), "{report}");
     // Whoever runs tests has a debug build.
@@ -72,17 +72,17 @@ pub(crate) fn says_how_it_went(figures: &Value, way: &str) {
     assert!(figures["cpu"]["s_per_gb"].as_f64().is_some(), "{figures}");
 }
 
-/// A folder for files on the drive that holds the target folder: direct I/O needs a real one.
+/// A directory for files on the drive that holds the target directory: direct I/O needs a real one.
 pub(crate) fn drive() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for the test")
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory for the test")
 }
 
-/// A daemon that others use too, with a store of 128 MiB in `folder`.
-pub(crate) fn daemon(folder: &Path) -> PrivateDaemon {
+/// A daemon that others use too, with a store of 128 MiB in `dir`.
+pub(crate) fn daemon(dir: &Path) -> PrivateDaemon {
     let settings = PrivateSettings {
         program: None,
-        folder: folder.to_owned(),
-        devices: vec![(folder.join("tiles"), 128 << 20)],
+        dir: dir.to_owned(),
+        devices: vec![(dir.join("tiles"), 128 << 20)],
         arena_bytes_max: 64 << 20,
         engine: "auto".into(),
         iodepth_max: 64,
@@ -90,9 +90,9 @@ pub(crate) fn daemon(folder: &Path) -> PrivateDaemon {
     PrivateDaemon::start(settings).expect("a daemon starts")
 }
 
-/// Asserts that nothing was left in `folder`.
-pub(crate) fn assert_empty(folder: &Path) {
-    let left: Vec<_> = std::fs::read_dir(folder).expect("a folder").collect();
+/// Asserts that nothing was left in `dir`.
+pub(crate) fn assert_empty(dir: &Path) {
+    let left: Vec<_> = std::fs::read_dir(dir).expect("a directory").collect();
     assert!(left.is_empty(), "{left:?}");
 }
 
@@ -100,10 +100,10 @@ pub(crate) fn assert_empty(folder: &Path) {
 /// disturbed is enough. Drives of another speed are never right.
 pub(crate) const TRIES: usize = 5;
 
-/// A program `name` in `folder` that runs `lines` of the shell. Written by another process: what this one has open for writing, a
+/// A program `name` in `dir` that runs `lines` of the shell. Written by another process: what this one has open for writing, a
 /// process that another test starts just now has too, and a program that is open for writing cannot be started.
-pub(crate) fn script(folder: &Path, name: &str, lines: &str) -> PathBuf {
-    let path = folder.join(name);
+pub(crate) fn script(dir: &Path, name: &str, lines: &str) -> PathBuf {
+    let path = dir.join(name);
     let made = Command::new("sh")
         .args([
             "-c",
@@ -123,7 +123,7 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether paced drives cannot be made here. Then it says that the test is skipped, and why.
+/// Whether rate-limited drives cannot be made here. Then it says that the test is skipped, and why.
 pub(crate) fn without_paced_drives() -> bool {
     let output = bench_io(&["paced", "up", "--probe", "1", "16m", "1M", "1M"]);
     if output.status.success() {

@@ -26,8 +26,8 @@ fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn every_rw_gives_its_figures_on_both_targets_and_leaves_nothing() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     for (target, rw) in [
         ("device", "read"),
         ("device", "randrw"),
@@ -71,7 +71,7 @@ fn every_rw_gives_its_figures_on_both_targets_and_leaves_nothing() {
             assert!((0.65..0.75).contains(&share), "{report}");
         }
         assert_eq!(report["cpu"]["daemon_s"].is_number(), target == "daemon");
-        assert_empty(folder.path());
+        assert_empty(dir.path());
     }
 }
 
@@ -87,8 +87,8 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
         println!("skipped: rounds_are_in_turns_with_fio_on_the_same_drive: no fio");
         return;
     }
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     for target in ["daemon", "device"] {
         let report = json(&[
             "run",
@@ -128,18 +128,18 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
                 assert_eq!(values.len(), 2);
             }
         }
-        assert_empty(folder.path());
+        assert_empty(dir.path());
     }
     let once = ["--runtime=0", "--size=16m", "--directory", path];
     let said = refused(&[&["run", "--rounds=2"], &once[..]].concat());
     assert!(said.contains("fio is compared over a time"), "{said}");
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
 fn a_run_once_over_moves_all_bytes() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     let once = [
         "run",
         "--bs=64k",
@@ -166,8 +166,8 @@ fn a_run_once_over_moves_all_bytes() {
 
 #[test]
 fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
-    let folder = drive();
-    let daemon = daemon(folder.path());
+    let dir = drive();
+    let daemon = daemon(dir.path());
     let socket = daemon.socket().to_str().unwrap();
     let report = json(&with(&["--socket", socket, "--rw=rw"]));
     assert_eq!(report["target"], "daemon");
@@ -202,15 +202,15 @@ fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
 
 #[test]
 fn a_job_file_says_what_the_flags_leave_open() {
-    let folder = drive();
-    let file = folder.path().join("job.toml");
+    let dir = drive();
+    let file = dir.path().join("job.toml");
     std::fs::write(
         &file,
         "rw = \"randread\"\nbs = \"4k\"\ntarget = \"device\"\n",
     )
     .unwrap();
     let file = file.to_str().unwrap();
-    let path = folder.path().to_str().unwrap();
+    let path = dir.path().to_str().unwrap();
     let report = json(&with(&["--directory", path, file]));
     assert_eq!(report["settings"]["rw"], "randread");
     // The flag wins.
@@ -225,8 +225,8 @@ fn a_job_file_says_what_the_flags_leave_open() {
 
 #[test]
 fn a_file_is_destroyed_only_when_that_was_said() {
-    let folder = drive();
-    let file = folder.path().join("precious");
+    let dir = drive();
+    let file = dir.path().join("precious");
     std::fs::write(&file, vec![7; 4 << 20]).unwrap();
     let path = file.to_str().unwrap();
     let write = [
@@ -247,8 +247,8 @@ fn a_file_is_destroyed_only_when_that_was_said() {
 
 #[test]
 fn a_store_that_is_served_is_not_written_over() {
-    let folder = drive();
-    let file = folder.path().join("store");
+    let dir = drive();
+    let file = dir.path().join("store");
     std::fs::write(&file, vec![7; 1 << 20]).unwrap();
     let served = std::fs::File::open(&file).unwrap();
     served.lock().unwrap();
@@ -266,8 +266,8 @@ fn a_store_that_is_served_is_not_written_over() {
 
 #[test]
 fn what_makes_a_result_mean_little_is_said() {
-    let folder = drive();
-    let file = folder.path().join("hole");
+    let dir = drive();
+    let file = dir.path().join("hole");
     let hole = std::fs::File::create(&file).unwrap();
     hole.set_len(4 << 20).unwrap();
     let path = file.to_str().unwrap();
@@ -292,8 +292,8 @@ fn what_makes_a_result_mean_little_is_said() {
 
 #[test]
 fn wrong_words_are_refused_before_anything_is_made() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     for (args, words) in [
         (vec!["--iodepth=1025"], "iodepth = 1025: 1 to 1024"),
         (vec!["--bs=5000"], "a multiple of 4096"),
@@ -305,12 +305,12 @@ fn wrong_words_are_refused_before_anything_is_made() {
     ] {
         let said = refused(&[&["run", "--directory", path], &args[..]].concat());
         assert!(said.contains(words), "{args:?}: {said}");
-        assert_empty(folder.path());
+        assert_empty(dir.path());
     }
     let many = ["--bs=64m", "--size=64g", "--iodepth=1024", "--numjobs=64"];
     let said = refused(&[&["run", "--directory", path], &many[..]].concat());
     assert!(said.contains("to be had"), "{said}");
-    let pipe = folder.path().join("pipe");
+    let pipe = dir.path().join("pipe");
     assert!(
         std::process::Command::new("mkfifo")
             .arg(&pipe)
@@ -322,15 +322,15 @@ fn wrong_words_are_refused_before_anything_is_made() {
     assert!(said.contains("neither a file nor a block device"), "{said}");
     let said = refused(&["run", "--filename", "/no/such/file"]);
     assert!(said.contains("/no/such/file"), "{said}");
-    let said = refused(&["run", "--directory", "/no/such/folder"]);
-    assert!(said.contains("/no/such/folder"), "{said}");
+    let said = refused(&["run", "--directory", "/no/such/directory"]);
+    assert!(said.contains("/no/such/directory"), "{said}");
 }
 
 #[test]
 fn a_depth_that_is_not_reached_is_said() {
-    let folder = drive();
+    let dir = drive();
     let of = |iodepth: &str| {
-        let path = folder.path().to_str().unwrap();
+        let path = dir.path().to_str().unwrap();
         let words = [
             "run",
             "--target=device",
@@ -356,8 +356,8 @@ fn a_depth_that_is_not_reached_is_said() {
 
 #[test]
 fn a_file_that_somebody_else_holds_is_not_written_to() {
-    let folder = drive();
-    let path = folder.path().join("file");
+    let dir = drive();
+    let path = dir.path().join("file");
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
     let held = std::fs::File::open(&path).unwrap();
     // As another measurement's job would, beside others of its own.
@@ -389,8 +389,8 @@ fn a_file_that_somebody_else_holds_is_not_written_to() {
 #[test]
 fn a_daemon_that_serves_others_too_is_no_measure_of_its_processor_time() {
     let _alone = alone();
-    let folder = drive();
-    let daemon = daemon(folder.path());
+    let dir = drive();
+    let daemon = daemon(dir.path());
     let socket = daemon.socket().to_str().unwrap();
     let words = ["run", "--bs=64k", "--size=16m", "--iodepth=8"];
     let words = [&words[..], &["--socket", socket]].concat();
@@ -422,8 +422,8 @@ fn a_daemon_that_serves_others_too_is_no_measure_of_its_processor_time() {
 
 #[test]
 fn what_is_counted_twice_is_said_or_refused() {
-    let folder = drive();
-    let [one, other] = ["one", "other"].map(|name| folder.path().join(name));
+    let dir = drive();
+    let [one, other] = ["one", "other"].map(|name| dir.path().join(name));
     for made in [&one, &other] {
         std::fs::create_dir(made).unwrap();
     }
@@ -444,9 +444,9 @@ fn what_is_counted_twice_is_said_or_refused() {
         let warnings = report["warnings"].to_string();
         assert!(warnings.contains("they are no two drives"), "{warnings}");
     }
-    let file = folder.path().join("file");
+    let file = dir.path().join("file");
     std::fs::write(&file, vec![7; 1 << 20]).unwrap();
-    let link = folder.path().join("link");
+    let link = dir.path().join("link");
     std::os::unix::fs::symlink(&file, &link).unwrap();
     let [file, link] = [&file, &link].map(|path| path.to_str().unwrap());
     for way in [&["--rw=read"][..], &["--rw=write", "--overwrite"]] {

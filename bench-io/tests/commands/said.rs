@@ -24,8 +24,8 @@ fn ends_with(words: &[&str], out: Stdio, err: Stdio) -> Output {
 
 #[test]
 fn a_reader_that_has_gone_fails_nothing() {
-    let folder = drive();
-    let place = folder.path().to_str().unwrap();
+    let dir = drive();
+    let place = dir.path().to_str().unwrap();
     let moved = ["--size=1m", "--bs=64k", "--iodepth=2"];
     let alone = ["--target=device", "--runtime=0", "--directory", place];
     let run = [&["run"][..], &alone[..], &moved].concat();
@@ -64,7 +64,7 @@ fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
 
 #[test]
 fn a_command_with_any_path_is_said_as_a_shell_takes_it_again() {
-    let folder = drive();
+    let dir = drive();
     let moved = [
         "run",
         "--target=device",
@@ -73,8 +73,8 @@ fn a_command_with_any_path_is_said_as_a_shell_takes_it_again() {
         "--runtime=0",
     ];
     for (name, shown) in [(&b"a b$c"[..], "a b$c'"), (b"x\xff", r"x\xff'")] {
-        let place = folder.path().join(OsStr::from_bytes(name));
-        std::fs::create_dir(&place).expect("a folder");
+        let place = dir.path().join(OsStr::from_bytes(name));
+        std::fs::create_dir(&place).expect("a directory");
         let output = program()
             .args(moved)
             .arg("--directory")

@@ -1,4 +1,4 @@
-//! What could go wrong: drives do not add up, or the measurement says so although they do not. So paced drives must come out
+//! What could go wrong: drives do not add up, or the measurement says so although they do not. So rate-limited drives must come out
 //! at what was set, and with the spreading of tiles taken away the same call must fail.
 
 use serde_json::Value;
@@ -51,7 +51,7 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
         })
         .collect();
     let loads = ["read", "write", "both"];
-    let expected = [true, false].map(|paced| loads.map(|load| (load, paced)));
+    let expected = [true, false].map(|testdrives| loads.map(|load| (load, testdrives)));
     assert_eq!(words, expected.concat());
     // Of each drive, and no tile twice: half of the 128 when both ways have theirs.
     let depths = rows.iter().map(|row| row["iodepth"].as_u64().unwrap());
@@ -91,11 +91,11 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         return;
     }
     let _alone = alone();
-    let (folder, out) = (crate::lab::drive(), tempfile::tempdir().unwrap());
-    let path = folder.path().to_str().unwrap();
+    let (dir, out) = (crate::lab::drive(), tempfile::tempdir().unwrap());
+    let path = dir.path().to_str().unwrap();
     let report = json(&[
         "scale",
-        "--folder",
+        "--directory",
         path,
         "--out",
         out.path().to_str().unwrap(),
@@ -106,7 +106,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         "--json",
     ]);
     assert_eq!(report["settings"]["rounds"], 3);
-    says_what_it_is_of(&report, folder.path());
+    says_what_it_is_of(&report, dir.path());
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 3);
     for row in rows {
@@ -160,7 +160,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         svg.contains("through offloadd") && svg.contains("fio") && svg.contains("direct, size "),
         "{svg}"
     );
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
     }
     let _alone = alone();
     // The pace that test builds can keep themselves shows whether offloadd is one.
-    let folder = crate::lab::drive();
+    let dir = crate::lab::drive();
     let probe = program()
         .args([
             "run",
@@ -180,7 +180,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
             "--json",
             "--directory",
         ])
-        .arg(folder.path())
+        .arg(dir.path())
         .env("OFFLOADD_PACE", "60000000,30000000")
         .output()
         .unwrap();
@@ -194,7 +194,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
     let output = program()
         .args(TWO_DRIVES)
         .arg(out.path())
-        .env("OFFLOADD_REMOVED", "placement")
+        .env("OFFLOADD_DISABLE", "placement")
         .output()
         .unwrap();
     assert!(!output.status.success());
@@ -207,24 +207,24 @@ fn it_fails_when_all_tiles_go_to_one_device() {
 fn what_cannot_be_measured_is_refused() {
     for (args, why) in [
         // They would have no effect: these drives have a speed of their own.
-        (&["--folder=.", "--read=1k"][..], "--read"),
-        (&["--folder=.", "--parts=7"], "--parts"),
-        (&[][..], "--folder"),
-        (&["--folder=/x", "--paced=2"], "cannot be used with"),
-        (&["--folder=/x", "--drives=2"], "there are 1"),
-        (&["--folder=/x", "--bs=5000"], "a multiple of 4096"),
+        (&["--directory=.", "--read=1k"][..], "--read"),
+        (&["--directory=.", "--parts=7"], "--parts"),
+        (&[][..], "--directory"),
+        (&["--directory=/x", "--paced=2"], "cannot be used with"),
+        (&["--directory=/x", "--drives=2"], "there are 1"),
+        (&["--directory=/x", "--bs=5000"], "a multiple of 4096"),
         (
-            &["--folder=/x", "--bs=4m", "--size=4m"],
+            &["--directory=/x", "--bs=4m", "--size=4m"],
             "at least two operations",
         ),
-        (&["--folder=/x", "--within=5"], "--paced"),
-        (&["--folder=/x", "--rounds=0"], "--rounds"),
+        (&["--directory=/x", "--within=5"], "--paced"),
+        (&["--directory=/x", "--rounds=0"], "--rounds"),
         (&["--paced=1", "--last-half"], "--paced 2 or more"),
         (
-            &["--folder=/no/such/folder", "--fio=none"],
-            "/no/such/folder",
+            &["--directory=/no/such/directory", "--fio=none"],
+            "/no/such/directory",
         ),
-        (&["--folder=/x", "--fio=/no/such/fio"], "/no/such/fio"),
+        (&["--directory=/x", "--fio=/no/such/fio"], "/no/such/fio"),
     ] {
         let said = refused(&[&["scale"], args].concat());
         assert!(said.contains(why), "{args:?}: {said}");

@@ -10,37 +10,37 @@ use crate::lab::{assert_empty, bench_io, daemon, drive, json, program};
 #[test]
 fn a_measurement_that_is_stopped_leaves_nothing() {
     for signal in [Signal::TERM, Signal::HUP] {
-        let folder = drive();
-        let mut running = in_the_middle(folder.path());
+        let dir = drive();
+        let mut running = in_the_middle(dir.path());
         kill_process(Pid::from_child(&running), signal).unwrap();
         let stopped = Instant::now();
         let status = running.wait().unwrap();
         assert!(!status.success());
         assert!(stopped.elapsed().as_secs() < 20, "{:?}", stopped.elapsed());
-        assert_empty(folder.path());
+        assert_empty(dir.path());
     }
 }
 
 #[test]
 fn under_nohup_a_measurement_outlives_its_terminal() {
-    let folder = drive();
-    let mut running = in_the_middle_with(folder.path(), "--ignore-signal=HUP");
+    let dir = drive();
+    let mut running = in_the_middle_with(dir.path(), "--ignore-signal=HUP");
     kill_process(Pid::from_child(&running), Signal::HUP).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     assert!(running.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
     assert!(!running.wait().unwrap().success());
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
 fn what_a_killed_measurement_left_the_next_one_removes() {
-    let folder = drive();
-    let mut killed = in_the_middle(folder.path());
+    let dir = drive();
+    let mut killed = in_the_middle(dir.path());
     killed.kill().unwrap();
     killed.wait().unwrap();
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-    let path = folder.path().to_str().unwrap();
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    let path = dir.path().to_str().unwrap();
     let words = [
         "run",
         "--rw=read",
@@ -49,18 +49,18 @@ fn what_a_killed_measurement_left_the_next_one_removes() {
         "--runtime=0.3",
     ];
     json(&[&words[..], &["--json", "--directory", path]].concat());
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
 fn fio_is_ended_with_the_measurement() {
-    let folder = drive();
-    let fio = folder.path().join("fio");
+    let dir = drive();
+    let fio = dir.path().join("fio");
     // Says its version, and then takes an hour.
     let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo fio-9 && exit\ntouch \"$0.runs\"\nexec sleep 3600\n";
-    std::fs::write(folder.path().join("new"), text).unwrap();
+    std::fs::write(dir.path().join("new"), text).unwrap();
     let made = std::process::Command::new("install")
-        .arg(folder.path().join("new"))
+        .arg(dir.path().join("new"))
         .arg(&fio)
         .status();
     assert!(made.unwrap().success());
@@ -68,13 +68,13 @@ fn fio_is_ended_with_the_measurement() {
     let mut running = program()
         .args(["scale", "--size=8m", "--bs=64k", "--runtime=0.1", "--fio"])
         .arg(&fio)
-        .arg("--folder")
+        .arg("--directory")
         .arg(work.path())
         .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap();
     let since = Instant::now();
-    while !folder.path().join("fio.runs").exists() {
+    while !dir.path().join("fio.runs").exists() {
         assert!(since.elapsed().as_secs() < 60, "fio was not started");
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -87,8 +87,8 @@ fn fio_is_ended_with_the_measurement() {
 
 #[test]
 fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
-    let folder = drive();
-    let daemon = daemon(folder.path());
+    let dir = drive();
+    let daemon = daemon(dir.path());
     let socket = daemon.socket().to_str().unwrap();
     let jobs = || Daemon::connect(daemon.socket()).unwrap().jobs().unwrap();
     let words = ["--bs=64k", "--size=16m", "--iodepth=4", "--socket", socket];
@@ -118,13 +118,13 @@ fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
     assert_eq!(jobs().len(), 0);
 }
 
-/// One that would take a minute, a second after it began to make files in `folder`.
-fn in_the_middle(folder: &std::path::Path) -> std::process::Child {
-    in_the_middle_with(folder, "--default-signal=HUP")
+/// One that would take a minute, a second after it began to make files in `dir`.
+fn in_the_middle(dir: &std::path::Path) -> std::process::Child {
+    in_the_middle_with(dir, "--default-signal=HUP")
 }
 
 /// The same; `hangup` is what `env` makes of SIGHUP before it starts, whatever whoever runs the tests has made of it.
-fn in_the_middle_with(folder: &std::path::Path, hangup: &str) -> std::process::Child {
+fn in_the_middle_with(dir: &std::path::Path, hangup: &str) -> std::process::Child {
     let running = std::process::Command::new("env")
         .arg(hangup)
         .arg(program().get_program())
@@ -135,12 +135,12 @@ fn in_the_middle_with(folder: &std::path::Path, hangup: &str) -> std::process::C
             "--runtime=60",
             "--directory",
         ])
-        .arg(folder)
+        .arg(dir)
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
     let since = Instant::now();
-    while std::fs::read_dir(folder).unwrap().count() == 0 {
+    while std::fs::read_dir(dir).unwrap().count() == 0 {
         assert!(since.elapsed().as_secs() < 20, "nothing was made");
         std::thread::sleep(Duration::from_millis(10));
     }

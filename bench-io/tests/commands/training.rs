@@ -1,5 +1,5 @@
 //! What could go wrong: bytes are counted another way than the trainer moves them, a prediction has nothing to do with a run,
-//! or drives make no difference. Needs a trainer beside bench-io; running it needs paced drives too.
+//! or drives make no difference. Needs a trainer beside bench-io; running it needs rate-limited drives too.
 
 use std::path::{Path, PathBuf};
 
@@ -23,14 +23,14 @@ fn trainer() -> Option<PathBuf> {
 }
 
 /// A run of 2.3 M parameters with all state on drives, and a text for it.
-fn run_file(folder: &Path) -> String {
-    let text = folder.join("text");
+fn run_file(dir: &Path) -> String {
+    let text = dir.join("text");
     std::fs::write(
         &text,
         "tiles stream through the processor and back. ".repeat(3000),
     )
     .unwrap();
-    let file = folder.join("run.toml");
+    let file = dir.join("run.toml");
     let run = format!(
         r#"
 train_micro_batch_size_per_gpu = 4
@@ -55,13 +55,13 @@ files = [{text:?}]
 steps = 8
 seq_len = 96
 seed = 1
-run_folder = {:?}
+run_dir = {:?}
 [offload]
 tile_elems = 16384
 staging_bytes = 8000000
 commit_every = 1
 "#,
-        folder.join("run")
+        dir.join("run")
     );
     std::fs::write(&file, run).unwrap();
     file.to_str().unwrap().to_owned()
@@ -72,8 +72,8 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
     if trainer().is_none() {
         return;
     }
-    let folder = drive();
-    let file = run_file(folder.path());
+    let dir = drive();
+    let file = run_file(dir.path());
     let report = json(&[
         "training",
         &file,
@@ -173,9 +173,9 @@ fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
         return;
     }
     let _alone = alone();
-    let folder = drive();
-    let file = run_file(folder.path());
-    let out = folder.path().join("out");
+    let dir = drive();
+    let file = run_file(dir.path());
+    let out = dir.path().join("out");
     let report = json(&[
         "training",
         "--run",
@@ -211,8 +211,8 @@ fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
 
 #[test]
 fn what_cannot_be_predicted_is_refused() {
-    let folder = drive();
-    let file = run_file(folder.path());
+    let dir = drive();
+    let file = run_file(dir.path());
     for (args, why) in [
         (vec![], "RUN.toml"),
         (vec![&file[..], "--drives=0"], "--drives 0"),
@@ -228,7 +228,7 @@ fn what_cannot_be_predicted_is_refused() {
         (vec![&file[..], "--parts=2"], "--parts"),
         (vec![&file[..], "--timeout=3"], "--timeout"),
         (vec![&file[..], "--seq-len=3"], "--seq-len"),
-        (vec![&file[..], "--folder=.", "--read=1k"], "--read"),
+        (vec![&file[..], "--directory=.", "--read=1k"], "--read"),
         (vec![&file[..], "--cores=0"], "1..="),
         (
             vec![&file[..], "--host-memory=much"],
@@ -280,10 +280,10 @@ fn what_cannot_be_predicted_is_refused() {
 
 #[test]
 fn the_picture_says_of_what_it_is() {
-    let folder = crate::lab::drive();
+    let dir = crate::lab::drive();
     // A plan as the trainer's, of any model.
     let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "wall": "device writes"}]}"#;
-    let trainer = crate::lab::script(folder.path(), "trainer", &format!("echo '{plan}'"));
+    let trainer = crate::lab::script(dir.path(), "trainer", &format!("echo '{plan}'"));
     let output = program()
         .args([
             "training",
@@ -293,11 +293,11 @@ fn the_picture_says_of_what_it_is() {
         ])
         .arg(trainer)
         .arg("--out")
-        .arg(folder.path())
+        .arg(dir.path())
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", crate::lab::said(&output));
-    let svg = std::fs::read_to_string(folder.path().join("training.svg")).unwrap();
+    let svg = std::fs::read_to_string(dir.path().join("training.svg")).unwrap();
     for line in [
         "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens a step in 2 micro-batches",
         "planned for: host memory 512.0 GiB (given), 32 cores",

@@ -14,22 +14,22 @@ use crate::lab::{
 
 #[test]
 fn the_settings_it_prints_are_the_best_it_found_and_load() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     let since = Instant::now();
     let report = json(&[
         "tune",
-        "--folder",
+        "--directory",
         path,
         "--size=16m",
         "--runtime=0.2",
         "--json",
     ]);
     assert!(since.elapsed().as_secs() < 60);
-    says_what_it_is_of(&report, folder.path());
+    says_what_it_is_of(&report, dir.path());
     let file = report["daemon_file"].as_str().unwrap();
     let config = Config::parse(file, std::path::Path::new("printed")).unwrap();
-    let store = folder.path().join("offloadd.tiles");
+    let store = dir.path().join("offloadd.tiles");
     assert_eq!(config.devices, [&*store]);
     assert_eq!(report["format_first"][0], store.to_str().unwrap());
     let tuned = &report["tuned"];
@@ -98,13 +98,13 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
             assert_eq!(chosen[key], tuned[key], "{tuned}");
         }
     }
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
 fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
-    let folder = drive();
-    // A folder in which nobody makes files.
+    let dir = drive();
+    // A directory in which nobody makes files.
     let output = program()
         .args([
             "tune",
@@ -112,8 +112,8 @@ fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
             "--runtime=0.1",
             "--config=/proc/offloadd.toml",
         ])
-        .arg("--folder")
-        .arg(folder.path())
+        .arg("--directory")
+        .arg(dir.path())
         .output()
         .unwrap();
     let words = said(&output);
@@ -123,44 +123,50 @@ fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
     );
     let found = String::from_utf8_lossy(&output.stdout);
     assert!(found.contains("iodepth_max = "), "{found}");
-    assert_empty(folder.path());
+    assert_empty(dir.path());
 }
 
 #[test]
 fn what_cannot_be_tried_is_refused() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     let twice = format!("{path}/.");
-    let link = folder.path().join("link");
+    let link = dir.path().join("link");
     std::os::unix::fs::symlink(path, &link).unwrap();
-    let no_text = folder.path().join(OsStr::from_bytes(b"x\xff"));
+    let no_text = dir.path().join(OsStr::from_bytes(b"x\xff"));
     std::fs::create_dir(&no_text).unwrap();
-    let output = program().args(["tune", "--folder"]).arg(no_text).output();
+    let output = program()
+        .args(["tune", "--directory"])
+        .arg(no_text)
+        .output();
     let words = said(&output.unwrap());
     assert!(words.contains("is not UTF-8"), "{words}");
     for (args, why) in [
-        (vec![], "--folder"),
+        (vec![], "--directory"),
         (
-            vec!["--folder", path, "--folder", link.to_str().unwrap()],
-            "--folder: settings of these folders: devices: ",
+            vec!["--directory", path, "--directory", link.to_str().unwrap()],
+            "--directory: settings of these directories: devices: ",
         ),
-        (vec!["--folder", path, "--runtime=60"], "0.1 to 3"),
-        (vec!["--folder", path, "--size=1m"], "at least 4 MiB"),
-        (vec!["--folder", "/no/such/folder"], "/no/such/folder"),
+        (vec!["--directory", path, "--runtime=60"], "0.1 to 3"),
+        (vec!["--directory", path, "--size=1m"], "at least 4 MiB"),
         (
-            vec!["--folder", path, "--config", "/dev/null"],
+            vec!["--directory", "/no/such/directory"],
+            "/no/such/directory",
+        ),
+        (
+            vec!["--directory", path, "--config", "/dev/null"],
             "it exists already",
         ),
         // What is tried is the engine alone: through a daemon, or on to a GPU, is for `run`.
-        (vec!["--folder", path, "--target=gpu"], "--target"),
-        (vec!["--folder", path, "--socket=/x"], "--socket"),
+        (vec!["--directory", path, "--target=gpu"], "--target"),
+        (vec!["--directory", path, "--socket=/x"], "--socket"),
         // Known before anything was measured.
         (
-            vec!["--folder", path, "--folder", &twice],
-            "--folder: settings of these folders: devices: ",
+            vec!["--directory", path, "--directory", &twice],
+            "--directory: settings of these directories: devices: ",
         ),
         (
-            vec!["--folder", path, "--config", "/no/such/folder/x"],
+            vec!["--directory", path, "--config", "/no/such/directory/x"],
             "make it first",
         ),
     ] {

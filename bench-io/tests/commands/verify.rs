@@ -11,8 +11,8 @@ use crate::lab::{
 
 #[test]
 fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
-    let folder = drive();
-    let path = folder.path().to_str().unwrap();
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
     for target in ["device", "daemon"] {
         let args = [
             "verify",
@@ -28,20 +28,20 @@ fn what_comes_back_as_written_is_found_right_and_nothing_stays() {
         let report = json(&args);
         assert_eq!(report["bytes"], 8 << 20, "{target}");
         assert_eq!(report["wrong_blocks"], 0);
-        says_what_it_is_of(&report, folder.path());
+        says_what_it_is_of(&report, dir.path());
         assert_eq!(report["settings"]["passes"], 2);
         for pass in report["passes"].as_array().unwrap() {
             says_how_it_went(&pass["write"], "write");
             says_how_it_went(&pass["check"], "read");
         }
-        assert_empty(folder.path());
+        assert_empty(dir.path());
     }
 }
 
 #[test]
 fn what_was_left_out_is_said() {
-    let folder = drive();
-    let [small, large] = ["small", "large"].map(|name| folder.path().join(name));
+    let dir = drive();
+    let [small, large] = ["small", "large"].map(|name| dir.path().join(name));
     std::fs::write(&small, vec![0; (4 << 20) + 4096]).unwrap();
     std::fs::write(&large, vec![0; 6 << 20]).unwrap();
     let words = ["verify", "--bs=64k", "--json", "--overwrite"];
@@ -59,8 +59,8 @@ fn what_was_left_out_is_said() {
 
 #[test]
 fn every_wrong_block_is_named_with_what_lies_there() {
-    let folder = drive();
-    let file = folder.path().join("drive");
+    let dir = drive();
+    let file = dir.path().join("drive");
     std::fs::write(&file, vec![0; 4 << 20]).unwrap();
     let path = file.to_str().unwrap();
     let verify = |only: &str, pass: &str, more: &[&str]| {
@@ -148,8 +148,8 @@ fn every_wrong_block_is_named_with_what_lies_there() {
 
 #[test]
 fn nothing_is_destroyed_or_half_done_by_a_wrong_word() {
-    let folder = drive();
-    let file = folder.path().join("precious");
+    let dir = drive();
+    let file = dir.path().join("precious");
     std::fs::write(&file, vec![7; 1 << 20]).unwrap();
     let path = file.to_str().unwrap();
     for (args, why) in [

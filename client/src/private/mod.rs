@@ -2,19 +2,19 @@
 //! sockets as the service, so there is one code path.
 //!
 //! ```text
-//!   folder/offloadd.toml   its settings, written here at each start
-//!   folder/offloadd.log    what it prints, appended; moved to .old when it has become long
-//!   folder/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
+//!   directory/offloadd.toml   its settings, written here at each start
+//!   directory/offloadd.log    what it prints, appended; moved to .old when it has become long
+//!   directory/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
 //! ```
 //!
-//! What is made is this user's alone: folders 0700, files 0600.
+//! What is made is this user's alone: directories 0700, files 0600.
 //!
 //! Promises: the child ends when this value is dropped or this process dies, whichever way; starting never takes longer
 //! than its bounds; every failure shows the end of the log.
 
-mod folder;
+mod dir;
 mod keeper;
-mod own_folder;
+mod own_dir;
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -26,9 +26,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use crate::ClientError;
-use folder::{config_text, make_folder, own_file, socket_place};
+use dir::{config_text, make_dir, own_file, socket_place};
 use keeper::Keeper;
-pub use own_folder::OwnFolder;
+pub use own_dir::OwnDir;
 
 /// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
@@ -45,10 +45,10 @@ const SHOWN_LINES_MAX: usize = 15;
 /// What a private daemon is to be.
 #[derive(Clone, Debug)]
 pub struct PrivateSettings {
-    /// Its program; by default `offloadd` beside this one, one folder up, or in `PATH`.
+    /// Its program; by default `offloadd` beside this one, one directory up, or in `PATH`.
     pub program: Option<PathBuf>,
     /// For settings, log and sockets; made if missing.
-    pub folder: PathBuf,
+    pub dir: PathBuf,
     /// Devices of its store, with the size of a file that does not exist yet. Missing files are formatted, all of one
     /// size, and only when all are missing.
     pub devices: Vec<(PathBuf, u64)>,
@@ -68,25 +68,25 @@ pub struct PrivateDaemon {
     pid: u32,
     keeper: Keeper,
     /// Removed with this value, after the child has ended.
-    _short_folder: Option<OwnFolder>,
+    _short_dir: Option<OwnDir>,
 }
 
 impl PrivateDaemon {
     /// Formats the store if it is new, starts the daemon, waits until it listens.
     pub fn start(settings: PrivateSettings) -> Result<Self, ClientError> {
         let program = find_program(settings.program.as_deref())?;
-        make_folder(&settings.folder, false)?;
-        let log = settings.folder.join("offloadd.log");
+        make_dir(&settings.dir, false)?;
+        let log = settings.dir.join("offloadd.log");
         if fs::metadata(&log).is_ok_and(|found| found.len() > LOG_BYTES_MAX) {
-            fs::rename(&log, settings.folder.join("offloadd.log.old"))
+            fs::rename(&log, settings.dir.join("offloadd.log.old"))
                 .map_err(|e| failed(format!("moving {} away: {e}", log.display())))?;
         }
         if is_new(&settings.devices)? {
             format(&program, &settings.devices, &log)?;
             finish_format(&settings.devices)?;
         }
-        let (socket, short_folder) = socket_place(&settings.folder)?;
-        let config = settings.folder.join("offloadd.toml");
+        let (socket, short_dir) = socket_place(&settings.dir)?;
+        let config = settings.dir.join("offloadd.toml");
         let text = config_text(&socket, &settings)?;
         own_file(OpenOptions::new().write(true).truncate(true), &config)
             .and_then(|mut file| file.write_all(text.as_bytes()))
@@ -98,13 +98,13 @@ impl PrivateDaemon {
             .stdout(Stdio::piped())
             .stderr(Stdio::from(open_log(&log)?));
         let (keeper, pid, stdout) = Keeper::start(command, &program)?;
-        // Dropped on failure: ends the child and removes the folder.
+        // Dropped on failure: ends the child and removes the directory.
         let daemon = Self {
             socket,
             log,
             pid,
             keeper,
-            _short_folder: short_folder,
+            _short_dir: short_dir,
         };
         daemon.wait_ready(stdout)
     }
@@ -169,18 +169,18 @@ fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
         .iter()
         .flat_map(|exe| exe.ancestors().skip(1).take(2));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = near
+    let dirs = near
         .map(Path::to_owned)
         .chain(std::env::split_paths(&path))
         .collect::<Vec<_>>();
-    folders
+    dirs
         .iter()
-        .map(|folder| folder.join("offloadd"))
+        .map(|dir| dir.join("offloadd"))
         .find(|program| program.is_file())
         .ok_or_else(|| {
             failed(format!(
                 "no program `offloadd` in {} nor in PATH; build it (`cargo build -p offloadd`) or name a running one's socket",
-                beside.map_or_else(|| "this program's folder".into(), |exe| exe.display().to_string())
+                beside.map_or_else(|| "this program's directory".into(), |exe| exe.display().to_string())
             ))
         })
 }
@@ -216,12 +216,12 @@ fn unfinished(device: &Path) -> PathBuf {
 /// Gives formatted devices their names, for good.
 fn finish_format(devices: &[(PathBuf, u64)]) -> Result<(), ClientError> {
     for (path, _) in devices.iter().filter(|(path, _)| !path.exists()) {
-        let folder = match path.parent() {
+        let dir = match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
         fs::rename(unfinished(path), path)
-            .and_then(|()| File::open(folder)?.sync_all())
+            .and_then(|()| File::open(dir)?.sync_all())
             .map_err(|e| failed(format!("naming the new device {}: {e}", path.display())))?;
     }
     Ok(())
@@ -238,7 +238,7 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
     }
     for (path, _) in devices {
         if let Some(parent) = path.parent() {
-            make_folder(parent, false)?;
+            make_dir(parent, false)?;
         }
     }
     // Without a word nothing that is there is written over, not even if it is laid there at this moment.

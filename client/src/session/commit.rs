@@ -53,7 +53,7 @@ impl Session {
             let words = format!("a blob of {} bytes; at most {BLOB_BYTES_MAX}", blob.len());
             return refuse(FaultKind::Invalid, words);
         }
-        let writing = self.flights.swap_out_count();
+        let writing = self.in_flight.swap_out_count();
         if writing > 0 {
             let words =
                 format!("{writing} tiles of generation {working} are still being swapped out");

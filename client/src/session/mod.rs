@@ -16,7 +16,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use offload_api::awake::Awake;
+use offload_api::adaptive_spin::AdaptiveSpin;
 use offload_api::fault::FaultKind;
 use offload_api::geometry::Geometry;
 use offload_api::handoff::{self, HandoffError, Received};
@@ -24,12 +24,12 @@ use offload_api::ids::{Epoch, Generation, SessionToken, TileIndex};
 use offload_api::ring::{ProcessRings, RingError, RingMap};
 use offload_api::{PROTOCOL_VERSION, proto};
 
+use crate::checksum_pool::ChecksumPool;
 use crate::control::{Client, Control, LONG_WAIT, SHORT_WAIT};
-use crate::flight::Flights;
+use crate::in_flight::InFlightTable;
 use crate::mapping::{self, ArenaMemory};
 use crate::signal::Waker;
 use crate::slot::SlotPool;
-use crate::sums::Sums;
 use crate::types::{JobDefinition, JobRecord, SessionInfo, SessionSettings};
 use crate::{ClientError, Daemon, convert};
 use commit::Commit;
@@ -48,15 +48,15 @@ pub struct Session {
     pool: Arc<SlotPool>,
     memory: ArenaMemory,
     rings: ProcessRings,
-    flights: Flights,
-    sums: Sums,
+    in_flight: InFlightTable,
+    checksum_pool: ChecksumPool,
     submission_doorbell: OwnedFd,
     completion_doorbell: OwnedFd,
     /// Hangs up when the daemon dies or throws this session out.
     life_line: OwnedFd,
     waker: Waker,
     /// For a lone operation.
-    awake: Awake,
+    adaptive_spin: AdaptiveSpin,
     commit: Commit,
     /// Damaged tiles that the daemon was told of.
     reported_count: u32,
@@ -115,7 +115,7 @@ impl Session {
         let job = describe_job(&daemon.control, &reply.token)?;
         let waker = Waker::new()?;
         let session = Self {
-            sums: Sums::start(&waker),
+            checksum_pool: ChecksumPool::start(&waker),
             token: reply.token,
             epoch: Epoch(reply.epoch),
             job_tile_count: job.as_ref().map_or(0, |job| job.tiles.len()),
@@ -141,12 +141,12 @@ impl Session {
             pool: SlotPool::new(&geometry, settings.classes.len(), regions),
             memory,
             rings: ProcessRings::new(map),
-            flights: Flights::new(granted),
+            in_flight: InFlightTable::new(granted),
             submission_doorbell,
             completion_doorbell,
             life_line,
             waker,
-            awake: Awake::new(),
+            adaptive_spin: AdaptiveSpin::new(),
             commit: Commit::None,
             control: daemon.control,
         };

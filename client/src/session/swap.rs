@@ -2,13 +2,13 @@
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
+use offload_api::ring::entry::{Priority, Promote, Request, Sqe, Verb};
 
 use super::commit::Commit;
 use super::damage::name_of;
 use super::{Session, broken_ring};
-use crate::flight::{Arrived, Checked, Coming, InFlight};
-use crate::sums::{ALONE_BYTES_MAX, Summed};
+use crate::checksum_pool::{ALONE_BYTES_MAX, Summed};
+use crate::in_flight::{Arrived, Checked, InFlight, PartialRead};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
 impl Session {
@@ -29,7 +29,7 @@ impl Session {
 
     /// Operations in flight.
     pub fn in_flight_count(&self) -> usize {
-        self.flights.count()
+        self.in_flight.count()
     }
 
     /// Starts reading `tile` into `slot`, which may be larger.
@@ -37,7 +37,7 @@ impl Session {
     /// Refused at once, with the slot: `TooMany` (iodepth reached: poll first), `UnknownTile`, `SlotTooSmall`,
     /// `WrongGeneration` (not resumed).
     pub fn swap_in(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
-        self.start(Verb::SwapIn, Urgency::Ahead, tile, slot)
+        self.start(Verb::SwapIn, Priority::Prefetch, tile, slot)
     }
 
     /// The same for a tile whose use is next: it goes before what the processes of this job read ahead.
@@ -46,17 +46,17 @@ impl Session {
         tile: TileIndex,
         slot: Slot,
     ) -> Result<Ticket, (Slot, ClientError)> {
-        self.start(Verb::SwapIn, Urgency::Wanted, tile, slot)
+        self.start(Verb::SwapIn, Priority::Demand, tile, slot)
     }
 
     /// Lets a swap in that has not ended go before what its job reads ahead, as if it had been started by
     /// [`Session::swap_in_wanted`]. Nothing happens to one that has ended, or that nobody could still overtake.
-    pub fn hasten(&mut self, ticket: Ticket) -> Result<(), ClientError> {
-        let Some(flight) = self.flights.get_mut(ticket.0) else {
+    pub fn promote(&mut self, ticket: Ticket) -> Result<(), ClientError> {
+        let Some(in_flight) = self.in_flight.get_mut(ticket.0) else {
             return Ok(());
         };
         // Without its slot it has arrived, and its bytes are being checked.
-        if flight.verb != Verb::SwapIn || flight.slot.is_none() {
+        if in_flight.verb != Verb::SwapIn || in_flight.slot.is_none() {
             return Ok(());
         }
         // All operations that were granted keep their room. A daemon so far behind has not come to this one either.
@@ -64,9 +64,9 @@ impl Session {
         if untaken + self.info.iodepth >= self.rings.header().entries {
             return Ok(());
         }
-        let urge = Urge {
+        let urge = Promote {
             ticket: ticket.0,
-            urgency: Urgency::Wanted,
+            urgency: Priority::Demand,
         };
         self.put(&urge.to_sqe(self.epoch))
     }
@@ -84,13 +84,13 @@ impl Session {
             );
             return Err((slot, error));
         }
-        self.start(Verb::SwapOut, Urgency::Ahead, tile, slot)
+        self.start(Verb::SwapOut, Priority::Prefetch, tile, slot)
     }
 
     fn start(
         &mut self,
         verb: Verb,
-        urgency: Urgency,
+        urgency: Priority,
         tile: TileIndex,
         slot: Slot,
     ) -> Result<Ticket, (Slot, ClientError)> {
@@ -99,7 +99,7 @@ impl Session {
             Err(error) => return Err((slot, error)),
         };
         let index = slot.index();
-        let mut flight = InFlight {
+        let mut in_flight = InFlight {
             verb,
             tile,
             tile_bytes,
@@ -107,17 +107,17 @@ impl Session {
             generation: working,
             slot: None,
             arrived: None,
-            coming: Coming::default(),
+            partial: PartialRead::default(),
             misread: None,
         };
         if verb == Verb::SwapOut {
             // The daemon is asked in `poll`, when it can be told the checksum.
-            let ticket = self.flights.start(flight);
-            self.sums.begin(ticket, slot, tile_bytes);
+            let ticket = self.in_flight.start(in_flight);
+            self.checksum_pool.begin(ticket, slot, tile_bytes);
             return Ok(Ticket(ticket));
         }
-        flight.slot = Some(slot);
-        let ticket = self.flights.start(flight);
+        in_flight.slot = Some(slot);
+        let ticket = self.in_flight.start(in_flight);
         let request = Request {
             ticket,
             verb,
@@ -130,8 +130,8 @@ impl Session {
         self.put(&request.to_sqe(self.epoch))
             .map(|()| Ticket(ticket))
             .map_err(|error| {
-                let flight = self.flights.end(ticket).expect("started above");
-                (flight.slot.expect("put there above"), error)
+                let in_flight = self.in_flight.end(ticket).expect("started above");
+                (in_flight.slot.expect("put there above"), error)
             })
     }
 
@@ -155,7 +155,7 @@ impl Session {
     fn startable(&self, tile: TileIndex, slot: &Slot) -> Result<(u32, Generation), ClientError> {
         let refuse = |kind, words| Err(ClientError::refused(kind, words));
         assert!(slot.is_of(&self.pool), "a slot of another arena");
-        if self.flights.is_full() {
+        if self.in_flight.is_full() {
             let words = format!(
                 "{} operations in flight, which is all that was granted",
                 self.info.iodepth
@@ -186,40 +186,43 @@ impl Session {
         while let Some(cqe) = self.rings.take().map_err(broken_ring)? {
             let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
             let mut name = |device| name_of(device, known, unheard, &self.control);
-            match self.flights.arrived(&cqe, &mut name)? {
+            match self.in_flight.arrived(&cqe, &mut name)? {
                 Arrived::Done(one) => done.push(one),
                 Arrived::Part => {}
-                Arrived::Unchecked(ticket, slot, bytes, coming)
-                    if coming.left_bytes(bytes) <= ALONE_BYTES_MAX && self.flights.count() == 1 =>
+                Arrived::Unchecked(ticket, slot, bytes, partial)
+                    if partial.left_bytes(bytes) <= ALONE_BYTES_MAX
+                        && self.in_flight.count() == 1 =>
                 {
-                    let found = coming.sum(&slot, bytes);
+                    let found = partial.sum(&slot, bytes);
                     done.extend(self.checked(ticket, slot, found)?);
                 }
-                Arrived::Unchecked(ticket, slot, bytes, _) => self.sums.begin(ticket, slot, bytes),
+                Arrived::Unchecked(ticket, slot, bytes, _) => {
+                    self.checksum_pool.begin(ticket, slot, bytes)
+                }
             }
         }
-        while let Some(summed) = self.sums.take() {
+        while let Some(summed) = self.checksum_pool.take() {
             let Summed {
                 ticket,
                 slot,
                 checksum,
             } = summed;
-            let flight = self.flights.get_mut(ticket);
-            let flight = flight.expect("in flight while it is summed");
-            if flight.verb == Verb::SwapIn {
+            let in_flight = self.in_flight.get_mut(ticket);
+            let in_flight = in_flight.expect("in flight while it is summed");
+            if in_flight.verb == Verb::SwapIn {
                 done.extend(self.checked(ticket, slot, checksum)?);
                 continue;
             }
             let request = Request {
                 ticket,
                 verb: Verb::SwapOut,
-                urgency: Urgency::Ahead,
-                tile: flight.tile,
+                urgency: Priority::Prefetch,
+                tile: in_flight.tile,
                 slot: slot.index(),
-                generation: flight.generation,
+                generation: in_flight.generation,
                 checksum,
             };
-            flight.slot = Some(slot);
+            in_flight.slot = Some(slot);
             self.put(&request.to_sqe(self.epoch))?;
         }
         Ok(())
@@ -234,7 +237,7 @@ impl Session {
     ) -> Result<Option<Done>, ClientError> {
         let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
         let mut name = |device| name_of(device, known, unheard, &self.control);
-        match (self.flights).checked(ticket, slot, found, &mut name)? {
+        match (self.in_flight).checked(ticket, slot, found, &mut name)? {
             Checked::Done(done, device) => {
                 self.report_damage(&done, device);
                 Ok(Some(done))
@@ -243,7 +246,7 @@ impl Session {
                 let request = Request {
                     ticket,
                     verb: Verb::SwapIn,
-                    urgency: Urgency::Wanted,
+                    urgency: Priority::Demand,
                     tile,
                     slot,
                     generation: Generation(0),

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use offload_api::awake::AWAKE_MAX;
+use offload_api::adaptive_spin::AWAKE_MAX;
 use offload_api::proto;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -35,12 +35,12 @@ impl Session {
                 _ => left,
             };
             // Somebody waits for it, and has nothing else to do.
-            let lone = !left.is_zero() && self.flights.is_a_lone_read();
-            if lone && self.flights.sum_what_came() {
+            let lone = !left.is_zero() && self.in_flight.is_a_lone_read();
+            if lone && self.in_flight.sum_what_came() {
                 continue;
             }
             let came = || self.rings.ready().map(|count| count > 0);
-            if lone && (self.awake.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
+            if lone && (self.adaptive_spin.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
                 return Ok(());
             }
             if self.sleep(left)? || over {
@@ -67,7 +67,7 @@ impl Session {
         }
         let [line, completion, woken, ended_now] = fds.map(|fd| !fd.revents().is_empty());
         if completion {
-            signal::hush(&self.completion_doorbell);
+            signal::drain(&self.completion_doorbell);
         }
         if woken {
             waker.clear();

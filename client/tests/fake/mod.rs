@@ -60,16 +60,16 @@ pub(crate) struct FakeDaemon {
     pub(crate) submissions: Receiver<Sqe>,
     /// How often it was asked what it is.
     pub(crate) describe_calls: Arc<AtomicU64>,
-    _folder: tempfile::TempDir,
+    _dir: tempfile::TempDir,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     calls: Option<JoinHandle<()>>,
 }
 
 impl FakeDaemon {
     pub(crate) fn start(manners: Manners) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
-        let fds_path = folder.path().join("s.fds");
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        let fds_path = dir.path().join("s.fds");
         let listener = handoff::listen(&fds_path).unwrap();
         let (opened, open) = channel();
         let (seen, submissions) = channel();
@@ -109,7 +109,7 @@ impl FakeDaemon {
             socket,
             submissions,
             describe_calls,
-            _folder: folder,
+            _dir: dir,
             stop: Some(stop),
             calls: Some(calls),
         }
@@ -380,7 +380,10 @@ impl Offload for Service {
         Err(fault.into())
     }
 
-    async fn give_up(&self, _: Request<GiveUpRequest>) -> Answer<GiveUpReply> {
+    async fn discard_unreadable(
+        &self,
+        _: Request<DiscardUnreadableRequest>,
+    ) -> Answer<DiscardUnreadableReply> {
         Err(Status::unimplemented("the fake keeps no records"))
     }
 

@@ -1,5 +1,5 @@
 //! What could go wrong: a private daemon outlives its user, does not say why it did not start, formats over a store with
-//! a missing drive, or cannot be reached because its folder lies too deep.
+//! a missing drive, or cannot be reached because its directory lies too deep.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
@@ -55,11 +55,11 @@ const KEEPER: &str = "OFFLOAD_TEST_KEEPER_FOLDER";
 
 #[test]
 fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
-    if let Some(folder) = std::env::var_os(KEEPER) {
-        let folder = PathBuf::from(folder);
+    if let Some(dir) = std::env::var_os(KEEPER) {
+        let dir = PathBuf::from(dir);
         let settings = PrivateSettings {
             engine: "psync".into(),
-            ..settings_in(&folder)
+            ..settings_in(&dir)
         };
         // Started by a thread that ends at once: the daemon stays.
         let start = std::thread::spawn(|| PrivateDaemon::start(settings).unwrap());
@@ -77,7 +77,7 @@ fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
             "private::it_dies_with_its_process_however_that_ends_but_not_with_a_thread",
             "--nocapture",
         ])
-        .env(KEEPER, place.folder.path())
+        .env(KEEPER, place.dir.path())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -154,25 +154,25 @@ fn why_it_did_not_start_is_shown_from_its_log() {
 fn a_second_one_on_the_same_store_is_refused_by_name() {
     let place = Place::new();
     let first = place.start();
-    let other = folder();
+    let other = dir();
     let mut settings = place.settings();
-    settings.folder = other.path().to_owned();
+    settings.dir = other.path().to_owned();
     let words = PrivateDaemon::start(settings).unwrap_err().to_string();
     assert!(words.contains("another offloadd"), "{words}");
     Daemon::connect(first.socket()).unwrap();
 }
 
 /// Too deep for a socket.
-fn deep(folder: &Path) -> PathBuf {
-    folder.join("d".repeat(60)).join("e".repeat(60))
+fn deep(dir: &Path) -> PathBuf {
+    dir.join("d".repeat(60)).join("e".repeat(60))
 }
 
 #[test]
-fn a_deep_folder_gets_its_sockets_elsewhere_for_itself_alone() {
+fn a_deep_directory_gets_its_sockets_elsewhere_for_itself_alone() {
     let place = Place::new();
-    let deep = deep(place.folder.path());
+    let deep = deep(place.dir.path());
     let mut settings = place.settings();
-    settings.folder = deep.clone();
+    settings.dir = deep.clone();
     let daemon = PrivateDaemon::start(settings).unwrap();
     let socket = daemon.socket().to_owned();
     assert!(!socket.starts_with(&deep));
@@ -204,7 +204,7 @@ impl Deep {
                 "private::what_a_killed_process_left_elsewhere_is_removed_by_the_next_start",
                 "--nocapture",
             ])
-            .env(DEEP, place.folder.path())
+            .env(DEEP, place.dir.path())
             .env("XDG_RUNTIME_DIR", base)
             .stdout(Stdio::piped())
             .spawn()
@@ -227,7 +227,7 @@ impl Deep {
         self.process.wait().unwrap();
     }
 
-    fn has_folder(&self) -> bool {
+    fn has_dir(&self) -> bool {
         self.socket.parent().unwrap().exists()
     }
 }
@@ -240,24 +240,24 @@ impl Drop for Deep {
 
 #[test]
 fn what_a_killed_process_left_elsewhere_is_removed_by_the_next_start() {
-    if let Some(folder) = std::env::var_os(DEEP) {
-        let folder = PathBuf::from(folder);
+    if let Some(dir) = std::env::var_os(DEEP) {
+        let dir = PathBuf::from(dir);
         let settings = PrivateSettings {
-            folder: deep(&folder),
-            ..settings_in(&folder)
+            dir: deep(&dir),
+            ..settings_in(&dir)
         };
         let daemon = PrivateDaemon::start(settings).unwrap();
         println!("\nsocket {}", daemon.socket().display());
         std::thread::sleep(10 * LONG);
         return;
     }
-    // Short, wherever the tests' own folder lies.
+    // Short, wherever the tests' own directory lies.
     let base = tempfile::tempdir().unwrap();
     let [mut killed, living] = [(); 2].map(|()| Deep::start(base.path()));
     killed.kill();
-    assert!(killed.has_folder(), "nobody could remove it");
+    assert!(killed.has_dir(), "nobody could remove it");
     let next = Deep::start(base.path());
-    assert!(!killed.has_folder());
+    assert!(!killed.has_dir());
     for lives in [&living, &next] {
         Daemon::connect(&lives.socket).unwrap();
     }
@@ -287,7 +287,7 @@ fn a_device_that_others_can_read_or_change_is_refused() {
         );
     }
     set_mode(0o600);
-    let elsewhere = place.folder.path().join("elsewhere");
+    let elsewhere = place.dir.path().join("elsewhere");
     std::fs::rename(&device, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &device).unwrap();
     let words = refusal();
@@ -310,7 +310,7 @@ fn what_somebody_laid_where_a_device_is_to_be_made_is_not_written_over() {
     }
     let (device, _) = place.devices().remove(0);
     let new = PathBuf::from(format!("{}.new", device.display()));
-    let precious = place.folder.path().join("precious");
+    let precious = place.dir.path().join("precious");
     std::fs::write(&precious, "mine").unwrap();
     std::os::unix::fs::symlink(&precious, &new).unwrap();
     let words = PrivateDaemon::start(place.settings())
@@ -327,15 +327,15 @@ fn what_somebody_laid_where_a_device_is_to_be_made_is_not_written_over() {
 fn nobody_else_can_read_what_it_makes() {
     let place = Place::new();
     let _daemon = place.start();
-    let mut folders = vec![place.folder.path().to_owned()];
+    let mut dirs = vec![place.dir.path().to_owned()];
     let mut seen = 0;
-    while let Some(folder) = folders.pop() {
-        for entry in folder.read_dir().unwrap() {
+    while let Some(dir) = dirs.pop() {
+        for entry in dir.read_dir().unwrap() {
             let (path, found) = entry.map(|e| (e.path(), e.metadata().unwrap())).unwrap();
             if found.is_dir() {
-                folders.push(path.clone());
+                dirs.push(path.clone());
             }
-            // A socket lies in a folder of its user's alone.
+            // A socket lies in a directory of its user's alone.
             if found.is_dir() || found.is_file() {
                 seen += 1;
                 assert_eq!(found.mode() & 0o077, 0, "{}", path.display());

@@ -23,9 +23,9 @@ const DATA_OFFSET: usize = 1 << 20;
 /// Longer than anything here may take: what ends only by it has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
-/// A folder with two device files, formatted as one store.
+/// A directory with two device files, formatted as one store.
 pub(crate) struct Place {
-    pub(crate) folder: tempfile::TempDir,
+    pub(crate) dir: tempfile::TempDir,
 }
 
 impl Place {
@@ -33,7 +33,7 @@ impl Place {
         // Formatting measures each device for a while: done once. Its work lies before the data, the rest is free.
         static FORMATTED: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
         let formatted = FORMATTED.get_or_init(|| {
-            let place = Self { folder: folder() };
+            let place = Self { dir: dir() };
             drop(place.start());
             let devices = place.devices().into_iter();
             devices
@@ -47,7 +47,7 @@ impl Place {
                 })
                 .collect()
         });
-        let place = Self { folder: folder() };
+        let place = Self { dir: dir() };
         for ((path, bytes), start) in place.devices().into_iter().zip(formatted) {
             let mut file = fs::OpenOptions::new()
                 .write(true)
@@ -66,7 +66,7 @@ impl Place {
     }
 
     pub(crate) fn settings(&self) -> PrivateSettings {
-        settings_in(self.folder.path())
+        settings_in(self.dir.path())
     }
 
     pub(crate) fn start(&self) -> PrivateDaemon {
@@ -74,13 +74,13 @@ impl Place {
     }
 }
 
-/// Of a private daemon with everything in `folder`.
-pub(crate) fn settings_in(folder: &Path) -> PrivateSettings {
+/// Of a private daemon with everything in `dir`.
+pub(crate) fn settings_in(dir: &Path) -> PrivateSettings {
     PrivateSettings {
         program: None,
-        folder: folder.to_owned(),
+        dir: dir.to_owned(),
         devices: ["a.tiles", "b.tiles"]
-            .map(|name| (folder.join(name), DEVICE_BYTES))
+            .map(|name| (dir.join(name), DEVICE_BYTES))
             .into(),
         arena_bytes_max: ARENA_BYTES_MAX,
         iodepth_max: 64,
@@ -89,7 +89,7 @@ pub(crate) fn settings_in(folder: &Path) -> PrivateSettings {
 }
 
 /// On a drive: direct I/O to memory file systems is not what is tried here.
-pub(crate) fn folder() -> tempfile::TempDir {
+pub(crate) fn dir() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
@@ -215,7 +215,7 @@ pub(crate) fn kill_9(daemon: &PrivateDaemon) {
 pub(crate) fn run_test(name: &str, removed: &str) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
-        .env("OFFLOADD_REMOVED", removed)
+        .env("OFFLOADD_DISABLE", removed)
         .output()
         .unwrap()
 }
@@ -253,6 +253,6 @@ pub(crate) fn daemon_is_removable(place: &Place) -> bool {
     let daemon = place.start();
     let program = fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap();
     let bytes = fs::read(program).unwrap();
-    let name = b"OFFLOADD_REMOVED";
+    let name = b"OFFLOADD_DISABLE";
     bytes.windows(name.len()).any(|window| window == name)
 }

@@ -22,17 +22,17 @@ impl Supervised {
     fn start(place: &Place) -> Self {
         let program = std::env::current_exe().unwrap();
         let program = (program.ancestors().skip(1).take(2))
-            .map(|folder| folder.join("offloadd"))
+            .map(|dir| dir.join("offloadd"))
             .find(|program| program.is_file())
             .expect("offloadd is built");
-        let socket = place.folder.path().join("run/s");
-        let config = place.folder.path().join("supervised.toml");
+        let socket = place.dir.path().join("run/s");
+        let config = place.dir.path().join("supervised.toml");
         let devices: Vec<_> = place.devices().into_iter().map(|(path, _)| path).collect();
         let text = format!(
             "socket = {socket:?}\ndevices = {devices:?}\narena_bytes_max = {ARENA_BYTES_MAX}\n"
         );
         fs::write(&config, text).unwrap();
-        let log = fs::File::create(place.folder.path().join("supervised.log")).unwrap();
+        let log = fs::File::create(place.dir.path().join("supervised.log")).unwrap();
         let child = Command::new(program)
             .args(["supervise", "--config"])
             .arg(&config)

@@ -105,7 +105,7 @@ fn damage_on_a_device_that_came_after_the_session_is_named_and_told() {
     let place = Place::new();
     let daemon = place.start();
     let mut session = open_new(daemon.socket());
-    let new = place.folder.path().join("new.tiles");
+    let new = place.dir.path().join("new.tiles");
     let mut add = offloadd_of(&daemon);
     add.args(["device", "add", "--size", "32MiB", "--socket"]);
     let output = add.arg(daemon.socket()).arg(&new).output().unwrap();
@@ -284,7 +284,7 @@ fn hastening_takes_no_room_from_operations_that_were_granted() {
             let ticket = session.swap_in(TileIndex(tile), slot);
             let ticket = ticket.map_err(|(_, error)| error).unwrap();
             for _ in 0..100 {
-                session.hasten(ticket).unwrap();
+                session.promote(ticket).unwrap();
             }
             ticket
         })

@@ -4,9 +4,7 @@ use std::ffi::{CString, c_char};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::library::{
-    folders_beside_torch, folders_of_loaded, folders_of_toolkit, open, open_first,
-};
+use super::library::{dirs_beside_torch, dirs_of_loaded, dirs_of_toolkit, open, open_first};
 use super::table::CompilerTable;
 use super::{GpuError, PRELUDE, Vendor};
 
@@ -26,11 +24,11 @@ pub struct CompileOptions {
 }
 
 impl Compiler {
-    /// The vendor's compiler: by name, beside a loaded torch, in the vendor's toolkit, then in `folders`.
+    /// The vendor's compiler: by name, beside a loaded torch, in the vendor's toolkit, then in `dirs`.
     ///
     /// # Errors
     /// [`GpuError::NoCompiler`] with all that was tried.
-    pub fn open(vendor: Vendor, folders: &[PathBuf]) -> Result<Self, GpuError> {
+    pub fn open(vendor: Vendor, dirs: &[PathBuf]) -> Result<Self, GpuError> {
         let names: &[&str] = match vendor {
             Vendor::Cuda => &["libnvrtc.so.13", "libnvrtc.so.12"],
             // The last is the runtime itself, which contains the compiler up to ROCm 5.
@@ -43,11 +41,11 @@ impl Compiler {
             ],
         };
         let mut places = match vendor {
-            Vendor::Cuda => folders_beside_torch(),
-            Vendor::Hip => folders_of_loaded("libamdhip64.so"),
+            Vendor::Cuda => dirs_beside_torch(),
+            Vendor::Hip => dirs_of_loaded("libamdhip64.so"),
         };
-        places.extend(folders_of_toolkit(vendor));
-        places.extend(folders.iter().cloned());
+        places.extend(dirs_of_toolkit(vendor));
+        places.extend(dirs.iter().cloned());
         let none = |tried| GpuError::NoCompiler { vendor, tried };
         let _alone = alone();
         let (library, name) = open_first(names, &places).map_err(none)?;
@@ -210,15 +208,15 @@ fn alone() -> MutexGuard<'static, ()> {
 /// NVRTC looks for its other library by the plain name, which is found if it is loaded already. It need not be an error that none is
 /// found here: NVRTC may find it.
 fn open_other_part_of_nvrtc() {
-    for folder in folders_of_loaded("libnvrtc.so") {
-        for part in files_starting_with(&folder, "libnvrtc-builtins.so.") {
+    for dir in dirs_of_loaded("libnvrtc.so") {
+        for part in files_starting_with(&dir, "libnvrtc-builtins.so.") {
             let _ = open(&part);
         }
     }
 }
 
-fn files_starting_with(folder: &std::path::Path, prefix: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+fn files_starting_with(dir: &std::path::Path, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries
         .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
         .map(|entry| entry.path())

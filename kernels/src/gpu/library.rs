@@ -7,19 +7,19 @@ use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 
 /// Opens the first of `names` that is there: by its plain name (what is loaded already, LD_LIBRARY_PATH, the system), then in each of
-/// `folders`. It stays loaded for good: drivers start threads that outlive any owner.
+/// `dirs`. It stays loaded for good: drivers start threads that outlive any owner.
 ///
 /// # Errors
 /// Each place that was tried, with the loader's answer.
 pub fn open_first(
     names: &[&str],
-    folders: &[PathBuf],
+    dirs: &[PathBuf],
 ) -> Result<(&'static Library, String), Vec<String>> {
     let mut tried = Vec::new();
     let plain = names.iter().map(PathBuf::from);
-    let beside = folders
+    let beside = dirs
         .iter()
-        .flat_map(|folder| names.iter().map(move |name| folder.join(name)))
+        .flat_map(|dir| names.iter().map(move |name| dir.join(name)))
         .filter(|path| path.exists());
     for path in plain.chain(beside) {
         match open(&path) {
@@ -27,8 +27,8 @@ pub fn open_first(
             Err(answer) => tried.push(answer),
         }
     }
-    for folder in folders {
-        tried.push(format!("nothing of that name in {}", folder.display()));
+    for dir in dirs {
+        tried.push(format!("nothing of that name in {}", dir.display()));
     }
     Err(tried)
 }
@@ -45,17 +45,17 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, String> {
     }
 }
 
-/// Folders of the libraries that are loaded and whose file name starts with `prefix`.
-pub fn folders_of_loaded(prefix: &str) -> Vec<PathBuf> {
+/// Directories of the libraries that are loaded and whose file name starts with `prefix`.
+pub fn dirs_of_loaded(prefix: &str) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    folders_in_maps(&maps, prefix)
+    dirs_in_maps(&maps, prefix)
 }
 
 /// Where pip puts the run-time compiler beside a loaded torch: `torch/lib/../../nvidia/cu13/lib`.
-pub(super) fn folders_beside_torch() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = ["libc10", "libtorch"]
+pub(super) fn dirs_beside_torch() -> Vec<PathBuf> {
+    let mut dirs: Vec<PathBuf> = ["libc10", "libtorch"]
         .iter()
-        .flat_map(|prefix| folders_of_loaded(prefix))
+        .flat_map(|prefix| dirs_of_loaded(prefix))
         .flat_map(|lib| {
             let site = lib.join("../..");
             [
@@ -65,12 +65,12 @@ pub(super) fn folders_beside_torch() -> Vec<PathBuf> {
             ]
         })
         .collect();
-    folders.dedup();
-    folders
+    dirs.dedup();
+    dirs
 }
 
 /// Where a vendor's toolkit lies: as its environment variables say, else where its installer puts it.
-pub fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
+pub fn dirs_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
     let (variables, usual, lib): (&[&str], &str, &str) = match vendor {
         Vendor::Cuda => (&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", "lib64"),
         Vendor::Hip => (&["ROCM_PATH", "HIP_PATH"], "/opt/rocm", "lib"),
@@ -83,8 +83,8 @@ pub fn folders_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
         .collect()
 }
 
-fn folders_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = maps
+fn dirs_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {
+    let mut dirs: Vec<PathBuf> = maps
         .lines()
         .filter_map(|line| Some(Path::new(&line[line.find('/')?..])))
         .filter(|path| {
@@ -93,8 +93,8 @@ fn folders_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {
         })
         .filter_map(|path| Some(path.parent()?.to_path_buf()))
         .collect();
-    folders.dedup();
-    folders
+    dirs.dedup();
+    dirs
 }
 
 /// The loader's words; they name the file in most cases, so it is put before them only where they do not.
@@ -116,18 +116,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_folder_of_a_loaded_library_is_found_in_the_memory_map() {
+    fn the_directory_of_a_loaded_library_is_found_in_the_memory_map() {
         let maps = "7f00-7f01 r--p 00000000 00:00 0\n\
                     7f01-7f02 r-xp 00000000 fe:00 12 /opt/py thon/torch/lib/libc10.so\n\
                     7f02-7f03 r--p 00000000 fe:00 12 /opt/py thon/torch/lib/libc10.so\n\
                     7f03-7f04 r--p 00000000 fe:00 12 /usr/lib/libc.so.6\n";
         assert_eq!(
-            folders_in_maps(maps, "libc10"),
+            dirs_in_maps(maps, "libc10"),
             [PathBuf::from("/opt/py thon/torch/lib")]
         );
-        assert!(folders_in_maps(maps, "libcuda").is_empty());
+        assert!(dirs_in_maps(maps, "libcuda").is_empty());
         assert!(
-            !folders_of_loaded("libc.so").is_empty(),
+            !dirs_of_loaded("libc.so").is_empty(),
             "this very process has a C library"
         );
     }

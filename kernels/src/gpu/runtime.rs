@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use super::library::{folders_of_toolkit, open_first};
+use super::library::{dirs_of_toolkit, open_first};
 use super::table::{Differences, Driver};
 use super::{GpuError, GpuInfo, Vendor};
 
@@ -56,17 +56,17 @@ impl Runtime {
             Vendor::Cuda => &["libcuda.so.1"],
             Vendor::Hip => &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"],
         };
-        let folders = match vendor {
+        let dirs = match vendor {
             // The driver's own library is never part of a toolkit; one found there would be a stub.
             Vendor::Cuda => Vec::new(),
-            Vendor::Hip => folders_of_toolkit(vendor),
+            Vendor::Hip => dirs_of_toolkit(vendor),
         };
-        Self::open_of(vendor, names, &folders)
+        Self::open_of(vendor, names, &dirs)
     }
 
-    fn open_of(vendor: Vendor, names: &[&str], folders: &[PathBuf]) -> Result<Self, GpuError> {
+    fn open_of(vendor: Vendor, names: &[&str], dirs: &[PathBuf]) -> Result<Self, GpuError> {
         let (library, library_name) =
-            open_first(names, folders).map_err(|tried| GpuError::NoLibrary { tried })?;
+            open_first(names, dirs).map_err(|tried| GpuError::NoLibrary { tried })?;
         let unknown = |why: String| GpuError::NoLibrary {
             tried: vec![format!("{library_name}: {why}")],
         };

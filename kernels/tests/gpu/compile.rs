@@ -8,7 +8,7 @@ use std::process::Command;
 
 use kernels::gpu::{CompileOptions, Compiler, GpuError, PRELUDE, SOURCES, Vendor};
 
-use crate::on_stand_in::scratch;
+use crate::on_fake::scratch;
 
 /// The compiler, or a line that says what is missing.
 fn compiler(vendor: Vendor) -> Option<Compiler> {
@@ -114,9 +114,9 @@ fn every_source_compiles_with_clang_for_amd_and_spills_no_register() {
         println!("skipped: no clang of version 17 or later: the check of kernels for gfx942");
         return;
     };
-    let folder = scratch();
+    let dir = scratch();
     for (name, source) in SOURCES {
-        let path = folder.path().join(format!("{name}.hip"));
+        let path = dir.path().join(format!("{name}.hip"));
         std::fs::write(&path, format!("{PRELUDE}\n{source}")).unwrap();
         for arch in ["gfx90a", "gfx942"] {
             let output = Command::new(&clang)

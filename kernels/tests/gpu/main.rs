@@ -4,14 +4,14 @@
 mod adamw;
 mod compile;
 mod device;
+mod fake;
+mod host_stash;
 mod loaders;
 mod memory;
-#[path = "../shared/on_stand_in.rs"]
-mod on_stand_in;
+#[path = "../shared/on_fake.rs"]
+mod on_fake;
 mod reduce;
 #[path = "../shared/mod.rs"]
 mod shared;
-mod shelf;
-mod stand_in;
 mod streams;
 mod tile_updater;

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::ffi::{self, RawTensor};
 use super::memory::contiguous;
 use super::{TorchError, set_deterministic};
-use kernels::gpu::library::{folders_of_loaded, open_first};
+use kernels::gpu::library::{dirs_of_loaded, open_first};
 use kernels::gpu::{DeviceBuffer, Gpu};
 
 /// The library that makes torch's CPU half know GPUs, of either vendor.
@@ -66,7 +66,7 @@ pub fn load_gpu_half() -> Result<(), TorchError> {
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     if !*loaded {
-        open_first(&GPU_HALVES, &folders_of_loaded("libtorch_cpu.so"))
+        open_first(&GPU_HALVES, &dirs_of_loaded("libtorch_cpu.so"))
             .map_err(|tried| TorchError::NoGpuHalf { tried })?;
         *loaded = true;
     }
@@ -207,12 +207,12 @@ mod tests {
 
     #[test]
     fn a_missing_gpu_half_is_named_with_the_places_looked_at() {
-        // The folder of the CPU half that this machine's torch may or may not have a GPU half in: both answers are looked at.
+        // The directory of the CPU half that this machine's torch may or may not have a GPU half in: both answers are looked at.
         match load_gpu_half() {
-            Ok(()) => assert!(!folders_of_loaded("libtorch_").is_empty()),
+            Ok(()) => assert!(!dirs_of_loaded("libtorch_").is_empty()),
             Err(error) => {
                 let said = error.to_string();
-                let beside = folders_of_loaded("libtorch_cpu.so");
+                let beside = dirs_of_loaded("libtorch_cpu.so");
                 assert!(said.contains("libtorch_cuda.so"), "{said}");
                 assert!(said.contains(&beside[0].display().to_string()), "{said}");
             }

@@ -15,9 +15,9 @@ pub fn checksum(bytes: &[u8]) -> u32 {
 
 /// The checksum of bytes that come one piece after the other.
 #[derive(Debug)]
-pub struct Summing(crc_fast::Digest);
+pub struct ChecksumDigest(crc_fast::Digest);
 
-impl Summing {
+impl ChecksumDigest {
     /// Of nothing yet.
     #[expect(clippy::new_without_default)]
     pub fn new() -> Self {
@@ -49,11 +49,11 @@ mod tests {
     #[test]
     fn pieces_have_the_sum_of_the_whole() {
         let bytes: Vec<u8> = (0..20_000_u32).map(|i| ((i * i) >> 5) as u8).collect();
-        let mut summing = Summing::new();
+        let mut digest = ChecksumDigest::new();
         for piece in bytes.chunks(4096) {
-            summing.add(piece);
+            digest.add(piece);
         }
-        assert_eq!(summing.sum(), checksum(&bytes));
+        assert_eq!(digest.sum(), checksum(&bytes));
     }
 
     /// Other code runs for short and long input, and for each rest behind the last whole vector.

@@ -33,11 +33,11 @@ pub enum Point {
     /// A step's line is about to be written.
     Telling,
     /// One more tile of a save was written.
-    Saving,
+    Checkpointing,
     /// The tiles of a save are written, and it has no name yet.
-    NamingSave,
+    NamingCheckpoint,
     /// A save has its name; older ones are still there.
-    SaveNamed,
+    CheckpointNamed,
     /// What is pending is about to be applied and committed.
     Draining,
     /// All is kept, and the run is about to be closed.
@@ -63,9 +63,9 @@ impl Point {
         Self::Committing,
         Self::Committed,
         Self::Telling,
-        Self::Saving,
-        Self::NamingSave,
-        Self::SaveNamed,
+        Self::Checkpointing,
+        Self::NamingCheckpoint,
+        Self::CheckpointNamed,
         Self::Draining,
         Self::Closing,
         Self::Exporting,
@@ -87,9 +87,9 @@ impl Point {
             Self::Committing => "committing",
             Self::Committed => "committed",
             Self::Telling => "telling",
-            Self::Saving => "saving",
-            Self::NamingSave => "naming-save",
-            Self::SaveNamed => "save-named",
+            Self::Checkpointing => "saving",
+            Self::NamingCheckpoint => "naming-save",
+            Self::CheckpointNamed => "save-named",
             Self::Draining => "draining",
             Self::Closing => "closing",
             Self::Exporting => "exporting",
@@ -100,7 +100,7 @@ impl Point {
 
 /// The process reaches `point`. Panics when what a test asked for makes no sense: it must not believe in a kill that never
 /// comes.
-#[cfg(feature = "removable")]
+#[cfg(feature = "safeguard")]
 pub fn reach(point: Point) {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -131,7 +131,7 @@ pub fn reach(point: Point) {
 }
 
 /// Says in `file` that the point was reached, and waits until the file is gone.
-#[cfg(feature = "removable")]
+#[cfg(feature = "safeguard")]
 fn hold(file: &std::path::Path) {
     std::fs::write(file, []).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     while file.exists() {
@@ -140,11 +140,11 @@ fn hold(file: &std::path::Path) {
 }
 
 /// The process reaches `point`: nothing happens, in this build.
-#[cfg(not(feature = "removable"))]
+#[cfg(not(feature = "safeguard"))]
 pub const fn reach(_point: Point) {}
 
 /// What a test asks for.
-#[cfg(any(test, feature = "removable"))]
+#[cfg(any(test, feature = "safeguard"))]
 #[derive(Debug, PartialEq, Eq)]
 struct AskedFor {
     rank: Option<u32>,
@@ -153,7 +153,7 @@ struct AskedFor {
     number: u64,
 }
 
-#[cfg(any(test, feature = "removable"))]
+#[cfg(any(test, feature = "safeguard"))]
 fn parse(text: &str) -> Option<AskedFor> {
     let (rank, text) = match text.split_once(':') {
         Some((rank, rest)) => (Some(rank.strip_prefix("rank")?.parse().ok()?), rest),

@@ -15,17 +15,17 @@
 
 #![deny(unsafe_code)]
 
-pub mod awake;
+pub mod adaptive_spin;
 pub mod checksum;
 pub mod fault;
 pub mod geometry;
 pub mod handoff;
 pub mod ids;
+pub mod injected_fault;
 pub mod kill_point;
-pub mod mishap;
 pub mod pace;
-pub mod removable;
 pub mod ring;
+pub mod safeguard;
 
 /// Generated from `proto/offload.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]

@@ -1,4 +1,4 @@
-//! The speed a test wants devices to have. Only with the feature `removable`, which only test builds have:
+//! The speed a test wants devices to have. Only with the feature `safeguard`, which only test builds have:
 //! `OFFLOADD_PACE=60000000,30000000` is bytes read and bytes written a second, each device for itself;
 //! `OFFLOADD_PACE="b=30000000,15000000;60000000,30000000"` has another pace for files whose name begins with `b`.
 //!
@@ -59,14 +59,14 @@ impl Paces {
 }
 
 /// What a test asked for. Panics when it makes no sense: a test that believes in a pace must not run without one.
-#[cfg(feature = "removable")]
+#[cfg(feature = "safeguard")]
 pub fn paces() -> Option<Paces> {
     let text = std::env::var("OFFLOADD_PACE").ok()?;
     Some(Paces::parse(&text).unwrap_or_else(|| panic!("OFFLOADD_PACE={text}: it is READ,WRITE")))
 }
 
 /// What a test asked for: nothing, in this build.
-#[cfg(not(feature = "removable"))]
+#[cfg(not(feature = "safeguard"))]
 pub const fn paces() -> Option<Paces> {
     None
 }

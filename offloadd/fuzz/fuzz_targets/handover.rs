@@ -1,7 +1,7 @@
 //! What one daemon hands over to the next, changed: the state's file, the state itself (which a checksum would hide), names
 //! of descriptors. It is refused in words, or taken up so that it can be handed over again and all of it be given back.
 //!
-//! The first byte says which. The corpus begins with what the code itself hands over, in the folder that `run.sh` names.
+//! The first byte says which. The corpus begins with what the code itself hands over, in the directory that `run.sh` names.
 
 #![no_main]
 
@@ -23,7 +23,7 @@ fn plant() {
         return;
     };
     for (nth, seed) in handed::seeds().iter().enumerate() {
-        std::fs::write(corpus.join(format!("seed{nth}")), seed).expect("a folder for the corpus");
+        std::fs::write(corpus.join(format!("seed{nth}")), seed).expect("a directory for the corpus");
     }
 }
 

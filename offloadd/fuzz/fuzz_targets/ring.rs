@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 
 use libfuzzer_sys::fuzz_target;
 use offloadd::api::ids::Epoch;
-use offloadd::api::ring::entry::{Request, Urge};
+use offloadd::api::ring::entry::{Request, Promote};
 use offloadd::api::ring::{DaemonRings, ProcessRings, RingMap};
 use rustix::fs::MemfdFlags;
 
@@ -45,7 +45,7 @@ fuzz_target!(|bytes: &[u8]| {
         if let Ok(request) = Request::check(&sqe, EPOCH) {
             assert_eq!(request.to_sqe(EPOCH), sqe, "what was checked is all of it");
         }
-        let _ = Urge::check(&sqe, EPOCH);
+        let _ = Promote::check(&sqe, EPOCH);
     }
     let _ = daemon.unreaped();
     let Ok(map) = RingMap::open(&fd) else { return };

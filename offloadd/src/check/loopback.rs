@@ -15,7 +15,7 @@ const MEND: &str = "install -D -t /etc/systemd/system/offloadd.service.d /usr/sh
                     daemon-reload; or listen = \"unix:/run/offloadd/metrics.sock\"";
 
 /// Where units and their drop-ins lie.
-const UNIT_FOLDERS: [&str; 4] = [
+const UNIT_DIRS: [&str; 4] = [
     "etc/systemd/system",
     "run/systemd/system",
     "usr/lib/systemd/system",
@@ -59,14 +59,13 @@ fn judge(
 /// It is installed, and nothing gives it a network.
 fn service_is_shut_out(root: &Path) -> bool {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
-    let folders = UNIT_FOLDERS.map(|folder| root.join(folder));
+    let dirs = UNIT_DIRS.map(|dir| root.join(dir));
     // The first one found is the unit.
-    let Some(unit) = (folders.iter()).find_map(|folder| read(&folder.join("offloadd.service")))
-    else {
+    let Some(unit) = (dirs.iter()).find_map(|dir| read(&dir.join("offloadd.service"))) else {
         return false;
     };
-    let drop_ins = folders.iter().filter_map(|folder| {
-        let entries = std::fs::read_dir(folder.join("offloadd.service.d")).ok()?;
+    let drop_ins = dirs.iter().filter_map(|dir| {
+        let entries = std::fs::read_dir(dir.join("offloadd.service.d")).ok()?;
         let files = entries.filter_map(|entry| Some(entry.ok()?.path()));
         let files = files.filter(|path| path.extension().is_some_and(|end| end == "conf"));
         Some(files.filter_map(|path| read(&path)).collect::<String>())
@@ -94,8 +93,8 @@ mod tests {
     use crate::findings::Severity;
 
     fn packaging(name: &str) -> String {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/");
-        std::fs::read_to_string(format!("{folder}{name}")).unwrap()
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/");
+        std::fs::read_to_string(format!("{dir}{name}")).unwrap()
     }
 
     fn address() -> SocketAddr {

@@ -50,8 +50,8 @@ fn resolved(config: &Config) -> String {
         config.scrub_bytes_per_s_max,
         binary(config.scrub_bytes_per_s_max),
     );
-    if let Some(bytes) = config.move_bytes_per_s_max {
-        text += &format!("move_bytes_per_s_max = {bytes} # {}\n", binary(bytes));
+    if let Some(bytes) = config.rebalance_bytes_per_s_max {
+        text += &format!("rebalance_bytes_per_s_max = {bytes} # {}\n", binary(bytes));
     }
     if let Some(rated) = config
         .rated_bytes
@@ -60,7 +60,7 @@ fn resolved(config: &Config) -> String {
         .collect::<Option<Vec<_>>>()
     {
         let tb: Vec<_> = rated.iter().map(|&bytes| bytes as f64 / 1e12).collect();
-        text += &format!("rated_tb_written = {tb:?}\n");
+        text += &format!("rated_tbw = {tb:?}\n");
     }
     if let Some(listen) = &config.metrics_listen {
         text += &format!("[metrics]\nlisten = {:?}\n", listen.words());

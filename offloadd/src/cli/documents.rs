@@ -23,8 +23,8 @@ pub(crate) fn completions(shell: Shell, mut command: Command) -> Result<()> {
 }
 
 /// One page for the program and one for each command.
-pub(crate) fn man(folder: &Path, command: Command) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+pub(crate) fn man(dir: &Path, command: Command) -> Result<()> {
+    std::fs::create_dir_all(dir).with_context(|| format!("making {}", dir.display()))?;
     let mut command = command.disable_help_subcommand(true);
     command.build();
     let name = command.get_name().to_owned();
@@ -32,7 +32,7 @@ pub(crate) fn man(folder: &Path, command: Command) -> Result<()> {
         .map(|one| (format!("{name}-{}", one.get_name()), one.clone()))
         .collect();
     for (name, one) in commands.into_iter().chain([(name, command)]) {
-        let path = folder.join(format!("{name}.{SECTION}"));
+        let path = dir.join(format!("{name}.{SECTION}"));
         let text = page(&name, one).context("writing a page of the manual")?;
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     }

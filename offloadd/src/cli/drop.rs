@@ -2,11 +2,11 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use offload_api::proto;
-use offloadd::stopped::Stopped;
+use offloadd::offline::Stopped;
 use offloadd::store::definition::JobName;
 
-use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
+use super::store_access::{At, Holder, holder};
 use super::{binary, inspect, open_all};
 
 /// What people may choose.

@@ -4,14 +4,14 @@ use std::fmt::Write;
 
 use anyhow::Result;
 use offload_api::proto;
-use offloadd::core::{DeviceState, Standing};
+use offloadd::core::{DeviceState, DeviceStatus};
 use offloadd::device::DeviceBlocks;
 use offloadd::store::content::JobContent;
 use offloadd::store::recover;
 use serde_json::{Value, json};
 
-use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
+use super::store_access::{At, Holder, holder};
 use super::{binary, open_all};
 
 pub(crate) fn run(at: &At, as_json: bool) -> Result<()> {
@@ -49,9 +49,9 @@ pub(super) fn read(devices: &[offloadd::device::Device]) -> Result<proto::Inspec
                 .free_bytes(offload_api::ids::DeviceIndex(index as u32)),
             read_bytes_per_s: device.superblock.read_bytes_per_s,
             write_bytes_per_s: device.superblock.write_bytes_per_s,
-            standing: Standing {
+            status: DeviceStatus {
                 phase: device.phase,
-                ..Standing::settled(device.superblock.number)
+                ..DeviceStatus::settled(device.superblock.number)
             },
         };
         proto::Device::from(state)

@@ -8,34 +8,34 @@ macro_rules! say {
     }};
 }
 
-mod at_rest;
 pub(crate) mod check_config;
 mod connection;
 pub(crate) mod device;
+pub(crate) mod discard_unreadable;
 pub(crate) mod doctor;
 pub(crate) mod documents;
 pub(crate) mod drop;
 mod findings;
 pub(crate) mod format;
-pub(crate) mod give_up;
 pub(crate) mod inspect;
 mod log;
 pub(crate) mod long_work;
 mod reload;
 pub(crate) mod serve;
 mod service_manager;
+mod store_access;
 pub(crate) mod supervise;
 pub(crate) mod top;
 pub(crate) mod verify;
 
-pub(crate) use at_rest::At;
+pub(crate) use store_access::At;
 
 use std::io::Write;
 
 use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, DeviceError};
-use offloadd::metrics::{Ratings, Worn};
+use offloadd::metrics::{Ratings, WearCount};
 use offloadd::store::recover::RecoveredStore;
 use offloadd::store::wear::Wear;
 use offloadd::store_devices::StoreDevices;
@@ -54,8 +54,8 @@ fn open_all(config: &Config) -> Result<Vec<Device>, DeviceError> {
 }
 
 /// How far each device of the store is worn, in the store's order.
-fn worn(store: &RecoveredStore, devices: &[Device]) -> Vec<Worn> {
-    let worn = store.devices.iter().map(|device| Worn {
+fn worn(store: &RecoveredStore, devices: &[Device]) -> Vec<WearCount> {
+    let worn = store.devices.iter().map(|device| WearCount {
         path: device.path.clone(),
         number: device.superblock.number,
         before: Wear::read(

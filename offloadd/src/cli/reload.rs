@@ -110,7 +110,7 @@ mod tests {
         arena_bytes_max = \"1GiB\"
         sessions_max = 8
         iodepth_max = 16
-        rated_tb_written = [1, 2]
+        rated_tbw = [1, 2]
     ";
 
     fn serving(paths: &[&str]) -> Vec<Served> {
@@ -133,9 +133,12 @@ mod tests {
         let reload = compared("1GiB", "2GiB");
         assert_eq!(reload.change.limits.arena_bytes_max, 2 << 30);
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
-        let slower = "move_bytes_per_s_max = \"1MiB\"\n        sessions_max";
+        let slower = "rebalance_bytes_per_s_max = \"1MiB\"\n        sessions_max";
         let reload = compared("sessions_max", slower);
-        assert_eq!(reload.change.limits.move_bytes_per_s_max, Some(1 << 20));
+        assert_eq!(
+            reload.change.limits.rebalance_bytes_per_s_max,
+            Some(1 << 20)
+        );
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
         let reload = compared("[1, 2]", "[3, 4]");
         let rated = |reload: &Reload, path| {
@@ -156,8 +159,8 @@ mod tests {
         );
         // One that is not of the store: the list waits for a restart, its rating does not.
         let reload = compared(
-            "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2]",
-            "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tb_written = [1, 2, 6]",
+            "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2]",
+            "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2, 6]",
         );
         assert_eq!(
             ["/a", "/late"].map(|path| rated(&reload, path)),
@@ -206,7 +209,7 @@ mod tests {
     #[test]
     fn a_list_that_follows_the_store_takes_no_restart() {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
-        let started = STARTED.replace("rated_tb_written = [1, 2]", "");
+        let started = STARTED.replace("rated_tbw = [1, 2]", "");
         let refused = |served: &[Served], list: &str| {
             let new = started.replace("\"/a\", \"/b\"", list);
             let reload = compare(&parse(&started), served, &parse(&new));

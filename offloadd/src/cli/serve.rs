@@ -15,7 +15,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
 use offload_api::ring::Reached;
-use offloadd::again;
 use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::blocks::BlockError;
 use offloadd::config::Config;
@@ -26,13 +25,14 @@ use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running
 use offloadd::handover::inherited::{self, Inherited};
 use offloadd::handover::{self, Found, HandedOver, SESSIONS_MAX};
 use offloadd::memory;
-use offloadd::metrics::Wearing;
+use offloadd::metrics::Endurance;
 use offloadd::queue::DeviceLimits;
+use offloadd::retry;
 use offloadd::server::page::Page;
 use offloadd::server::{self, About};
 use offloadd::store::StoreError;
 use offloadd::store::catalog::Phase;
-use offloadd::store::home::{self, HomeMove};
+use offloadd::store::metadata_device::{self, MetadataMove};
 use offloadd::store::recover::{self, RecoveredStore};
 use offloadd::store_devices::StoreDevices;
 use rustix::process::Pid;
@@ -118,7 +118,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
         let mut work = LongWork::new(what, Unit::Bytes, Listener::Service);
-        let moved = home::settle_watched(
+        let moved = metadata_device::settle_watched(
             &mut DeviceBlocks(&devices),
             &mut store,
             &mut |done, total| {
@@ -127,22 +127,22 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         );
         drop(work);
         match moved? {
-            HomeMove::NotDue => {}
-            HomeMove::Moved { from, to } => {
+            MetadataMove::NotDue => {}
+            MetadataMove::Moved { from, to } => {
                 tracing::info!("the store's catalog and records moved from {from} to {to}");
             }
-            HomeMove::Failed(why) => {
+            MetadataMove::Failed(why) => {
                 tracing::warn!("the store's catalog and records stay where they are: {why}");
             }
         }
     }
-    let wearing = Wearing::new(store.id, ratings(&config), worn(&store, &devices));
+    let endurance = Endurance::new(store.id, ratings(&config), worn(&store, &devices));
     for note in &store.notes {
         tracing::warn!("{note}");
     }
-    let device_count = devices.len() - store.outsiders.len();
-    for outsider in &store.outsiders {
-        tracing::warn!("device {outsider}");
+    let device_count = devices.len() - store.foreign_devices.len();
+    for foreign_device in &store.foreign_devices {
+        tracing::warn!("device {foreign_device}");
     }
     let files: Vec<_> = (store.devices.iter())
         .map(|device| devices[device.position].file().clone())
@@ -160,7 +160,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         );
     }
     let descriptor_socket = config.descriptor_socket();
-    server::prepare_folder(&config.socket, private)?;
+    server::prepare_dir(&config.socket, private)?;
     server::clear_socket(&config.socket)?;
     server::clear_socket(&descriptor_socket)?;
     // Both sockets for user and group, from the moment they exist.
@@ -204,7 +204,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         limits: config.limits(),
         quotas: config.quotas.clone(),
         epoch,
-        wearing,
+        endurance,
         policy,
         descriptor_socket: descriptor_socket.clone(),
         left_to_us,
@@ -269,9 +269,9 @@ fn recover_store(
     let waits = if sessions_wait {
         &[][..]
     } else {
-        &again::WAITS
+        &retry::WAITS
     };
-    let mended = again::patiently(waits, || {
+    let mended = retry::patiently(waits, || {
         // Of what was read before a flush that failed nothing is known any more.
         if !std::mem::replace(&mut is_fresh, false) {
             store = read()?;
@@ -360,7 +360,7 @@ fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
     let snapshot = snapshot.blocking_recv().context(asked)?.context(asked)?;
     let devices = snapshot.devices.iter().map(|view| Served {
         path: (&view.state.path).into(),
-        leaving: view.state.standing.phase == Some(Phase::Draining),
+        leaving: view.state.status.phase == Some(Phase::Draining),
     });
     Ok(devices.collect())
 }

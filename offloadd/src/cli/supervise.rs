@@ -41,7 +41,7 @@ pub(crate) fn run(config: &Path) -> Result<()> {
     // What is kept is open here, and once more while a daemon is started with it.
     raise_descriptor_limit();
     let socket = Config::read(config)?.socket;
-    server::prepare_folder(&socket, false)?;
+    server::prepare_dir(&socket, false)?;
     // Found once: the next daemon is of the program that lies there then.
     let program = std::env::current_exe().context("finding this program")?;
     let (notify, path) = listen(&socket)?;

@@ -13,9 +13,9 @@ use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
 use tonic::transport::Channel;
 
-use super::at_rest::{At, Holder, holder};
 use super::connection::{refusal, runtime};
 use super::long_work::{Listener, LongWork, Unit};
+use super::store_access::{At, Holder, holder};
 use super::{binary, open_all, ratings};
 
 /// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
@@ -39,16 +39,16 @@ struct Found {
     damaged: Vec<proto::DamagedTile>,
     /// More than are named.
     damaged_count: u64,
-    notes: Vec<offloadd::store::twins::Note>,
+    notes: Vec<offloadd::store::dual_copy::Note>,
     /// Tiles that nobody could look at, and why.
     unread_count: u64,
     unread: Vec<String>,
     unclean: Vec<proto::JobName>,
     undecided: Vec<proto::UndecidedJob>,
-    wear: Vec<Worn>,
+    wear: Vec<WearCount>,
 }
 
-struct Worn {
+struct WearCount {
     path: String,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
@@ -141,7 +141,7 @@ fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
     })?;
     drop(work);
     let ratings = ratings(config);
-    let wear = report.wear.iter().map(|device| Worn {
+    let wear = report.wear.iter().map(|device| WearCount {
         path: device.path.clone(),
         worn_bytes: device.wear.written_bytes,
         rated_bytes: ratings.of(&device.path),
@@ -228,11 +228,15 @@ async fn scrub(
         .metrics(proto::MetricsRequest {})
         .await
         .map_err(failed)?;
-    let wear = metrics.into_inner().devices.into_iter().map(|device| Worn {
-        path: device.device.unwrap_or_default().path,
-        worn_bytes: device.worn_bytes,
-        rated_bytes: device.rated_bytes,
-    });
+    let wear = metrics
+        .into_inner()
+        .devices
+        .into_iter()
+        .map(|device| WearCount {
+            path: device.device.unwrap_or_default().path,
+            worn_bytes: device.worn_bytes,
+            rated_bytes: device.rated_bytes,
+        });
     found.wear = wear.collect();
     Ok(found)
 }

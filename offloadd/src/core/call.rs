@@ -84,7 +84,7 @@ pub enum Call {
         job: JobName,
     },
     /// Forgets records of a job that the device did not give at the start: perhaps its newest generation.
-    GiveUp {
+    DiscardUnreadable {
         /// Its owner; whether the caller may is the server's to know.
         uid: u32,
         /// The job.
@@ -98,7 +98,7 @@ pub enum Call {
         /// As the settings name it.
         path: String,
         /// As [`Call::LimitMoves`].
-        move_bytes_per_s_max: Option<u64>,
+        rebalance_bytes_per_s_max: Option<u64>,
     },
     /// Room on a device is lent to whoever measures it; [`Call::EndMeasuring`] gives it back. One device at a time.
     BeginMeasuring {
@@ -136,7 +136,7 @@ pub struct NewDevice {
     /// Now.
     pub created_unix_s: u64,
     /// As [`Call::LimitMoves`].
-    pub move_bytes_per_s_max: Option<u64>,
+    pub rebalance_bytes_per_s_max: Option<u64>,
 }
 
 /// A tile that is not what was written, as a process found it.
@@ -246,7 +246,7 @@ pub enum Reply {
         freed_bytes: u64,
     },
     /// The records are forgotten.
-    GiveUp {
+    DiscardUnreadable {
         /// What the job can be gone on from; 0 = nothing.
         newest_generation: Generation,
     },
@@ -317,12 +317,12 @@ pub struct DeviceState {
     /// Measured at format, 0 = unknown.
     pub write_bytes_per_s: u64,
     /// Its place in the store.
-    pub standing: Standing,
+    pub status: DeviceStatus,
 }
 
 /// A device's place in the store, and what goes on with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct DeviceStatus {
     /// Of the store, for good.
     pub number: u32,
     /// `None`: it has left the store, or did not come.
@@ -335,7 +335,7 @@ pub struct Standing {
     pub waits_for_start: bool,
 }
 
-impl Standing {
+impl DeviceStatus {
     /// Of a device on which nothing goes on.
     pub fn settled(number: u32) -> Self {
         Self {

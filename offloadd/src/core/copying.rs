@@ -11,11 +11,11 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use offload_api::checksum::Summing;
+use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, TileIndex};
-use offload_api::removable::{Mechanism, removed};
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
+use offload_api::safeguard::{Safeguard, removed};
 
 use super::catalog_queue::in_turn;
 use super::io::Operation;
@@ -75,7 +75,7 @@ enum Stays {
 pub(super) struct Copying {
     /// `None`: nobody knows what it must be.
     expected: Option<u32>,
-    summing: Summing,
+    digest: ChecksumDigest,
     done_bytes: u32,
 }
 
@@ -104,7 +104,7 @@ impl Place {
             bytes,
             copy: content.map(|expected| Copying {
                 expected,
-                summing: Summing::new(),
+                digest: ChecksumDigest::new(),
                 done_bytes: 0,
             }),
             stays: None,
@@ -182,7 +182,7 @@ impl Core {
             offset: extent.offset + u64::from(done_bytes),
             bytes,
             buffer: Buffer::Meta(buffer),
-            urgency: Urgency::Ahead,
+            urgency: Priority::Prefetch,
         });
         let copy = CopyIo {
             place: index,
@@ -215,7 +215,7 @@ impl Core {
             (IoOp::Read, None) if batch.failed.is_none() && place.stays.is_none() => {
                 let bytes = read.expect("a copy reads into the daemon's own bytes");
                 let copying = place.copy.as_mut().expect("it is copied");
-                copying.summing.add(bytes.as_slice());
+                copying.digest.add(bytes.as_slice());
                 return self.copy_io(copy.place, IoOp::Write, bytes, actions);
             }
             (IoOp::Read, Some(fault)) if place.stays.is_none() => {
@@ -230,7 +230,7 @@ impl Core {
                 if copying.done_bytes < place.bytes {
                     return self.read_piece(copy.place, actions);
                 }
-                let found = copying.summing.sum();
+                let found = copying.digest.sum();
                 if copying.expected.is_some_and(|expected| expected != found) {
                     place.stays = Some(Stays::Lost(Fault::new(
                         FaultKind::Damaged,
@@ -257,7 +257,7 @@ impl Core {
     }
 
     /// The job writes where a copy is made from.
-    pub(super) fn spoil_copy(&mut self, key: &JobKey, tile: TileIndex, which: u8) {
+    pub(super) fn invalidate_copy(&mut self, key: &JobKey, tile: TileIndex, which: u8) {
         let Some(batch) = self.mover.batch.as_mut().filter(|batch| batch.key == *key) else {
             return;
         };
@@ -318,7 +318,7 @@ impl Core {
         }
         flushed.sort_unstable_by_key(|device| device.0);
         flushed.dedup();
-        if !removed(Mechanism::CopyFlush) {
+        if !removed(Safeguard::CopyFlush) {
             steps.push(Step::flush(flushed));
         }
         self.run_script(Purpose::Settle { key }, steps, actions);
@@ -405,7 +405,7 @@ impl Core {
         job.exchanging = true;
         let blocks = stored.table.encode(stored.entry.job_id, &numbers);
         let steps = in_turn(self.home, stored.entry.area.definitions(), blocks);
-        if removed(Mechanism::LeaveLast) {
+        if removed(Safeguard::LeaveLast) {
             let left = batch.places.iter().map(|place| (place.from, place.bytes));
             let left: Vec<_> = left.collect();
             self.give_all(left);
@@ -430,7 +430,7 @@ impl Core {
         // Copies were flushed before: a flush that has failed since lost nothing of them, and `batch.failed` says nothing here.
         match result {
             Ok(()) => {
-                if !removed(Mechanism::LeaveLast) {
+                if !removed(Safeguard::LeaveLast) {
                     let left = batch.places.iter().map(|place| (place.from, place.bytes));
                     self.mover.left.extend(left);
                 }

@@ -8,7 +8,7 @@
 //!
 //! One write of the catalog decides, so a cut leaves a store with the device or without it; what was begun goes on at the
 //! next start. The home, which has the catalog itself, is left by tiles as any other, and by the catalog and the jobs' areas
-//! at a start: see [`crate::store::home`].
+//! at a start: see [`crate::store::metadata_device`].
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
@@ -103,7 +103,7 @@ impl Core {
         self.check_writing()?;
         let device = DeviceIndex(self.devices.len() as u32);
         let rates = new.rates;
-        self.limit_next_moves(new.move_bytes_per_s_max);
+        self.limit_next_moves(new.rebalance_bytes_per_s_max);
         self.devices.push(RecoveredDevice {
             position: device.0 as usize,
             path: new.path,
@@ -148,7 +148,7 @@ impl Core {
         &mut self,
         call: CallId,
         path: &str,
-        move_bytes_per_s_max: Option<u64>,
+        rebalance_bytes_per_s_max: Option<u64>,
         actions: &mut Vec<Action>,
     ) -> Result<Option<Reply>, Fault> {
         let device = self.device_named(path)?;
@@ -159,13 +159,13 @@ impl Core {
                 let what = format!("{path} is just about to be drained: ask again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
-            self.limit_next_moves(move_bytes_per_s_max);
+            self.limit_next_moves(rebalance_bytes_per_s_max);
             self.mover.retry();
             let left_bytes = self.left_bytes(device);
             return Ok(Some(Reply::DrainDevice { left_bytes }));
         }
         self.check_room_without(device)?;
-        self.limit_next_moves(move_bytes_per_s_max);
+        self.limit_next_moves(rebalance_bytes_per_s_max);
         // From now on nothing new comes.
         self.space.close(device);
         let change = DeviceChange::Drain { call, device };

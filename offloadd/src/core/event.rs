@@ -5,7 +5,7 @@
 use offload_api::fault::Fault;
 use offload_api::geometry::{Geometry, SlotPlace};
 use offload_api::ids::{DeviceIndex, SessionToken};
-use offload_api::ring::entry::{Cqe, Sqe, Urgency};
+use offload_api::ring::entry::{Cqe, Priority, Sqe};
 
 use super::call::{Call, Reply};
 use super::quota::Quotas;
@@ -81,9 +81,9 @@ pub enum Event {
         bytes: u32,
     },
     /// The next tiles may move, if some are to: see [`Core::moves`](super::Core::moves).
-    MoveOn {
+    RebalanceTick {
         /// Copy also what jobs will perhaps write again soon.
-        hurry: bool,
+        force: bool,
     },
     /// Tiles that could not be moved are tried again.
     RetryMoves,
@@ -127,14 +127,14 @@ pub enum Action {
         /// From or into which memory.
         buffer: Buffer,
         /// What goes before what.
-        urgency: Urgency,
+        urgency: Priority,
     },
     /// An operation that has not ended goes before others, or no longer.
-    Urge {
+    Promote {
         /// Of the [`Action::Io`].
         io: IoId,
         /// From now on.
-        urgency: Urgency,
+        urgency: Priority,
     },
     /// Put an entry into the session's completion ring.
     Complete {
@@ -230,5 +230,5 @@ pub struct Limits {
     /// Operations in flight of one session, at most `IODEPTH_MAX`.
     pub iodepth_max: u32,
     /// What may be copied a second while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
-    pub move_bytes_per_s_max: Option<u64>,
+    pub rebalance_bytes_per_s_max: Option<u64>,
 }

@@ -14,7 +14,7 @@
 
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 
 use super::io::Operation;
 use super::job::Job;
@@ -64,7 +64,7 @@ impl Core {
             offset: 0,
             bytes: 0,
             buffer: Buffer::None,
-            urgency: Urgency::Wanted,
+            urgency: Priority::Demand,
         });
     }
 

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
-use offload_api::removable::{Mechanism, removed};
+use offload_api::safeguard::{Safeguard, removed};
 
 use super::io::free_extent;
 use super::job::{Job, JobKey, Stored};
@@ -69,7 +69,7 @@ impl Core {
     /// Nothing is in flight, nothing is written, nothing waits for either. Sessions whose memory is still being made may be
     /// there: they are not handed over, and nobody waits for them.
     pub fn is_quiet(&self) -> bool {
-        let at_rest = |session: &Session| {
+        let store_access = |session: &Session| {
             let here = !matches!(session.stage, Stage::Ending { .. });
             session.inflight_count == 0 && here
         };
@@ -77,7 +77,7 @@ impl Core {
             && self.scripts.is_empty()
             && self.catalog.is_idle()
             && self.mover.batch.is_none()
-            && self.sessions.values().all(at_rest)
+            && self.sessions.values().all(store_access)
     }
 
     /// Everything that the next daemon cannot read from the devices. Calls that still wait for other ranks are not in it:
@@ -154,7 +154,7 @@ impl Core {
         message::Job {
             uid: key.uid,
             name: key.name.as_str().into(),
-            stored: job.stored.as_ref().map(standing),
+            stored: job.stored.as_ref().map(status),
             local_ranks: job.local_ranks,
             resumed: job.resumed.map(|generation| generation.0),
             working: job.working.0,
@@ -209,7 +209,7 @@ impl Core {
         let found = self.catalog.catalog.sequence;
         let since = found.checked_sub(state.catalog);
         let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
-        if !none_since && !removed(Mechanism::Lives) {
+        if !none_since && !removed(Safeguard::Lives) {
             return Err(format!(
                 "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
                  {} was handed over",
@@ -389,13 +389,13 @@ impl Core {
             touched,
         };
         let stored = self.jobs.get(key).and_then(|job| job.stored.as_ref());
-        let found = stored.map(standing);
+        let found = stored.map(status);
         if found != job.stored {
-            let words = |standing: Option<message::Stored>| match standing {
+            let words = |status: Option<message::Stored>| match status {
                 None => "no tiles".to_owned(),
-                Some(standing) => format!(
+                Some(status) => format!(
                     "id {}, revision {}, generation {} written by {:x}",
-                    standing.job_id, standing.revision, standing.newest, standing.newest_epoch
+                    status.job_id, status.revision, status.newest, status.newest_epoch
                 ),
             };
             return Err(format!(
@@ -558,7 +558,7 @@ impl Core {
     }
 }
 
-fn standing(stored: &Stored) -> message::Stored {
+fn status(stored: &Stored) -> message::Stored {
     let newest = stored.newest_marked().map(|marked| &marked.record);
     message::Stored {
         job_id: stored.entry.job_id,

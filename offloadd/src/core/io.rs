@@ -3,8 +3,8 @@
 use offload_api::fault::FaultKind;
 use offload_api::geometry::SlotPlace;
 use offload_api::ids::{DeviceIndex, SlotIndex};
-use offload_api::removable::{Mechanism, removed};
-use offload_api::ring::entry::{Cqe, Request, Sqe, Urge, Verb};
+use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
+use offload_api::safeguard::{Safeguard, removed};
 
 use super::copying::CopyIo;
 use super::job::{Activity, JobKey};
@@ -64,8 +64,8 @@ impl Core {
         if session.stage != Stage::Live {
             return;
         }
-        let started = if entry.verb == Urge::VERB {
-            Urge::check(entry, self.epoch).map(|urge| {
+        let started = if entry.verb == Promote::VERB {
+            Promote::check(entry, self.epoch).map(|urge| {
                 self.urge(id, urge, actions);
                 Ok(())
             })
@@ -83,13 +83,13 @@ impl Core {
                 self.end_session(id, None, actions);
             }
             // It would have no completion: what it was about has none either, in this life.
-            Err(_) if entry.verb == Urge::VERB => {}
+            Err(_) if entry.verb == Promote::VERB => {}
             Err(fault) => complete(id, refusal(entry.ticket, fault.kind), actions),
         }
     }
 
     /// Costs the same whatever is in flight, and whether the ticket is known: a process may send as many as its ring takes.
-    fn urge(&mut self, id: SessionId, urge: Urge, actions: &mut Vec<Action>) {
+    fn urge(&mut self, id: SessionId, urge: Promote, actions: &mut Vec<Action>) {
         let session = &self.sessions[&id];
         let Some(&io) = session.tickets.get(&urge.ticket.0) else {
             return;
@@ -98,7 +98,7 @@ impl Core {
             panic!("a ticket is of a tile in flight");
         };
         tile.request.urgency = urge.urgency;
-        actions.push(Action::Urge {
+        actions.push(Action::Promote {
             io,
             urgency: urge.urgency,
         });
@@ -161,7 +161,7 @@ impl Core {
                 }
                 let closed = job.awaiting_confirm || self.has_committed(&key, session.rank);
                 let other = request.generation != job.working;
-                if closed || (other && !removed(Mechanism::GenerationCheck)) {
+                if closed || (other && !removed(Safeguard::GenerationCheck)) {
                     return Err(FaultKind::WrongGeneration);
                 }
                 if tile.activity != Activity::Idle {
@@ -208,7 +208,7 @@ impl Core {
 
     fn start_write(&mut self, write: ParkedWrite, actions: &mut Vec<Action>) {
         let TileIo { key, request, .. } = &write.tile;
-        self.spoil_copy(key, request.tile, write.tile.version.which);
+        self.invalidate_copy(key, request.tile, write.tile.version.which);
         let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
         job.touched[write.tile.extent.device.0 as usize] = true;
         self.issue(write.tile, IoOp::Write, write.place, actions);
@@ -285,7 +285,7 @@ impl Core {
                     &failed.fault,
                 ));
                 for write in parked {
-                    self.unstart_write(&write);
+                    self.cancel_write(&write);
                     let ticket = write.tile.request.ticket.0;
                     complete(write.session, refusal(ticket, FaultKind::Poisoned), actions);
                 }
@@ -295,7 +295,7 @@ impl Core {
     }
 
     /// A write that waited is given up before it began.
-    pub(super) fn unstart_write(&mut self, write: &ParkedWrite) {
+    pub(super) fn cancel_write(&mut self, write: &ParkedWrite) {
         let TileIo { key, request, .. } = &write.tile;
         self.tile_mut(key, request.tile).expect("it waits").activity = Activity::Idle;
         let job = self.jobs.get_mut(key).expect("it waits");
@@ -370,7 +370,7 @@ impl Core {
             Err(errno) => Some(errno_kind(errno)),
         };
         let Some(session) = self.sessions.get_mut(&io.session) else {
-            assert!(removed(Mechanism::ReclaimAfterIo));
+            assert!(removed(Safeguard::ReclaimAfterIo));
             return;
         };
         // Another may have been given the same ticket since.
@@ -425,7 +425,7 @@ pub(super) fn free_extent(durability: Durability, committed: Option<Version>) ->
     let used = committed.map(|version| version.which);
     match (durability, used) {
         (Durability::None, _) | (_, None) => 0,
-        (_, Some(used)) if removed(Mechanism::OutOfPlace) => used,
+        (_, Some(used)) if removed(Safeguard::OutOfPlace) => used,
         (_, Some(used)) => 1 - used,
     }
 }

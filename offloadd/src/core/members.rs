@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::removable::{Mechanism, removed};
+use offload_api::safeguard::{Safeguard, removed};
 
 use super::job::{Job, JobKey, TileState};
 use super::{Action, Core, SessionId, refuse};
@@ -38,7 +38,7 @@ impl Core {
             .partition(|parked| parked.session == id);
         job.parked = kept;
         for parked in dead {
-            self.unstart_write(&parked);
+            self.cancel_write(&parked);
         }
     }
 
@@ -59,7 +59,7 @@ impl Core {
             broken: job.broken.take(),
             ..Job::new(device_count)
         };
-        assert!(job.writes_inflight_count == 0 || removed(Mechanism::ReclaimAfterIo));
+        assert!(job.writes_inflight_count == 0 || removed(Safeguard::ReclaimAfterIo));
         *job = fresh;
         if let Some(stored) = &mut job.stored {
             stored.failed_count = 0;

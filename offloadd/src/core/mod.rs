@@ -28,14 +28,13 @@ mod commit;
 mod copying;
 mod damage;
 mod devices;
+mod discard_unreadable;
 mod event;
 mod flush;
-mod give_up;
 mod handing;
 mod inspect;
 mod io;
 mod job;
-mod look;
 mod measuring;
 mod members;
 mod moving;
@@ -45,14 +44,15 @@ mod resume;
 mod scratch;
 mod script;
 mod session;
+mod snapshot;
 
 pub use call::*;
 pub use event::*;
 pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
-pub use look::{CommitState, JobState, Viewer};
 pub use moving::Moves;
 pub use quota::{JOBS_A_USER_DEFAULT, Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
+pub use snapshot::{CommitState, JobState, Viewer};
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -148,7 +148,7 @@ impl Core {
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read, actions),
             Event::IoPart { io, bytes } => self.on_io_part(io, bytes, actions),
-            Event::MoveOn { hurry } => self.move_on(hurry, actions),
+            Event::RebalanceTick { force } => self.move_on(force, actions),
             Event::RetryMoves => self.mover.retry(),
             Event::Limits(limits) => self.limits = limits,
             Event::Quotas(quotas) => self.quotas = quotas,
@@ -200,12 +200,14 @@ impl Core {
             }),
             Call::ListJobs => Ok(Some(Reply::ListJobs(self.list_jobs(peer)))),
             Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
-            Call::GiveUp { uid, job } => self.give_up(call, JobKey::new(uid, job), actions),
+            Call::DiscardUnreadable { uid, job } => {
+                self.discard_unreadable(call, JobKey::new(uid, job), actions)
+            }
             Call::AddDevice(device) => self.add_device(call, device, actions),
             Call::DrainDevice {
                 path,
-                move_bytes_per_s_max,
-            } => self.drain_device(call, &path, move_bytes_per_s_max, actions),
+                rebalance_bytes_per_s_max,
+            } => self.drain_device(call, &path, rebalance_bytes_per_s_max, actions),
             Call::BeginMeasuring { path } => self.begin_measuring(&path).map(Some),
             Call::FlushMeasured => self.flush_measured(call, actions),
             Call::EndMeasuring { rates, all_ended } => {
@@ -248,7 +250,7 @@ impl Core {
         })
     }
 
-    fn standing(&self, index: DeviceIndex, device: &RecoveredDevice) -> Standing {
+    fn status(&self, index: DeviceIndex, device: &RecoveredDevice) -> DeviceStatus {
         let not_moving = match device.phase {
             Some(Phase::Settled) => None,
             _ => self.mover.stuck(),
@@ -257,7 +259,7 @@ impl Core {
             .map(|why| (why, false))
             .or_else(|| self.waits_for_a_start(index))
             .unzip();
-        Standing {
+        DeviceStatus {
             number: device.superblock.number,
             phase: device.phase,
             left_bytes: self.left_bytes(index),
@@ -284,7 +286,7 @@ impl Core {
             free_bytes: self.space.free_bytes(DeviceIndex(index as u32)),
             read_bytes_per_s: device.superblock.read_bytes_per_s,
             write_bytes_per_s: device.superblock.write_bytes_per_s,
-            standing: self.standing(DeviceIndex(index as u32), device),
+            status: self.status(DeviceIndex(index as u32), device),
         };
         self.devices.iter().enumerate().map(state).collect()
     }

@@ -17,8 +17,8 @@ use super::io::Operation;
 use super::job::{Holds, Job, JobKey, Stored};
 use super::{Action, Core};
 use crate::store::catalog::Phase;
-use crate::store::home::place_areas;
 use crate::store::manifest::{SlotContent, resumable};
+use crate::store::metadata_device::place_areas;
 use crate::store::placement::Space;
 use crate::store::tile_table::Extent;
 
@@ -74,7 +74,7 @@ struct JobPlan {
 pub enum Moves {
     /// No tile is to move.
     None,
-    /// Some are: [`super::Event::MoveOn`] begins with the next ones.
+    /// Some are: [`super::Event::RebalanceTick`] begins with the next ones.
     Waiting,
     /// Some do.
     Moving,
@@ -154,13 +154,13 @@ impl Core {
     }
 
     /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
-    pub fn move_bytes_per_s_max(&self) -> Option<u64> {
-        (self.ceiling()).filter(|_| self.moves() != Moves::None)
+    pub fn rebalance_bytes_per_s_max(&self) -> Option<u64> {
+        (self.rate_limiter()).filter(|_| self.moves() != Moves::None)
     }
 
     /// For these moves, or for all.
-    fn ceiling(&self) -> Option<u64> {
-        (self.mover.bytes_per_s_max).or(self.limits.move_bytes_per_s_max)
+    fn rate_limiter(&self) -> Option<u64> {
+        (self.mover.bytes_per_s_max).or(self.limits.rebalance_bytes_per_s_max)
     }
 
     pub(super) fn limit_moves(&mut self, bytes_per_s_max: u64) -> Result<(), Fault> {
@@ -208,7 +208,7 @@ impl Core {
             .collect()
     }
 
-    pub(super) fn move_on(&mut self, hurry: bool, actions: &mut Vec<Action>) {
+    pub(super) fn move_on(&mut self, force: bool, actions: &mut Vec<Action>) {
         if self.moves() != Moves::Waiting {
             return;
         }
@@ -223,7 +223,7 @@ impl Core {
         // Each job once: those that wait for their next commit are asked again later.
         for _ in 0..plan.len() {
             let mut job = plan.pop_front().expect("counted");
-            let places = self.next_places(&mut job, hurry);
+            let places = self.next_places(&mut job, force);
             let key = job.key.clone();
             if !job.tiles.is_empty() {
                 plan.push_back(job);
@@ -280,7 +280,7 @@ impl Core {
     }
 
     /// The next extents of a job that can move, each with its new place taken. Tiles that have moved leave the plan.
-    fn next_places(&mut self, plan: &mut JobPlan, hurry: bool) -> Vec<Place> {
+    fn next_places(&mut self, plan: &mut JobPlan, force: bool) -> Vec<Place> {
         let Some((job, stored)) =
             (self.planned(plan)).filter(|(job, _)| !job.dropping && job.broken.is_none())
         else {
@@ -304,11 +304,11 @@ impl Core {
         let copies = stored.durability().extents_a_tile();
         let definition_bytes = stored.entry.area.definition_bytes;
         // Under a ceiling what a second allows: whoever waits for the drives waits for one batch.
-        let batch_bytes = BATCH_BYTES.min(self.ceiling().unwrap_or(u64::MAX));
+        let batch_bytes = BATCH_BYTES.min(self.rate_limiter().unwrap_or(u64::MAX));
         let bytes_max = batch_bytes.max(DEFINITION_TIMES * definition_bytes);
         let recorded = resumable(&stored.slots);
         let may_copy = !in_session
-            || hurry
+            || force
             || (plan.spared).is_some_and(|generation| working.0 >= generation.0 + 2);
         let mut spare = Vec::new();
         let mut copied = Vec::new();

@@ -63,7 +63,7 @@ impl Core {
         job.resumed = Some(generation);
         job.working = next(generation);
         job.resume_waiters.push((call, session));
-        let purpose = Purpose::GiveUp { key, generation };
+        let purpose = Purpose::DiscardUnreadable { key, generation };
         self.run_script(purpose, steps, actions);
         Ok(None)
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use offload_api::fault::Fault;
 use offload_api::ids::{DeviceIndex, Generation};
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 
 use super::catalog_queue::CatalogChange;
 use super::flush::Waiter;
@@ -30,7 +30,7 @@ pub(super) struct ScriptId(u64);
 #[derive(Debug)]
 pub(super) enum Purpose {
     Catalog(Box<CatalogChange>),
-    GiveUp {
+    DiscardUnreadable {
         key: JobKey,
         generation: Generation,
     },
@@ -251,7 +251,7 @@ impl Core {
             bytes: length,
             buffer: Buffer::Meta(bytes),
             // A call waits for each of them.
-            urgency: Urgency::Wanted,
+            urgency: Priority::Demand,
         });
     }
 
@@ -273,7 +273,7 @@ impl Core {
         }
         match purpose {
             Purpose::Catalog(change) => self.finish_catalog(*change, result, actions),
-            Purpose::GiveUp { key, generation } => {
+            Purpose::DiscardUnreadable { key, generation } => {
                 self.finish_give_up(&key, generation, result, actions);
             }
             Purpose::Commit { key, record } => self.finish_commit(&key, record, result, actions),
@@ -299,7 +299,7 @@ impl Purpose {
     fn job(&self) -> Option<&JobKey> {
         match self {
             Self::Catalog(_) | Self::Settle { .. } | Self::Exchange { .. } => None,
-            Self::GiveUp { key, .. }
+            Self::DiscardUnreadable { key, .. }
             | Self::Commit { key, .. }
             | Self::Withdraw { key, .. }
             | Self::Confirm { key }

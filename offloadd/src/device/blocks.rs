@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::Device;
 use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use crate::core::IoOp;
-use crate::volatile;
+use crate::power_cut_sim;
 
 /// Opened devices, one synchronous operation at a time.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl Blocks for DeviceBlocks<'_> {
         offset: u64,
         from: &AlignedBytes,
     ) -> Result<(), BlockError> {
-        volatile::writes(&self.0[position].file, offset, from.len());
+        power_cut_sim::writes(&self.0[position].file, offset, from.len());
         self.whole(position, IoOp::Write, offset, from.len(), |file, moved| {
             file.write_at(&from.as_slice()[moved..], offset + moved as u64)
         })
@@ -103,7 +103,7 @@ impl Blocks for DeviceBlocks<'_> {
             asked_bytes: 0,
             cause: BlockErrorCause::Errno(e.raw_os_error().unwrap_or(Errno::IO.raw_os_error())),
         })?;
-        volatile::flushed(&device.file);
+        power_cut_sim::flushed(&device.file);
         Ok(())
     }
 }

@@ -29,7 +29,7 @@ pub enum DeviceError {
         /// Ours.
         uid: u32,
     },
-    /// A folder, a pipe, ...
+    /// A directory, a pipe, ...
     #[error("device {path}: neither a regular file nor a block device")]
     WrongType {
         /// As the settings name it.

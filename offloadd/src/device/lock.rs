@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use offload_api::removable::{Mechanism, removed};
+use offload_api::safeguard::{Safeguard, removed};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
@@ -29,7 +29,7 @@ pub(super) fn is_busy(error: &io::Error) -> bool {
 
 /// Takes the store's lock on this device: from here on no other daemon reads or writes it.
 pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
-    if removed(Mechanism::Lock) {
+    if removed(Safeguard::Lock) {
         return Ok(());
     }
     let start = Instant::now();
@@ -39,7 +39,7 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
             Ok(()) => return Ok(()),
             Err(Errno::WOULDBLOCK) => {
                 let pid = lock_holder(file);
-                wait = patience(wait, pid, has_ended);
+                wait = timeouts(wait, pid, has_ended);
                 if start.elapsed() >= wait {
                     return Err(DeviceError::Locked {
                         path: path.to_owned(),
@@ -57,7 +57,7 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
 }
 
 /// How long to wait for this holder. `before`: for the one of the last look.
-fn patience(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> bool) -> Duration {
+fn timeouts(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> bool) -> Duration {
     match pid {
         Some(pid) if has_ended(pid) => DEAD_LOCK_WAIT,
         Some(_) => LOCK_WAIT,
@@ -104,7 +104,7 @@ mod tests {
         let dead = |pid| pid == 7;
         let mut wait = LOCK_WAIT;
         let mut look = |pid| {
-            wait = patience(wait, pid, dead);
+            wait = timeouts(wait, pid, dead);
             wait
         };
         assert_eq!(look(None), LOCK_WAIT, "nobody knows who has it");

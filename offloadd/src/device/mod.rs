@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
-use offload_api::removable::{Mechanism, removed};
+use offload_api::safeguard::{Safeguard, removed};
 use rustix::fs::{FallocateFlags, IFlags, OFlags};
 use rustix::io::Errno;
 
@@ -56,7 +56,7 @@ impl Device {
         let failed = |action| failed(path, action);
         let kind = kind_of(path)?;
         let mut flags = OFlags::DIRECT | OFlags::CLOEXEC;
-        if kind.is_block_device() && !removed(Mechanism::Lock) {
+        if kind.is_block_device() && !removed(Safeguard::Lock) {
             // Keeps mounts and RAID away as well.
             flags |= OFlags::EXCL;
         }
@@ -211,7 +211,7 @@ impl Device {
         reserved
     }
 
-    /// Whoever may write to the folder could have laid another file there since.
+    /// Whoever may write to the directory could have laid another file there since.
     fn check_is(&self, made: &File) -> Result<(), DeviceError> {
         let failed = |action| failed(Path::new(&self.path), action);
         let number = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
@@ -221,7 +221,7 @@ impl Device {
             return Ok(());
         }
         Err(failed("making a file")(io::Error::other(
-            "another file was laid there meanwhile: who may write to its folder?",
+            "another file was laid there meanwhile: who may write to its directory?",
         )))
     }
 
@@ -387,10 +387,10 @@ impl Device {
             .and_then(|()| self.file.sync_all())
             .map_err(failed("reserving its space"))?;
         // The name itself must survive power loss too.
-        let folder = path.parent().unwrap_or(Path::new("/"));
-        File::open(folder)
-            .and_then(|folder| folder.sync_all())
-            .map_err(failed("flushing its folder"))?;
+        let dir = path.parent().unwrap_or(Path::new("/"));
+        File::open(dir)
+            .and_then(|dir| dir.sync_all())
+            .map_err(failed("flushing its directory"))?;
         self.bytes = file_bytes;
         Ok(())
     }

@@ -74,7 +74,7 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// `place`, or the folder in which it would be made.
+/// `place`, or the directory in which it would be made.
 fn nearest(place: &Path) -> Option<(PathBuf, std::fs::Metadata)> {
     let look = |path: &Path| Some((path.to_owned(), std::fs::metadata(path).ok()?));
     look(place).or_else(|| look(place.parent()?))
@@ -102,24 +102,24 @@ fn file_system(roots: &Roots, there: &Path) -> Finding {
         Some("tmpfs" | "ramfs") => Finding::problem(
             what,
             "it is memory: nothing survives a restart of the machine",
-            "a folder on a drive",
+            "a directory on a drive",
         ),
         Some(kind @ ("btrfs" | "zfs" | "bcachefs")) => Finding::hint(
             what,
             format!(
                 "{kind} copies what is overwritten and checks it again: slower, and space is not reserved: a full file system fails writes"
             ),
-            "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty folder",
+            "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty directory",
         ),
         Some(kind @ ("nfs" | "nfs4" | "cifs" | "ceph" | "lustre")) => Finding::hint(
             what,
             format!("{kind} is on other machines: their failures and the network's stop training"),
-            "a folder on a drive of this machine",
+            "a directory on a drive of this machine",
         ),
         Some("overlay") => Finding::hint(
             what,
             "overlay is a container's own, and gone with it",
-            "mount a folder of the drive into the container: --volume /mnt/nvme0:/mnt/nvme0",
+            "mount a directory of the drive into the container: --volume /mnt/nvme0:/mnt/nvme0",
         ),
         Some(kind) => Finding::fine(what, kind),
     }
@@ -142,7 +142,7 @@ fn room(there: &Path) -> Finding {
     }
 }
 
-/// A folder is tried with a file without a name.
+/// A directory is tried with a file without a name.
 fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     let what = format!("direct I/O at {}", there.display());
     let uid = rustix::process::geteuid().as_raw();
@@ -171,7 +171,7 @@ fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     }
 }
 
-/// The whole drives, as folders of sysfs, that a device number lies on.
+/// The whole drives, as directories of sysfs, that a device number lies on.
 fn drives_of(roots: &Roots, number: u64) -> Vec<PathBuf> {
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
     let link = roots.sys.join(format!("dev/block/{major}:{minor}"));
@@ -186,7 +186,7 @@ fn descend(device: &Path, depth: usize, found: &mut BTreeSet<PathBuf>) {
     if depth == 0 {
         return;
     }
-    // A partition's folder lies in its disk's.
+    // A partition's directory lies in its disk's.
     if device.join("partition").exists()
         && let Some(disk) = device.parent()
     {
@@ -312,7 +312,7 @@ fn nodes<'a>(drives: impl Iterator<Item = &'a PathBuf>) -> Option<Finding> {
         let node = drive
             .ancestors()
             .take(8)
-            .find_map(|folder| line(&folder.join("numa_node")))?;
+            .find_map(|dir| line(&dir.join("numa_node")))?;
         nodes.entry(node).or_default().push(name_of(drive));
     }
     if nodes.len() < 2 {
@@ -457,8 +457,8 @@ mod tests {
 
     #[test]
     fn the_file_system_is_that_of_the_nearest_mount() {
-        let folder = tempfile::tempdir().unwrap();
-        let place = std::fs::canonicalize(folder.path()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let place = std::fs::canonicalize(dir.path()).unwrap();
         let judge = |kind: &str| {
             let mounts = format!(
                 "1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 8:2 / {} rw shared:1 - {kind} /dev/x rw\n3 1 8:3 / {}x rw - xfs x rw\n",
@@ -478,17 +478,17 @@ mod tests {
     #[test]
     fn a_place_that_is_nowhere_is_a_problem_and_two_on_one_drive_are_a_hint() {
         let roots = Roots::default();
-        let found = examine(&roots, &["/no/such/folder/device".into()]);
+        let found = examine(&roots, &["/no/such/directory/device".into()]);
         assert_eq!(found[0].severity, Problem);
         let absent = |found: &[Finding]| {
             let hints = found.iter().filter(|one| one.severity == Hint);
             (hints.filter(|one| one.message.starts_with("there is none"))).count()
         };
-        let folder = tempfile::tempdir().unwrap();
-        let here = examine(&roots, &[folder.path().to_owned()]);
+        let dir = tempfile::tempdir().unwrap();
+        let here = examine(&roots, &[dir.path().to_owned()]);
         assert_eq!(absent(&here), 0, "{here:?}");
-        let places = ["a", "b"].map(|name| folder.path().join(name));
-        let number = std::fs::metadata(folder.path()).unwrap().dev();
+        let places = ["a", "b"].map(|name| dir.path().join(name));
+        let number = std::fs::metadata(dir.path()).unwrap().dev();
         let found = examine(&roots, &places);
         assert_eq!(absent(&found), 2, "what is not there is said: {found:?}");
         let shared = found
@@ -496,7 +496,7 @@ mod tests {
             .any(|one| one.message.contains("lie on it together"));
         assert_eq!(shared, !drives_of(&roots, number).is_empty());
         assert!(
-            std::fs::read_dir(folder.path()).unwrap().next().is_none(),
+            std::fs::read_dir(dir.path()).unwrap().next().is_none(),
             "nothing is left"
         );
     }

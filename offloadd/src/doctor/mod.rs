@@ -61,7 +61,7 @@ pub fn huge_pages(roots: &Roots) -> Option<String> {
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Everything about the machine, and about the drives beneath `places`: devices, or folders that are to hold some.
+/// Everything about the machine, and about the drives beneath `places`: devices, or directories that are to hold some.
 pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
     findings.extend(kernel::engines(roots));
@@ -82,14 +82,14 @@ mod tests {
     /// A made-up machine.
     pub(super) struct Machine {
         pub(super) roots: Roots,
-        _folder: tempfile::TempDir,
+        _dir: tempfile::TempDir,
     }
 
     impl Machine {
-        /// With these files, and links to folders; paths begin with proc or sys.
+        /// With these files, and links to directories; paths begin with proc or sys.
         pub(super) fn new(files: &[(&str, &str)], links: &[(&str, &str)]) -> Self {
-            let folder = tempfile::tempdir().unwrap();
-            let at = |path: &str| folder.path().join(path);
+            let dir = tempfile::tempdir().unwrap();
+            let at = |path: &str| dir.path().join(path);
             for (path, text) in files {
                 std::fs::create_dir_all(at(path).parent().unwrap()).unwrap();
                 std::fs::write(at(path), format!("{text}\n")).unwrap();
@@ -103,10 +103,7 @@ mod tests {
                 proc: at("proc"),
                 sys: at("sys"),
             };
-            Self {
-                roots,
-                _folder: folder,
-            }
+            Self { roots, _dir: dir }
         }
     }
 
@@ -120,8 +117,8 @@ mod tests {
     #[test]
     fn a_machine_that_says_nothing_is_no_reason_to_panic() {
         let machine = Machine::new(&[], &[]);
-        let folder = tempfile::tempdir().unwrap();
-        let found = examine(&machine.roots, None, &[folder.path().to_owned()]);
+        let dir = tempfile::tempdir().unwrap();
+        let found = examine(&machine.roots, None, &[dir.path().to_owned()]);
         assert!(found.len() > 6, "{found:?}");
     }
 }

@@ -89,7 +89,7 @@ impl Driver {
                 };
                 self.queue.push(io, urgency, owner);
             }
-            Action::Urge { io, urgency } => self.queue.urge(io, urgency),
+            Action::Promote { io, urgency } => self.queue.urge(io, urgency),
             Action::Complete { session, entry } => {
                 let Some(found) = self.sessions.get_mut(&session) else {
                     return;

@@ -9,8 +9,8 @@ use offload_api::handoff;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
+use super::incarnations::ATTACH_WAIT;
 use super::keeper::Made;
-use super::lives::ATTACH_WAIT;
 use super::process;
 use super::session::{Session, State};
 use super::source::Source;

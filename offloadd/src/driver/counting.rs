@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 
 use super::{Counted, Driver, WEAR_IO};
 use crate::core::{Call, Damage, IoId, IoOp, Peer, Viewer};
@@ -64,12 +64,14 @@ impl Driver {
         if now < self.look_at {
             return;
         }
-        let Some(&(viewer, _)) = self.lookers.first() else {
+        let Some(&(viewer, _)) = self.metrics_waiters.first() else {
             return;
         };
         self.look_at = now + LOOKS_APART;
         let snapshot = Arc::new(self.look(viewer));
-        let same = self.lookers.extract_if(.., |(other, _)| *other == viewer);
+        let same = self
+            .metrics_waiters
+            .extract_if(.., |(other, _)| *other == viewer);
         for (_, answer) in same {
             // An error means that nobody looks any more.
             let _ = answer.send(Ok(snapshot.clone()));
@@ -82,7 +84,7 @@ impl Driver {
         for (index, view) in views.iter_mut().enumerate() {
             view.trouble = self.trouble(DeviceIndex(index as u32));
         }
-        views.retain(|view| view.state.standing.phase.is_some());
+        views.retain(|view| view.state.status.phase.is_some());
         views
     }
 
@@ -119,14 +121,14 @@ impl Driver {
             arena_used_bytes,
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
-            move_bytes_per_s_max: self.core.move_bytes_per_s_max(),
+            rebalance_bytes_per_s_max: self.core.rebalance_bytes_per_s_max(),
             reading_only: self.reading_only(),
             devices: self.devices_of_store(),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }
     }
 
-    /// Writes how far the devices are worn to them, if it is time or `at_once`. A device's next one waits for its last to end.
+    /// Writes how far the devices are worn to them, if it is time or `immediate`. A device's next one waits for its last to end.
     pub(super) fn keep_wear(&mut self, at_once: bool) {
         let now = Instant::now();
         let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
@@ -143,7 +145,7 @@ impl Driver {
                 bytes: to_keep.blocks.len() as u32,
                 memory: Memory::Meta(to_keep.blocks),
             };
-            self.queue.push(io, Urgency::Ahead, Owner::Daemon);
+            self.queue.push(io, Priority::Prefetch, Owner::Daemon);
         }
     }
 
@@ -151,7 +153,7 @@ impl Driver {
     pub(super) fn judge_devices(&mut self) {
         for (device, share) in self.ledger.newly_worn() {
             tracing::warn!(
-                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tb_written`): plan to replace it",
+                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tbw`): plan to replace it",
                 self.core.device_states()[device.0 as usize].path,
                 100.0 * share
             );

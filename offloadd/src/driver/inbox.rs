@@ -280,7 +280,7 @@ impl Inbox {
     }
 
     /// Call before taking: what comes afterwards wakes again.
-    pub(super) fn hush(&self) {
+    pub(super) fn drain(&self) {
         let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
     }
 

@@ -21,7 +21,7 @@ use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use offload_api::awake::Awake;
+use offload_api::adaptive_spin::AdaptiveSpin;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
 use offload_api::ids::{DeviceIndex, Epoch};
@@ -29,16 +29,16 @@ use offload_api::ring::entry::Sqe;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
 
-use crate::again;
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
 use crate::core::{Action, CallId, Core, Event, IoResult, Limits, Quotas, SessionId, Viewer};
 use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
-use crate::metrics::{Ledger, Wearing};
+use crate::metrics::{Endurance, Ledger};
 use crate::numa;
 use crate::queue::{DeviceLimits, Ended, Queue};
+use crate::retry;
 use crate::store::DEVICES_MAX;
 
 mod actions;
@@ -46,8 +46,8 @@ mod attach;
 mod counting;
 mod handing;
 mod inbox;
+mod incarnations;
 mod keeper;
-mod lives;
 mod moving;
 mod process;
 mod session;
@@ -108,7 +108,7 @@ pub struct Parts {
     /// Of this life, for the rings.
     pub epoch: Epoch,
     /// How far the devices are worn.
-    pub wearing: Wearing,
+    pub endurance: Endurance,
     /// Whether arenas must be locked.
     pub policy: LockPolicy,
     /// Where descriptors are handed out; nothing exists there.
@@ -229,7 +229,7 @@ struct Driver {
     calls_made: u64,
     limits: Limits,
     ledger: Ledger,
-    lookers: Vec<(Viewer, LookAnswer)>,
+    metrics_waiters: Vec<(Viewer, LookAnswer)>,
     /// Who waits for the end of this turn.
     turn_waiters: Vec<oneshot::Sender<()>>,
     /// When the next look may be.
@@ -247,7 +247,7 @@ struct Driver {
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
     /// For the next submission, after the last operation has ended.
-    awake: Awake,
+    adaptive_spin: AdaptiveSpin,
     fell_idle: bool,
     stop_deadline: Option<Instant>,
     /// The stop leaves sessions to the next daemon.
@@ -274,7 +274,7 @@ impl Driver {
             limits,
             quotas,
             epoch,
-            wearing,
+            endurance,
             policy,
             descriptor_socket,
             left_to_us,
@@ -292,7 +292,7 @@ impl Driver {
         )))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create")(e.into()))?;
-        let ledger = Ledger::new(&core.device_states(), wearing, Instant::now());
+        let ledger = Ledger::new(&core.device_states(), endurance, Instant::now());
         let mut driver = Self {
             core,
             queue: Queue::new(&device_limits),
@@ -313,7 +313,7 @@ impl Driver {
             calls_made: 0,
             limits,
             ledger,
-            lookers: Vec::new(),
+            metrics_waiters: Vec::new(),
             turn_waiters: Vec::new(),
             look_at: Instant::now(),
             left: Vec::new(),
@@ -325,7 +325,7 @@ impl Driver {
             pieces: Vec::new(),
             ended: Vec::new(),
             entries: Vec::new(),
-            awake: Awake::new(),
+            adaptive_spin: AdaptiveSpin::new(),
             fell_idle: false,
             stop_deadline: None,
             handing: false,
@@ -342,10 +342,10 @@ impl Driver {
             None => {
                 // Who waits is left to the next start at once.
                 let waits = match left_to_us {
-                    None => &again::WAITS[..],
+                    None => &retry::WAITS[..],
                     Some(_) => &[],
                 };
-                again::patiently(waits, || begin_life(&mut driver.core, &opened))
+                retry::patiently(waits, || begin_life(&mut driver.core, &opened))
             }
             Some(error) => Err(error),
         };
@@ -412,7 +412,7 @@ impl Driver {
     }
 
     fn read_inbox(&mut self) {
-        self.inbox.hush();
+        self.inbox.drain();
         for taken in 0.. {
             if taken == MESSAGES_A_TURN {
                 return self.inbox.ring();
@@ -458,8 +458,8 @@ impl Driver {
                     let _ = answer.send(self.files[device.0 as usize].clone());
                 }
                 Message::Look { viewer, answer } => {
-                    if self.lookers.len() < CALLS_MAX {
-                        self.lookers.push((viewer, answer));
+                    if self.metrics_waiters.len() < CALLS_MAX {
+                        self.metrics_waiters.push((viewer, answer));
                     } else {
                         let what = format!("{CALLS_MAX} look at the metrics already");
                         let _ = answer.send(Err(Fault::new(FaultKind::TooMany, what)));

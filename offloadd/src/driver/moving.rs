@@ -11,10 +11,10 @@ use tokio::sync::oneshot;
 
 use super::inbox::stopping;
 use super::{CALLS_MAX, Counted, Driver, Waiting};
-use crate::ceiling::Ceiling;
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::metrics::MovedBeside;
 use crate::queue::DeviceLimits;
+use crate::rate_limiter::RateLimiter;
 use crate::store::format::MeasuredRates;
 
 /// While sessions are open, moving rests so many times as long as it took.
@@ -38,7 +38,7 @@ pub(super) struct Pacing {
     next: Instant,
     /// When those that move began, and what was copied before them.
     began: Option<(Instant, u64)>,
-    ceiling: Ceiling,
+    rate_limiter: RateLimiter,
     /// When some moved last, or may again.
     progress: Instant,
     told_stopped: bool,
@@ -49,7 +49,7 @@ impl Pacing {
         Self {
             next: now,
             began: None,
-            ceiling: Ceiling::default(),
+            rate_limiter: RateLimiter::default(),
             progress: now,
             told_stopped: false,
         }
@@ -74,7 +74,7 @@ impl Driver {
 
     /// When what was copied last has the time that the ceiling gives it.
     fn paid_at(&self) -> Option<Instant> {
-        (self.pacing.ceiling).next(self.core.move_bytes_per_s_max())
+        (self.pacing.rate_limiter).next(self.core.rebalance_bytes_per_s_max())
     }
 
     /// Lets the next tiles move, if some are to and it is time.
@@ -89,7 +89,7 @@ impl Driver {
             Moves::Stopped => {
                 if !std::mem::replace(&mut self.pacing.told_stopped, true) {
                     let states = self.core.device_states();
-                    let why = states.into_iter().find_map(|state| state.standing.stuck);
+                    let why = states.into_iter().find_map(|state| state.status.stuck);
                     tracing::error!(
                         "tiles do not move to or from a device: {}; tried again every {} s",
                         why.unwrap_or_default(),
@@ -105,7 +105,7 @@ impl Driver {
             Moves::Waiting => {
                 if let Some((began, copied_before)) = self.pacing.began.take() {
                     let copied_bytes = self.core.copied_bytes() - copied_before;
-                    self.pacing.ceiling.copied(began, copied_bytes);
+                    self.pacing.rate_limiter.copied(began, copied_bytes);
                     let took = now.saturating_duration_since(began);
                     let rests = if self.sessions.is_empty() { 0 } else { RESTS };
                     self.pacing.next = now + (took * rests).min(REST_MAX);
@@ -116,9 +116,9 @@ impl Driver {
                 if now < self.may_move_at() {
                     return;
                 }
-                let hurry = now.saturating_duration_since(self.pacing.progress) > PATIENCE;
+                let force = now.saturating_duration_since(self.pacing.progress) > PATIENCE;
                 let copied_bytes = self.core.copied_bytes();
-                self.events.push_back(Event::MoveOn { hurry });
+                self.events.push_back(Event::RebalanceTick { force });
                 self.decide();
                 match self.core.moves() {
                     Moves::Moving => self.pacing.began = Some((now, copied_bytes)),

@@ -55,8 +55,8 @@ mod tests {
     /// A number that is another process's by now must not be believed.
     #[test]
     fn the_process_that_connected_is_watched_whatever_has_its_number() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
         let listener = handoff::listen(&path).unwrap();
         let connect = "import socket,sys; s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET); s.connect(sys.argv[1]); print(1,flush=True); sys.stdin.read()";
         let child = Command::new("python3")

@@ -31,7 +31,7 @@ impl Driver {
                 Err(Errno::INTR) => Ok(false),
                 Err(errno) => Err(errno),
             };
-            let came = (self.awake).watch(
+            let came = (self.adaptive_spin).watch(
                 left.map_or(NEXT_SUBMISSION, |left| left.min(NEXT_SUBMISSION)),
                 came,
             );
@@ -67,7 +67,7 @@ impl Driver {
             .chain(self.ledger.judge_at())
             .chain(self.ledger.keep_wear_at())
             .chain(self.move_at())
-            .chain((!self.lookers.is_empty()).then_some(self.look_at))
+            .chain((!self.metrics_waiters.is_empty()).then_some(self.look_at))
             .chain(self.accept_at)
             .chain(engine_again)
             .min()?;

@@ -9,7 +9,7 @@
 //! another device may wait with it. A flush is IOCB_CMD_FDSYNC, which the kernel does in a worker of its own: handed over in
 //! 3 ms after 256 MiB of writes, ended 120 ms later (two cores, ext4), so that operations behind it do not wait as they
 //! would for fdatasync.
-//! The context is one for all, and what it has room for is shared out among the devices (`lanes.rs`).
+//! The context is one for all, and what it has room for is shared out among the devices (`backlog.rs`).
 //! What io_uring has and this lacks: registered memory and files, polling. Holds the `unsafe` of its system calls.
 //!
 //! Registered memory is what it costs: each operation pins its pages anew, and a read marks each of them as written. fio 3.33
@@ -29,8 +29,8 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use super::backlog::Backlog;
 use super::inflight::Inflight;
-use super::lanes::Lanes;
 use super::{END_WAIT, EngineError, Io, IoDone, batch_of, processors};
 use crate::core::IoOp;
 
@@ -64,7 +64,7 @@ pub struct Aio {
     inflight: Inflight,
     inflight_max: usize,
     /// What they handed on is with the threads or the kernel.
-    lanes: Lanes,
+    backlog: Backlog,
 }
 
 /// What the threads need.
@@ -163,7 +163,7 @@ impl Aio {
             queues: Vec::new(),
             inflight: Inflight::default(),
             inflight_max,
-            lanes: Lanes::new(room),
+            backlog: Backlog::new(room),
         };
         for device in devices {
             engine.add(device.clone())?;
@@ -184,14 +184,14 @@ impl Aio {
             })?;
         self.threads.push(thread);
         self.queues.push(queue);
-        self.lanes.add();
+        self.backlog.add();
         self.devices.push(Some(file));
         Ok(())
     }
 
     /// Nothing is in flight on this device, and nothing will be: closes it.
     pub(super) fn remove(&mut self, device: DeviceIndex) {
-        self.lanes.remove(device);
+        self.backlog.remove(device);
         self.devices[device.0 as usize] = None;
     }
 
@@ -201,11 +201,11 @@ impl Aio {
             "more in flight than the engine was opened for"
         );
         assert!((io.device.0 as usize) < self.devices.len());
-        self.lanes.push(io.device, self.inflight.add(io));
+        self.backlog.push(io.device, self.inflight.add(io));
     }
 
     pub(super) fn start(&mut self) {
-        while let Some(place) = self.lanes.take() {
+        while let Some(place) = self.backlog.take() {
             let device = self.inflight.io(place).device.0 as usize;
             let entry = self.entry(place);
             let queue = &self.queues[device];
@@ -238,9 +238,9 @@ impl Aio {
 
     fn end(&mut self, place: usize, result: i64, done: &mut Vec<IoDone>) {
         let device = self.inflight.io(place).device;
-        self.lanes.gave_back(device);
+        self.backlog.gave_back(device);
         if self.inflight.again(place, result) {
-            self.lanes.push(device, place);
+            self.backlog.push(device, place);
         } else {
             done.push(self.inflight.end(place, result));
         }
@@ -292,8 +292,8 @@ impl Drop for Aio {
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.lanes.give_up();
-        while self.lanes.kernel_count() > 0 && Instant::now() < limit {
+        self.backlog.discard_unreadable();
+        while self.backlog.kernel_count() > 0 && Instant::now() < limit {
             let wait = Timespec {
                 tv_sec: 0,
                 tv_nsec: 10_000_000,
@@ -305,13 +305,13 @@ impl Drop for Aio {
             if self.reap(&mut done).is_err() {
                 break;
             }
-            self.lanes.give_up();
+            self.backlog.discard_unreadable();
         }
         for queue in &self.queues {
             locked(&queue.jobs).ending = true;
             queue.work.notify_one();
         }
-        if self.lanes.kernel_count() > 0 {
+        if self.backlog.kernel_count() > 0 {
             self.inflight.leak();
             // Ending the context would wait for the device, as its threads do.
             std::mem::forget(self.shared.clone());

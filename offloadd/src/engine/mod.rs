@@ -27,12 +27,12 @@ use crate::core::{IoId, IoOp};
 use uring::Flavour;
 
 pub mod aio;
+mod backlog;
 mod inflight;
-mod lanes;
-mod mishap;
-pub mod paced;
+mod injected_fault;
 pub mod polled;
 pub mod psync;
+pub mod rate_limited;
 pub mod sim;
 pub mod uring;
 
@@ -223,7 +223,7 @@ pub enum Engine {
     /// io_uring, two rings.
     Polled(Box<polled::Polled>),
     /// One of these, slowed down for a test.
-    Paced(Box<paced::Paced>),
+    Paced(Box<rate_limited::Paced>),
 }
 
 impl Engine {
@@ -240,14 +240,17 @@ impl Engine {
         devices: &[Arc<File>],
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
-        crate::volatile::devices(devices);
+        crate::power_cut_sim::devices(devices);
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
         let Some(paces) = offload_api::pace::paces() else {
             return Ok((engine, reason));
         };
-        let paces = devices.iter().map(|file| paced::of(file, &paces)).collect();
+        let paces = devices
+            .iter()
+            .map(|file| rate_limited::of(file, &paces))
+            .collect();
         let reason = format!("{reason}; {paces:?}");
-        let paced = paced::Paced::new(engine, paces)?;
+        let paced = rate_limited::Paced::new(engine, paces)?;
         Ok((Self::Paced(Box::new(paced)), reason))
     }
 
@@ -425,7 +428,7 @@ impl Engine {
     /// Takes an operation. It runs after the next [`Self::start`].
     pub fn submit(&mut self, io: Io) {
         if !matches!(self, Self::Paced(_)) {
-            mishap::before(&io);
+            injected_fault::before(&io);
         }
         match self {
             Self::Uring(e) => e.submit(io),
@@ -466,7 +469,7 @@ impl Engine {
             Self::Polled(e) => e.reap(done)?,
             Self::Paced(e) => return e.reap(done),
         }
-        mishap::after(&mut done[first..]);
+        injected_fault::after(&mut done[first..]);
         Ok(())
     }
 

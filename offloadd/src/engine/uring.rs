@@ -33,8 +33,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 pub(super) use self::setup::Flavour;
 use self::setup::{set_up, why_not};
+use super::backlog::Backlog;
 use super::inflight::Inflight;
-use super::lanes::Lanes;
 use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, named, processors};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
@@ -80,7 +80,7 @@ pub struct Uring {
     inflight: Inflight,
     inflight_max: usize,
     /// What they handed on is in the submission queue or with the kernel.
-    lanes: Lanes,
+    backlog: Backlog,
     /// The kernel did not take all, the last time it was entered.
     refused: bool,
     refusal_told: Option<Instant>,
@@ -133,8 +133,8 @@ impl Uring {
             // Before 5.19, or no memory to be pinned: unregistered, then.
             Err(_) => Vec::new(),
         };
-        let mut lanes = Lanes::new(KERNEL_INFLIGHT_MAX);
-        devices.iter().for_each(|_| lanes.add());
+        let mut backlog = Backlog::new(KERNEL_INFLIGHT_MAX);
+        devices.iter().for_each(|_| backlog.add());
         Ok(Self {
             ring: Ring(ring),
             wake,
@@ -144,7 +144,7 @@ impl Uring {
             devices: devices.iter().cloned().map(Some).collect(),
             inflight: Inflight::default(),
             inflight_max,
-            lanes,
+            backlog,
             refused: false,
             refusal_told: None,
             #[cfg(test)]
@@ -166,7 +166,7 @@ impl Uring {
         let place = self.devices.len();
         self.update(place, file.as_raw_fd())
             .map_err(|error| self.refused_device("registering", place, &file, &error))?;
-        self.lanes.add();
+        self.backlog.add();
         self.devices.push(Some(file));
         Ok(())
     }
@@ -178,7 +178,7 @@ impl Uring {
         let file = file.expect("nothing is removed twice");
         self.update(place, NO_FILE)
             .map_err(|error| self.refused_device("unregistering", place, &file, &error))?;
-        self.lanes.remove(device);
+        self.backlog.remove(device);
         self.devices[place] = None;
         Ok(())
     }
@@ -187,7 +187,7 @@ impl Uring {
     pub(super) fn forget_last(&mut self) {
         // A file that stays registered is replaced by the next.
         let _ = self.update(self.devices.len() - 1, NO_FILE);
-        self.lanes.forget_last();
+        self.backlog.forget_last();
         self.devices.pop();
     }
 
@@ -220,7 +220,7 @@ impl Uring {
             "more in flight than the engine was opened for"
         );
         assert!((io.device.0 as usize) < self.devices.len());
-        self.lanes.push(io.device, self.inflight.add(io));
+        self.backlog.push(io.device, self.inflight.add(io));
     }
 
     pub(super) fn start(&mut self) -> Result<(), EngineError> {
@@ -235,14 +235,14 @@ impl Uring {
             return Ok(());
         }
         let most = SUBMISSION_ENTRIES as usize;
-        let batch = batch_of(self.lanes.waiting_count(), most, self.processors);
-        while self.lanes.waiting_count() > 0 {
+        let batch = batch_of(self.backlog.waiting_count(), most, self.processors);
+        while self.backlog.waiting_count() > 0 {
             let filled_count = self.ring.0.submission().len();
             // With a thread of the kernel's it is full until that has come to it; `reap` comes back here.
             if filled_count >= batch && (!self.enter()? || self.ring.0.submission().is_full()) {
                 return Ok(());
             }
-            let Some(place) = self.lanes.take() else {
+            let Some(place) = self.backlog.take() else {
                 break;
             };
             let entry = self.entry(place);
@@ -274,15 +274,15 @@ impl Uring {
             let place = completion.user_data() as usize;
             let result = i64::from(completion.result());
             let device = self.inflight.io(place).device;
-            self.lanes.gave_back(device);
+            self.backlog.gave_back(device);
             if self.inflight.again(place, result) {
-                self.lanes.push(device, place);
+                self.backlog.push(device, place);
             } else {
                 done.push(self.inflight.end(place, result));
             }
         }
         // What was put back, and what waited for room.
-        if self.lanes.waiting_count() == 0 {
+        if self.backlog.waiting_count() == 0 {
             Ok(())
         } else {
             self.start()
@@ -505,13 +505,13 @@ impl Drop for Uring {
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.lanes.give_up();
-        while self.lanes.kernel_count() > 0 && Instant::now() < limit {
+        self.backlog.discard_unreadable();
+        while self.backlog.kernel_count() > 0 && Instant::now() < limit {
             if self.reap(&mut done).is_err() {
                 break;
             }
-            self.lanes.give_up();
-            if self.lanes.kernel_count() > 0 {
+            self.backlog.discard_unreadable();
+            if self.backlog.kernel_count() > 0 {
                 let wait = Timespec {
                     tv_sec: 0,
                     tv_nsec: 10_000_000,
@@ -519,7 +519,7 @@ impl Drop for Uring {
                 let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], Some(&wait));
             }
         }
-        if self.lanes.kernel_count() > 0 {
+        if self.backlog.kernel_count() > 0 {
             self.inflight.leak();
         }
     }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
 
+use super::endurance::{Endurance, Ratings, WearCount};
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
-use super::wearing::{Ratings, Wearing, Worn};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, IoId, IoOp, JobState};
 use crate::engine::IoDone;
@@ -72,7 +72,7 @@ pub struct Ledger {
     /// Places whose job was dropped, for those that come.
     free: Vec<usize>,
     inflight: HashMap<IoId, InFlight>,
-    wearing: Wearing,
+    endurance: Endurance,
 }
 
 #[derive(Debug)]
@@ -116,7 +116,7 @@ struct InFlight {
 
 impl Ledger {
     /// Counts for these devices from now on.
-    pub fn new(devices: &[DeviceState], wearing: Wearing, now: Instant) -> Self {
+    pub fn new(devices: &[DeviceState], endurance: Endurance, now: Instant) -> Self {
         let device =
             |state: &DeviceState| Device::new(state.read_bytes_per_s, state.write_bytes_per_s, now);
         Self {
@@ -127,7 +127,7 @@ impl Ledger {
             places: HashMap::new(),
             free: Vec::new(),
             inflight: HashMap::new(),
-            wearing,
+            endurance,
         }
     }
 
@@ -137,9 +137,9 @@ impl Ledger {
         let mut device = Device::new(read, write, now);
         device.of_store = false;
         self.devices.push(device);
-        self.wearing.add(Worn {
+        self.endurance.add(WearCount {
             path: path.to_owned(),
-            ..Worn::default()
+            ..WearCount::default()
         });
         for job in &mut self.jobs {
             job.written_bytes.push(0);
@@ -150,7 +150,7 @@ impl Ledger {
     pub fn device_came(&mut self, device: DeviceIndex, number: u32) {
         let index = device.0 as usize;
         self.devices[index].of_store = true;
-        self.wearing.number(index, number);
+        self.endurance.number(index, number);
     }
 
     /// It was measured again: slow is what is slower than that.
@@ -162,7 +162,7 @@ impl Ledger {
     /// It is of no store any more: nothing is kept on it.
     pub fn device_left(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].of_store = false;
-        self.wearing.one_left();
+        self.endurance.one_left();
     }
 
     /// When it began.
@@ -334,14 +334,14 @@ impl Ledger {
 
     /// What may be written to each device, from now on.
     pub fn rate(&mut self, ratings: Ratings) {
-        self.wearing.rate(ratings);
+        self.endurance.rate(ratings);
     }
 
     /// Devices that have newly come near the end of their rating, and how near.
     pub fn newly_worn(&mut self) -> Vec<(DeviceIndex, f64)> {
         let devices = self.devices.iter().enumerate();
         let worn = devices.filter_map(|(index, device)| {
-            let share = (self.wearing).newly_worn(index, device.counts.written.bytes)?;
+            let share = (self.endurance).newly_worn(index, device.counts.written.bytes)?;
             Some((DeviceIndex(index as u32), share))
         });
         worn.collect()
@@ -383,9 +383,9 @@ impl Ledger {
     pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
         let views = states.into_iter().zip(&self.devices).enumerate();
         let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
-            worn_bytes: (self.wearing).written_bytes(index, device.counts.written.bytes),
-            rated_bytes: self.wearing.rated_bytes(index),
-            unlisted: !self.wearing.is_listed(index),
+            worn_bytes: (self.endurance).written_bytes(index, device.counts.written.bytes),
+            rated_bytes: self.endurance.rated_bytes(index),
+            unlisted: !self.endurance.is_listed(index),
             damaged_count: device.damaged_count,
             state,
             counts: device.counts.clone(),
@@ -407,12 +407,12 @@ impl Ledger {
     pub fn job(&self, state: JobState) -> JobView {
         let counted = self.counted(&state);
         let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);
-        let ever = |id| self.wearing.job_bytes(id, now_bytes);
+        let ever = |id| self.endurance.job_bytes(id, now_bytes);
         let of_store = |index: &usize| self.devices[*index].of_store;
         let on = |id| {
             let devices = (0..self.devices.len()).filter(of_store).map(|index| {
                 let now_bytes = now_bytes.get(index).copied().unwrap_or(0);
-                self.wearing.job_bytes_on(id, index, now_bytes)
+                self.endurance.job_bytes_on(id, index, now_bytes)
             });
             devices.filter(|worn| worn.bytes > 0).collect()
         };

@@ -6,7 +6,7 @@ use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
 use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
-use crate::core::{CommitState, DeviceState, JobState, Shares, Standing};
+use crate::core::{CommitState, DeviceState, DeviceStatus, JobState, Shares};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
@@ -17,7 +17,7 @@ impl From<Snapshot> for proto::MetricsReply {
             arena_used_bytes: snapshot.arena_used_bytes,
             arena_bytes_max: snapshot.arena_bytes_max,
             session_count: snapshot.session_count,
-            move_bytes_per_s_max: snapshot.move_bytes_per_s_max,
+            rebalance_bytes_per_s_max: snapshot.rebalance_bytes_per_s_max,
             reading_only: snapshot.reading_only,
             devices: snapshot.devices.into_iter().map(Into::into).collect(),
             jobs: snapshot.jobs.into_iter().map(Into::into).collect(),
@@ -34,16 +34,16 @@ impl From<DeviceState> for proto::Device {
             free_bytes: state.free_bytes,
             read_bytes_per_s: state.read_bytes_per_s,
             write_bytes_per_s: state.write_bytes_per_s,
-            number: state.standing.number,
-            phase: match state.standing.phase {
+            number: state.status.number,
+            phase: match state.status.phase {
                 None => proto::DevicePhase::Left,
                 Some(Phase::Settled) => proto::DevicePhase::Settled,
                 Some(Phase::Filling) => proto::DevicePhase::Filling,
                 Some(Phase::Draining) => proto::DevicePhase::Draining,
             } as i32,
-            left_bytes: state.standing.left_bytes,
-            stuck: state.standing.stuck,
-            waits_for_start: state.standing.waits_for_start,
+            left_bytes: state.status.left_bytes,
+            stuck: state.status.stuck,
+            waits_for_start: state.status.waits_for_start,
         }
     }
 }
@@ -162,7 +162,7 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
             arena_used_bytes: message.arena_used_bytes,
             arena_bytes_max: message.arena_bytes_max,
             session_count: message.session_count,
-            move_bytes_per_s_max: message.move_bytes_per_s_max,
+            rebalance_bytes_per_s_max: message.rebalance_bytes_per_s_max,
             reading_only: message.reading_only,
             devices: devices.collect::<Result<_, _>>()?,
             jobs: jobs.collect::<Result<_, _>>()?,
@@ -175,7 +175,7 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
 
     fn try_from(message: proto::DeviceMetrics) -> Result<Self, Misunderstood> {
         let device = (message.device).ok_or_else(|| misunderstood("a device without a name"))?;
-        let standing = Standing {
+        let status = DeviceStatus {
             number: device.number,
             phase: match device.phase() {
                 proto::DevicePhase::Left => None,
@@ -189,7 +189,7 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
         };
         Ok(Self {
             state: DeviceState {
-                standing,
+                status,
                 path: device.path,
                 block_bytes: BLOCK_BYTES,
                 data_bytes: device.data_bytes,
@@ -303,7 +303,7 @@ mod tests {
             arena_used_bytes: 5,
             arena_bytes_max: 6,
             session_count: 2,
-            move_bytes_per_s_max: Some(0),
+            rebalance_bytes_per_s_max: Some(0),
             reading_only: Some("a device".into()),
             devices: vec![DeviceView {
                 state: DeviceState {
@@ -313,7 +313,7 @@ mod tests {
                     free_bytes: 8,
                     read_bytes_per_s: 9,
                     write_bytes_per_s: 10,
-                    standing: Standing::settled(0),
+                    status: DeviceStatus::settled(0),
                 },
                 counts: Counts {
                     read: traffic(11),

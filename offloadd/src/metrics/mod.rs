@@ -14,17 +14,17 @@ use std::time::Duration;
 
 use crate::core::{DeviceState, JobState};
 
+pub mod endurance;
 pub mod latencies;
 pub mod ledger;
 mod message;
 pub mod slowness;
 pub mod text;
-pub mod wearing;
 
+pub use endurance::{Endurance, Ratings, WearCount};
 pub use latencies::Latencies;
 pub use ledger::Ledger;
 pub use message::Misunderstood;
-pub use wearing::{Ratings, Wearing, Worn};
 
 /// Operations of one kind that have ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub struct Snapshot {
     /// Sessions that are open or end.
     pub session_count: u64,
     /// While tiles move under a ceiling: what may be copied.
-    pub move_bytes_per_s_max: Option<u64>,
+    pub rebalance_bytes_per_s_max: Option<u64>,
     /// Why nothing is written in this life of the daemon, if nothing is.
     pub reading_only: Option<String>,
     /// In the store's order.

@@ -61,8 +61,8 @@ fn longer(expected: [Duration; 2]) -> Duration {
 impl Work {
     fn add(&mut self, more: &Self) {
         self.busy += more.busy;
-        for way in [0, 1] {
-            self.expected[way] += more.expected[way];
+        for direction in [0, 1] {
+            self.expected[direction] += more.expected[direction];
         }
         self.bytes += more.bytes;
         self.count += more.count;
@@ -184,7 +184,8 @@ impl Slowness {
         self.good_seconds = 0;
         self.run.add(&second);
         // What is in flight may end all at once, in time.
-        let expected = [0, 1].map(|way| self.run.expected[way] + self.inflight_expected[way]);
+        let expected = [0, 1]
+            .map(|direction| self.run.expected[direction] + self.inflight_expected[direction]);
         let times = self.run.busy.as_secs_f64() / longer(expected).as_secs_f64().max(1e-9);
         if self.slow || self.run.busy < SLOW_AFTER || times < SLOW {
             return None;
@@ -309,22 +310,22 @@ mod tests {
         let times = [620e6 * shares[0], 320e6 * shares[1]]
             .map(|rate| Duration::from_secs_f64(4.0 * MIB as f64 / rate));
         let mut ends = times.map(|time| start + time);
-        for way in [false, true] {
-            (0..2).for_each(|_| slowness.started(way, 4 * MIB, start));
+        for direction in [false, true] {
+            (0..2).for_each(|_| slowness.started(direction, 4 * MIB, start));
         }
         let mut judged = start + JUDGED_EVERY;
         while judged < start + Duration::from_secs_f64(seconds) {
-            let way = usize::from(ends[1] < ends[0]);
-            let now = ends[way];
+            let direction = usize::from(ends[1] < ends[0]);
+            let now = ends[direction];
             while judged <= now {
                 if let Some(change) = slowness.judge(judged) {
                     return Some((change, (judged - start).as_secs_f64()));
                 }
                 judged += JUDGED_EVERY;
             }
-            slowness.ended(way == 1, 4 * MIB, now);
-            slowness.started(way == 1, 4 * MIB, now);
-            ends[way] += times[way];
+            slowness.ended(direction == 1, 4 * MIB, now);
+            slowness.started(direction == 1, 4 * MIB, now);
+            ends[direction] += times[direction];
         }
         None
     }

@@ -161,13 +161,13 @@ impl Encoder<'_, '_> {
             "offloadd_device_to_move",
             "Of tiles that are still to come to a device that was added, or to leave one that is drained",
             bytes,
-            lines(|d| d.state.standing.left_bytes as f64),
+            lines(|d| d.state.status.left_bytes as f64),
         )?;
         let phases = devices.iter().flat_map(|d| {
             ["settled", "filling", "draining"].map(|phase| {
                 let mut labels = labels(d);
                 labels.push(("phase", phase.into()));
-                let is_in = d.state.standing.phase_name() == phase;
+                let is_in = d.state.status.phase_name() == phase;
                 (labels, f64::from(u8::from(is_in)))
             })
         });
@@ -181,7 +181,7 @@ impl Encoder<'_, '_> {
             "offloadd_device_stuck",
             "1 while what is to come to it or to leave it does not move: offloadd top says why",
             None,
-            lines(|d| f64::from(u8::from(d.state.standing.is_stuck()))),
+            lines(|d| f64::from(u8::from(d.state.status.is_stuck()))),
         )?;
         self.gauge(
             "offloadd_device_trouble",
@@ -199,7 +199,7 @@ impl Encoder<'_, '_> {
             "offloadd_device_waits_for_start",
             "1 while it is drained but for what leaves it when offloadd is started next",
             None,
-            lines(|d| f64::from(u8::from(d.state.standing.waits_for_start))),
+            lines(|d| f64::from(u8::from(d.state.status.waits_for_start))),
         )?;
         self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
@@ -338,7 +338,7 @@ impl Encoder<'_, '_> {
     fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
         let path = |number| {
             let mut devices = devices.iter();
-            let found = devices.find(|device| device.state.standing.number == number);
+            let found = devices.find(|device| device.state.status.number == number);
             found.map(|device| device.state.path.clone())
         };
         let lines = jobs.iter().flat_map(|job| {
@@ -367,10 +367,10 @@ impl Encoder<'_, '_> {
         labels: impl Fn(&T) -> Labels,
         counts: impl Fn(&T) -> &Counts,
     ) -> fmt::Result {
-        let bytes = |way: fn(&Counts) -> &Traffic| -> Lines<f64> {
+        let bytes = |direction: fn(&Counts) -> &Traffic| -> Lines<f64> {
             let lines = counted.iter();
             lines
-                .map(|one| (labels(one), way(counts(one)).bytes as f64))
+                .map(|one| (labels(one), direction(counts(one)).bytes as f64))
                 .collect()
         };
         let unit = Some(&Unit::Bytes);

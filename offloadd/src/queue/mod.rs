@@ -14,7 +14,7 @@
 //! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill
 //! the place of the other.
 //! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken. Beside a
-//! job that asks for little they are shorter, and pieces too, so that it hardly waits ([`neighbours`]).
+//! job that asks for little they are shorter, and pieces too, so that it hardly waits ([`interference`]).
 //! **Pieces.** A large operation is cut into pieces the device takes as one request; they are in flight together and end as
 //! one. The first that fails or is short, by its place, fails the whole, and what was not handed over stays here.
 //! **A lone read**, beside which no other read of its device waits or is in flight, is waited for by a process that does nothing else: its pieces
@@ -26,26 +26,26 @@
 //! time in which it answers, 40,000 a second where that is 100 us. Each passes here in some hundred nanoseconds.
 
 mod answer;
+mod direction;
 mod fair;
+mod interference;
 mod limits;
-mod neighbours;
 mod owner;
-mod way;
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Urgency;
+use offload_api::ring::entry::Priority;
 
 use crate::core::{IoId, IoOp};
 use crate::engine::{Io, IoDone, Memory};
 
+use direction::Direction;
+pub use direction::{INFLIGHT_COUNT_MAX, TURNS};
 pub use limits::DeviceLimits;
 pub use owner::Owner;
-use way::Way;
-pub use way::{INFLIGHT_COUNT_MAX, TURNS};
 
 /// The last pieces of a lone read: such a one is summed in 5 to 10 us, and one request more costs 3.
 const LONE_PIECE_BYTES_MIN: u32 = 128 << 10;
@@ -86,14 +86,19 @@ pub struct Queue {
 struct Device {
     piece_bytes: u32,
     /// Reads, writes.
-    ways: [Way; 2],
+    directions: [Direction; 2],
 }
 
 impl Device {
     fn new(limits: &DeviceLimits) -> Self {
         Self {
             piece_bytes: limits.piece_bytes,
-            ways: [0, 1].map(|way| Way::new(limits.window_bytes[way], limits.bytes_per_s[way])),
+            directions: [0, 1].map(|direction| {
+                Direction::new(
+                    limits.window_bytes[direction],
+                    limits.bytes_per_s[direction],
+                )
+            }),
         }
     }
 }
@@ -103,11 +108,11 @@ impl Device {
 struct Whole {
     io: Io,
     owner: Owner,
-    urgency: Urgency,
+    urgency: Priority,
     /// Settled when the first one is handed over.
     piece_bytes: u32,
     /// Of a lone read.
-    coming: Option<Coming>,
+    partial_read: Option<PartialRead>,
     /// From its start, handed over.
     cut_bytes: u32,
     inflight_count: u32,
@@ -120,7 +125,7 @@ struct Whole {
 
 /// How far a lone read has come.
 #[derive(Debug, Default)]
-struct Coming {
+struct PartialRead {
     /// From its start on.
     bytes: u32,
     /// Pieces that ended before one that lies before them: where they begin, how long they are.
@@ -142,7 +147,7 @@ impl Whole {
 
     fn piece_bytes_at(&self, at: u32) -> u32 {
         let left = self.io.bytes - at;
-        let most = match self.coming {
+        let most = match self.partial_read {
             // Half of what is left: to sum it takes less than for the other half to arrive.
             Some(_) if left >= 2 * LONE_PIECE_BYTES_MIN => left / 2 / BLOCK_BYTES * BLOCK_BYTES,
             _ => left,
@@ -153,13 +158,15 @@ impl Whole {
     /// The piece at `at` is there. How far a lone read has come, if that is news.
     fn came(&mut self, at: u32) -> Option<u32> {
         let bytes = self.piece_bytes_at(at);
-        let coming = self.coming.as_mut()?;
-        coming.early.push((at, bytes));
-        let before = coming.bytes;
-        while let Some(next) = (coming.early.iter()).position(|(at, _)| *at == coming.bytes) {
-            coming.bytes += coming.early.swap_remove(next).1;
+        let partial_read = self.partial_read.as_mut()?;
+        partial_read.early.push((at, bytes));
+        let before = partial_read.bytes;
+        while let Some(next) =
+            (partial_read.early.iter()).position(|(at, _)| *at == partial_read.bytes)
+        {
+            partial_read.bytes += partial_read.early.swap_remove(next).1;
         }
-        (coming.bytes > before).then_some(coming.bytes)
+        (partial_read.bytes > before).then_some(partial_read.bytes)
     }
 
     /// The next piece, known to the engine by `place` and where it begins.
@@ -213,9 +220,9 @@ impl Queue {
 
     /// A device was measured again: what is in flight stays, what comes goes by these.
     pub fn set_limits(&mut self, device: DeviceIndex, limits: &DeviceLimits) {
-        let ways = self.devices[device.0 as usize].ways.iter_mut();
-        for (index, way) in ways.enumerate() {
-            way.set_limits(limits.window_bytes[index], limits.bytes_per_s[index]);
+        let directions = self.devices[device.0 as usize].directions.iter_mut();
+        for (index, direction) in directions.enumerate() {
+            direction.set_limits(limits.window_bytes[index], limits.bytes_per_s[index]);
         }
     }
 
@@ -225,7 +232,7 @@ impl Queue {
     }
 
     /// Takes an operation.
-    pub fn push(&mut self, io: Io, urgency: Urgency, owner: Owner) {
+    pub fn push(&mut self, io: Io, urgency: Priority, owner: Owner) {
         let place = self.free.pop().unwrap_or_else(|| {
             self.wholes.push(None);
             self.wholes.len() - 1
@@ -243,7 +250,7 @@ impl Queue {
             owner,
             urgency,
             piece_bytes,
-            coming: None,
+            partial_read: None,
             cut_bytes: 0,
             inflight_count: 0,
             failed: None,
@@ -251,15 +258,15 @@ impl Queue {
             retried_count: 0,
         });
         self.waiting_count += 1;
-        match self.way(device, op) {
-            Some(way) => way.push(place, urgency, owner, bytes),
+        match self.direction(device, op) {
+            Some(direction) => direction.push(place, urgency, owner, bytes),
             None => self.flushes.push_back(place),
         }
     }
 
     /// Gives an operation another urgency: its pieces that still wait go with those of that class, behind them. One that was
     /// handed over or has ended stays as it is. Costs the same whatever waits.
-    pub fn urge(&mut self, io: IoId, urgency: Urgency) {
+    pub fn urge(&mut self, io: IoId, urgency: Priority) {
         let Some(&place) = self.places.get(&io) else {
             return;
         };
@@ -269,8 +276,8 @@ impl Queue {
             return;
         }
         let (device, op, owner) = (whole.io.device, whole.io.op, whole.owner);
-        if let Some(way) = self.way(device, op) {
-            way.urge(place, urgency, owner);
+        if let Some(direction) = self.direction(device, op) {
+            direction.urge(place, urgency, owner);
         }
     }
 
@@ -285,21 +292,21 @@ impl Queue {
             self.waiting_count -= 1;
         }
         for device in &mut self.devices {
-            for way in &mut device.ways {
-                while let Some(next) = way.next() {
+            for direction in &mut device.directions {
+                while let Some(next) = direction.next() {
                     let whole = self.wholes[next.place].as_mut().expect("it waits");
                     if whole.since.is_none() && matches!(whole.io.memory, Memory::Arena { .. }) {
                         // Anew each time it is looked at: who was beside it then may be gone.
-                        whole.piece_bytes = device.piece_bytes.min(way.piece_bytes_max(next));
-                        whole.coming =
-                            (whole.may_be_lone() && way.has_one_alone()).then(Coming::default);
+                        whole.piece_bytes = device.piece_bytes.min(direction.piece_bytes_max(next));
+                        whole.partial_read = (whole.may_be_lone() && direction.has_one_alone())
+                            .then(PartialRead::default);
                     }
-                    if !way.has_room(next, whole.piece_bytes_at(whole.cut_bytes)) {
+                    if !direction.has_room(next, whole.piece_bytes_at(whole.cut_bytes)) {
                         break;
                     }
                     let piece = whole.cut(next.place, now);
                     let last = !whole.waits();
-                    way.hand_over(next, piece.id, piece.bytes, last);
+                    direction.hand_over(next, piece.id, piece.bytes, last);
                     self.waiting_count -= usize::from(last);
                     pieces.push(piece);
                 }
@@ -328,11 +335,11 @@ impl Queue {
         }
         let gives_up = waited && !whole.waits();
         let (id, done) = (whole.io.id, whole.ended());
-        if let Some(way) = self.way(device, op) {
+        if let Some(direction) = self.direction(device, op) {
             let took_ns = (piece.outcome == Ok(asked_bytes)).then_some(piece.device_ns);
-            way.take_back(owner, urgency, piece.id, asked_bytes, took_ns);
+            direction.take_back(owner, urgency, piece.id, asked_bytes, took_ns);
             if gives_up {
-                way.give_up(place, urgency, owner, uncut_bytes);
+                direction.discard_unreadable(place, urgency, owner, uncut_bytes);
             }
         }
         self.waiting_count -= usize::from(gives_up);
@@ -363,11 +370,11 @@ impl Queue {
     }
 
     /// A flush has no way: nothing is before or behind it.
-    fn way(&mut self, device: DeviceIndex, op: IoOp) -> Option<&mut Way> {
-        let ways = &mut self.devices[device.0 as usize].ways;
+    fn direction(&mut self, device: DeviceIndex, op: IoOp) -> Option<&mut Direction> {
+        let directions = &mut self.devices[device.0 as usize].directions;
         match op {
-            IoOp::Read => Some(&mut ways[0]),
-            IoOp::Write => Some(&mut ways[1]),
+            IoOp::Read => Some(&mut directions[0]),
+            IoOp::Write => Some(&mut directions[1]),
             IoOp::Flush => None,
         }
     }

@@ -1,6 +1,6 @@
 //! Whose operation it is, as far as turns depend on it.
 
-use super::way::TURNS;
+use super::direction::TURNS;
 use crate::core::{SHARE_DEFAULT, SHARE_MAX, SessionId};
 
 /// Who asks a device for something.
@@ -39,7 +39,7 @@ pub(super) type Job = (User, u64);
 /// Sessions of a job have equal parts.
 pub(super) type Line = (Job, SessionId);
 
-/// Of tiles that move while no user waits. Beside users they have less, see [`Way`](super::way::Way).
+/// Of tiles that move while no user waits. Beside users they have less, see [`Direction`](super::way::Way).
 pub(super) const BACKGROUND_WEIGHT: u32 = SHARE_DEFAULT;
 
 /// What turns weigh.

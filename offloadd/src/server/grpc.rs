@@ -19,9 +19,9 @@ use super::reported;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
+use crate::device_admission::{self, AdmittedDevice};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
-use crate::newcomer::{self, Newcomer};
 use crate::store::definition::JobName;
 use crate::store::superblock::StoreId;
 
@@ -270,21 +270,21 @@ impl proto::offload_server::Offload for Service {
             proto::DropJobReply { freed_bytes })
     }
 
-    async fn give_up(
+    async fn discard_unreadable(
         &self,
-        request: Request<proto::GiveUpRequest>,
-    ) -> Result<Response<proto::GiveUpReply>, Status> {
+        request: Request<proto::DiscardUnreadableRequest>,
+    ) -> Result<Response<proto::DiscardUnreadableReply>, Status> {
         let peer = peer_of(&request)?;
-        let check = |message: proto::GiveUpRequest| {
+        let check = |message: proto::DiscardUnreadableRequest| {
             let uid = message.uid.unwrap_or(peer.uid);
             check_owner(peer, uid)?;
-            Ok::<_, Fault>(Call::GiveUp {
+            Ok::<_, Fault>(Call::DiscardUnreadable {
                 uid,
                 job: JobName::new(message.job)?,
             })
         };
-        call!(self, request, check, Reply::GiveUp { newest_generation } =>
-            proto::GiveUpReply { newest_generation: newest_generation.0 })
+        call!(self, request, check, Reply::DiscardUnreadable { newest_generation } =>
+            proto::DiscardUnreadableReply { newest_generation: newest_generation.0 })
     }
 
     async fn report_damage(
@@ -329,7 +329,7 @@ impl proto::offload_server::Offload for Service {
         let check = |message: proto::DrainDeviceRequest| {
             Ok::<_, Fault>(Call::DrainDevice {
                 path: message.path,
-                move_bytes_per_s_max: checked_rate(message.move_bytes_per_s_max)?,
+                rebalance_bytes_per_s_max: checked_rate(message.rebalance_bytes_per_s_max)?,
             })
         };
         call!(self, request, check, Reply::DrainDevice { left_bytes } =>
@@ -433,13 +433,13 @@ impl Service {
             path,
             file_bytes,
             force,
-            move_bytes_per_s_max,
+            rebalance_bytes_per_s_max,
         } = request;
-        let move_bytes_per_s_max = checked_rate(move_bytes_per_s_max)?;
+        let rebalance_bytes_per_s_max = checked_rate(rebalance_bytes_per_s_max)?;
         let path = PathBuf::from(path);
         if let Reply::Describe(described) = self.ask(peer, Call::Describe).await? {
             let devices = described.devices.into_iter();
-            let of_store = devices.filter(|device| device.standing.phase.is_some());
+            let of_store = devices.filter(|device| device.status.phase.is_some());
             refuse_known(&path, of_store.collect()).await?;
         }
         // Before anything on the device is written over.
@@ -450,17 +450,17 @@ impl Service {
         let (store, engine) = (self.about.store, self.about.engine);
         let engine = EngineChoice::from_name(engine).unwrap_or_default();
         let named = path.clone();
-        let newcomer = tokio::task::spawn_blocking(move || {
-            newcomer::prepare(&named, file_bytes, force, store, None, engine)
+        let device_admission = tokio::task::spawn_blocking(move || {
+            device_admission::prepare(&named, file_bytes, force, store, None, engine)
         });
-        let newcomer = newcomer.await.map_err(|_| ended_unanswered())?;
-        let Newcomer {
+        let device_admission = device_admission.await.map_err(|_| ended_unanswered())?;
+        let AdmittedDevice {
             device,
             mut new,
             moved,
             made,
-        } = newcomer.map_err(|error| invalid(error.to_string()))?;
-        new.move_bytes_per_s_max = move_bytes_per_s_max;
+        } = device_admission.map_err(|error| invalid(error.to_string()))?;
+        new.rebalance_bytes_per_s_max = rebalance_bytes_per_s_max;
         let (data_bytes, rates) = (new.data_bytes, new.rates);
         let answer = self
             .driver
@@ -493,10 +493,10 @@ async fn refuse_known(path: &Path, devices: Vec<DeviceState>) -> Result<(), Faul
     // A path may lead to a drive that answers no more.
     let known = tokio::task::spawn_blocking(move || {
         let mut devices = devices.into_iter();
-        devices.find(|device| newcomer::is_known(&asked, device))
+        devices.find(|device| device_admission::is_known(&asked, device))
     });
     match known.await.map_err(|_| ended_unanswered())? {
-        Some(known) => Err(invalid(newcomer::known_as(path, &known))),
+        Some(known) => Err(invalid(device_admission::known_as(path, &known))),
         None => Ok(()),
     }
 }

@@ -63,16 +63,16 @@ pub enum SocketError {
     },
     /// Others could reach a private daemon.
     #[error(
-        "socket {path}: its folder must belong to uid {uid} with mode 0700, it has uid {found_uid} and mode {found_mode:o}"
+        "socket {path}: its directory must belong to uid {uid} with mode 0700, it has uid {found_uid} and mode {found_mode:o}"
     )]
     Open {
         /// Of the socket.
         path: PathBuf,
         /// Ours.
         uid: u32,
-        /// The folder's.
+        /// The directory's.
         found_uid: u32,
-        /// The folder's.
+        /// The directory's.
         found_mode: u32,
     },
     /// A system call failed.
@@ -87,11 +87,11 @@ pub enum SocketError {
     },
 }
 
-/// Sees to the socket's folder: made if missing; of a private daemon nobody else may enter it.
+/// Sees to the socket's directory: made if missing; of a private daemon nobody else may enter it.
 ///
 /// # Errors
 /// [`SocketError`].
-pub fn prepare_folder(socket: &Path, private: bool) -> Result<(), SocketError> {
+pub fn prepare_dir(socket: &Path, private: bool) -> Result<(), SocketError> {
     let failed = |action| {
         move |source| SocketError::System {
             path: socket.to_owned(),
@@ -99,17 +99,17 @@ pub fn prepare_folder(socket: &Path, private: bool) -> Result<(), SocketError> {
             source,
         }
     };
-    let folder = socket.parent().unwrap_or(Path::new("/"));
+    let dir = socket.parent().unwrap_or(Path::new("/"));
     let mode = if private { 0o700 } else { 0o755 };
-    match std::fs::DirBuilder::new().mode(mode).create(folder) {
+    match std::fs::DirBuilder::new().mode(mode).create(dir) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(e) => return Err(failed("making its folder")(e)),
+        Err(e) => return Err(failed("making its directory")(e)),
     }
     if !private {
         return Ok(());
     }
-    let found = std::fs::metadata(folder).map_err(failed("looking at its folder"))?;
+    let found = std::fs::metadata(dir).map_err(failed("looking at its directory"))?;
     let uid = rustix::process::geteuid().as_raw();
     let found_mode = found.mode() & 0o777;
     if found.uid() != uid || found_mode & 0o077 != 0 {
@@ -160,14 +160,14 @@ pub async fn serve(
             measuring: Arc::default(),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
-    let patience = async {
+    let timeouts = async {
         stopped(stop).await;
         tokio::time::sleep(LAST_ANSWERS).await;
     };
     tokio::select! {
         result = serving => result,
         // A peer that never reads its answer must not keep us.
-        () = patience => Ok(()),
+        () = timeouts => Ok(()),
     }
 }
 

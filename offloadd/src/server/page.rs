@@ -23,7 +23,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, watch};
 
-use super::{SocketError, bind, clear_socket, prepare_folder, stopped};
+use super::{SocketError, bind, clear_socket, prepare_dir, stopped};
 use crate::core::Viewer;
 use crate::driver::DriverHandle;
 use crate::metrics::text;
@@ -110,7 +110,7 @@ impl Page {
     pub async fn bind(address: &PageAddress) -> Result<Self, SocketError> {
         match address {
             PageAddress::Unix(path) => {
-                prepare_folder(path, false)?;
+                prepare_dir(path, false)?;
                 clear_socket(path)?;
                 Ok(Self::Unix(bind(path)?, path.clone()))
             }

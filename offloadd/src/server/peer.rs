@@ -100,7 +100,7 @@ impl Drop for Untaken {
 pub(super) struct PeerStream {
     stream: UnixStream,
     caller: Caller,
-    patience: Duration,
+    timeouts: Duration,
     accepted: Instant,
     /// Since when the socket takes nothing of what is written.
     blocked: Option<Instant>,
@@ -192,17 +192,17 @@ impl Drop for Place {
 }
 
 impl PeerStream {
-    fn new(stream: UnixStream, peer: Peer, patience: Duration, place: Place) -> Self {
+    fn new(stream: UnixStream, peer: Peer, timeouts: Duration, place: Place) -> Self {
         Self {
             stream,
             caller: Caller {
                 peer,
                 pending: Arc::default(),
             },
-            patience,
+            timeouts,
             accepted: Instant::now(),
             blocked: None,
-            clock: tokio::time::interval(patience / 6),
+            clock: tokio::time::interval(timeouts / 6),
             _place: place,
         }
     }
@@ -219,10 +219,10 @@ impl PeerStream {
         ];
         let what = waits
             .into_iter()
-            .find(|(since, _)| since.is_some_and(|since| since.elapsed() >= self.patience));
+            .find(|(since, _)| since.is_some_and(|since| since.elapsed() >= self.timeouts));
         let (_, what) = what?;
         let Peer { uid, pid } = self.caller.peer;
-        let waited_s = self.patience.as_secs();
+        let waited_s = self.timeouts.as_secs();
         tracing::info!(uid, pid, waited_s, "closed a connection: {what}");
         Some(io::Error::new(io::ErrorKind::TimedOut, what))
     }
@@ -305,11 +305,11 @@ mod tests {
         assert!(places.counts.lock().unwrap().is_empty(), "nothing is kept");
     }
 
-    fn connection(patience: Duration) -> (PeerStream, UnixStream) {
+    fn connection(timeouts: Duration) -> (PeerStream, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let place = Places::new(1).take(7).unwrap();
         let peer = Peer { uid: 7, pid: 1 };
-        (PeerStream::new(ours, peer, patience, place), theirs)
+        (PeerStream::new(ours, peer, timeouts, place), theirs)
     }
 
     fn run(test: impl Future<Output = ()>) {
@@ -349,12 +349,12 @@ mod tests {
             );
             drop(answer);
 
-            let patience = Duration::from_millis(50);
-            let (mut ours, mut theirs) = connection(patience);
+            let timeouts = Duration::from_millis(50);
+            let (mut ours, mut theirs) = connection(timeouts);
             ours.caller.pending.called();
             let answer = Untaken::new(&ours.caller.pending);
             answer.we_have_turn();
-            let read = tokio::time::timeout(4 * patience, ours.read_u8()).await;
+            let read = tokio::time::timeout(4 * timeouts, ours.read_u8()).await;
             assert!(read.is_err(), "ended: {read:?}");
             theirs.write_u8(3).await.unwrap();
             assert_eq!(ours.read_u8().await.unwrap(), 3);

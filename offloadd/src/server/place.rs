@@ -104,8 +104,8 @@ mod tests {
 
     #[test]
     fn a_socket_goes_before_its_daemon_and_a_successors_stays() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
         let bind = || (UnixListener::bind(&path).unwrap(), Place::of(&path));
         let (old, place) = bind();
         // As an administrator may, for who is to connect.
@@ -129,8 +129,8 @@ mod tests {
 
     #[test]
     fn one_that_is_going_is_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
         let going = UnixListener::bind(&path).unwrap();
         let successor = std::thread::spawn({
             let path = path.clone();

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use offload_api::checksum::Summing;
+use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::Fault;
 use tokio::sync::Mutex;
 
@@ -84,7 +84,7 @@ fn read(reported: &Reported, damage: &Damage) -> Option<std::io::Result<u32>> {
     if is_another(&device, &reported.superblock) {
         return None;
     }
-    let mut sum = Summing::new();
+    let mut sum = ChecksumDigest::new();
     let mut at = 0;
     while at < reported.tile_bytes {
         let bytes = PIECE_BYTES.min(reported.tile_bytes - at);

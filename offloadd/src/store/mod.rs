@@ -44,15 +44,15 @@
 pub mod catalog;
 pub mod content;
 pub mod definition;
+pub mod dual_copy;
 pub mod format;
-pub mod home;
 pub mod manifest;
+pub mod metadata_device;
 pub mod placement;
 pub mod recover;
 pub mod sealed;
 pub mod superblock;
 pub mod tile_table;
-pub mod twins;
 pub mod verify;
 pub mod wear;
 

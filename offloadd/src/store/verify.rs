@@ -7,13 +7,13 @@
 use offload_api::BLOCK_BYTES;
 use offload_api::checksum::checksum;
 use offload_api::ids::{Generation, TileIndex};
-use offload_api::removable::{Mechanism, removed};
+use offload_api::safeguard::{Safeguard, removed};
 
 use super::StoreError;
 use super::definition::{JobName, TileSpec};
+use super::dual_copy::Note;
 use super::manifest::{self, Mark, Marked, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
-use super::twins::Note;
 use super::wear::Wear;
 use crate::blocks::{AlignedBytes, Blocks};
 
@@ -236,7 +236,7 @@ fn verify_job(
                 Err(error) => Damage::Unreadable(error.to_string()),
                 Ok(()) => {
                     let (expected, found) = (version.checksum, checksum(bytes.as_slice()));
-                    if expected == found || removed(Mechanism::Checksum) {
+                    if expected == found || removed(Safeguard::Checksum) {
                         continue;
                     }
                     if undecided {

@@ -133,8 +133,8 @@ const CALLS: [&str; 17] = [
 ];
 
 fn descriptor_count(daemon: &Daemon) -> usize {
-    let folder = PathBuf::from(format!("/proc/{}/fd", daemon.child.id()));
-    std::fs::read_dir(folder).unwrap().count()
+    let dir = PathBuf::from(format!("/proc/{}/fd", daemon.child.id()));
+    std::fs::read_dir(dir).unwrap().count()
 }
 
 /// Somebody else's session, before, while and after: it is served, with its own bytes.

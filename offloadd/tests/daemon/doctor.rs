@@ -35,23 +35,23 @@ fn a_good_store_has_no_problems_and_json_says_so() {
 
 #[test]
 fn a_place_that_is_not_there_is_said_beside_what_was_looked_at() {
-    let folder = tempfile::tempdir().unwrap();
-    let place = folder.path().join("nvme9");
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("nvme9");
     let output = program().arg("doctor").arg(&place).output().unwrap();
     let said = words(&output);
     let expected = format!(
         "device {}: there is none: looked at {}",
         place.display(),
-        folder.path().display()
+        dir.path().display()
     );
     assert!(said.contains(&expected), "{said}");
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]
 fn a_problem_ends_with_1_and_the_line_that_mends_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let place = folder.path().join("no/such/folder");
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("no/such/directory");
     let output = program().arg("doctor").arg(&place).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", words(&output));
     assert!(
@@ -59,5 +59,5 @@ fn a_problem_ends_with_1_and_the_line_that_mends_it() {
         "{}",
         words(&output)
     );
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

@@ -17,7 +17,7 @@ const DEVICE_BYTES: u64 = 8 << 20;
 
 /// A small file system of its own, gone when dropped.
 struct Small {
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 impl Small {
@@ -38,8 +38,8 @@ impl Small {
             .unwrap()
             .set_len(24 << 20)
             .unwrap();
-        let folder = below.join("small");
-        std::fs::create_dir(&folder).unwrap();
+        let dir = below.join("small");
+        std::fs::create_dir(&dir).unwrap();
         let mut make = Command::new("mkfs.ext4");
         make.args(["-q", "-m", "0", "-O", "^has_journal"])
             .arg(&image);
@@ -48,9 +48,9 @@ impl Small {
         };
         assert!(made.status.success(), "{}", words(&made));
         let mut mount = Command::new("mount");
-        let mounted = mount.args(["-o", "loop"]).arg(&image).arg(&folder).output();
+        let mounted = mount.args(["-o", "loop"]).arg(&image).arg(&dir).output();
         match mounted {
-            Ok(output) if output.status.success() => Some(Self { folder }),
+            Ok(output) if output.status.success() => Some(Self { dir }),
             Ok(output) => skip(words(&output).trim()),
             Err(error) => skip(&format!("mount: {error}")),
         }
@@ -61,7 +61,7 @@ impl Drop for Small {
     fn drop(&mut self) {
         // A ring lets go of its files a moment after its process has ended.
         for _ in 0..100 {
-            let output = Command::new("umount").arg(&self.folder).output();
+            let output = Command::new("umount").arg(&self.dir).output();
             if output.is_ok_and(|output| output.status.success()) {
                 return;
             }
@@ -77,7 +77,7 @@ fn a_full_file_system_is_named_and_the_job_goes_on_when_there_is_room() {
         return;
     };
     let mut store = Store::new(1, "auto");
-    let device = small.folder.join("device");
+    let device = small.dir.join("device");
     std::fs::copy(&store.devices[0], &device).unwrap();
     let file = std::fs::File::options().write(true).open(&device).unwrap();
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -90,7 +90,7 @@ fn a_full_file_system_is_named_and_the_job_goes_on_when_there_is_room() {
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 400);
-    let ballast = small.folder.join("ballast");
+    let ballast = small.dir.join("ballast");
     let filled = std::fs::write(&ballast, vec![1; 24 << 20]);
     assert!(filled.is_err(), "the file system has room for everything");
     let place = session.geometry.place(SlotIndex(1)).unwrap();

@@ -2,7 +2,7 @@
 //! start, a daemon that stops serving, a device that never empties or stays locked, counts that go on about it.
 
 mod bringing;
-mod ceiling;
+mod rate_limiter;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -103,7 +103,7 @@ pub(crate) fn keep_room(control: &mut Control) -> Session {
 
 fn come_and_go(engine: &str) {
     let mut store = Store::new(2, engine);
-    let new = store.folder.path().join("device2");
+    let new = store.dir.path().join("device2");
     let old = store.devices[1].clone();
     let mut daemon = store.serve();
     let mut control = daemon.control();
@@ -129,7 +129,7 @@ fn come_and_go(engine: &str) {
     );
     let newest = write_until(&mut session, &mut control, working, |control| {
         let found = view(control, &new).unwrap();
-        found.state.standing.phase == Some(Phase::Settled)
+        found.state.status.phase == Some(Phase::Settled)
     });
     let found = view(&mut control, &new).unwrap();
     // Of a file of 8 MiB any rate may be measured, but what was measured is what it gets.
@@ -222,7 +222,7 @@ fn without_a_daemon_devices_come_and_go_too() {
     let mut store = Store::new(2, "auto");
     let working = committed_and_stopped(&store);
 
-    let new = store.folder.path().join("device2");
+    let new = store.dir.path().join("device2");
     // Somebody's file is not taken.
     std::fs::write(&new, [1; 4096]).unwrap();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
@@ -307,11 +307,8 @@ fn the_device_with_the_catalog_goes_when_the_daemon_starts_again() {
     let output = device(&store, "drain", &home, &[]);
     assert!(output.status.success(), "{}", words(&output));
     let waits = |control: &mut Control| {
-        let standing = view(control, &home).unwrap().state.standing;
-        standing
-            .stuck
-            .is_some_and(|why| why.contains("started next"))
-            && standing.left_bytes == 0
+        let status = view(control, &home).unwrap().state.status;
+        status.stuck.is_some_and(|why| why.contains("started next")) && status.left_bytes == 0
     };
     let newest = write_until(&mut session, &mut control, working, waits);
     // Records go to it as before.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Epoch, Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::proto;
-use offload_api::ring::entry::{Request, Sqe, Urge, Urgency, Verb};
+use offload_api::ring::entry::{Priority, Promote, Request, Sqe, Verb};
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::common::{
@@ -20,7 +20,7 @@ fn nonsense(ticket: u64) -> Request {
     Request {
         ticket: TicketId(ticket),
         verb: Verb::SwapIn,
-        urgency: Urgency::Ahead,
+        urgency: Priority::Prefetch,
         tile: TileIndex(u32::MAX),
         slot: SlotIndex(u32::MAX),
         generation: Generation(0),
@@ -131,7 +131,7 @@ fn entries_beyond_every_bound_are_refused_by_kind() {
         let mut entry = Request {
             ticket: TicketId(ticket),
             verb,
-            urgency: Urgency::Ahead,
+            urgency: Priority::Prefetch,
             tile: TileIndex(random.one_of(&[0, 1, 2, TILES, TILES + 1, max, any >> 32]) as u32),
             slot: SlotIndex(random.one_of(&[0, 1, SLOTS - 1, SLOTS, max, any >> 32]) as u32),
             generation: Generation(0),
@@ -166,9 +166,9 @@ fn entries_of_a_wrong_form_end_the_session() {
     let mut control = daemon.control();
     let free_bytes = control.arena_free_bytes();
     let good = nonsense(1).to_sqe(Epoch(0));
-    let urge = Urge {
+    let urge = Promote {
         ticket: TicketId(1),
-        urgency: Urgency::Wanted,
+        urgency: Priority::Demand,
     }
     .to_sqe(Epoch(0));
     let mut random = Random(2463534242);
@@ -382,7 +382,7 @@ fn a_log_that_nobody_reads_delays_nobody() {
 #[test]
 fn a_service_manager_that_listens_no_more_delays_nobody() {
     let store = Store::new(1, "auto");
-    let notify = store.folder.path().join("notify");
+    let notify = store.dir.path().join("notify");
     // It takes a dozen messages, then whoever sends one waits.
     let _manager = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
     let mut command = store.serve_command();

@@ -173,9 +173,9 @@ fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Ou
         return None;
     }
     let all = |mode| PermissionsExt::from_mode(mode);
-    std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
+    std::fs::set_permissions(store.dir.path(), all(0o755)).unwrap();
     std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
-    let copy = store.folder.path().join("offloadd");
+    let copy = store.dir.path().join("offloadd");
     link_program(&copy);
     let socket = daemon.socket.clone();
     Some(move |arguments: &[&str]| {
@@ -304,7 +304,7 @@ fn a_flipped_bit_is_found_and_named_while_the_daemon_serves() {
 fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
     let (store, daemon) = filled(8);
     let device = &store.devices[0];
-    let aside = store.folder.path().join("aside");
+    let aside = store.dir.path().join("aside");
     std::fs::rename(device, &aside).unwrap();
     let output = command("verify", &store, &["--json"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", words(&output));

@@ -63,7 +63,7 @@ fn a_daemon_that_is_given_nothing_sleeps() {
 fn a_second_daemon_on_a_store_is_refused_by_name() {
     let store = Store::new(1, "psync");
     let daemon = store.serve();
-    let other = store.folder.path().join("other.sock");
+    let other = store.dir.path().join("other.sock");
     store.write_config(&other, "psync");
     let message = store.refusal();
     let device = store.devices[0].display();
@@ -118,7 +118,7 @@ fn a_living_daemons_socket_is_not_taken() {
     );
     daemon.control().arena_free_bytes();
     // Nor is a file that is no socket.
-    let file = two.folder.path().join("notes.txt");
+    let file = two.dir.path().join("notes.txt");
     std::fs::write(&file, "mine").unwrap();
     two.write_config(&file, "psync");
     assert!(
@@ -216,7 +216,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
         &["device9: there is no such file", "offloadd format"],
     );
     let one = whole.replace(&format!(", {:?}", store.devices[1]), "");
-    let away = store.folder.path().join("away");
+    let away = store.dir.path().join("away");
     std::fs::rename(&store.devices[1], &away).unwrap();
     refused_with(&one, &["device 1 of the store"]);
     std::fs::rename(&away, &store.devices[1]).unwrap();
@@ -251,7 +251,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
             .contains(&store.devices[0].display().to_string())
     );
     // Too small for anything.
-    let small = store.folder.path().join("small");
+    let small = store.dir.path().join("small");
     let output = program()
         .arg("format")
         .arg(&small)
@@ -427,7 +427,7 @@ fn log_of(daemon: &mut Daemon) -> String {
 #[test]
 fn the_service_manager_is_told_when_it_serves_and_when_it_stops() {
     let store = Store::new(1, "psync");
-    let path = store.folder.path().join("notify");
+    let path = store.dir.path().join("notify");
     let manager = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
     manager.set_read_timeout(Some(SOON)).unwrap();
     let mut command = store.serve_command();
@@ -465,7 +465,7 @@ fn more_memory_than_there_is_is_refused_before_the_devices_are_touched() {
 #[test]
 fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     let mut store = Store::new(1, "auto");
-    let file = store.folder.path().join("image");
+    let file = store.dir.path().join("image");
     std::fs::write(&file, vec![0; 16 << 20]).unwrap();
     let Some(device) = Loop::new(&file) else {
         println!(
@@ -547,7 +547,7 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
             .output()
             .unwrap()
     };
-    let new = store.folder.path().join("new");
+    let new = store.dir.path().join("new");
     let format = [
         "format".as_ref(),
         new.as_os_str(),

@@ -120,9 +120,9 @@ fn silent_connections_of_one_user_keep_no_other_from_his_descriptors() {
     rustix::process::setrlimit(Resource::Nofile, raised).unwrap();
     let store = Store::new(1, "psync");
     let daemon = store.serve();
-    let descriptors = store.folder.path().join("run/offloadd.sock.fds");
+    let descriptors = store.dir.path().join("run/offloadd.sock.fds");
     let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
-    std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
+    std::fs::set_permissions(store.dir.path(), all(0o755)).unwrap();
     for socket in [&daemon.socket, &descriptors] {
         std::fs::set_permissions(socket, all(0o666)).unwrap();
     }
@@ -143,7 +143,7 @@ fn a_user_who_is_refused_without_end_does_not_fill_the_log() {
     const REFUSED: u64 = 400;
     let store = Store::new(1, "psync");
     let mut daemon = store.serve();
-    let descriptors = store.folder.path().join("run/offloadd.sock.fds");
+    let descriptors = store.dir.path().join("run/offloadd.sock.fds");
     let lines = Arc::new(Mutex::new(Vec::new()));
     let (seen, stderr) = (lines.clone(), daemon.child.stderr.take().unwrap());
     std::thread::spawn(move || {

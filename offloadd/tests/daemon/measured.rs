@@ -56,7 +56,7 @@ fn a_device_with_wrong_rates_gets_its_share_while_a_job_runs() {
     }
     let newest = write_until(&mut session, &mut control, working, |control| {
         let found = view(control, slow).unwrap();
-        found.state.standing.phase == Some(Phase::Settled)
+        found.state.status.phase == Some(Phase::Settled)
     });
     let found = view(&mut control, slow).unwrap();
     assert!(was_corrected(&found), "{found:?}");
@@ -104,7 +104,7 @@ fn a_store_at_rest_is_measured_and_its_tiles_move_at_once() {
     let mut control = daemon.control();
     let found = view(&mut control, slow).unwrap();
     assert!(was_corrected(&found), "{found:?}");
-    assert_eq!(found.state.standing.phase, Some(Phase::Settled));
+    assert_eq!(found.state.status.phase, Some(Phase::Settled));
     let (held, due) = (tiles_held(&found), share(&mut control, slow));
     assert!((held - due).abs() <= ROUNDING_TILES, "{held} of {due}");
     let mut session = control.session("tiny");
@@ -121,7 +121,7 @@ fn what_cannot_be_measured_is_named() {
         let told = words(&output);
         assert!(!output.status.success() && told.contains(said), "{told}");
     };
-    let nobody = store.folder.path().join("nobody");
+    let nobody = store.dir.path().join("nobody");
     refused(
         device(&store, "measure", &nobody, &[]),
         "the store has no device",
@@ -146,7 +146,7 @@ fn what_cannot_be_measured_is_named() {
         .arg(&nobody)
         .arg("--socket");
     refused(measure.arg(&nobody).output().unwrap(), "nobody");
-    let config = store.folder.path().join("none.toml");
+    let config = store.dir.path().join("none.toml");
     let text = std::fs::read_to_string(&store.config).unwrap();
     let text = text
         .replace("device0", "none0")

@@ -10,7 +10,7 @@ use crate::growth::device;
 #[test]
 fn a_device_by_another_name_is_named_as_the_store_has_it() {
     let store = Store::new(2, "auto");
-    let [link, hard] = ["link", "hard"].map(|name| store.folder.path().join(name));
+    let [link, hard] = ["link", "hard"].map(|name| store.dir.path().join(name));
     symlink(&store.devices[1], &link).unwrap();
     std::fs::hard_link(&store.devices[1], &hard).unwrap();
     let expected = format!(
@@ -31,14 +31,14 @@ fn a_device_by_another_name_is_named_as_the_store_has_it() {
 
 #[test]
 fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let refusal = |path: &Path, more: &[&str]| {
         let mut command = program();
         let output = command.arg("format").arg(path).args(more).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{}", words(&output));
         words(&output)
     };
-    for path in [folder.path(), Path::new("/dev/null")] {
+    for path in [dir.path(), Path::new("/dev/null")] {
         let said = refusal(path, &["--size", "1GiB"]);
         let expected = format!(
             "offloadd: device {}: neither a regular file nor a block device\n",
@@ -46,7 +46,7 @@ fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
         );
         assert_eq!(said, expected, "`--force` would not help");
     }
-    let file = folder.path().join("tiles");
+    let file = dir.path().join("tiles");
     for size in ["0", "4095", "1MiB"] {
         let said = refusal(&file, &["--size", size]);
         assert!(said.contains("a device of a store has at least"), "{said}");

@@ -18,14 +18,14 @@ const SOON: Duration = Duration::from_secs(10);
 /// A store whose daemon answers Prometheus on a unix socket.
 fn with_page() -> (Store, PathBuf) {
     let store = Store::new(2, "auto");
-    let page = store.folder.path().join("run/metrics.sock");
+    let page = store.dir.path().join("run/metrics.sock");
     listen(&store, &format!("unix:{}", page.display()));
     (store, page)
 }
 
 pub(crate) fn listen(store: &Store, address: &str) {
     let mut text = std::fs::read_to_string(&store.config).unwrap();
-    text.push_str("rated_tb_written = 600\n");
+    text.push_str("rated_tbw = 600\n");
     text.push_str(&format!("[metrics]\nlisten = {address:?}\n"));
     text.push_str("[quota.default]\nshare = 300\n[quota.job]\nshare = 250\n");
     std::fs::write(&store.config, text).unwrap();

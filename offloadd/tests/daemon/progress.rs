@@ -56,8 +56,8 @@ fn verifying_a_slow_store_says_how_long_it_takes_and_not_in_json() {
 
 #[test]
 fn filling_a_file_that_cannot_be_reserved_says_how_long_it_takes() {
-    let folder = tempfile::tempdir().unwrap();
-    let device = folder.path().join("device");
+    let dir = tempfile::tempdir().unwrap();
+    let device = dir.path().join("device");
     let changes = ["fallocate:error=EOPNOTSUPP", "pwrite64:delay_enter=350000"];
     let arguments = ["format", device.to_str().unwrap(), "--size", "64MiB"];
     let Some(output) = slowed(&changes, &arguments) else {

@@ -81,7 +81,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     });
     told(committed.unwrap_err());
     let job = "tiny".to_owned();
-    let new = store.folder.path().join("new");
+    let new = store.dir.path().join("new");
     let mut add = program();
     add.args(["device", "add", "--size", "16MiB"]).arg(&new);
     let output = add.arg("--config").arg(&store.config).output().unwrap();
@@ -148,9 +148,9 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
 #[test]
 fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     let store = Store::new(2, "psync");
-    let prometheus = store.folder.path().join("run/metrics.sock");
+    let prometheus = store.dir.path().join("run/metrics.sock");
     page::listen(&store, &format!("unix:{}", prometheus.display()));
-    let notify = store.folder.path().join("notify");
+    let notify = store.dir.path().join("notify");
     let manager = UnixDatagram::bind(&notify).unwrap();
     manager.set_read_timeout(Some(SOON)).unwrap();
     let mut daemon = store.serve();

@@ -38,8 +38,8 @@ fn skipped(why: &str) {
 
 /// What `systemd-analyze` says about a unit of this text; `None` without it.
 fn analyze(text: &str, arguments: &[&str]) -> Option<Output> {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("offloadd.service");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("offloadd.service");
     // Installed it lies elsewhere.
     let text = text.replace("/usr/bin/offloadd", env!("CARGO_BIN_EXE_offloadd"));
     std::fs::write(&file, text).unwrap();
@@ -186,7 +186,7 @@ fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
     );
     for engine in engines() {
         let store = Store::new(2, engine);
-        let calls = store.folder.path().join("calls");
+        let calls = store.dir.path().join("calls");
         let mut command = Command::new("strace");
         command
             .args(["-f", "-qq", "-e", "signal=none", "-o"])
@@ -196,7 +196,7 @@ fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
             .arg(env!("CARGO_BIN_EXE_offloadd"))
             .args(["serve", "--private", "--config"])
             .arg(&store.config);
-        let notify = store.folder.path().join("notify");
+        let notify = store.dir.path().join("notify");
         // Never read from: a manager that hangs must not take the daemon with it.
         let _manager = UnixDatagram::bind(&notify).unwrap();
         command
@@ -246,10 +246,10 @@ fn it_lives_as_a_user_without_any_capability() {
         return skipped("only root can become another user");
     }
     let store = Store::new(1, "auto");
-    let program = store.folder.path().join("offloadd");
+    let program = store.dir.path().join("offloadd");
     link_program(&program);
     let user = 65534;
-    for path in [store.folder.path(), &store.devices[0], &store.config] {
+    for path in [store.dir.path(), &store.devices[0], &store.config] {
         std::os::unix::fs::chown(path, Some(user), Some(user)).unwrap();
     }
     // As little as an ordinary user may lock; the unit's LimitMEMLOCK allows all.
@@ -319,7 +319,7 @@ impl Manager {
 #[test]
 fn the_watchdog_is_told_while_the_owner_thread_turns_and_not_when_it_is_stuck() {
     let store = Store::new(1, "psync");
-    let path = store.folder.path().join("notify");
+    let path = store.dir.path().join("notify");
     let manager = Manager::at(&path);
     let mut command = store.serve_command();
     command

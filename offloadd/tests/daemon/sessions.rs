@@ -175,7 +175,7 @@ fn another_users_token_and_job_are_not_ours() {
     let reply = control.open_session(open("tiny")).unwrap();
     // As a group that the other user is in would.
     let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
-    std::fs::set_permissions(store.folder.path(), all(0o755)).unwrap();
+    std::fs::set_permissions(store.dir.path(), all(0o755)).unwrap();
     for socket in [
         daemon.socket.clone(),
         PathBuf::from(&reply.descriptor_socket),

@@ -42,7 +42,7 @@ fn good_settings_are_printed_whole_and_can_be_read_again_beside_a_daemon() {
     assert!(output.status.success(), "{}", words(&output));
     let resolved = String::from_utf8(output.stdout).unwrap();
     assert!(resolved.contains("sessions_max = 64\n"), "{resolved}");
-    let again = store.folder.path().join("again.toml");
+    let again = store.dir.path().join("again.toml");
     std::fs::write(&again, resolved).unwrap();
     assert!(check(&again).status.success());
 }
@@ -81,7 +81,7 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
         (
             "/run/offloadd.sock",
             "/no/such/run/offloadd.sock",
-            "its folder cannot be made",
+            "its directory cannot be made",
         ),
         ("/device1", "", "neither a regular file nor a block device"),
         (
@@ -192,7 +192,7 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
 fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
     let mut store = Store::new(1, "auto");
     let daemon = store.serve();
-    let new = store.folder.path().join("device1");
+    let new = store.dir.path().join("device1");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
     store.devices.push(new);
@@ -211,7 +211,7 @@ fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
 #[test]
 fn wrong_settings_change_nothing_in_a_running_daemon() {
     let store = Store::new(1, "auto");
-    let notify = store.folder.path().join("notify");
+    let notify = store.dir.path().join("notify");
     let manager = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
     manager.set_read_timeout(Some(SOON)).unwrap();
     let mut command = store.serve_command();

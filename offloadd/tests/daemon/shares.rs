@@ -38,8 +38,8 @@ const JOBS: [&str; 2] = ["three", "one"];
 
 /// A store on a device that was measured at its pace, and its daemon.
 fn serve(quotas: &str) -> (Store, Daemon) {
-    let folder = tempfile::tempdir().unwrap();
-    let device = folder.path().join("device0");
+    let dir = tempfile::tempdir().unwrap();
+    let device = dir.path().join("device0");
     let output = program()
         .args(["format", "--size", "256MiB"])
         .arg(&device)
@@ -48,9 +48,9 @@ fn serve(quotas: &str) -> (Store, Daemon) {
         .unwrap();
     assert!(output.status.success(), "{}", words(&output));
     let store = Store {
-        config: folder.path().join("offloadd.toml"),
+        config: dir.path().join("offloadd.toml"),
         devices: vec![device],
-        folder,
+        dir,
     };
     let socket = store.socket();
     let text = format!(

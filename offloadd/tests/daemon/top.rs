@@ -105,7 +105,7 @@ fn lines_of_json_end_when_nobody_reads_them() {
 /// A terminal, what is drawn on it, and the program in it.
 struct Terminal {
     script: std::process::Child,
-    folder: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Terminal {
@@ -115,30 +115,30 @@ impl Terminal {
 
     /// `prepare`: what the shell does before.
     fn top_in(daemon: &Daemon, prepare: &str, interval: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let line = format!(
-            "echo $$ >{folder}/pid; {prepare} exec {} top --interval {interval} --socket {}",
+            "echo $$ >{dir}/pid; {prepare} exec {} top --interval {interval} --socket {}",
             env!("CARGO_BIN_EXE_offloadd"),
             daemon.socket.display(),
-            folder = folder.path().display()
+            dir = dir.path().display()
         );
         let script = std::process::Command::new("script")
             .args(["--quiet", "--flush", "--return", "--command", &line])
-            .arg(folder.path().join("drawn"))
+            .arg(dir.path().join("drawn"))
             .stdin(std::process::Stdio::piped())
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        Self { script, folder }
+        Self { script, dir }
     }
 
     fn drawn(&self) -> String {
-        let drawn = std::fs::read(self.folder.path().join("drawn")).unwrap_or_default();
+        let drawn = std::fs::read(self.dir.path().join("drawn")).unwrap_or_default();
         String::from_utf8_lossy(&drawn).into_owned()
     }
 
     fn pid(&self) -> String {
-        let pid = std::fs::read_to_string(self.folder.path().join("pid")).unwrap();
+        let pid = std::fs::read_to_string(self.dir.path().join("pid")).unwrap();
         pid.trim().to_owned()
     }
 
@@ -243,7 +243,7 @@ fn a_reader_that_has_gone_does_not_make_a_command_fail() {
     let store = Store::new(1, "psync");
     // Nobody reads: the pipe's other end is closed before anything is printed.
     let line = "(sleep 0.2; \"$0\" doctor --config \"$1\"; echo $? >\"$2\") | true";
-    let code = store.folder.path().join("code");
+    let code = store.dir.path().join("code");
     let output = std::process::Command::new("sh")
         .args(["-c", line])
         .arg(env!("CARGO_BIN_EXE_offloadd"))

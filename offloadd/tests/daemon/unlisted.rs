@@ -39,7 +39,7 @@ fn kill(daemon: &mut Daemon) {
 /// into the settings.
 fn forgotten() -> (Store, PathBuf, u64) {
     let store = Store::new(1, "auto");
-    let new = store.folder.path().join("new");
+    let new = store.dir.path().join("new");
     let mut daemon = store.serve();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
@@ -121,7 +121,7 @@ fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
 fn a_reload_with_the_device_in_the_list_ends_the_warning() {
     let mut store = Store::new(1, "auto");
     let daemon = store.serve();
-    let new = store.folder.path().join("new");
+    let new = store.dir.path().join("new");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
     assert_eq!(unlisted(&store), [false, true]);
@@ -140,7 +140,7 @@ fn what_is_not_the_stores_at_that_path_is_neither_taken_nor_locked() {
         "device 1 of the store ({} when it came) is missing from the list `devices`",
         new.display()
     );
-    let kept = store.folder.path().join("kept");
+    let kept = store.dir.path().join("kept");
     std::fs::rename(&new, &kept).unwrap();
     let refused = |why: &str| {
         let refusal = store.refusal();
@@ -170,7 +170,7 @@ fn what_is_not_the_stores_at_that_path_is_neither_taken_nor_locked() {
 #[test]
 fn who_moved_a_store_is_not_given_a_device_of_the_old_place() {
     let (mut store, new, _) = forgotten();
-    let copy = store.folder.path().join("copy");
+    let copy = store.dir.path().join("copy");
     std::fs::copy(&store.devices[0], &copy).unwrap();
     store.devices = vec![copy];
     store.write_config(&store.socket(), "auto");
@@ -199,7 +199,7 @@ fn a_device_that_left_is_not_opened() {
 #[test]
 fn after_a_drain_the_line_to_write_names_the_devices_of_the_store_alone() {
     let store = Store::new(2, "auto");
-    let new = store.folder.path().join("new");
+    let new = store.dir.path().join("new");
     let mut daemon = store.serve();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));

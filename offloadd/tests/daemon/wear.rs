@@ -66,7 +66,7 @@ fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
         );
         for worn in &job.worn {
             let device = now.devices.iter();
-            let mut device = device.filter(|d| d.state.standing.number == worn.number);
+            let mut device = device.filter(|d| d.state.status.number == worn.number);
             let device = device.next().expect("of the store");
             assert!(worn.bytes <= device.worn_bytes);
         }
@@ -117,7 +117,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
     blocks.as_mut_slice()[70] ^= 1;
     device.write_all_at(blocks.as_slice(), offset).unwrap();
     let config = std::fs::read_to_string(&store.config).unwrap();
-    std::fs::write(&store.config, format!("{config}rated_tb_written = 0.001\n")).unwrap();
+    std::fs::write(&store.config, format!("{config}rated_tbw = 0.001\n")).unwrap();
 
     let verify = program()
         .args(["verify", "--config"])
@@ -142,7 +142,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
 #[test]
 fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_rated() {
     let store = Store::new(2, "psync");
-    store.add_setting("rated_tb_written = 600");
+    store.add_setting("rated_tbw = 600");
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let mut session = control.session("tiny");
@@ -167,7 +167,7 @@ fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_r
     let now = view(&mut control, measured).unwrap();
     assert!(now.worn_bytes - before.worn_bytes >= MEASURED_MIN);
     assert!(now.counts.read.bytes - before.counts.read.bytes >= MEASURED_MIN);
-    let new = store.folder.path().join("device2");
+    let new = store.dir.path().join("device2");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
     let came = view(&mut control, &new).unwrap();
@@ -221,7 +221,7 @@ fn what_a_job_wrote_to_devices_that_left_stays_counted() {
         session.commit(&mut control, working, b"");
         let gone = store.devices[1].clone();
         let on_it: u64 = {
-            let number = view(&mut control, &gone).unwrap().state.standing.number;
+            let number = view(&mut control, &gone).unwrap().state.status.number;
             let worn = look(&mut control).jobs.remove(0).worn;
             worn.iter()
                 .filter(|w| w.number == number)

@@ -32,11 +32,11 @@ pub(crate) struct Drives {
 }
 
 impl Drives {
-    /// Serves drives of these contents on sockets in `folder`, for as long as QEMU is connected.
-    pub(crate) fn serve(folder: &Path, base: Vec<Vec<u8>>) -> Self {
+    /// Serves drives of these contents on sockets in `dir`, for as long as QEMU is connected.
+    pub(crate) fn serve(dir: &Path, base: Vec<Vec<u8>>) -> Self {
         let log = Arc::new(Mutex::new(Vec::new()));
         let sockets = (base.iter().enumerate()).map(|(drive, bytes)| {
-            let path = folder.join(format!("drive{drive}"));
+            let path = dir.join(format!("drive{drive}"));
             let listener = UnixListener::bind(&path).unwrap();
             let (mut live, log) = (bytes.clone(), log.clone());
             std::thread::spawn(move || {

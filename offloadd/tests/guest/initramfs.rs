@@ -43,7 +43,7 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    fn folder(&mut self, name: &str) {
+    fn dir(&mut self, name: &str) {
         self.add(name, 0o040_755, &[]);
     }
 
@@ -55,12 +55,12 @@ impl Archive {
 /// Writes one that has `more` files besides (name, content) and runs `script` (of busybox's shell), then switches the machine off.
 pub(crate) fn write(to: &Path, busybox: &Path, more: &[(&str, Vec<u8>)], script: &str) {
     let mut archive = Archive::default();
-    for folder in [
+    for dir in [
         "bin", "dev", "proc", "sys", "tmp", "run", "lib", "lib64", "payload",
     ] {
-        archive.folder(folder);
+        archive.dir(dir);
     }
-    archive.folder("lib/x86_64-linux-gnu");
+    archive.dir("lib/x86_64-linux-gnu");
     archive.program("bin/busybox", &std::fs::read(busybox).unwrap());
     let daemon = PathBuf::from(env!("CARGO_BIN_EXE_offloadd"));
     let writer = std::env::current_exe().unwrap();
@@ -91,9 +91,9 @@ pub(crate) fn write(to: &Path, busybox: &Path, more: &[(&str, Vec<u8>)], script:
     std::fs::write(to, &archive.bytes).unwrap();
 }
 
-/// The daemon as the guest has it, written into `folder`.
-pub(crate) fn stripped_daemon(folder: &Path) -> PathBuf {
-    let to = folder.join("offloadd");
+/// The daemon as the guest has it, written into `dir`.
+pub(crate) fn stripped_daemon(dir: &Path) -> PathBuf {
+    let to = dir.join("offloadd");
     let daemon = Path::new(env!("CARGO_BIN_EXE_offloadd"));
     stripped(daemon, &to);
     to

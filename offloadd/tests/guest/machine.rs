@@ -41,8 +41,8 @@ impl Parts {
     }
 
     /// Boots; `script` runs in the guest.
-    pub(crate) fn boot(&self, folder: &Path, drives: &Drives, script: &str) -> Machine {
-        let initrd = folder.join("initrd");
+    pub(crate) fn boot(&self, dir: &Path, drives: &Drives, script: &str) -> Machine {
+        let initrd = dir.join("initrd");
         let bounded =
             format!("(sleep 600; echo the machine took too long; poweroff -f) &\n{script}");
         initramfs::write(&initrd, &self.busybox, &[], &bounded);
@@ -54,13 +54,13 @@ impl Parts {
                 )
             })
             .collect();
-        self.start(folder, &blocks, LONG)
+        self.start(dir, &blocks, LONG)
     }
 
     /// Boots the system on the drive `image`, which changes, with `files` (name, content) laid into it.
     pub(crate) fn boot_system(
         &self,
-        folder: &Path,
+        dir: &Path,
         image: &Path,
         files: &[(&str, Vec<u8>)],
         long: Duration,
@@ -71,18 +71,18 @@ impl Parts {
              mount --move /dev /new/dev\n\
              umount /proc /sys /tmp\n\
              exec switch_root /new /payload/init";
-        initramfs::write(&folder.join("initrd"), &self.busybox, files, script);
+        initramfs::write(&dir.join("initrd"), &self.busybox, files, script);
         let block = format!(
             "driver=raw,file.driver=file,file.filename={},file.cache.direct=off",
             image.display()
         );
-        self.start(folder, &[block], long)
+        self.start(dir, &[block], long)
     }
 
-    /// Boots `initrd` in `folder`.
-    fn start(&self, folder: &Path, blocks: &[String], long: Duration) -> Machine {
-        let initrd = folder.join("initrd");
-        let monitor = folder.join("monitor");
+    /// Boots `initrd` in `dir`.
+    fn start(&self, dir: &Path, blocks: &[String], long: Duration) -> Machine {
+        let initrd = dir.join("initrd");
+        let monitor = dir.join("monitor");
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-nodefaults", "-no-user-config", "-no-reboot"])

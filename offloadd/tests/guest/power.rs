@@ -207,10 +207,10 @@ fn formatted() -> Vec<Vec<u8>> {
 
 /// A life in the guest, with a mechanism taken away or none.
 fn life(parts: &Parts, removed: &str) -> (Vec<Vec<u8>>, Vec<Entry>) {
-    let folder = tempfile::tempdir().unwrap();
-    let drives = Drives::serve(folder.path(), formatted());
+    let dir = tempfile::tempdir().unwrap();
+    let drives = Drives::serve(dir.path(), formatted());
     let script = writer::script("power::the_power_may_go_at_any_moment", removed);
-    let mut machine = parts.boot(folder.path(), &drives, &script);
+    let mut machine = parts.boot(dir.path(), &drives, &script);
     let mut acknowledged = 0;
     while let Some(line) = machine.line() {
         if let Some((_, number)) = line.split_once("ACK ") {

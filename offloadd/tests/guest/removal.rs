@@ -15,13 +15,13 @@ fn a_drive_that_is_pulled_out_is_named_and_the_other_serves_on() {
         return writer::read_until_refused(Path::new(&socket));
     }
     let Some(parts) = Parts::find() else { return };
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let store = Store::new(2, "psync");
     let devices = store.devices.iter();
     let base = devices.map(|path| std::fs::read(path).unwrap()).collect();
-    let drives = Drives::serve(folder.path(), base);
+    let drives = Drives::serve(dir.path(), base);
     let test = "removal::a_drive_that_is_pulled_out_is_named_and_the_other_serves_on";
-    let mut machine = parts.boot(folder.path(), &drives, &writer::script(test, ""));
+    let mut machine = parts.boot(dir.path(), &drives, &writer::script(test, ""));
     let (mut devices, mut tiles) = (BTreeSet::new(), BTreeSet::new());
     let (mut refusal, mut alive) = (None, false);
     while let Some(line) = machine.line() {

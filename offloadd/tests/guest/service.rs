@@ -43,7 +43,7 @@ fn systemd_runs_the_installed_daemon() {
         let socket = Path::new(&socket);
         return match std::env::var_os(writer::RESTART) {
             None => writer::commit_generations(socket, GENERATIONS),
-            Some(folder) => writer::live_through_a_restart(socket, Path::new(&folder)),
+            Some(dir) => writer::live_through_a_restart(socket, Path::new(&dir)),
         };
     }
     let Some(parts) = Parts::find() else { return };
@@ -54,14 +54,14 @@ fn systemd_runs_the_installed_daemon() {
         );
         return;
     }
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let image = folder.path().join("image");
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let image = dir.path().join("image");
     std::fs::copy(made, &image).unwrap();
     let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/deb.sh");
     let output = Command::new(package)
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
-        .arg(crate::initramfs::stripped_daemon(folder.path()))
-        .arg(folder.path())
+        .arg(crate::initramfs::stripped_daemon(dir.path()))
+        .arg(dir.path())
         .output()
         .unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
@@ -71,7 +71,7 @@ fn systemd_runs_the_installed_daemon() {
         ("payload/payload.sh", include_bytes!("payload.sh").to_vec()),
         ("payload/init", INIT.into()),
     ];
-    let mut machine = parts.boot_system(folder.path(), &image, &files, LONG);
+    let mut machine = parts.boot_system(dir.path(), &image, &files, LONG);
     let (mut ok, mut ended) = (0, false);
     let mut facts = Vec::new();
     while let Some(line) = machine.line() {

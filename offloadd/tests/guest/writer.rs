@@ -48,7 +48,7 @@ pub(crate) fn script(test: &str, removed: &str) -> String {
          devices = [\"/dev/nvme0n1\", \"/dev/nvme1n1\"]\n\
          arena_bytes_max = \"16MiB\"\n\
          END\n\
-         OFFLOADD_REMOVED={removed} offloadd serve --config /tmp/offloadd.toml > /tmp/log 2>&1 &\n\
+         OFFLOADD_DISABLE={removed} offloadd serve --config /tmp/offloadd.toml > /tmp/log 2>&1 &\n\
          until grep -q READY /tmp/log || ! kill -0 $!; do sleep 0.1; done\n\
          grep READY /tmp/log || cat /tmp/log\n\
          {SOCKET}=/run/offloadd/offloadd.sock writer --exact {test} --nocapture\n\
@@ -91,7 +91,7 @@ pub(crate) fn commit_generations(socket: &Path, count: u64) {
 }
 
 /// Writes a generation, lets the daemon be restarted, and commits it by the same session.
-pub(crate) fn live_through_a_restart(socket: &Path, folder: &Path) {
+pub(crate) fn live_through_a_restart(socket: &Path, dir: &Path) {
     let mut control = Control::connect(socket);
     let request = proto::OpenSessionRequest {
         job: "lives".into(),
@@ -101,9 +101,9 @@ pub(crate) fn live_through_a_restart(socket: &Path, folder: &Path) {
     let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
     session.begin_sized(&mut control, TILES, TILE_BYTES);
     write_first(&mut session);
-    std::fs::write(folder.join("written"), []).unwrap();
+    std::fs::write(dir.join("written"), []).unwrap();
     eventually("it is restarted", RESTARTED, || {
-        folder.join("restarted").exists()
+        dir.join("restarted").exists()
     });
     let mut control = Control::connect(socket);
     let token = session.token.clone();

@@ -14,11 +14,11 @@ use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
+use offloadd::store::dual_copy::Consequence;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::manifest::voiding;
 use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
-use offloadd::store::twins::Consequence;
 use offloadd::store::verify::{Report, verify};
 
 use super::world::{Process, World, definition, formatted, job};

@@ -215,7 +215,7 @@ fn tiles_that_move_are_whole_whichever_flush_fails() {
             write(&mut world, other, 1);
             let drained = world.drain_call("sim1");
             world.answer(drained).unwrap();
-            world.event(Event::MoveOn { hurry: true });
+            world.event(Event::RebalanceTick { force: true });
             // Another job flushes the device that the copies go to.
             let call = world.commit_call(other, 1, b"1");
             plan(&mut world, skip, fault);

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
 use offload_api::ids::{Epoch, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Urgency, Verb};
+use offload_api::ring::entry::{Priority, Request, Verb};
 use offloadd::core::{Action, Adopted, Call, CallId, Core, Event, IoOp, IoResult, Reply};
 use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::handover::message::State;
@@ -262,7 +262,7 @@ fn read_all(core: &mut Core, one: &Adopted) {
         let request = Request {
             ticket: TicketId(1),
             verb: Verb::SwapIn,
-            urgency: Urgency::Ahead,
+            urgency: Priority::Prefetch,
             tile: TileIndex(tile),
             slot: SlotIndex(0),
             generation: offload_api::ids::Generation(0),

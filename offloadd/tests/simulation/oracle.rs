@@ -57,7 +57,7 @@ impl Known {
     }
 
     /// It may be dropped or not: what it held may still be offered.
-    pub(super) fn give_up(&mut self) {
+    pub(super) fn discard_unreadable(&mut self) {
         self.defined = false;
         self.acknowledged = 0;
         self.confirmed = 0;

@@ -100,19 +100,23 @@ fn only_reads(world: &mut World) {
     let name = || job("one");
     told(&world.ask(Call::DropJob { job: name() }).unwrap_err());
     let uid = super::world::PEER.uid;
-    told(&world.ask(Call::GiveUp { uid, job: name() }).unwrap_err());
+    told(
+        &world
+            .ask(Call::DiscardUnreadable { uid, job: name() })
+            .unwrap_err(),
+    );
     let drained = world.drain_call("sim1");
     told(&world.answer(drained).unwrap_err());
     let measured = world.call(Call::BeginMeasuring {
         path: "sim1".into(),
     });
     told(&world.answer(measured).unwrap_err());
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     world.event(Event::RetryMoves);
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     world.run();
     assert_eq!(world.core.moves(), Moves::None);
-    let said = world.core.device_states()[0].standing.stuck.clone();
+    let said = world.core.device_states()[0].status.stuck.clone();
     assert_eq!(said, Some(reason.message));
 }
 
@@ -201,7 +205,7 @@ fn tiles_that_were_to_move_stay_until_they_can() {
     let (mut disks, random) = world.crash(true);
     disks.break_for_good(0, SimFault::Full);
     let mut world = World::start_all_the_same(disks, random);
-    let phase = |world: &World| world.core.device_states()[2].standing.phase;
+    let phase = |world: &World| world.core.device_states()[2].status.phase;
     assert_eq!(phase(&world), Some(Phase::Filling));
     only_reads(&mut world);
     let (mut disks, random) = world.crash(true);

@@ -7,7 +7,7 @@ use std::process::Command;
 fn fails_without(mechanism: &str, test: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--test-threads", "1"])
-        .env("OFFLOADD_REMOVED", mechanism)
+        .env("OFFLOADD_DISABLE", mechanism)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
@@ -90,6 +90,6 @@ fn without_waiting_for_the_definition_commits_name_what_it_does_not() {
 fn without_numbers_of_lives_sessions_go_on_over_what_another_daemon_wrote() {
     fails_without(
         "lives",
-        "lives::a_daemon_that_served_without_the_sessions_ends_them",
+        "incarnations::a_daemon_that_served_without_the_sessions_ends_them",
     );
 }

@@ -2,7 +2,7 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
-use offload_api::ring::entry::{Request, Urge, Urgency, Verb};
+use offload_api::ring::entry::{Priority, Promote, Request, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
 use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::{self, Committed};
@@ -165,7 +165,7 @@ fn one_operation_a_slot_and_no_reader_beside_a_writer() {
             let request = Request {
                 ticket: TicketId(1),
                 verb: Verb::SwapIn,
-                urgency: Urgency::Ahead,
+                urgency: Priority::Prefetch,
                 tile: TileIndex(1),
                 slot: SlotIndex(6),
                 generation: Generation(0),
@@ -214,7 +214,7 @@ fn nonsense_in_the_ring_ends_the_session_and_nobody_elses() {
     let mut entry = Request {
         ticket: TicketId(1),
         verb: Verb::SwapIn,
-        urgency: Urgency::Ahead,
+        urgency: Priority::Prefetch,
         tile: TileIndex(0),
         slot: SlotIndex(1),
         generation: Generation(0),
@@ -482,9 +482,9 @@ fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
     for process in [one, two] {
         world.submit_read(process, 1, 3);
     }
-    let urge = |ticket| Urge {
+    let urge = |ticket| Promote {
         ticket: TicketId(ticket),
-        urgency: Urgency::Wanted,
+        urgency: Priority::Demand,
     };
     let epoch = world.epoch;
     world.submit_raw(one, urge(4).to_sqe(epoch));
@@ -529,15 +529,15 @@ fn of_two_operations_with_one_ticket_the_last_is_urged_until_it_has_ended() {
     let read = |tile| Request {
         ticket: TicketId(7),
         verb: Verb::SwapIn,
-        urgency: Urgency::Ahead,
+        urgency: Priority::Prefetch,
         tile: TileIndex(tile),
         slot: SlotIndex(tile),
         generation: Generation(0),
         checksum: 0,
     };
-    let urge = Urge {
+    let urge = Promote {
         ticket: TicketId(7),
-        urgency: Urgency::Wanted,
+        urgency: Priority::Demand,
     };
     let urge = urge.to_sqe(world.epoch);
     world.submit(process, read(1));
@@ -567,9 +567,9 @@ fn who_waits_for_one_read_alone_is_told_how_far_it_has_come() {
         world.write(process, 1, tile, 5).unwrap();
     }
     world.submit_read(process, 1, 3);
-    let urge = Urge {
+    let urge = Promote {
         ticket: TicketId(3),
-        urgency: Urgency::Wanted,
+        urgency: Priority::Demand,
     };
     let epoch = world.epoch;
     world.submit_raw(process, urge.to_sqe(epoch));

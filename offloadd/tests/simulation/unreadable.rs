@@ -7,10 +7,10 @@ use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, Moves, Reply, Viewer};
 use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
 use offloadd::store::definition::Durability;
+use offloadd::store::dual_copy::Consequence;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::recover;
 use offloadd::store::tile_table::Extent;
-use offloadd::store::twins::Consequence;
 use offloadd::store::verify::{verify, verify_one};
 
 use super::world::{PEER, World, formatted, job};
@@ -80,8 +80,8 @@ fn given_up_what_was_written_in_place_is_of_no_generation() {
     let mut world = World::start(worn_out_while(Durability::None, 2), SimRandom::new(6));
     let newest_generation = Generation(0);
     assert_eq!(
-        give_up(&mut world, PEER.uid),
-        Ok(Reply::GiveUp { newest_generation })
+        discard_unreadable(&mut world, PEER.uid),
+        Ok(Reply::DiscardUnreadable { newest_generation })
     );
     assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Unclean));
 }
@@ -126,9 +126,9 @@ fn goes_on(world: &mut World, generation: u64) -> Result<(), FaultKind> {
     resumed.map(|_| ()).map_err(|fault| fault.kind)
 }
 
-fn give_up(world: &mut World, uid: u32) -> Result<Reply, offload_api::fault::Fault> {
+fn discard_unreadable(world: &mut World, uid: u32) -> Result<Reply, offload_api::fault::Fault> {
     let job = job("one");
-    world.ask(Call::GiveUp { uid, job })
+    world.ask(Call::DiscardUnreadable { uid, job })
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
     }
     // Who has it open may not be surprised.
     assert_eq!(
-        give_up(&mut world, PEER.uid).unwrap_err().kind,
+        discard_unreadable(&mut world, PEER.uid).unwrap_err().kind,
         FaultKind::Busy
     );
     let seen = world.core.contents(Viewer::All);
@@ -181,10 +181,10 @@ fn its_jobs_tiles_stay_while_others_move() {
     // Told by name, and nothing spins.
     assert_eq!(world.core.moves(), Moves::Stopped);
     let states = world.core.device_states();
-    let why = states[1].standing.stuck.clone().unwrap();
+    let why = states[1].status.stuck.clone().unwrap();
     assert!(why.contains("job one of uid 1000"), "{why}");
     assert!(why.contains("offloadd give-up one"), "{why}");
-    assert!(states[1].standing.left_bytes > 0);
+    assert!(states[1].status.left_bytes > 0);
     let (mut disks, random) = world.crash(true);
     assert_eq!(extents(&mut disks), before);
     disks.mend();
@@ -201,20 +201,20 @@ fn given_up_it_is_gone_for_good_and_its_tiles_move_again() {
     assert_eq!(world.core.moves(), Moves::Stopped);
     // Another user's job of this name there is not.
     assert_eq!(
-        give_up(&mut world, 1001).unwrap_err().kind,
+        discard_unreadable(&mut world, 1001).unwrap_err().kind,
         FaultKind::NotFound
     );
     let newest_generation = Generation(1);
     assert_eq!(
-        give_up(&mut world, PEER.uid),
-        Ok(Reply::GiveUp { newest_generation })
+        discard_unreadable(&mut world, PEER.uid),
+        Ok(Reply::DiscardUnreadable { newest_generation })
     );
     // Once is enough.
     assert_eq!(
-        give_up(&mut world, PEER.uid).unwrap_err().kind,
+        discard_unreadable(&mut world, PEER.uid).unwrap_err().kind,
         FaultKind::Invalid
     );
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     world.move_all();
     assert_eq!(world.left, [1]);
     assert_eq!(goes_on(&mut world, 1), Ok(()));
@@ -229,7 +229,7 @@ fn it_stays_where_even_writing_over_it_fails() {
     let mut world = World::start(worn_out(), SimRandom::new(5));
     let broken = SimFault::Errno(libc::EIO);
     world.engine.disks.break_for_good(0, broken);
-    let fault = give_up(&mut world, PEER.uid).unwrap_err();
+    let fault = discard_unreadable(&mut world, PEER.uid).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Io);
     assert!(fault.message.contains("it stays as it is"), "{fault}");
     assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Damaged));

@@ -8,7 +8,7 @@ use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{
     DeviceIndex, Epoch, Generation, Rank, SessionToken, SlotIndex, TicketId, TileIndex,
 };
-use offload_api::ring::entry::{Cqe, Request, Sqe, Urgency, Verb};
+use offload_api::ring::entry::{Cqe, Priority, Request, Sqe, Verb};
 use offloadd::blocks::Blocks;
 use offloadd::core::{
     Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, NewDevice,
@@ -19,7 +19,7 @@ use offloadd::handover::message::State;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 use offloadd::store::format::{MeasuredRates, data_bytes, format};
-use offloadd::store::home::{self, HomeMove};
+use offloadd::store::metadata_device::{self, MetadataMove};
 use offloadd::store::recover;
 use offloadd::store::superblock::{DeviceId, StoreId};
 
@@ -29,7 +29,7 @@ pub(crate) const LIMITS: Limits = Limits {
     arena_bytes_max: 64 << 20,
     sessions_max: 8,
     iodepth_max: 16,
-    move_bytes_per_s_max: None,
+    rebalance_bytes_per_s_max: None,
 };
 
 pub(crate) const PEER: Peer = Peer { uid: 1000, pid: 1 };
@@ -103,7 +103,7 @@ pub(crate) struct World {
     /// Of the disks, by device.
     pub(crate) positions: Vec<usize>,
     /// At the start.
-    pub(crate) home_move: HomeMove,
+    pub(crate) home_move: MetadataMove,
     /// Positions of those that left in this life.
     pub(crate) left: Vec<usize>,
     geometries: HashMap<SessionId, Geometry>,
@@ -168,7 +168,7 @@ impl World {
             Ok(()) => core.begin_life(catalog),
             Err(error) => core.begin_reading(&error),
         }
-        Self::of(core, HomeMove::NotDue, disks, random)
+        Self::of(core, MetadataMove::NotDue, disks, random)
     }
 
     /// `take_up` comes between recovery and the life that begins.
@@ -178,7 +178,7 @@ impl World {
         take_up: impl FnOnce(&mut Core),
     ) -> Result<Self, Box<(StoreError, SimDisks)>> {
         let opened = recover::open(&mut disks).and_then(|mut store| {
-            let moved = home::settle(&mut disks, &mut store)?;
+            let moved = metadata_device::settle(&mut disks, &mut store)?;
             Ok((store, moved))
         });
         let (store, home_move) = match opened {
@@ -196,7 +196,7 @@ impl World {
         Ok(Self::of(core, home_move, disks, random))
     }
 
-    fn of(core: Core, home_move: HomeMove, disks: SimDisks, random: SimRandom) -> Self {
+    fn of(core: Core, home_move: MetadataMove, disks: SimDisks, random: SimRandom) -> Self {
         let path_of = |state: DeviceState| {
             let mut positions = 0..disks.count();
             positions.find(|&position| disks.path(position) == state.path)
@@ -240,7 +240,7 @@ impl World {
             data_bytes: data_bytes(bytes),
             rates,
             created_unix_s: 8,
-            move_bytes_per_s_max: None,
+            rebalance_bytes_per_s_max: None,
         }))
     }
 
@@ -252,7 +252,7 @@ impl World {
     pub(crate) fn drain_call_under(&mut self, path: &str, rate: Option<u64>) -> CallId {
         self.call(Call::DrainDevice {
             path: path.to_owned(),
-            move_bytes_per_s_max: rate,
+            rebalance_bytes_per_s_max: rate,
         })
     }
 
@@ -262,7 +262,7 @@ impl World {
         let mut unchanged_count = 0;
         for _ in 0..1000 {
             let before = state(self);
-            self.event(Event::MoveOn { hurry: true });
+            self.event(Event::RebalanceTick { force: true });
             self.run();
             // What is waited for may have been the last commit of a device, or its settling, which moves no byte.
             unchanged_count = match state(self) == before {
@@ -313,7 +313,7 @@ impl World {
                 self.engine.submit(io, at, op, offset, bytes, buffer);
             }
             Action::ForgetDevice { device } => self.left.push(self.positions[device.0 as usize]),
-            Action::Urge { io, .. } => self.urged.push(io),
+            Action::Promote { io, .. } => self.urged.push(io),
             Action::TellPart { session, entry } => self.parts.push((session, entry)),
             Action::Complete { session, entry } => self
                 .completions
@@ -525,7 +525,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapOut,
-                urgency: Urgency::Ahead,
+                urgency: Priority::Prefetch,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(generation),
@@ -541,7 +541,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapIn,
-                urgency: Urgency::Ahead,
+                urgency: Priority::Prefetch,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(0),

@@ -201,8 +201,8 @@ impl Core {
         loop {
             self.changed = false;
             self.advance_request(actions);
-            self.hasten(actions);
-            self.lend(actions);
+            self.promote(actions);
+            self.lease(actions);
             self.start_updates(actions);
             self.start_writes(actions);
             self.start_reads(actions);

@@ -6,7 +6,7 @@ use super::{Action, Core, Kind, TileId, Waiting};
 
 impl Core {
     /// Lends the trainer, in order, what its operation needs and is ready.
-    pub(super) fn lend(&mut self, actions: &mut Vec<Action>) {
+    pub(super) fn lease(&mut self, actions: &mut Vec<Action>) {
         while let Waiting::Serving(serving) = &mut self.waiting {
             let Some(&position) = serving.left.front() else {
                 return;
@@ -33,7 +33,7 @@ impl Core {
             let slots = Kind::ALL.map(|kind| {
                 needed[kind as usize].then(|| {
                     let tiles = &mut self.tiles[kind as usize];
-                    tiles.set_place(range, Place::Lent);
+                    tiles.set_place(range, Place::Lease);
                     tiles.slot(range)
                 })
             });
@@ -172,7 +172,7 @@ impl Core {
     }
 
     /// What was read ahead and has become what the trainer waits for, now or next.
-    pub(super) fn hasten(&mut self, actions: &mut Vec<Action>) {
+    pub(super) fn promote(&mut self, actions: &mut Vec<Action>) {
         let (tiles, wanted) = (&self.tiles, self.wanted);
         self.reads_ahead.retain(|&tile| {
             let soon = (tiles[tile.kind as usize].next_use(tile.range) as usize) < wanted;
@@ -197,7 +197,7 @@ impl Core {
                     return true;
                 }
             } else if one.what == UseKind::Scatter && kind == Kind::Grad {
-                let claimed = matches!(tiles.place(one.range), Place::Claimed | Place::Lent);
+                let claimed = matches!(tiles.place(one.range), Place::Claimed | Place::Lease);
                 if !claimed && tiles.next_use(one.range) as usize <= *ahead {
                     return false;
                 }

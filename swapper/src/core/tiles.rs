@@ -20,7 +20,7 @@ pub(super) enum Place {
     /// In its slot, and nobody uses it.
     Here,
     /// In its slot, the trainer has it.
-    Lent,
+    Lease,
     /// In its slot, the optimizer has it.
     Updating,
     /// In its slot, on the way out.
@@ -167,7 +167,7 @@ impl Tiles {
             Place::Device => {}
             Place::Claimed | Place::Here => self.clear(range),
             Place::Reading | Place::Writing => self.tiles[range as usize].dead = true,
-            place @ (Place::Lent | Place::Updating) => panic!("{place:?} content is abandoned"),
+            place @ (Place::Lease | Place::Updating) => panic!("{place:?} content is abandoned"),
         }
     }
 

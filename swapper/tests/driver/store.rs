@@ -1,4 +1,4 @@
-//! With a private daemon: the program `offloadd`, built into the same target folder.
+//! With a private daemon: the program `offloadd`, built into the same target directory.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -17,15 +17,15 @@ const DEVICE_BYTES: u64 = 16 << 20;
 /// What does not hang; a stall unasked for is waited out for four minutes.
 const SOON: Duration = Duration::from_secs(30);
 
-fn devices(folder: &Path) -> Vec<PathBuf> {
-    vec![folder.join("a.tiles"), folder.join("b.tiles")]
+fn devices(dir: &Path) -> Vec<PathBuf> {
+    vec![dir.join("a.tiles"), dir.join("b.tiles")]
 }
 
-fn start(folder: &Path) -> PrivateDaemon {
+fn start(dir: &Path) -> PrivateDaemon {
     PrivateDaemon::start(PrivateSettings {
         program: None,
-        folder: folder.join("daemon"),
-        devices: devices(folder)
+        dir: dir.join("daemon"),
+        devices: devices(dir)
             .into_iter()
             .map(|path| (path, DEVICE_BYTES))
             .collect(),
@@ -46,8 +46,8 @@ fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
 
 #[test]
 fn wherever_tiles_live_the_bytes_are_the_same() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let expected = toy::reference(3);
     for schedule in [Schedule::AtOnce, Schedule::Deferred] {
         for (share, commit_every) in [(0.0, 1), (0.5, 2), (1.0, 0)] {
@@ -93,8 +93,8 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
 
 #[test]
 fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let expected = toy::reference(3);
     for schedule in [Schedule::AtOnce, Schedule::Deferred] {
         for grad_share in [0.0, 0.5] {
@@ -135,8 +135,8 @@ fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
 
 #[test]
 fn a_step_at_once_moves_what_the_formula_says() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let settings = SwapperSettings {
         schedule: Schedule::AtOnce,
         grad_share: 1.0,
@@ -160,8 +160,8 @@ fn a_step_at_once_moves_what_the_formula_says() {
 
 #[test]
 fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     for schedule in [Schedule::AtOnce, Schedule::Deferred] {
         let settings = SwapperSettings {
             schedule,
@@ -208,8 +208,8 @@ fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
 
 #[test]
 fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = start(dir.path());
     let mut step = 0;
     for kill in 0..5u64 {
         let settings = SwapperSettings {
@@ -241,7 +241,7 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
         drop(swapper);
         drop(daemon);
 
-        daemon = start(folder.path());
+        daemon = start(dir.path());
         let (mut swapper, _, resumed) = toy::open(&self::settings(&daemon, "killed")).unwrap();
         // A step may be committed whose acknowledgement, or whose last call, did not come through.
         assert!(
@@ -257,8 +257,8 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
 
 #[test]
 fn a_second_drain_commits_nothing() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let settings = SwapperSettings {
         commit_every: 0,
         ..settings(&daemon, "drains")
@@ -275,8 +275,8 @@ fn a_second_drain_commits_nothing() {
 
 #[test]
 fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = start(dir.path());
     let in_place = |daemon: &PrivateDaemon| {
         // Commits at drains only, so that a crash while training is a crash between commits.
         let mut settings = SwapperSettings {
@@ -310,7 +310,7 @@ fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
     assert!(failed.is_some());
     drop(swapper);
     drop(daemon);
-    daemon = start(folder.path());
+    daemon = start(dir.path());
     let refused = Swapper::open(in_place(&daemon), toy::workers());
     let error = refused.map(drop).unwrap_err();
     assert!(matches!(error, SwapperError::Client { .. }), "{error}");
@@ -319,8 +319,8 @@ fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
 
 #[test]
 fn two_ranks_share_a_job_and_commit_together() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     for (from, to) in [(0, 2), (2, 3)] {
         std::thread::scope(|scope| {
             for rank in 0..2 {
@@ -347,8 +347,8 @@ fn two_ranks_share_a_job_and_commit_together() {
 
 #[test]
 fn a_job_goes_on_with_any_number_of_ranks() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     // With three ranks a unit is the first rank's alone, and the last of four ranks owns nothing.
     for (from, ranks) in [(0, 1), (2, 3), (4, 2), (6, 4), (8, 1)] {
         std::thread::scope(|scope| {
@@ -376,8 +376,8 @@ fn a_job_goes_on_with_any_number_of_ranks() {
 
 #[test]
 fn a_commit_that_waits_for_another_rank_can_be_cancelled() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     std::thread::scope(|scope| {
         let settings = |rank| SwapperSettings {
             rank,
@@ -406,8 +406,8 @@ fn a_commit_that_waits_for_another_rank_can_be_cancelled() {
 
 #[test]
 fn a_daemon_that_hangs_is_an_error_and_no_hang() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let (mut swapper, ..) = toy::open(&settings(&daemon, "hangs")).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     swapper.drain().unwrap();
@@ -428,8 +428,8 @@ fn a_daemon_that_hangs_is_an_error_and_no_hang() {
 
 #[test]
 fn another_layout_is_refused_in_words() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let first = settings(&daemon, "layout");
     let (swapper, ..) = toy::open(&first).unwrap();
     swapper.close().unwrap();
@@ -454,8 +454,8 @@ fn another_layout_is_refused_in_words() {
 
 #[test]
 fn a_damaged_tile_is_named_and_never_handed_out() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let (mut swapper, ..) = toy::open(&settings(&daemon, "damaged")).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     swapper.drain().unwrap();
@@ -466,7 +466,7 @@ fn a_damaged_tile_is_named_and_never_handed_out() {
     let device = std::fs::File::options()
         .read(true)
         .write(true)
-        .open(&devices(folder.path())[1])
+        .open(&devices(dir.path())[1])
         .unwrap();
     let mut byte = [0];
     for offset in ((1 << 20)..DEVICE_BYTES).step_by(4096) {
@@ -475,7 +475,7 @@ fn a_damaged_tile_is_named_and_never_handed_out() {
     }
     drop(device);
 
-    let daemon = start(folder.path());
+    let daemon = start(dir.path());
     let (mut swapper, _, step) = toy::open(&settings(&daemon, "damaged")).unwrap();
     assert_eq!(step, 1);
     let expected = toy::reference(1);
@@ -503,8 +503,8 @@ fn a_damaged_tile_is_named_and_never_handed_out() {
 
 #[test]
 fn a_swapper_dropped_like_a_crash_loses_what_was_not_committed_and_no_more() {
-    let folder = tempfile::tempdir().unwrap();
-    let daemon = start(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
     let settings = SwapperSettings {
         commit_every: 2,
         ..settings(&daemon, "dropped")

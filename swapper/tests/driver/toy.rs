@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use swapper::{
-    Backing, Blank, Op, Opened, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram,
-    Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, UnitShape,
+    Backing, Op, Opened, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram, Swapper,
+    SwapperError, SwapperSettings, TileBytes, TileRange, UninitTile, UnitShape,
 };
 
 /// Several tiles a unit, odd ends, one unit of a single tile.
@@ -116,8 +116,8 @@ pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
 }
 
 /// Fills all it is given.
-pub(crate) fn fill_all(blanks: &mut [Blank]) -> Result<(), SwapperError> {
-    for Blank {
+pub(crate) fn fill_all(blanks: &mut [UninitTile]) -> Result<(), SwapperError> {
+    for UninitTile {
         range,
         param,
         state,

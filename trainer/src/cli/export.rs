@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use trainer::export::{Export, Numbers, export};
 use trainer::plan::parse_bytes;
-use trainer::run::SaveName;
+use trainer::run::CheckpointName;
 use trainer::say;
 
 /// Shown below the options.
@@ -18,12 +18,12 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// What is exported, and how.
 #[derive(Args)]
 pub(crate) struct ExportArgs {
-    /// The run's folder (train.run_folder). No trainer may work in it.
-    #[arg(value_name = "RUN_FOLDER")]
-    run_folder: PathBuf,
-    /// One of its saves: a step, or the save's folder. Otherwise the newest state.
+    /// The run's directory (train.run_folder). No trainer may work in it.
+    #[arg(value_name = "RUN_DIR")]
+    run_dir: PathBuf,
+    /// One of its checkpoints: a step, or the checkpoint's directory. Otherwise the newest state.
     #[arg(long, value_name = "STEP|SAVE_FOLDER")]
-    save: Option<SaveName>,
+    checkpoint: Option<CheckpointName>,
     /// The directory to be made. It is there when all of it is.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -56,8 +56,8 @@ pub(crate) fn run(args: ExportArgs) -> anyhow::Result<()> {
         NumbersArg::Fp16 => Numbers::Fp16,
     });
     let exported = export(&Export {
-        run_folder: args.run_folder,
-        save: args.save,
+        run_dir: args.run_dir,
+        checkpoint: args.checkpoint,
         out: args.out,
         numbers,
         shard_bytes: args.shard_size,

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::json;
 use trainer::config::RunSettings;
+use trainer::console::out;
 use trainer::plan::{
     Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
     Refusal, parse_bytes, parse_count, parse_drives, parse_rate, places, read_model,
 };
-use trainer::said::out;
 use trainer::{say, say_beside};
 
 /// Shown below the options.
@@ -47,11 +47,11 @@ pub(crate) struct PlanArgs {
 /// A run without a file.
 #[derive(Args)]
 struct AskedArgs {
-    /// Plan this model instead of a run: its config.json, or a folder with one. Nothing else needs to be there.
+    /// Plan this model instead of a run: its config.json, or a directory with one. Nothing else needs to be there.
     #[arg(long, value_name = "config.json", conflicts_with = "table")]
     model: Option<PathBuf>,
-    /// Print what the models of a folder (NAME.json each) need in each tier, as Markdown.
-    #[arg(long, value_name = "FOLDER")]
+    /// Print what the models of a directory (NAME.json each) need in each tier, as Markdown.
+    #[arg(long, value_name = "DIR")]
     table: Option<PathBuf>,
     /// Tokens of a sequence.
     #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
@@ -136,8 +136,8 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
 /// # Errors
 /// Settings or a model that nothing can be planned from; a run that does not fit.
 pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
-    if let Some(folder) = &args.asked.table {
-        out(format_args!("{}", ModelsTable::new(folder)?));
+    if let Some(dir) = &args.asked.table {
+        out(format_args!("{}", ModelsTable::new(dir)?));
         return Ok(());
     }
     if let Some(path) = &args.asked.model {

@@ -15,7 +15,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// The arguments of `remove`.
 #[derive(Args)]
 pub(crate) struct RemoveArgs {
-    /// A run's folder, or a file of a private store whose run is gone.
+    /// A run's directory, or a file of a private store whose run is gone.
     #[arg(value_name = "RUN")]
     run: PathBuf,
     /// Do not ask.
@@ -36,10 +36,7 @@ pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
     }
     match removal.remove()? {
         None => say!("deleted"),
-        Some(folder) => say!(
-            "deleted; {} holds other files, which stay",
-            folder.display()
-        ),
+        Some(dir) => say!("deleted; {} holds other files, which stay", dir.display()),
     }
     Ok(())
 }
@@ -50,7 +47,7 @@ fn agreed() -> anyhow::Result<bool> {
         stdin.is_terminal(),
         "nothing was deleted: nobody is there to be asked; --yes deletes without asking"
     );
-    trainer::said::out(format_args!("delete? [y/N] "));
+    trainer::console::out(format_args!("delete? [y/N] "));
     // A question that is not seen is answered with no.
     let _ = std::io::stdout().flush();
     let mut answer = String::new();

@@ -6,25 +6,25 @@ use clap::Args;
 use trainer::{runs, say};
 
 pub(crate) const EXAMPLES: &str = "Examples:
-  trainer runs                                  # below this folder
-  trainer runs runs/demo                        # one run and its saves
+  trainer runs                                  # below this directory
+  trainer runs runs/demo                        # one run and its checkpoints
   trainer runs /mnt/nvme0                       # stores there whose run is gone
-  trainer runs --json | jq '.runs[].saves'      # for other programs";
+  trainer runs --json | jq '.runs[].checkpoints'      # for other programs";
 
 /// The arguments of `runs`.
 #[derive(Args)]
 pub(crate) struct RunsArgs {
-    /// A run's folder, or one with runs in it or up to three folders down.
-    #[arg(value_name = "FOLDER", default_value = ".")]
-    folder: PathBuf,
+    /// A run's directory, or one with runs in it or up to three directories down.
+    #[arg(value_name = "DIR", default_value = ".")]
+    dir: PathBuf,
     /// For other programs.
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn list(args: &RunsArgs) -> anyhow::Result<()> {
-    let list = runs::list(&args.folder)
-        .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.folder.display()))?;
+    let list = runs::list(&args.dir)
+        .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.dir.display()))?;
     if args.json {
         say!("{}", serde_json::to_string_pretty(&list)?);
     } else {

@@ -24,7 +24,7 @@ impl SourceArgs {
         read(&self.file, &self.deepspeed, &self.sets, ranks)
     }
 
-    /// The same, started with the weights in `from`, if that names a folder.
+    /// The same, started with the weights in `from`, if that names a directory.
     pub(crate) fn settings_from(
         &self,
         from: Option<&Path>,

@@ -3,7 +3,7 @@
 use trainer::config::RunSettings;
 use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
-use trainer::{said, say};
+use trainer::{console, say};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer tokens RUN.toml                                  # the first three samples; what does not count in the loss is dim
@@ -17,12 +17,12 @@ pub(crate) fn tokens(settings: &RunSettings, samples: u64) -> anyhow::Result<()>
     corpus.prepare(settings, &mut |note| say!("{note}"))?;
     let data = corpus.open(settings)?;
     say!("{}\n", data.describe());
-    let marks = if said::in_colour(&std::io::stdout()) {
+    let marks = if console::in_colour(&std::io::stdout()) {
         Marks::Colours
     } else {
         Marks::Brackets
     };
     let text = show(&corpus, &data, samples.min(data.windows()), marks)?;
-    said::out(format_args!("{text}"));
+    console::out(format_args!("{text}"));
     Ok(())
 }

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
-use super::dropout::{Masks, Spot};
+use super::dropout::{DropoutSite, Masks};
 use super::linear::{at_least_fp32, product_input};
 use super::norm::rms_norm;
 use super::positions::Rotary;
@@ -37,20 +37,20 @@ impl Attention<'_> {
             };
             Ok::<_, ComputeError>(heads.f_transpose(1, 2)?)
         };
-        let turned = |x: Tensor| match self.rotary {
+        let rotated = |x: Tensor| match self.rotary {
             Some(rotary) => rotary.turn(&x),
             None => Ok(x),
         };
-        let query = turned(heads(q, config.heads, head_norm(0))?)?;
-        let key = turned(heads(k, config.kv_heads, head_norm(1))?)?;
+        let query = rotated(heads(q, config.heads, head_norm(0))?)?;
+        let key = rotated(heads(k, config.kv_heads, head_norm(1))?)?;
         let value = heads(v, config.kv_heads, None)?;
         let share = (config.heads / config.kv_heads) as i64;
-        let mixed = causal_attention([&query, &key, &value], share, self.window, &self.masks)?;
-        let mixed = mixed
+        let attn_out = causal_attention([&query, &key, &value], share, self.window, &self.masks)?;
+        let attn_out = attn_out
             .f_transpose(1, 2)?
             .f_reshape([micro_batch, seq_len, -1])?;
         // Rounded as a bf16 attention's output is.
-        product_input(&mixed.f_to_kind(q.kind())?)
+        product_input(&attn_out.f_to_kind(q.kind())?)
     }
 }
 
@@ -68,7 +68,7 @@ pub(super) fn causal_attention(
     let seq_len = query.size()[2];
     // A window as long as the sequence hides nothing.
     let window = window.map(|tokens| tokens as i64).filter(|&w| w < seq_len);
-    if masks.leave_out(Spot::Attention) {
+    if masks.leave_out(DropoutSite::Attention) {
         return weighed([&query, &key, &value], window, masks);
     }
     match window {
@@ -141,7 +141,7 @@ fn weighed(
         .f_masked_fill(&hidden, f64::NEG_INFINITY)?
         .f_softmax(-1, at_least_fp32(query.kind()))?
         .f_to_kind(query.kind())?;
-    let weights = masks.apply(Spot::Attention, &weights)?;
+    let weights = masks.apply(DropoutSite::Attention, &weights)?;
     Ok(weights.f_matmul(value)?)
 }
 

@@ -5,12 +5,12 @@ use tch::Tensor;
 
 use super::ComputeError;
 use super::attention::Attention;
-use super::dropout::{Masks, Spot};
+use super::dropout::{DropoutSite, Masks};
 use super::linear::{linear, product_input};
 use super::norm::{NormWeights, norm};
 use super::params::Params;
 use super::positions::Rotary;
-use crate::model::{Member, Mlp, ModelConfig};
+use crate::model::{Mlp, ModelConfig, ParamRole};
 
 /// A block's arithmetic with its weights.
 pub(super) struct Block<'a> {
@@ -26,7 +26,7 @@ pub(super) struct Block<'a> {
 impl Block<'_> {
     /// The block's output for input `x`, both [micro_batch, seq_len, hidden_size].
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
-        use Member::*;
+        use ParamRole::*;
         let x = self.attended(x)?;
         let normed = self.norm(&x, PostNorm, PostNormBias)?;
         let wide = match self.config.architecture.form().mlp {
@@ -36,13 +36,13 @@ impl Block<'_> {
                 .f_mul(&self.project(&normed, Up, UpBias)?)?,
             Mlp::Gelu => self.project(&normed, Up, UpBias)?.f_gelu("tanh")?,
         };
-        let fed = self.project(&product_input(&wide)?, Down, DownBias)?;
-        Ok(x.f_add(&self.masks.apply(Spot::Fed, &fed)?)?)
+        let mlp_out = self.project(&product_input(&wide)?, Down, DownBias)?;
+        Ok(x.f_add(&self.masks.apply(DropoutSite::MlpOut, &mlp_out)?)?)
     }
 
     /// `x` and what attention adds to it: the block's first half.
     pub(super) fn attended(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
-        use Member::*;
+        use ParamRole::*;
         let normed = self.norm(x, InputNorm, InputNormBias)?;
         let [q, k, v] = [
             self.project(&normed, Query, QueryBias)?,
@@ -57,23 +57,28 @@ impl Block<'_> {
             window: self.window,
             masks: self.masks,
         };
-        let mixed = self.project(&attention.of([&q, &k, &v])?, Out, OutBias)?;
-        Ok(x.f_add(&self.masks.apply(Spot::Mixed, &mixed)?)?)
+        let attn_out = self.project(&attention.of([&q, &k, &v])?, Out, OutBias)?;
+        Ok(x.f_add(&self.masks.apply(DropoutSite::AttnOut, &attn_out)?)?)
     }
 
     /// `x` normed, as an input for products.
     pub(super) fn norm(
         &self,
         x: &Tensor,
-        weight: Member,
-        bias: Member,
+        weight: ParamRole,
+        bias: ParamRole,
     ) -> Result<Tensor, ComputeError> {
         let weights = NormWeights::new(&self.params, weight, bias);
         product_input(&norm(self.config, x, &weights)?)
     }
 
     /// The product of `x`, as [`product_input`] gives it, rounded to the parameters' kind.
-    fn project(&self, x: &Tensor, weight: Member, bias: Member) -> Result<Tensor, ComputeError> {
+    fn project(
+        &self,
+        x: &Tensor,
+        weight: ParamRole,
+        bias: ParamRole,
+    ) -> Result<Tensor, ComputeError> {
         let weight = self.params.get(weight);
         let bias = self.params.find(bias).map(product_input).transpose()?;
         linear(x, &product_input(weight)?, bias.as_ref(), weight.kind())

@@ -23,15 +23,15 @@ const SALT: u64 = 0x5EED_0D20_9A17_C0DE;
 
 /// Where a block or the embedding leaves something out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Spot {
+pub(super) enum DropoutSite {
     /// The embedding's sum.
     Embedding,
     /// Attention's weights.
     Attention,
     /// What attention adds to the residual stream.
-    Mixed,
+    AttnOut,
     /// What the feed-forward part adds to it.
-    Fed,
+    MlpOut,
 }
 
 /// What is left out of one unit's results for one micro-batch.
@@ -62,67 +62,67 @@ impl Masks {
         }
     }
 
-    fn rate(&self, spot: Spot) -> f64 {
-        match spot {
-            Spot::Embedding => self.rates.embedding,
-            Spot::Attention => self.rates.attention,
-            Spot::Mixed | Spot::Fed => self.rates.residual,
+    fn rate(&self, site: DropoutSite) -> f64 {
+        match site {
+            DropoutSite::Embedding => self.rates.embedding,
+            DropoutSite::Attention => self.rates.attention,
+            DropoutSite::AttnOut | DropoutSite::MlpOut => self.rates.residual,
         }
     }
 
     /// Whether anything is left out there.
-    pub(super) fn leave_out(&self, spot: Spot) -> bool {
-        self.rate(spot) > 0.0
+    pub(super) fn leave_out(&self, site: DropoutSite) -> bool {
+        self.rate(site) > 0.0
     }
 
     /// `x`, whose first dimension are the micro-batch's samples, with some elements zero and the others scaled up. Linear, and
     /// its own transpose: a gradient goes back through it by it.
-    pub(super) fn apply(&self, spot: Spot, x: &Tensor) -> Result<Tensor, ComputeError> {
-        if !self.leave_out(spot) {
+    pub(super) fn apply(&self, site: DropoutSite, x: &Tensor) -> Result<Tensor, ComputeError> {
+        if !self.leave_out(site) {
             return Ok(x.shallow_clone());
         }
         let samples = x.size()[0];
         let elems = x.numel() as i64 / samples;
-        let stays = self.stays(spot, samples, elems, x.device())?.f_view_as(x)?;
+        let stays = self.stays(site, samples, elems, x.device())?.f_view_as(x)?;
         Ok(x.f_mul(&stays)?
-            .f_mul_scalar(1.0 / (1.0 - self.rate(spot)))?)
+            .f_mul_scalar(1.0 / (1.0 - self.rate(site)))?)
     }
 
     /// Which of `elems` elements of each of `samples` samples stay.
     fn stays(
         &self,
-        spot: Spot,
+        site: DropoutSite,
         samples: i64,
         elems: i64,
         device: Device,
     ) -> Result<Tensor, ComputeError> {
         let keys: Vec<i64> = (0..samples as u64)
-            .map(|row| self.key(spot, self.first_sample.wrapping_add(row)) as i64)
+            .map(|row| self.key(site, self.first_sample.wrapping_add(row)) as i64)
             .collect();
         let keys = Tensor::f_from_slice(&keys)?
             .f_to_device(device)?
             .f_unsqueeze(1)?;
         let words = (elems + 1) / 2;
         let counters = Tensor::f_arange(words, (Kind::Int64, device))?.f_unsqueeze(0)?;
-        let bits = mixed(counters.f_add(&keys)?)?.f_view_dtype(Kind::Int)?;
+        let bits = attn_out(counters.f_add(&keys)?)?.f_view_dtype(Kind::Int)?;
         // 0 < rate < 1: within an i32.
-        let least = (self.rate(spot) * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
+        let least = (self.rate(site) * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
         Ok(bits
             .f_narrow(1, 0, elems)?
             .f_ge(least.min(i64::from(i32::MAX)))?
             .f_contiguous()?)
     }
 
-    fn key(&self, spot: Spot, sample: u64) -> u64 {
-        let parts = [sample, self.unit, spot as u64];
+    fn key(&self, site: DropoutSite, sample: u64) -> u64 {
+        let parts = [sample, self.unit, site as u64];
         let seed = splitmix64(self.seed ^ SALT);
-        let mixed = |key: u64, part: u64| splitmix64(key.wrapping_add(part));
-        parts.into_iter().fold(seed, mixed)
+        let attn_out = |key: u64, part: u64| splitmix64(key.wrapping_add(part));
+        parts.into_iter().fold(seed, attn_out)
     }
 }
 
 /// [`splitmix64`] of each element, in place.
-fn mixed(mut z: Tensor) -> Result<Tensor, ComputeError> {
+fn attn_out(mut z: Tensor) -> Result<Tensor, ComputeError> {
     let _ = z.f_add_scalar_(0x9E37_79B9_7F4A_7C15u64 as i64)?;
     for (shift, factor) in [
         (30, 0xBF58_476D_1CE4_E5B9u64 as i64),
@@ -154,15 +154,15 @@ mod tests {
         Masks::new(rates, 42, unit, first_sample)
     }
 
-    fn stays(masks: &Masks, spot: Spot, samples: i64, elems: i64) -> Vec<bool> {
-        let stays = masks.stays(spot, samples, elems, Device::Cpu).unwrap();
+    fn stays(masks: &Masks, site: DropoutSite, samples: i64, elems: i64) -> Vec<bool> {
+        let stays = masks.stays(site, samples, elems, Device::Cpu).unwrap();
         Vec::<bool>::try_from(stays.view([-1])).unwrap()
     }
 
     #[test]
     fn elements_stay_by_the_written_formula() {
         let masks = masks(0.3, 5, u64::MAX);
-        let found = stays(&masks, Spot::Fed, 2, 33);
+        let found = stays(&masks, DropoutSite::MlpOut, 2, 33);
         let least = (0.3 * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
         // Sample numbers wrap, as all of this does.
         for (row, sample) in [(0, u64::MAX), (1, 0)] {
@@ -181,9 +181,14 @@ mod tests {
 
     #[test]
     fn a_sample_has_its_mask_in_any_micro_batch() {
-        let whole = stays(&masks(0.5, 1, 10), Spot::Attention, 4, 101);
+        let whole = stays(&masks(0.5, 1, 10), DropoutSite::Attention, 4, 101);
         for (row, expected) in whole.chunks(101).enumerate() {
-            let alone = stays(&masks(0.5, 1, 10 + row as u64), Spot::Attention, 1, 101);
+            let alone = stays(
+                &masks(0.5, 1, 10 + row as u64),
+                DropoutSite::Attention,
+                1,
+                101,
+            );
             assert_eq!(alone, expected, "sample {row}");
         }
     }
@@ -193,7 +198,7 @@ mod tests {
         let elems = 1 << 16;
         for rate in [0.1, 0.5, 0.9] {
             let x = Tensor::ones([2, elems], (Kind::Float, Device::Cpu));
-            let kept = masks(rate, 1, 0).apply(Spot::Mixed, &x).unwrap();
+            let kept = masks(rate, 1, 0).apply(DropoutSite::AttnOut, &x).unwrap();
             let mean = f64::try_from(kept.mean(Kind::Double)).unwrap();
             // Five standard errors.
             let error = (rate / (1.0 - rate) / (2 * elems) as f64).sqrt();
@@ -207,11 +212,11 @@ mod tests {
         let mut other_seed = base;
         other_seed.seed = 43;
         let all = [
-            stays(&base, Spot::Mixed, 1, 256),
-            stays(&base, Spot::Fed, 1, 256),
-            stays(&masks(0.5, 2, 0), Spot::Mixed, 1, 256),
-            stays(&masks(0.5, 1, 1), Spot::Mixed, 1, 256),
-            stays(&other_seed, Spot::Mixed, 1, 256),
+            stays(&base, DropoutSite::AttnOut, 1, 256),
+            stays(&base, DropoutSite::MlpOut, 1, 256),
+            stays(&masks(0.5, 2, 0), DropoutSite::AttnOut, 1, 256),
+            stays(&masks(0.5, 1, 1), DropoutSite::AttnOut, 1, 256),
+            stays(&other_seed, DropoutSite::AttnOut, 1, 256),
         ];
         for (i, a) in all.iter().enumerate() {
             for b in &all[..i] {
@@ -225,8 +230,8 @@ mod tests {
     #[test]
     fn nothing_is_left_out_at_rate_zero() {
         let x = Tensor::from_slice(&[1f32, 2.0]).view([1, 2]);
-        let same = masks(0.0, 1, 0).apply(Spot::Embedding, &x).unwrap();
+        let same = masks(0.0, 1, 0).apply(DropoutSite::Embedding, &x).unwrap();
         assert!(same.data_ptr() == x.data_ptr());
-        assert!(!Masks::NONE.leave_out(Spot::Attention));
+        assert!(!Masks::NONE.leave_out(DropoutSite::Attention));
     }
 }

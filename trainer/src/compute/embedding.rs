@@ -2,11 +2,11 @@
 
 use tch::{Kind, Tensor};
 
-use super::dropout::{Masks, Spot};
+use super::dropout::{DropoutSite, Masks};
 use super::linear::at_least_fp32;
 use super::params::Params;
 use super::{ComputeError, GradSink};
-use crate::model::{Member, UnitLayout};
+use crate::model::{ParamRole, UnitLayout};
 
 /// Rows for `ids` [micro_batch, seq_len]: [micro_batch, seq_len, hidden_size].
 pub(super) fn forward(
@@ -14,12 +14,12 @@ pub(super) fn forward(
     ids: &Tensor,
     masks: &Masks,
 ) -> Result<Tensor, ComputeError> {
-    let table = params.get(Member::Embedding);
+    let table = params.get(ParamRole::Embedding);
     let mut rows = Tensor::f_embedding(table, ids, -1, false, false)?;
-    if let Some(positions) = params.find(Member::Positions) {
+    if let Some(positions) = params.find(ParamRole::Positions) {
         rows = rows.f_add(&positions.f_narrow(0, 0, ids.size()[1])?)?;
     }
-    masks.apply(Spot::Embedding, &rows)
+    masks.apply(DropoutSite::Embedding, &rows)
 }
 
 /// Adds the gradients of the unit `layout` to `grads`: each token's row of `grad_output`, and each position's, summed in fp32
@@ -32,17 +32,19 @@ pub(super) fn backward(
     grads: &mut GradSink,
 ) -> Result<(), ComputeError> {
     let wide = at_least_fp32(grad_output.kind());
-    let grad = masks.apply(Spot::Embedding, grad_output)?.f_to_kind(wide)?;
-    let rows_of = |member: Member| {
+    let grad = masks
+        .apply(DropoutSite::Embedding, grad_output)?
+        .f_to_kind(wide)?;
+    let rows_of = |member: ParamRole| {
         let param = layout.find(member)?;
         Some((param, layout.params[param].shape[0] as i64))
     };
-    let (table, vocab_size) = rows_of(Member::Embedding).expect("an embedding has a table");
+    let (table, vocab_size) = rows_of(ParamRole::Embedding).expect("an embedding has a table");
     grads.add(
         table,
         Tensor::f_embedding_dense_backward(&grad, ids, vocab_size, -1, false)?,
     )?;
-    if let Some((positions, rows)) = rows_of(Member::Positions) {
+    if let Some((positions, rows)) = rows_of(ParamRole::Positions) {
         grads.add(positions, sum_of_positions(&grad, rows, wide)?)?;
     }
     Ok(())

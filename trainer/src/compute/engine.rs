@@ -16,7 +16,7 @@ use super::positions::Rotary;
 use super::{
     Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
 };
-use crate::model::{Dropout, Member, ModelConfig, Positions, UnitLayout, unit_layouts};
+use crate::model::{Dropout, ModelConfig, ParamRole, Positions, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
 ///
@@ -380,7 +380,7 @@ impl Engine {
         for (param, grad) in grad_norm.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
-        match (tied_grads, layout.find(Member::Projection)) {
+        match (tied_grads, layout.find(ParamRole::Projection)) {
             (Some(embedding), _) => embedding.add(0, grad_projection)?,
             (None, projection) => {
                 let projection = projection.expect("a head that is not tied has one");
@@ -550,12 +550,12 @@ impl Engine {
         );
         let layout = self.units.last().expect("a model has a head");
         let params = Params::new(layout, weights, grad)?;
-        let norm = NormWeights::new(&params, Member::FinalNorm, Member::FinalNormBias);
+        let norm = NormWeights::new(&params, ParamRole::FinalNorm, ParamRole::FinalNormBias);
         let projection = match tied {
             Some(embedding) => Params::new(&self.units[0], embedding, grad)?
-                .get(Member::Embedding)
+                .get(ParamRole::Embedding)
                 .shallow_clone(),
-            None => params.get(Member::Projection).shallow_clone(),
+            None => params.get(ParamRole::Projection).shallow_clone(),
         };
         Ok((norm, projection))
     }

@@ -11,7 +11,7 @@ use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
 use super::{Dtype, Keep};
-use crate::model::{Dropout, Member, Mlp, ModelConfig, UnitLayout, unit_layouts};
+use crate::model::{Dropout, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
 /// to 2.3 times what is alive with glibc; giving every freed piece back instead (`M_MMAP_THRESHOLD`) takes 2.5 times as
@@ -75,10 +75,10 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
     let slice = (tokens * vocab).min((LOGITS_ELEMS_MAX as u64).max(vocab));
     let projection = if config.tied { embedding } else { head };
     // Widened, its gradient, and their sum; one more where it is summed over uses, one more over micro-batches.
-    let copies = 3 + u64::from(config.tied) + u64::from(micro_batches > 1);
+    let checkpoint_tap = 3 + u64::from(config.tied) + u64::from(micro_batches > 1);
     let head_bytes = slice * 5 * WIDE_BYTES
         + 8 * tokens * hidden * WIDE_BYTES
-        + projection * copies * WIDE_BYTES;
+        + projection * checkpoint_tap * WIDE_BYTES;
     let embedding_bytes = tokens * hidden * WIDE_BYTES + embedding * 2 * WIDE_BYTES;
     // A tied embedding's sum waits from the head to the end of backward.
     let waiting = if config.tied {
@@ -226,8 +226,8 @@ pub fn device_working_bytes(
         0
     };
     // Weights that do not lie side by side are copied together, and gradients come apart.
-    let copies = if side_by_side(&units[1]) { 0 } else { 2 };
-    let block_bytes = graph + sums + block * elem_bytes * copies;
+    let checkpoint_tap = if side_by_side(&units[1]) { 0 } else { 2 };
+    let block_bytes = graph + sums + block * elem_bytes * checkpoint_tap;
 
     let vocab = config.vocab_size as u64;
     // A head that is not written out has some fp32 copies of its smaller slices.
@@ -307,5 +307,5 @@ fn side_by_side(block: &UnitLayout) -> bool {
         (Some(first), Some(last)) => adjacent(&block.params[first..=last]),
         _ => true,
     };
-    side_by_side(Member::Query, Member::Value) && side_by_side(Member::Gate, Member::Up)
+    side_by_side(ParamRole::Query, ParamRole::Value) && side_by_side(ParamRole::Gate, ParamRole::Up)
 }

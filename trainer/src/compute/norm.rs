@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::ComputeError;
 use super::linear::at_least_fp32;
 use super::params::Params;
-use crate::model::{Member, ModelConfig, Norm};
+use crate::model::{ModelConfig, Norm, ParamRole};
 
 /// A norm's parameters.
 pub(super) struct NormWeights {
@@ -15,7 +15,7 @@ pub(super) struct NormWeights {
 }
 
 impl NormWeights {
-    pub(super) fn new(params: &Params, weight: Member, bias: Member) -> Self {
+    pub(super) fn new(params: &Params, weight: ParamRole, bias: ParamRole) -> Self {
         NormWeights {
             weight: params.get(weight).shallow_clone(),
             bias: params.find(bias).map(Tensor::shallow_clone),

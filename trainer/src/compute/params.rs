@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::{ComputeError, UnitWeights};
-use crate::model::{Member, UnitLayout};
+use crate::model::{ParamRole, UnitLayout};
 
 /// The parameters of one unit.
 pub(super) struct Params<'a> {
@@ -33,23 +33,23 @@ impl<'a> Params<'a> {
     }
 
     /// The parameter that is `member`, if the unit has it.
-    pub(super) fn find(&self, member: Member) -> Option<&Tensor> {
+    pub(super) fn find(&self, member: ParamRole) -> Option<&Tensor> {
         self.layout.find(member).map(|param| &self.tensors[param])
     }
 
     /// The parameter that is `member`, which every such unit has.
-    pub(super) fn get(&self, member: Member) -> &Tensor {
+    pub(super) fn get(&self, member: ParamRole) -> &Tensor {
         self.find(member)
             .unwrap_or_else(|| panic!("{} has a {member:?}", self.layout.name))
     }
 
     /// The number of the parameter that is `member`, if the unit has it.
-    pub(super) fn index(&self, member: Member) -> Option<usize> {
+    pub(super) fn index(&self, member: ParamRole) -> Option<usize> {
         self.layout.find(member)
     }
 
     /// The numbers of those that are `wanted`.
-    pub(super) fn indices(&self, wanted: impl Fn(Member) -> bool) -> Vec<usize> {
+    pub(super) fn indices(&self, wanted: impl Fn(ParamRole) -> bool) -> Vec<usize> {
         let params = self.layout.params.iter().enumerate();
         params
             .filter(|(_, param)| wanted(param.member))

@@ -57,8 +57,8 @@ impl Rotary {
         let cos = self.cos.f_narrow(0, 0, seq_len)?;
         let sin = self.sin.f_narrow(0, 0, seq_len)?;
         let halves = x.f_chunk(2, -1)?;
-        let turned = Tensor::f_cat(&[halves[1].f_neg()?, halves[0].shallow_clone()], -1)?;
-        Ok(x.f_mul(&cos)?.f_add(&turned.f_mul(&sin)?)?)
+        let rotated = Tensor::f_cat(&[halves[1].f_neg()?, halves[0].shallow_clone()], -1)?;
+        Ok(x.f_mul(&cos)?.f_add(&rotated.f_mul(&sin)?)?)
     }
 }
 
@@ -74,8 +74,8 @@ fn stretched(frequency: f64, scaling: &RopeScaling) -> f64 {
         } => {
             // How many times the pair turns within the first training's sequence: 1 where it is left alone, 0 where it is
             // stretched by the whole factor, in between what lies between.
-            let turns = original * frequency / TAU;
-            let alone = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+            let step_order = original * frequency / TAU;
+            let alone = ((step_order - low) / (high - low)).clamp(0.0, 1.0);
             alone * frequency + (1.0 - alone) * frequency / factor
         }
     }
@@ -94,8 +94,8 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 100.0,
         };
-        let of_turns = |turns: f64| {
-            let frequency = turns * TAU / 100.0;
+        let of_turns = |step_order: f64| {
+            let frequency = step_order * TAU / 100.0;
             stretched(frequency, &scaling) / frequency
         };
         assert_eq!((of_turns(5.0), of_turns(0.5)), (1.0, 0.125));

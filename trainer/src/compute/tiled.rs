@@ -13,42 +13,42 @@ use kernels_torch::vjp;
 use tch::Tensor;
 
 use super::block::Block;
-use super::dropout::Spot;
+use super::dropout::DropoutSite;
 use super::linear::{at_least_fp32, linear, product_input};
 use super::{ComputeError, GradSink};
-use crate::model::{Member, Mlp};
+use crate::model::{Mlp, ParamRole};
 
 /// All that belongs to the feed-forward half.
-const HALF: [Member; 8] = [
-    Member::PostNorm,
-    Member::PostNormBias,
-    Member::Gate,
-    Member::GateBias,
-    Member::Up,
-    Member::UpBias,
-    Member::Down,
-    Member::DownBias,
+const HALF: [ParamRole; 8] = [
+    ParamRole::PostNorm,
+    ParamRole::PostNormBias,
+    ParamRole::Gate,
+    ParamRole::GateBias,
+    ParamRole::Up,
+    ParamRole::UpBias,
+    ParamRole::Down,
+    ParamRole::DownBias,
 ];
 
 /// Those that have rows or columns for each intermediate number, and the dimension in which they do.
-const SLICED: [(Member, i64); 5] = [
-    (Member::Gate, 0),
-    (Member::GateBias, 0),
-    (Member::Up, 0),
-    (Member::UpBias, 0),
-    (Member::Down, 1),
+const SLICED: [(ParamRole, i64); 5] = [
+    (ParamRole::Gate, 0),
+    (ParamRole::GateBias, 0),
+    (ParamRole::Up, 0),
+    (ParamRole::UpBias, 0),
+    (ParamRole::Down, 1),
 ];
 
 /// A slice of each of [`SLICED`] that the block has.
-struct Slice(Vec<(Member, Tensor)>);
+struct Slice(Vec<(ParamRole, Tensor)>);
 
 impl Slice {
-    fn find(&self, member: Member) -> Option<&Tensor> {
+    fn find(&self, member: ParamRole) -> Option<&Tensor> {
         let found = self.0.iter().find(|(of, _)| *of == member);
         found.map(|(_, tensor)| tensor)
     }
 
-    fn get(&self, member: Member) -> &Tensor {
+    fn get(&self, member: ParamRole) -> &Tensor {
         self.find(member).expect("every such block has it")
     }
 }
@@ -57,7 +57,7 @@ impl Block<'_> {
     /// As [`Block::forward`], the feed-forward half in `tiles` slices.
     pub(super) fn forward_tiled(&self, x: &Tensor, tiles: usize) -> Result<Tensor, ComputeError> {
         let x = self.attended(x)?;
-        let normed = self.norm(&x, Member::PostNorm, Member::PostNormBias)?;
+        let normed = self.norm(&x, ParamRole::PostNorm, ParamRole::PostNormBias)?;
         let mut sum: Option<Tensor> = None;
         for slice in self.slices(tiles, false)? {
             let part = self.part(&normed, &slice)?;
@@ -67,11 +67,11 @@ impl Block<'_> {
             });
         }
         let mut sum = sum.expect("at least one slice");
-        if let Some(bias) = self.params.find(Member::DownBias) {
+        if let Some(bias) = self.params.find(ParamRole::DownBias) {
             sum = sum.f_add(bias)?;
         }
-        let fed = sum.f_to_kind(x.kind())?;
-        Ok(x.f_add(&self.masks.apply(Spot::Fed, &fed)?)?)
+        let mlp_out = sum.f_to_kind(x.kind())?;
+        Ok(x.f_add(&self.masks.apply(DropoutSite::MlpOut, &mlp_out)?)?)
     }
 
     /// The gradient of `x`; those of the parameters, which are leaves of a graph, go to `grads`.
@@ -85,12 +85,12 @@ impl Block<'_> {
         let leaf = x.f_detach()?.set_requires_grad(true);
         let attended = self.attended(&leaf)?;
         let middle = attended.f_detach()?.set_requires_grad(true);
-        let normed = self.norm(&middle, Member::PostNorm, Member::PostNormBias)?;
+        let normed = self.norm(&middle, ParamRole::PostNorm, ParamRole::PostNormBias)?;
 
-        let grad_fed = self.masks.apply(Spot::Fed, grad_output)?;
+        let grad_fed = self.masks.apply(DropoutSite::MlpOut, grad_output)?;
         let grad_fed = grad_fed.f_to_kind(at_least_fp32(grad_fed.kind()))?;
         let grad_normed = self.feed_back(&normed, &grad_fed, tiles, grads)?;
-        if let Some(bias) = self.params.index(Member::DownBias) {
+        if let Some(bias) = self.params.index(ParamRole::DownBias) {
             let rows = grad_fed.f_sum_dim_intlist(&[0i64, 1][..], false, grad_fed.kind())?;
             grads.add(bias, rows.f_to_kind(grad_output.kind())?)?;
         }
@@ -99,7 +99,7 @@ impl Block<'_> {
         let grad_normed = grad_normed.f_to_kind(normed.kind())?;
         let norms = self
             .params
-            .indices(|member| matches!(member, Member::PostNorm | Member::PostNormBias));
+            .indices(|member| matches!(member, ParamRole::PostNorm | ParamRole::PostNormBias));
         let grad = self.back(&normed, &grad_normed, &middle, &norms, grads)?;
         drop((normed, grad_normed));
         let grad = grad_output.f_add(&grad)?;
@@ -162,7 +162,7 @@ impl Block<'_> {
 
     /// What one slice adds to the feed-forward half's result, without the last bias.
     fn part(&self, normed: &Tensor, slice: &Slice) -> Result<Tensor, ComputeError> {
-        let project = |weight: Member, bias: Member| -> Result<Tensor, ComputeError> {
+        let project = |weight: ParamRole, bias: ParamRole| -> Result<Tensor, ComputeError> {
             let weight = slice.get(weight);
             let bias = slice.find(bias).map(product_input).transpose()?;
             linear(
@@ -172,14 +172,14 @@ impl Block<'_> {
                 weight.kind(),
             )
         };
-        let up = project(Member::Up, Member::UpBias)?;
+        let up = project(ParamRole::Up, ParamRole::UpBias)?;
         let wide = match self.config.architecture.form().mlp {
-            Mlp::GatedSilu => project(Member::Gate, Member::GateBias)?
+            Mlp::GatedSilu => project(ParamRole::Gate, ParamRole::GateBias)?
                 .f_silu()?
                 .f_mul(&up)?,
             Mlp::Gelu => up.f_gelu("tanh")?,
         };
-        let down = slice.get(Member::Down);
+        let down = slice.get(ParamRole::Down);
         let kind = at_least_fp32(down.kind());
         linear(&product_input(&wide)?, &product_input(down)?, None, kind)
     }
@@ -193,7 +193,7 @@ impl Block<'_> {
                 .iter()
                 .filter_map(|(member, dim)| Some((*member, *dim, self.params.find(*member)?)));
             let cut = there.map(
-                |(member, dim, whole)| -> Result<(Member, Tensor), ComputeError> {
+                |(member, dim, whole)| -> Result<(ParamRole, Tensor), ComputeError> {
                     let part =
                         whole
                             .f_detach()?

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use kernels::gpu::{DeviceBuffer, Shelf, Stream};
+use kernels::gpu::{DeviceBuffer, HostStash, Stream};
 use kernels_torch::{HostBuffer, device_view, is_shared};
 use tch::{Kind, Tensor};
 
@@ -262,7 +262,7 @@ pub enum Keep {
     /// Nothing: least memory, a block is computed twice.
     #[default]
     Nothing,
-    /// Query, key and value, and attention's result: saves their product, and attention.
+    /// Query, key and value, and attention's result: checkpoints their product, and attention.
     Attention,
     /// The results of all products but the last: only norms are computed again.
     Products,
@@ -286,20 +286,20 @@ impl Activation {
         }
     }
 
-    /// Copies it to `shelf` as its piece of that number and lets go of it here, but for what a block kept beside it. `compute` is
+    /// Copies it to `host_stash` as its piece of that number and lets go of it here, but for what a block kept beside it. `compute` is
     /// the stream that made it.
     ///
     /// # Errors
     /// The GPU or torch failed.
     pub fn put(
         self,
-        shelf: &mut Shelf,
+        host_stash: &mut HostStash,
         piece: usize,
         compute: &Stream,
     ) -> Result<AwayActivation, ComputeError> {
         let (kind, shape) = (self.tensor.kind(), self.tensor.size());
-        device_view(shelf.room(compute)?, kind, 0, &shape)?.f_copy_(&self.tensor)?;
-        shelf.put(piece, compute)?;
+        device_view(host_stash.room(compute)?, kind, 0, &shape)?.f_copy_(&self.tensor)?;
+        host_stash.put(piece, compute)?;
         Ok(AwayActivation {
             kind,
             shape,
@@ -323,21 +323,21 @@ pub struct AwayActivation {
 }
 
 impl AwayActivation {
-    /// Copies it back from its piece of `shelf`, for what is enqueued on `compute` from now on.
+    /// Copies it back from its piece of `host_stash`, for what is enqueued on `compute` from now on.
     ///
     /// # Errors
     /// The GPU or torch failed; too little memory.
     pub fn take(
         self,
-        shelf: &mut Shelf,
+        host_stash: &mut HostStash,
         piece: usize,
         compute: &Stream,
     ) -> Result<Activation, ComputeError> {
-        let there = device_view(shelf.take(piece, compute)?, self.kind, 0, &self.shape)?;
+        let there = device_view(host_stash.take(piece, compute)?, self.kind, 0, &self.shape)?;
         let mut tensor = there.f_empty_like()?;
         tensor.f_copy_(&there)?;
         drop(there);
-        shelf.taken(piece, compute)?;
+        host_stash.taken(piece, compute)?;
         Ok(Activation {
             tensor,
             first_sample: self.first_sample,

@@ -88,10 +88,10 @@ const AUTO_IS_A_WORD: &[&str] = &[
     "bf16.enabled",
     "fp16.enabled",
     "offload.engine",
-    "offload.resident_share",
-    "offload.update",
+    "offload.resident_fraction",
+    "offload.optimizer_device",
     "train.device",
-    "train.keep",
+    "train.activation_checkpointing",
 ];
 
 /// Resolves every "auto" in `tree`. The choices are added to `notes`, but for our own tables' that the plan shows.

@@ -23,10 +23,10 @@ struct Files(tempfile::TempDir);
 impl Files {
     /// A run file (`more` stands above its tables) and DeepSpeed's.
     fn new(more: &str, deepspeed: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("run.toml"), format!("{more}\n{RUN}")).unwrap();
-        std::fs::write(folder.path().join("ds.json"), deepspeed).unwrap();
-        Self(folder)
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("run.toml"), format!("{more}\n{RUN}")).unwrap();
+        std::fs::write(dir.path().join("ds.json"), deepspeed).unwrap();
+        Self(dir)
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -123,7 +123,7 @@ fn a_deepspeed_file_and_settings_of_the_command_line_are_enough() {
         "train.seq_len=32",
     ];
     let run = files.read_as(None, Some("ds.json"), &sets).unwrap();
-    assert_eq!(run.train.run_folder, PathBuf::from("runs/ds"));
+    assert_eq!(run.train.run_dir, PathBuf::from("runs/ds"));
     // All that it does not say is asked for at once.
     let text = files.read_as(None, Some("ds.json"), &[]).unwrap_err();
     assert!(text.starts_with("4 settings are wrong\n"), "{text}");
@@ -289,7 +289,7 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
         let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
         read.map(|run| run.overflow)
     };
-    assert_eq!(overflow("{}").unwrap(), Overflow::Stops);
+    assert_eq!(overflow("{}").unwrap(), OverflowPolicy::Stops);
     let dynamic = DynamicScale {
         initial: 65536.0,
         window: 1000,
@@ -298,12 +298,12 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
         min: 1.0,
     };
     let fp16 = |rest: &str| overflow(&format!(r#"{{"fp16": {{"enabled": true{rest}}}}}"#));
-    assert_eq!(fp16("").unwrap(), Overflow::Scales(dynamic));
+    assert_eq!(fp16("").unwrap(), OverflowPolicy::Scales(dynamic));
     assert_eq!(
         fp16(r#", "loss_scale": 0, "auto_cast": false"#).unwrap(),
-        Overflow::Scales(dynamic)
+        OverflowPolicy::Scales(dynamic)
     );
-    let fixed = Overflow::Scaled { scale: 128.0 };
+    let fixed = OverflowPolicy::Scaled { scale: 128.0 };
     assert_eq!(
         fp16(r#", "loss_scale": 128, "loss_scale_window": 0"#).unwrap(),
         fixed
@@ -348,7 +348,7 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
 }
 
 #[test]
-fn monitors_write_where_they_are_told_or_into_the_run_folder() {
+fn monitors_write_where_they_are_told_or_into_the_run_directory() {
     let reports = |deepspeed: &str| {
         let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
         read.map(|run| run.reports)

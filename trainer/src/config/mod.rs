@@ -30,8 +30,8 @@ pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
     ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
     FirstWeights, GradientsChoice, KeepChoice, LossOn, OffloadSettings, OptimizerSettings,
-    Overflow, Packing, Placement, Reports, ResidentShare, RunSettings, Schedule, Share, Tier,
-    TrainSettings, UpdatePlace,
+    OverflowPolicy, Packing, Placement, Reports, ResidentFraction, RunSettings, Schedule, Share,
+    Tier, TrainSettings, UpdatePlace,
 };
 pub use source::Source;
 pub use stage::Stage;
@@ -185,11 +185,11 @@ pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, Settings
 ///
 /// # Errors
 /// The first that has no key or no value.
-pub fn lay(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
+pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
     sets.iter().try_for_each(|set| apply(tree, set))
 }
 
-/// Checks a whole tree of settings. `name` is the run file's stem; it names the run folder when the file does not. `ranks` as
+/// Checks a whole tree of settings. `name` is the run file's stem; it names the run directory when the file does not. `ranks` as
 /// for [`read`].
 ///
 /// # Errors

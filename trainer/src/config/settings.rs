@@ -13,7 +13,7 @@ use crate::model::{Dropout, ModelConfig};
 pub struct RunSettings {
     pub model: ModelConfig,
     /// The directory that `model.path` names, with the model's `config.json`, and its tokenizer and weights if it has them.
-    pub model_folder: Option<PathBuf>,
+    pub model_dir: Option<PathBuf>,
     /// What the weights of a fresh run are.
     pub first_weights: FirstWeights,
     /// What is left out at random in training.
@@ -21,7 +21,7 @@ pub struct RunSettings {
     /// Parameters and activations. Bf16 keeps its fp32 master split, fp16 whole.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,
-    pub overflow: Overflow,
+    pub overflow: OverflowPolicy,
     /// Of one rank.
     pub batch: Batch,
     /// Processes that train the run together.
@@ -90,7 +90,7 @@ pub(super) fn dtype_name(dtype: Dtype) -> &'static str {
 /// What a step does whose gradients are not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Overflow {
+pub enum OverflowPolicy {
     /// Ends the run; the step before is kept.
     Stops,
     /// Changes no weight, and the run goes on.
@@ -142,7 +142,7 @@ pub enum FirstWeights {
     Random,
     /// Those in the model's directory.
     Files,
-    /// Those that the run in a folder holds.
+    /// Those that the run in a directory holds.
     Run(PathBuf),
 }
 
@@ -175,8 +175,8 @@ pub struct DataSettings {
     pub files: Vec<PathBuf>,
     /// Text of its own for evaluation; empty when a share of `files` is held out, or nothing.
     pub eval_files: Vec<PathBuf>,
-    pub holdout_share: Share,
-    /// A folder with `tokenizer.json`, or such a file; "bytes"; `None` for that of the model's folder, or bytes.
+    pub validation_fraction: Share,
+    /// A directory with `tokenizer.json`, or such a file; "bytes"; `None` for that of the model's directory, or bytes.
     pub tokenizer: Option<PathBuf>,
     /// Takes the place of the tokenizer's own.
     pub chat_template: Option<PathBuf>,
@@ -184,7 +184,7 @@ pub struct DataSettings {
     pub loss_on: LossOn,
     /// Whether windows are drawn in an order of the seed, another one each time through; otherwise they come as they lie in the files.
     pub shuffle: bool,
-    /// Where tokens are kept for other runs too; `None` for the run folder.
+    /// Where tokens are kept for other runs too; `None` for the run directory.
     pub cache: Option<PathBuf>,
 }
 
@@ -220,11 +220,11 @@ pub struct TrainSettings {
     pub eval_every: u64,
     pub eval_batches: u64,
     pub log_every: u64,
-    /// Steps between saves into the run folder; 0: none, but for runs without a store one at the end and on SIGTERM.
-    pub save_every: u64,
-    /// Saves that are kept, the newest ones; 0: all.
-    pub saves_kept: u64,
-    pub run_folder: PathBuf,
+    /// Steps between checkpoints into the run directory; 0: none, but for runs without a store one at the end and on SIGTERM.
+    pub checkpoint_every: u64,
+    /// Checkpoints that are kept, the newest ones; 0: all.
+    pub checkpoints_kept: u64,
+    pub run_dir: PathBuf,
     /// Threads that compute.
     pub threads: usize,
     pub device: DeviceChoice,
@@ -253,9 +253,9 @@ pub enum ActivationsChoice {
 pub struct Reports {
     /// Each printed step's parts.
     pub wall_clock_breakdown: bool,
-    /// A folder for TensorBoard's files.
+    /// A directory for TensorBoard's files.
     pub tensorboard: Option<PathBuf>,
-    /// A folder for a CSV file of each scalar.
+    /// A directory for a CSV file of each scalar.
     pub csv: Option<PathBuf>,
 }
 
@@ -329,16 +329,16 @@ pub struct Placement {
     pub stage: Stage,
     pub param: Tier,
     pub optimizer: Tier,
-    /// Folders for a private daemon's device files, each once.
+    /// Directories for a private daemon's device files, each once.
     pub nvme_paths: Vec<PathBuf>,
     /// How many of the tiles whose tier is nvme stay in host memory.
-    pub resident_share: ResidentShare,
+    pub resident_fraction: ResidentFraction,
 }
 
 /// How many of the tiles that could go to devices stay in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum ResidentShare {
+pub enum ResidentFraction {
     /// So many of each kind.
     Share(Share),
     /// What fits the budget beside the rest: parameters first, they are read twice a step.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::settings::dtype_name;
-use super::{LrSchedule, Overflow, RunSettings, Warmup};
+use super::{LrSchedule, OverflowPolicy, RunSettings, Warmup};
 
 impl RunSettings {
     /// The optimizer, its learning rate over the steps, and the precision, a line each.
@@ -22,8 +22,8 @@ impl RunSettings {
                 "precision {}{}",
                 dtype_name(self.dtype),
                 match self.overflow {
-                    Overflow::Scaled { .. } | Overflow::Scales(_) => ", losses scaled",
-                    Overflow::Stops | Overflow::Skips => "",
+                    OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_) => ", losses scaled",
+                    OverflowPolicy::Stops | OverflowPolicy::Skips => "",
                 }
             ),
         ]

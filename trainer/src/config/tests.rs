@@ -62,7 +62,7 @@ fn a_short_run_file_gets_defaults() {
         (run.train.stop_after, run.offload.commit_every),
         (100, None)
     );
-    assert_eq!(run.train.run_folder, Path::new("runs/test"));
+    assert_eq!(run.train.run_dir, Path::new("runs/test"));
     assert!(!run.placement.has_store());
 }
 
@@ -72,7 +72,7 @@ fn inputs_in_host_memory_have_deepspeeds_word_too_and_ours_goes_before_it() {
     let theirs = |asked: bool| ("activation_checkpointing.cpu_checkpointing", json!(asked));
     assert_eq!(of(&[theirs(true)]), ActivationsChoice::Host);
     assert_eq!(of(&[theirs(false)]), ActivationsChoice::Auto);
-    let ours = ("train.activations", json!("device"));
+    let ours = ("offload.activations", json!("device"));
     assert_eq!(of(&[theirs(true), ours]), ActivationsChoice::Device);
 }
 
@@ -163,24 +163,29 @@ fn devices_and_stages_that_contradict_are_refused() {
         refused(&[(PARAM, json!("disk"))]).contains("\"disk\": use \"none\", \"cpu\" or \"nvme\"")
     );
     assert!(refused(&[("offload.socket", json!("/s"))]).contains("nothing lives on nvme"));
-    assert!(refused(&[("offload.resident_share", json!(0.5))]).contains("in host memory already"));
+    assert!(
+        refused(&[("offload.resident_fraction", json!(0.5))]).contains("in host memory already")
+    );
     let with_socket = [(OPTIMIZER, nvme.clone()), ("offload.socket", json!("/s"))];
     let run = run_with(&with_socket).unwrap();
     assert_eq!(
-        run.placement.resident_share,
-        ResidentShare::Share(Share::NONE)
+        run.placement.resident_fraction,
+        ResidentFraction::Share(Share::NONE)
     );
     let both = [
         (OPTIMIZER, nvme.clone()),
         (PARAM, nvme),
         (PARAM_PATH, json!(["/a", "/b"])),
         ("zero_optimization.offload_optimizer.nvme_path", json!("/a")),
-        ("offload.resident_share", json!(0.25)),
+        ("offload.resident_fraction", json!(0.25)),
     ];
     let run = run_with(&both).unwrap();
     assert_eq!(run.placement.nvme_paths, [Path::new("/a"), Path::new("/b")]);
     let quarter = Share::new(0.25).unwrap();
-    assert_eq!(run.placement.resident_share, ResidentShare::Share(quarter));
+    assert_eq!(
+        run.placement.resident_fraction,
+        ResidentFraction::Share(quarter)
+    );
 }
 
 #[test]
@@ -233,11 +238,11 @@ fn values_out_of_range_name_their_key() {
             json!(16),
             "train.seq_len: 32 is beyond model.max_position_embeddings = 16",
         ),
-        ("train.eval_every", json!(5), "set data.holdout_share"),
+        ("train.eval_every", json!(5), "set data.validation_fraction"),
         (
-            "data.holdout_share",
+            "data.validation_fraction",
             json!(1.5),
-            "data.holdout_share: 1.5: must be 0 to 1",
+            "data.validation_fraction: 1.5: must be 0 to 1",
         ),
         ("data.files", json!([]), "data.files is missing"),
         (
@@ -464,7 +469,7 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         assert_eq!(run.train.device, DeviceChoice::Auto);
         assert_eq!(run.notes, [""; 0]);
     }
-    let share = |changes: &[(&str, Value)]| with(changes).placement.resident_share;
+    let share = |changes: &[(&str, Value)]| with(changes).placement.resident_fraction;
     let elsewhere = run_with(&[("offload.gradients", json!("nvme"))]).unwrap_err();
     assert!(
         elsewhere
@@ -473,17 +478,17 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         "{elsewhere}"
     );
     assert_eq!(
-        share(&[("offload.resident_share", json!("auto"))]),
-        ResidentShare::Auto
+        share(&[("offload.resident_fraction", json!("auto"))]),
+        ResidentFraction::Auto
     );
     // A budget is there to be used, unless a share is given.
-    let budget = ("offload.host_memory", json!("64GiB"));
-    assert_eq!(share(std::slice::from_ref(&budget)), ResidentShare::Auto);
+    let budget = ("offload.host_memory_bytes", json!("64GiB"));
+    assert_eq!(share(std::slice::from_ref(&budget)), ResidentFraction::Auto);
     assert_eq!(
-        share(&[budget, ("offload.resident_share", json!(0))]),
-        ResidentShare::Share(Share::NONE)
+        share(&[budget, ("offload.resident_fraction", json!(0))]),
+        ResidentFraction::Share(Share::NONE)
     );
-    for key in ["train.device", "train.keep"] {
+    for key in ["train.device", "train.activation_checkpointing"] {
         assert_eq!(with(&[(key, json!("auto"))]).notes, [""; 0]);
     }
 }
@@ -493,21 +498,24 @@ fn a_word_nobody_knows_is_refused_with_those_there_are() {
     for (key, part) in [
         ("train.device", "\"tpu\": use \"auto\", \"cpu\" or \"gpu\""),
         (
-            "offload.update",
+            "offload.optimizer_device",
             "use \"auto\", \"cpu\", \"gpu\" or \"shared\"",
         ),
         (
-            "train.keep",
+            "train.activation_checkpointing",
             "use \"auto\", \"nothing\", \"attention\" or \"products\"",
         ),
-        ("offload.schedule", "use \"deferred\" or \"at_once\""),
-        ("offload.host_memory", "expected a number of bytes"),
+        (
+            "offload.optimizer_step",
+            "use \"deferred\" or \"immediate\"",
+        ),
+        ("offload.host_memory_bytes", "expected a number of bytes"),
     ] {
         let text = refused(&[(key, json!("tpu"))]);
         assert!(text.contains(key) && text.contains(part), "{text}");
     }
     let text = refused(&[
-        ("offload.update", json!("gpu")),
+        ("offload.optimizer_device", json!("gpu")),
         ("train.device", json!("cpu")),
     ]);
     assert!(text.contains("needs a GPU, and train.device"), "{text}");
@@ -541,7 +549,7 @@ fn set_lays_toml_values_over_the_file() {
     // What begins as structured is not text by mistake; sizes and paths are.
     for (set, value) in [
         ("offload.staging_bytes=64MiB", json!("64MiB")),
-        ("train.run_folder=2026-runs/a", json!("2026-runs/a")),
+        ("train.run_dir=2026-runs/a", json!("2026-runs/a")),
         ("model.path=\"a b\"", json!("a b")),
     ] {
         let mut tree = json!({});
@@ -569,8 +577,8 @@ fn set_lays_toml_values_over_the_file() {
 
 #[test]
 fn toml_and_json_files_mean_the_same() {
-    let folder = tempfile::tempdir().unwrap();
-    let (toml, json) = (folder.path().join("a.toml"), folder.path().join("a.json"));
+    let dir = tempfile::tempdir().unwrap();
+    let (toml, json) = (dir.path().join("a.toml"), dir.path().join("a.json"));
     std::fs::write(&toml, "[train]\nsteps = 3\nbad = 1").unwrap();
     std::fs::write(&json, "{\"train\": {\"steps\": 3, \"bad\": 1}}").unwrap();
     for path in [&toml, &json] {
@@ -604,7 +612,7 @@ fn toml_and_json_files_mean_the_same() {
 }
 
 #[test]
-fn a_folder_named_in_two_ways_is_one_folder() {
+fn a_directory_named_in_two_ways_is_one_directory() {
     let run = run_with(&[
         ("zero_optimization.offload_optimizer.device", json!("nvme")),
         (
@@ -661,9 +669,9 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
             "data.files: expected a list of paths, as [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
         ),
         (
-            "offload.host_memory",
+            "offload.host_memory_bytes",
             json!([1]),
-            "offload.host_memory: expected a number of bytes, as 67108864 or \"64MiB\", got [1]",
+            "offload.host_memory_bytes: expected a number of bytes, as 67108864 or \"64MiB\", got [1]",
         ),
         ("train", json!(5), "train: expected a table, got 5"),
         (
@@ -680,8 +688,8 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
 
 #[test]
 fn nan_and_inf_are_refused_and_not_taken_for_left_out() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.toml");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run.toml");
     for (text, key) in [
         ("gradient_clipping = inf", "gradient_clipping"),
         ("optimizer.params = { lr = nan }", "optimizer.params.lr"),

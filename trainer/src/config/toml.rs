@@ -269,7 +269,7 @@ keys! {
         pub eval_files: Option<Vec<PathBuf>>,
         /// Share of the documents in data.files that is held out for evaluation.
         #[default("0.0")]
-        pub holdout_share: Option<f64>,
+        pub validation_fraction: Option<f64>,
         /// Directory with a tokenizer.json, or such a file, or "bytes".
         #[default("the model directory's, or \"bytes\"")]
         pub tokenizer: Option<PathBuf>,
@@ -310,15 +310,15 @@ keys! {
         /// Steps between printed lines.
         #[default("steps_per_print, or 10")]
         pub log_every: Option<u64>,
-        /// Steps between saves into the run directory; 0 for none, except at the end of a run without a store.
+        /// Steps between checkpoints into the run directory; 0 for none, except at the end of a run without a store.
         #[default("0")]
-        pub save_every: Option<u64>,
-        /// Saves that are kept, the newest ones; 0 for all.
+        pub checkpoint_every: Option<u64>,
+        /// Checkpoints that are kept, the newest ones; 0 for all.
         #[default("2")]
-        pub saves_kept: Option<u64>,
+        pub checkpoints_kept: Option<u64>,
         /// Run directory.
         #[default("runs/ and the run file's name")]
-        pub run_folder: Option<PathBuf>,
+        pub run_dir: Option<PathBuf>,
         /// Step at which this start ends, for a run that is continued later.
         #[default("train.steps")]
         pub stop_after: Option<u64>,
@@ -348,8 +348,8 @@ keys! {
         #[default("\"deferred\"")]
         pub schedule: Option<String>,
         /// Share of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
-        #[default("0.0, or \"auto\" with offload.host_memory")]
-        pub resident_share: Option<ShareOrAuto>,
+        #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
+        pub resident_fraction: Option<FractionOrAuto>,
         /// Most host memory the run takes, all its processes on this node together.
         #[default("what is free")]
         pub host_memory: Option<ByteCount>,
@@ -383,7 +383,7 @@ keys! {
 typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
-    ShareOrAuto = "a share from 0 to 1, or \"auto\"";
+    FractionOrAuto = "a share from 0 to 1, or \"auto\"";
     ByteCount = "a number of bytes, as 67108864 or \"64MiB\"";
 }
 
@@ -423,7 +423,7 @@ impl Paths {
 /// A share from 0 to 1, or "auto": as much as fits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum ShareOrAuto {
+pub enum FractionOrAuto {
     Share(f64),
     Word(String),
 }

@@ -9,7 +9,7 @@ use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
 use crate::config::{DataSettings, Packing, RunSettings};
 use crate::fingerprint::Fingerprint;
-use crate::run::{resolved, tokens_folder};
+use crate::run::{resolved, tokens_dir};
 
 /// Raised when tokens of the same files would be others.
 const TOKENS_VERSION: u64 = 2;
@@ -36,13 +36,13 @@ pub(super) struct Part {
     pub(super) found: Found,
     /// Of its documents, if it has any.
     pub(super) kind: Option<Kind>,
-    pub(super) holdout_share: f64,
+    pub(super) validation_fraction: f64,
     pub(super) key: u64,
 }
 
 impl Part {
-    pub(super) fn path(&self, folder: &Path) -> PathBuf {
-        folder.join(format!("{:016x}.tokens", self.key))
+    pub(super) fn path(&self, dir: &Path) -> PathBuf {
+        dir.join(format!("{:016x}.tokens", self.key))
     }
 
     /// Whether the last tokens are held out, not documents.
@@ -52,17 +52,17 @@ impl Part {
 }
 
 /// Where the tokens of a run are.
-fn folder(settings: &RunSettings) -> PathBuf {
+fn dir(settings: &RunSettings) -> PathBuf {
     match &settings.data.cache {
-        Some(folder) => folder.clone(),
-        None => tokens_folder(&resolved(&settings.train.run_folder)),
+        Some(dir) => dir.clone(),
+        None => tokens_dir(&resolved(&settings.train.run_dir)),
     }
 }
 
 /// What data depends on beside its own settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'a> {
-    pub model_folder: Option<&'a Path>,
+    pub model_dir: Option<&'a Path>,
     pub vocab_size: u64,
     pub seq_len: usize,
     pub evaluates: bool,
@@ -72,7 +72,7 @@ impl<'a> Frame<'a> {
     /// That of a run.
     pub fn of(settings: &'a RunSettings) -> Self {
         Self {
-            model_folder: settings.model_folder.as_deref(),
+            model_dir: settings.model_dir.as_deref(),
             vocab_size: settings.model.vocab_size as u64,
             seq_len: settings.batch.seq_len,
             evaluates: settings.train.eval_every > 0,
@@ -105,7 +105,7 @@ impl Corpus {
         let tokenizer = Tokenizer::open(&Wanted {
             tokenizer: settings.tokenizer.as_deref(),
             template: settings.chat_template.as_deref(),
-            model_folder: frame.model_folder,
+            model_dir: frame.model_dir,
             vocab_size: frame.vocab_size,
             ids: kind == Some(Kind::Ids),
         })?;
@@ -124,7 +124,7 @@ impl Corpus {
                 setting: "data.files",
                 found,
                 kind,
-                holdout_share: settings.holdout_share.get(),
+                validation_fraction: settings.validation_fraction.get(),
                 key: 0,
             },
             eval: eval_files.map(|found| Part {
@@ -132,7 +132,7 @@ impl Corpus {
                 setting: "data.eval_files",
                 found,
                 kind: None,
-                holdout_share: 0.0,
+                validation_fraction: 0.0,
                 key: 0,
             }),
         };
@@ -162,10 +162,10 @@ impl Corpus {
         }
     }
 
-    /// Makes the tokens of a run where they are not there, in `data.cache` or the run folder. One process does, others wait.
+    /// Makes the tokens of a run where they are not there, in `data.cache` or the run directory. One process does, others wait.
     ///
     /// # Errors
-    /// Data that cannot be read or is too little; the folder cannot be written.
+    /// Data that cannot be read or is too little; the directory cannot be written.
     pub fn prepare(
         &self,
         settings: &RunSettings,
@@ -174,7 +174,7 @@ impl Corpus {
         // Other ranks wait: all the node's share of threads is the first one's.
         let threads = settings.train.threads * settings.ranks as usize;
         let owned = settings.data.cache.is_none();
-        self.prepare_in(&folder(settings), owned, threads, say)
+        self.prepare_in(&dir(settings), owned, threads, say)
     }
 
     /// The tokens of a run, as [`Corpus::prepare`] left them.
@@ -182,22 +182,22 @@ impl Corpus {
     /// # Errors
     /// They are not there any more, or damaged.
     pub fn open(&self, settings: &RunSettings) -> Result<Data, DataError> {
-        Data::open(self, &folder(settings), settings.train.seed)
+        Data::open(self, &dir(settings), settings.train.seed)
     }
 
-    /// As [`Corpus::prepare`], in `folder`. `owned` ones hold nothing else: what earlier settings left in them goes.
+    /// As [`Corpus::prepare`], in `dir`. `owned` ones hold nothing else: what earlier settings left in them goes.
     pub(super) fn prepare_in(
         &self,
-        folder: &Path,
+        dir: &Path,
         owned: bool,
         threads: usize,
         say: &mut dyn FnMut(String),
     ) -> Result<(), DataError> {
         for part in self.parts() {
-            ensure(self, part, folder, threads, say)?;
+            ensure(self, part, dir, threads, say)?;
         }
         if owned {
-            self.remove_others(folder);
+            self.remove_others(dir);
         }
         Ok(())
     }
@@ -238,7 +238,7 @@ impl Corpus {
             self.shuffle || self.packing == Packing::Concatenate,
         ));
         number(self.ids_end(part));
-        number(part.holdout_share.to_bits());
+        number(part.validation_fraction.to_bits());
         for source in &part.found.sources {
             let path = std::path::absolute(&source.path).unwrap_or_else(|_| source.path.clone());
             let path = path.as_os_str().as_encoded_bytes();
@@ -252,10 +252,10 @@ impl Corpus {
         print.finish()
     }
 
-    fn remove_others(&self, folder: &Path) {
-        let ours: Vec<PathBuf> = self.parts().map(|part| part.path(folder)).collect();
+    fn remove_others(&self, dir: &Path) {
+        let ours: Vec<PathBuf> = self.parts().map(|part| part.path(dir)).collect();
         // What stays costs room, nothing else.
-        for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
             let path = entry.path();
             let tokens = path.extension().is_some_and(|ending| ending == "tokens");
             if tokens && !ours.contains(&path) {
@@ -274,7 +274,7 @@ fn refuse_same(train: &Found, eval: &Found) -> Result<(), DataError> {
         Some(source) => Err(DataError::Setting {
             key: "data.eval_files",
             message: format!(
-                "{} is one of data.files too: name it in one of them, or set data.holdout_share to keep a part of data.files for evaluation",
+                "{} is one of data.files too: name it in one of them, or set data.validation_fraction to keep a part of data.files for evaluation",
                 source.path.display()
             ),
         }),

@@ -15,11 +15,11 @@ pub enum DataError {
     },
     #[error("{key}: {} is empty: write some text into it, or name another file", path.display())]
     Empty { key: &'static str, path: PathBuf },
-    #[error("{key}: {} is neither a file nor a folder: name one, with text in it", path.display())]
+    #[error("{key}: {} is neither a file nor a directory: name one, with text in it", path.display())]
     NoFile { key: &'static str, path: PathBuf },
     #[error("{key}: {} has no .jsonl, .parquet, .u16, .u32, .npy or text file in it", path.display())]
     NoText { key: &'static str, path: PathBuf },
-    #[error("{key}: {} has more than {files_max} files or folders {depth_max} deep: name a smaller folder", path.display())]
+    #[error("{key}: {} has more than {files_max} files or directories {depth_max} deep: name a smaller directory", path.display())]
     TooMany {
         key: &'static str,
         path: PathBuf,

@@ -21,20 +21,20 @@ struct Whole {
     ends: bool,
 }
 
-/// The file of tokens of `part` in `folder`: checked if it is there, made if not or if it is damaged.
+/// The file of tokens of `part` in `dir`: checked if it is there, made if not or if it is damaged.
 pub(super) fn ensure(
     corpus: &Corpus,
     part: &Part,
-    folder: &std::path::Path,
+    dir: &std::path::Path,
     threads: usize,
     say: &mut dyn FnMut(String),
 ) -> Result<(), DataError> {
-    let path = part.path(folder);
+    let path = part.path(dir);
     if good(part, &path, say)? {
         return Ok(());
     }
     let Some(claim) = claim(&path, say)? else {
-        return ensure(corpus, part, folder, threads, say);
+        return ensure(corpus, part, dir, threads, say);
     };
     // Another trainer may have been faster.
     if Stored::open(&path, part.key).is_ok_and(|found| found.is_some())
@@ -112,7 +112,7 @@ fn make(
         batch: Vec::new(),
         batch_bytes: 0,
         by_tail: part.by_tail(),
-        share: part.holdout_share,
+        share: part.validation_fraction,
         documents: 0,
         packer: Packer::new(
             &mut writer,
@@ -150,7 +150,7 @@ fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataEr
     let last_held = match part.by_tail() {
         false => 0,
         true => {
-            let held = |elems: u64| (elems as f64 * part.holdout_share) as u64;
+            let held = |elems: u64| (elems as f64 * part.validation_fraction) as u64;
             match corpus.packing {
                 Packing::Concatenate => held(header.elems()),
                 Packing::Documents => {
@@ -171,7 +171,7 @@ fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataEr
             "held-out text",
             header.held_elems + last_held,
             writer.held_counted(),
-            corpus.evaluates && part.holdout_share > 0.0,
+            corpus.evaluates && part.validation_fraction > 0.0,
         ),
     ];
     for (name, elems, counted, needed) in held {

@@ -65,9 +65,9 @@ pub struct Windows {
 }
 
 impl Data {
-    fn open(corpus: &Corpus, folder: &Path, seed: u64) -> Result<Self, DataError> {
+    fn open(corpus: &Corpus, dir: &Path, seed: u64) -> Result<Self, DataError> {
         let stored = |part: &corpus::Part| {
-            let path = part.path(folder);
+            let path = part.path(dir);
             let found = Stored::open(&path, part.key)?;
             found
                 .map(std::sync::Arc::new)

@@ -28,8 +28,8 @@ pub fn permuted(seed: u64, epoch: u64, count: u64, index: u64) -> u64 {
         let (mut left, mut right) = (value >> half, value & mask);
         for round in 0..4u64 {
             let salt = round.wrapping_mul(0x8CB9_2BA7_2F3D_8DD7);
-            let mixed = splitmix64(key.wrapping_add(salt).wrapping_add(right)) & mask;
-            (left, right) = (right, left ^ mixed);
+            let attn_out = splitmix64(key.wrapping_add(salt).wrapping_add(right)) & mask;
+            (left, right) = (right, left ^ attn_out);
         }
         value = (left << half) | right;
         if value < count {

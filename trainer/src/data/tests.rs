@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use super::*;
 use crate::config::{DataSettings, LossOn, Share};
 
-/// Data in a folder of its own.
-struct Lab {
-    folder: tempfile::TempDir,
+/// Data in a directory of its own.
+struct Harness {
+    dir: tempfile::TempDir,
     settings: DataSettings,
     seq_len: usize,
     evaluates: bool,
@@ -16,18 +16,18 @@ struct Lab {
     said: std::cell::RefCell<Vec<String>>,
 }
 
-impl Lab {
+impl Harness {
     /// Of one file.
     fn new(name: &str, content: impl AsRef<[u8]>, seq_len: usize) -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join(name);
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join(name);
         std::fs::write(&path, content).expect("written");
         Self {
-            folder,
+            dir,
             settings: DataSettings {
                 files: vec![path],
                 eval_files: Vec::new(),
-                holdout_share: Share::new(0.0).expect("a share"),
+                validation_fraction: Share::new(0.0).expect("a share"),
                 tokenizer: None,
                 chat_template: None,
                 packing: Packing::Concatenate,
@@ -43,7 +43,7 @@ impl Lab {
     }
 
     fn holding_out(mut self, share: f64) -> Self {
-        self.settings.holdout_share = Share::new(share).expect("a share");
+        self.settings.validation_fraction = Share::new(share).expect("a share");
         self.evaluates = share > 0.0;
         self
     }
@@ -54,12 +54,12 @@ impl Lab {
     }
 
     fn cache(&self) -> PathBuf {
-        self.folder.path().join("run/tokens")
+        self.dir.path().join("run/tokens")
     }
 
     fn corpus(&self) -> Result<Corpus, DataError> {
         let frame = Frame {
-            model_folder: None,
+            model_dir: None,
             vocab_size: self.vocab_size,
             seq_len: self.seq_len,
             evaluates: self.evaluates,
@@ -82,7 +82,7 @@ impl Lab {
     }
 
     fn token_files(&self) -> Vec<PathBuf> {
-        let entries = std::fs::read_dir(self.cache()).expect("the cache's folder");
+        let entries = std::fs::read_dir(self.cache()).expect("the cache's directory");
         entries
             .map(|entry| entry.expect("an entry").path())
             .collect()
@@ -124,7 +124,7 @@ fn all_windows(data: &Data, seq_len: usize) -> Vec<(String, String)> {
 
 #[test]
 fn targets_are_inputs_shifted_by_one() {
-    let data = Lab::new("text", bytes(100), 9).open().unwrap();
+    let data = Harness::new("text", bytes(100), 9).open().unwrap();
     let windows = data.samples(3, 4).unwrap();
     assert_eq!(windows.inputs.len(), 4 * 9);
     for row in 0..4 {
@@ -137,7 +137,7 @@ fn targets_are_inputs_shifted_by_one() {
 
 #[test]
 fn an_epoch_has_every_window_once_and_the_next_one_another_order() {
-    let data = Lab::new("text", bytes(1000), 9).open().unwrap();
+    let data = Harness::new("text", bytes(1000), 9).open().unwrap();
     let windows = data.windows();
     assert_eq!(windows, 111);
     let starts = |first: u64| -> Vec<i64> {
@@ -160,8 +160,8 @@ fn an_epoch_has_every_window_once_and_the_next_one_another_order() {
 
 #[test]
 fn held_out_text_is_never_trained_on() {
-    let lab = Lab::new("text", bytes(240), 9).holding_out(0.25);
-    let data = lab.open().unwrap();
+    let harness = Harness::new("text", bytes(240), 9).holding_out(0.25);
+    let data = harness.open().unwrap();
     assert_eq!((data.windows(), data.holdout_windows()), (19, 6));
     let trained = (0..data.windows())
         .flat_map(|i| data.samples(i, 1).unwrap().targets)
@@ -178,7 +178,7 @@ fn whole_documents_are_held_out_where_there_are_some() {
     let lines: Vec<String> = ('a'..='j')
         .map(|c| format!("{{\"text\": \"{}\"}}", c.to_string().repeat(8)))
         .collect();
-    let data = Lab::new("a.jsonl", lines.join("\n"), 8)
+    let data = Harness::new("a.jsonl", lines.join("\n"), 8)
         .holding_out(0.2)
         .open()
         .unwrap();
@@ -201,35 +201,37 @@ impl ConcatInputs for Vec<(String, String)> {
 
 #[test]
 fn evaluation_may_have_files_of_its_own() {
-    let lab = Lab::new("text", "x".repeat(40), 8);
-    let eval = lab.folder.path().join("eval.txt");
+    let harness = Harness::new("text", "x".repeat(40), 8);
+    let eval = harness.dir.path().join("eval.txt");
     std::fs::write(&eval, "y".repeat(20)).unwrap();
-    let mut lab = lab.with(|settings| settings.eval_files = vec![eval.clone()]);
-    lab.evaluates = true;
-    let data = lab.open().unwrap();
+    let mut harness = harness.with(|settings| settings.eval_files = vec![eval.clone()]);
+    harness.evaluates = true;
+    let data = harness.open().unwrap();
     assert_eq!((data.windows(), data.holdout_windows()), (4, 2));
     assert_eq!(texts(&data.holdout(0, 1).unwrap(), 8)[0].0, "yyyyyyyy");
-    assert_eq!(lab.token_files().len(), 2);
+    assert_eq!(harness.token_files().len(), 2);
     let before = data.fingerprint();
     std::fs::write(&eval, "z".repeat(20)).unwrap();
-    assert_ne!(lab.open().unwrap().fingerprint(), before);
+    assert_ne!(harness.open().unwrap().fingerprint(), before);
     std::fs::write(&eval, "short").unwrap();
-    let text = lab.refused();
+    let text = harness.refused();
     assert!(text.contains("text for evaluation has 5 tokens"), "{text}");
 }
 
 #[test]
 fn a_text_shorter_than_a_window_is_refused_and_leaves_nothing() {
-    let lab = Lab::new("text", bytes(9), 9);
-    let text = lab.refused();
+    let harness = Harness::new("text", bytes(9), 9);
+    let text = harness.refused();
     assert!(
         text.contains("the text for training has 9 tokens")
             && text.contains("train.seq_len = 9 tokens needs 10"),
         "{text}"
     );
-    assert!(!lab.folder.path().join("run").exists());
-    assert!(Lab::new("text", bytes(10), 9).open().is_ok());
-    let text = Lab::new("text", bytes(40), 9).holding_out(0.2).refused();
+    assert!(!harness.dir.path().join("run").exists());
+    assert!(Harness::new("text", bytes(10), 9).open().is_ok());
+    let text = Harness::new("text", bytes(40), 9)
+        .holding_out(0.2)
+        .refused();
     assert!(text.contains("the held-out text has 8 tokens"), "{text}");
 }
 
@@ -240,11 +242,11 @@ const PAIRS: &str = r#"{"prompt": "ask1 ", "completion": "ans1"}
 
 #[test]
 fn only_completions_count_where_asked() {
-    let lab = Lab::new("a.jsonl", PAIRS, 10);
-    let all = all_windows(&lab.open().unwrap(), 10);
+    let harness = Harness::new("a.jsonl", PAIRS, 10);
+    let all = all_windows(&harness.open().unwrap(), 10);
     assert!(all.contains(&("ask1 ans1\n".into(), "sk1 ans1\na".into())));
-    let lab = lab.with(|settings| settings.loss_on = LossOn::Completions);
-    let data = lab.open().unwrap();
+    let harness = harness.with(|settings| settings.loss_on = LossOn::Completions);
+    let data = harness.open().unwrap();
     assert!(data.masked());
     let some = all_windows(&data, 10);
     assert!(
@@ -252,7 +254,7 @@ fn only_completions_count_where_asked() {
         "{some:?}"
     );
     assert_eq!(some.len(), all.len());
-    let texts = Lab::new("text", "no completions", 4)
+    let texts = Harness::new("text", "no completions", 4)
         .with(|settings| settings.loss_on = LossOn::Completions);
     let text = texts.refused();
     assert!(
@@ -261,12 +263,12 @@ fn only_completions_count_where_asked() {
     );
     // Nobody answers.
     let asked = r#"{"messages": [{"role": "user", "content": "the old clock waits"}]}"#;
-    let mut lab = Lab::new("a.jsonl", asked, 4).with(|settings| {
+    let mut harness = Harness::new("a.jsonl", asked, 4).with(|settings| {
         settings.loss_on = LossOn::Completions;
         settings.tokenizer = Some(fixture("qwen"));
     });
-    lab.vocab_size = 360;
-    let text = lab.refused();
+    harness.vocab_size = 360;
+    let text = harness.refused();
     assert!(text.contains("none of them counts"), "{text}");
 }
 
@@ -274,9 +276,9 @@ fn only_completions_count_where_asked() {
 fn whole_documents_fill_windows_and_the_rest_does_not_count() {
     let words = ["aaaa", "bbbbbb", "cc", "ddddddddddddddd"];
     let lines = words.map(|word| format!("{{\"text\": \"{word}\"}}"));
-    let lab = Lab::new("a.jsonl", lines.join("\n"), 9)
+    let harness = Harness::new("a.jsonl", lines.join("\n"), 9)
         .with(|settings| settings.packing = Packing::Documents);
-    let data = lab.open().unwrap();
+    let data = harness.open().unwrap();
     let mut expected = [
         // Each with its line's end: 5 + 3, 7, and 16 in 10 and the rest, which begins with the last of the ten.
         ("aaaa\ncc\n_", "aaa\n.c\n.."),
@@ -304,10 +306,10 @@ fn packing_loses_no_document_however_many_windows_wait() {
         total += length;
         lines += &format!("{{\"text\": \"{}\"}}\n", "x".repeat(length));
     }
-    let lab = Lab::new("a.jsonl", lines, 63)
+    let harness = Harness::new("a.jsonl", lines, 63)
         .with(|settings| settings.packing = Packing::Documents)
         .holding_out(0.1);
-    let data = lab.open().unwrap();
+    let data = harness.open().unwrap();
     let count = |windows: &Windows| {
         let targets = windows.targets.iter();
         targets.filter(|target| **target != IGNORED).count()
@@ -322,41 +324,41 @@ fn packing_loses_no_document_however_many_windows_wait() {
 
 #[test]
 fn tokens_are_made_once_and_again_when_a_file_changes() {
-    let lab = Lab::new("text", bytes(1000), 9);
-    let first = lab.open().unwrap();
-    let files = lab.token_files();
+    let harness = Harness::new("text", bytes(1000), 9);
+    let first = harness.open().unwrap();
+    let files = harness.token_files();
     assert_eq!(files.len(), 1);
     let made = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
-    let second = lab.open().unwrap();
+    let second = harness.open().unwrap();
     assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
     let now = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
     assert_eq!(now, made);
-    std::fs::write(&lab.settings.files[0], bytes(2000)).unwrap();
-    let third = lab.open().unwrap();
+    std::fs::write(&harness.settings.files[0], bytes(2000)).unwrap();
+    let third = harness.open().unwrap();
     assert_eq!(third.tokens(), 2000);
     assert_ne!(third.fingerprint(), first.fingerprint());
-    assert_eq!(lab.token_files().len(), 1, "the old one went");
+    assert_eq!(harness.token_files().len(), 1, "the old one went");
     // What was opened before goes on reading what it opened.
     assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
-    assert!(lab.said.borrow().is_empty());
+    assert!(harness.said.borrow().is_empty());
 }
 
 #[test]
 fn a_damaged_cache_is_noticed_said_and_made_again() {
-    let lab = Lab::new("text", bytes(200_000), 9);
-    let good = lab.open().unwrap();
-    let path = lab.token_files().remove(0);
+    let harness = Harness::new("text", bytes(200_000), 9);
+    let good = harness.open().unwrap();
+    let path = harness.token_files().remove(0);
     let whole = std::fs::read(&path).unwrap();
     let last = whole.len() - 1;
     for at in [0, 9, 40, 127, 4096, 4096 + 70_000, 4096 + 199_999, last] {
         let mut damaged = whole.clone();
         damaged[at] ^= 4;
         std::fs::write(&path, &damaged).unwrap();
-        let again = lab
+        let again = harness
             .open()
             .unwrap_or_else(|error| panic!("byte {at}: {error}"));
         assert_eq!(again.samples(0, 99).unwrap(), good.samples(0, 99).unwrap());
-        let said = lab.said.borrow_mut().pop();
+        let said = harness.said.borrow_mut().pop();
         let said = said.unwrap_or_else(|| panic!("nothing said of byte {at}"));
         assert!(
             said.contains("are damaged at byte") && said.contains("made again"),
@@ -366,9 +368,10 @@ fn a_damaged_cache_is_noticed_said_and_made_again() {
     }
     for length in [0, 100, 4096, 100_000, last] {
         std::fs::write(&path, &whole[..length]).unwrap();
-        lab.open()
+        harness
+            .open()
             .unwrap_or_else(|error| panic!("{length} bytes: {error}"));
-        assert!(lab.said.borrow_mut().pop().is_some(), "{length} bytes");
+        assert!(harness.said.borrow_mut().pop().is_some(), "{length} bytes");
         assert_eq!(std::fs::read(&path).unwrap(), whole);
     }
 }
@@ -376,9 +379,9 @@ fn a_damaged_cache_is_noticed_said_and_made_again() {
 #[test]
 fn damage_after_the_start_is_an_error_and_no_window() {
     use std::os::unix::fs::FileExt;
-    let lab = Lab::new("text", bytes(200_000), 9);
-    let data = lab.open().unwrap();
-    let path = lab.token_files().remove(0);
+    let harness = Harness::new("text", bytes(200_000), 9);
+    let data = harness.open().unwrap();
+    let path = harness.token_files().remove(0);
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.write_all_at(&[255], 4096 + 150_000).unwrap();
     let failed = (0..data.windows()).find_map(|sample| data.samples(sample, 1).err());
@@ -389,14 +392,14 @@ fn damage_after_the_start_is_an_error_and_no_window() {
 
 #[test]
 fn one_makes_the_tokens_and_the_others_wait() {
-    let lab = Lab::new("text", bytes(300_000), 9);
-    let (settings, cache) = (lab.settings.clone(), lab.cache());
+    let harness = Harness::new("text", bytes(300_000), 9);
+    let (settings, cache) = (harness.settings.clone(), harness.cache());
     let all: Vec<u64> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4)
             .map(|_| {
                 scope.spawn(|| {
                     let frame = Frame {
-                        model_folder: None,
+                        model_dir: None,
                         vocab_size: 256,
                         seq_len: 9,
                         evaluates: false,
@@ -413,11 +416,11 @@ fn one_makes_the_tokens_and_the_others_wait() {
             .collect()
     });
     assert!(all.iter().all(|print| *print == all[0]));
-    assert_eq!(lab.token_files().len(), 1, "nothing half made stays");
+    assert_eq!(harness.token_files().len(), 1, "nothing half made stays");
 }
 
 fn refused_lines(content: &[u8], parts: &[&str]) {
-    let text = Lab::new("data.jsonl", content, 4).refused();
+    let text = Harness::new("data.jsonl", content, 4).refused();
     for part in parts {
         assert!(text.contains(part), "{part} is not in: {text}");
     }
@@ -468,15 +471,15 @@ fn a_broken_line_is_named_with_its_number() {
 #[test]
 fn a_file_may_begin_with_a_byte_order_mark_and_end_without_a_line() {
     let content = "\u{FEFF}{\"text\": \"12345678\"}\r\n{\"text\": \"abcdefgh\"}";
-    let data = Lab::new("a.jsonl", content, 17).open().unwrap();
+    let data = Harness::new("a.jsonl", content, 17).open().unwrap();
     assert_eq!(all_windows(&data, 17).concat_inputs(), "12345678\nabcdefgh");
 }
 
 #[test]
 fn a_tokenizer_must_be_there() {
-    let lab = Lab::new("text", bytes(100), 9);
+    let harness = Harness::new("text", bytes(100), 9);
     let missing = Path::new("no/such/tokenizer");
-    let text = lab
+    let text = harness
         .with(|settings| settings.tokenizer = Some(missing.into()))
         .refused();
     assert!(
@@ -509,13 +512,13 @@ fn token_ids_are_taken_as_they_are() {
         ("a.npy", npy),
         ("a.jsonl", line.into_bytes()),
     ] {
-        let mut lab = Lab::new(name, content, 39);
-        lab.vocab_size = 70_001;
-        let data = lab.open().unwrap();
+        let mut harness = Harness::new(name, content, 39);
+        harness.vocab_size = 70_001;
+        let data = harness.open().unwrap();
         assert_eq!((data.tokens(), data.windows()), (40, 1), "{name}");
         assert_eq!(data.samples(0, 1).unwrap().inputs, inputs, "{name}");
-        lab.vocab_size = 70_000;
-        let text = lab.refused();
+        harness.vocab_size = 70_000;
+        let text = harness.refused();
         assert!(
             text.contains("has token id 70000, the model's vocab_size is 70000"),
             "{name}: {text}"
@@ -524,9 +527,9 @@ fn token_ids_are_taken_as_they_are() {
     // Two bytes each, some of them in the highest bit; more than a piece.
     let long: Vec<u16> = (0..200_000u32).map(|i| (i * 7 % 65_521) as u16).collect();
     let bytes: Vec<u8> = long.iter().flat_map(|id| id.to_le_bytes()).collect();
-    let mut lab = Lab::new("a.u16", &bytes, 1000).with(|settings| settings.shuffle = false);
-    lab.vocab_size = 65_536;
-    let data = lab.open().unwrap();
+    let mut harness = Harness::new("a.u16", &bytes, 1000).with(|settings| settings.shuffle = false);
+    harness.vocab_size = 65_536;
+    let data = harness.open().unwrap();
     assert_eq!(data.tokens(), 200_000);
     for window in [0, 131, 198] {
         let found = data.samples(window, 1).unwrap().inputs;
@@ -537,46 +540,50 @@ fn token_ids_are_taken_as_they_are() {
             .collect();
         assert_eq!(found, expected, "window {window}");
     }
-    let held = Lab::new("a.u16", &bytes, 1000).holding_out(0.25);
-    let held = Lab {
+    let held = Harness::new("a.u16", &bytes, 1000).holding_out(0.25);
+    let held = Harness {
         vocab_size: 65_536,
         ..held
     };
     assert_eq!(held.open().unwrap().holdout_windows(), 49);
-    let odd = Lab::new("a.u16", &bytes[..2001], 10);
+    let odd = Harness::new("a.u16", &bytes[..2001], 10);
     assert!(
         odd.refused()
             .contains("has 2001 bytes of ids, which are 2 bytes each")
     );
-    let negative = Lab::new("a.u32", (-1i32).to_le_bytes(), 10);
+    let negative = Harness::new("a.u32", (-1i32).to_le_bytes(), 10);
     assert!(negative.refused().contains("has token id 4294967295"));
 }
 
 #[test]
 fn labels_say_which_token_ids_count() {
     let lines = "{\"input_ids\": [300, 301, 302], \"labels\": [-100, 301, -100]}\n{\"input_ids\": [7, 8]}\n";
-    let mut lab = Lab::new("a.jsonl", lines, 4);
-    lab.vocab_size = 400;
-    let data = lab.open().unwrap();
+    let mut harness = Harness::new("a.jsonl", lines, 4);
+    harness.vocab_size = 400;
+    let data = harness.open().unwrap();
     assert!(data.masked());
     let window = data.samples(0, 1).unwrap();
     assert_eq!(
         ids(&window),
         (vec![300, 301, 302, 7], vec![301, IGNORED, 7, 8])
     );
-    let lab = lab.with(|settings| settings.loss_on = LossOn::Completions);
-    let text = lab.refused();
+    let harness = harness.with(|settings| settings.loss_on = LossOn::Completions);
+    let text = harness.refused();
     assert!(text.contains("line 2: has no \"labels\""), "{text}");
-    let mixed = lines.to_owned() + "{\"text\": \"words\"}\n";
-    let mut lab = Lab::new("a.jsonl", mixed, 4);
-    lab.vocab_size = 400;
-    assert!(lab.refused().contains("a text, after token ids before it"));
+    let attn_out = lines.to_owned() + "{\"text\": \"words\"}\n";
+    let mut harness = Harness::new("a.jsonl", attn_out, 4);
+    harness.vocab_size = 400;
+    assert!(
+        harness
+            .refused()
+            .contains("a text, after token ids before it")
+    );
 }
 
 #[test]
 fn windows_come_as_they_lie_where_the_order_is_to_stay() {
     let in_order = |settings: &mut DataSettings| settings.shuffle = false;
-    let data = Lab::new("text", bytes(1000), 9)
+    let data = Harness::new("text", bytes(1000), 9)
         .with(in_order)
         .open()
         .unwrap();
@@ -592,7 +599,7 @@ fn windows_come_as_they_lie_where_the_order_is_to_stay() {
         lines += &format!("{{\"text\": \"{text}\"}}\n");
     }
     let packed = |shuffle: bool| {
-        let data = Lab::new("a.jsonl", &lines, 63)
+        let data = Harness::new("a.jsonl", &lines, 63)
             .with(|settings| settings.packing = Packing::Documents)
             .with(|settings| settings.shuffle = shuffle)
             .open()
@@ -613,7 +620,7 @@ fn windows_come_as_they_lie_where_the_order_is_to_stay() {
 #[test]
 fn a_byte_order_mark_is_left_out_of_every_kind_of_file() {
     let inputs = |name: &str, content: &str| {
-        let data = Lab::new(name, content, 8).open().unwrap();
+        let data = Harness::new(name, content, 8).open().unwrap();
         data.samples(0, 1).unwrap().inputs
     };
     let expected = inputs("a.txt", "12345678\n");
@@ -626,9 +633,9 @@ fn a_byte_order_mark_is_left_out_of_every_kind_of_file() {
 
 #[test]
 fn what_is_evaluated_on_is_not_what_was_learned() {
-    let lab = Lab::new("text", bytes(100), 9);
-    let own = lab.settings.files.clone();
-    let text = lab.with(|settings| settings.eval_files = own).refused();
+    let harness = Harness::new("text", bytes(100), 9);
+    let own = harness.settings.files.clone();
+    let text = harness.with(|settings| settings.eval_files = own).refused();
     assert!(
         text.contains("data.eval_files: ") && text.contains("is one of data.files too"),
         "{text}"

@@ -1,7 +1,7 @@
 //! From a run's tiles to a directory that Hugging Face's library loads.
 //!
 //! ```text
-//!   run folder ──▶ reader.rs: tiles ──▶ masters in fp32 ──▶ numbers of the type asked for ──▶ their place in OUT.partial/model*.safetensors
+//!   run directory ──▶ reader.rs: tiles ──▶ masters in fp32 ──▶ numbers of the type asked for ──▶ their place in OUT.partial/model*.safetensors
 //!   RUN/model: config.json, tokenizer ──────────────────────────────────────────────────────▶ OUT.partial
 //!                                                                    all flushed, then renamed: OUT.partial ──▶ OUT
 //! ```
@@ -23,7 +23,7 @@ use crate::compute::Dtype;
 use crate::long_work::LongWork;
 use crate::model::config_json;
 use crate::reader::RunReader;
-use crate::run::{ModelFiles, SaveName, make_folder};
+use crate::run::{CheckpointName, ModelFiles, make_dir};
 use crate::store::{Gib, free_bytes};
 use crate::train::TrainError;
 use crate::weights::{Element, INDEX_FILE};
@@ -33,9 +33,9 @@ use write::Writer;
 /// What is exported, and how.
 #[derive(Clone, Debug)]
 pub struct Export {
-    pub run_folder: PathBuf,
-    /// One of its saves; its newest state when left out.
-    pub save: Option<SaveName>,
+    pub run_dir: PathBuf,
+    /// One of its checkpoints; its newest state when left out.
+    pub checkpoint: Option<CheckpointName>,
     /// The directory to be made.
     pub out: PathBuf,
     /// The numbers that are written; those that the run computes with when left out.
@@ -58,7 +58,7 @@ pub enum Numbers {
 #[derive(Clone, Debug)]
 pub struct Exported {
     pub step: u64,
-    pub run_folder: PathBuf,
+    pub run_dir: PathBuf,
     pub out: PathBuf,
     pub files: usize,
     pub bytes: u64,
@@ -75,10 +75,10 @@ pub enum ExportError {
     Busy { partial: PathBuf },
     #[error(
         "the file system of {} has {} free, the weights take {}: free some, or use another one",
-        folder.display(), Gib(*free_bytes), Gib(*needed_bytes)
+        dir.display(), Gib(*free_bytes), Gib(*needed_bytes)
     )]
     TooLittleSpace {
-        folder: PathBuf,
+        dir: PathBuf,
         free_bytes: u64,
         needed_bytes: u64,
     },
@@ -86,7 +86,7 @@ pub enum ExportError {
         "tensor {tensor} holds {value}, which {numbers} cannot: export with --dtype {}",
         if *numbers == "fp16" { "bf16 or fp32" } else { "fp32" }
     )]
-    Overflow {
+    OverflowPolicy {
         tensor: String,
         value: f32,
         numbers: &'static str,
@@ -125,7 +125,7 @@ impl Numbers {
     }
 }
 
-/// Exports what a run holds: its newest state, or a save.
+/// Exports what a run holds: its newest state, or a checkpoint.
 ///
 /// # Errors
 /// There is no run, or it is in use; `out` is there already, or has no room; a number that the type asked for cannot hold.
@@ -137,8 +137,8 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
         });
     }
     let mut reader = RunReader::open(
-        &export.run_folder,
-        export.save.clone(),
+        &export.run_dir,
+        export.checkpoint.clone(),
         export.socket.as_deref(),
     )?;
     let partial = Partial::make(&export.out)?;
@@ -153,7 +153,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     write_rest(&reader, &partial.path, numbers.element())?;
     let done = Exported {
         step: reader.step,
-        run_folder: reader.folder.clone(),
+        run_dir: reader.dir.clone(),
         out: export.out.clone(),
         files,
         bytes,
@@ -164,21 +164,21 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     Ok(done)
 }
 
-/// Writes the weights that `reader` reads into `folder`, and their index if they are more than one file; `what` says so while
+/// Writes the weights that `reader` reads into `dir`, and their index if they are more than one file; `what` says so while
 /// it lasts. Answers how many files, and bytes of them.
 ///
 /// # Errors
 /// As [`export`].
 pub(crate) fn write_weights(
     reader: &mut RunReader,
-    folder: &Path,
+    dir: &Path,
     element: Element,
     shard_bytes: u64,
     what: &str,
 ) -> Result<(usize, u64), ExportError> {
     let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
-    check_space(folder, shards.bytes())?;
-    let mut writer = Writer::make(folder, &shards, reader.master)?;
+    check_space(dir, shards.bytes())?;
+    let mut writer = Writer::make(dir, &shards, reader.master)?;
     let mut work = LongWork::new(what, shards.bytes(), true);
     let mut failed = None;
     reader.visit(&mut |range, param, state| {
@@ -193,19 +193,19 @@ pub(crate) fn write_weights(
     }
     writer.finish()?;
     if let Some(index) = shards.index() {
-        write_file(&folder.join(INDEX_FILE), &pretty(&index))?;
+        write_file(&dir.join(INDEX_FILE), &pretty(&index))?;
     }
     Ok((shards.count(), shards.bytes()))
 }
 
 /// `config.json`, and what else the model came with.
-fn write_rest(reader: &RunReader, folder: &Path, element: Element) -> Result<(), ExportError> {
-    let kept = ModelFiles::of(&reader.folder);
+fn write_rest(reader: &RunReader, dir: &Path, element: Element) -> Result<(), ExportError> {
+    let kept = ModelFiles::of(&reader.dir);
     let dtype = element.torch_word();
     let config = config_json(&reader.model, dtype, kept.config());
-    write_file(&folder.join("config.json"), &pretty(&json!(config)))?;
+    write_file(&dir.join("config.json"), &pretty(&json!(config)))?;
     for path in kept.others() {
-        let to = folder.join(path.file_name().expect("a file has a name"));
+        let to = dir.join(path.file_name().expect("a file has a name"));
         fs::copy(&path, &to)
             .and_then(|_| File::open(&to)?.sync_all())
             .map_err(ExportError::io("copy", &path))?;
@@ -229,12 +229,11 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result<(), ExportError> {
         .map_err(ExportError::io("write", path))
 }
 
-fn check_space(folder: &Path, needed_bytes: u64) -> Result<(), ExportError> {
-    let free_bytes =
-        free_bytes(folder).map_err(ExportError::io("ask the free space of", folder))?;
+fn check_space(dir: &Path, needed_bytes: u64) -> Result<(), ExportError> {
+    let free_bytes = free_bytes(dir).map_err(ExportError::io("ask the free space of", dir))?;
     if free_bytes < needed_bytes {
         return Err(ExportError::TooLittleSpace {
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
             free_bytes,
             needed_bytes,
         });
@@ -246,7 +245,7 @@ fn check_space(folder: &Path, needed_bytes: u64) -> Result<(), ExportError> {
 struct Partial {
     path: PathBuf,
     /// Locked against another export to the same place.
-    folder: File,
+    dir: File,
     finished: bool,
 }
 
@@ -257,7 +256,7 @@ impl Partial {
             out: out.to_owned(),
         })?;
         let parent = parent(out);
-        make_folder(parent).map_err(ExportError::io("make the folder", parent))?;
+        make_dir(parent).map_err(ExportError::io("make the directory", parent))?;
         let mut partial_name = name.to_owned();
         partial_name.push(".partial");
         let path = parent.join(partial_name);
@@ -265,19 +264,19 @@ impl Partial {
             lock(&left, &path)?;
             fs::remove_dir_all(&path).map_err(ExportError::io("remove", &path))?;
         }
-        fs::create_dir(&path).map_err(ExportError::io("make the folder", &path))?;
-        let folder = File::open(&path).map_err(ExportError::io("open", &path))?;
-        lock(&folder, &path)?;
+        fs::create_dir(&path).map_err(ExportError::io("make the directory", &path))?;
+        let dir = File::open(&path).map_err(ExportError::io("open", &path))?;
+        lock(&dir, &path)?;
         Ok(Self {
             path,
-            folder,
+            dir,
             finished: false,
         })
     }
 
     /// Makes it `out`, for good.
     fn finish(mut self, out: &Path) -> Result<(), ExportError> {
-        self.folder
+        self.dir
             .sync_all()
             .map_err(ExportError::io("flush", &self.path))?;
         let (old, new) = (&self.path, out);
@@ -293,7 +292,7 @@ impl Partial {
         self.finished = true;
         let parent = parent(out);
         File::open(parent)
-            .and_then(|folder| folder.sync_all())
+            .and_then(|dir| dir.sync_all())
             .map_err(ExportError::io("flush", parent))
     }
 }
@@ -305,7 +304,7 @@ impl Drop for Partial {
             let _ = fs::remove_dir_all(&self.path);
         }
         // A process that was just started may still have a copy of the locked file.
-        let _ = self.folder.unlock();
+        let _ = self.dir.unlock();
     }
 }
 
@@ -316,8 +315,8 @@ fn parent(path: &Path) -> &Path {
     }
 }
 
-fn lock(folder: &File, path: &Path) -> Result<(), ExportError> {
-    rustix::fs::flock(folder, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+fn lock(dir: &File, path: &Path) -> Result<(), ExportError> {
+    rustix::fs::flock(dir, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|_| {
         ExportError::Busy {
             partial: path.to_owned(),
         }
@@ -330,7 +329,7 @@ impl fmt::Display for Exported {
             f,
             "exported step {} of {} to {}: {} in {}",
             self.step,
-            self.run_folder.display(),
+            self.run_dir.display(),
             self.out.display(),
             Gib(self.bytes),
             if self.files == 1 {
@@ -348,14 +347,12 @@ mod tests {
 
     #[test]
     fn weights_that_do_not_fit_are_refused_with_what_is_free() {
-        let folder = tempfile::tempdir().unwrap();
-        check_space(folder.path(), 1).unwrap();
-        let said = check_space(folder.path(), u64::MAX)
-            .unwrap_err()
-            .to_string();
-        let folder = folder.path().display().to_string();
+        let dir = tempfile::tempdir().unwrap();
+        check_space(dir.path(), 1).unwrap();
+        let said = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
+        let dir = dir.path().display().to_string();
         for part in [
-            &*folder,
+            &*dir,
             "free, the weights take 17179869184.0 GiB",
             "free some",
         ] {

@@ -29,13 +29,13 @@ pub(super) struct Writer<'a> {
 impl<'a> Writer<'a> {
     /// Makes the files, with their headers and room for the rest.
     pub(super) fn make(
-        folder: &Path,
+        dir: &Path,
         shards: &'a Shards,
         master: Master,
     ) -> Result<Self, ExportError> {
         let mut files = Vec::with_capacity(shards.files.len());
         for shard in &shards.files {
-            let path = folder.join(&shard.name);
+            let path = dir.join(&shard.name);
             let file = File::create_new(&path).map_err(ExportError::io("make", &path))?;
             let length = shard.header.len() as u64 + shard.data_bytes;
             reserve(&file, length)
@@ -131,7 +131,7 @@ impl<'a> Writer<'a> {
         for values in values.chunks(BLOCK_BYTES / size) {
             self.bytes.clear();
             if let Err(value) = element.encode(values, &mut self.bytes) {
-                return Err(ExportError::Overflow {
+                return Err(ExportError::OverflowPolicy {
                     tensor: target.place.name.clone(),
                     value,
                     numbers: element.word(),

@@ -1,7 +1,7 @@
 //! `trainer launch`: several ranks of one run on this machine, as processes of this program, ended together.
 //!
 //! ```text
-//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's names, and the folder where they meet
+//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's names, and the directory where they meet
 //!          ──SIGTERM, SIGINT──▶        forwarded once for each that comes: every rank ends after its step, all is committed
 //!          ◀──status──                 the first failure ends the others: SIGTERM, after a while SIGKILL. 128 and the signal's
 //!                                      number is no failure: the rank was asked to stop, and the others end with it
@@ -10,17 +10,17 @@
 //! Each rank is its own process group: a terminal's Ctrl-C reaches the launcher alone, and so each rank once. A rank asks for
 //! SIGTERM when its launcher dies, whichever way.
 
-mod meeting;
+mod rendezvous_dir;
 mod supervise;
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use kernels_torch::collective::FOLDER_VARIABLE;
+use kernels_torch::collective::DIR_VARIABLE;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
-use meeting::Meeting;
+use rendezvous_dir::RendezvousDir;
 pub use supervise::Failure;
 use supervise::{Limits, supervise};
 
@@ -32,9 +32,9 @@ const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 pub enum LaunchError {
     #[error("cannot take over SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
-    #[error("cannot make a folder where the ranks meet, in {}: {source}", folder.display())]
-    Folder {
-        folder: std::path::PathBuf,
+    #[error("cannot make a directory where the ranks meet, in {}: {source}", dir.display())]
+    Dir {
+        dir: std::path::PathBuf,
         source: std::io::Error,
     },
     #[error("cannot start rank {rank}: {source}")]
@@ -52,10 +52,8 @@ pub enum LaunchError {
 /// They cannot be started; the first one that failed, with its status.
 pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
     let base = std::env::temp_dir();
-    let meeting = Meeting::new(&base).map_err(|source| LaunchError::Folder {
-        folder: base,
-        source,
-    })?;
+    let rendezvous_dir =
+        RendezvousDir::new(&base).map_err(|source| LaunchError::Dir { dir: base, source })?;
     let program =
         std::env::current_exe().map_err(|source| LaunchError::Start { rank: 0, source })?;
     let command = |rank: u32| {
@@ -70,7 +68,7 @@ pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
             command.env(name, number.to_string());
         }
         command
-            .env(FOLDER_VARIABLE, meeting.path())
+            .env(DIR_VARIABLE, rendezvous_dir.path())
             .env(LAUNCHER_VARIABLE, getpid().to_string())
             .process_group(0);
         command

@@ -292,8 +292,8 @@ mod tests {
     #[test]
     fn a_killed_rank_is_blamed_before_those_that_noticed() {
         // Two ranks end as soon as they see that the killed one is gone, or waits to be waited for.
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("pid").display().to_string();
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("pid").display().to_string();
         let notices = format!(
             "until [ -s {file} ]; do sleep 0.01; done; stat=/proc/$(cat {file})/stat
             while grep -qs ') [^Z]' $stat; do :; done; exit 1"

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Member, Mlp, ModelConfig, Norm, Positions, names};
+use super::{Mlp, ModelConfig, Norm, ParamRole, Positions, names};
 
 /// Each parameter starts at a multiple of this many elements, and each unit's length is one: 128 bytes in 16 bit, so
 /// that vector loads and tensors over the buffer are aligned whatever lies before.
@@ -27,7 +27,7 @@ pub enum Start {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParamLayout {
     /// Which of its unit's parameters it is.
-    pub member: Member,
+    pub member: ParamRole,
     /// Hugging Face's name, as in a checkpoint; with the part's in brackets where several parameters are one tensor there
     /// (`names.rs`).
     pub name: String,
@@ -70,7 +70,7 @@ impl UnitLayout {
         config: &ModelConfig,
         unit: usize,
         name: impl Into<String>,
-        members: Vec<(Member, Vec<usize>)>,
+        members: Vec<(ParamRole, Vec<usize>)>,
     ) -> Self {
         let mut end = 0usize;
         let params = members
@@ -96,7 +96,7 @@ impl UnitLayout {
     }
 
     /// The number of the parameter that is `member`, if the unit has it.
-    pub fn find(&self, member: Member) -> Option<usize> {
+    pub fn find(&self, member: ParamRole) -> Option<usize> {
         self.params.iter().position(|param| param.member == member)
     }
 
@@ -110,28 +110,31 @@ impl UnitLayout {
 pub fn unit_layouts(config: &ModelConfig) -> Vec<UnitLayout> {
     let (h, vocab) = (config.hidden_size, config.vocab_size);
     let form = config.architecture.form();
-    let mut embedding = vec![(Member::Embedding, vec![vocab, h])];
+    let mut embedding = vec![(ParamRole::Embedding, vec![vocab, h])];
     if form.positions == Positions::Learned {
-        embedding.push((Member::Positions, vec![config.max_position_embeddings, h]));
+        embedding.push((
+            ParamRole::Positions,
+            vec![config.max_position_embeddings, h],
+        ));
     }
     let mut units = vec![UnitLayout::new(config, 0, "embedding", embedding)];
     for layer in 0..config.layers {
         let name = format!("block.{layer}");
         units.push(UnitLayout::new(config, layer + 1, name, block(config)));
     }
-    let mut head = vec![(Member::FinalNorm, vec![h])];
+    let mut head = vec![(ParamRole::FinalNorm, vec![h])];
     if form.norm == Norm::Layer {
-        head.push((Member::FinalNormBias, vec![h]));
+        head.push((ParamRole::FinalNormBias, vec![h]));
     }
     if !config.tied {
-        head.push((Member::Projection, vec![vocab, h]));
+        head.push((ParamRole::Projection, vec![vocab, h]));
     }
     units.push(UnitLayout::new(config, config.layers + 1, "head", head));
     units
 }
 
 /// A block's parameters. Those that are multiplied with the same input lie side by side, and so do their biases.
-fn block(config: &ModelConfig) -> Vec<(Member, Vec<usize>)> {
+fn block(config: &ModelConfig) -> Vec<(ParamRole, Vec<usize>)> {
     let form = config.architecture.form();
     let (h, ff, d) = (
         config.hidden_size,
@@ -143,52 +146,54 @@ fn block(config: &ModelConfig) -> Vec<(Member, Vec<usize>)> {
     let gated = form.mlp == Mlp::GatedSilu;
     let biases = config.biases;
     let members = [
-        (true, Member::InputNorm, vec![h]),
-        (layer_norm, Member::InputNormBias, vec![h]),
-        (true, Member::Query, vec![q, h]),
-        (true, Member::Key, vec![kv, h]),
-        (true, Member::Value, vec![kv, h]),
-        (biases.qkv, Member::QueryBias, vec![q]),
-        (biases.qkv, Member::KeyBias, vec![kv]),
-        (biases.qkv, Member::ValueBias, vec![kv]),
-        (form.qk_norm, Member::QueryNorm, vec![d]),
-        (form.qk_norm, Member::KeyNorm, vec![d]),
-        (true, Member::Out, vec![h, q]),
-        (biases.out, Member::OutBias, vec![h]),
-        (true, Member::PostNorm, vec![h]),
-        (layer_norm, Member::PostNormBias, vec![h]),
-        (gated, Member::Gate, vec![ff, h]),
-        (true, Member::Up, vec![ff, h]),
-        (gated && biases.mlp, Member::GateBias, vec![ff]),
-        (biases.mlp, Member::UpBias, vec![ff]),
-        (true, Member::Down, vec![h, ff]),
-        (biases.mlp, Member::DownBias, vec![h]),
+        (true, ParamRole::InputNorm, vec![h]),
+        (layer_norm, ParamRole::InputNormBias, vec![h]),
+        (true, ParamRole::Query, vec![q, h]),
+        (true, ParamRole::Key, vec![kv, h]),
+        (true, ParamRole::Value, vec![kv, h]),
+        (biases.qkv, ParamRole::QueryBias, vec![q]),
+        (biases.qkv, ParamRole::KeyBias, vec![kv]),
+        (biases.qkv, ParamRole::ValueBias, vec![kv]),
+        (form.qk_norm, ParamRole::QueryNorm, vec![d]),
+        (form.qk_norm, ParamRole::KeyNorm, vec![d]),
+        (true, ParamRole::Out, vec![h, q]),
+        (biases.out, ParamRole::OutBias, vec![h]),
+        (true, ParamRole::PostNorm, vec![h]),
+        (layer_norm, ParamRole::PostNormBias, vec![h]),
+        (gated, ParamRole::Gate, vec![ff, h]),
+        (true, ParamRole::Up, vec![ff, h]),
+        (gated && biases.mlp, ParamRole::GateBias, vec![ff]),
+        (biases.mlp, ParamRole::UpBias, vec![ff]),
+        (true, ParamRole::Down, vec![h, ff]),
+        (biases.mlp, ParamRole::DownBias, vec![h]),
     ];
     let there = members.into_iter().filter(|(there, ..)| *there);
     there.map(|(_, member, shape)| (member, shape)).collect()
 }
 
 /// As Hugging Face's models start: `_init_weights` of the architecture.
-fn start(config: &ModelConfig, member: Member) -> Start {
+fn start(config: &ModelConfig, member: ParamRole) -> Start {
     match member {
-        Member::InputNorm
-        | Member::PostNorm
-        | Member::QueryNorm
-        | Member::KeyNorm
-        | Member::FinalNorm => Start::Ones,
-        Member::InputNormBias
-        | Member::QueryBias
-        | Member::KeyBias
-        | Member::ValueBias
-        | Member::OutBias
-        | Member::PostNormBias
-        | Member::GateBias
-        | Member::UpBias
-        | Member::DownBias
-        | Member::FinalNormBias => Start::Zeros,
-        Member::Out | Member::Down if config.architecture.form().scaled_residual => Start::Normal {
-            scale: 1.0 / (2.0 * config.layers as f64).sqrt(),
-        },
+        ParamRole::InputNorm
+        | ParamRole::PostNorm
+        | ParamRole::QueryNorm
+        | ParamRole::KeyNorm
+        | ParamRole::FinalNorm => Start::Ones,
+        ParamRole::InputNormBias
+        | ParamRole::QueryBias
+        | ParamRole::KeyBias
+        | ParamRole::ValueBias
+        | ParamRole::OutBias
+        | ParamRole::PostNormBias
+        | ParamRole::GateBias
+        | ParamRole::UpBias
+        | ParamRole::DownBias
+        | ParamRole::FinalNormBias => Start::Zeros,
+        ParamRole::Out | ParamRole::Down if config.architecture.form().scaled_residual => {
+            Start::Normal {
+                scale: 1.0 / (2.0 * config.layers as f64).sqrt(),
+            }
+        }
         _ => Start::Normal { scale: 1.0 },
     }
 }

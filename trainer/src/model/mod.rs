@@ -19,12 +19,12 @@ mod dropout;
 mod hf;
 pub mod init;
 mod layout;
-mod member;
 pub mod names;
+mod param_role;
 
 pub use architecture::{Architecture, Biases, Form, Mlp, Norm, Positions};
 pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
 pub use dropout::Dropout;
 pub use hf::{HfModel, config_json, parse};
 pub use layout::{ALIGN_ELEMS, ParamLayout, Start, UnitLayout, unit_layouts};
-pub use member::Member;
+pub use param_role::ParamRole;

@@ -9,7 +9,7 @@
 //!
 //! A file of a bare model (without its language model's head) has the same names without the first word.
 
-use super::{Architecture, Member, ModelConfig, unit_layouts};
+use super::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
 /// The projection's tensor, in all architectures.
 pub const PROJECTION: &str = "lm_head.weight";
@@ -91,7 +91,7 @@ pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
 }
 
 /// The place of unit number `unit`'s `member`.
-pub fn place(config: &ModelConfig, unit: usize, member: Member) -> Place {
+pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> Place {
     match config.architecture {
         Architecture::Gpt2 => gpt2(unit, member),
         Architecture::Llama | Architecture::Mistral | Architecture::Qwen2 | Architecture::Qwen3 => {
@@ -117,65 +117,65 @@ fn whole(name: String) -> Place {
     }
 }
 
-fn llama(unit: usize, member: Member) -> Place {
+fn llama(unit: usize, member: ParamRole) -> Place {
     let name = match member {
-        Member::Embedding => return whole("model.embed_tokens.weight".into()),
-        Member::FinalNorm => return whole("model.norm.weight".into()),
-        Member::Projection => return whole(PROJECTION.into()),
-        Member::InputNorm => "input_layernorm.weight",
-        Member::Query => "self_attn.q_proj.weight",
-        Member::Key => "self_attn.k_proj.weight",
-        Member::Value => "self_attn.v_proj.weight",
-        Member::QueryBias => "self_attn.q_proj.bias",
-        Member::KeyBias => "self_attn.k_proj.bias",
-        Member::ValueBias => "self_attn.v_proj.bias",
-        Member::QueryNorm => "self_attn.q_norm.weight",
-        Member::KeyNorm => "self_attn.k_norm.weight",
-        Member::Out => "self_attn.o_proj.weight",
-        Member::OutBias => "self_attn.o_proj.bias",
-        Member::PostNorm => "post_attention_layernorm.weight",
-        Member::Gate => "mlp.gate_proj.weight",
-        Member::GateBias => "mlp.gate_proj.bias",
-        Member::Up => "mlp.up_proj.weight",
-        Member::UpBias => "mlp.up_proj.bias",
-        Member::Down => "mlp.down_proj.weight",
-        Member::DownBias => "mlp.down_proj.bias",
-        Member::Positions
-        | Member::InputNormBias
-        | Member::PostNormBias
-        | Member::FinalNormBias => panic!("models named as Llama have no {member:?}"),
+        ParamRole::Embedding => return whole("model.embed_tokens.weight".into()),
+        ParamRole::FinalNorm => return whole("model.norm.weight".into()),
+        ParamRole::Projection => return whole(PROJECTION.into()),
+        ParamRole::InputNorm => "input_layernorm.weight",
+        ParamRole::Query => "self_attn.q_proj.weight",
+        ParamRole::Key => "self_attn.k_proj.weight",
+        ParamRole::Value => "self_attn.v_proj.weight",
+        ParamRole::QueryBias => "self_attn.q_proj.bias",
+        ParamRole::KeyBias => "self_attn.k_proj.bias",
+        ParamRole::ValueBias => "self_attn.v_proj.bias",
+        ParamRole::QueryNorm => "self_attn.q_norm.weight",
+        ParamRole::KeyNorm => "self_attn.k_norm.weight",
+        ParamRole::Out => "self_attn.o_proj.weight",
+        ParamRole::OutBias => "self_attn.o_proj.bias",
+        ParamRole::PostNorm => "post_attention_layernorm.weight",
+        ParamRole::Gate => "mlp.gate_proj.weight",
+        ParamRole::GateBias => "mlp.gate_proj.bias",
+        ParamRole::Up => "mlp.up_proj.weight",
+        ParamRole::UpBias => "mlp.up_proj.bias",
+        ParamRole::Down => "mlp.down_proj.weight",
+        ParamRole::DownBias => "mlp.down_proj.bias",
+        ParamRole::Positions
+        | ParamRole::InputNormBias
+        | ParamRole::PostNormBias
+        | ParamRole::FinalNormBias => panic!("models named as Llama have no {member:?}"),
     };
     assert!(unit > 0, "{member:?} is a block's");
     whole(format!("model.layers.{}.{name}", unit - 1))
 }
 
-fn gpt2(unit: usize, member: Member) -> Place {
+fn gpt2(unit: usize, member: ParamRole) -> Place {
     let third = |index| Part { index, count: 3 };
     let one = Part { index: 0, count: 1 };
     // Matrices lie as [inputs, outputs] (`Conv1D`).
     let (name, transposed, part) = match member {
-        Member::Embedding => return whole("transformer.wte.weight".into()),
-        Member::Positions => return whole("transformer.wpe.weight".into()),
-        Member::FinalNorm => return whole("transformer.ln_f.weight".into()),
-        Member::FinalNormBias => return whole("transformer.ln_f.bias".into()),
-        Member::Projection => return whole(PROJECTION.into()),
-        Member::InputNorm => ("ln_1.weight", false, one),
-        Member::InputNormBias => ("ln_1.bias", false, one),
-        Member::Query => ("attn.c_attn.weight", true, third(0)),
-        Member::Key => ("attn.c_attn.weight", true, third(1)),
-        Member::Value => ("attn.c_attn.weight", true, third(2)),
-        Member::QueryBias => ("attn.c_attn.bias", false, third(0)),
-        Member::KeyBias => ("attn.c_attn.bias", false, third(1)),
-        Member::ValueBias => ("attn.c_attn.bias", false, third(2)),
-        Member::Out => ("attn.c_proj.weight", true, one),
-        Member::OutBias => ("attn.c_proj.bias", false, one),
-        Member::PostNorm => ("ln_2.weight", false, one),
-        Member::PostNormBias => ("ln_2.bias", false, one),
-        Member::Up => ("mlp.c_fc.weight", true, one),
-        Member::UpBias => ("mlp.c_fc.bias", false, one),
-        Member::Down => ("mlp.c_proj.weight", true, one),
-        Member::DownBias => ("mlp.c_proj.bias", false, one),
-        Member::QueryNorm | Member::KeyNorm | Member::Gate | Member::GateBias => {
+        ParamRole::Embedding => return whole("transformer.wte.weight".into()),
+        ParamRole::Positions => return whole("transformer.wpe.weight".into()),
+        ParamRole::FinalNorm => return whole("transformer.ln_f.weight".into()),
+        ParamRole::FinalNormBias => return whole("transformer.ln_f.bias".into()),
+        ParamRole::Projection => return whole(PROJECTION.into()),
+        ParamRole::InputNorm => ("ln_1.weight", false, one),
+        ParamRole::InputNormBias => ("ln_1.bias", false, one),
+        ParamRole::Query => ("attn.c_attn.weight", true, third(0)),
+        ParamRole::Key => ("attn.c_attn.weight", true, third(1)),
+        ParamRole::Value => ("attn.c_attn.weight", true, third(2)),
+        ParamRole::QueryBias => ("attn.c_attn.bias", false, third(0)),
+        ParamRole::KeyBias => ("attn.c_attn.bias", false, third(1)),
+        ParamRole::ValueBias => ("attn.c_attn.bias", false, third(2)),
+        ParamRole::Out => ("attn.c_proj.weight", true, one),
+        ParamRole::OutBias => ("attn.c_proj.bias", false, one),
+        ParamRole::PostNorm => ("ln_2.weight", false, one),
+        ParamRole::PostNormBias => ("ln_2.bias", false, one),
+        ParamRole::Up => ("mlp.c_fc.weight", true, one),
+        ParamRole::UpBias => ("mlp.c_fc.bias", false, one),
+        ParamRole::Down => ("mlp.c_proj.weight", true, one),
+        ParamRole::DownBias => ("mlp.c_proj.bias", false, one),
+        ParamRole::QueryNorm | ParamRole::KeyNorm | ParamRole::Gate | ParamRole::GateBias => {
             panic!("GPT-2 has no {member:?}")
         }
     };
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn gpt2s_fused_projection_is_cut_into_its_thirds_and_turned() {
-        let place = place(&config(Architecture::Gpt2), 2, Member::Key);
+        let place = place(&config(Architecture::Gpt2), 2, ParamRole::Key);
         assert_eq!(place.name, "transformer.h.1.attn.c_attn.weight");
         assert_eq!(place.names()[1], "h.1.attn.c_attn.weight");
         assert_eq!(place.stored_shape(&[8, 8]), [8, 24]);

@@ -9,24 +9,23 @@ use super::{MonitorError, Scalar};
 
 const MONITOR: &str = "csv_monitor";
 
-/// The folder, and its files that were written to.
-pub(super) struct CsvFolder {
-    folder: PathBuf,
+/// The directory, and its files that were written to.
+pub(super) struct CsvDir {
+    dir: PathBuf,
     files: BTreeMap<&'static str, File>,
 }
 
-impl CsvFolder {
-    /// Makes the folder, or cuts the files in it back to rows of up to `samples` samples.
+impl CsvDir {
+    /// Makes the directory, or cuts the files in it back to rows of up to `samples` samples.
     ///
     /// # Errors
-    /// The folder cannot be made, or a file in it not be read or cut.
-    pub(super) fn open(folder: &Path, samples: u64) -> Result<Self, MonitorError> {
-        std::fs::create_dir_all(folder).map_err(MonitorError::of(MONITOR, "make", folder))?;
-        let entries =
-            std::fs::read_dir(folder).map_err(MonitorError::of(MONITOR, "read", folder))?;
+    /// The directory cannot be made, or a file in it not be read or cut.
+    pub(super) fn open(dir: &Path, samples: u64) -> Result<Self, MonitorError> {
+        std::fs::create_dir_all(dir).map_err(MonitorError::of(MONITOR, "make", dir))?;
+        let entries = std::fs::read_dir(dir).map_err(MonitorError::of(MONITOR, "read", dir))?;
         for entry in entries {
             let path = entry
-                .map_err(MonitorError::of(MONITOR, "read", folder))?
+                .map_err(MonitorError::of(MONITOR, "read", dir))?
                 .path();
             let name = path.file_name().map(|name| name.to_string_lossy());
             let is_ours = |name: &str| {
@@ -38,7 +37,7 @@ impl CsvFolder {
             }
         }
         Ok(Self {
-            folder: folder.to_path_buf(),
+            dir: dir.to_path_buf(),
             files: BTreeMap::new(),
         })
     }
@@ -49,7 +48,7 @@ impl CsvFolder {
     /// A file cannot be made or written.
     pub(super) fn write(&mut self, scalars: &[Scalar], samples: u64) -> Result<(), MonitorError> {
         for (name, value) in scalars {
-            let path = self.folder.join(format!("{}.csv", name.replace('/', "_")));
+            let path = self.dir.join(format!("{}.csv", name.replace('/', "_")));
             let file = match self.files.entry(name) {
                 std::collections::btree_map::Entry::Occupied(open) => open.into_mut(),
                 std::collections::btree_map::Entry::Vacant(place) => {
@@ -108,42 +107,39 @@ mod tests {
 
     const LOSS: &str = "Train/Samples/train_loss";
 
-    fn text(folder: &Path) -> String {
-        std::fs::read_to_string(folder.join("Train_Samples_train_loss.csv")).unwrap()
+    fn text(dir: &Path) -> String {
+        std::fs::read_to_string(dir.join("Train_Samples_train_loss.csv")).unwrap()
     }
 
     #[test]
     fn rows_are_deepspeeds_and_those_beyond_a_resumed_step_go() {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = &folder.path().join("a/b");
-        let mut csv = CsvFolder::open(folder, 0).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let dir = &dir.path().join("a/b");
+        let mut csv = CsvDir::open(dir, 0).unwrap();
         for samples in [8, 16, 24] {
             csv.write(&[(LOSS, samples as f64 / 5.0)], samples).unwrap();
         }
         assert_eq!(
-            text(folder),
+            text(dir),
             "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,4.8\r\n"
         );
         // Torn by a crash.
         csv.files.get_mut(LOSS).unwrap().write_all(b"32,5").unwrap();
-        let mut csv = CsvFolder::open(folder, 16).unwrap();
+        let mut csv = CsvDir::open(dir, 16).unwrap();
         csv.write(&[(LOSS, 1.0)], 24).unwrap();
-        assert_eq!(
-            text(folder),
-            "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,1\r\n"
-        );
-        CsvFolder::open(folder, 24).unwrap();
-        assert_eq!(text(folder).lines().count(), 4);
-        CsvFolder::open(folder, 0).unwrap();
-        assert_eq!(text(folder), "step,train_loss\r\n");
+        assert_eq!(text(dir), "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,1\r\n");
+        CsvDir::open(dir, 24).unwrap();
+        assert_eq!(text(dir).lines().count(), 4);
+        CsvDir::open(dir, 0).unwrap();
+        assert_eq!(text(dir), "step,train_loss\r\n");
     }
 
     #[test]
-    fn a_folder_that_cannot_be_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("file");
+    fn a_directory_that_cannot_be_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let error = CsvFolder::open(&file.join("below"), 0)
+        let error = CsvDir::open(&file.join("below"), 0)
             .err()
             .unwrap()
             .to_string();

@@ -61,15 +61,15 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// A new file in `folder`. Of earlier ones, what lies beyond `samples` samples no longer counts.
+    /// A new file in `dir`. Of earlier ones, what lies beyond `samples` samples no longer counts.
     ///
     /// # Errors
-    /// Folder or file cannot be made or written.
-    pub(super) fn create(folder: &Path, samples: u64) -> Result<Self, MonitorError> {
-        std::fs::create_dir_all(folder).map_err(MonitorError::of(MONITOR, "make", folder))?;
-        // TensorBoard reads a folder's files in the order of their names.
+    /// Directory or file cannot be made or written.
+    pub(super) fn create(dir: &Path, samples: u64) -> Result<Self, MonitorError> {
+        std::fs::create_dir_all(dir).map_err(MonitorError::of(MONITOR, "make", dir))?;
+        // TensorBoard reads a directory's files in the order of their names.
         let (seconds, process) = (now().as_secs(), std::process::id());
-        let path = folder.join(format!(
+        let path = dir.join(format!(
             "events.out.tfevents.{seconds:010}.offloadd.{process}.0"
         ));
         let opened = File::options().create(true).append(true).open(&path);
@@ -137,9 +137,9 @@ fn masked_sum(bytes: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    /// The events of a folder's only file, each checksum checked.
-    fn read(folder: &Path) -> Vec<Event> {
-        let mut files = std::fs::read_dir(folder).unwrap();
+    /// The events of a directory's only file, each checksum checked.
+    fn read(dir: &Path) -> Vec<Event> {
+        let mut files = std::fs::read_dir(dir).unwrap();
         let path = files.next().unwrap().unwrap().path();
         assert!(files.next().is_none());
         let bytes = std::fs::read(path).unwrap();
@@ -160,15 +160,15 @@ mod tests {
 
     #[test]
     fn a_file_has_its_version_a_start_and_the_steps() {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = &folder.path().join("tb/job");
-        let mut file = EventFile::create(folder, 64).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let dir = &dir.path().join("tb/job");
+        let mut file = EventFile::create(dir, 64).unwrap();
         let scalars = [
             ("Train/Samples/train_loss", 2.5),
             ("Train/Samples/lr", 1e-3),
         ];
         file.write(&scalars, 72).unwrap();
-        let events = read(folder);
+        let events = read(dir);
         assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
         assert_eq!(
             (events[1].step, events[1].session_log.is_some()),

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::config::Reports;
 use crate::metrics::StepMetrics;
-use csv::CsvFolder;
+use csv::CsvDir;
 use events::EventFile;
 
 /// A monitor's file could not be read or written.
@@ -43,7 +43,7 @@ impl MonitorError {
 /// The monitors of a run.
 pub(crate) struct Monitors {
     events: Option<EventFile>,
-    csv: Option<CsvFolder>,
+    csv: Option<CsvDir>,
     /// Whether a step's parts are told, too.
     breakdown: bool,
 }
@@ -52,17 +52,15 @@ impl Monitors {
     /// Opens those that the settings ask for. The run has had `samples` samples.
     ///
     /// # Errors
-    /// A folder or file cannot be made or read.
+    /// A directory or file cannot be made or read.
     pub(crate) fn open(reports: &Reports, samples: u64) -> Result<Self, MonitorError> {
         let events = reports.tensorboard.as_deref();
         let csv = reports.csv.as_deref();
         Ok(Self {
             events: events
-                .map(|folder| EventFile::create(folder, samples))
+                .map(|dir| EventFile::create(dir, samples))
                 .transpose()?,
-            csv: csv
-                .map(|folder| CsvFolder::open(folder, samples))
-                .transpose()?,
+            csv: csv.map(|dir| CsvDir::open(dir, samples)).transpose()?,
             breakdown: reports.wall_clock_breakdown,
         })
     }

@@ -6,7 +6,7 @@
 use super::outlook::Span;
 use super::places::Place;
 use super::{Hardware, Plan, Problem, ProblemKind};
-use crate::config::{KeepChoice, ResidentShare, RunSettings, Stage, Tier};
+use crate::config::{KeepChoice, ResidentFraction, RunSettings, Stage, Tier};
 
 /// A step that is shorter by less is no reason for a change that is further from what was asked.
 const GAIN_MIN: f64 = 0.02;
@@ -78,7 +78,7 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
         let [param, optimizer] = place.tiers();
         let nearer = rank(param) < rank(now.param) || rank(optimizer) < rank(now.optimizer);
         let same = (param, optimizer) == (now.param, now.optimizer);
-        let shares = now.resident_share != ResidentShare::Auto && now.has_store();
+        let shares = now.resident_fraction != ResidentFraction::Auto && now.has_store();
         let divided = now.stage != Stage::Parameters;
         // What is asked of a drive but for what fits: the share and the staging are the plan's to choose then.
         if nearer || place == Place::Drives || (same && !shares && !divided) {
@@ -102,8 +102,8 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
             }
         }
         let changed = place.of(settings);
-        if place == Place::DrivesAndHost && now.resident_share != ResidentShare::Auto {
-            words.push("offload.resident_share = \"auto\"".into());
+        if place == Place::DrivesAndHost && now.resident_fraction != ResidentFraction::Auto {
+            words.push("offload.resident_fraction = \"auto\"".into());
         }
         if settings.offload.staging_bytes.is_some() && changed.placement.has_store() {
             words.push("offload.staging_bytes = \"auto\"".into());
@@ -118,7 +118,7 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
         let mut settings = settings.clone();
         settings.train.keep = KeepChoice::Auto;
         Change {
-            words: vec!["train.keep = \"auto\"".into()],
+            words: vec!["train.activation_checkpointing = \"auto\"".into()],
             settings,
         }
     });
@@ -167,7 +167,7 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
         let count = settings.batch.micro_batches;
         finer.then(|| Change {
             words: vec![
-                format!("train.tiling = {tiling}"),
+                format!("train.mlp_chunks = {tiling}"),
                 format!(
                     "train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = {count}"
                 ),

@@ -6,7 +6,7 @@ use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 use super::{GpuHardware, Plan, PlanError, Source};
 use crate::compute::{Keep, can_keep};
 use crate::config::{
-    ActivationsChoice, GradientsChoice, KeepChoice, ResidentShare, RunSettings, Share, Tier,
+    ActivationsChoice, GradientsChoice, KeepChoice, ResidentFraction, RunSettings, Share, Tier,
     UpdatePlace,
 };
 
@@ -93,7 +93,11 @@ impl Plan {
                 (.., UpdatePlace::Cpu) => "no other place makes the step shorter",
                 _ => "it makes the step shorter",
             };
-            self.chose("offload.update", update_word(self.update).to_owned(), why);
+            self.chose(
+                "offload.optimizer_device",
+                update_word(self.update).to_owned(),
+                why,
+            );
         }
     }
 
@@ -114,7 +118,7 @@ impl Plan {
         self.set_compute(settings);
         self.set_rates(settings);
         self.chose(
-            "train.activations",
+            "offload.activations",
             "host".to_owned(),
             "GPU memory does not hold the blocks' inputs beside the rest: they cross the bus and back",
         );
@@ -134,7 +138,7 @@ impl Plan {
             self.keep = Keep::Nothing;
             self.set_compute(settings);
             self.chose(
-                "train.keep",
+                "train.activation_checkpointing",
                 keep_word(self.keep).to_owned(),
                 "blocks of this form, or in slices, are always computed again: their gradients are not written out",
             );
@@ -153,7 +157,7 @@ impl Plan {
             }
         }
         self.chose(
-            "train.keep",
+            "train.activation_checkpointing",
             keep_word(self.keep).to_owned(),
             "what GPU memory holds beside the rest; what is kept is not computed again",
         );
@@ -200,7 +204,7 @@ impl Plan {
 
     fn choose_residents(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
         if !settings.placement.has_store()
-            || settings.placement.resident_share != ResidentShare::Auto
+            || settings.placement.resident_fraction != ResidentFraction::Auto
         {
             return Ok(());
         }
@@ -235,7 +239,7 @@ impl Plan {
             self.swapper.param_share, self.swapper.state_share
         );
         self.chose(
-            "offload.resident_share",
+            "offload.resident_fraction",
             value,
             "what host memory holds beside the rest, parameters first: they are read twice a step",
         );

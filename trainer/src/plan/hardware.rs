@@ -103,8 +103,8 @@ pub struct Hardware {
     /// All devices of the store together, bytes a second.
     pub read_bytes_per_s: Figure,
     pub write_bytes_per_s: Figure,
-    /// Of saves, where the run folder is.
-    pub save_bytes_per_s: Figure,
+    /// Of checkpoints, where the run directory is.
+    pub checkpoint_bytes_per_s: Figure,
     /// The optimizer on the processor, all processes together, parameters a second.
     pub update_params_per_s: Figure,
 }
@@ -117,7 +117,7 @@ pub struct Overrides {
     pub gpu_memory_bytes: Option<u64>,
     pub read_bytes_per_s: Option<f64>,
     pub write_bytes_per_s: Option<f64>,
-    /// Devices of the store; otherwise as many as the run file names folders.
+    /// Devices of the store; otherwise as many as the run file names directories.
     pub drives_count: Option<u64>,
     /// What each of them is rated to take over its life.
     pub drive_rating_bytes: Option<u64>,
@@ -126,10 +126,10 @@ pub struct Overrides {
 }
 
 impl Hardware {
-    /// This machine, as far as `overrides` do not say otherwise. Reads what the kernel, a GPU's driver and the run folder
+    /// This machine, as far as `overrides` do not say otherwise. Reads what the kernel, a GPU's driver and the run directory
     /// say; touches nothing.
     pub fn new(settings: &RunSettings, overrides: &Overrides) -> Self {
-        let measured = Measured::read(&settings.train.run_folder).unwrap_or_default();
+        let measured = Measured::read(&settings.train.run_dir).unwrap_or_default();
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
@@ -179,7 +179,11 @@ impl Hardware {
                 measured.write_bytes_per_s,
                 drives * DRIVE_WRITE_BYTES_PER_S,
             ),
-            save_bytes_per_s: Figure::of(None, measured.save_bytes_per_s, DRIVE_WRITE_BYTES_PER_S),
+            checkpoint_bytes_per_s: Figure::of(
+                None,
+                measured.checkpoint_bytes_per_s,
+                DRIVE_WRITE_BYTES_PER_S,
+            ),
             update_params_per_s: Figure::of(None, None, CORE_UPDATE_PARAMS_PER_S * cores as f64),
             gpu,
         }

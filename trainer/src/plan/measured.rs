@@ -1,4 +1,4 @@
-//! What an earlier start of a run measured: rates of its devices, speed of its computing. Kept in the run folder beside the
+//! What an earlier start of a run measured: rates of its devices, speed of its computing. Kept in the run directory beside the
 //! metrics, so that `trainer plan` needs neither daemon nor GPU, and a second start plans with what is true here.
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// No run folder's file is larger; what is, is not ours.
+/// No run directory's file is larger; what is, is not ours.
 const FILE_BYTES_MAX: u64 = 1 << 16;
 
 /// Figures of the machine that a run was on. A figure is missing when nobody measured it.
@@ -22,14 +22,14 @@ pub struct Measured {
     pub tflops: Option<f64>,
     /// Whether a GPU computed at `tflops`.
     pub on_gpu: bool,
-    /// Saves of all processes together, from the step to the last flush.
-    pub save_bytes_per_s: Option<f64>,
+    /// Checkpoints of all processes together, from the step to the last flush.
+    pub checkpoint_bytes_per_s: Option<f64>,
 }
 
 impl Measured {
-    /// Of the run in `run_folder`; nothing when the folder has no such file, or none that can be read.
-    pub fn read(run_folder: &Path) -> Option<Self> {
-        let path = path(run_folder);
+    /// Of the run in `run_dir`; nothing when the directory has no such file, or none that can be read.
+    pub fn read(run_dir: &Path) -> Option<Self> {
+        let path = path(run_dir);
         let metadata = fs::metadata(&path).ok()?;
         if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
             return None;
@@ -42,16 +42,16 @@ impl Measured {
             write_bytes_per_s: positive(measured.write_bytes_per_s),
             tflops: positive(measured.tflops),
             on_gpu: measured.on_gpu,
-            save_bytes_per_s: positive(measured.save_bytes_per_s),
+            checkpoint_bytes_per_s: positive(measured.checkpoint_bytes_per_s),
         })
     }
 
-    /// Leaves them in `run_folder`, whole or not at all. Not flushed: after power loss they are measured again.
+    /// Leaves them in `run_dir`, whole or not at all. Not flushed: after power loss they are measured again.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn write(&self, run_folder: &Path) -> io::Result<()> {
-        let path = path(run_folder);
+    pub fn write(&self, run_dir: &Path) -> io::Result<()> {
+        let path = path(run_dir);
         let new = path.with_extension("json.new");
         let text = serde_json::to_vec_pretty(self).expect("figures are plain data");
         fs::write(&new, text)?;
@@ -64,9 +64,9 @@ impl Measured {
     }
 }
 
-/// The file's place in a run folder.
-pub(super) fn path(run_folder: &Path) -> PathBuf {
-    run_folder.join("measured.json")
+/// The file's place in a run directory.
+pub(super) fn path(run_dir: &Path) -> PathBuf {
+    run_dir.join("measured.json")
 }
 
 #[cfg(test)]
@@ -75,31 +75,27 @@ mod tests {
 
     #[test]
     fn figures_come_back_and_nonsense_does_not() {
-        let folder = tempfile::tempdir().unwrap();
-        assert_eq!(Measured::read(folder.path()), None);
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Measured::read(dir.path()), None);
         let measured = Measured {
             read_bytes_per_s: Some(6.2e9),
             write_bytes_per_s: None,
             tflops: Some(0.25),
             on_gpu: false,
-            save_bytes_per_s: Some(1e9),
+            checkpoint_bytes_per_s: Some(1e9),
         };
-        measured.write(folder.path()).unwrap();
-        assert_eq!(Measured::read(folder.path()), Some(measured));
+        measured.write(dir.path()).unwrap();
+        assert_eq!(Measured::read(dir.path()), Some(measured));
         assert_eq!(
             (measured.tflops_on(false), measured.tflops_on(true)),
             (Some(0.25), None)
         );
-        fs::write(
-            path(folder.path()),
-            r#"{"tflops": -1, "read_bytes_per_s": 5}"#,
-        )
-        .unwrap();
-        let read = Measured::read(folder.path()).unwrap();
+        fs::write(path(dir.path()), r#"{"tflops": -1, "read_bytes_per_s": 5}"#).unwrap();
+        let read = Measured::read(dir.path()).unwrap();
         assert_eq!((read.tflops, read.read_bytes_per_s), (None, Some(5.0)));
         for nonsense in ["", "{", "3", r#"{"tflops": "fast"}"#] {
-            fs::write(path(folder.path()), nonsense).unwrap();
-            assert_eq!(Measured::read(folder.path()), None, "{nonsense}");
+            fs::write(path(dir.path()), nonsense).unwrap();
+            assert_eq!(Measured::read(dir.path()), None, "{nonsense}");
         }
     }
 }

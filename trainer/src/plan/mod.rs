@@ -10,6 +10,7 @@
 
 mod advice;
 mod amount;
+mod checkpoints;
 mod choices;
 mod choose;
 mod hardware;
@@ -22,7 +23,6 @@ mod problems;
 mod question;
 mod rates;
 mod report;
-mod saves;
 mod text;
 mod tiles;
 
@@ -34,6 +34,7 @@ use crate::config::{RunSettings, Tier, UpdatePlace};
 use crate::model::{UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_bytes, parse_count, parse_drives, parse_rate};
+pub use checkpoints::CheckpointsPlan;
 pub use choices::{Choice, keep_word, update_word};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
 pub use measured::Measured;
@@ -44,7 +45,6 @@ pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Length, Question, QuestionError, read_model};
 pub use report::{REPORT_VERSION, Refusal, Report};
-pub use saves::SavesPlan;
 use tiles::swapper_settings;
 
 /// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
@@ -99,8 +99,8 @@ pub struct Plan {
     pub micro_batches: usize,
     /// Of the whole run.
     pub steps: u64,
-    /// What its saves take, if it makes any.
-    pub saves: Option<SavesPlan>,
+    /// What its checkpoints take, if it makes any.
+    pub checkpoints: Option<CheckpointsPlan>,
     problems: Vec<Problem>,
     /// What was chosen here, and not in the run file, with the reason.
     choices: Vec<Choice>,
@@ -160,12 +160,12 @@ impl Plan {
             tokens: settings.step_tokens(),
             micro_batches: settings.batch.micro_batches,
             steps: settings.train.steps,
-            saves: None,
+            checkpoints: None,
             hardware,
             problems: Vec::new(),
             choices: Vec::new(),
         };
-        plan.saves = plan.saves_of(settings);
+        plan.checkpoints = plan.checkpoints_of(settings);
         plan.choose(settings, staging)?;
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
@@ -187,7 +187,9 @@ impl Plan {
             + self.host_grad_bytes()
             + compute
             + self.compute.away_bytes
-            + self.saves.map_or(0, |saves| saves.buffer_bytes)
+            + self
+                .checkpoints
+                .map_or(0, |checkpoints| checkpoints.buffer_bytes)
     }
 
     /// Of tiles that stay in host memory.

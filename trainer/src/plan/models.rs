@@ -1,4 +1,4 @@
-//! What known models need in each tier, as a page of Markdown: `trainer plan --table FOLDER` prints it.
+//! What known models need in each tier, as a page of Markdown: `trainer plan --table DIR` prints it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,10 @@ const QUESTION: Question = Question {
 const SEQ_LEN_SHORT: u64 = 1024;
 
 /// Only what a run cannot do without: nothing kept that can be computed again, the update on the processor.
-const LEAST: [&str; 2] = ["train.keep=nothing", "offload.update=cpu"];
+const LEAST: [&str; 2] = [
+    "train.activation_checkpointing=nothing",
+    "offload.optimizer_device=cpu",
+];
 
 /// More memory than anything needs: what a model takes is asked, not what a machine has.
 const ENDLESS_BYTES: u64 = 1 << 50;
@@ -40,8 +43,8 @@ const TFLOPS: f64 = 150.0;
 /// Why there is no table.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    #[error("cannot list the configurations in {}: {message}", folder.display())]
-    Folder { folder: PathBuf, message: String },
+    #[error("cannot list the configurations in {}: {message}", dir.display())]
+    Dir { dir: PathBuf, message: String },
     #[error(transparent)]
     Question(#[from] QuestionError),
     #[error("{model}: {source}")]
@@ -58,16 +61,16 @@ struct Row {
     places: [PlaceReport; 4],
 }
 
-/// The page for every `NAME.json` in `folder`, small models first.
+/// The page for every `NAME.json` in `dir`, small models first.
 pub struct ModelsTable(Vec<Row>);
 
 impl ModelsTable {
     /// Plans each model in each tier.
     ///
     /// # Errors
-    /// The folder cannot be listed or has none; a file in it describes no model that can be trained here.
-    pub fn new(folder: &Path) -> Result<Self, TableError> {
-        let mut rows: Vec<Row> = configs(folder)?
+    /// The directory cannot be listed or has none; a file in it describes no model that can be trained here.
+    pub fn new(dir: &Path) -> Result<Self, TableError> {
+        let mut rows: Vec<Row> = configs(dir)?
             .iter()
             .map(|path| {
                 let name = path.file_stem().unwrap_or_default().to_string_lossy();
@@ -79,13 +82,13 @@ impl ModelsTable {
     }
 }
 
-fn configs(folder: &Path) -> Result<Vec<PathBuf>, TableError> {
-    let wrong = |message: String| TableError::Folder {
-        folder: folder.to_owned(),
+fn configs(dir: &Path) -> Result<Vec<PathBuf>, TableError> {
+    let wrong = |message: String| TableError::Dir {
+        dir: dir.to_owned(),
         message,
     };
     let mut paths = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(|error| wrong(error.to_string()))? {
+    for entry in std::fs::read_dir(dir).map_err(|error| wrong(error.to_string()))? {
         let path = entry.map_err(|error| wrong(error.to_string()))?.path();
         if path
             .extension()
@@ -152,7 +155,7 @@ Made by `trainer plan --table configs/models > configs/MODELS.md`; a test holds 
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
 TFLOPS and 16 cores; *wear* is what it writes at that pace. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
-blocks' inputs in host memory (`train.activations = \"host\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
+blocks' inputs in host memory (`offload.activations = \"host\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
 
 | model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",

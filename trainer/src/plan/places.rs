@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::outlook::Span;
 use super::text::{Digits, Seconds};
 use super::{Hardware, Outlook, Plan};
-use crate::config::{Placement, ResidentShare, RunSettings, Share, Stage, Tier, UpdatePlace};
+use crate::config::{Placement, ResidentFraction, RunSettings, Share, Stage, Tier, UpdatePlace};
 use crate::store::Gib;
 
 /// Where a run's parameters and state are.
@@ -61,15 +61,15 @@ impl Place {
     pub(super) fn of(self, settings: &RunSettings) -> RunSettings {
         let mut there = settings.clone();
         let [param, optimizer] = self.tiers();
-        let resident_share = match self {
-            Self::DrivesAndHost => ResidentShare::Auto,
-            _ => ResidentShare::Share(Share::NONE),
+        let resident_fraction = match self {
+            Self::DrivesAndHost => ResidentFraction::Auto,
+            _ => ResidentFraction::Share(Share::NONE),
         };
         there.placement = Placement {
             stage: Stage::Parameters,
             param,
             optimizer,
-            resident_share,
+            resident_fraction,
             ..there.placement
         };
         there.offload.staging_bytes = None;

@@ -86,7 +86,12 @@ fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
 
 fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let wanted = settings.offload.update;
-    let what = |why: String| format!("offload.update is \"{}\", {why}", update_word(wanted));
+    let what = |why: String| {
+        format!(
+            "offload.optimizer_device is \"{}\", {why}",
+            update_word(wanted)
+        )
+    };
     match (&plan.hardware.gpu, wanted) {
         // Said once is enough.
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
@@ -115,9 +120,9 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     let change = if plan.lives_in_gpu {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
     } else if plan.keep != Keep::Nothing {
-        "set train.keep = \"auto\""
+        "set train.activation_checkpointing = \"auto\""
     } else if !plan.inputs_away {
-        "set train.activations = \"auto\""
+        "set offload.activations = \"auto\""
     } else {
         "lower train_micro_batch_size_per_gpu or train.seq_len, or the micro-batches of a step"
     };
@@ -134,7 +139,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
 
 fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let needed = plan.host_bytes().saturating_mul(u64::from(plan.ranks));
-    let change = "set a device to \"nvme\", or lower offload.resident_share, offload.staging_bytes or the micro-batch";
+    let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or the micro-batch";
     let too_much = |limit: u64, of: &str| {
         (limit < needed).then(|| {
             Problem::new(
@@ -152,25 +157,25 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     plan.hardware
         .host_memory_bytes
         .and_then(|limit| too_much(limit, "available"))
-        .or_else(|| too_much(budget?, "what offload.host_memory allows"))
+        .or_else(|| too_much(budget?, "what offload.host_memory_bytes allows"))
 }
 
-/// Of a private store in folders that exist on this machine. A daemon that runs already has its own room.
+/// Of a private store in directories that exist on this machine. A daemon that runs already has its own room.
 fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let folders = &settings.placement.nvme_paths;
-    if settings.offload.socket.is_some() || folders.is_empty() {
+    let dirs = &settings.placement.nvme_paths;
+    if settings.offload.socket.is_some() || dirs.is_empty() {
         return None;
     }
     let files = StoreFiles::new(
-        folders,
-        &RunId::of(&resolved(&settings.train.run_folder)).0.job,
-        plan.device_file_bytes(folders.len() as u64),
+        dirs,
+        &RunId::of(&resolved(&settings.train.run_dir)).0.job,
+        plan.device_file_bytes(dirs.len() as u64),
     );
     let error = files.check_space().err()?;
     let text = error.to_string();
     let (what, change) = text
         .rsplit_once(": ")
-        .unwrap_or((&text, "name another folder"));
+        .unwrap_or((&text, "name another directory"));
     Some(Problem::new(
         ProblemKind::DeviceSpace,
         what.to_owned(),

@@ -1,4 +1,4 @@
-//! A run that is only asked about: a model's `config.json` and what a person says of the rest. No data, no folder, no weights.
+//! A run that is only asked about: a model's `config.json` and what a person says of the rest. No data, no directory, no weights.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::model::{ConfigError, HfModel, ModelConfig};
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Where no run is, so that no figures of an earlier one are found.
-const NO_FOLDER: &str = "/dev/null";
+const NO_DIR: &str = "/dev/null";
 
 /// What is asked.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,7 +49,7 @@ pub enum QuestionError {
     Settings(#[from] SettingsError),
 }
 
-/// The model that `path` describes: a `config.json`, or a folder with one.
+/// The model that `path` describes: a `config.json`, or a directory with one.
 ///
 /// # Errors
 /// No such file, or no model that can be trained here.
@@ -102,15 +102,15 @@ impl Question {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.micro_batches,
             "bf16": {"enabled": !self.fp32},
-            "data": {"files": [NO_FOLDER]},
-            "train": {"steps": steps, "seq_len": self.seq_len, "run_folder": NO_FOLDER},
+            "data": {"files": [NO_DIR]},
+            "train": {"steps": steps, "seq_len": self.seq_len, "run_dir": NO_DIR},
             // Any model: the one that was asked about takes its place.
             "model": {
                 "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
                 "max_position_embeddings": self.seq_len.max(1),
             },
         });
-        config::lay(&mut tree, sets)?;
+        config::apply_overrides(&mut tree, sets)?;
         let mut settings = config::check(tree, "plan", Some(self.ranks))?;
         settings.model = model.clone();
         Ok(settings)

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::problems::ProblemKind;
 use super::{
-    BusBytes, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem, SavesPlan,
+    BusBytes, CheckpointsPlan, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem,
     keep_word, update_word,
 };
 
@@ -38,7 +38,7 @@ pub struct Report {
     /// Of the whole run, at the bound.
     pub outlook: Outlook,
     /// Nothing for a run that makes none.
-    pub saves: Option<SavesPlan>,
+    pub checkpoints: Option<CheckpointsPlan>,
     pub chosen: ChosenReport,
     /// What the run file left open, and why it was chosen so.
     pub choices: Vec<Choice>,
@@ -202,7 +202,7 @@ impl Plan {
             },
             bound: self.bound_report(),
             outlook: self.outlook(),
-            saves: self.saves,
+            checkpoints: self.checkpoints,
             chosen: ChosenReport {
                 tile_elems: self.swapper.tile_elems,
                 param_tile_bytes: memory.param_slot_bytes,
@@ -214,7 +214,7 @@ impl Plan {
                 grad_share: self.swapper.grad_share,
                 iodepth: self.swapper.iodepth,
                 schedule: match self.swapper.schedule {
-                    swapper::Schedule::AtOnce => "at_once",
+                    swapper::Schedule::AtOnce => "immediate",
                     swapper::Schedule::Deferred => "deferred",
                 },
                 update: update_word(self.update),

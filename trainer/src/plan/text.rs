@@ -13,8 +13,8 @@ impl fmt::Display for Plan {
         self.device_lines(f)?;
         self.bound_lines(f)?;
         write!(f, "\n{}", self.outlook())?;
-        if let Some(saves) = &self.saves {
-            write!(f, "\n{saves}")?;
+        if let Some(checkpoints) = &self.checkpoints {
+            write!(f, "\n{checkpoints}")?;
         }
         for choice in self.choices() {
             write!(
@@ -56,8 +56,12 @@ impl Plan {
         } else if self.compute.away_bytes > 0 {
             write!(f, ", blocks' inputs {}", Gib(self.compute.away_bytes))?;
         }
-        if let Some(saves) = &self.saves {
-            write!(f, ", copies for saves {}", Gib(saves.buffer_bytes))?;
+        if let Some(checkpoints) = &self.checkpoints {
+            write!(
+                f,
+                ", copies for checkpoints {}",
+                Gib(checkpoints.buffer_bytes)
+            )?;
         }
         if self.ranks > 1 {
             write!(f, "; {} times this on the node", self.ranks)?;

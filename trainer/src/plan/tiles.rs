@@ -5,7 +5,7 @@ use swapper::{Backing, Staging, StoreSettings, SwapperSettings, TileBytes, UnitS
 
 use super::choose::STAGING_BYTES_ASSUMED;
 use crate::config::{
-    Durability, GradientsChoice, ResidentShare, RunSettings, Schedule, Share, Tier,
+    Durability, GradientsChoice, ResidentFraction, RunSettings, Schedule, Share, Tier,
 };
 use crate::model::UnitLayout;
 
@@ -34,10 +34,10 @@ pub(super) fn swapper_settings(
     } else {
         Backing::Memory
     };
-    let share = match settings.placement.resident_share {
-        ResidentShare::Share(share) => share,
+    let share = match settings.placement.resident_fraction {
+        ResidentFraction::Share(share) => share,
         // Chosen when the rest is known.
-        ResidentShare::Auto => Share::NONE,
+        ResidentFraction::Auto => Share::NONE,
     };
     let of = |tier: Tier| match tier {
         Tier::Nvme => share.get(),

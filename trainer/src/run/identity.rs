@@ -1,12 +1,12 @@
-//! Which run a folder holds: the name of its job in the store. It is chosen once and kept in the folder, so that a run whose
-//! folder is renamed or moved stays the same run.
+//! Which run a directory holds: the name of its job in the store. It is chosen once and kept in the directory, so that a run whose
+//! directory is renamed or moved stays the same run.
 //!
 //! ```text
-//!   RUN/job        {"job": "demo-0123456789abcdef", "folder": "/home/a/runs/demo"}
+//!   RUN/job        {"job": "demo-0123456789abcdef", "directory": "/home/a/runs/demo"}
 //!   RUN/run.json   the same below "id": either file may be lost or damaged
 //! ```
 //!
-//! `folder` tells a run that was moved (nothing of it is left there) from a copy (the run is still there). A copy does not
+//! `dir` tells a run that was moved (nothing of it is left there) from a copy (the run is still there). A copy does not
 //! share the store of the run that it was copied from: it gets a job of its own.
 
 use std::fs::{self, File};
@@ -17,83 +17,83 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::folder::FolderError;
+use super::dir::DirError;
 
 /// The identity of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunId {
-    /// Name of its job in a store: the folder's first name and a random number.
+    /// Name of its job in a store: the directory's first name and a random number.
     pub(crate) job: String,
     /// Where the run was when this was written, links resolved.
-    pub(super) folder: PathBuf,
+    pub(super) dir: PathBuf,
 }
 
-/// What a folder says of its identity.
+/// What a directory says of its identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// It holds no run yet.
     New,
     /// The run was here before.
     Here,
-    /// The run was in that folder, which holds it no more.
+    /// The run was in that directory, which holds it no more.
     MovedFrom(PathBuf),
-    /// The run in that folder was copied; this is another run.
+    /// The run in that directory was copied; this is another run.
     CopyOf(PathBuf),
 }
 
 impl RunId {
-    /// Of the run in `folder`, whose links are resolved. A new one where it holds none, or a copy.
-    pub fn of(folder: &Path) -> (Self, Origin) {
+    /// Of the run in `dir`, whose links are resolved. A new one where it holds none, or a copy.
+    pub fn of(dir: &Path) -> (Self, Origin) {
         let here = |job| Self {
             job,
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
         };
-        let Some(kept) = Self::kept(folder) else {
-            return (here(new_job(folder)), Origin::New);
+        let Some(kept) = Self::kept(dir) else {
+            return (here(new_job(dir)), Origin::New);
         };
-        if kept.folder == folder || same_folder(&kept.folder, folder) {
+        if kept.dir == dir || same_dir(&kept.dir, dir) {
             return (here(kept.job), Origin::Here);
         }
-        let before = Self::kept(&kept.folder);
+        let before = Self::kept(&kept.dir);
         if before.is_some_and(|before| before.job == kept.job) {
-            (here(new_job(folder)), Origin::CopyOf(kept.folder))
+            (here(new_job(dir)), Origin::CopyOf(kept.dir))
         } else {
-            (here(kept.job), Origin::MovedFrom(kept.folder))
+            (here(kept.job), Origin::MovedFrom(kept.dir))
         }
     }
 
-    /// What is written in `folder`, if it can be read.
-    pub(crate) fn kept(folder: &Path) -> Option<Self> {
+    /// What is written in `dir`, if it can be read.
+    pub(crate) fn kept(dir: &Path) -> Option<Self> {
         #[derive(Deserialize)]
         struct Described {
             id: RunId,
         }
-        Self::own(folder).or_else(|| {
-            let text = fs::read(folder.join("run.json")).ok()?;
+        Self::own(dir).or_else(|| {
+            let text = fs::read(dir.join("run.json")).ok()?;
             let described: Described = serde_json::from_slice(&text).ok()?;
             Some(described.id)
         })
     }
 
     /// What is written in the file of its own.
-    pub(super) fn own(folder: &Path) -> Option<Self> {
-        let text = fs::read(folder.join(NAME)).ok()?;
+    pub(super) fn own(dir: &Path) -> Option<Self> {
+        let text = fs::read(dir.join(NAME)).ok()?;
         serde_json::from_slice(&text).ok()
     }
 
-    /// Writes it in its folder, so that it outlives a loss of power.
-    pub(super) fn keep(&self) -> Result<(), FolderError> {
-        let path = self.folder.join(NAME);
-        let new = self.folder.join(format!("{NAME}.new"));
+    /// Writes it in its directory, so that it outlives a loss of power.
+    pub(super) fn keep(&self) -> Result<(), DirError> {
+        let path = self.dir.join(NAME);
+        let new = self.dir.join(format!("{NAME}.new"));
         let text = serde_json::to_string(self).expect("plain data");
         let write = || -> std::io::Result<()> {
             let mut file = File::create(&new)?;
             writeln!(file, "{text}")?;
             file.sync_all()?;
             fs::rename(&new, &path)?;
-            File::open(&self.folder)?.sync_all()
+            File::open(&self.dir)?.sync_all()
         };
-        write().map_err(|source| FolderError::Io {
+        write().map_err(|source| DirError::Io {
             verb: "write",
             path: path.clone(),
             source,
@@ -101,18 +101,18 @@ impl RunId {
     }
 }
 
-/// The file in a run's folder.
+/// The file in a run's directory.
 pub(super) const NAME: &str = "job";
 
-/// Whether two paths lead to one folder, as where a file system is mounted twice.
-fn same_folder(one: &Path, other: &Path) -> bool {
+/// Whether two paths lead to one directory, as where a file system is mounted twice.
+fn same_dir(one: &Path, other: &Path) -> bool {
     let number = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
     matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Letters, digits, '-' and '_' only, and short: the store takes it as a job's name.
-fn new_job(folder: &Path) -> String {
-    let stem = folder
+fn new_job(dir: &Path) -> String {
+    let stem = dir
         .file_name()
         .map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
@@ -131,16 +131,16 @@ fn new_job(folder: &Path) -> String {
 mod tests {
     use super::*;
 
-    fn kept_in(folder: &Path) -> (RunId, Origin) {
-        let (id, origin) = RunId::of(folder);
+    fn kept_in(dir: &Path) -> (RunId, Origin) {
+        let (id, origin) = RunId::of(dir);
         id.keep().unwrap();
         (id, origin)
     }
 
     #[test]
     fn a_moved_run_is_the_same_and_a_copied_one_is_another() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = fs::canonicalize(folder.path()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(dir.path()).unwrap();
         let [first, second, third] = ["first", "second", "third"].map(|name| root.join(name));
         fs::create_dir(&first).unwrap();
         let (id, origin) = kept_in(&first);
@@ -167,8 +167,8 @@ mod tests {
 
     #[test]
     fn either_file_tells_who_a_run_is() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = fs::canonicalize(folder.path()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(dir.path()).unwrap();
         let (id, _) = kept_in(&root);
         let described = serde_json::json!({"id": id, "layout": null}).to_string();
         fs::write(root.join("run.json"), described).unwrap();

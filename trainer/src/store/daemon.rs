@@ -1,4 +1,4 @@
-//! A private daemon for one run: its device files lie in the folders of `nvme_path`, named after the job.
+//! A private daemon for one run: its device files lie in the directories of `nvme_path`, named after the job.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 
-use super::{StoreError, check_folders, check_space};
+use super::{StoreError, check_dirs, check_space};
 
 /// A lock outlives its killed process by some 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -20,24 +20,21 @@ pub struct StoreFiles {
 }
 
 impl StoreFiles {
-    /// `offloadd-JOB.tiles` in each of `folders`, of `file_bytes` each.
-    pub fn new(folders: &[PathBuf], job: &str, file_bytes: u64) -> Self {
-        let files = folders
-            .iter()
-            .map(|folder| folder.join(file_name(job)))
-            .collect();
+    /// `offloadd-JOB.tiles` in each of `dirs`, of `file_bytes` each.
+    pub fn new(dirs: &[PathBuf], job: &str, file_bytes: u64) -> Self {
+        let files = dirs.iter().map(|dir| dir.join(file_name(job))).collect();
         Self { files, file_bytes }
     }
 
-    /// Checks that the folders can hold their files, all of them together.
+    /// Checks that the directories can hold their files, all of them together.
     ///
     /// # Errors
-    /// The first folder that cannot, and why. Nothing is made.
+    /// The first directory that cannot, and why. Nothing is made.
     pub fn check(&self) -> Result<(), StoreError> {
-        check_folders(&self.files, self.file_bytes)
+        check_dirs(&self.files, self.file_bytes)
     }
 
-    /// Checks that the folders that exist have room for their files, all of them together. Touches nothing.
+    /// Checks that the directories that exist have room for their files, all of them together. Touches nothing.
     ///
     /// # Errors
     /// The first file system that has too little.
@@ -50,19 +47,19 @@ impl StoreFiles {
         self.files.iter().all(|file| file.exists())
     }
 
-    /// Makes a link to the run's folder beside each of them: it tells whose store a file is, and that it is nobody's when the
+    /// Makes a link to the run's directory beside each of them: it tells whose store a file is, and that it is nobody's when the
     /// run is gone.
     ///
     /// # Errors
     /// A link cannot be made.
-    pub fn link_run(&self, run_folder: &Path) -> Result<(), StoreError> {
+    pub fn link_run(&self, run_dir: &Path) -> Result<(), StoreError> {
         for file in &self.files {
             let link = link_of(file);
-            if fs::read_link(&link).is_ok_and(|found| found == run_folder) {
+            if fs::read_link(&link).is_ok_and(|found| found == run_dir) {
                 continue;
             }
             removed(&link)?;
-            std::os::unix::fs::symlink(run_folder, &link).map_err(|source| StoreError::Io {
+            std::os::unix::fs::symlink(run_dir, &link).map_err(|source| StoreError::Io {
                 verb: "make",
                 path: link,
                 source,
@@ -95,7 +92,7 @@ pub(crate) fn job_of(name: &str) -> Option<&str> {
     name.strip_prefix("offloadd-")?.strip_suffix(".tiles")
 }
 
-/// The link beside a device file that leads to its run's folder.
+/// The link beside a device file that leads to its run's directory.
 pub(crate) fn link_of(file: &Path) -> PathBuf {
     file.with_extension("run")
 }
@@ -151,13 +148,13 @@ fn lock(file: &File) -> Result<(), rustix::io::Errno> {
     }
 }
 
-/// Formats the files if they are new, and starts a daemon on them that ends with this process. Its log is in `folder`.
+/// Formats the files if they are new, and starts a daemon on them that ends with this process. Its log is in `dir`.
 ///
 /// # Errors
 /// The daemon's own words.
 pub fn start_private(
     files: &StoreFiles,
-    folder: &Path,
+    dir: &Path,
     arena_bytes_max: u64,
     iodepth_max: u32,
     engine: &str,
@@ -169,7 +166,7 @@ pub fn start_private(
         .collect();
     let settings = PrivateSettings {
         program: None,
-        folder: folder.to_path_buf(),
+        dir: dir.to_path_buf(),
         devices,
         arena_bytes_max,
         iodepth_max,

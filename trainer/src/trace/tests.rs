@@ -29,8 +29,8 @@ fn spans(events: &[Value]) -> Vec<(f64, f64, u64, String)> {
 
 #[test]
 fn only_the_steps_after_the_first_two_are_recorded() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
     let trace = Trace::new(&path, 3, 0);
     trace.begin(100);
     let mut wanted = Vec::new();
@@ -56,8 +56,8 @@ fn only_the_steps_after_the_first_two_are_recorded() {
 
 #[test]
 fn a_short_run_is_recorded_from_its_first_step() {
-    let folder = tempfile::tempdir().unwrap();
-    let trace = Trace::new(&folder.path().join("trace.json"), 5, 0);
+    let dir = tempfile::tempdir().unwrap();
+    let trace = Trace::new(&dir.path().join("trace.json"), 5, 0);
     trace.begin(2);
     assert!(trace.recording());
     trace.begin(3);
@@ -66,8 +66,8 @@ fn a_short_run_is_recorded_from_its_first_step() {
 
 #[test]
 fn what_overlaps_gets_lanes_of_its_own_and_what_nests_does_not() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
     let trace = Trace::new(&path, 5, 0);
     let at = |ms: u64| Instant::now() + Duration::from_millis(1000 + ms);
     for (start, end) in [(0, 10), (2, 4), (3, 20), (5, 9), (11, 12)] {
@@ -114,19 +114,19 @@ fn nothing_is_kept_or_written_without_a_file() {
 
 #[test]
 fn ranks_write_files_of_their_own() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("trace.json");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
     for rank in 0..3 {
         Trace::new(&path, 5, rank).write().unwrap();
     }
-    let mut names: Vec<_> = std::fs::read_dir(folder.path())
+    let mut names: Vec<_> = std::fs::read_dir(dir.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
     assert_eq!(names, ["trace.json", "trace.json.1", "trace.json.2"]);
     // 0 is the idle process, of which viewers show nothing.
-    assert_eq!(read(&folder.path().join("trace.json.2"))[0]["pid"], 3);
+    assert_eq!(read(&dir.path().join("trace.json.2"))[0]["pid"], 3);
 }
 
 #[test]

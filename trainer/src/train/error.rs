@@ -7,15 +7,15 @@ use kernels_torch::collective::CollectiveError;
 use swapper::{SwapperError, TileError};
 
 use crate::accelerator::AcceleratorError;
+use crate::backend::BackendError;
 use crate::compute::ComputeError;
 use crate::config::RunSettings;
 use crate::data::DataError;
 use crate::export::ExportError;
-use crate::home::HomeError;
 use crate::metrics::MetricsError;
 use crate::monitor::MonitorError;
 use crate::plan::PlanError;
-use crate::run::{FolderError, SaveError, StateError, daemon_folder, resolved};
+use crate::run::{CheckpointError, DirError, StateError, daemon_dir, resolved};
 use crate::store::{Gib, StoreError};
 use crate::trace::TraceError;
 use crate::weights::WeightsError;
@@ -28,7 +28,7 @@ pub enum TrainError {
     #[error(transparent)]
     Plan(#[from] PlanError),
     #[error(transparent)]
-    Folder(#[from] FolderError),
+    Dir(#[from] DirError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -37,8 +37,8 @@ pub enum TrainError {
     Weights(#[from] WeightsError),
     #[error("model.from: {0}")]
     FirstRun(Box<ExportError>),
-    #[error("model.from: {} is this run's own folder: name another train.run_folder for the new run", folder.display())]
-    FromItself { folder: PathBuf },
+    #[error("model.from: {} is this run's own directory: name another train.run_dir for the new run", dir.display())]
+    FromItself { dir: PathBuf },
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(transparent)]
@@ -54,9 +54,9 @@ pub enum TrainError {
     #[error(transparent)]
     Trace(#[from] TraceError),
     #[error(transparent)]
-    Save(#[from] SaveError),
-    #[error("{count} saves could not be made, all else is done; the first: {first}")]
-    Saves { count: u64, first: String },
+    Checkpoint(#[from] CheckpointError),
+    #[error("{count} checkpoints could not be made, all else is done; the first: {first}")]
+    Checkpoints { count: u64, first: String },
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     #[error(
@@ -83,15 +83,15 @@ pub enum TrainError {
     )]
     LeastScale { step: u64, scale: f64 },
     #[error(
-        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a save with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
-        run_folder.display()
+        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        run_dir.display()
     )]
     StoreLost {
-        run_folder: PathBuf,
+        run_dir: PathBuf,
         steps: u64,
         devices: String,
         job: String,
-        /// That the folder is a copy, if it is; a sentence of its own.
+        /// That the directory is a copy, if it is; a sentence of its own.
         copy: String,
     },
     #[error(
@@ -99,7 +99,7 @@ pub enum TrainError {
     )]
     InPlace(SwapperError),
     #[error(
-        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a save with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run folder and of its store together, or start again with --fresh",
+        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a checkpoint with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run directory and of its store together, or start again with --fresh",
         config.display()
     )]
     DamagedTile {
@@ -107,21 +107,21 @@ pub enum TrainError {
         config: PathBuf,
     },
     #[error(
-        "there is no run in {}: it has no run.json. Name the folder of a run, as in its train.run_folder",
-        folder.display()
+        "there is no run in {}: it has no run.json. Name the directory of a run, as in its train.run_dir",
+        dir.display()
     )]
-    NoRun { folder: PathBuf },
+    NoRun { dir: PathBuf },
     #[error(
         "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
-        folder.display()
+        dir.display()
     )]
-    UnknownRun { folder: PathBuf, message: String },
+    UnknownRun { dir: PathBuf, message: String },
     #[error(
         "the file system of {} has {} free, and {what} {}: {change}",
-        folder.display(), Gib(*free_bytes), Gib(*needed_bytes)
+        dir.display(), Gib(*free_bytes), Gib(*needed_bytes)
     )]
-    SaveSpace {
-        folder: PathBuf,
+    CheckpointSpace {
+        dir: PathBuf,
         free_bytes: u64,
         needed_bytes: u64,
         /// What takes it, as the beginning of a sentence.
@@ -129,15 +129,15 @@ pub enum TrainError {
         /// What a person can do.
         change: &'static str,
     },
-    #[error("nothing was committed yet in {}", run_folder.display())]
-    NothingCommitted { run_folder: PathBuf },
+    #[error("nothing was committed yet in {}", run_dir.display())]
+    NothingCommitted { run_dir: PathBuf },
 }
 
-impl From<HomeError> for TrainError {
-    fn from(error: HomeError) -> Self {
+impl From<BackendError> for TrainError {
+    fn from(error: BackendError) -> Self {
         match error {
-            HomeError::Swapper(error) => Self::Swapper(error),
-            HomeError::Gpu(error) => Self::Gpu(error),
+            BackendError::Swapper(error) => Self::Swapper(error),
+            BackendError::Gpu(error) => Self::Gpu(error),
         }
     }
 }
@@ -166,9 +166,7 @@ impl TrainError {
                 error: Box::new(error),
                 config: match settings.offload.socket {
                     Some(_) => "OFFLOADD.toml".into(),
-                    None => {
-                        daemon_folder(&resolved(&settings.train.run_folder)).join("offloadd.toml")
-                    }
+                    None => daemon_dir(&resolved(&settings.train.run_dir)).join("offloadd.toml"),
                 },
             },
             error => error,

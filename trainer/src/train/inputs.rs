@@ -6,7 +6,7 @@
 //!
 //! Without a GPU inputs are in host memory anyway.
 
-use kernels::gpu::{Gpu, Shelf, Stream};
+use kernels::gpu::{Gpu, HostStash, Stream};
 
 use crate::compute::{Activation, AwayActivation, ComputeError};
 use crate::model::ModelConfig;
@@ -23,7 +23,7 @@ pub(super) enum Input {
 
 /// Where inputs wait.
 pub(super) struct InputPlace {
-    shelf: Option<(Shelf, Stream)>,
+    host_stash: Option<(HostStash, Stream)>,
     micro_batches: usize,
 }
 
@@ -31,7 +31,7 @@ impl InputPlace {
     /// With what computes.
     pub(super) fn here(micro_batches: usize) -> Self {
         Self {
-            shelf: None,
+            host_stash: None,
             micro_batches,
         }
     }
@@ -46,9 +46,9 @@ impl InputPlace {
         micro_batches: usize,
         input_bytes: usize,
     ) -> Result<Self, ComputeError> {
-        let shelf = Shelf::new(gpu, config.layers * micro_batches, input_bytes)?;
+        let host_stash = HostStash::new(gpu, config.layers * micro_batches, input_bytes)?;
         Ok(Self {
-            shelf: Some((shelf, gpu.default_stream())),
+            host_stash: Some((host_stash, gpu.default_stream())),
             micro_batches,
         })
     }
@@ -62,13 +62,13 @@ impl InputPlace {
         block: usize,
         inputs: Vec<Activation>,
     ) -> Result<BlockInputs, ComputeError> {
-        let Some((shelf, compute)) = &mut self.shelf else {
+        let Some((host_stash, compute)) = &mut self.host_stash else {
             return Ok(inputs.into_iter().map(Input::Here).collect());
         };
         let first = block * self.micro_batches;
         let numbered = (first..).zip(inputs);
         numbered
-            .map(|(piece, input)| Ok(Input::Away(piece, input.put(shelf, piece, compute)?)))
+            .map(|(piece, input)| Ok(Input::Away(piece, input.put(host_stash, piece, compute)?)))
             .collect()
     }
 
@@ -77,8 +77,10 @@ impl InputPlace {
     /// # Errors
     /// The GPU failed.
     pub(super) fn expect(&mut self, blocks: usize) -> Result<(), ComputeError> {
-        match &mut self.shelf {
-            Some((shelf, _)) if blocks > 0 => Ok(shelf.fetch((blocks - 1) * self.micro_batches)?),
+        match &mut self.host_stash {
+            Some((host_stash, _)) if blocks > 0 => {
+                Ok(host_stash.fetch((blocks - 1) * self.micro_batches)?)
+            }
             _ => Ok(()),
         }
     }
@@ -92,10 +94,10 @@ impl InputPlace {
             Input::Here(input) => return Ok(input),
             Input::Away(piece, away) => (piece, away),
         };
-        let (shelf, compute) = self.shelf.as_mut().expect("it is away there");
-        let input = away.take(shelf, piece, compute)?;
+        let (host_stash, compute) = self.host_stash.as_mut().expect("it is away there");
+        let input = away.take(host_stash, piece, compute)?;
         if let Some(next) = next_piece(piece, self.micro_batches) {
-            shelf.fetch(next)?;
+            host_stash.fetch(next)?;
         }
         Ok(input)
     }

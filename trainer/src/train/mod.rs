@@ -1,20 +1,20 @@
 //! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
 
+mod checkpointer;
 mod clock;
-mod enqueued;
 mod error;
+mod gpu_timeline;
 mod inputs;
-mod lookout;
 mod mover;
 mod open;
+mod peer_watchdog;
 mod progress;
-mod saver;
 mod show;
 mod step;
+mod step_order;
 mod stop;
 #[cfg(test)]
 mod tests;
-mod turns;
 mod watch;
 
 use std::sync::Arc;
@@ -25,10 +25,10 @@ use swapper::kill_point::{Point, reach};
 use swapper::{StepRates, bound_s};
 
 pub use error::TrainError;
-pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_FOLDER, mend};
+pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_DIR, mend};
 
 use crate::compute::{self, Engine};
-use crate::config::{Overflow, RunSettings};
+use crate::config::{OverflowPolicy, RunSettings};
 use crate::data::{Corpus, Data, Frame};
 use crate::learning_rate::learning_rate;
 use crate::metrics::{MetricsFile, StepMetrics};
@@ -36,14 +36,14 @@ use crate::monitor::Monitors;
 use crate::overflow::{Outcome, OverflowState};
 use crate::plan::Measured;
 use crate::ranks::Ranks;
-use crate::run::SaveName;
+use crate::run::CheckpointName;
 use crate::say;
 use crate::trace::Trace;
+use checkpointer::{Checkpointer, CheckpointerParts};
 use inputs::InputPlace;
-use lookout::Lookout;
 use mover::Shards;
+use peer_watchdog::PeerWatchdog;
 use progress::Progress;
-use saver::{Saver, SaverParts};
 use step::{Gradients, Stepper};
 use stop::Stop;
 
@@ -52,10 +52,10 @@ use stop::Stop;
 pub enum Start {
     /// Where the run was left; with fresh weights if there is none.
     GoOn,
-    /// With fresh weights: an earlier run of the same folder is forgotten.
+    /// With fresh weights: an earlier run of the same directory is forgotten.
     Fresh,
-    /// At a save, of this run or another.
-    Save(SaveName),
+    /// At a checkpoint, of this run or another.
+    Checkpoint(CheckpointName),
 }
 
 /// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. Returns the exit status: 0 when the run is done, 128
@@ -158,8 +158,8 @@ fn run_to_its_end(
     if first {
         show::opened(&run, resumed);
     }
-    let canceller = run.home.canceller().filter(|_| ranks.count() > 1);
-    let lookout = canceller.map(|canceller| Lookout::start(ranks.comm(), canceller));
+    let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
+    let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(ranks.comm(), canceller));
     let mut training = Training::new(settings, data, stepper, run, ranks.clone())?;
     training.record(trace)?;
     let result = training.run_steps(stop);
@@ -171,11 +171,11 @@ fn run_to_its_end(
         // Before this rank's part ends, and its private daemon: that is not why.
         Err(error) => {
             ranks.give_up(error);
-            trace.add(training.run.home.take_spans());
+            trace.add(training.run.backend.take_spans());
         }
     }
     // Ranks that have ended are no longer missed.
-    drop(lookout);
+    drop(peer_watchdog);
     match result {
         Ok(asked) => {
             training.end(asked)?;
@@ -224,7 +224,7 @@ struct Training {
     shown: Option<Shown>,
     run: OpenRun,
     ranks: Arc<Ranks>,
-    saver: Saver,
+    checkpointer: Checkpointer,
     /// Seconds of computing in the last step.
     compute_s: Option<f64>,
     trace: Trace,
@@ -264,7 +264,7 @@ impl Training {
             if !ranks.is_first() {
                 return Ok(None);
             }
-            let (metrics, last) = MetricsFile::open(run.folder.path(), state.step)?;
+            let (metrics, last) = MetricsFile::open(run.dir.path(), state.step)?;
             last_step = last;
             let progress = Progress::new(state.step, train.stop_after, train.log_every);
             let progress = progress.telling(reports.wall_clock_breakdown);
@@ -279,18 +279,20 @@ impl Training {
         // The first rank knows; all evaluate.
         let is_lost = ranks.any(last_step < state.step)?;
         let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
-        let saves = run.folder.saves();
-        let newest = ranks.by_first("looking for a save", || Ok(saves.has(state.step)))?;
-        let parts = SaverParts {
-            saves,
-            copies: run.copies.clone(),
-            every: train.save_every,
-            kept: train.saves_kept,
+        let checkpoints = run.dir.checkpoints();
+        let newest = ranks.by_first("looking for a checkpoint", || {
+            Ok(checkpoints.has(state.step))
+        })?;
+        let parts = CheckpointerParts {
+            checkpoints,
+            checkpoint_tap: run.checkpoint_tap.clone(),
+            every: train.checkpoint_every,
+            kept: train.checkpoints_kept,
             layout: run.layout.clone(),
             ranges: run.saved_ranges()?,
             tile_bytes: run.plan.memory.table_bytes,
         };
-        let saver = Saver::new(parts, newest.then_some(state.step), ranks.clone());
+        let checkpointer = Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
         let mut training = Self {
             settings,
             data,
@@ -298,7 +300,7 @@ impl Training {
             shown,
             run,
             ranks,
-            saver,
+            checkpointer,
             compute_s: None,
             trace: Trace::off(),
         };
@@ -317,7 +319,7 @@ impl Training {
         let steps_left = (self.settings.train.stop_after).saturating_sub(self.run.state.step);
         trace.begin(steps_left);
         if trace.recording() {
-            self.run.home.record_spans(true)?;
+            self.run.backend.record_spans(true)?;
         }
         self.trace = trace.clone();
         Ok(())
@@ -325,11 +327,11 @@ impl Training {
 
     /// Steps to where this start ends, or until a rank was asked to stop before: whether one was.
     fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
-        // The end before may have come between a commit and its save; a run without a store that began elsewhere has none of its own.
+        // The end before may have come between a commit and its checkpoint; a run without a store that began elsewhere has none of its own.
         let step = self.run.state.step;
-        let wanted = self.saver.is_due(step) || !self.settings.placement.has_store();
-        if step > 0 && wanted && !self.saver.has(step) {
-            self.save_now()?;
+        let wanted = self.checkpointer.is_due(step) || !self.settings.placement.has_store();
+        if step > 0 && wanted && !self.checkpointer.has(step) {
+            self.checkpoint_now()?;
         }
         loop {
             if self.run.state.step >= self.settings.train.stop_after {
@@ -353,7 +355,7 @@ impl Training {
         let update = step - overflow.skipped;
         let lr = learning_rate(&self.settings.lr, update);
         let gradients = self.stepper.forward_backward(
-            &mut self.run.home,
+            &mut self.run.backend,
             self.data.as_ref().expect("a run with steps has data"),
             self.run.state.next_sample,
             scale,
@@ -363,7 +365,7 @@ impl Training {
         let outcome = overflow.step(&rules, loss.is_finite() && norm.is_finite());
         if outcome == Outcome::Ends {
             return Err(match rules {
-                Overflow::Scales(dynamic) => TrainError::LeastScale {
+                OverflowPolicy::Scales(dynamic) => TrainError::LeastScale {
                     step,
                     scale: dynamic.min,
                 },
@@ -377,7 +379,10 @@ impl Training {
         state.next_sample += settings.step_samples();
         state.lr = lr;
         state.overflow = Some(overflow);
-        let is_scaled = matches!(rules, Overflow::Scaled { .. } | Overflow::Scales(_));
+        let is_scaled = matches!(
+            rules,
+            OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_)
+        );
         let mut metrics = StepMetrics {
             step,
             loss,
@@ -411,19 +416,19 @@ impl Training {
         let blob = state.encode();
         // What moves once the step is finished is the next one's.
         if self.trace.begins_after() {
-            self.run.home.record_spans(true)?;
+            self.run.backend.record_spans(true)?;
         }
-        self.saver.all_came();
-        let saving = self.saver.is_due(step) && {
+        self.checkpointer.all_came();
+        let saving = self.checkpointer.is_due(step) && {
             let shown = &self.shown;
-            self.saver.begin(step, &|line| say(shown, line))?
+            self.checkpointer.begin(step, &|line| say(shown, line))?
         };
         let hyper =
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
-        let io = self.run.home.finish_step(hyper, blob)?;
-        (self.trace).finish_step(step, started, self.run.home.take_spans());
+        let io = self.run.backend.finish_step(hyper, blob)?;
+        (self.trace).finish_step(step, started, self.run.backend.take_spans());
         if self.trace.has_ended() {
-            self.run.home.record_spans(false)?;
+            self.run.backend.record_spans(false)?;
         }
         metrics.step_s = started.elapsed().as_secs_f64();
         metrics.generation = io.generation;
@@ -456,14 +461,14 @@ impl Training {
             shown.progress.step(&metrics, self.settings.step_tokens());
         }
         // Tiles that nobody updates on the host are not copied on the way.
-        let visited = metrics.skipped || !self.run.home.updates_on_host();
+        let visited = metrics.skipped || !self.run.backend.updates_on_host();
         self.run.state.last = Some(metrics);
         if saving && visited {
-            self.saver.visit(&mut self.run.home)?;
+            self.checkpointer.visit(&mut self.run.backend)?;
         }
-        self.saver.is_of(&self.run.state);
+        self.checkpointer.is_of(&self.run.state);
         let shown = &self.shown;
-        self.saver.look(&|line| say(shown, line))
+        self.checkpointer.look(&|line| say(shown, line))
     }
 
     /// Seconds this step could not have been faster than, from this rank's computing, all ranks' bytes and the devices' measured
@@ -494,32 +499,32 @@ impl Training {
     fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<(), TrainError> {
         let train = &self.settings.train;
         if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
-            self.run.home.drain()?;
+            self.run.backend.drain()?;
             let data = self.data.as_ref().expect("a run with steps has data");
             let loss = self
                 .stepper
-                .evaluate(&mut self.run.home, data, train.eval_batches)?;
+                .evaluate(&mut self.run.backend, data, train.eval_batches)?;
             metrics.eval_loss = Some(loss);
         }
         Ok(())
     }
 
-    /// Begins a save of the tiles as they are; it is finished beside what comes next.
-    fn save_now(&mut self) -> Result<(), TrainError> {
+    /// Begins a checkpoint of the tiles as they are; it is finished beside what comes next.
+    fn checkpoint_now(&mut self) -> Result<(), TrainError> {
         let shown = &self.shown;
         if self
-            .saver
+            .checkpointer
             .begin(self.run.state.step, &|line| say(shown, line))?
         {
-            self.saver.visit(&mut self.run.home)?;
-            self.saver.is_of(&self.run.state);
+            self.checkpointer.visit(&mut self.run.backend)?;
+            self.checkpointer.is_of(&self.run.state);
         }
         Ok(())
     }
 
-    fn settle_saves(&mut self) -> Result<(), TrainError> {
+    fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
         let shown = &self.shown;
-        self.saver.settle(&|line| say(shown, line))
+        self.checkpointer.settle(&|line| say(shown, line))
     }
 
     /// What the next plan should know of this machine.
@@ -532,7 +537,7 @@ impl Training {
             write_bytes_per_s: rates.map(|(_, write)| write),
             tflops: self.compute_s.map(|s| operations / s / 1e12),
             on_gpu: plan.hardware.gpu.is_some(),
-            save_bytes_per_s: self.saver.rate(),
+            checkpoint_bytes_per_s: self.checkpointer.rate(),
         }
     }
 
@@ -540,13 +545,16 @@ impl Training {
     fn end(self, asked: bool) -> Result<(), TrainError> {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
-            if let Err(error) = self.measured().write(self.run.folder.path()) {
+            if let Err(error) = self.measured().write(self.run.dir.path()) {
                 // Only a plan misses it.
                 say(&format!("note: cannot keep what was measured: {error}"));
             }
             let why = if asked { "stopped as asked" } else { "done" };
             let step = self.run.state.step;
-            let kept = match (self.settings.placement.has_store(), self.saver.has(step)) {
+            let kept = match (
+                self.settings.placement.has_store(),
+                self.checkpointer.has(step),
+            ) {
                 (true, _) => "all of it committed",
                 (false, true) => "all of it saved",
                 (false, false) => "not all of it saved",
@@ -554,24 +562,26 @@ impl Training {
             say(&format!(
                 "{why}: at step {step} of {}, {kept}; {}",
                 self.settings.train.steps,
-                MetricsFile::path(self.run.folder.path()).display()
+                MetricsFile::path(self.run.dir.path()).display()
             ));
         }
         reach(Point::Closing);
         self.run.close()?;
-        self.saver.result()
+        self.checkpointer.result()
     }
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
         reach(Point::Draining);
-        (self.ranks).together("committing the last step", || Ok(self.run.home.drain()?))?;
-        self.settle_saves()?;
+        (self.ranks).together("committing the last step", || {
+            Ok(self.run.backend.drain()?)
+        })?;
+        self.settle_checkpoints()?;
         let step = self.run.state.step;
         let worth = step > 0 || self.settings.train.steps == 0;
-        if worth && !self.settings.placement.has_store() && !self.saver.has(step) {
-            self.save_now()?;
-            self.settle_saves()?;
+        if worth && !self.settings.placement.has_store() && !self.checkpointer.has(step) {
+            self.checkpoint_now()?;
+            self.settle_checkpoints()?;
         }
         Ok(())
     }

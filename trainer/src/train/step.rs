@@ -1,4 +1,4 @@
-//! One optimizer step, in the order that `turns.rs` has as data.
+//! One optimizer step, in the order that `step_order.rs` has as data.
 //!
 //! Vertical over micro-batches: a unit is gathered once and serves all of them, so weights move twice a step (forward and
 //! backward) however many micro-batches there are. What is kept from forward to backward is each block's input.
@@ -13,12 +13,12 @@ use super::TrainError;
 use super::clock::Clock;
 use super::inputs::{BlockInputs, InputPlace};
 use super::mover::{Exchanged, Mover, Shards};
-use super::turns::{self, EMBEDDING, Planned, Turn};
+use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
+use crate::backend::TileBackend;
 use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
 use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
-use crate::home::Home;
 use crate::learning_rate::{betas, learning_rate};
 use crate::trace::Trace;
 
@@ -30,8 +30,8 @@ pub(super) struct Stepper {
     shards: Shards,
     gpu: Option<Gpu>,
     inputs: InputPlace,
-    training: Arc<turns::Pass>,
-    evaluation: Arc<turns::Pass>,
+    training: Arc<step_order::Pass>,
+    evaluation: Arc<step_order::Pass>,
 }
 
 /// A micro-batch as the engine takes it.
@@ -129,14 +129,14 @@ impl Stepper {
         // One processor waits for nothing but its memory: nothing to come ahead of.
         let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
-        let buffers = turns::block_buffers(units, ahead, stage);
+        let buffers = step_order::block_buffers(units, ahead, stage);
         Ok(Self {
             mover: Mover::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?,
             shards,
             gpu,
             inputs: InputPlace::here(batch.micro_batches),
-            training: Arc::new(turns::Pass::training(units, ahead, stage)),
-            evaluation: Arc::new(turns::Pass::evaluation(units, ahead)),
+            training: Arc::new(step_order::Pass::training(units, ahead, stage)),
+            evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
             engine,
             batch,
         })
@@ -151,7 +151,7 @@ impl Stepper {
     /// loss times `scale`, are summed over the ranks and scattered.
     pub(super) fn forward_backward(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         data: &Data,
         first_sample: u64,
         scale: f64,
@@ -173,12 +173,12 @@ impl Stepper {
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
-        home.begin_step(self.training.program())?;
+        backend.begin_step(self.training.program())?;
         // What an evaluation gathered is no part of the step.
         self.shards.take_exchanged();
         let mut held_bytes = 0;
-        for planned in self.training.clone().turns() {
-            self.planned(planned, home, &mut pass, &mut watch, trace)?;
+        for planned in self.training.clone().step_order() {
+            self.planned(planned, backend, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
         }
         // Asked last: a GPU is waited for here, and nowhere before.
@@ -204,7 +204,7 @@ impl Stepper {
     /// Mean loss over `batches` micro-batches of held-out text. Nothing must be pending.
     pub(super) fn evaluate(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         data: &Data,
         batches: u64,
     ) -> Result<f64, TrainError> {
@@ -221,13 +221,13 @@ impl Stepper {
             scale: 1.0,
         };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
-        home.begin_step(self.evaluation.program())?;
+        backend.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
         let keep = self.engine.keep(Keep::Nothing);
         let trace = Trace::off();
         let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
-        let done = (self.evaluation.clone().turns().iter())
-            .try_for_each(|planned| self.planned(planned, home, &mut pass, &mut watch, &trace));
+        let done = (self.evaluation.clone().step_order().iter())
+            .try_for_each(|planned| self.planned(planned, backend, &mut pass, &mut watch, &trace));
         self.engine.keep(keep);
         done?;
         let loss = mean(&pass)?;
@@ -239,7 +239,7 @@ impl Stepper {
     fn planned(
         &mut self,
         planned: &Planned,
-        home: &mut Home,
+        backend: &mut TileBackend,
         pass: &mut Pass,
         watch: &mut Watch,
         trace: &Trace,
@@ -247,7 +247,9 @@ impl Stepper {
         for &unit in &planned.uses {
             self.mover.ready(unit, trace)?;
         }
-        watch.of(planned.turn, || self.turn(planned.turn, home, pass, trace))?;
+        watch.of(planned.turn, || {
+            self.turn(planned.turn, backend, pass, trace)
+        })?;
         let mut units = planned.gives_back.iter();
         units.try_for_each(|&unit| self.mover.give_back(unit))
     }
@@ -256,7 +258,7 @@ impl Stepper {
     fn turn(
         &mut self,
         turn: Turn,
-        home: &mut Home,
+        backend: &mut TileBackend,
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -275,7 +277,7 @@ impl Stepper {
             ..
         } = pass;
         match turn {
-            Turn::Gather(unit) => mover.gather(engine, home, unit, trace)?,
+            Turn::Gather(unit) => mover.gather(engine, backend, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
                 let weights = mover.weights(EMBEDDING);
                 *flow = pass.forward.of(|| {
@@ -306,8 +308,8 @@ impl Stepper {
             }
             Turn::Head => {
                 let head = grads.len() - 1;
-                let mut head_grads = mover.sink(engine, home, head)?;
-                let mut embedding_grads = mover.sink(engine, home, EMBEDDING)?;
+                let mut head_grads = mover.sink(engine, backend, head)?;
+                let mut embedding_grads = mover.sink(engine, backend, EMBEDDING)?;
                 inputs.expect(block_inputs.len())?;
                 let head_inputs = std::mem::take(flow);
                 (pass.losses, *flow) = pass.backward.of(|| {
@@ -336,7 +338,7 @@ impl Stepper {
             }
             Turn::Backward(block) => {
                 let kept = block_inputs.pop().expect("one for each block");
-                let mut block_grads = mover.sink(engine, home, block)?;
+                let mut block_grads = mover.sink(engine, backend, block)?;
                 let weights = mover.weights(block);
                 *flow = pass.backward.of(|| {
                     let pairs = kept.into_iter().zip(&*flow);
@@ -352,9 +354,9 @@ impl Stepper {
             }
             Turn::Reduce(unit) => {
                 let complete = grads[unit].take().expect("its backward turn came before");
-                mover.reduce(home, unit, complete, trace)?;
+                mover.reduce(backend, unit, complete, trace)?;
             }
-            Turn::Scatter(unit) => mover.scatter(home, unit, trace)?,
+            Turn::Scatter(unit) => mover.scatter(backend, unit, trace)?,
         }
         Ok(())
     }

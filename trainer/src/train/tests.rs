@@ -17,17 +17,17 @@ use kernels::gpu::Gpu;
 use kernels_torch::collective::Comm;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
-use swapper::{Blank, Swapper};
+use swapper::{Swapper, UninitTile};
 use tempfile::TempDir;
 
 use super::inputs::InputPlace;
 use super::mover::Shards;
 use super::step::{Stepper, hyper};
+use crate::backend::{GpuBackend, TileBackend};
 use crate::compute::{ComputeDevice, Engine, Keep, set_up};
 use crate::config::{RunSettings, Stage, check};
 use crate::data::{Corpus, Data, Frame};
 use crate::fingerprint::Fingerprint;
-use crate::home::{GpuHome, Home};
 use crate::model::init::splitmix64;
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::trace::Trace;
@@ -109,18 +109,18 @@ enum Place {
 }
 
 /// A text, and the tokens of it.
-struct Lab {
-    folder: TempDir,
+struct Harness {
+    dir: TempDir,
 }
 
-impl Lab {
+impl Harness {
     fn new() -> Self {
         // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
         set_up(1).unwrap();
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let words = (0..4000u64).map(|i| (b'a' + (splitmix64(i) % 26) as u8) as char);
-        std::fs::write(folder.path().join("text"), words.collect::<String>()).unwrap();
-        Self { folder }
+        std::fs::write(dir.path().join("text"), words.collect::<String>()).unwrap();
+        Self { dir }
     }
 
     fn settings(&self, model: &Value, way: &Way, ranks: u32) -> RunSettings {
@@ -130,10 +130,10 @@ impl Lab {
             "bf16": {"enabled": way.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
             "model": model,
-            "data": {"files": [self.folder.path().join("text")], "holdout_share": 0.1},
+            "data": {"files": [self.dir.path().join("text")], "validation_fraction": 0.1},
             "train": {
                 "steps": 2, "seq_len": 16, "seed": 5, "threads": 1, "eval_every": 2, "device": "cpu",
-                "run_folder": self.folder.path().join("run")
+                "run_dir": self.dir.path().join("run")
             },
             "offload": {"tile_elems": 4096}
         });
@@ -207,21 +207,21 @@ fn steps(
     let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
     let decay = Decay::new(&plan.units, &settings.optimizer.decay);
     let live = way.place == Place::Gpu;
-    let mut home = match gpu.filter(|_| live) {
+    let mut backend = match gpu.filter(|_| live) {
         Some(gpu) => {
             let layout = tiles.cut().unwrap();
-            Home::Gpu(Box::new(
-                GpuHome::new(gpu, layout, plan.master, decay).unwrap(),
+            TileBackend::Gpu(Box::new(
+                GpuBackend::new(gpu, layout, plan.master, decay).unwrap(),
             ))
         }
         None => {
             let master = plan.master;
             let (swapper, _) =
                 Swapper::open(tiles.clone(), vec![Box::new(CpuUpdate { master, decay })]).unwrap();
-            Home::Swapper(Box::new(swapper))
+            TileBackend::Swapper(Box::new(swapper))
         }
     };
-    let fill = |blanks: &mut [Blank]| {
+    let fill = |blanks: &mut [UninitTile]| {
         for blank in blanks {
             let elems = blank.range.elems.start as usize..blank.range.elems.end as usize;
             let mut masters = vec![0f32; elems.len()];
@@ -232,7 +232,7 @@ fn steps(
         }
         Ok::<(), super::TrainError>(())
     };
-    home.initialize(fill, Vec::new()).unwrap();
+    backend.initialize(fill, Vec::new()).unwrap();
     let batch = settings.batch;
     let gpu = gpu.cloned();
     let inputs = match &gpu {
@@ -249,23 +249,24 @@ fn steps(
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
         let found = stepper
-            .forward_backward(&mut home, data, first, 1.0, &Trace::off())
+            .forward_backward(&mut backend, data, first, 1.0, &Trace::off())
             .unwrap();
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         let update = Some(hyper(settings, step, found.norm, 1.0));
-        home.finish_step(update, Vec::new()).unwrap();
+        backend.finish_step(update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);
     }
-    home.drain().unwrap();
+    backend.drain().unwrap();
     let evaluates = settings.train.eval_every > 0;
-    let evaluated = evaluates.then(|| stepper.evaluate(&mut home, data, 2).unwrap());
+    let evaluated = evaluates.then(|| stepper.evaluate(&mut backend, data, 2).unwrap());
     let mut fingerprint = Fingerprint::default();
-    home.visit(&mut |_, param, state| {
-        fingerprint.add(param);
-        fingerprint.add(state);
-    })
-    .unwrap();
-    home.close().unwrap();
+    backend
+        .visit(&mut |_, param, state| {
+            fingerprint.add(param);
+            fingerprint.add(state);
+        })
+        .unwrap();
+    backend.close().unwrap();
     Found {
         steps,
         evaluated,
@@ -274,9 +275,15 @@ fn steps(
 }
 
 /// The bits of two steps of `model` with random weights, and of an evaluation after them.
-fn bits(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>, comm: Arc<Comm>) -> Vec<u64> {
-    let settings = lab.settings(model, way, comm.world().ranks);
-    let data = lab.data(&settings);
+fn bits(
+    harness: &Harness,
+    model: &Value,
+    way: &Way,
+    gpu: Option<&Gpu>,
+    comm: Arc<Comm>,
+) -> Vec<u64> {
+    let settings = harness.settings(model, way, comm.world().ranks);
+    let data = harness.data(&settings);
     let random = |plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
         for param in &plan.units[unit].params {
             let range = param.range_elems();
@@ -289,8 +296,8 @@ fn bits(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>, comm: Arc<Comm>)
     steps(&settings, &data, way, gpu, comm, random).bits()
 }
 
-fn alone(lab: &Lab, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
-    bits(lab, model, way, gpu, Arc::new(Comm::alone()))
+fn alone(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
+    bits(harness, model, way, gpu, Arc::new(Comm::alone()))
 }
 
 /// Ways to do the same step, each compared with one that keeps nothing and gives each block a buffer of its own.
@@ -312,14 +319,18 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
 
 #[test]
 fn what_is_kept_and_shared_buffers_change_no_bit_of_a_step() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     each_way(|name, model, way| {
-        let expected = alone(&lab, model, &way, None);
+        let expected = alone(&harness, model, &way, None);
         for &keep in keeps(way.tiles) {
             for place in [Place::Own, Place::Shared] {
                 let way = Way { keep, place, ..way };
                 println!("{name}, {way:?}");
-                assert_eq!(alone(&lab, model, &way, None), expected, "{name}, {way:?}");
+                assert_eq!(
+                    alone(&harness, model, &way, None),
+                    expected,
+                    "{name}, {way:?}"
+                );
             }
         }
     });
@@ -327,14 +338,14 @@ fn what_is_kept_and_shared_buffers_change_no_bit_of_a_step() {
 
 #[test]
 fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).unwrap();
     let library: Value = serde_json::from_str(&text).unwrap();
     let run = &library["run"];
     // Those that are written out: their windows hide nothing, or they have none.
     for name in ["llama", "llama3", "llama_linear", "qwen3"] {
-        let folder = fixtures.join("hf").join(name);
+        let dir = fixtures.join("hf").join(name);
         let tree = json!({
             "train_batch_size": run["batch"],
             "train_micro_batch_size_per_gpu": 2,
@@ -343,16 +354,16 @@ fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
                 "lr": run["lr"], "betas": [run["beta1"], run["beta2"]], "eps": run["eps"],
                 "weight_decay": run["weight_decay"]
             }},
-            "model": {"path": folder},
+            "model": {"path": dir},
             "data": {"files": [fixtures.join("text.txt")]},
             "train": {
                 "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1, "device": "cpu",
-                "run_folder": lab.folder.path().join(name)
+                "run_dir": harness.dir.path().join(name)
             }
         });
         let settings = check(tree, "a test", Some(1)).unwrap();
-        let data = lab.data(&settings);
-        let weights = Weights::open(&folder, &settings.model).unwrap();
+        let data = harness.data(&settings);
+        let weights = Weights::open(&dir, &settings.model).unwrap();
         let from_file = |_: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
             weights.fill(unit, elems, out).unwrap();
         };
@@ -409,15 +420,15 @@ fn what_is_kept_and_where_state_and_inputs_are_change_no_bit_of_a_step_on_a_gpu(
         );
         return;
     }
-    let lab = Lab::new();
+    let harness = Harness::new();
     each_way(|name, model, way| {
         let place = Place::Gpu;
-        let expected = alone(&lab, model, &Way { place, ..way }, Some(&gpu));
+        let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
         for &keep in keeps(way.tiles) {
             for place in [Place::Gpu, Place::Host, Place::InputsAway] {
                 let way = Way { keep, place, ..way };
                 println!("{name}, {way:?}");
-                let found = alone(&lab, model, &way, Some(&gpu));
+                let found = alone(&harness, model, &way, Some(&gpu));
                 assert_eq!(found, expected, "{name}, {way:?}");
             }
         }

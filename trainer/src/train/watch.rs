@@ -3,8 +3,8 @@
 use kernels::gpu::{Gpu, GpuError, Stream};
 
 use super::TrainError;
-use super::enqueued::Enqueued;
-use super::turns::Turn;
+use super::gpu_timeline::Enqueued;
+use super::step_order::Turn;
 use crate::trace::{Trace, Track};
 
 /// Watches the turns of one pass.
@@ -34,8 +34,8 @@ impl<'a> Watch<'a> {
         if !turn.computes() {
             return f();
         }
-        if let Some((stream, enqueued)) = &mut self.gpu {
-            return enqueued.of(self.trace, stream, || turn.to_string(), f);
+        if let Some((stream, gpu_timeline)) = &mut self.gpu {
+            return gpu_timeline.of(self.trace, stream, || turn.to_string(), f);
         }
         let _span = self.trace.span(Track::Compute, || turn.to_string());
         f()
@@ -47,7 +47,7 @@ impl<'a> Watch<'a> {
     /// The GPU's.
     pub(super) fn end(self) -> Result<(), GpuError> {
         match self.gpu {
-            Some((stream, mut enqueued)) => enqueued.tell(self.trace, &stream),
+            Some((stream, mut gpu_timeline)) => gpu_timeline.tell(self.trace, &stream),
             None => Ok(()),
         }
     }

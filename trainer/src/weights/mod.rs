@@ -73,9 +73,9 @@ pub enum WeightsError {
         first: PathBuf,
         second: PathBuf,
     },
-    #[error("the weights in {} have no tensor {tensor}{hint}", folder.display())]
+    #[error("the weights in {} have no tensor {tensor}{hint}", dir.display())]
     Missing {
-        folder: PathBuf,
+        dir: PathBuf,
         tensor: String,
         hint: &'static str,
     },
@@ -90,9 +90,9 @@ pub enum WeightsError {
     },
     #[error(
         "no weights in {}: neither {SINGLE_FILE} nor {INDEX_FILE} can be opened there. {instead}; or start from random weights with model.init = \"random\"",
-        folder.display()
+        dir.display()
     )]
-    NotFound { folder: PathBuf, instead: String },
+    NotFound { dir: PathBuf, instead: String },
     #[error(
         "{}, tensor lm_head.weight: it is not the embedding ({tensor}), and config.json says that it is (tie_word_embeddings): element {at_elem} is {value}, the embedding's is {embedding}. To train them apart, set model.tie_word_embeddings = false, as transformers 5 loads them; to train the embedding alone, as transformers 4 does, remove lm_head.weight from the file",
         path.display()
@@ -107,10 +107,10 @@ pub enum WeightsError {
     #[error("cannot start {count} threads to check the weights: {message}")]
     Threads { count: usize, message: String },
     #[error(
-        "{} has weights in {file} and none in safetensors: convert them once with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_FOLDER\"), and name that folder; or start from random weights with model.init = \"random\"",
-        folder.display(), folder.display()
+        "{} has weights in {file} and none in safetensors: convert them once with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_FOLDER\"), and name that directory; or start from random weights with model.init = \"random\"",
+        dir.display(), dir.display()
     )]
-    OtherFormat { folder: PathBuf, file: String },
+    OtherFormat { dir: PathBuf, file: String },
 }
 
 impl WeightsError {

@@ -24,15 +24,15 @@ const DOWNLOADS: &str = ".cache/huggingface/download";
 ///
 /// # Errors
 /// What was looked for and what was found.
-pub fn look_for(folder: &Path) -> Result<(), WeightsError> {
+pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
     if [SINGLE_FILE, INDEX_FILE]
         .iter()
-        .any(|name| folder.join(name).exists())
+        .any(|name| dir.join(name).exists())
     {
         return Ok(());
     }
-    let mut names = names_in(folder);
-    let hidden = names_in(&folder.join(DOWNLOADS));
+    let mut names = names_in(dir);
+    let hidden = names_in(&dir.join(DOWNLOADS));
     names.extend(hidden.into_iter().filter(|name| name.ends_with(PARTIAL)));
     names.sort_unstable();
     let first = |wanted: &dyn Fn(&str) -> bool| names.iter().find(|name| wanted(name)).cloned();
@@ -44,7 +44,7 @@ pub fn look_for(folder: &Path) -> Result<(), WeightsError> {
     let adapter = |name: &str| name.starts_with("adapter_model.") || name == "adapter_config.json";
     let instead = if let Some(link) = [SINGLE_FILE, INDEX_FILE]
         .iter()
-        .find_map(|name| Some((name, std::fs::read_link(folder.join(name)).ok()?)))
+        .find_map(|name| Some((name, std::fs::read_link(dir.join(name)).ok()?)))
     {
         let (name, target) = link;
         let target = target.display();
@@ -61,20 +61,20 @@ pub fn look_for(folder: &Path) -> Result<(), WeightsError> {
         )
     } else if let Some(file) = first(&other) {
         return Err(WeightsError::OtherFormat {
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
             file,
         });
     } else {
         "no other file of weights is there either: name the directory that has them".to_owned()
     };
     Err(WeightsError::NotFound {
-        folder: folder.to_owned(),
+        dir: dir.to_owned(),
         instead,
     })
 }
 
-fn names_in(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+fn names_in(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries
         .filter_map(|entry| entry.file_name().into_string().ok())
         .collect()
@@ -89,7 +89,7 @@ pub struct Weights {
     pub(super) stored: Vec<Vec<Stored>>,
     /// The projection, where the files have one and the model takes its embedding for it.
     pub(super) repeated: Option<Stored>,
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 /// Where a parameter's values are.
@@ -104,17 +104,17 @@ pub(super) struct Stored {
 }
 
 impl Weights {
-    /// Opens the weights of `model` in `folder`, one file or several.
+    /// Opens the weights of `model` in `dir`, one file or several.
     ///
     /// # Errors
     /// What is missing, damaged, of another shape or type, or left over, with its file and tensor.
-    pub fn open(folder: &Path, model: &ModelConfig) -> Result<Self, WeightsError> {
-        look_for(folder)?;
+    pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self, WeightsError> {
+        look_for(dir)?;
         // As transformers has it: the one file, where there are both.
-        let paths = if folder.join(SINGLE_FILE).exists() {
-            vec![folder.join(SINGLE_FILE)]
+        let paths = if dir.join(SINGLE_FILE).exists() {
+            vec![dir.join(SINGLE_FILE)]
         } else {
-            shards(folder)?
+            shards(dir)?
         };
         let files: Vec<Opened> = paths
             .iter()
@@ -140,7 +140,7 @@ impl Weights {
             for (param, place) in unit.params.iter().zip(places) {
                 let tensor = place.names().into_iter().find_map(|name| tensors.get(name));
                 let Some(&(file, tensor)) = tensor else {
-                    return Err(missing(folder, &place));
+                    return Err(missing(dir, &place));
                 };
                 used.insert(&tensor.name);
                 let element = check(&files[file], tensor, &place.stored_shape(&param.shape))?;
@@ -176,13 +176,13 @@ impl Weights {
             files,
             stored,
             repeated,
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
         })
     }
 
     /// The directory.
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// What tells these weights from others: files, sizes, and fingerprints that need no reading of all.
@@ -199,7 +199,7 @@ impl Weights {
                 })
             })
             .collect();
-        json!({"folder": crate::run::resolved(&self.folder), "files": files})
+        json!({"directory": crate::run::resolved(&self.dir), "files": files})
     }
 }
 
@@ -225,8 +225,8 @@ fn repeated(
 }
 
 /// The files that the index names, each once.
-fn shards(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
-    let index = folder.join(INDEX_FILE);
+fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+    let index = dir.join(INDEX_FILE);
     let wrong = |what: String| WeightsError::Index {
         path: index.clone(),
         what,
@@ -254,7 +254,7 @@ fn shards(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             return Err(wrong(format!("\"{name}\" is no file's name")));
         }
-        let path = folder.join(name);
+        let path = dir.join(name);
         if !path.exists() {
             return Err(WeightsError::MissingShard {
                 index: index.clone(),
@@ -266,7 +266,7 @@ fn shards(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     Ok(paths)
 }
 
-fn missing(folder: &Path, place: &Place) -> WeightsError {
+fn missing(dir: &Path, place: &Place) -> WeightsError {
     let hint = match place.name.as_str() {
         "lm_head.weight" => {
             ": if the model's projection is its embedding, say model.tie_word_embeddings = true; files of a model without its language model's head cannot be trained"
@@ -276,7 +276,7 @@ fn missing(folder: &Path, place: &Place) -> WeightsError {
         }
     };
     WeightsError::Missing {
-        folder: folder.to_owned(),
+        dir: dir.to_owned(),
         tensor: place.name.clone(),
         hint,
     }

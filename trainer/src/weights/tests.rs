@@ -105,15 +105,15 @@ fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
     [&length[..], header.as_bytes(), data].concat()
 }
 
-fn folder_of(bytes: &[u8]) -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join(SINGLE_FILE), bytes).unwrap();
-    folder
+fn dir_of(bytes: &[u8]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join(SINGLE_FILE), bytes).unwrap();
+    dir
 }
 
 /// Two files and their index.
 fn sharded(tensors: &Tensors) -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let mut map = serde_json::Map::new();
     for (number, half) in ["model-00001-of-00002", "model-00002-of-00002"]
         .iter()
@@ -128,21 +128,21 @@ fn sharded(tensors: &Tensors) -> TempDir {
             .collect();
         let name = format!("{half}.safetensors");
         map.extend(own.keys().map(|tensor| (tensor.clone(), json!(name))));
-        std::fs::write(folder.path().join(&name), file(&own)).unwrap();
+        std::fs::write(dir.path().join(&name), file(&own)).unwrap();
     }
     let index = json!({"metadata": {"total_size": 1}, "weight_map": map});
-    std::fs::write(folder.path().join(INDEX_FILE), index.to_string()).unwrap();
-    folder
+    std::fs::write(dir.path().join(INDEX_FILE), index.to_string()).unwrap();
+    dir
 }
 
-fn refused(folder: &Path, config: &ModelConfig) -> String {
-    let error = Weights::open(folder, config).expect_err("must be refused");
+fn refused(dir: &Path, config: &ModelConfig) -> String {
+    let error = Weights::open(dir, config).expect_err("must be refused");
     error.to_string()
 }
 
 /// Reads all, in ranges of `step` elements, and compares.
-fn check_all(folder: &Path, config: &ModelConfig, step: usize) {
-    let weights = Weights::open(folder, config).unwrap();
+fn check_all(dir: &Path, config: &ModelConfig, step: usize) {
+    let weights = Weights::open(dir, config).unwrap();
     for (unit, layout) in unit_layouts(config).iter().enumerate() {
         let mut expected = vec![0f32; layout.elems];
         for param in &layout.params {
@@ -167,7 +167,7 @@ fn every_value_comes_to_its_place_in_any_range() {
         for (tied, dtype) in [(true, "F32"), (false, "BF16"), (true, "F16")] {
             let config = model(*architecture, tied);
             let tensors = tensors(&config, dtype);
-            let one = folder_of(&file(&tensors));
+            let one = dir_of(&file(&tensors));
             for step in [1, 7, 64, 100, 1 << 20] {
                 check_all(one.path(), &config, step);
             }
@@ -189,7 +189,7 @@ fn files_of_bare_models_and_stored_tables_are_taken() {
         bytes: vec![1; 256],
     };
     bare.insert("h.0.attn.bias".into(), table);
-    check_all(folder_of(&file(&bare)).path(), &config, 77);
+    check_all(dir_of(&file(&bare)).path(), &config, 77);
 }
 
 #[test]
@@ -197,8 +197,8 @@ fn a_file_that_is_cut_short_anywhere_is_named() {
     let config = model(Architecture::Llama, true);
     let whole = file(&tensors(&config, "F32"));
     for length in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
-        let folder = folder_of(&whole[..length]);
-        let text = refused(folder.path(), &config);
+        let dir = dir_of(&whole[..length]);
+        let text = refused(dir.path(), &config);
         assert!(
             text.contains("model.safetensors is cut short")
                 && text.contains("are there: copy or download"),
@@ -206,7 +206,7 @@ fn a_file_that_is_cut_short_anywhere_is_named() {
         );
     }
     let longer = [&whole[..], b"x"].concat();
-    assert!(refused(folder_of(&longer).path(), &config).contains("1 bytes follow the last tensor"));
+    assert!(refused(dir_of(&longer).path(), &config).contains("1 bytes follow the last tensor"));
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn a_broken_header_is_named() {
             "tensor a is there twice",
         ),
     ] {
-        let text = refused(folder_of(&bytes).path(), &config);
+        let text = refused(dir_of(&bytes).path(), &config);
         assert!(
             text.contains(part) && text.contains(SINGLE_FILE),
             "{part}: {text}"
@@ -292,7 +292,7 @@ fn weights_of_another_model_are_named_by_tensor() {
     let with = |change: &dyn Fn(&mut Tensors)| {
         let mut changed = right.clone();
         change(&mut changed);
-        refused(folder_of(&file(&changed)).path(), &config)
+        refused(dir_of(&file(&changed)).path(), &config)
     };
     let name = "model.layers.1.mlp.up_proj.weight";
     let text = with(&|tensors| tensors.get_mut(name).unwrap().shape.reverse());
@@ -338,8 +338,8 @@ fn weights_of_another_model_are_named_by_tensor() {
     // What is not finite shows when it is read.
     let mut broken = right.clone();
     broken.get_mut(name).unwrap().bytes[20..24].copy_from_slice(&f32::INFINITY.to_le_bytes());
-    let folder = folder_of(&file(&broken));
-    let weights = Weights::open(folder.path(), &config).unwrap();
+    let dir = dir_of(&file(&broken));
+    let weights = Weights::open(dir.path(), &config).unwrap();
     let mut out = vec![0.0; unit_layouts(&config)[2].elems];
     let text = weights
         .fill(2, 0..out.len(), &mut out)
@@ -356,16 +356,16 @@ fn shards_that_do_not_fit_together_are_named() {
     let config = model(Architecture::Qwen2, true);
     let right = tensors(&config, "F32");
     let second = "model-00002-of-00002.safetensors";
-    let folder = sharded(&right);
-    std::fs::remove_file(folder.path().join(second)).unwrap();
-    let text = refused(folder.path(), &config);
+    let dir = sharded(&right);
+    std::fs::remove_file(dir.path().join(second)).unwrap();
+    let text = refused(dir.path(), &config);
     assert!(
         text.contains("names the file model-00002-of-00002.safetensors, which is not there"),
         "{text}"
     );
     // The whole model in a second file: each of its tensors is there twice.
-    std::fs::write(folder.path().join(second), file(&right)).unwrap();
-    let text = refused(folder.path(), &config);
+    std::fs::write(dir.path().join(second), file(&right)).unwrap();
+    let text = refused(dir.path(), &config);
     assert!(
         text.contains("is in ") && text.contains("model-00001-of-00002.safetensors and in "),
         "{text}"
@@ -386,8 +386,8 @@ fn shards_that_do_not_fit_together_are_named() {
             "it is no index of safetensors",
         ),
     ] {
-        std::fs::write(folder.path().join(INDEX_FILE), index).unwrap();
-        let text = refused(folder.path(), &config);
+        std::fs::write(dir.path().join(INDEX_FILE), index).unwrap();
+        let text = refused(dir.path(), &config);
         assert!(
             text.contains(part) && text.contains(INDEX_FILE),
             "{part}: {text}"
@@ -399,9 +399,9 @@ fn shards_that_do_not_fit_together_are_named() {
 fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
     let config = model(Architecture::Llama, true);
     let with = |names: &[&str]| {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         for name in names {
-            let path = folder.path().join(name);
+            let path = dir.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             match name.strip_suffix("->gone") {
                 Some(_) => std::os::unix::fs::symlink(
@@ -412,7 +412,7 @@ fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
                 None => std::fs::write(path, "x").unwrap(),
             }
         }
-        refused(folder.path(), &config)
+        refused(dir.path(), &config)
     };
     for (names, part) in [
         (&["config.json"][..], "no other file of weights is there"),
@@ -466,15 +466,15 @@ fn a_weight_that_is_not_finite_is_found_wherever_it_is() {
                 let mut broken = right.clone();
                 let bytes = &mut broken.get_mut(name).unwrap().bytes;
                 bytes[2 * at..2 * at + 2].copy_from_slice(&half::bf16::NAN.to_le_bytes());
-                let folder = folder_of(&file(&broken));
-                let weights = Weights::open(folder.path(), &config).unwrap();
+                let dir = dir_of(&file(&broken));
+                let weights = Weights::open(dir.path(), &config).unwrap();
                 let text = weights.check(2).unwrap_err().to_string();
                 let expected = format!("tensor {name}: element {at} is NaN");
                 assert!(text.contains(&expected), "{expected}: {text}");
             }
         }
-        let folder = folder_of(&file(&right));
-        Weights::open(folder.path(), &config)
+        let dir = dir_of(&file(&right));
+        Weights::open(dir.path(), &config)
             .unwrap()
             .check(2)
             .unwrap();
@@ -488,8 +488,8 @@ fn a_tied_models_own_projection_must_be_its_embedding() {
     let embedding = repeated["model.embed_tokens.weight"].clone();
     repeated.insert("lm_head.weight".into(), embedding);
     let check = |tensors: &Tensors| {
-        let folder = folder_of(&file(tensors));
-        Weights::open(folder.path(), &config).unwrap().check(1)
+        let dir = dir_of(&file(tensors));
+        Weights::open(dir.path(), &config).unwrap().check(1)
     };
     check(&repeated).unwrap();
     let head = &mut repeated.get_mut("lm_head.weight").unwrap().bytes;
@@ -503,7 +503,7 @@ fn a_tied_models_own_projection_must_be_its_embedding() {
         assert!(text.contains(part), "{part}: {text}");
     }
     repeated.get_mut("lm_head.weight").unwrap().shape.reverse();
-    let text = refused(folder_of(&file(&repeated)).path(), &config);
+    let text = refused(dir_of(&file(&repeated)).path(), &config);
     assert!(text.contains("lm_head.weight: its shape is"), "{text}");
 }
 
@@ -512,9 +512,9 @@ fn other_weights_have_another_identity() {
     let config = model(Architecture::Llama, true);
     let right = tensors(&config, "F32");
     let identity = |tensors: &Tensors| {
-        let folder = folder_of(&file(tensors));
-        let mut identity = Weights::open(folder.path(), &config).unwrap().identity();
-        identity["folder"] = Value::Null;
+        let dir = dir_of(&file(tensors));
+        let mut identity = Weights::open(dir.path(), &config).unwrap().identity();
+        identity["directory"] = Value::Null;
         identity
     };
     let mut other = right.clone();

@@ -5,7 +5,7 @@
 
 use kernels::gpu::Gpu;
 
-use crate::lab::Lab;
+use crate::harness::Harness;
 
 #[test]
 fn inputs_in_host_memory_change_no_bit_on_a_gpu() {
@@ -14,12 +14,12 @@ fn inputs_in_host_memory_change_no_bit_on_a_gpu() {
         println!("skipped: inputs_in_host_memory_change_no_bit_on_a_gpu: {error}");
         return;
     }
-    let lab = Lab::new();
+    let harness = Harness::new();
     let on_gpu = ["train.device=gpu", "gradient_accumulation_steps=3"];
     let trained = |place: &str| {
-        let run = lab
+        let run = harness
             .run(place, &on_gpu)
-            .with(&[format!("train.activations={place}")]);
+            .with(&[format!("offload.activations={place}")]);
         run.train();
         (run.bits("loss"), run.bits("grad_norm"), run.digest())
     };
@@ -28,28 +28,32 @@ fn inputs_in_host_memory_change_no_bit_on_a_gpu() {
 
 #[test]
 fn without_a_gpu_they_are_in_host_memory_anyway_and_the_run_says_so() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = ["train.device=cpu"];
-    let plain = lab.run("plain", &sets);
+    let plain = harness.run("plain", &sets);
     plain.train();
-    let asked = lab.run("asked", &sets).with(&["train.activations=host"]);
+    let asked = harness
+        .run("asked", &sets)
+        .with(&["offload.activations=host"]);
     let said = asked.train();
     assert!(
-        said.contains("train.activations = \"host\" has no effect"),
+        said.contains("offload.activations = \"host\" has no effect"),
         "{said}"
     );
     assert_eq!(plain.bits("loss"), asked.bits("loss"));
-    let wrong = lab.run("wrong", &["train.activations=away"]).refused();
-    assert!(wrong.contains("train.activations"), "{wrong}");
+    let wrong = harness
+        .run("wrong", &["offload.activations=away"])
+        .refused();
+    assert!(wrong.contains("offload.activations"), "{wrong}");
 }
 
 #[test]
 fn slices_of_the_feed_forward_half_train_to_the_same_loss() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     for kind in ["bf16.enabled=false", "bf16.enabled=true"] {
         let run = |name: &str, tiling: &str| {
-            let run = lab.run(&format!("{name}-{kind}"), &[kind]);
-            let run = run.with(&[format!("train.tiling={tiling}")]);
+            let run = harness.run(&format!("{name}-{kind}"), &[kind]);
+            let run = run.with(&[format!("train.mlp_chunks={tiling}")]);
             run.train();
             let losses = run.bits("loss").into_iter().map(f64::from_bits);
             losses.collect::<Vec<f64>>()
@@ -65,8 +69,8 @@ fn slices_of_the_feed_forward_half_train_to_the_same_loss() {
         }
         assert_ne!(whole.len(), 0);
     }
-    let wrong = lab.run("wrong", &["train.tiling=0"]).refused();
-    assert!(wrong.contains("train.tiling"), "{wrong}");
-    let wrong = lab.run("wrong", &["train.tiling=257"]).refused();
-    assert!(wrong.contains("train.tiling"), "{wrong}");
+    let wrong = harness.run("wrong", &["train.mlp_chunks=0"]).refused();
+    assert!(wrong.contains("train.mlp_chunks"), "{wrong}");
+    let wrong = harness.run("wrong", &["train.mlp_chunks=257"]).refused();
+    assert!(wrong.contains("train.mlp_chunks"), "{wrong}");
 }

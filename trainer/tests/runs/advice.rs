@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 
 use crate::daemon::program;
-use crate::lab::{Lab, finish, spawn, succeed};
+use crate::harness::{Harness, finish, spawn, succeed};
 
 /// The store's data area begins here; before it lie superblocks and catalog.
 const DATA_OFFSET: usize = 1 << 20;
@@ -14,10 +14,10 @@ const BLOCK_BYTES: usize = 4096;
 
 #[test]
 fn a_damaged_tile_leads_to_verify_and_to_a_way_on() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.steps=3"]).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.steps=3"]).with(&harness.nvme());
     run.train();
-    let store = lab.store_files().remove(0);
+    let store = harness.store_files().remove(0);
     // A byte of every block that is no text of the store's own records: whichever extent is current, it is damaged.
     let content = std::fs::read(&store).expect("the store");
     let file = std::fs::OpenOptions::new().write(true).open(&store);
@@ -31,20 +31,20 @@ fn a_damaged_tile_leads_to_verify_and_to_a_way_on() {
         }
     }
 
-    let more = lab.run("run", &["train.steps=6"]).with(&lab.nvme());
+    let more = harness.run("run", &["train.steps=6"]).with(&harness.nvme());
     let text = more.refused();
-    let config = run.folder.canonicalize().expect("the run folder");
+    let config = run.dir.canonicalize().expect("the run directory");
     let config = config.join("offloadd/offloadd.toml");
     for part in [
         format!("offloadd verify --config {}", config.display()),
-        "an older copy of the run folder and of its store".to_owned(),
+        "an older copy of the run directory and of its store".to_owned(),
         "start again with --fresh".to_owned(),
     ] {
         assert!(text.contains(&part), "{part:?} is not in {text}");
     }
     let mut digest = more.command("digest");
     digest.stdout(Stdio::null());
-    assert!(crate::lab::fail(digest).contains("offloadd verify --config"));
+    assert!(crate::harness::fail(digest).contains("offloadd verify --config"));
 
     let mut verify = Command::new(program());
     verify

@@ -7,7 +7,7 @@
 //! so that what is written is read again.
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run};
+use crate::harness::{Harness, Run};
 
 const NVME: [&str; 2] = [
     "zero_optimization.offload_param.device=nvme",
@@ -19,7 +19,7 @@ const CPU: [&str; 2] = [
 ];
 
 struct Ways {
-    lab: Lab,
+    harness: Harness,
     daemon: Daemon,
     /// What all runs have in common.
     sets: &'static [&'static str],
@@ -31,14 +31,14 @@ struct Ways {
 impl Ways {
     /// A run that never leaves host memory, and a store for the others.
     fn new(sets: &'static [&'static str]) -> Self {
-        let lab = Lab::new();
-        let daemon = Daemon::start(&lab);
-        let plain = lab.run("none", sets);
+        let harness = Harness::new();
+        let daemon = Daemon::start(&harness);
+        let plain = harness.run("none", sets);
         plain.train();
         let (losses, norms, digest) = (plain.bits("loss"), plain.bits("grad_norm"), plain.digest());
         assert_eq!(losses.len(), 6);
         Self {
-            lab,
+            harness,
             daemon,
             sets,
             losses,
@@ -48,7 +48,7 @@ impl Ways {
     }
 
     fn same(&self, name: &str, sets: &[&str]) -> Run {
-        let run = self.lab.run(name, self.sets).with(sets);
+        let run = self.harness.run(name, self.sets).with(sets);
         run.train();
         assert_eq!(run.bits("loss"), self.losses, "losses of {name}");
         assert_eq!(run.bits("grad_norm"), self.norms, "norms of {name}");
@@ -78,8 +78,8 @@ impl Ways {
     fn same_at(&self, schedule: &str, share: &str) {
         let name = format!("{schedule}-{share}");
         let (schedule, resident) = (
-            format!("offload.schedule={schedule}"),
-            format!("offload.resident_share={share}"),
+            format!("offload.optimizer_step={schedule}"),
+            format!("offload.resident_fraction={share}"),
         );
         // Left to the plan, commits of so many resident tiles would come after the run's end.
         let every = "offload.commit_every=1";
@@ -94,9 +94,9 @@ impl Ways {
 
     /// Host memory and a store, either schedule, nothing, half or all at home.
     fn same_everywhere(&self) {
-        self.same("none-at_once", &["offload.schedule=at_once"]);
+        self.same("none-immediate", &["offload.optimizer_step=immediate"]);
         with_both(|schedule| {
-            let set = format!("offload.schedule={schedule}");
+            let set = format!("offload.optimizer_step={schedule}");
             self.same(&format!("cpu-{schedule}"), &[CPU[0], CPU[1], &set]);
             for share in ["0", "0.5", "1"] {
                 self.same_at(schedule, share);
@@ -119,7 +119,7 @@ fn offload_changes_no_bit_in_fp32() {
 fn parameters_at_home_and_rare_commits_change_no_bit() {
     let ways = Ways::new(&["bf16.enabled=true"]);
     ways.same_on_store("params-at-home", &[CPU[0], NVME[1]]);
-    let rarely = ["offload.commit_every=4", "offload.resident_share=0.5"];
+    let rarely = ["offload.commit_every=4", "offload.resident_fraction=0.5"];
     ways.same_on_store("rarely", &[NVME[0], NVME[1], rarely[0], rarely[1]]);
 }
 
@@ -139,7 +139,7 @@ fn gradients_on_devices_change_no_bit_and_move_what_the_plan_says() {
             let sets = [
                 NVME[0],
                 NVME[1],
-                &format!("offload.schedule={schedule}"),
+                &format!("offload.optimizer_step={schedule}"),
                 &format!("offload.gradients={gradients}"),
                 // Two slots more of each kind, and little else.
                 "offload.staging_bytes=130000",
@@ -189,6 +189,6 @@ fn tied_and_accumulated(sets: &'static [&'static str]) {
 fn with_both(check: impl Fn(&str) + Sync) {
     std::thread::scope(|scope| {
         scope.spawn(|| check("deferred"));
-        check("at_once");
+        check("immediate");
     });
 }

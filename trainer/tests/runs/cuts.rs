@@ -1,23 +1,23 @@
 //! Whole trainings go on from what two drives hold after a power cut.
 //!
 //! What could go wrong: a commit was acknowledged whose tiles a drive had not flushed, so that the run goes on from mixed
-//! tiles, from an older step, or not at all; what the run folder lost with it, which nobody flushes, is missed. The daemon of
+//! tiles, from an older step, or not at all; what the run directory lost with it, which nobody flushes, is missed. The daemon of
 //! a run keeps what it has not flushed and, instead of one of its operations on devices, takes any of those sectors back and
-//! dies (`OFFLOADD_MISHAP=cut@N`, test builds only). Each image so made is trained from to the end, and compared with a run
+//! dies (`OFFLOADD_FAULT=cut@N`, test builds only). Each image so made is trained from to the end, and compared with a run
 //! that nobody cut.
 //!
 //! `OFFLOADD_POWER_TRAININGS=50 cargo test -p trainer --test runs crash_image` tries so many.
 
 use std::process::Output;
 
-use crate::lab::{Lab, Run, finish, spawn};
+use crate::harness::{Harness, Run, finish, spawn};
 use crate::random::Random;
 
 const STEPS: u64 = 12;
 
 /// Trainings whose power is cut.
 struct Cuts {
-    lab: Lab,
+    harness: Harness,
     whole: Run,
     digest: String,
     random: Random,
@@ -38,12 +38,12 @@ enum Outcome {
 
 impl Cuts {
     fn new(seed: u64) -> Self {
-        let lab = Lab::new();
-        let whole = lab.run("whole", &[&format!("train.steps={STEPS}")]);
+        let harness = Harness::new();
+        let whole = harness.run("whole", &[&format!("train.steps={STEPS}")]);
         whole.train();
         let digest = whole.digest();
         Self {
-            lab,
+            harness,
             whole,
             digest,
             random: Random::of(seed),
@@ -53,23 +53,23 @@ impl Cuts {
 
     /// A run on two drives; every other one is of the other schedule.
     fn run(&self, image: u64) -> Run {
-        let folders = ["drive", "other"].map(|name| {
-            let folder = self.lab.path(&format!("{name}-{image}"));
-            std::fs::create_dir(&folder).unwrap();
-            format!("\"{}\"", folder.display())
+        let dirs = ["drive", "other"].map(|name| {
+            let dir = self.harness.path(&format!("{name}-{image}"));
+            std::fs::create_dir(&dir).unwrap();
+            format!("\"{}\"", dir.display())
         });
-        let places = folders.join(", ");
+        let places = dirs.join(", ");
         let store = ["param", "optimizer"].map(|what| {
             format!(
                 "zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = [{places}]}}"
             )
         });
-        let schedule = ["deferred", "at_once"][image as usize % 2];
+        let schedule = ["deferred", "immediate"][image as usize % 2];
         let sets = [
             format!("train.steps={STEPS}"),
-            format!("offload.schedule={schedule}"),
+            format!("offload.optimizer_step={schedule}"),
         ];
-        let run = self.lab.run(&format!("cut-{image}"), &[]);
+        let run = self.harness.run(&format!("cut-{image}"), &[]);
         run.with(&sets).with(&store)
     }
 
@@ -80,7 +80,7 @@ impl Cuts {
         let lived = self.random.below(4);
         if lived > 0 {
             let until = [format!("train.stop_after={lived}")];
-            let begun = self.lab.run(&format!("cut-{image}"), &[]);
+            let begun = self.harness.run(&format!("cut-{image}"), &[]);
             begun.with(run.sets()).with(&until).train();
         }
         let operation = self.random.below(self.operations);
@@ -121,19 +121,19 @@ impl Cuts {
     fn cut(&self, run: &Run, operation: u64, removed: &str) -> Output {
         let mut command = run.command("train");
         command
-            .env("OFFLOADD_MISHAP", format!("cut@{operation}"))
-            .env("OFFLOADD_REMOVED", removed);
+            .env("OFFLOADD_FAULT", format!("cut@{operation}"))
+            .env("OFFLOADD_DISABLE", removed);
         finish(spawn(command))
     }
 
     /// What nobody flushes is lost as well, from anywhere on: lines of metrics, and tokens that were made.
     fn forget_unflushed(&mut self, run: &Run) {
-        let metrics = run.folder.join("metrics.jsonl");
+        let metrics = run.dir.join("metrics.jsonl");
         if let Ok(text) = std::fs::read(&metrics) {
             let kept = self.random.below(text.len() as u64 + 1) as usize;
             std::fs::write(&metrics, &text[..kept]).unwrap();
         }
-        let Ok(tokens) = std::fs::read_dir(run.folder.join("tokens")) else {
+        let Ok(tokens) = std::fs::read_dir(run.dir.join("tokens")) else {
             return;
         };
         for file in tokens.map(|entry| entry.unwrap().path()) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::lab::{Lab, succeed};
+use crate::harness::{Harness, succeed};
 
 /// Starting reads a few blocks; a loaded machine takes its time.
 const START_WAIT: Duration = Duration::from_secs(60);
@@ -21,29 +21,29 @@ pub(crate) struct Daemon {
     socket: PathBuf,
     log: PathBuf,
     /// Unix socket paths are short: 107 bytes.
-    _folder: TempDir,
+    _dir: TempDir,
 }
 
 impl Daemon {
     /// Formats a store of 256 MiB in the lab and serves it.
-    pub(crate) fn start(lab: &Lab) -> Self {
-        Self::start_as("serve", lab)
+    pub(crate) fn start(harness: &Harness) -> Self {
+        Self::start_as("serve", harness)
     }
 
     /// The same under `offloadd supervise`, for [`Daemon::restart`].
-    pub(crate) fn supervised(lab: &Lab) -> Self {
-        Self::start_as("supervise", lab)
+    pub(crate) fn supervised(harness: &Harness) -> Self {
+        Self::start_as("supervise", harness)
     }
 
-    fn start_as(command: &str, lab: &Lab) -> Self {
-        let device = lab.path("shared.tiles");
+    fn start_as(command: &str, harness: &Harness) -> Self {
+        let device = harness.path("shared.tiles");
         let mut format = Command::new(program());
         format.arg("format").arg(&device).args(["--size", "256MiB"]);
         format.stdout(Stdio::piped()).stderr(Stdio::piped());
         succeed(format);
-        let folder = tempfile::tempdir().expect("a folder for the socket");
-        let socket = folder.path().join("offloadd.sock");
-        let config = lab.path("offloadd.toml");
+        let dir = tempfile::tempdir().expect("a directory for the socket");
+        let socket = dir.path().join("offloadd.sock");
+        let config = harness.path("offloadd.toml");
         let text = format!(
             "socket = \"{}\"\ndevices = [\"{}\"]\narena_bytes_max = \"512MiB\"\n",
             socket.display(),
@@ -56,14 +56,14 @@ impl Daemon {
             .arg("--config")
             .arg(&config)
             .stdin(Stdio::null());
-        let log = std::fs::File::create(lab.path("offloadd.log")).expect("a log");
+        let log = std::fs::File::create(harness.path("offloadd.log")).expect("a log");
         serve
             .stdout(log.try_clone().expect("the log again"))
             .stderr(log);
         let mut child = serve.spawn().expect("offloadd starts");
         let deadline = Instant::now() + START_WAIT;
         while std::os::unix::net::UnixStream::connect(&socket).is_err() {
-            let log = || std::fs::read_to_string(lab.path("offloadd.log")).unwrap_or_default();
+            let log = || std::fs::read_to_string(harness.path("offloadd.log")).unwrap_or_default();
             assert!(
                 child.try_wait().expect("it can be asked").is_none(),
                 "offloadd ended: {}",
@@ -79,8 +79,8 @@ impl Daemon {
         Self {
             child,
             socket,
-            log: lab.path("offloadd.log"),
-            _folder: folder,
+            log: harness.path("offloadd.log"),
+            _dir: dir,
         }
     }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::daemon::program;
-use crate::lab::{Lab, Run, finish, spawn, succeed};
+use crate::harness::{Harness, Run, finish, spawn, succeed};
 
 /// The store's data area begins here; before it lie superblocks and catalog.
 const DATA_OFFSET: u64 = 1 << 20;
@@ -18,13 +18,15 @@ const DATA_OFFSET: u64 = 1 << 20;
 const SUPERBLOCK_COPIES: [u64; 2] = [20, (64 << 10) + 20];
 
 /// A run of three steps on a private store, and the store's file.
-fn trained(lab: &Lab) -> (Run, PathBuf) {
-    let run = lab.run("run", &["train.stop_after=3"]).with(&lab.nvme());
+fn trained(harness: &Harness) -> (Run, PathBuf) {
+    let run = harness
+        .run("run", &["train.stop_after=3"])
+        .with(&harness.nvme());
     run.train();
-    let files = lab.store_files();
+    let files = harness.store_files();
     assert_eq!(files.len(), 1, "{files:?}");
     (
-        lab.run("run", &[]).with(&lab.nvme()),
+        harness.run("run", &[]).with(&harness.nvme()),
         files.into_iter().next().expect("one"),
     )
 }
@@ -43,8 +45,8 @@ fn flip(file: &PathBuf, offset: u64) {
 
 #[test]
 fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
-    let lab = Lab::new();
-    let (run, file) = trained(&lab);
+    let harness = Harness::new();
+    let (run, file) = trained(&harness);
     // A byte of every block that holds weights or moments: whichever extent is current, it is damaged.
     let blocks = tile_blocks(&std::fs::read(&file).expect("the store"));
     assert!(!blocks.is_empty());
@@ -107,8 +109,8 @@ fn tile_blocks(content: &[u8]) -> Vec<u64> {
 
 #[test]
 fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
-    let lab = Lab::new();
-    let (run, file) = trained(&lab);
+    let harness = Harness::new();
+    let (run, file) = trained(&harness);
     let older = std::fs::read(&file).expect("the store");
     let resumed = run.train();
     assert!(!resumed.contains("older copy"), "{resumed}");
@@ -129,8 +131,8 @@ fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
 
 #[test]
 fn one_damaged_superblock_is_survived_and_two_are_named() {
-    let lab = Lab::new();
-    let (run, file) = trained(&lab);
+    let harness = Harness::new();
+    let (run, file) = trained(&harness);
     let digest = run.digest();
     flip(&file, SUPERBLOCK_COPIES[0]);
     assert_eq!(run.digest(), digest, "the second copy serves");
@@ -152,8 +154,8 @@ fn one_damaged_superblock_is_survived_and_two_are_named() {
 
 #[test]
 fn damaged_records_are_named_and_never_taken_for_a_new_run() {
-    let lab = Lab::new();
-    let (run, file) = trained(&lab);
+    let harness = Harness::new();
+    let (run, file) = trained(&harness);
     // Each generation's record carries the run's state, which is text.
     let content = std::fs::read(&file).expect("the store");
     let state = b"\"trained_with\"";
@@ -178,8 +180,8 @@ fn damaged_records_are_named_and_never_taken_for_a_new_run() {
 
 #[test]
 fn a_lost_store_is_not_taken_for_a_new_run() {
-    let lab = Lab::new();
-    let (run, file) = trained(&lab);
+    let harness = Harness::new();
+    let (run, file) = trained(&harness);
     std::fs::remove_file(&file).expect("removed");
     let text = run.refused();
     assert!(
@@ -187,6 +189,6 @@ fn a_lost_store_is_not_taken_for_a_new_run() {
         "{text}"
     );
     assert_eq!(run.metrics().len(), 3);
-    assert!(lab.store_files().is_empty(), "no new store was made");
+    assert!(harness.store_files().is_empty(), "no new store was made");
     start_again(&run);
 }

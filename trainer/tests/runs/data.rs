@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 use crate::random::Random;
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
@@ -29,15 +29,16 @@ fn chats(count: u64) -> String {
 }
 
 /// A run on chats, in the tokens of a tokenizer of 360.
-pub(crate) fn chat_run(lab: &Lab, name: &str, sets: &[&str]) -> Run {
-    let chats_path = lab.path("chats.jsonl");
+pub(crate) fn chat_run(harness: &Harness, name: &str, sets: &[&str]) -> Run {
+    let chats_path = harness.path("chats.jsonl");
     // Written again it would be another file, as far as anybody can tell without reading it.
     if !chats_path.exists() {
         std::fs::write(&chats_path, chats(400)).expect("the chats are written");
     }
     let files = format!("data.files=[\"{}\"]", chats_path.display());
     let tokenizer = format!("data.tokenizer=\"{}\"", fixture("qwen").display());
-    lab.run(name, sets)
+    harness
+        .run(name, sets)
         .with(&[files, tokenizer, "model.vocab_size=360".into()])
 }
 
@@ -49,16 +50,16 @@ fn losses(run: &Run) -> Vec<f64> {
 
 #[test]
 fn answers_are_learned_and_questions_are_not_where_asked() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "train.steps=40",
         "train.seq_len=64",
         "train_micro_batch_size_per_gpu=4",
         "optimizer.params.lr=2e-2",
-        "data.holdout_share=0.1",
+        "data.validation_fraction=0.1",
         "train.eval_every=40",
     ];
-    let answers = chat_run(&lab, "answers", &sets).with(&["data.loss_on=completions"]);
+    let answers = chat_run(&harness, "answers", &sets).with(&["data.loss_on=completions"]);
     let said = answers.train();
     assert!(said.contains("documents end with <|im_end|>"), "{said}");
     assert!(
@@ -70,7 +71,7 @@ fn answers_are_learned_and_questions_are_not_where_asked() {
     assert!(learned[39] < 0.6, "{learned:?}");
     let held_out = answers.metrics()[39]["eval_loss"].as_f64().unwrap();
     assert!(held_out < 0.6, "{held_out}");
-    let all = chat_run(&lab, "all", &sets);
+    let all = chat_run(&harness, "all", &sets);
     all.train();
     let all = losses(&all);
     assert!(all[39] > 2.0 * learned[39], "questions are chance: {all:?}");
@@ -79,7 +80,7 @@ fn answers_are_learned_and_questions_are_not_where_asked() {
 /// Windows of whole documents whose answers differ in length: micro-batches have very different numbers of tokens that count.
 #[test]
 fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "train.steps=6",
         "train.seq_len=48",
@@ -87,11 +88,11 @@ fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
         "data.loss_on=completions",
         "data.packing=documents",
     ];
-    let whole = chat_run(&lab, "whole", &sets).with(&["train_micro_batch_size_per_gpu=4"]);
+    let whole = chat_run(&harness, "whole", &sets).with(&["train_micro_batch_size_per_gpu=4"]);
     whole.train();
-    let parts = chat_run(&lab, "parts", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
+    let parts = chat_run(&harness, "parts", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
     parts.train();
-    let ranks = chat_run(&lab, "ranks", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
+    let ranks = chat_run(&harness, "ranks", &sets).with(&["train_micro_batch_size_per_gpu=1"]);
     succeed(ranks.launch(2));
     let expected = losses(&whole);
     let norms = |run: &Run| -> Vec<f64> {
@@ -119,19 +120,19 @@ fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
 
 #[test]
 fn a_resumed_run_reads_the_same_windows_and_makes_no_tokens_again() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "data.packing=documents",
         "data.loss_on=completions",
         "train.seq_len=32",
     ];
-    let whole = chat_run(&lab, "whole", &sets);
+    let whole = chat_run(&harness, "whole", &sets);
     whole.train();
     let parts =
-        |stop: &str| chat_run(&lab, "parts", &sets).with(&[format!("train.stop_after={stop}")]);
+        |stop: &str| chat_run(&harness, "parts", &sets).with(&[format!("train.stop_after={stop}")]);
     parts("3").train();
     let tokens = || {
-        let entries = std::fs::read_dir(lab.path("runs/parts/tokens")).unwrap();
+        let entries = std::fs::read_dir(harness.path("runs/parts/tokens")).unwrap();
         let files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
         assert_eq!(files.len(), 1, "{files:?}");
         files[0].clone()
@@ -159,32 +160,32 @@ fn a_resumed_run_reads_the_same_windows_and_makes_no_tokens_again() {
 
 #[test]
 fn data_that_cannot_be_learned_from_is_refused_and_leaves_nothing() {
-    let lab = Lab::new();
-    let lines = lab.path("broken.jsonl");
+    let harness = Harness::new();
+    let lines = harness.path("broken.jsonl");
     std::fs::write(&lines, "{\"text\": \"good\"}\n{\"text\": broken}\n").unwrap();
     let files = format!("data.files=[\"{}\"]", lines.display());
-    let broken = lab.run("broken", &[&files]);
+    let broken = harness.run("broken", &[&files]);
     let text = broken.refused();
     assert!(text.contains("broken.jsonl, line 2: is no JSON"), "{text}");
-    assert!(!broken.folder.exists());
-    let other = chat_run(&lab, "other", &["train.seq_len=32"]).with(&["model.vocab_size=300"]);
+    assert!(!broken.dir.exists());
+    let other = chat_run(&harness, "other", &["train.seq_len=32"]).with(&["model.vocab_size=300"]);
     let text = other.refused();
     assert!(
         text.contains("this is the tokenizer of another model"),
         "{text}"
     );
-    assert!(!other.folder.exists());
+    assert!(!other.dir.exists());
 }
 
 #[test]
 fn what_will_be_learned_can_be_looked_at() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "data.packing=documents",
         "data.loss_on=completions",
         "train.seq_len=128",
     ];
-    let run = chat_run(&lab, "run", &sets);
+    let run = chat_run(&harness, "run", &sets);
     let said = succeed(run.command("tokens"));
     assert!(said.contains("400 documents"), "{said}");
     let sample = said.split("sample 0: 128 tokens, ").nth(1);
@@ -196,12 +197,12 @@ fn what_will_be_learned_can_be_looked_at() {
         "{sample}"
     );
     assert!(sample.contains("user\n"), "{sample}");
-    assert!(run.folder.join("tokens").exists());
+    assert!(run.dir.join("tokens").exists());
 }
 
 #[test]
 fn answers_alone_count_in_fp16_too() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "train.steps=12",
         "train.seq_len=64",
@@ -211,7 +212,8 @@ fn answers_alone_count_in_fp16_too() {
     ];
     let [wide, narrow] = ["fp32", "fp16"].map(|name| {
         let fp16 = format!("fp16.enabled={}", name == "fp16");
-        let run = chat_run(&lab, name, &sets).with(&[fp16, "fp16.initial_scale_power=8".into()]);
+        let run =
+            chat_run(&harness, name, &sets).with(&[fp16, "fp16.initial_scale_power=8".into()]);
         run.train();
         losses(&run)
     });
@@ -224,22 +226,22 @@ fn answers_alone_count_in_fp16_too() {
 /// A text as bytes, as token ids and as records of them: the same tokens are the same run, and no tokenizer is needed.
 #[test]
 fn token_ids_train_as_the_text_they_are_of() {
-    let lab = Lab::new();
-    let text = std::fs::read(lab.path("text")).unwrap();
+    let harness = Harness::new();
+    let text = std::fs::read(harness.path("text")).unwrap();
     let ids: Vec<u8> = text
         .iter()
         .flat_map(|byte| u16::from(*byte).to_le_bytes())
         .collect();
-    std::fs::write(lab.path("ids.u16"), ids).unwrap();
+    std::fs::write(harness.path("ids.u16"), ids).unwrap();
     let numbers: Vec<u32> = text.iter().map(|byte| u32::from(*byte)).collect();
     std::fs::write(
-        lab.path("ids.jsonl"),
+        harness.path("ids.jsonl"),
         format!("{{\"input_ids\": {numbers:?}}}\n"),
     )
     .unwrap();
     let of = |file: &str| {
-        let files = format!("data.files=[\"{}\"]", lab.path(file).display());
-        let run = lab.run(
+        let files = format!("data.files=[\"{}\"]", harness.path(file).display());
+        let run = harness.run(
             &file.replace('.', "-"),
             &["data.shuffle=false", "train.steps=3"],
         );

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::json;
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 
 fn fixture(name: &str) -> String {
     format!(
@@ -18,37 +18,37 @@ fn fixture(name: &str) -> String {
 }
 
 /// A tiny run of `steps` steps with the file `deepspeed` below it.
-fn run(lab: &Lab, name: &str, deepspeed: &str, steps: u64) -> Run {
+fn run(harness: &Harness, name: &str, deepspeed: &str, steps: u64) -> Run {
     let settings = json!({
         "deepspeed": deepspeed,
         "train_micro_batch_size_per_gpu": 2,
         "model": {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2
         },
-        "data": {"files": [lab.path("text")]},
+        "data": {"files": [harness.path("text")]},
         "train": {
-            "steps": steps, "seq_len": 16, "seed": 7, "threads": 1, "run_folder": lab.path(&format!("runs/{name}"))
+            "steps": steps, "seq_len": 16, "seed": 7, "threads": 1, "run_dir": harness.path(&format!("runs/{name}"))
         },
         "offload": {"tile_elems": 4096, "staging_bytes": 100_000}
     });
-    lab.run_of_json(name, &settings)
+    harness.run_of_json(name, &settings)
 }
 
 #[test]
 fn hugging_faces_zero_infinity_example_trains() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let drive = |what: &str| {
-        let drive = lab.path("drive");
+        let drive = harness.path("drive");
         format!(
             "zero_optimization.offload_{what}.nvme_path={}",
             drive.display()
         )
     };
-    let run = run(&lab, "infinity", &fixture("zero_infinity.json"), 3);
+    let run = run(&harness, "infinity", &fixture("zero_infinity.json"), 3);
     let run = run.with(&[drive("param"), drive("optimizer")]);
     let said = run.train();
     assert_eq!(run.metrics().len(), 3);
-    assert_eq!(lab.store_files().len(), 1);
+    assert_eq!(harness.store_files().len(), 1);
     for part in [
         "placement.param = \"nvme\"",
         "batch.micro_batch = 2",
@@ -65,21 +65,21 @@ fn hugging_faces_zero_infinity_example_trains() {
 
 #[test]
 fn a_launcher_takes_a_deepspeed_file_and_counts_its_ranks() {
-    let lab = Lab::new();
-    let file = lab.path("ds.json");
+    let harness = Harness::new();
+    let file = harness.path("ds.json");
     std::fs::write(
         &file,
         r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2}}"#,
     )
     .unwrap();
-    let run = run(&lab, "ranks", file.to_str().unwrap(), 2);
+    let run = run(&harness, "ranks", file.to_str().unwrap(), 2);
     let said = succeed(run.launch(2));
     assert!(
         said.contains("batch.micro_batches = 2") && said.contains("placement.stage = 2"),
         "{said}"
     );
     std::fs::write(&file, r#"{"train_batch_size": 9}"#).unwrap();
-    let text = crate::lab::fail(run.launch(2));
+    let text = crate::harness::fail(run.launch(2));
     assert!(
         text.contains("ds.json: train_batch_size: 9 is not a multiple of train_micro_batch_size_per_gpu = 2 * 2 ranks"),
         "{text}"
@@ -102,19 +102,19 @@ fn the_example_in_configs_can_be_planned() {
 
 #[test]
 fn monitors_and_times_are_told_and_cut_back_on_resume() {
-    let lab = Lab::new();
-    let file = lab.path("ds.json");
+    let harness = Harness::new();
+    let file = harness.path("ds.json");
     let deepspeed = json!({
-        "tensorboard": {"enabled": true, "output_path": lab.path("tb"), "job_name": "job"},
+        "tensorboard": {"enabled": true, "output_path": harness.path("tb"), "job_name": "job"},
         "csv_monitor": {"enabled": true},
         "wall_clock_breakdown": true,
         "steps_per_print": 1
     });
     std::fs::write(&file, deepspeed.to_string()).unwrap();
-    let run = |until: &str| run(&lab, "told", file.to_str().unwrap(), 4).with(&[until]);
+    let run = |until: &str| run(&harness, "told", file.to_str().unwrap(), 4).with(&[until]);
     let said = run("train.stop_after=2").train();
     assert!(said.contains("  time (step 2)  forward "), "{said}");
-    let csv = lab.path("runs/told/csv_monitor/DeepSpeedJobName");
+    let csv = harness.path("runs/told/csv_monitor/DeepSpeedJobName");
     let loss = || std::fs::read_to_string(csv.join("Train_Samples_train_loss.csv")).unwrap();
     let of = |steps: u64, run: &Run| {
         let metrics = run.metrics();
@@ -141,6 +141,6 @@ fn monitors_and_times_are_told_and_cut_back_on_resume() {
         let text = std::fs::read_to_string(csv.join(format!("Train_Samples_{name}.csv"))).unwrap();
         assert_eq!(text.lines().count(), 5, "{name}: {text}");
     }
-    let events = std::fs::read_dir(lab.path("tb/job")).unwrap();
+    let events = std::fs::read_dir(harness.path("tb/job")).unwrap();
     assert_eq!(events.count(), 2, "one file a start");
 }

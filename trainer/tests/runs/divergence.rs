@@ -3,7 +3,7 @@
 //! What could go wrong: steps that were fine are lost with the one that was not; the message names a step that is nowhere; the
 //! step before is kept with part of an update. Found by comparing fingerprints with a run that stopped there by itself.
 
-use crate::lab::{Lab, Run};
+use crate::harness::{Harness, Run};
 
 /// So large a rate that the second step computes with weights of some 1e38: its loss is no number.
 const DIVERGES: [&str; 3] = ["optimizer.params.lr=1e38", "scheduler={}", "train.steps=4"];
@@ -36,21 +36,28 @@ fn keeps_what_was_good(run: &Run, stopped: &Run) {
 
 #[test]
 fn a_diverged_run_in_memory_keeps_the_steps_before() {
-    let lab = Lab::new();
-    let stopped = lab.run("stopped", &DIVERGES).with(&["train.stop_after=1"]);
-    keeps_what_was_good(&lab.run("run", &DIVERGES), &stopped);
+    let harness = Harness::new();
+    let stopped = harness
+        .run("stopped", &DIVERGES)
+        .with(&["train.stop_after=1"]);
+    keeps_what_was_good(&harness.run("run", &DIVERGES), &stopped);
 }
 
 #[test]
 fn a_diverged_run_on_a_store_keeps_the_steps_before() {
-    let lab = Lab::new();
-    let stopped = lab.run("stopped", &DIVERGES).with(&["train.stop_after=1"]);
-    for schedule in ["deferred", "at_once"] {
+    let harness = Harness::new();
+    let stopped = harness
+        .run("stopped", &DIVERGES)
+        .with(&["train.stop_after=1"]);
+    for schedule in ["deferred", "immediate"] {
         // Nothing is committed on the way: the end has to.
-        let run = lab.run(schedule, &DIVERGES).with(&lab.nvme()).with(&[
-            "offload.commit_every=0".to_owned(),
-            format!("offload.schedule={schedule}"),
-        ]);
+        let run = harness
+            .run(schedule, &DIVERGES)
+            .with(&harness.nvme())
+            .with(&[
+                "offload.commit_every=0".to_owned(),
+                format!("offload.optimizer_step={schedule}"),
+            ]);
         keeps_what_was_good(&run, &stopped);
     }
 }

@@ -6,22 +6,22 @@
 use std::time::{Duration, Instant};
 
 use crate::data::{chat_run, fixture as data_fixture};
-use crate::lab::{Lab, Run, finish, spawn, until};
-use crate::model_folder::{
+use crate::harness::{Harness, Run, finish, spawn, until};
+use crate::model_dir::{
     FILE, copy, export, export_command, export_refused, fixture, moving_run, still_run, tensors,
 };
 
 #[test]
 fn a_killed_export_leaves_no_directory() {
-    let lab = Lab::new();
-    let run = moving_run(&lab, "run", &fixture("gpt2")).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = moving_run(&harness, "run", &fixture("gpt2")).with(&harness.nvme());
     run.train();
-    let whole = lab.path("whole");
+    let whole = harness.path("whole");
     let started = Instant::now();
     export(&run, &whole, &["--shard-size", "4KB"]);
     let took = started.elapsed();
     let expected = tensors(&whole);
-    let out = lab.path("out");
+    let out = harness.path("out");
     let mut killed = 0;
     for part in 0..12 {
         let mut child = spawn(export_command(&run, &out, &["--shard-size", "4KB"]));
@@ -48,16 +48,16 @@ fn a_killed_export_leaves_no_directory() {
     }
     assert!(tensors(&out) == expected);
     assert!(
-        !lab.path("out.partial").exists(),
+        !harness.path("out.partial").exists(),
         "what the killed ones left stays"
     );
 }
 
 #[test]
 fn what_cannot_be_exported_is_said() {
-    let lab = Lab::new();
-    let run = moving_run(&lab, "run", &fixture("llama"));
-    let out = lab.path("out");
+    let harness = Harness::new();
+    let run = moving_run(&harness, "run", &fixture("llama"));
+    let out = harness.path("out");
     let text = export_refused(&run, &out, &[]);
     assert!(
         text.contains("there is no run in ") && text.contains("run.json"),
@@ -68,10 +68,10 @@ fn what_cannot_be_exported_is_said() {
     let text = export_refused(&run, &out, &[]);
     assert!(text.contains("out is there already"), "{text}");
     std::fs::remove_dir(&out).unwrap();
-    std::fs::remove_dir_all(run.folder.join("saves")).unwrap();
+    std::fs::remove_dir_all(run.dir.join("checkpoints")).unwrap();
     let text = export_refused(&run, &out, &[]);
     assert!(text.contains("nothing was committed yet in "), "{text}");
-    let record = run.folder.join("run.json");
+    let record = run.dir.join("run.json");
     let text = std::fs::read_to_string(&record).unwrap();
     std::fs::write(&record, text.replace("fp32", "fp7")).unwrap();
     let text = export_refused(&run, &out, &[]);
@@ -83,12 +83,12 @@ fn what_cannot_be_exported_is_said() {
 
 #[test]
 fn a_number_beyond_fp16_is_named_and_refused() {
-    let lab = Lab::new();
-    let folder = copy(&lab, "llama", "model");
-    let mut bytes = std::fs::read(folder.join(FILE)).unwrap();
+    let harness = Harness::new();
+    let dir = copy(&harness, "llama", "model");
+    let mut bytes = std::fs::read(dir.join(FILE)).unwrap();
     let last = bytes.len() - 4;
     bytes[last..].copy_from_slice(&70000.0f32.to_le_bytes());
-    std::fs::write(folder.join(FILE), &bytes).unwrap();
+    std::fs::write(dir.join(FILE), &bytes).unwrap();
     let name = {
         let header = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let end = |view: &safetensors::tensor::TensorView| view.data().as_ptr_range().end;
@@ -98,9 +98,9 @@ fn a_number_beyond_fp16_is_named_and_refused() {
             .max_by_key(|(_, view)| end(view));
         last.unwrap().0
     };
-    let run = still_run(&lab, "run", &folder);
+    let run = still_run(&harness, "run", &dir);
     run.train();
-    let out = lab.path("out");
+    let out = harness.path("out");
     let text = export_refused(&run, &out, &["--dtype", "fp16"]);
     let expected =
         format!("tensor {name} holds 70000, which fp16 cannot: export with --dtype bf16 or fp32");
@@ -111,41 +111,41 @@ fn a_number_beyond_fp16_is_named_and_refused() {
 
 #[test]
 fn a_run_is_not_exported_while_it_trains() {
-    let lab = Lab::new();
-    let run = moving_run(&lab, "run", &fixture("llama")).with(&["train.steps=100000"]);
-    let metrics = run.folder.join("metrics.jsonl");
+    let harness = Harness::new();
+    let run = moving_run(&harness, "run", &fixture("llama")).with(&["train.steps=100000"]);
+    let metrics = run.dir.join("metrics.jsonl");
     let mut child = until(spawn(run.command("train")), "it began", || metrics.exists());
-    let text = export_refused(&run, &lab.path("out"), &[]);
+    let text = export_refused(&run, &harness.path("out"), &[]);
     child.kill().expect("killed");
     drop(finish(child));
     assert!(text.contains("another trainer works in "), "{text}");
 }
 
 #[test]
-fn a_save_is_exported_as_it_was() {
-    let lab = Lab::new();
-    let run = moving_run(&lab, "run", &fixture("llama")).with(&lab.nvme());
-    let run = run.with(&["train.save_every=1"]);
+fn a_checkpoint_is_exported_as_it_was() {
+    let harness = Harness::new();
+    let run = moving_run(&harness, "run", &fixture("llama")).with(&harness.nvme());
+    let run = run.with(&["train.checkpoint_every=1"]);
     run.train();
-    let short = moving_run(&lab, "short", &fixture("llama")).with(&["train.steps=1"]);
+    let short = moving_run(&harness, "short", &fixture("llama")).with(&["train.steps=1"]);
     short.train();
     let exported = |run: &Run, name: &str, more: &[&str]| {
-        export(run, &lab.path(name), more);
-        tensors(&lab.path(name))
+        export(run, &harness.path(name), more);
+        tensors(&harness.path(name))
     };
     let first = exported(&run, "first", &["--save", "1"]);
     assert!(first == exported(&short, "short-out", &[]));
     assert!(first != exported(&run, "newest", &[]));
-    let text = export_refused(&run, &lab.path("none"), &["--save", "7"]);
+    let text = export_refused(&run, &harness.path("none"), &["--save", "7"]);
     assert!(text.contains("7"), "{text}");
 }
 
 #[test]
 fn an_export_has_the_tokenizer_that_the_run_had() {
-    let lab = Lab::new();
-    let run = chat_run(&lab, "run", &["train.steps=1"]);
+    let harness = Harness::new();
+    let run = chat_run(&harness, "run", &["train.steps=1"]);
     run.train();
-    let out = lab.path("out");
+    let out = harness.path("out");
     export(&run, &out, &[]);
     for file in [
         "tokenizer.json",

@@ -3,7 +3,7 @@
 //! What could go wrong: bytes are counted twice, or of another step, or not at all; a bound is no bound. The bytes that a step
 //! must move follow from the parameters alone, so the test works them out itself.
 
-use crate::lab::Lab;
+use crate::harness::Harness;
 
 /// With bf16 weights: master's other half and two moments in fp32, and the weights themselves.
 const STATE_BYTES: u64 = 2 + 4 + 4;
@@ -21,14 +21,17 @@ const LAYERS: u64 = 12;
 
 #[test]
 fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "bf16.enabled=true",
-        "offload.schedule=deferred",
+        "offload.optimizer_step=deferred",
         "train.steps=8",
     ];
     let layers = format!("model.num_hidden_layers={LAYERS}");
-    let run = lab.run("run", &sets).with(&[layers]).with(&lab.nvme());
+    let run = harness
+        .run("run", &sets)
+        .with(&[layers])
+        .with(&harness.nvme());
     run.train();
     // A block has query and output, key and value of half the heads, three of the feed-forward, two norms; the head one norm.
     let (hidden, inner, vocab) = (32, 64, 256);
@@ -84,8 +87,8 @@ fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() 
 
 #[test]
 fn in_host_memory_a_step_moves_nothing_and_takes_as_long_as_its_computing() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
     run.train();
     for line in run.metrics() {
         let [step_s, bound_s] = ["step_s", "bound_s"].map(|key| line[key].as_f64().unwrap());

@@ -1,17 +1,18 @@
-//! A run is what its folder says, wherever the folder is; and what a store keeps of a run that is gone is found and deleted.
+//! A run is what its directory says, wherever the directory is; and what a store keeps of a run that is gone is found and deleted.
 //!
-//! What could go wrong: a renamed run begins again beside its own store, or `export` says that it has none; a copied folder
+//! What could go wrong: a renamed run begins again beside its own store, or `export` says that it has none; a copied directory
 //! trains over the store of the run it was copied from; a damaged record ends a run whose weights are whole; a deleted run's
 //! store stays for ever, or a live run is deleted.
 
 use std::path::{Path, PathBuf};
 
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until, words};
+use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until, words};
 
-/// The run of `lab` whose folder is `runs/NAME`.
-fn run(lab: &Lab, name: &str, until: u64) -> Run {
-    lab.run(name, &[&format!("train.stop_after={until}")])
-        .with(&lab.nvme())
+/// The run of `harness` whose directory is `runs/NAME`.
+fn run(harness: &Harness, name: &str, until: u64) -> Run {
+    harness
+        .run(name, &[&format!("train.stop_after={until}")])
+        .with(&harness.nvme())
 }
 
 fn verb(run: &Run, verb: &str, args: &[&Path]) -> std::process::Command {
@@ -21,20 +22,20 @@ fn verb(run: &Run, verb: &str, args: &[&Path]) -> std::process::Command {
 }
 
 fn rename(run: &Run, name: &str) -> PathBuf {
-    let to = run.folder.with_file_name(name);
-    std::fs::rename(&run.folder, &to).expect("renamed");
+    let to = run.dir.with_file_name(name);
+    std::fs::rename(&run.dir, &to).expect("renamed");
     to
 }
 
 #[test]
 fn a_renamed_run_goes_on_and_is_exported() {
-    let lab = Lab::new();
-    let whole = run(&lab, "whole", 6);
+    let harness = Harness::new();
+    let whole = run(&harness, "whole", 6);
     whole.train();
-    let first = run(&lab, "first", 3);
+    let first = run(&harness, "first", 3);
     first.train();
     let second = rename(&first, "second");
-    let out = lab.path("out");
+    let out = harness.path("out");
     let output = finish(spawn(verb(
         &first,
         "export",
@@ -47,33 +48,33 @@ fn a_renamed_run_goes_on_and_is_exported() {
     );
     let was = format!(
         "was in {} before",
-        std::fs::canonicalize(lab.path("runs"))
+        std::fs::canonicalize(harness.path("runs"))
             .unwrap()
             .join("first")
             .display()
     );
     assert!(err.contains(&was), "{err}");
-    let moved = run(&lab, "second", 6);
+    let moved = run(&harness, "second", 6);
     assert!(moved.train().contains("resumed at step 3"));
     assert_eq!(moved.bits("loss"), whole.bits("loss"));
     assert_eq!(moved.digest(), whole.digest());
-    assert_eq!(lab.store_files().len(), 2, "no other store was made");
+    assert_eq!(harness.store_files().len(), 2, "no other store was made");
     // Another run in the old place has a store of its own.
-    run(&lab, "first", 1).train();
-    assert_eq!(lab.store_files().len(), 3);
+    run(&harness, "first", 1).train();
+    assert_eq!(harness.store_files().len(), 3);
     assert_eq!(moved.digest(), whole.digest());
 }
 
 #[test]
 fn a_copied_run_leaves_the_store_of_the_first_alone() {
-    let lab = Lab::new();
-    let first = run(&lab, "first", 3);
+    let harness = Harness::new();
+    let first = run(&harness, "first", 3);
     first.train();
     let digest = first.digest();
-    let copy = run(&lab, "copy", 6);
-    std::fs::create_dir(&copy.folder).unwrap();
+    let copy = run(&harness, "copy", 6);
+    std::fs::create_dir(&copy.dir).unwrap();
     for name in ["job", "run.json", "metrics.jsonl"] {
-        std::fs::copy(first.folder.join(name), copy.folder.join(name)).unwrap();
+        std::fs::copy(first.dir.join(name), copy.dir.join(name)).unwrap();
     }
     let text = copy.refused();
     assert!(text.contains("is a copy of the run in "), "{text}");
@@ -81,18 +82,18 @@ fn a_copied_run_leaves_the_store_of_the_first_alone() {
     fresh.arg("--fresh");
     succeed(fresh);
     assert_eq!(first.digest(), digest);
-    succeed(verb(&copy, "remove", &[&copy.folder, Path::new("--yes")]));
+    succeed(verb(&copy, "remove", &[&copy.dir, Path::new("--yes")]));
     assert_eq!(first.digest(), digest);
 }
 
 #[test]
 fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
-    let lab = Lab::new();
-    let whole = run(&lab, "whole", 6);
+    let harness = Harness::new();
+    let whole = run(&harness, "whole", 6);
     whole.train();
     let name = "damaged";
-    run(&lab, name, 1).train();
-    let record = run(&lab, name, 1).folder.join("run.json");
+    run(&harness, name, 1).train();
+    let record = run(&harness, name, 1).dir.join("run.json");
     let mut bytes = std::fs::read(&record).unwrap();
     let (at, past) = (bytes.len() / 2, bytes.len() / 2 + 16);
     bytes[at..past].fill(0);
@@ -104,14 +105,14 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
         &[
             record.parent().unwrap(),
             Path::new("--out"),
-            &lab.path("out"),
+            &harness.path("out"),
         ],
     ));
     assert!(
         text.contains("`trainer train` with the run's file makes it again"),
         "{text}"
     );
-    let said = run(&lab, name, 3).train();
+    let said = run(&harness, name, 3).train();
     assert!(
         said.contains("run.json was damaged (")
             && said.contains("made again from the store's record"),
@@ -125,40 +126,43 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
     // What was chosen for the run is the store's to say, not the settings'.
     std::fs::remove_file(&record).unwrap();
     let other =
-        run(&lab, name, 6).with(&["offload.tile_elems=8192", "offload.staging_bytes=400000"]);
+        run(&harness, name, 6).with(&["offload.tile_elems=8192", "offload.staging_bytes=400000"]);
     let text = other.refused();
     assert!(text.contains("tile_elems was 4096, is now 8192"), "{text}");
-    let rest = run(&lab, name, 6);
+    let rest = run(&harness, name, 6);
     assert!(rest.train().contains("resumed at step 3"));
     assert_eq!(rest.bits("loss"), whole.bits("loss"));
     assert_eq!(rest.digest(), whole.digest());
 }
 
 #[test]
-fn a_damaged_record_of_a_run_in_memory_is_made_again_from_its_newest_save() {
-    let lab = Lab::new();
-    let run = |until: u64| lab.run("run", &[&format!("train.stop_after={until}")]);
+fn a_damaged_record_of_a_run_in_memory_is_made_again_from_its_newest_checkpoint() {
+    let harness = Harness::new();
+    let run = |until: u64| harness.run("run", &[&format!("train.stop_after={until}")]);
     run(2).train();
-    std::fs::write(run(2).folder.join("run.json"), "{").unwrap();
+    std::fs::write(run(2).dir.join("run.json"), "{").unwrap();
     let said = run(4).train();
-    assert!(said.contains("made again from the newest save"), "{said}");
+    assert!(
+        said.contains("made again from the newest checkpoint"),
+        "{said}"
+    );
     assert!(said.contains("resumed at step 2"), "{said}");
 }
 
 #[test]
 fn the_store_of_a_deleted_run_is_listed_and_removed() {
-    let lab = Lab::new();
-    let [gone, there] = ["gone", "there"].map(|name| run(&lab, name, 1));
+    let harness = Harness::new();
+    let [gone, there] = ["gone", "there"].map(|name| run(&harness, name, 1));
     gone.train();
-    let store = lab.store_files().remove(0);
+    let store = harness.store_files().remove(0);
     there.train();
-    let list = |folder: &str| succeed(verb(&there, "runs", &[&lab.path(folder)]));
+    let list = |dir: &str| succeed(verb(&there, "runs", &[&harness.path(dir)]));
     assert!(!list("runs").contains("store without a run"));
     let text = fail(verb(&there, "remove", &[&store, Path::new("--yes")]));
     assert!(text.contains("belongs to the run in "), "{text}");
-    std::fs::remove_dir_all(&gone.folder).unwrap();
-    for folder in ["runs", "drive"] {
-        let said = list(folder);
+    std::fs::remove_dir_all(&gone.dir).unwrap();
+    for dir in ["runs", "drive"] {
+        let said = list(dir);
         let named = format!(
             "trainer remove {}",
             std::fs::canonicalize(&store).unwrap().display()
@@ -171,7 +175,7 @@ fn the_store_of_a_deleted_run_is_listed_and_removed() {
     succeed(verb(&there, "remove", &[&store, Path::new("--yes")]));
     assert!(!list("drive").contains("store without a run"));
     assert_eq!(
-        std::fs::read_dir(lab.path("drive")).unwrap().count(),
+        std::fs::read_dir(harness.path("drive")).unwrap().count(),
         2,
         "a store and its link"
     );
@@ -180,30 +184,30 @@ fn the_store_of_a_deleted_run_is_listed_and_removed() {
 
 #[test]
 fn a_run_is_removed_with_its_store_once_nobody_trains_it() {
-    let lab = Lab::new();
-    let run = lab
+    let harness = Harness::new();
+    let run = harness
         .run("run", &["train.steps=100000", "scheduler={}"])
-        .with(&lab.nvme());
+        .with(&harness.nvme());
     let mut child = until(spawn(run.command("train")), "a step", || {
         run.steps_written() >= 1
     });
     let remove = |args: &[&Path]| verb(&run, "remove", args);
     let yes = Path::new("--yes");
-    assert!(fail(remove(&[&run.folder, yes])).contains("another trainer works in"));
+    assert!(fail(remove(&[&run.dir, yes])).contains("another trainer works in"));
     child.kill().expect("killed");
     child.wait().expect("it ended");
-    let text = fail(remove(&[&run.folder]));
+    let text = fail(remove(&[&run.dir]));
     assert!(text.contains("--yes"), "{text}");
-    assert!(run.folder.exists() && lab.store_files().len() == 1);
-    std::fs::write(run.folder.join("notes.txt"), "mine").unwrap();
-    let said = succeed(remove(&[&run.folder, yes]));
+    assert!(run.dir.exists() && harness.store_files().len() == 1);
+    std::fs::write(run.dir.join("notes.txt"), "mine").unwrap();
+    let said = succeed(remove(&[&run.dir, yes]));
     assert!(
         said.contains(".tiles") && said.contains("holds other files"),
         "{said}"
     );
-    assert_eq!(std::fs::read_dir(lab.path("drive")).unwrap().count(), 0);
-    let left: Vec<_> = std::fs::read_dir(&run.folder).unwrap().collect();
+    assert_eq!(std::fs::read_dir(harness.path("drive")).unwrap().count(), 0);
+    let left: Vec<_> = std::fs::read_dir(&run.dir).unwrap().collect();
     assert_eq!(left.len(), 1, "{left:?}");
-    std::fs::remove_file(run.folder.join("notes.txt")).unwrap();
-    assert!(fail(remove(&[&run.folder, yes])).contains("there is no run in"));
+    std::fs::remove_file(run.dir.join("notes.txt")).unwrap();
+    assert!(fail(remove(&[&run.dir, yes])).contains("there is no run in"));
 }

@@ -2,19 +2,22 @@
 
 use std::process::Command;
 
-use kernels::gpu::library::folders_of_loaded;
+use kernels::gpu::library::dirs_of_loaded;
 
-use crate::lab::{Lab, succeed};
+use crate::harness::{Harness, succeed};
 
 #[test]
 fn an_installed_program_finds_libtorch_beside_it() {
-    let lab = Lab::new();
-    let (program, libtorch) = (lab.path("bin/trainer"), lab.path("lib/libtorch/torch"));
-    std::fs::create_dir(lab.path("bin")).unwrap();
+    let harness = Harness::new();
+    let (program, libtorch) = (
+        harness.path("bin/trainer"),
+        harness.path("lib/libtorch/torch"),
+    );
+    std::fs::create_dir(harness.path("bin")).unwrap();
     std::fs::create_dir_all(&libtorch).unwrap();
     // Another name of the same file: the loader goes by the name.
     std::fs::hard_link(env!("CARGO_BIN_EXE_trainer"), &program).unwrap();
-    let loaded = folders_of_loaded("libtorch_cpu");
+    let loaded = dirs_of_loaded("libtorch_cpu");
     std::os::unix::fs::symlink(&loaded[0], libtorch.join("lib")).unwrap();
     let loads = || {
         let mut command = Command::new(&program);
@@ -26,8 +29,11 @@ fn an_installed_program_finds_libtorch_beside_it() {
             .stderr(std::process::Stdio::piped());
         succeed(command)
     };
-    let found = |folder: &str| format!("libtorch_cpu.so => {folder}/libtorch_cpu.so");
-    let beside = format!("{}/../lib/libtorch/torch/lib", lab.path("bin").display());
+    let found = |dir: &str| format!("libtorch_cpu.so => {dir}/libtorch_cpu.so");
+    let beside = format!(
+        "{}/../lib/libtorch/torch/lib",
+        harness.path("bin").display()
+    );
     let said = loads();
     assert!(said.contains(&found(&beside)), "{said}");
     // Without it, the one that the program was built with.

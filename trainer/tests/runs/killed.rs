@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::process::Command;
 
-use trainer::run::{SaveName, Saves};
+use trainer::run::{CheckpointName, Checkpoints};
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 use crate::random::Random;
 
 /// A run that nobody kills, each of its steps kept, and one that is.
 pub(crate) struct Killed {
-    pub(crate) lab: Lab,
+    pub(crate) harness: Harness,
     whole: Run,
     digests: HashMap<u64, String>,
     sets: Vec<String>,
@@ -39,23 +39,27 @@ impl Killed {
         sets: &[&str],
         seed: u64,
     ) -> Self {
-        let lab = Lab::new();
+        let harness = Harness::new();
         let steps = format!("train.steps={steps_count}");
-        let whole = lab.run(
+        let whole = harness.run(
             "whole",
-            &[&steps, "train.save_every=1", "train.saves_kept=0"],
+            &[
+                &steps,
+                "train.checkpoint_every=1",
+                "train.checkpoints_kept=0",
+            ],
         );
         succeed(command(&whole, ranks));
-        let mut all = lab.nvme();
+        let mut all = harness.nvme();
         all.extend([
             steps,
-            "train.save_every=2".into(),
-            "train.saves_kept=2".into(),
+            "train.checkpoint_every=2".into(),
+            "train.checkpoints_kept=2".into(),
             format!("offload.commit_every={commit_every}"),
         ]);
         all.extend(sets.iter().map(|set| (*set).to_owned()));
         Self {
-            lab,
+            harness,
             whole,
             digests: HashMap::new(),
             sets: all,
@@ -67,7 +71,7 @@ impl Killed {
     }
 
     pub(crate) fn run(&self, number: u64) -> Run {
-        let run = self.lab.run(&format!("killed-{number}"), &[]);
+        let run = self.harness.run(&format!("killed-{number}"), &[]);
         run.with(&self.sets)
     }
 
@@ -80,11 +84,12 @@ impl Killed {
     fn compare(&mut self, digest: &str, after: &str) -> u64 {
         let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
         let step: u64 = step.expect("a digest names its step").parse().unwrap();
-        // Of first weights there is no save.
+        // Of first weights there is no checkpoint.
         if step > 0 {
             let whole = &self.whole;
             let expected = self.digests.entry(step);
-            let expected = expected.or_insert_with(|| whole.digest_of(Some(SaveName::Step(step))));
+            let expected =
+                expected.or_insert_with(|| whole.digest_of(Some(CheckpointName::Step(step))));
             assert_eq!(digest, expected, "{after}");
         }
         step
@@ -111,11 +116,11 @@ impl Killed {
         seen.committed = step;
     }
 
-    /// The same of its newest save.
-    pub(crate) fn look_at_save(&mut self, run: &Run, seen: &mut Seen, after: &str) {
-        let save = Saves::of(&run.folder).newest().unwrap();
-        let saved = save.map_or(0, |save| {
-            self.compare(&run.digest_of(Some(SaveName::Folder(save))), after)
+    /// The same of its newest checkpoint.
+    pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+        let checkpoint = Checkpoints::of(&run.dir).newest().unwrap();
+        let saved = checkpoint.map_or(0, |checkpoint| {
+            self.compare(&run.digest_of(Some(CheckpointName::Dir(checkpoint))), after)
         });
         let before = seen.saved;
         assert!(saved >= before, "{after}: save {saved}, {before} before");
@@ -132,13 +137,13 @@ impl Killed {
     pub(crate) fn end(&mut self, run: &Run, seen: &mut Seen) {
         succeed(self.command(run));
         self.look(run, seen, "the end");
-        self.look_at_save(run, seen, "the end");
+        self.look_at_checkpoint(run, seen, "the end");
         assert_eq!(
             (seen.committed, seen.saved),
             (self.steps_count, self.steps_count)
         );
         for key in ["loss", "grad_norm", "lr", "tokens"] {
-            let name = run.folder.display();
+            let name = run.dir.display();
             assert_eq!(self.whole.bits(key), run.bits(key), "{key} of {name}");
         }
     }

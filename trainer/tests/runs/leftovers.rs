@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run, spawn, succeed, until};
+use crate::harness::{Harness, Run, spawn, succeed, until};
 
 /// Trains, and kills the trainer with -9 when it has written `steps` lines of metrics.
 fn killed_after(run: &Run, steps: u64) {
@@ -24,20 +24,20 @@ fn lines(path: &Path) -> usize {
 
 #[test]
 fn a_killed_run_that_saved_nothing_starts_again_and_says_so() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
-    let run = |extra: &[&str]| lab.run("run", &long).with(extra);
+    let run = |extra: &[&str]| harness.run("run", &long).with(extra);
     killed_after(&run(&[]), 3);
     let steps = run(&[]).metrics().len();
     let said = run(&["train.stop_after=2"]).train();
     assert!(
         said.contains(&format!(
             "note: nothing was saved of the {steps} steps in metrics.jsonl"
-        )) && said.contains("train.save_every"),
+        )) && said.contains("train.checkpoint_every"),
         "{said}"
     );
     assert!(said.contains("started with fresh weights"), "{said}");
-    let old = run(&[]).folder.join("metrics.jsonl.old");
+    let old = run(&[]).dir.join("metrics.jsonl.old");
     assert_eq!(lines(&old), steps, "the metrics of the killed run are kept");
     assert_eq!(run(&[]).metrics().len(), 2);
     // Said once: the second start has something to go on from.
@@ -50,13 +50,17 @@ fn a_killed_run_that_saved_nothing_starts_again_and_says_so() {
 }
 
 #[test]
-fn a_killed_run_that_saves_as_it_goes_resumes_at_its_last_save() {
-    let lab = Lab::new();
-    let sets = ["train.steps=100000", "scheduler={}", "train.save_every=5"];
-    killed_after(&lab.run("run", &sets), 12);
-    let written = lab.run("run", &sets).steps_written();
+fn a_killed_run_that_checkpoints_as_it_goes_resumes_at_its_last_checkpoint() {
+    let harness = Harness::new();
+    let sets = [
+        "train.steps=100000",
+        "scheduler={}",
+        "train.checkpoint_every=5",
+    ];
+    killed_after(&harness.run("run", &sets), 12);
+    let written = harness.run("run", &sets).steps_written();
     let stop_after = [format!("train.stop_after={}", written + 3)];
-    let rest = lab.run("run", &sets).with(&stop_after);
+    let rest = harness.run("run", &sets).with(&stop_after);
     let said = rest.train();
     // It may have gone a few steps on before the signal came.
     let resumed = said
@@ -68,41 +72,43 @@ fn a_killed_run_that_saves_as_it_goes_resumes_at_its_last_save() {
         resumed >= 5 && resumed.is_multiple_of(5) && resumed <= written && written < resumed + 10,
         "resumed at {resumed} of {written}"
     );
-    let whole = lab.run("whole", &sets).with(&stop_after);
+    let whole = harness.run("whole", &sets).with(&stop_after);
     whole.train();
     assert_eq!(whole.bits("loss"), rest.bits("loss"));
     assert_eq!(whole.digest(), rest.digest());
 }
 
 #[test]
-fn the_only_save_removed_is_a_new_start_with_a_word() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.save_every=0"]);
+fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.checkpoint_every=0"]);
     run.train();
-    let save = run.folder.join("saves/step-00000006");
-    let tiles = save.join("tiles.0");
+    let checkpoint = run.dir.join("checkpoints/step-00000006");
+    let tiles = checkpoint.join("tiles.0");
     let mut bytes = std::fs::read(&tiles).unwrap();
     bytes[100] ^= 1;
     std::fs::write(&tiles, bytes).unwrap();
     assert!(run.refused().contains("step-00000006/tiles.0 is damaged"));
-    std::fs::remove_dir_all(&save).unwrap();
+    std::fs::remove_dir_all(&checkpoint).unwrap();
     let said = run.train();
     assert!(
         said.contains("nothing was saved of the 6 steps in metrics.jsonl"),
         "{said}"
     );
-    assert_eq!(lines(&run.folder.join("metrics.jsonl.old")), 6);
+    assert_eq!(lines(&run.dir.join("metrics.jsonl.old")), 6);
     assert_eq!(run.metrics().len(), 6);
 }
 
 #[test]
 fn a_line_that_a_crash_took_is_made_up_for() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.stop_after=3"]).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = harness
+        .run("run", &["train.stop_after=3"])
+        .with(&harness.nvme());
     run.train();
     let whole = run.metrics();
     // As if the commit of step 3 had been the last thing that happened.
-    let path = run.folder.join("metrics.jsonl");
+    let path = run.dir.join("metrics.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let last = text.trim_end().rfind('\n').expect("three lines") + 1;
     std::fs::write(&path, &text[..last]).unwrap();
@@ -127,8 +133,8 @@ fn a_line_that_a_crash_took_is_made_up_for() {
 
 #[test]
 fn fresh_removes_the_store_where_it_was() {
-    let lab = Lab::new();
-    let other = lab.path("other");
+    let harness = Harness::new();
+    let other = harness.path("other");
     std::fs::create_dir(&other).unwrap();
     let on_other = format!(
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
@@ -146,27 +152,27 @@ fn fresh_removes_the_store_where_it_was() {
             .filter(|path| path.extension().is_some_and(|ending| ending == "tiles"))
             .count()
     };
-    let run = || lab.run("run", &["train.stop_after=1"]);
-    run().with(&lab.nvme()).train();
-    assert_eq!((lab.store_files().len(), files_on_other()), (1, 0));
+    let run = || harness.run("run", &["train.stop_after=1"]);
+    run().with(&harness.nvme()).train();
+    assert_eq!((harness.store_files().len(), files_on_other()), (1, 0));
     fresh(run().with(&[&on_other]));
-    assert_eq!((lab.store_files().len(), files_on_other()), (0, 1));
-    // A copy of the folder is another run: it leaves the store of the first alone.
-    let copy = lab.run("copy", &["train.stop_after=1"]);
-    std::fs::create_dir(&copy.folder).unwrap();
-    std::fs::copy(run().folder.join("run.json"), copy.folder.join("run.json")).unwrap();
+    assert_eq!((harness.store_files().len(), files_on_other()), (0, 1));
+    // A copy of the directory is another run: it leaves the store of the first alone.
+    let copy = harness.run("copy", &["train.stop_after=1"]);
+    std::fs::create_dir(&copy.dir).unwrap();
+    std::fs::copy(run().dir.join("run.json"), copy.dir.join("run.json")).unwrap();
     fresh(copy);
     assert_eq!(files_on_other(), 1);
     fresh(run());
-    assert_eq!((lab.store_files().len(), files_on_other()), (0, 0));
+    assert_eq!((harness.store_files().len(), files_on_other()), (0, 0));
 }
 
 #[test]
 fn fresh_says_what_stays_with_a_shared_daemon() {
-    let lab = Lab::new();
-    let daemon = Daemon::start(&lab);
+    let harness = Harness::new();
+    let daemon = Daemon::start(&harness);
     let nvme = "zero_optimization.offload_optimizer.device=nvme";
-    let run = |sets: &[&str]| lab.run("run", sets).with(&["train.stop_after=1"]);
+    let run = |sets: &[&str]| harness.run("run", sets).with(&["train.stop_after=1"]);
     run(&[nvme]).with(&daemon.socket()).train();
     let mut moved = run(&[]).command("train");
     moved.arg("--fresh");

@@ -1,16 +1,16 @@
-//! Runs without a store: they save into the run folder and go on from there.
+//! Runs without a store: they save into the run directory and go on from there.
 //!
 //! What could go wrong: a run that was stopped and continued differs from one that was not; a signal loses work; an
 //! evaluation changes the training; accumulation is not what it says. Found by comparing losses and fingerprints bit by bit.
 
 use std::process::{Command, Stdio};
 
-use crate::lab::{Lab, fail, finish, spawn, succeed, until, where_mounted};
+use crate::harness::{Harness, fail, finish, spawn, succeed, until, where_mounted};
 
 #[test]
 fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
     run.train();
     let (losses, digest) = (run.bits("loss"), run.digest());
     assert!(run.train().contains("resumed at step 6"));
@@ -20,19 +20,16 @@ fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
     );
     let mut again = run.command("train");
     again.arg("--fresh");
-    assert!(crate::lab::succeed(again).contains("started with fresh weights"));
+    assert!(crate::harness::succeed(again).contains("started with fresh weights"));
     assert_eq!((run.bits("loss"), run.digest()), (losses, digest));
 }
 
 #[test]
-fn a_run_that_could_not_save_its_state_is_refused_before_its_first_step() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
-    std::fs::create_dir_all(&run.folder).unwrap();
-    let mount = format!(
-        "mount -t tmpfs -o size=256k none '{}'",
-        run.folder.display()
-    );
+fn a_run_that_could_not_checkpoint_its_state_is_refused_before_its_first_step() {
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
+    std::fs::create_dir_all(&run.dir).unwrap();
+    let mount = format!("mount -t tmpfs -o size=256k none '{}'", run.dir.display());
     let Some(inside) = where_mounted(&mount, &run.command("train")) else {
         println!(
             "skipped: a_run_that_could_not_save_its_state_is_refused_before_its_first_step: mounting a tmpfs needs root"
@@ -41,7 +38,7 @@ fn a_run_that_could_not_save_its_state_is_refused_before_its_first_step() {
     };
     let text = fail(inside);
     assert!(
-        text.contains("stays in saves there alone") && text.contains("train.run_folder"),
+        text.contains("stays in checkpoints there alone") && text.contains("train.run_dir"),
         "{text}"
     );
     assert!(!text.contains("step 1"), "{text}");
@@ -49,9 +46,9 @@ fn a_run_that_could_not_save_its_state_is_refused_before_its_first_step() {
 
 #[test]
 fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = ["train.steps=100000", "scheduler={}", "train.log_every=1"];
-    let run = lab.run("run", &sets);
+    let run = harness.run("run", &sets);
     let child = spawn(run.command("train"));
     let child = until(child, "three steps", || run.steps_written() >= 3);
     rustix::process::kill_process(
@@ -71,11 +68,11 @@ fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
 
 #[test]
 fn evaluation_appears_and_changes_nothing() {
-    let lab = Lab::new();
-    let plain = lab.run("plain", &["data.holdout_share=0.1"]);
-    let evaluated = lab.run(
+    let harness = Harness::new();
+    let plain = harness.run("plain", &["data.validation_fraction=0.1"]);
+    let evaluated = harness.run(
         "evaluated",
-        &["data.holdout_share=0.1", "train.eval_every=3"],
+        &["data.validation_fraction=0.1", "train.eval_every=3"],
     );
     plain.train();
     evaluated.train();
@@ -125,9 +122,9 @@ fn evaluation_appears_and_changes_nothing() {
 
 #[test]
 fn two_micro_batches_are_close_to_one_of_twice_the_size() {
-    let lab = Lab::new();
-    let one = lab.run("one", &["train_micro_batch_size_per_gpu=4"]);
-    let two = lab.run("two", &["gradient_accumulation_steps=2"]);
+    let harness = Harness::new();
+    let one = harness.run("one", &["train_micro_batch_size_per_gpu=4"]);
+    let two = harness.run("two", &["gradient_accumulation_steps=2"]);
     one.train();
     two.train();
     for (one, two) in one.metrics().iter().zip(two.metrics()) {
@@ -141,8 +138,8 @@ fn two_micro_batches_are_close_to_one_of_twice_the_size() {
 
 #[test]
 fn a_tied_head_trains_too() {
-    let lab = Lab::new();
-    let run = lab.run(
+    let harness = Harness::new();
+    let run = harness.run(
         "tied",
         &[
             "model.tie_word_embeddings=true",
@@ -160,11 +157,11 @@ fn a_tied_head_trains_too() {
 }
 
 #[test]
-fn a_damaged_save_is_named_and_the_one_before_still_there() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.save_every=3"]);
+fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.checkpoint_every=3"]);
     run.train();
-    let newest = run.folder.join("saves/step-00000006/tiles.0");
+    let newest = run.dir.join("checkpoints/step-00000006/tiles.0");
     let mut bytes = std::fs::read(&newest).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
@@ -182,10 +179,10 @@ fn a_damaged_save_is_named_and_the_one_before_still_there() {
 }
 
 #[test]
-fn new_folders_are_flushed_before_the_first_save_counts() {
-    let lab = Lab::new();
-    let run = lab.run("new", &["train.stop_after=1"]);
-    let trace = lab.path("trace");
+fn new_directories_are_flushed_before_the_first_checkpoint_counts() {
+    let harness = Harness::new();
+    let run = harness.run("new", &["train.stop_after=1"]);
+    let trace = harness.path("trace");
     let plain = run.command("train");
     let mut traced = Command::new("strace");
     let calls = "trace=mkdir,mkdirat,fsync,rename,renameat,renameat2";
@@ -215,19 +212,19 @@ fn new_folders_are_flushed_before_the_first_save_counts() {
     let named = lines
         .iter()
         .position(|line| line.contains("rename") && line.contains("step-00000001.partial"))
-        .expect("the save got its name");
-    for (folder, above) in [
-        (run.folder.join("saves"), run.folder.clone()),
-        (run.folder.clone(), lab.path("runs")),
-        (lab.path("runs"), lab.path("")),
+        .expect("the checkpoint got its name");
+    for (dir, above) in [
+        (run.dir.join("checkpoints"), run.dir.clone()),
+        (run.dir.clone(), harness.path("runs")),
+        (harness.path("runs"), harness.path("")),
     ] {
-        let made = format!("\"{}\", 0", folder.display());
+        let made = format!("\"{}\", 0", dir.display());
         let made = lines
             .iter()
             .position(|line| {
                 line.contains("mkdir") && line.contains(&made) && line.ends_with("= 0")
             })
-            .unwrap_or_else(|| panic!("{} was not made: {trace}", folder.display()));
+            .unwrap_or_else(|| panic!("{} was not made: {trace}", dir.display()));
         let above = above.canonicalize().unwrap();
         let flushed = format!("<{}>", above.display());
         assert!(

@@ -6,7 +6,7 @@
 
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 
 /// Models of all architectures, as run files have them. Windows are shorter than the sequence.
 fn models() -> Vec<(&'static str, Value)> {
@@ -51,16 +51,16 @@ fn gpt2(left_out: f64) -> Value {
         "embd_pdrop": left_out, "resid_pdrop": left_out, "attn_pdrop": left_out})
 }
 
-fn run(lab: &Lab, name: &str, model: &Value, sets: &[&str]) -> Run {
+fn run(harness: &Harness, name: &str, model: &Value, sets: &[&str]) -> Run {
     let settings = json!({
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "model": model,
-        "data": {"files": [lab.path("text")], "holdout_share": 0.1},
-        "train": {"steps": 8, "seq_len": 32, "seed": 5, "run_folder": lab.path(&format!("runs/{name}")), "threads": 1},
+        "data": {"files": [harness.path("text")], "validation_fraction": 0.1},
+        "train": {"steps": 8, "seq_len": 32, "seed": 5, "run_dir": harness.path(&format!("runs/{name}")), "threads": 1},
         "offload": {"tile_elems": 4096, "staging_bytes": 300_000}
     });
-    lab.run_of_json(name, &settings).with(sets)
+    harness.run_of_json(name, &settings).with(sets)
 }
 
 fn numbers(run: &Run, key: &str) -> Vec<f64> {
@@ -71,12 +71,12 @@ fn numbers(run: &Run, key: &str) -> Vec<f64> {
 
 #[test]
 fn every_architecture_learns_in_bf16() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     std::thread::scope(|scope| {
         for (name, model) in models() {
-            let lab = &lab;
+            let harness = &harness;
             scope.spawn(move || {
-                let run = run(lab, name, &model, &["bf16.enabled=true"]);
+                let run = run(harness, name, &model, &["bf16.enabled=true"]);
                 run.train();
                 let losses = numbers(&run, "loss");
                 assert!(losses[7] < losses[0] - 1.0, "{name} learns: {losses:?}");
@@ -92,16 +92,16 @@ fn bits(run: &Run) -> (Vec<u64>, Vec<u64>, String) {
 
 #[test]
 fn what_is_left_out_of_a_gpt2_is_the_same_wherever_its_tiles_live_and_when_it_goes_on() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let model = gpt2(0.2);
     let common = ["bf16.enabled=true", "gradient_accumulation_steps=2"];
-    let of = |name: &str, sets: &[&str]| run(&lab, name, &model, &common).with(sets);
+    let of = |name: &str, sets: &[&str]| run(&harness, name, &model, &common).with(sets);
     let plain = of("plain", &[]);
     plain.train();
     let expected = bits(&plain);
-    let nvme = lab.nvme();
-    for schedule in ["deferred", "at_once"] {
-        let schedule_set = format!("offload.schedule={schedule}");
+    let nvme = harness.nvme();
+    for schedule in ["deferred", "immediate"] {
+        let schedule_set = format!("offload.optimizer_step={schedule}");
         let elsewhere = of(schedule, &[&schedule_set]).with(&nvme);
         elsewhere.train();
         assert_eq!(bits(&elsewhere), expected, "{schedule}");
@@ -110,19 +110,19 @@ fn what_is_left_out_of_a_gpt2_is_the_same_wherever_its_tiles_live_and_when_it_go
     let goes_on = of("stopped", &[]);
     goes_on.train();
     assert_eq!(bits(&goes_on), expected, "resumed");
-    let without = run(&lab, "without", &gpt2(0.0), &common);
+    let without = run(&harness, "without", &gpt2(0.0), &common);
     without.train();
     assert_ne!(bits(&without).0, expected.0, "something is left out");
 }
 
 #[test]
 fn ranks_leave_out_the_same_of_a_gpt2() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let model = gpt2(0.2);
     let sets = ["train.eval_every=4", "train_micro_batch_size_per_gpu=2"];
-    let one = run(&lab, "one", &model, &sets);
+    let one = run(&harness, "one", &model, &sets);
     one.train();
-    let two = run(&lab, "two", &model, &sets);
+    let two = run(&harness, "two", &model, &sets);
     succeed(two.launch(2));
     for key in ["loss", "grad_norm", "eval_loss"] {
         let (one, two) = (numbers(&one, key), numbers(&two, key));

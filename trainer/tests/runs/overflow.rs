@@ -4,7 +4,7 @@
 //! a weight, a moment, or the count that bias correction and the learning rate go by; the scale is not resumed; ranks decide
 //! differently; a run without hope goes on for ever.
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 
 const FP16: &str = "fp16.enabled=true";
 
@@ -37,13 +37,13 @@ fn tiles(run: &Run) -> String {
 
 #[test]
 fn fp16_learns_what_fp32_does_with_one_rank_or_two() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "train.steps=20",
         "train_batch_size=8",
         "gradient_clipping=0.5",
     ];
-    let wide = lab.run("fp32", &sets);
+    let wide = harness.run("fp32", &sets);
     wide.train();
     let check = |narrow: &Run| {
         assert_eq!(skipped(narrow), [false; 20]);
@@ -59,14 +59,16 @@ fn fp16_learns_what_fp32_does_with_one_rank_or_two() {
             }
         }
     };
-    let adaptive = lab
+    let adaptive = harness
         .run("adaptive", &sets)
         .with(&[FP16, "fp16.initial_scale_power=10"]);
     let said = adaptive.train();
     assert!(said.contains("dtype = \"fp16\""), "{said}");
     assert_eq!(numbers(&adaptive, "loss_scale"), [1024.0; 20]);
     check(&adaptive);
-    let ranks = lab.run("ranks", &sets).with(&[FP16, "fp16.loss_scale=512"]);
+    let ranks = harness
+        .run("ranks", &sets)
+        .with(&[FP16, "fp16.loss_scale=512"]);
     succeed(ranks.launch(2));
     assert_eq!(numbers(&ranks, "loss_scale"), [512.0; 20]);
     check(&ranks);
@@ -74,10 +76,10 @@ fn fp16_learns_what_fp32_does_with_one_rank_or_two() {
 
 #[test]
 fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let run = |until: u64| {
         let until = format!("train.stop_after={until}");
-        lab.run("run", &TOO_LARGE).with(&[until])
+        harness.run("run", &TOO_LARGE).with(&[until])
     };
     let said = run(1).train();
     assert!(
@@ -109,10 +111,16 @@ fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
 
 #[test]
 fn a_step_that_is_skipped_moves_no_state() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     // At once: all that an update moves is counted in its own step.
-    let sets = ["offload.schedule=at_once", "offload.staging_bytes=150000"];
-    let run = lab.run("run", &TOO_LARGE).with(&lab.nvme()).with(&sets);
+    let sets = [
+        "offload.optimizer_step=immediate",
+        "offload.staging_bytes=150000",
+    ];
+    let run = harness
+        .run("run", &TOO_LARGE)
+        .with(&harness.nvme())
+        .with(&sets);
     run.train();
     let state_bytes = |read: &str, grads: &str| -> Vec<f64> {
         let pairs = numbers(&run, read).into_iter().zip(numbers(&run, grads));
@@ -135,14 +143,15 @@ fn a_step_that_is_skipped_moves_no_state() {
 
 #[test]
 fn where_tiles_live_and_where_a_run_was_cut_makes_no_difference_to_overflows() {
-    let lab = Lab::new();
-    let whole = lab.run("whole", &TOO_LARGE);
+    let harness = Harness::new();
+    let whole = harness.run("whole", &TOO_LARGE);
     whole.train();
     // The least that a whole master beside the moments needs.
     let staging = ["offload.staging_bytes=150000"];
     let parts = || {
-        lab.run("parts", &TOO_LARGE)
-            .with(&lab.nvme())
+        harness
+            .run("parts", &TOO_LARGE)
+            .with(&harness.nvme())
             .with(&staging)
     };
     for until in [1, 3, 9, 14] {
@@ -163,12 +172,12 @@ fn where_tiles_live_and_where_a_run_was_cut_makes_no_difference_to_overflows() {
 
 #[test]
 fn a_run_whose_scale_cannot_go_lower_ends() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let hopeless = [
         "fp16.initial_scale_power=32",
         "fp16.min_loss_scale=2147483648",
     ];
-    let run = lab.run("run", &TOO_LARGE).with(&hopeless);
+    let run = harness.run("run", &TOO_LARGE).with(&hopeless);
     let text = run.refused();
     for part in [
         "step 2: gradients are not finite",
@@ -182,16 +191,16 @@ fn a_run_whose_scale_cannot_go_lower_ends() {
 
 #[test]
 fn bf16_stops_at_an_overflow_or_skips_it_as_asked() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let wild = [
         "bf16.enabled=true",
         "optimizer.params.lr=1e38",
         "scheduler={}",
         "gradient_clipping=0",
     ];
-    let text = lab.run("stops", &wild).refused();
+    let text = harness.run("stops", &wild).refused();
     assert!(text.contains("training diverged"), "{text}");
-    let skips = lab
+    let skips = harness
         .run("skips", &wild)
         .with(&["bf16.check_grad_overflow=true"]);
     let said = skips.train();

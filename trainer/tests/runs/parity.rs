@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use kernels::gpu::Gpu;
 use serde_json::{Value, json};
 
-use crate::lab::{Lab, Run, succeed};
+use crate::harness::{Harness, Run, succeed};
 
 #[test]
 fn twenty_steps_are_those_of_plain_pytorch() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let text =
         std::fs::read_to_string(fixtures.join("llama_losses.json")).expect("the fixture is there");
@@ -24,7 +24,7 @@ fn twenty_steps_are_those_of_plain_pytorch() {
         let expected = if tied { &fixture["tied"] } else { &fixture };
         let mut model = fixture["config"].clone();
         model["tie_word_embeddings"] = tied.into();
-        let folder = lab.path(name);
+        let dir = harness.path(name);
         let settings = json!({
             "train_batch_size": run["batch"],
             "gradient_clipping": run["gradient_clipping"],
@@ -38,10 +38,10 @@ fn twenty_steps_are_those_of_plain_pytorch() {
             "model": model,
             "data": {"files": [fixtures.join("text.txt")]},
             "train": {
-                "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "run_folder": folder, "threads": 1
+                "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "run_dir": dir, "threads": 1
             }
         });
-        let trained = lab.run_of_json(name, &settings);
+        let trained = harness.run_of_json(name, &settings);
         trained.train();
         for (key, list) in [("loss", "losses"), ("grad_norm", "grad_norms")] {
             let theirs: Vec<f64> = expected[list]
@@ -84,7 +84,7 @@ impl Library {
     }
 
     /// A run of the model of `name` as the library trained it.
-    fn run(&self, lab: &Lab, name: &str, run_name: &str, micro_batch: u64) -> Run {
+    fn run(&self, harness: &Harness, name: &str, run_name: &str, micro_batch: u64) -> Run {
         let run = &self.expected["run"];
         let settings = json!({
             "train_batch_size": run["batch"],
@@ -98,15 +98,15 @@ impl Library {
             "data": {"files": [self.fixtures.join("text.txt")]},
             "train": {
                 "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1,
-                "run_folder": lab.path(run_name)
+                "run_dir": harness.path(run_name)
             }
         });
-        lab.run_of_json(run_name, &settings)
+        harness.run_of_json(run_name, &settings)
     }
 
     /// Compares the losses and gradient norms of a run that has ended. Answers the first step's.
     fn compare(&self, run: &Run, name: &str, how: &str) -> [f64; 2] {
-        let folder = run.folder.display();
+        let dir = run.dir.display();
         [("loss", "losses"), ("grad_norm", "grad_norms")].map(|(key, list)| {
             let theirs = self.expected[name][how][list].as_array().expect("a list");
             let ours: Vec<f64> = run.bits(key).into_iter().map(f64::from_bits).collect();
@@ -115,7 +115,7 @@ impl Library {
                 let off = (ours / theirs.as_f64().expect("a number") - 1.0).abs();
                 assert!(
                     off < 2e-5,
-                    "{folder}, {key} of step {}: {ours}, the library {theirs}: {off:.1e} apart",
+                    "{dir}, {key} of step {}: {ours}, the library {theirs}: {off:.1e} apart",
                     step + 1
                 );
             }
@@ -126,19 +126,21 @@ impl Library {
 
 #[test]
 fn ten_steps_of_each_architecture_are_hugging_faces() {
-    let (lab, library) = (Lab::new(), Library::new());
+    let (harness, library) = (Harness::new(), Library::new());
     std::thread::scope(|scope| {
-        for name in crate::model_folder::ALL {
-            let (lab, library) = (&lab, &library);
+        for name in crate::model_dir::ALL {
+            let (harness, library) = (&harness, &library);
             let one = move |how: &str, micro_batch: u64, sets: &[String]| {
                 let run_name = format!("{name}-{how}");
-                let run = library.run(lab, name, &run_name, micro_batch).with(sets);
+                let run = library
+                    .run(harness, name, &run_name, micro_batch)
+                    .with(sets);
                 run.train();
                 library.compare(&run, name, how);
             };
             scope.spawn(move || {
-                one("at_once", 4, &[]);
-                one("accumulated", 2, &lab.nvme());
+                one("immediate", 4, &[]);
+                one("accumulated", 2, &harness.nvme());
             });
         }
     });
@@ -154,7 +156,7 @@ fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() 
         Err(error) => return println!("skipped: {name}: {error}"),
         Ok(gpus) => gpus,
     };
-    let (lab, library) = (Lab::new(), Library::new());
+    let (harness, library) = (Harness::new(), Library::new());
     let tier = |name: &str| -> Vec<String> {
         let devices = ["param", "optimizer"];
         let set = |what| format!("zero_optimization.offload_{what}.device={name}");
@@ -166,17 +168,17 @@ fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() 
             for (place, sets) in [
                 ("none", tier("none")),
                 ("cpu", tier("cpu")),
-                ("nvme", lab.nvme()),
+                ("nvme", harness.nvme()),
             ] {
                 for keep in ["nothing", "attention", "products"] {
                     for away in [false, true] {
                         let inputs = if away { "host" } else { "device" };
                         let run_name = format!("{name}-{ranks}-{place}-{keep}-{inputs}");
-                        let run = library.run(&lab, name, &run_name, 2 / ranks as u64);
+                        let run = library.run(&harness, name, &run_name, 2 / ranks as u64);
                         let run = run.with(&sets).with(&[
                             "train.device=gpu".to_owned(),
-                            format!("train.keep={keep}"),
-                            format!("train.activations={inputs}"),
+                            format!("train.activation_checkpointing={keep}"),
+                            format!("offload.activations={inputs}"),
                             // Fingerprints of state are equal where it is cut alike.
                             "offload.tile_elems=4096".to_owned(),
                         ]);
@@ -195,7 +197,7 @@ fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() 
         }
     };
     std::thread::scope(|scope| {
-        for name in crate::model_folder::ALL {
+        for name in crate::model_dir::ALL {
             let of_each = &of_each;
             scope.spawn(move || of_each(name));
         }

@@ -1,11 +1,11 @@
 //! `trainer plan` says before a run what the run will say and do, and touches nothing.
 //!
-//! What could go wrong: a plan makes a folder or a store, or needs one; it promises other bytes than are moved; it lets through
+//! What could go wrong: a plan makes a directory or a store, or needs one; it promises other bytes than are moved; it lets through
 //! what training refuses, or ends well with what it refuses.
 
 use serde_json::Value;
 
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed};
+use crate::harness::{Harness, Run, fail, finish, spawn, succeed};
 
 /// What `trainer plan --json` with `args` prints, and whether it ended well.
 pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
@@ -18,14 +18,12 @@ pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
 
 #[test]
 fn a_plan_touches_nothing_and_needs_neither_text_nor_drive() {
-    let lab = Lab::new();
-    let folder = lab.path("nowhere").display().to_string();
-    let run = lab
+    let harness = Harness::new();
+    let dir = harness.path("nowhere").display().to_string();
+    let run = harness
         .run("run", &["data.files=[\"missing\"]"])
         .with(&["param", "optimizer"].map(|what| {
-            format!(
-                "zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = \"{folder}\"}}"
-            )
+            format!("zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = \"{dir}\"}}")
         }));
     let text = succeed(run.command("plan"));
     for part in [
@@ -33,15 +31,15 @@ fn a_plan_touches_nothing_and_needs_neither_text_nor_drive() {
     ] {
         assert!(text.contains(part), "{part} is not in {text}");
     }
-    assert!(!run.folder.exists() && lab.store_files().is_empty());
+    assert!(!run.dir.exists() && harness.store_files().is_empty());
 }
 
 #[test]
 fn a_plan_promises_the_bytes_that_a_step_moves() {
-    let lab = Lab::new();
-    let run = lab
+    let harness = Harness::new();
+    let run = harness
         .run("run", &["offload.commit_every=1"])
-        .with(&lab.nvme());
+        .with(&harness.nvme());
     let (report, fits) = plan(&run, &[]);
     assert!(fits && report["fits"] == true, "{report}");
     assert_eq!(report["hardware"]["read_bytes_per_s"]["source"], "assumed");
@@ -63,12 +61,12 @@ fn a_plan_promises_the_bytes_that_a_step_moves() {
 
 #[test]
 fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["offload.host_memory=\"1MiB\""]);
+    let harness = Harness::new();
+    let run = harness.run("run", &["offload.host_memory_bytes=\"1MiB\""]);
     let (report, fits) = plan(&run, &[]);
     assert!(!fits && report["fits"] == false, "{report}");
     assert_eq!(report["problems"][0]["kind"], "host_memory");
-    let part = "of host memory, 1.0 MiB is what offload.host_memory allows: ";
+    let part = "of host memory, 1.0 MiB is what offload.host_memory_bytes allows: ";
     for verb in ["plan", "train"] {
         let text = fail(run.command(verb));
         assert!(text.contains(part), "{verb}: {text}");
@@ -85,7 +83,7 @@ fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
         "offload.tile_elems=1048576",
         "offload.staging_bytes=1400000000",
     ];
-    let run = lab.run("run", &sets).with(&large).with(&lab.nvme());
+    let run = harness.run("run", &sets).with(&large).with(&harness.nvme());
     let (report, fits) = plan(&run, &["--host-memory", "64TiB"]);
     assert!(!fits, "{report}");
     assert_eq!(report["problems"][0]["kind"], "device_space");
@@ -95,49 +93,49 @@ fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
         "{what}"
     );
     // Found even before memory is counted.
-    let run = lab
+    let run = harness
         .run("run", &["offload.staging_bytes=4096"])
-        .with(&lab.nvme());
+        .with(&harness.nvme());
     let (report, fits) = plan(&run, &[]);
     assert!(!fits && report["fits"] == false, "{report}");
     assert_eq!(report["problems"][0]["kind"], "settings");
-    assert!(!run.folder.exists() && lab.store_files().is_empty());
+    assert!(!run.dir.exists() && harness.store_files().is_empty());
 }
 
 #[test]
-fn saves_are_planned_with_their_bytes_and_their_cost() {
-    let lab = Lab::new();
-    let sets = ["train.save_every=2", "train.saves_kept=2"];
-    let run = lab.run("run", &sets).with(&lab.nvme());
+fn checkpoints_are_planned_with_their_bytes_and_their_cost() {
+    let harness = Harness::new();
+    let sets = ["train.checkpoint_every=2", "train.checkpoints_kept=2"];
+    let run = harness.run("run", &sets).with(&harness.nvme());
     let (before, _) = plan(&run, &[]);
-    let (none, _) = plan(&lab.run("none", &[]).with(&lab.nvme()), &[]);
-    assert_eq!(none["saves"], serde_json::Value::Null);
+    let (none, _) = plan(&harness.run("none", &[]).with(&harness.nvme()), &[]);
+    assert_eq!(none["checkpoints"], serde_json::Value::Null);
     run.train();
     let (after, _) = plan(&run, &[]);
     let number = |value: &serde_json::Value| value.as_f64().expect("a number");
-    let bytes = number(&before["saves"]["save_bytes"]);
-    let on_drive = run.folder.join("saves/step-00000004/tiles.0");
+    let bytes = number(&before["checkpoints"]["save_bytes"]);
+    let on_drive = run.dir.join("checkpoints/step-00000004/tiles.0");
     let on_drive = std::fs::metadata(on_drive).unwrap().len() as f64;
     assert!(
         (bytes / on_drive - 1.0).abs() < 0.2,
         "{bytes} planned, {on_drive} found"
     );
-    assert_eq!(number(&before["saves"]["kept_bytes"]), 2.0 * bytes);
-    assert_eq!(number(&before["saves"]["room_bytes"]), 3.0 * bytes);
-    let sources = [&before, &after].map(|plan| &plan["saves"]["write_bytes_per_s"]["source"]);
+    assert_eq!(number(&before["checkpoints"]["kept_bytes"]), 2.0 * bytes);
+    assert_eq!(number(&before["checkpoints"]["room_bytes"]), 3.0 * bytes);
+    let sources = [&before, &after].map(|plan| &plan["checkpoints"]["write_bytes_per_s"]["source"]);
     assert_eq!(sources, ["assumed", "measured"]);
-    let rate = number(&after["saves"]["write_bytes_per_s"]["value"]);
-    assert!((number(&after["saves"]["save_s"]) * rate / bytes - 1.0).abs() < 1e-9);
-    assert!((number(&after["saves"]["step_s"]) * 2.0 * rate / bytes - 1.0).abs() < 1e-9);
-    let buffers = number(&after["saves"]["buffer_bytes"]);
+    let rate = number(&after["checkpoints"]["write_bytes_per_s"]["value"]);
+    assert!((number(&after["checkpoints"]["save_s"]) * rate / bytes - 1.0).abs() < 1e-9);
+    assert!((number(&after["checkpoints"]["step_s"]) * 2.0 * rate / bytes - 1.0).abs() < 1e-9);
+    let buffers = number(&after["checkpoints"]["buffer_bytes"]);
     let host = |plan: &serde_json::Value| number(&plan["host"]["process_bytes"]);
     assert_eq!(host(&before) - host(&none), buffers);
 }
 
 #[test]
 fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.device=gpu"]);
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.device=gpu"]);
     let (report, _) = plan(&run, &[]);
     if report["gpu"].is_object() {
         println!("skipped: a_gpu_that_is_not_there_is_refused_before_a_byte_moves: there is one");
@@ -148,7 +146,7 @@ fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
         text.contains("train.device is \"gpu\", and there is none: "),
         "{text}"
     );
-    assert!(!run.folder.exists());
+    assert!(!run.dir.exists());
     // Another machine may have one.
     let (_, fits) = plan(&run, &["--gpu-memory", "24GiB"]);
     assert!(fits);

@@ -1,8 +1,8 @@
 //! A trainer is killed with -9 at each named point of every phase (`offload_api::kill_point`, test builds only).
 //!
 //! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
-//! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a save, an export. After each kill
-//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest save; neither
+//! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a checkpoint, an export. After each kill
+//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest checkpoint; neither
 //! may be older than what was seen before, nor what is committed than the steps that were told.
 //!
 //! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
@@ -13,8 +13,8 @@ use std::process::Command;
 
 use offload_api::kill_point::Point;
 
+use crate::harness::{Harness, finish, spawn, succeed};
 use crate::killed::{Killed, Seen};
-use crate::lab::{Lab, finish, spawn, succeed};
 use crate::random::Random;
 
 const STEPS: u64 = 40;
@@ -43,7 +43,7 @@ impl Killed {
         for point in Point::ALL.into_iter().filter(of_training) {
             let times = match point {
                 Point::Filling | Point::Forward | Point::Backward => 3,
-                Point::Updated | Point::Writing | Point::Saving => 6,
+                Point::Updated | Point::Writing | Point::Checkpointing => 6,
                 Point::Committing | Point::Committed | Point::Telling => 2,
                 _ => 1,
             };
@@ -64,7 +64,7 @@ impl Killed {
                 self.look(&run, &mut seen, &after);
                 assert!(seen.begun, "{after}: nothing is committed");
             }
-            self.look_at_save(&run, &mut seen, &after);
+            self.look_at_checkpoint(&run, &mut seen, &after);
         }
         self.end(&self.run(number), &mut seen);
         kills
@@ -89,17 +89,20 @@ fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
         }
     };
     std::thread::scope(|scope| {
-        scope.spawn(kills(1, &["offload.schedule=deferred"]));
+        scope.spawn(kills(1, &["offload.optimizer_step=deferred"]));
         scope.spawn(kills(
             2,
-            &["offload.schedule=at_once", "offload.resident_share=0.5"],
+            &[
+                "offload.optimizer_step=immediate",
+                "offload.resident_fraction=0.5",
+            ],
         ));
     });
 }
 
 /// Names and contents.
-fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| {
+fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         (name, std::fs::read(&path).unwrap())
@@ -111,34 +114,37 @@ fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn an_export_killed_at_its_points_is_not_there_and_can_be_made() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = harness.run("run", &[]).with(&harness.nvme());
     run.train();
     let export = |out: &str| {
         let mut command = run.program();
-        command.arg("export").arg(&run.folder);
-        command.arg("--out").arg(lab.path(out));
+        command.arg("export").arg(&run.dir);
+        command.arg("--out").arg(harness.path(out));
         command
     };
     succeed(export("whole"));
     for (point, number) in [(Point::Exporting, 3), (Point::NamingExport, 1)] {
         assert!(killed(export("out"), point, number), "{}", point.name());
-        assert!(!lab.path("out").exists(), "{}", point.name());
+        assert!(!harness.path("out").exists(), "{}", point.name());
     }
     succeed(export("out"));
-    assert_eq!(contents(&lab.path("whole")), contents(&lab.path("out")));
-    assert!(!lab.path("out.partial").exists());
+    assert_eq!(
+        contents(&harness.path("whole")),
+        contents(&harness.path("out"))
+    );
+    assert!(!harness.path("out.partial").exists());
 }
 
 #[test]
 fn another_runs_weights_are_brought_whole_whenever_that_is_killed() {
-    let lab = Lab::new();
-    let first = lab.run("first", &[]).with(&lab.nvme());
+    let harness = Harness::new();
+    let first = harness.run("first", &[]).with(&harness.nvme());
     first.train();
     let second = |name: &str| {
-        let run = lab.run(name, &[]).with(&lab.nvme());
+        let run = harness.run(name, &[]).with(&harness.nvme());
         let mut command = run.command("train");
-        command.arg("--from").arg(&first.folder);
+        command.arg("--from").arg(&first.dir);
         (run, command)
     };
     let (whole, command) = second("whole");
@@ -160,5 +166,5 @@ fn another_runs_weights_are_brought_whole_whenever_that_is_killed() {
     succeed(command);
     assert_eq!(whole.bits("loss"), run.bits("loss"));
     assert_eq!(whole.digest(), run.digest());
-    assert!(!run.folder.join("first-weights").exists());
+    assert!(!run.dir.join("first-weights").exists());
 }

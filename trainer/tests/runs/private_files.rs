@@ -1,12 +1,12 @@
 //! What a run writes is its user's alone, whatever umask it was started with.
 
-use crate::lab::{Lab, succeed};
+use crate::harness::{Harness, succeed};
 
 #[test]
 fn nobody_else_can_read_what_a_run_writes() {
-    let lab = Lab::new();
-    let sets = ["train.stop_after=2", "train.save_every=1"];
-    let run = lab.run("run", &sets).with(&lab.nvme());
+    let harness = Harness::new();
+    let sets = ["train.stop_after=2", "train.checkpoint_every=1"];
+    let run = harness.run("run", &sets).with(&harness.nvme());
     let mut train = std::process::Command::new("sh");
     let command = run.command("train");
     train
@@ -24,14 +24,14 @@ fn nobody_else_can_read_what_a_run_writes() {
     succeed(train);
     let open = |name: &str| {
         let found = std::process::Command::new("find")
-            .arg(lab.path(name))
+            .arg(harness.path(name))
             .args(["-mindepth", "1", "(", "-type", "f", "-o", "-type", "d", ")"])
             .args(["-perm", "/077"])
             .output()
             .expect("find");
         String::from_utf8(found.stdout).expect("paths")
     };
-    assert!(run.folder.join("saves").is_dir() && run.folder.join("metrics.jsonl").is_file());
-    // The folder for the store was there before.
+    assert!(run.dir.join("checkpoints").is_dir() && run.dir.join("metrics.jsonl").is_file());
+    // The directory for the store was there before.
     assert_eq!(open("runs") + &open("drive"), "");
 }

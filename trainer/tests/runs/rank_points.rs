@@ -1,7 +1,7 @@
 //! One of several ranks, their launcher or their daemon is killed with -9 while a rank stands at a named point of a phase
 //! (`offload_api::kill_point`, test builds only).
 //!
-//! What could go wrong: the others wait for the dead one, or say nothing of it; one rank's part of a commit or of a save is
+//! What could go wrong: the others wait for the dead one, or say nothing of it; one rank's part of a commit or of a checkpoint is
 //! taken for all; what the first rank alone does (the run's record, a name, a line) is half done; the next start is refused by
 //! what is still there. After each kill all must end in time, who died must be named, nothing may run on or lie about, and
 //! what is committed and saved must be that step of a run that nobody killed.
@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use offload_api::kill_point::Point;
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::harness::{Harness, Run, children, finish, spawn, until};
 use crate::killed::{Killed, Seen};
-use crate::lab::{Lab, Run, children, finish, spawn, until};
 use crate::random::Random;
 use crate::ranks::{END_WAIT, rank_of};
 
@@ -65,8 +65,8 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
             | Point::Opening
             | Point::Describing
             | Point::Telling
-            | Point::NamingSave
-            | Point::SaveNamed => 1,
+            | Point::NamingCheckpoint
+            | Point::CheckpointNamed => 1,
             _ => RANKS,
         };
         for rank in 0..ranks {
@@ -92,25 +92,26 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
 }
 
 /// Where ranks of this lab meet, and nobody else's.
-fn meetings(lab: &Lab) -> Vec<String> {
-    let entries = std::fs::read_dir(lab.path("tmp")).expect("a folder for what is temporary");
+fn meetings(harness: &Harness) -> Vec<String> {
+    let entries =
+        std::fs::read_dir(harness.path("tmp")).expect("a directory for what is temporary");
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.collect()
 }
 
-/// Processes that were started with `folder` in their environment.
-fn processes_of(folder: &Path) -> Vec<Pid> {
-    let folder = folder.as_os_str().as_encoded_bytes();
+/// Processes that were started with `dir` in their environment.
+fn processes_of(dir: &Path) -> Vec<Pid> {
+    let dir = dir.as_os_str().as_encoded_bytes();
     let entries = std::fs::read_dir("/proc").expect("/proc");
     let pids = entries.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
-    let of_folder = |pid: &i32| {
+    let of_dir = |pid: &i32| {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.windows(folder.len()).any(|part| part == folder)
+        environment.windows(dir.len()).any(|part| part == dir)
     };
-    pids.filter(of_folder).filter_map(Pid::from_raw).collect()
+    pids.filter(of_dir).filter_map(Pid::from_raw).collect()
 }
 
-/// All that was started with this folder: killed when this goes, be it by a failed assertion. A rank that stands at its point
+/// All that was started with this directory: killed when this goes, be it by a failed assertion. A rank that stands at its point
 /// would stand there for good, with its launcher and its daemon.
 struct Started<'a>(&'a Path);
 
@@ -133,7 +134,7 @@ impl Killed {
         } = situation;
         let number = match point {
             Point::Filling | Point::Forward | Point::Backward => 3,
-            Point::Updated | Point::Writing | Point::Saving => 4,
+            Point::Updated | Point::Writing | Point::Checkpointing => 4,
             Point::Committing | Point::Committed | Point::Telling => 2,
             _ => 1,
         };
@@ -141,10 +142,10 @@ impl Killed {
         let after = format!(
             "{victim:?} while rank {rank} was at {}@{number}, {}",
             point.name(),
-            run.folder.display()
+            run.dir.display()
         );
-        let temporary = self.lab.path("tmp");
-        let held = self.lab.path("held");
+        let temporary = self.harness.path("tmp");
+        let held = self.harness.path("held");
         let mut command = self.command(run);
         command
             .env("TMPDIR", &temporary)
@@ -196,10 +197,10 @@ impl Killed {
         self.expect_words(victim, dead, pid, &output, &after);
         // A launcher that is killed cannot take it away.
         let left = usize::from(victim == Victim::Launcher);
-        let meetings = meetings(&self.lab);
+        let meetings = meetings(&self.harness);
         assert_eq!(meetings.len(), left, "{after}: {meetings:?}");
         self.look(run, seen, &after);
-        self.look_at_save(run, seen, &after);
+        self.look_at_checkpoint(run, seen, &after);
     }
 
     fn expect_words(
@@ -250,7 +251,7 @@ impl Killed {
             self.beside(&run, *situation, &mut seen);
         }
         self.end(&run, &mut seen);
-        assert_eq!(processes_of(&self.lab.path("tmp")), []);
+        assert_eq!(processes_of(&self.harness.path("tmp")), []);
         1 + later.len() as u64
     }
 }
@@ -260,7 +261,7 @@ fn ranks_killed_beside_each_other_end_together_and_go_on_bit_for_bit() {
     let seed = Random::seed("situations and numbers of times that a point is passed before");
     let killed = |steps_count| {
         let killed = Killed::new(RANKS, steps_count, 1, &[], seed);
-        std::fs::create_dir(killed.lab.path("tmp")).expect("a folder");
+        std::fs::create_dir(killed.harness.path("tmp")).expect("a directory");
         killed
     };
     let Ok(wanted) = std::env::var("OFFLOADD_KILLS") else {
@@ -272,7 +273,7 @@ fn ranks_killed_beside_each_other_end_together_and_go_on_bit_for_bit() {
         };
         let later = [
             situation(Point::Committing, 1, Victim::Other),
-            situation(Point::Saving, 1, Victim::Launcher),
+            situation(Point::Checkpointing, 1, Victim::Launcher),
             situation(Point::Committed, 0, Victim::Daemon),
         ];
         killed.of_ranks(0, situation(Point::Filling, 1, Victim::Itself), &later);

@@ -8,9 +8,9 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use trainer::run::{RunFolder, RunId};
+use trainer::run::{RunDir, RunId};
 
-use crate::lab::{Lab, Run, device_for, fail, finish, spawn, succeed, until};
+use crate::harness::{Harness, Run, device_for, fail, finish, spawn, succeed, until};
 
 /// A dead rank is known at once, a stopped one after 5 s of silence; the launcher kills after 8 s more. The rest is for a
 /// busy machine.
@@ -43,14 +43,14 @@ fn assert_close(found: &[f64], expected: &[f64], what: &str) {
 
 #[test]
 fn one_two_three_and_four_ranks_learn_the_same() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let evaluated = [
         "train.steps=20",
-        "data.holdout_share=0.1",
+        "data.validation_fraction=0.1",
         "train.eval_every=10",
     ];
     let sets = [&FP32[..], &evaluated].concat();
-    let alone = lab.run("alone", &sets);
+    let alone = harness.run("alone", &sets);
     alone.train();
     let expected = losses(&alone);
     let evaluations = |run: &Run| -> Vec<f64> {
@@ -61,7 +61,7 @@ fn one_two_three_and_four_ranks_learn_the_same() {
     assert_eq!(evaluations(&alone).len(), 2);
     assert!(expected[19] < expected[0] - 0.3, "it learns: {expected:?}");
     for ranks in [2, 3, 4] {
-        let run = lab.run(&format!("ranks-{ranks}"), &sets);
+        let run = harness.run(&format!("ranks-{ranks}"), &sets);
         let said = succeed(run.launch(ranks));
         let what = format!("{ranks} ranks");
         assert_close(&losses(&run), &expected, &what);
@@ -73,10 +73,11 @@ fn one_two_three_and_four_ranks_learn_the_same() {
 
 #[test]
 fn where_tiles_live_changes_no_bit_with_ranks_either() {
-    let lab = Lab::new();
-    let memory = lab.run("memory", &FP32).with(&none());
-    let store = lab.run("store", &FP32).with(&lab.nvme());
-    let at_once = (lab.run("at-once", &FP32).with(&lab.nvme())).with(&["offload.schedule=at_once"]);
+    let harness = Harness::new();
+    let memory = harness.run("memory", &FP32).with(&none());
+    let store = harness.run("store", &FP32).with(&harness.nvme());
+    let at_once = (harness.run("at-once", &FP32).with(&harness.nvme()))
+        .with(&["offload.optimizer_step=immediate"]);
     for run in [&memory, &store, &at_once] {
         succeed(run.launch(2));
     }
@@ -86,7 +87,8 @@ fn where_tiles_live_changes_no_bit_with_ranks_either() {
         assert_eq!(memory.digest(), run.digest());
     }
     // What is told of bytes is the sum over the ranks.
-    let alone = (lab.run("alone", &FP32).with(&lab.nvme())).with(&["offload.schedule=at_once"]);
+    let alone = (harness.run("alone", &FP32).with(&harness.nvme()))
+        .with(&["offload.optimizer_step=immediate"]);
     alone.train();
     let written = |run: &Run| run.bits("device_written_bytes");
     assert_eq!(written(&alone), written(&at_once));
@@ -94,7 +96,7 @@ fn where_tiles_live_changes_no_bit_with_ranks_either() {
 
 #[test]
 fn what_two_ranks_committed_one_and_three_go_on_from() {
-    goes_on_with_other_ranks(|lab| lab.nvme());
+    goes_on_with_other_ranks(|harness| harness.nvme());
 }
 
 #[test]
@@ -103,15 +105,15 @@ fn what_two_ranks_saved_one_and_three_go_on_from() {
 }
 
 /// Two ranks, then one, then three, then two; against a run of one rank.
-fn goes_on_with_other_ranks(devices: impl Fn(&Lab) -> Vec<String>) {
-    let lab = Lab::new();
+fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
+    let harness = Harness::new();
     let sets = [&FP32[..], &["train.steps=8"]].concat();
-    let alone = lab.run("alone", &sets);
+    let alone = harness.run("alone", &sets);
     alone.train();
     let until = |step: u64| {
         let stop_after = [format!("train.stop_after={step}")];
-        let run = lab.run("run", &sets).with(&stop_after);
-        run.with(&devices(&lab))
+        let run = harness.run("run", &sets).with(&stop_after);
+        run.with(&devices(&harness))
     };
     succeed(until(2).launch(2));
     let two_ranks = until(2).digest();
@@ -136,10 +138,10 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Lab) -> Vec<String>) {
 
 #[test]
 fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
-    let lab = Lab::new();
-    for (name, devices) in [("store", lab.nvme()), ("memory", none())] {
+    let harness = Harness::new();
+    for (name, devices) in [("store", harness.nvme()), ("memory", none())] {
         let long = ["train.steps=100000", "scheduler={}"];
-        let run = lab.run(name, &long).with(&devices);
+        let run = harness.run(name, &long).with(&devices);
         for victim in [1, 0] {
             let begun = run.steps_written();
             let child = until(spawn(run.launch(3)), "three steps", || {
@@ -170,20 +172,20 @@ fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
             }
         }
         let stop_after = [format!("train.stop_after={}", run.steps_written() + 3)];
-        let rest = lab.run(name, &long).with(&devices).with(&stop_after);
+        let rest = harness.run(name, &long).with(&devices).with(&stop_after);
         succeed(rest.launch(2));
     }
 }
 
 #[test]
 fn a_stopped_rank_ends_the_others_who_name_it() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     // Deferred, rank 0 will wait for it in an exchange; at once on a slow drive, in a commit that will not come.
-    for schedule in ["deferred", "at_once"] {
-        let schedule = format!("offload.schedule={schedule}");
+    for schedule in ["deferred", "immediate"] {
+        let schedule = format!("offload.optimizer_step={schedule}");
         let long = ["train.steps=100000", "scheduler={}", &schedule];
-        let run = lab.run(&schedule, &long).with(&lab.nvme());
-        let first = lab.run(&schedule, &long).with(&lab.nvme());
+        let run = harness.run(&schedule, &long).with(&harness.nvme());
+        let first = harness.run(&schedule, &long).with(&harness.nvme());
         succeed(first.with(&["train.stop_after=1"]).launch(2));
         let mut command = run.launch(2);
         // A step then writes for 0.4 s. Where the daemon is no test build the commit is a matter of luck.
@@ -208,9 +210,9 @@ fn a_stopped_rank_ends_the_others_who_name_it() {
 #[test]
 fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
     use std::os::unix::process::CommandExt;
-    let lab = Lab::new();
+    let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
-    let run = lab.run("run", &long).with(&lab.nvme());
+    let run = harness.run("run", &long).with(&harness.nvme());
     // To the whole group, as a terminal's Ctrl-C.
     let mut command = run.launch(2);
     command.process_group(0);
@@ -230,9 +232,9 @@ fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
 
 #[test]
 fn ranks_whose_launcher_is_killed_end_in_order() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
-    let run = lab.run("run", &long).with(&none());
+    let run = harness.run("run", &long).with(&none());
     let child = until(spawn(run.launch(2)), "three steps", || {
         run.steps_written() >= 3
     });
@@ -256,8 +258,8 @@ fn ranks_whose_launcher_is_killed_end_in_order() {
 
 #[test]
 fn what_is_wrong_with_a_launch_is_said_once() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train_batch_size=7"]);
+    let harness = Harness::new();
+    let run = harness.run("run", &["train_batch_size=7"]);
     let err = fail(run.launch(2));
     assert!(
         err.contains("7 is not a multiple of train_micro_batch_size_per_gpu = 2 * 2 ranks"),
@@ -267,9 +269,9 @@ fn what_is_wrong_with_a_launch_is_said_once() {
     // Only the first rank looks at the drive; the others say who knows.
     let missing = format!(
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
-        lab.path("missing").display()
+        harness.path("missing").display()
     );
-    let err = fail(lab.run("run", &[&missing]).launch(2));
+    let err = fail(harness.run("run", &[&missing]).launch(2));
     assert!(
         err.contains("trainer: rank 0: nvme_path: ") && err.contains("missing does not exist"),
         "{err}"
@@ -281,17 +283,17 @@ fn what_is_wrong_with_a_launch_is_said_once() {
 }
 
 #[test]
-fn a_folder_that_another_run_has_is_refused_by_all_ranks() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
-    let taken = RunFolder::open(&run.folder, &RunId::of(&run.folder).0).unwrap();
+fn a_directory_that_another_run_has_is_refused_by_all_ranks() {
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
+    let taken = RunDir::open(&run.dir, &RunId::of(&run.dir).0).unwrap();
     let err = fail(run.launch(3));
     assert!(
-        err.contains("trainer: rank 0: train.run_folder: another trainer works in"),
+        err.contains("trainer: rank 0: train.run_dir: another trainer works in"),
         "{err}"
     );
     for rank in [1, 2] {
-        let says = format!("trainer: rank {rank}: rank 0 failed in opening the run's folder");
+        let says = format!("trainer: rank {rank}: rank 0 failed in opening the run's directory");
         assert!(err.contains(&says), "{err}");
     }
     drop(taken);
@@ -300,8 +302,8 @@ fn a_folder_that_another_run_has_is_refused_by_all_ranks() {
 
 #[test]
 fn an_environment_that_contradicts_itself_is_refused() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
     for (variables, words) in [
         (
             &[
@@ -337,15 +339,15 @@ fn an_environment_that_contradicts_itself_is_refused() {
         let err = fail(command);
         assert!(err.contains(words), "{variables:?}: {err}");
     }
-    assert!(!run.folder.exists(), "nothing was touched");
+    assert!(!run.dir.exists(), "nothing was touched");
 }
 
 #[test]
 fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let port = free_port();
     let rank = |rank: u32, sets: &[&str]| {
-        let mut command = lab.run("run", sets).command("train");
+        let mut command = harness.run("run", sets).command("train");
         for (name, value) in [
             ("RANK", rank.to_string()),
             ("LOCAL_RANK", rank.to_string()),
@@ -367,7 +369,7 @@ fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
     let other = spawn(rank(1, &[]));
     succeed(rank(0, &[]));
     assert!(finish(other).status.success());
-    assert!(lab.run("run", &[]).digest().starts_with("step 6\n"));
+    assert!(harness.run("run", &[]).digest().starts_with("step 6\n"));
 }
 
 /// A port of the loopback that was free a moment ago.

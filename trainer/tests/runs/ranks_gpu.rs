@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kernels::gpu::Gpu;
 use rustix::process::{Signal, kill_process};
 
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until};
+use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until};
 use crate::ranks::rank_of;
 
 const SETS: [&str; 3] = [
@@ -39,8 +39,8 @@ fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
     else {
         return;
     };
-    let lab = Lab::new();
-    let alone = lab.run("alone", &SETS).with(&tier("none"));
+    let harness = Harness::new();
+    let alone = harness.run("alone", &SETS).with(&tier("none"));
     alone.train();
     let losses = |run: &Run| -> Vec<f64> {
         let metrics = run.metrics();
@@ -49,11 +49,11 @@ fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
     };
     for ranks in 2..=count {
         let name = |what: &str| format!("{what}-{ranks}");
-        let on_gpu = lab.run(&name("on-gpu"), &SETS).with(&tier("none"));
-        let on_host = lab.run(&name("on-host"), &SETS).with(&tier("cpu"));
-        let on_drive = lab.run(&name("on-drive"), &SETS).with(&lab.nvme());
-        let at_once = (lab.run(&name("at-once"), &SETS).with(&lab.nvme()))
-            .with(&["offload.schedule=at_once"]);
+        let on_gpu = harness.run(&name("on-gpu"), &SETS).with(&tier("none"));
+        let on_host = harness.run(&name("on-host"), &SETS).with(&tier("cpu"));
+        let on_drive = harness.run(&name("on-drive"), &SETS).with(&harness.nvme());
+        let at_once = (harness.run(&name("at-once"), &SETS).with(&harness.nvme()))
+            .with(&["offload.optimizer_step=immediate"]);
         for run in [&on_gpu, &on_host, &on_drive, &at_once] {
             succeed(run.launch(ranks));
         }
@@ -78,8 +78,8 @@ fn two_gpus_learn_the_same_in_every_stage() {
     if gpus("two_gpus_learn_the_same_in_every_stage").is_none() {
         return;
     }
-    let lab = Lab::new();
-    let alone = lab.run("alone", &SETS).with(&tier("none"));
+    let harness = Harness::new();
+    let alone = harness.run("alone", &SETS).with(&tier("none"));
     alone.train();
     let number = |run: &Run, step: usize, key: &str| {
         let metrics = run.metrics();
@@ -98,7 +98,7 @@ fn two_gpus_learn_the_same_in_every_stage() {
             let name = format!("stage-{stage}-{devices}-{micro_batches}");
             let stage = format!("zero_optimization.stage={stage}");
             let optimizer = format!("zero_optimization.offload_optimizer.device={devices}");
-            let run = lab.run(&name, &SETS);
+            let run = harness.run(&name, &SETS);
             let run = run.with(&[&stage, &optimizer, &micro_batch]);
             succeed(run.launch(2));
             for (step, key) in [(0, "loss"), (5, "loss"), (5, "grad_norm")] {
@@ -119,8 +119,12 @@ fn more_ranks_than_gpus_are_refused_by_all_of_them() {
             return;
         }
     };
-    let lab = Lab::new();
-    let said = fail(lab.run("crowded", &["train.device=auto"]).launch(count + 1));
+    let harness = Harness::new();
+    let said = fail(
+        harness
+            .run("crowded", &["train.device=auto"])
+            .launch(count + 1),
+    );
     assert!(said.contains(&format!("--nproc {count}")), "{said}");
 }
 
@@ -129,10 +133,12 @@ fn a_killed_rank_ends_the_others_on_their_gpus() {
     if gpus("a_killed_rank_ends_the_others_on_their_gpus").is_none() {
         return;
     }
-    let lab = Lab::new();
+    let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
-    for (name, devices) in [("on-gpu", tier("none")), ("on-drive", lab.nvme())] {
-        let run = lab.run(name, &[&SETS[..], &long].concat()).with(&devices);
+    for (name, devices) in [("on-gpu", tier("none")), ("on-drive", harness.nvme())] {
+        let run = harness
+            .run(name, &[&SETS[..], &long].concat())
+            .with(&devices);
         let child = until(spawn(run.launch(2)), "three steps", || {
             run.steps_written() >= 3
         });

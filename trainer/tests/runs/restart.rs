@@ -3,7 +3,7 @@
 use std::process::Child;
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, finish, spawn, until};
+use crate::harness::{Harness, finish, spawn, until};
 
 const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
 
@@ -15,17 +15,17 @@ const STEPS: &str = "train.steps=40";
 
 #[test]
 fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         STEPS,
         "offload.commit_every=1",
         "zero_optimization.offload_param.device=nvme",
     ];
-    let plain = lab.run("plain", &[STEPS]);
+    let plain = harness.run("plain", &[STEPS]);
     plain.train();
 
-    let daemon = Daemon::supervised(&lab);
-    let run = lab
+    let daemon = Daemon::supervised(&harness);
+    let run = harness
         .run("restarted", &sets)
         .with(&[NVME])
         .with(&daemon.socket());
@@ -40,7 +40,7 @@ fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
     let output = finish(child);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
-    let log = std::fs::read_to_string(lab.path("offloadd.log")).unwrap();
+    let log = std::fs::read_to_string(harness.path("offloadd.log")).unwrap();
     let taken_up = log.matches("sessions of the daemon before go on").count();
     // Where the machine runs the trainer alone for a while, the last ones may come after its end.
     assert!(

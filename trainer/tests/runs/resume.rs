@@ -11,21 +11,21 @@
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-use crate::lab::{Lab, Run, children, finish, spawn, store_files_in, succeed, until};
+use crate::harness::{Harness, Run, children, finish, spawn, store_files_in, succeed, until};
 use crate::random::Random;
 
 #[test]
 fn ten_steps_are_five_and_five_more() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = ["train.steps=10"];
-    let whole = lab.run("whole", &sets);
+    let whole = harness.run("whole", &sets);
     whole.train();
     let none = ["param", "optimizer"]
         .map(|what| format!("zero_optimization.offload_{what}.device=none"))
         .to_vec();
     let cpu = vec!["zero_optimization.offload_optimizer.device=cpu".to_owned()];
-    for (name, device) in [("none", none), ("cpu", cpu), ("store", lab.nvme())] {
-        let parts = |extra: &[&str]| lab.run(name, &sets).with(extra).with(&device);
+    for (name, device) in [("none", none), ("cpu", cpu), ("store", harness.nvme())] {
+        let parts = |extra: &[&str]| harness.run(name, &sets).with(extra).with(&device);
         parts(&["train.stop_after=5"]).train();
         assert_eq!(parts(&[]).metrics().len(), 5);
         assert!(parts(&[]).train().contains("resumed at step 5"));
@@ -37,10 +37,10 @@ fn ten_steps_are_five_and_five_more() {
 
 #[test]
 fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
-    let lab = Lab::new();
-    let whole = lab.run("whole", &[]);
+    let harness = Harness::new();
+    let whole = harness.run("whole", &[]);
     whole.train();
-    let parts = |extra: &[&str]| lab.run("parts", extra).with(&lab.nvme());
+    let parts = |extra: &[&str]| harness.run("parts", extra).with(&harness.nvme());
     parts(&["train.stop_after=3"]).train();
     // Left open, a size would be chosen that is not the run file's 4096.
     let said = parts(&["offload.tile_elems=auto", "offload.staging_bytes=auto"]).train();
@@ -55,21 +55,21 @@ fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
 }
 
 #[test]
-fn tiles_spread_over_several_folders_come_back() {
-    let lab = Lab::new();
-    let whole = lab.run("whole", &[]);
+fn tiles_spread_over_several_directories_come_back() {
+    let harness = Harness::new();
+    let whole = harness.run("whole", &[]);
     whole.train();
-    let other = lab.path("other");
+    let other = harness.path("other");
     std::fs::create_dir(&other).unwrap();
     let both = format!(
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = [\"{}\", \"{}\"]}}",
-        lab.path("drive").display(),
+        harness.path("drive").display(),
         other.display()
     );
-    let parts = |extra: &[&str]| lab.run("parts", &[&both]).with(extra);
+    let parts = |extra: &[&str]| harness.run("parts", &[&both]).with(extra);
     parts(&["train.stop_after=3"]).train();
-    let files = [lab.path("drive"), other.clone()].map(|folder| store_files_in(&folder).len());
-    assert_eq!(files, [1, 1], "a device file in each folder");
+    let files = [harness.path("drive"), other.clone()].map(|dir| store_files_in(&dir).len());
+    assert_eq!(files, [1, 1], "a device file in each directory");
     parts(&[]).train();
     assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
     assert_eq!(whole.digest(), parts(&[]).digest());
@@ -80,11 +80,16 @@ fn tiles_spread_over_several_folders_come_back() {
 
 #[test]
 fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
-    let lab = Lab::new();
-    let whole = lab.run("whole", &["train.steps=40"]);
+    let harness = Harness::new();
+    let whole = harness.run("whole", &["train.steps=40"]);
     whole.train();
     let sets = ["train.steps=40", "offload.durability=none"];
-    let run = |extra: &[&str]| lab.run("in-place", &sets).with(extra).with(&lab.nvme());
+    let run = |extra: &[&str]| {
+        harness
+            .run("in-place", &sets)
+            .with(extra)
+            .with(&harness.nvme())
+    };
     run(&["train.stop_after=3"]).train();
     assert!(
         run(&["train.stop_after=6"])
@@ -114,10 +119,10 @@ fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
 #[test]
 fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     use std::os::unix::process::CommandExt;
-    let lab = Lab::new();
-    let run = lab
+    let harness = Harness::new();
+    let run = harness
         .run("run", &["train.steps=100000", "scheduler={}"])
-        .with(&lab.nvme());
+        .with(&harness.nvme());
     // A terminal sends the signal to the whole group, the private daemon included if it is in it.
     let mut command = run.command("train");
     command.process_group(0);
@@ -141,10 +146,11 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
 #[test]
 fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
     // One commit may be on its way, and one wait for it, while the next step is told.
-    let rarely = ["offload.resident_share=0.5", "offload.commit_every=3"];
+    let rarely = ["offload.resident_fraction=0.5", "offload.commit_every=3"];
     let hit = std::thread::scope(|scope| {
-        let deferred = scope.spawn(|| Kills::new("offload.schedule=deferred", &[], 2).hit(kills()));
-        let at_once = Kills::new("offload.schedule=at_once", &rarely, 6).hit(kills());
+        let deferred =
+            scope.spawn(|| Kills::new("offload.optimizer_step=deferred", &[], 2).hit(kills()));
+        let at_once = Kills::new("offload.optimizer_step=immediate", &rarely, 6).hit(kills());
         at_once + deferred.join().unwrap_or(0)
     });
     assert!(
@@ -160,8 +166,8 @@ fn kills() -> usize {
 
 #[test]
 fn a_run_without_a_store_goes_on_from_what_it_saved_bit_for_bit() {
-    // A save is whole before the next one begins.
-    let hit = Kills::new("train.save_every=4", &[], 8).hit(5);
+    // A checkpoint is whole before the next one begins.
+    let hit = Kills::new("train.checkpoint_every=4", &[], 8).hit(5);
     assert!(hit >= 5, "{hit} kills hit a run");
 }
 
@@ -177,7 +183,7 @@ enum Victim {
 
 /// Runs that are killed, and the one that is not.
 struct Kills {
-    lab: Lab,
+    harness: Harness,
     whole: Run,
     digest: String,
     on_store: bool,
@@ -195,26 +201,26 @@ const DRAWN_PER_HIT: usize = 10;
 impl Kills {
     /// Runs with `set` and `sets`; on a store if they say anything of offload.
     fn new(set: &str, sets: &[&str], steps_lost_max: u64) -> Self {
-        let lab = Lab::new();
+        let harness = Harness::new();
         let steps = format!("train.steps={STEPS}");
         let plain = [
             &steps,
-            "data.holdout_share=0.1",
+            "data.validation_fraction=0.1",
             "train.eval_every=6",
             "train.eval_batches=1",
         ];
-        let whole = lab.run("whole", &plain);
+        let whole = harness.run("whole", &plain);
         whole.train();
         let on_store = set.starts_with("offload.");
         let mut all: Vec<String> = plain.iter().map(|set| (*set).to_owned()).collect();
         all.push(set.to_owned());
         all.extend(sets.iter().map(|set| (*set).to_owned()));
         if on_store {
-            all.extend(lab.nvme());
+            all.extend(harness.nvme());
         }
         let digest = whole.digest();
         Self {
-            lab,
+            harness,
             whole,
             digest,
             on_store,
@@ -343,28 +349,28 @@ impl Kills {
     /// Its daemon ends where test builds of it can be told to, and the trainer by itself.
     fn kill_at_operation(&self, run: &Run, number: u64) -> (Output, usize) {
         let mut command = run.command("train");
-        command.env("OFFLOADD_MISHAP", format!("kill@{number}"));
+        command.env("OFFLOADD_FAULT", format!("kill@{number}"));
         (finish(spawn(command)), 1)
     }
 
     fn run(&self, number: usize) -> Run {
-        self.lab
+        self.harness
             .run(&format!("killed-{number}"), &[])
             .with(&self.sets)
     }
 
     /// How long a run that nobody kills takes until there is something to kill, and from there to its end.
     fn times(&self) -> (Duration, Duration) {
-        let run = self.lab.run("timed", &[]).with(&self.sets);
+        let run = self.harness.run("timed", &[]).with(&self.sets);
         let started = Instant::now();
         let mut child = spawn(run.command("train"));
-        let (on_store, folder) = (self.on_store, run.folder.clone());
+        let (on_store, dir) = (self.on_store, run.dir.clone());
         let id = child.id();
         child = until(child, "it began", || {
             if on_store {
                 !children(id).is_empty()
             } else {
-                folder.exists()
+                dir.exists()
             }
         });
         let load = started.elapsed();

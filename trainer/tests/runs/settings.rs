@@ -1,27 +1,27 @@
 //! Runs that cannot start are refused before anything is touched, in words that say what to do.
 //!
 //! What could go wrong: a bad setting is found only when a store is formatted already or a run half done, or it is met with
-//! a message that names no key, path or cure. Each test looks at the message, and that no folder was made.
+//! a message that names no key, path or cure. Each test looks at the message, and that no directory was made.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::daemon::Daemon;
-use crate::lab::{Lab, Run, fail, finish, spawn, succeed, until, where_mounted, words};
+use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until, where_mounted, words};
 
 /// Refused with all of `parts` in the message, and nothing made.
-fn refused_untouched(lab: &Lab, run: &Run, parts: &[&str]) {
+fn refused_untouched(harness: &Harness, run: &Run, parts: &[&str]) {
     let text = run.refused();
     for part in parts {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
-    assert!(!run.folder.exists(), "the run folder was made");
-    assert!(lab.store_files().is_empty(), "a store was made");
+    assert!(!run.dir.exists(), "the run directory was made");
+    assert!(harness.store_files().is_empty(), "a store was made");
 }
 
 #[test]
 fn settings_that_contradict_each_other_are_refused() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     for (sets, parts) in [
         (
             vec!["train.stepz=5"],
@@ -42,15 +42,15 @@ fn settings_that_contradict_each_other_are_refused() {
         (vec!["nonsense"], vec!["--set nonsense: expected key=value"]),
     ] {
         let parts: Vec<&str> = parts.iter().map(|part| &**part).collect();
-        refused_untouched(&lab, &lab.run("run", &sets), &parts);
+        refused_untouched(&harness, &harness.run("run", &sets), &parts);
     }
 }
 
 #[test]
 fn texts_that_are_too_short_are_refused() {
-    let lab = Lab::new();
-    std::fs::write(lab.path("empty"), "").unwrap();
-    std::fs::write(lab.path("short"), "16 bytes exactly").unwrap();
+    let harness = Harness::new();
+    std::fs::write(harness.path("empty"), "").unwrap();
+    std::fs::write(harness.path("short"), "16 bytes exactly").unwrap();
     for (name, parts) in [
         (
             "empty",
@@ -68,15 +68,15 @@ fn texts_that_are_too_short_are_refused() {
             ["data.files: cannot read", "missing: No such file"],
         ),
     ] {
-        let files = format!("data.files=[\"{}\"]", lab.path(name).display());
-        refused_untouched(&lab, &lab.run("run", &[&files]), &parts);
+        let files = format!("data.files=[\"{}\"]", harness.path(name).display());
+        refused_untouched(&harness, &harness.run("run", &[&files]), &parts);
     }
 }
 
 #[test]
 fn what_is_no_file_is_not_read_as_text() {
-    let lab = Lab::new();
-    let pipe = lab.path("pipe");
+    let harness = Harness::new();
+    let pipe = harness.path("pipe");
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
     let made = rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0);
     made.expect("a pipe");
@@ -85,44 +85,44 @@ fn what_is_no_file_is_not_read_as_text() {
         let files = format!("data.files=[\"{}\"]", path.display());
         let name = path.display().to_string();
         refused_untouched(
-            &lab,
-            &lab.run("run", &[&files]),
-            &[&name, "is neither a file nor a folder"],
+            &harness,
+            &harness.run("run", &[&files]),
+            &[&name, "is neither a file nor a directory"],
         );
     }
 }
 
 #[test]
-fn folders_that_cannot_hold_a_store_are_refused() {
-    let lab = Lab::new();
+fn directories_that_cannot_hold_a_store_are_refused() {
+    let harness = Harness::new();
     let on = |path: &std::path::Path| {
         format!(
             "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
             path.display()
         )
     };
-    let missing = lab.path("not-there");
+    let missing = harness.path("not-there");
     refused_untouched(
-        &lab,
-        &lab.run("run", &[&on(&missing)]),
-        &["not-there does not exist: make the folder"],
+        &harness,
+        &harness.run("run", &[&on(&missing)]),
+        &["not-there does not exist: make the directory"],
     );
     refused_untouched(
-        &lab,
-        &lab.run("run", &[&on(&lab.path("text"))]),
-        &["text is not a folder"],
+        &harness,
+        &harness.run("run", &[&on(&harness.path("text"))]),
+        &["text is not a directory"],
     );
     // Nobody makes files there, not even root.
     refused_untouched(
-        &lab,
-        &lab.run("run", &[&on("/proc".as_ref())]),
+        &harness,
+        &harness.run("run", &[&on("/proc".as_ref())]),
         &["nvme_path: cannot write in /proc"],
     );
 }
 
 #[test]
 fn a_store_larger_than_the_free_space_is_refused() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     // 1.1 T parameters: no drive these tests run on has 27 TB free.
     let large = [
         "model.hidden_size=32768",
@@ -135,20 +135,20 @@ fn a_store_larger_than_the_free_space_is_refused() {
         "offload.tile_elems=16777216",
         "offload.staging_bytes=1400000000",
     ];
-    let run = lab.run("run", &large).with(&lab.nvme());
+    let run = harness.run("run", &large).with(&harness.nvme());
     refused_untouched(
-        &lab,
+        &harness,
         &run,
         &[
             "nvme_path: the file system of ",
             "drive has ",
             " free, the store needs ",
-            "GiB there: free some, name folders on more drives",
+            "GiB there: free some, name directories on more drives",
         ],
     );
-    let in_memory = lab.run("run", &large);
+    let in_memory = harness.run("run", &large);
     refused_untouched(
-        &lab,
+        &harness,
         &in_memory,
         &["of host memory", "is available: set a device to \"nvme\""],
     );
@@ -156,9 +156,9 @@ fn a_store_larger_than_the_free_space_is_refused() {
 
 #[test]
 fn a_file_system_without_direct_io_is_refused() {
-    let lab = Lab::new();
-    let drive = lab.path("drive");
-    let run = lab.run("run", &[]).with(&lab.nvme());
+    let harness = Harness::new();
+    let drive = harness.path("drive");
+    let run = harness.run("run", &[]).with(&harness.nvme());
     // ramfs has no direct I/O.
     let mount = format!("mount -t ramfs none '{}'", drive.display());
     let Some(inside) = where_mounted(&mount, &run.command("train")) else {
@@ -169,39 +169,39 @@ fn a_file_system_without_direct_io_is_refused() {
     };
     let text = fail(inside);
     assert!(
-        text.contains("has no direct I/O (O_DIRECT): name a folder on a drive"),
+        text.contains("has no direct I/O (O_DIRECT): name a directory on a drive"),
         "{text}"
     );
-    assert!(!run.folder.exists());
+    assert!(!run.dir.exists());
 }
 
 #[test]
 fn a_socket_nobody_listens_on_is_named() {
-    let lab = Lab::new();
-    let socket = format!("offload.socket={}", lab.path("nobody.sock").display());
-    let run = lab.run(
+    let harness = Harness::new();
+    let socket = format!("offload.socket={}", harness.path("nobody.sock").display());
+    let run = harness.run(
         "run",
         &["zero_optimization.offload_optimizer.device=nvme", &socket],
     );
     refused_untouched(
-        &lab,
+        &harness,
         &run,
         &["nobody listens on", "nobody.sock", "start offloadd there"],
     );
 }
 
 #[test]
-fn a_shared_daemon_serves_a_run_file_that_names_a_folder_for_a_private_one() {
-    let lab = Lab::new();
-    let daemon = Daemon::start(&lab);
-    let elsewhere = lab.path("elsewhere");
+fn a_shared_daemon_serves_a_run_file_that_names_a_directory_for_a_private_one() {
+    let harness = Harness::new();
+    let daemon = Daemon::start(&harness);
+    let elsewhere = harness.path("elsewhere");
     std::fs::create_dir(&elsewhere).unwrap();
     let zero = format!(
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
         elsewhere.display()
     );
-    // As the help of `train` has it: a run file that names a folder, and the socket laid over it.
-    let run = lab.run("run", &[&zero, "train.stop_after=1"]);
+    // As the help of `train` has it: a run file that names a directory, and the socket laid over it.
+    let run = harness.run("run", &[&zero, "train.stop_after=1"]);
     let output = finish(spawn(run.with(&daemon.socket()).command("train")));
     let (said, err) = words(&output);
     assert!(output.status.success(), "{said}{err}");
@@ -214,9 +214,9 @@ fn a_shared_daemon_serves_a_run_file_that_names_a_folder_for_a_private_one() {
 }
 
 #[test]
-fn another_model_in_the_same_run_folder_is_refused() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.steps=1", "scheduler={}"]);
+fn another_model_in_the_same_run_directory_is_refused() {
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.steps=1", "scheduler={}"]);
     run.train();
     let digest = run.digest();
     for (set, part) in [
@@ -226,30 +226,32 @@ fn another_model_in_the_same_run_folder_is_refused() {
         ),
         ("bf16.enabled=true", "layout.dtype was fp32, is now bf16"),
     ] {
-        let text = lab
+        let text = harness
             .run("run", &["train.steps=1", "scheduler={}", set])
             .refused();
         assert!(text.contains(part) && text.contains("--fresh"), "{text}");
     }
-    let moved = lab
+    let moved = harness
         .run("run", &["train.steps=1", "scheduler={}"])
-        .with(&lab.nvme());
+        .with(&harness.nvme());
     let text = moved.refused();
     assert!(
-        text.contains("store was in the run folder, is now in "),
+        text.contains("store was in the run directory, is now in "),
         "{text}"
     );
     assert_eq!(
-        lab.run("run", &["train.steps=1", "scheduler={}"]).digest(),
+        harness
+            .run("run", &["train.steps=1", "scheduler={}"])
+            .digest(),
         digest
     );
 }
 
 #[test]
-fn a_second_trainer_in_a_run_folder_is_refused() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.steps=100000", "scheduler={}"]);
-    let metrics = run.folder.join("metrics.jsonl");
+fn a_second_trainer_in_a_run_directory_is_refused() {
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.steps=100000", "scheduler={}"]);
+    let metrics = run.dir.join("metrics.jsonl");
     let first = spawn(run.command("train"));
     let mut first = until(first, "its first line", || metrics.exists());
     let text = run.refused();
@@ -260,11 +262,11 @@ fn a_second_trainer_in_a_run_folder_is_refused() {
 
 #[test]
 fn a_changed_learning_rate_or_text_is_said_and_taken() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.stop_after=2"]);
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.stop_after=2"]);
     run.train();
-    std::fs::write(lab.path("text"), crate::lab::text(30_000)).unwrap();
-    let said = lab.run("run", &["optimizer.params.lr=0.5"]).train();
+    std::fs::write(harness.path("text"), crate::harness::text(30_000)).unwrap();
+    let said = harness.run("run", &["optimizer.params.lr=0.5"]).train();
     assert!(said.contains("note: text was 2000"), "{said}");
     assert!(
         said.contains("note: optimizer.lr was 0.003 until step 2, is 0.5 from here on"),
@@ -302,8 +304,10 @@ fn help_shows_how_to_use_it() {
 
 #[test]
 fn a_private_daemon_grants_the_iodepth_that_a_run_sets() {
-    let lab = Lab::new();
-    let run = lab.run("deep", &["offload.iodepth=200"]).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = harness
+        .run("deep", &["offload.iodepth=200"])
+        .with(&harness.nvme());
     let said = run.train();
     assert!(said.contains("iodepth 200"), "{said}");
 }

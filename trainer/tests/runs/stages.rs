@@ -4,13 +4,13 @@
 //! unit; gradients that wait are summed twice, or not over all ranks; ranks that each hold everything drift apart, or write
 //! a checkpoint that others cannot read; a run goes on in another stage from other bits.
 
-use crate::lab::{Lab, Run, fail, succeed};
+use crate::harness::{Harness, Run, fail, succeed};
 
 const SETS: [&str; 5] = [
     "train_batch_size=8",
     "train_micro_batch_size_per_gpu=2",
     "train.steps=20",
-    "data.holdout_share=0.1",
+    "data.validation_fraction=0.1",
     "train.eval_every=10",
 ];
 
@@ -39,13 +39,13 @@ fn assert_close(found: &Run, expected: &Run, what: &str) {
 
 #[test]
 fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
-    let lab = Lab::new();
-    let alone = lab.run("alone", &SETS);
+    let harness = Harness::new();
+    let alone = harness.run("alone", &SETS);
     alone.train();
     let losses = numbers(&alone, "loss");
     assert!(losses[19] < losses[0] - 0.3, "it learns: {losses:?}");
     let of = |number: u64| {
-        let run = lab.run(&format!("stage-{number}"), &SETS);
+        let run = harness.run(&format!("stage-{number}"), &SETS);
         let run = run.with(&[stage(number)]);
         succeed(run.launch(2));
         assert_close(&run, &alone, &format!("stage {number}"));
@@ -76,13 +76,13 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
 
 #[test]
 fn one_rank_has_the_same_bits_in_every_stage() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     for dtype in ["bf16.enabled=false", "bf16.enabled=true"] {
         let sets = [&SETS[..], &["train.steps=4", "train.eval_every=2", dtype]].concat();
-        let expected = lab.run("three", &sets);
+        let expected = harness.run("three", &sets);
         succeed_fresh(&expected);
         for number in [0, 1, 2] {
-            let run = lab.run(&format!("stage-{number}"), &sets);
+            let run = harness.run(&format!("stage-{number}"), &sets);
             let run = run.with(&[stage(number)]);
             succeed_fresh(&run);
             assert_eq!(run.bits("loss"), expected.bits("loss"));
@@ -100,12 +100,12 @@ fn succeed_fresh(run: &Run) {
 
 #[test]
 fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [&SETS[..], &["train.steps=10"]].concat();
-    let alone = lab.run("alone", &sets);
+    let alone = harness.run("alone", &sets);
     alone.train();
     let part = |until: u64, number: u64| {
-        let run = lab.run("run", &sets).with(&[stage(number)]);
+        let run = harness.run("run", &sets).with(&[stage(number)]);
         run.with(&[format!("train.stop_after={until}")])
     };
     succeed(part(2, 0).launch(2));
@@ -127,15 +127,18 @@ fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
 
 #[test]
 fn a_store_is_of_stage_3_and_says_so() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]).with(&lab.nvme());
+    let harness = Harness::new();
+    let run = harness.run("run", &[]).with(&harness.nvme());
     run.with(&["train.stop_after=1"]).train();
-    let text = lab.run("run", &[]).with(&[stage(1)]).refused();
+    let text = harness.run("run", &[]).with(&[stage(1)]).refused();
     assert!(
-        text.contains("store was in ") && text.contains("is now in the run folder"),
+        text.contains("store was in ") && text.contains("is now in the run directory"),
         "{text}"
     );
-    let both = lab.run("other", &[]).with(&lab.nvme()).with(&[stage(2)]);
+    let both = harness
+        .run("other", &[])
+        .with(&harness.nvme())
+        .with(&[stage(2)]);
     let text = fail(both.launch(2));
     assert!(
         text.contains("zero_optimization.stage: 2 keeps parameters") && text.lines().count() == 1,

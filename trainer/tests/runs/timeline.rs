@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::lab::{Lab, Run, fail, succeed};
+use crate::harness::{Harness, Run, fail, succeed};
 
 /// An event of the timeline, times in microseconds.
 #[derive(Debug)]
@@ -48,10 +48,10 @@ fn traced(run: &Run, path: &Path, args: &[&str]) -> Vec<Event> {
 
 #[test]
 fn a_timeline_shows_what_each_step_computed_and_moved() {
-    let lab = Lab::new();
-    let sets = ["train.steps=8", "offload.schedule=deferred"];
-    let run = lab.run("run", &sets).with(&lab.nvme());
-    let events = traced(&run, &lab.path("trace.json"), &["--trace-steps", "3"]);
+    let harness = Harness::new();
+    let sets = ["train.steps=8", "offload.optimizer_step=deferred"];
+    let run = harness.run("run", &sets).with(&harness.nvme());
+    let events = traced(&run, &harness.path("trace.json"), &["--trace-steps", "3"]);
     let of = |track: &str| -> Vec<&Event> { events.iter().filter(|e| e.track == track).collect() };
     let steps = of("steps");
     let names: Vec<&str> = steps.iter().map(|step| step.name.as_str()).collect();
@@ -122,13 +122,13 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
 
 #[test]
 fn timelines_of_ranks_show_what_goes_between_them_while_units_compute() {
-    let lab = Lab::new();
-    let run = lab.run("run", &["train.steps=4"]);
+    let harness = Harness::new();
+    let run = harness.run("run", &["train.steps=4"]);
     let mut command = run.launch(2);
-    let path = lab.path("trace.json");
+    let path = harness.path("trace.json");
     command.args(["--trace-steps", "1", "--trace"]).arg(&path);
     succeed(command);
-    for path in [path, lab.path("trace.json.1")] {
+    for path in [path, harness.path("trace.json.1")] {
         let events = read(&path);
         let of = |track: &'static str| events.iter().filter(move |e| e.track == track);
         let mut names: Vec<&str> = of("collectives").map(|event| &*event.name).collect();
@@ -157,28 +157,28 @@ fn timelines_of_ranks_show_what_goes_between_them_while_units_compute() {
 
 #[test]
 fn a_timeline_changes_no_bit_and_without_the_flag_there_is_none() {
-    let lab = Lab::new();
-    let plain = lab.run("plain", &[]).with(&lab.nvme());
-    let watched = lab.run("watched", &[]).with(&lab.nvme());
+    let harness = Harness::new();
+    let plain = harness.run("plain", &[]).with(&harness.nvme());
+    let watched = harness.run("watched", &[]).with(&harness.nvme());
     plain.train();
-    assert!(!plain.folder.join("trace.json").exists());
-    traced(&watched, &lab.path("trace.json"), &[]);
+    assert!(!plain.dir.join("trace.json").exists());
+    traced(&watched, &harness.path("trace.json"), &[]);
     assert_eq!(plain.bits("loss"), watched.bits("loss"));
     assert_eq!(plain.digest(), watched.digest());
 }
 
 #[test]
 fn a_failed_run_leaves_its_timeline() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let sets = [
         "optimizer.params.lr=1e30",
         "scheduler={}",
         "train.steps=2",
         "gradient_clipping=0",
     ];
-    let run = lab.run("run", &sets);
+    let run = harness.run("run", &sets);
     let mut command = run.command("train");
-    let path = lab.path("trace.json");
+    let path = harness.path("trace.json");
     command
         .args(["--trace-steps", "1000", "--trace"])
         .arg(&path);
@@ -190,8 +190,8 @@ fn a_failed_run_leaves_its_timeline() {
 
 #[test]
 fn a_timeline_that_cannot_be_written_is_refused_before_the_start() {
-    let lab = Lab::new();
-    let run = lab.run("run", &[]);
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
     let mut command = run.command("train");
     command.args(["--trace", "/nonexistent/trace.json"]);
     let text = fail(command);
@@ -199,5 +199,5 @@ fn a_timeline_that_cannot_be_written_is_refused_before_the_start() {
         text.contains("--trace: cannot write /nonexistent/trace.json"),
         "{text}"
     );
-    assert!(!run.folder.exists());
+    assert!(!run.dir.exists());
 }

@@ -3,13 +3,11 @@
 //! What could go wrong: weights land in the wrong tile when units are cut or shared among ranks; a damaged file is found when
 //! the run is half made; a run that goes on wants a directory that is gone, or takes another one's weights in silence.
 
-use crate::lab::{Lab, succeed};
-use crate::model_folder::{
-    ALL, FILE, copy, export, fixture, moving_run, numbers, still_run, tensors,
-};
+use crate::harness::{Harness, succeed};
+use crate::model_dir::{ALL, FILE, copy, export, fixture, moving_run, numbers, still_run, tensors};
 
 /// Where state may be, and how many ranks share it.
-fn places(lab: &Lab) -> Vec<(Vec<String>, u32)> {
+fn places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
     let on = |device: &str| {
         ["param", "optimizer"]
             .iter()
@@ -18,49 +16,49 @@ fn places(lab: &Lab) -> Vec<(Vec<String>, u32)> {
     };
     vec![
         (on("none"), 1),
-        (lab.nvme(), 2),
+        (harness.nvme(), 2),
         (on("cpu"), 1),
-        (lab.nvme(), 1),
+        (harness.nvme(), 1),
         (on("cpu"), 3),
     ]
 }
 
 #[test]
 fn what_comes_in_goes_out_bit_for_bit_wherever_it_was() {
-    let lab = Lab::new();
-    let places = places(&lab);
+    let harness = Harness::new();
+    let places = places(&harness);
     for (number, model) in ALL.iter().enumerate() {
         let (sets, ranks) = &places[number % places.len()];
-        let folder = fixture(model);
-        let run = still_run(&lab, model, &folder).with(sets);
+        let dir = fixture(model);
+        let run = still_run(&harness, model, &dir).with(sets);
         let said = match ranks {
             1 => run.train(),
             ranks => succeed(run.launch(*ranks)),
         };
-        let started = format!("started with the weights in {}", folder.display());
+        let started = format!("started with the weights in {}", dir.display());
         assert!(said.contains(&started), "{model}: {said}");
-        let out = lab.path(&format!("out-{model}"));
+        let out = harness.path(&format!("out-{model}"));
         export(&run, &out, &[]);
-        assert!(tensors(&folder) == tensors(&out), "{model}: tensors differ");
-        let config = |folder: &std::path::Path| {
-            let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        assert!(tensors(&dir) == tensors(&out), "{model}: tensors differ");
+        let config = |dir: &std::path::Path| {
+            let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
             serde_json::from_str::<serde_json::Value>(&text).unwrap()
         };
-        assert_eq!(config(&folder), config(&out), "{model}");
+        assert_eq!(config(&dir), config(&out), "{model}");
     }
 }
 
 #[test]
 fn sixteen_bits_keep_the_whole_master() {
-    let lab = Lab::new();
-    let folder = fixture("gpt2");
-    let run = still_run(&lab, "run", &folder).with(&["bf16.enabled=true"]);
+    let harness = Harness::new();
+    let dir = fixture("gpt2");
+    let run = still_run(&harness, "run", &dir).with(&["bf16.enabled=true"]);
     run.train();
-    let (whole, half) = (lab.path("whole"), lab.path("half"));
+    let (whole, half) = (harness.path("whole"), harness.path("half"));
     export(&run, &whole, &["--dtype", "fp32"]);
     export(&run, &half, &[]);
     let (whole, half) = (tensors(&whole), tensors(&half));
-    assert!(tensors(&folder) == whole, "the masters are the weights");
+    assert!(tensors(&dir) == whole, "the masters are the weights");
     for (name, tensor) in &whole {
         let bytes: Vec<u8> = numbers(tensor)
             .iter()
@@ -74,15 +72,15 @@ fn sixteen_bits_keep_the_whole_master() {
 
 #[test]
 fn a_run_in_fp16_is_exported_as_any_other() {
-    let lab = Lab::new();
-    let folder = fixture("llama");
-    let run = still_run(&lab, "run", &folder).with(&["fp16.enabled=true"]);
+    let harness = Harness::new();
+    let dir = fixture("llama");
+    let run = still_run(&harness, "run", &dir).with(&["fp16.enabled=true"]);
     run.train();
-    let (whole, half) = (lab.path("whole"), lab.path("half"));
+    let (whole, half) = (harness.path("whole"), harness.path("half"));
     export(&run, &whole, &["--dtype", "fp32"]);
     export(&run, &half, &[]);
     assert!(
-        tensors(&folder) == tensors(&whole),
+        tensors(&dir) == tensors(&whole),
         "the masters are the weights"
     );
     let half = tensors(&half);
@@ -94,10 +92,10 @@ fn a_run_in_fp16_is_exported_as_any_other() {
 
 #[test]
 fn a_directory_of_several_files_is_the_same_model() {
-    let lab = Lab::new();
-    let first = moving_run(&lab, "first", &fixture("qwen2")).with(&["train.stop_after=1"]);
+    let harness = Harness::new();
+    let first = moving_run(&harness, "first", &fixture("qwen2")).with(&["train.stop_after=1"]);
     first.train();
-    let (one, several) = (lab.path("one"), lab.path("several"));
+    let (one, several) = (harness.path("one"), harness.path("several"));
     export(&first, &one, &[]);
     let said = export(&first, &several, &["--shard-size", "8KB"]);
     assert!(said.starts_with("exported step 1 of "), "{said}");
@@ -105,9 +103,9 @@ fn a_directory_of_several_files_is_the_same_model() {
     assert!(files >= 5, "{files} files");
     assert!(!several.join(FILE).exists());
     assert!(tensors(&one) == tensors(&several));
-    let digests = [&one, &several].map(|folder| {
-        let name = folder.file_name().unwrap().to_str().unwrap().to_owned() + "-run";
-        let run = moving_run(&lab, &name, folder);
+    let digests = [&one, &several].map(|dir| {
+        let name = dir.file_name().unwrap().to_str().unwrap().to_owned() + "-run";
+        let run = moving_run(&harness, &name, dir);
         run.train();
         run.digest()
     });
@@ -116,10 +114,10 @@ fn a_directory_of_several_files_is_the_same_model() {
 
 #[test]
 fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
-    let lab = Lab::new();
-    let folder = copy(&lab, "llama", "model");
-    let whole = std::fs::read(folder.join(FILE)).unwrap();
-    let run = moving_run(&lab, "run", &folder).with(&lab.nvme());
+    let harness = Harness::new();
+    let dir = copy(&harness, "llama", "model");
+    let whole = std::fs::read(dir.join(FILE)).unwrap();
+    let run = moving_run(&harness, "run", &dir).with(&harness.nvme());
     let mut other = whole.clone();
     let at = |part: &str| {
         let mut windows = whole.windows(part.len());
@@ -136,45 +134,45 @@ fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
         (&other[..], "does not take the bytes from"),
         (b"not safetensors at all", "a header of "),
     ] {
-        std::fs::write(folder.join(FILE), content).unwrap();
+        std::fs::write(dir.join(FILE), content).unwrap();
         let text = run.refused();
         assert!(text.contains(part) && text.contains(FILE), "{part}: {text}");
-        assert!(!run.folder.exists(), "the run folder was made");
-        assert!(lab.store_files().is_empty(), "a store was made");
+        assert!(!run.dir.exists(), "the run directory was made");
+        assert!(harness.store_files().is_empty(), "a store was made");
     }
     // The first element of the first tensor that is stored, and no file at all.
     let mut broken = whole.clone();
     let data_start = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     broken[data_start..data_start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
-    std::fs::write(folder.join(FILE), &broken).unwrap();
+    std::fs::write(dir.join(FILE), &broken).unwrap();
     let text = run.refused();
     assert!(text.contains("element 0 is NaN"), "{text}");
-    assert!(!run.folder.exists(), "the run folder was made");
-    assert!(lab.store_files().is_empty(), "a store was made");
-    std::fs::remove_file(folder.join(FILE)).unwrap();
-    let mut from = lab
+    assert!(!run.dir.exists(), "the run directory was made");
+    assert!(harness.store_files().is_empty(), "a store was made");
+    std::fs::remove_file(dir.join(FILE)).unwrap();
+    let mut from = harness
         .run("from", &["model={}", "scheduler={}"])
         .command("train");
-    from.arg("--from").arg(&folder);
-    for text in [run.refused(), crate::lab::fail(from)] {
+    from.arg("--from").arg(&dir);
+    for text in [run.refused(), crate::harness::fail(from)] {
         assert!(
             text.contains("no weights in ") && text.contains("model.init = \"random\""),
             "{text}"
         );
     }
-    assert!(!run.folder.exists(), "the run folder was made");
-    std::fs::write(folder.join(FILE), &whole).unwrap();
+    assert!(!run.dir.exists(), "the run directory was made");
+    std::fs::write(dir.join(FILE), &whole).unwrap();
     let text = run.with(&["model.num_hidden_layers=3"]).refused();
     assert!(text.contains("have no tensor model.layers.2."), "{text}");
 }
 
 #[test]
 fn a_run_that_goes_on_does_not_need_the_directory() {
-    let lab = Lab::new();
-    let folder = copy(&lab, "mistral", "model");
-    let run = moving_run(&lab, "run", &folder).with(&lab.nvme());
-    let again = || moving_run(&lab, "run", &folder).with(&lab.nvme());
-    let broken = moving_run(&lab, "broken", &folder).with(&["train.steps=2"]);
+    let harness = Harness::new();
+    let dir = copy(&harness, "mistral", "model");
+    let run = moving_run(&harness, "run", &dir).with(&harness.nvme());
+    let again = || moving_run(&harness, "run", &dir).with(&harness.nvme());
+    let broken = moving_run(&harness, "broken", &dir).with(&["train.steps=2"]);
     broken.train();
     run.with(&["train.stop_after=1"]).train();
     let named = "are not what it started with";
@@ -185,15 +183,15 @@ fn a_run_that_goes_on_does_not_need_the_directory() {
             .contains(named)
     );
     // Other weights, then some that are damaged, then none.
-    let mut bytes = std::fs::read(folder.join(FILE)).unwrap();
+    let mut bytes = std::fs::read(dir.join(FILE)).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
-    std::fs::write(folder.join(FILE), &bytes).unwrap();
+    std::fs::write(dir.join(FILE), &bytes).unwrap();
     let said = again().with(&["train.stop_after=1"]).train();
     assert!(said.contains(named), "{said}");
-    std::fs::write(folder.join(FILE), &bytes[..last]).unwrap();
+    std::fs::write(dir.join(FILE), &bytes[..last]).unwrap();
     again().with(&["train.stop_after=1"]).train();
-    std::fs::remove_file(folder.join(FILE)).unwrap();
+    std::fs::remove_file(dir.join(FILE)).unwrap();
     again().train();
     let state = |digest: String| {
         digest
@@ -204,17 +202,17 @@ fn a_run_that_goes_on_does_not_need_the_directory() {
     };
     assert_eq!(state(again().digest()), state(broken.digest()));
     // The model's files went with the run.
-    let out = lab.path("out");
+    let out = harness.path("out");
     export(&again(), &out, &[]);
     assert!(out.join("config.json").exists());
 }
 
 #[test]
 fn random_weights_are_taken_where_they_are_asked_for() {
-    let lab = Lab::new();
-    let folder = fixture("llama");
+    let harness = Harness::new();
+    let dir = fixture("llama");
     let run = |name, sets: &[&str]| {
-        let run = still_run(&lab, name, &folder).with(sets);
+        let run = still_run(&harness, name, &dir).with(sets);
         let said = run.train();
         (run.digest(), said)
     };
@@ -226,15 +224,15 @@ fn random_weights_are_taken_where_they_are_asked_for() {
 
 #[test]
 fn all_parameters_decay_where_the_run_says_so() {
-    let lab = Lab::new();
+    let harness = Harness::new();
     let (lr, decay) = (0.01f32, 0.5f32);
     let after = |name: &str, sets: &[&str]| {
-        let run = moving_run(&lab, name, &fixture("gpt2"))
+        let run = moving_run(&harness, name, &fixture("gpt2"))
             .with(&["train.stop_after=1", "optimizer.params.lr=0.01"])
             .with(&["optimizer.params.weight_decay=0.5"])
             .with(sets);
         run.train();
-        let out = lab.path(&format!("out-{name}"));
+        let out = harness.path(&format!("out-{name}"));
         export(&run, &out, &[]);
         tensors(&out)
     };
@@ -271,15 +269,16 @@ fn all_parameters_decay_where_the_run_says_so() {
 
 #[test]
 fn another_runs_weights_start_a_new_run() {
-    let lab = Lab::new();
-    let first = moving_run(&lab, "first", &fixture("qwen3")).with(&lab.nvme());
+    let harness = Harness::new();
+    let first = moving_run(&harness, "first", &fixture("qwen3")).with(&harness.nvme());
     first.train();
-    let expected = lab.path("first-out");
+    let expected = harness.path("first-out");
     export(&first, &expected, &[]);
     let from = |name: &str| {
-        let set = format!("model={{from = \"{}\"}}", first.folder.display());
+        let set = format!("model={{from = \"{}\"}}", first.dir.display());
         let sets = ["train.steps=2", "scheduler={}", "optimizer.params.lr=0.0"];
-        lab.run(name, &sets)
+        harness
+            .run(name, &sets)
             .with(&[&set])
             .with(&["optimizer.params.weight_decay=0.0"])
     };
@@ -288,16 +287,16 @@ fn another_runs_weights_start_a_new_run() {
     let said = succeed(second.launch(2));
     let started = format!(
         "started with the weights of step 2 of {}",
-        first.folder.display()
+        first.dir.display()
     );
     assert!(said.contains(&started), "{said}");
-    let out = lab.path("second-out");
+    let out = harness.path("second-out");
     export(&second, &out, &[]);
     assert!(tensors(&expected) == tensors(&out));
-    assert!(!second.folder.join("first-weights").exists());
+    assert!(!second.dir.join("first-weights").exists());
     assert_eq!(second.metrics().len(), 2);
     // The flag, and a directory in the place of a run.
-    let third = lab.run("third", &["model={}", "train.steps=1", "scheduler={}"]);
+    let third = harness.run("third", &["model={}", "train.steps=1", "scheduler={}"]);
     let mut command = third.command("train");
     command.arg("--from").arg(&out);
     let said = succeed(command);
@@ -314,11 +313,11 @@ fn another_runs_weights_start_a_new_run() {
     let path = format!("model.path={}", fixture("qwen2").display());
     let text = from("other").with(&[path]).refused();
     assert!(text.contains("has another model: its "), "{text}");
-    let own = format!("train.run_folder={}", first.folder.display());
+    let own = format!("train.run_dir={}", first.dir.display());
     let mut command = from("own").with(&[own]).command("train");
     command.arg("--fresh");
-    let text = crate::lab::fail(command);
-    assert!(text.contains("is this run's own folder"), "{text}");
+    let text = crate::harness::fail(command);
+    assert!(text.contains("is this run's own directory"), "{text}");
     assert!(first.digest().starts_with("step 2"));
     let text = from("none").with(&["model.from=/nowhere"]).refused();
     assert!(text.contains("there is no /nowhere"), "{text}");
@@ -327,12 +326,12 @@ fn another_runs_weights_start_a_new_run() {
 /// Weights in, weights out, in another type: no step and no data between.
 #[test]
 fn a_run_without_steps_converts_its_first_weights() {
-    let lab = Lab::new();
-    let folder = fixture("qwen2");
-    for (number, (sets, ranks)) in places(&lab).iter().enumerate().take(2) {
+    let harness = Harness::new();
+    let dir = fixture("qwen2");
+    for (number, (sets, ranks)) in places(&harness).iter().enumerate().take(2) {
         let name = format!("run{number}");
-        let path = format!("model={{path = \"{}\"}}", folder.display());
-        let run = lab.run(&name, &["train.steps=0", "scheduler={}", "data={}", &path]);
+        let path = format!("model={{path = \"{}\"}}", dir.display());
+        let run = harness.run(&name, &["train.steps=0", "scheduler={}", "data={}", &path]);
         let run = run.with(sets);
         let said = match ranks {
             1 => run.train(),
@@ -340,12 +339,12 @@ fn a_run_without_steps_converts_its_first_weights() {
         };
         assert!(said.contains("done: at step 0 of 0, all of it "), "{said}");
         let (whole, half) = (
-            lab.path(&format!("{name}-out")),
-            lab.path(&format!("{name}-half")),
+            harness.path(&format!("{name}-out")),
+            harness.path(&format!("{name}-half")),
         );
         let said = export(&run, &whole, &[]);
         assert!(said.starts_with("exported step 0 of "), "{said}");
-        assert!(tensors(&folder) == tensors(&whole), "{sets:?}");
+        assert!(tensors(&dir) == tensors(&whole), "{sets:?}");
         export(&run, &half, &["--dtype", "bf16"]);
         assert!(
             tensors(&half)
@@ -354,7 +353,7 @@ fn a_run_without_steps_converts_its_first_weights() {
         );
         // Again is no other run; with steps and data it goes on from there.
         assert!(run.train().contains("resumed at step 0"));
-        let text = format!("data={{files = [\"{}\"]}}", lab.path("text").display());
+        let text = format!("data={{files = [\"{}\"]}}", harness.path("text").display());
         let more = run.with(&["train.steps=1".to_owned(), text]);
         let said = match ranks {
             1 => more.train(),

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::link::Link;
 use super::pending::{Memory, Pending};
-use super::{CollectiveError, Patience, Rendezvous, World};
+use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
 use kernels::reduce::GradType;
 
@@ -27,18 +27,18 @@ impl Comm {
     /// Connects this rank with all others; returns when all are connected.
     ///
     /// # Errors
-    /// A folder or address that cannot be used; ranks that do not come or are gone, by their numbers; what torch or Gloo says.
+    /// A directory or address that cannot be used; ranks that do not come or are gone, by their numbers; what torch or Gloo says.
     pub fn connect(
         world: World,
         at: &Rendezvous,
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> Result<Comm, CollectiveError> {
         let link = match at {
             Rendezvous::Alone => {
                 assert_eq!(world.ranks, 1, "several processes need a place to meet");
                 None
             }
-            at => Some(Arc::new(Link::open(world, at, patience)?)),
+            at => Some(Arc::new(Link::open(world, at, timeouts)?)),
         };
         Ok(Comm { world, link })
     }
@@ -264,9 +264,9 @@ impl Comm {
         Ok(())
     }
 
-    pub(super) fn patience(&self) -> Patience {
+    pub(super) fn timeouts(&self) -> Timeouts {
         let link = self.link.as_ref();
-        link.map_or_else(Patience::default, |link| link.patience)
+        link.map_or_else(Timeouts::default, |link| link.timeouts)
     }
 
     pub(super) fn link(&self) -> Option<Arc<Link>> {

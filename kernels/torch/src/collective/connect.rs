@@ -6,8 +6,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::gloo::{Group, Interface, Store};
-use super::pulse::{FolderBoard, Pulse, StoreBoard};
-use super::{CollectiveError, Patience, Rendezvous, World};
+use super::heartbeat::{DirHeartbeatStore, Heartbeat, TcpHeartbeatStore};
+use super::{CollectiveError, Rendezvous, Timeouts, World};
 
 /// Between two looks at who is gone, while something else is waited for.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
@@ -15,7 +15,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(50);
 /// What a rank has when all are connected. Dropped in this order.
 pub(super) struct Connected {
     pub(super) group: Group,
-    pub(super) pulse: Pulse,
+    pub(super) heartbeat: Heartbeat,
     /// The store itself, where this rank runs it: it goes last.
     pub(super) store: Option<Store>,
 }
@@ -24,32 +24,34 @@ pub(super) struct Connected {
 pub(super) fn connect(
     world: World,
     at: &Rendezvous,
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> Result<Connected, CollectiveError> {
-    let deadline = Instant::now() + patience.connect;
+    let deadline = Instant::now() + timeouts.connect;
     match at {
         Rendezvous::Alone => panic!("a run of one process connects with nobody"),
-        Rendezvous::Folder(folder) => in_folder(world, folder, patience, deadline),
-        Rendezvous::Tcp { .. } => over_tcp(world, at, patience, deadline),
+        Rendezvous::Dir(dir) => in_dir(world, dir, timeouts, deadline),
+        Rendezvous::Tcp { .. } => over_tcp(world, at, timeouts, deadline),
     }
 }
 
-fn in_folder(
+fn in_dir(
     world: World,
-    folder: &Path,
-    patience: Patience,
+    dir: &Path,
+    timeouts: Timeouts,
     deadline: Instant,
 ) -> Result<Connected, CollectiveError> {
-    let place = folder.display().to_string();
-    let board = Box::new(FolderBoard::open(&world, folder)?);
-    let pulse = Pulse::start(world, patience, board, None, place.clone());
+    let place = dir.display().to_string();
+    let heartbeat_store = Box::new(DirHeartbeatStore::open(&world, dir)?);
+    let heartbeat = Heartbeat::start(world, timeouts, heartbeat_store, None, place.clone());
     let loopback = Interface::Address(Ipv4Addr::LOCALHOST.to_string());
-    let folder = folder.to_path_buf();
-    let open = move |timeout| Store::in_folder(&folder, world.ranks, timeout);
-    let group = meet(world, patience, &pulse, &place, loopback, deadline, open)?;
+    let dir = dir.to_path_buf();
+    let open = move |timeout| Store::in_dir(&dir, world.ranks, timeout);
+    let group = meet(
+        world, timeouts, &heartbeat, &place, loopback, deadline, open,
+    )?;
     Ok(Connected {
         group,
-        pulse,
+        heartbeat,
         store: None,
     })
 }
@@ -57,7 +59,7 @@ fn in_folder(
 fn over_tcp(
     world: World,
     at: &Rendezvous,
-    patience: Patience,
+    timeouts: Timeouts,
     deadline: Instant,
 ) -> Result<Connected, CollectiveError> {
     let Rendezvous::Tcp {
@@ -78,32 +80,40 @@ fn over_tcp(
             let listener = serves.then(|| listen(&host, port, &place)).transpose()?;
             let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
             let server = listener.map(|listener| open(Some(listener))).transpose()?;
-            let board = StoreBoard::open(open(None)?, world.rank)?;
-            Ok((server, board))
+            let heartbeat_store = TcpHeartbeatStore::open(open(None)?, world.rank)?;
+            Ok((server, heartbeat_store))
         }
     };
     // Resolving a name and waiting for the store have no bound of their own that can be relied on.
-    let (server, board) = bounded(deadline, opening, || None)
-        .unwrap_or_else(|| Err(absent(vec![0], patience, &place)))
+    let (server, heartbeat_store) = bounded(deadline, opening, || None)
+        .unwrap_or_else(|| Err(absent(vec![0], timeouts, &place)))
         .map_err(|error| match error {
             // Nobody listens where rank 0 should.
             CollectiveError::Rendezvous { .. } if ours && !serves && left(deadline).is_zero() => {
-                absent(vec![0], patience, &place)
+                absent(vec![0], timeouts, &place)
             }
             error => error,
         })?;
     let host_rank = ours.then_some(0);
-    let pulse = Pulse::start(world, patience, Box::new(board), host_rank, place.clone());
+    let heartbeat = Heartbeat::start(
+        world,
+        timeouts,
+        Box::new(heartbeat_store),
+        host_rank,
+        place.clone(),
+    );
     let interface = match interface {
         Some(name) => Interface::Name(name),
         None if world.one_node() => Interface::Address(Ipv4Addr::LOCALHOST.to_string()),
         None => Interface::Address(route_to(&host, port, &place)?.to_string()),
     };
     let open = move |timeout| Store::over_tcp(&host, port, None, &prefix, timeout);
-    let group = meet(world, patience, &pulse, &place, interface, deadline, open)?;
+    let group = meet(
+        world, timeouts, &heartbeat, &place, interface, deadline, open,
+    )?;
     Ok(Connected {
         group,
-        pulse,
+        heartbeat,
         store: server,
     })
 }
@@ -111,8 +121,8 @@ fn over_tcp(
 /// Waits until all ranks beat, then connects them.
 fn meet(
     world: World,
-    patience: Patience,
-    pulse: &Pulse,
+    timeouts: Timeouts,
+    heartbeat: &Heartbeat,
     place: &str,
     at: Interface,
     deadline: Instant,
@@ -120,45 +130,49 @@ fn meet(
 ) -> Result<Group, CollectiveError> {
     const OP: &str = "connecting the ranks";
     let met = || {
-        while !pulse.absent().is_empty() {
-            if let Some(gone) = pulse.verdict(OP) {
+        while !heartbeat.absent().is_empty() {
+            if let Some(gone) = heartbeat.verdict(OP) {
                 return Err(gone);
             }
             if left(deadline).is_zero() {
-                return Err(absent(pulse.absent(), patience, place));
+                return Err(absent(heartbeat.absent(), timeouts, place));
             }
             std::thread::sleep(LOOK);
         }
         // All are there, so connecting takes no time but for a rank that is stopped just now.
-        let last = deadline.max(Instant::now() + patience.blame());
-        let operation = 2 * patience.operation + patience.connect;
+        let last = deadline.max(Instant::now() + timeouts.attribute());
+        let operation = 2 * timeouts.operation + timeouts.connect;
         let connecting = move || {
             let store = open(left(last))?;
             Group::connect(&store, world, &at, left(last), operation)
         };
-        let verdict = || pulse.verdict(OP);
+        let verdict = || heartbeat.verdict(OP);
         match bounded(last, connecting, verdict) {
             Some(Ok(group)) => Ok(group),
-            Some(Err(error)) => Err(blame(pulse, patience, OP).unwrap_or(error)),
+            Some(Err(error)) => Err(attribute(heartbeat, timeouts, OP).unwrap_or(error)),
             None => Err(CollectiveError::Rendezvous {
                 op: OP,
                 place: place.to_owned(),
-                message: format!("not done after {:.0} s", patience.connect.as_secs_f64()),
+                message: format!("not done after {:.0} s", timeouts.connect.as_secs_f64()),
             }),
         }
     };
     let met = met();
     if let Err(error) = &met {
-        pulse.end(&format!("it could not connect: {error}"));
+        heartbeat.end(&format!("it could not connect: {error}"));
     }
     met
 }
 
 /// After something failed: who is gone, once that is known; `None` when all are there.
-pub(super) fn blame(pulse: &Pulse, patience: Patience, op: &str) -> Option<CollectiveError> {
-    let until = Instant::now() + patience.blame();
+pub(super) fn attribute(
+    heartbeat: &Heartbeat,
+    timeouts: Timeouts,
+    op: &str,
+) -> Option<CollectiveError> {
+    let until = Instant::now() + timeouts.attribute();
     loop {
-        if let Some(gone) = pulse.verdict(op) {
+        if let Some(gone) = heartbeat.verdict(op) {
             return Some(gone);
         }
         if left(until).is_zero() {
@@ -247,10 +261,10 @@ fn route_to(host: &str, port: u16, place: &str) -> Result<IpAddr, CollectiveErro
     })
 }
 
-fn absent(ranks: Vec<u32>, patience: Patience, place: &str) -> CollectiveError {
+fn absent(ranks: Vec<u32>, timeouts: Timeouts, place: &str) -> CollectiveError {
     CollectiveError::Absent {
         ranks,
-        waited_s: patience.connect.as_secs_f64(),
+        waited_s: timeouts.connect.as_secs_f64(),
         place: place.to_owned(),
     }
 }
@@ -265,7 +279,7 @@ mod tests {
     use super::*;
     use crate::collective::Comm;
 
-    const PATIENCE: Patience = Patience {
+    const PATIENCE: Timeouts = Timeouts {
         connect: Duration::from_secs(20),
         operation: Duration::from_secs(20),
         silence: Duration::from_secs(2),

@@ -21,24 +21,24 @@ pub enum CollectiveError {
         /// Why that cannot be.
         problem: String,
     },
-    /// The folder or address where ranks meet cannot be used.
+    /// The directory or address where ranks meet cannot be used.
     #[error("{op} at the rendezvous {place} failed: {message}")]
     Rendezvous {
         /// What was tried.
         op: &'static str,
-        /// Folder, or host and port.
+        /// Directory, or host and port.
         place: String,
         /// The system's or torch's words.
         message: String,
     },
-    /// Two processes have the same rank, or a folder was used before.
+    /// Two processes have the same rank, or a directory was used before.
     #[error(
         "rank {rank} is taken at the rendezvous {place}: two processes have RANK={rank}, or it was used by an earlier launch and must be a fresh one"
     )]
     Taken {
         /// The rank.
         rank: u32,
-        /// Folder, or host and port.
+        /// Directory, or host and port.
         place: String,
     },
     /// Not all ranks came to the rendezvous.
@@ -51,7 +51,7 @@ pub enum CollectiveError {
         ranks: Vec<u32>,
         /// How long was waited.
         waited_s: f64,
-        /// Folder, or host and port.
+        /// Directory, or host and port.
         place: String,
     },
     /// A rank's process is gone.
@@ -125,7 +125,7 @@ pub enum CollectiveError {
     },
     /// Neither NCCL nor RCCL is in reach.
     #[error(
-        "no NCCL or RCCL for work of several GPUs together ({}): install the one that torch brings and put its folder into LD_LIBRARY_PATH",
+        "no NCCL or RCCL for work of several GPUs together ({}): install the one that torch brings and put its directory into LD_LIBRARY_PATH",
         tried.join("; ")
     )]
     NoLibrary {

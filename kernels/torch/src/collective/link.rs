@@ -3,10 +3,10 @@
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::connect::{Connected, LOOK, blame, connect};
+use super::connect::{Connected, LOOK, attribute, connect};
 use super::gloo::{Group, Operation, Store};
-use super::pulse::Pulse;
-use super::{CollectiveError, Patience, Rendezvous, World};
+use super::heartbeat::Heartbeat;
+use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
 
 /// Operations in flight at most: every one holds a buffer of a unit.
@@ -15,9 +15,9 @@ const IN_FLIGHT_MAX: usize = 16;
 /// What all calls of a rank share.
 pub(super) struct Link {
     pub(super) world: World,
-    pub(super) patience: Patience,
+    pub(super) timeouts: Timeouts,
     state: Mutex<State>,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     /// The store itself, where this rank runs it.
     store: Mutex<Option<Store>>,
 }
@@ -46,16 +46,16 @@ impl Link {
     pub(super) fn open(
         world: World,
         at: &Rendezvous,
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> Result<Link, CollectiveError> {
         let Connected {
             group,
-            pulse,
+            heartbeat,
             store,
-        } = connect(world, at, patience)?;
+        } = connect(world, at, timeouts)?;
         Ok(Link {
             world,
-            patience,
+            timeouts,
             state: Mutex::new(State {
                 group: Some(group),
                 started: 0,
@@ -63,7 +63,7 @@ impl Link {
                 broken: None,
                 scratch: Vec::new(),
             }),
-            pulse,
+            heartbeat,
             store: Mutex::new(store),
         })
     }
@@ -84,7 +84,7 @@ impl Link {
         );
         state.started += 1;
         let number = state.started;
-        self.pulse.reached(number);
+        self.heartbeat.reached(number);
         let group = state.group.as_mut().expect("there until it is broken");
         match start(group) {
             Ok(op) => {
@@ -122,15 +122,15 @@ impl Link {
             if let Some(error) = &broken {
                 return Err(error.clone());
             }
-            if let Some(gone) = self.pulse.verdict(&started.name) {
+            if let Some(gone) = self.heartbeat.verdict(&started.name) {
                 return Err(gone);
             }
             let waited = began.elapsed();
-            if waited < self.patience.operation {
+            if waited < self.timeouts.operation {
                 continue;
             }
             let (op, waited_s) = (started.name.clone(), waited.as_secs_f64());
-            let ranks = self.pulse.behind(started.number);
+            let ranks = self.heartbeat.behind(started.number);
             return Err(if ranks.is_empty() {
                 CollectiveError::Slow { waited_s, op }
             } else {
@@ -145,11 +145,12 @@ impl Link {
 
     /// What a failure of Gloo's comes from: a rank that is gone, or else Gloo itself.
     fn fail(&self, name: &str, message: String) -> CollectiveError {
-        let error =
-            blame(&self.pulse, self.patience, name).unwrap_or_else(|| CollectiveError::Backend {
+        let error = attribute(&self.heartbeat, self.timeouts, name).unwrap_or_else(|| {
+            CollectiveError::Backend {
                 op: name.to_owned(),
                 message,
-            });
+            }
+        });
         self.lock().broken.get_or_insert(error).clone()
     }
 
@@ -167,17 +168,17 @@ impl Link {
 
     /// The rank that is gone, if one is known to be.
     pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
-        self.pulse.verdict(op)
+        self.heartbeat.verdict(op)
     }
 
     /// After something failed: the rank that is gone, once that is known.
-    pub(super) fn blame(&self, op: &str) -> Option<CollectiveError> {
-        blame(&self.pulse, self.patience, op)
+    pub(super) fn attribute(&self, op: &str) -> Option<CollectiveError> {
+        attribute(&self.heartbeat, self.timeouts, op)
     }
 
     /// Tells the others that this rank ends.
     pub(super) fn end(&self, reason: &str) {
-        self.pulse.end(reason);
+        self.heartbeat.end(reason);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -187,14 +188,14 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.pulse.end(if std::thread::panicking() {
+        self.heartbeat.end(if std::thread::panicking() {
             "it panicked"
         } else {
             "it ended early, without saying why"
         });
         if self.store.get_mut().is_ok_and(|store| store.is_some()) {
             // The others read in it why this rank ends.
-            self.pulse.wait_for_ends();
+            self.heartbeat.wait_for_ends();
         }
         let state = self.state.get_mut().unwrap_or_else(|e| e.into_inner());
         if let (Some(_), Some(group)) = (&state.broken, state.group.take()) {

@@ -1,20 +1,20 @@
-//! Where the ranks of a run find each other: a folder on one node, or a TCP address.
+//! Where the ranks of a run find each other: a directory on one node, or a TCP address.
 
 use std::path::PathBuf;
 
 use super::world::{lossy, number};
 use super::{CollectiveError, World};
 
-/// Names the folder in which the ranks of one node meet. `trainer launch` makes a fresh one, readable by its user only.
-pub const FOLDER_VARIABLE: &str = "OFFLOADD_RENDEZVOUS";
+/// Names the directory in which the ranks of one node meet. `trainer launch` makes a fresh one, readable by its user only.
+pub const DIR_VARIABLE: &str = "OFFLOADD_RENDEZVOUS";
 
 /// Where the ranks of a run find each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// One process: nowhere.
     Alone,
-    /// An empty folder, made for this one launch. All ranks are on this node.
-    Folder(PathBuf),
+    /// An empty directory, made for this one launch. All ranks are on this node.
+    Dir(PathBuf),
     /// A store that listens at an address.
     Tcp {
         /// Host name or address.
@@ -31,11 +31,11 @@ pub enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// From the environment: the folder named by [`FOLDER_VARIABLE`], else torchrun's `MASTER_ADDR` and `MASTER_PORT`. A store of the
+    /// From the environment: the directory named by [`DIR_VARIABLE`], else torchrun's `MASTER_ADDR` and `MASTER_PORT`. A store of the
     /// launcher (`TORCHELASTIC_USE_AGENT_STORE=True`) is used as it is. `GLOO_SOCKET_IFNAME` names the interface, as for torch.
     ///
     /// # Errors
-    /// A variable that is missing or holds no folder, host or port.
+    /// A variable that is missing or holds no directory, host or port.
     pub fn from_env(world: &World) -> Result<Rendezvous, CollectiveError> {
         Rendezvous::from_variables(world, &mut |name| std::env::var_os(name).map(lossy))
     }
@@ -51,17 +51,17 @@ impl Rendezvous {
         if world.ranks == 1 {
             return Ok(Rendezvous::Alone);
         }
-        if let Some(folder) = get(FOLDER_VARIABLE) {
-            let problem = if folder.is_empty() {
+        if let Some(dir) = get(DIR_VARIABLE) {
+            let problem = if dir.is_empty() {
                 "is empty"
             } else if !world.one_node() {
-                "names a folder, but the run has processes on other nodes: give MASTER_ADDR and MASTER_PORT instead"
+                "names a directory, but the run has processes on other nodes: give MASTER_ADDR and MASTER_PORT instead"
             } else {
-                return Ok(Rendezvous::Folder(folder.into()));
+                return Ok(Rendezvous::Dir(dir.into()));
             };
             return Err(CollectiveError::Environment {
-                name: FOLDER_VARIABLE,
-                value: folder,
+                name: DIR_VARIABLE,
+                value: dir,
                 problem: problem.to_owned(),
             });
         }
@@ -126,15 +126,15 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_comes_before_an_address() {
-        let variables = [(FOLDER_VARIABLE, "/run/meet"), ("MASTER_ADDR", "host")];
+    fn a_directory_comes_before_an_address() {
+        let variables = [(DIR_VARIABLE, "/run/meet"), ("MASTER_ADDR", "host")];
         assert_eq!(
             found(&ONE_NODE, &variables).unwrap(),
-            Rendezvous::Folder("/run/meet".into())
+            Rendezvous::Dir("/run/meet".into())
         );
         let error = found(&TWO_NODES, &variables).unwrap_err();
         assert!(error.contains("other nodes"), "{error}");
-        let error = found(&ONE_NODE, &[(FOLDER_VARIABLE, "")]).unwrap_err();
+        let error = found(&ONE_NODE, &[(DIR_VARIABLE, "")]).unwrap_err();
         assert!(error.contains("is empty"), "{error}");
     }
 

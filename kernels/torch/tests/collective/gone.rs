@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::{CollectiveError, Comm, Patience};
+use kernels_torch::collective::{CollectiveError, Comm, Timeouts};
 use tch::Kind;
 
 use crate::lab::{Meet, PATIENCE, all_succeed, connect, is_rank_of, run, signal_myself};
@@ -26,18 +26,18 @@ fn work(comm: &Comm) -> Result<(), CollectiveError> {
 }
 
 /// Rank `bad` does `act` after some steps; all others must fail with an error that `holds`, within `limit` of the last step that went
-/// well. `patience` is theirs.
+/// well. `timeouts` is theirs.
 fn the_others_name(
     test: &str,
     meet: Meet,
     bad: u32,
-    patience: Patience,
+    timeouts: Timeouts,
     limit: Duration,
     act: impl Fn(Comm),
     holds: impl Fn(&CollectiveError) -> bool,
 ) {
     if is_rank_of(test) {
-        let comm = connect(patience).unwrap();
+        let comm = connect(timeouts).unwrap();
         for _ in 0..3 {
             work(&comm).unwrap();
         }
@@ -68,7 +68,7 @@ fn a_killed_rank_is_named_by_all_others() {
     let name = "gone::a_killed_rank_is_named_by_all_others";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 1, .. });
     let act = |_comm: Comm| signal_myself("KILL");
-    the_others_name(name, Meet::Folder, 1, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 1, PATIENCE, SOON, act, holds);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn a_rank_killed_with_an_operation_under_way_is_named() {
         let _gather = comm.all_gather_start(buffer, ELEMS).unwrap();
         signal_myself("KILL");
     };
-    the_others_name(name, Meet::Folder, 0, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 0, PATIENCE, SOON, act, holds);
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn a_stopped_rank_is_named_by_all_others() {
     let name = "gone::a_stopped_rank_is_named_by_all_others";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 2, .. });
     let act = |_comm: Comm| signal_myself("STOP");
-    the_others_name(name, Meet::Folder, 2, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 2, PATIENCE, SOON, act, holds);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_rank_that_gives_up_is_named_with_its_reason() {
     let name = "gone::a_rank_that_gives_up_is_named_with_its_reason";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 1, reason, .. } if reason == "no space left on /mnt/nvme0");
     let act = |comm: Comm| comm.give_up("no space left on /mnt/nvme0");
-    the_others_name(name, Meet::Folder, 1, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 1, PATIENCE, SOON, act, holds);
 }
 
 #[test]
@@ -138,17 +138,17 @@ fn a_rank_that_runs_the_store_and_gives_up_is_named_with_its_reason() {
 fn a_rank_that_just_ends_is_named() {
     let name = "gone::a_rank_that_just_ends_is_named";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 2, reason, .. } if reason.contains("without saying why"));
-    the_others_name(name, Meet::Folder, 2, PATIENCE, SOON, drop, holds);
+    the_others_name(name, Meet::Dir, 2, PATIENCE, SOON, drop, holds);
 }
 
 #[test]
 fn a_rank_that_is_alive_but_does_not_come_is_named() {
     let name = "gone::a_rank_that_is_alive_but_does_not_come_is_named";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Behind { ranks, .. } if ranks == &[1]);
-    let patience = Patience {
+    let timeouts = Timeouts {
         operation: Duration::from_secs(2),
         ..PATIENCE
     };
     let act = |_: Comm| std::thread::sleep(Duration::from_secs(6));
-    the_others_name(name, Meet::Folder, 1, patience, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 1, timeouts, SOON, act, holds);
 }

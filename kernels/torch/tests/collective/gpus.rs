@@ -68,7 +68,7 @@ fn gpus_gather_and_sum_what_gloo_does() {
     let Some(count) = gpus(NAME) else { return };
     let mut counts = vec![1, count];
     counts.dedup();
-    on_ranks(NAME, &counts, Meet::Folder, |comm| {
+    on_ranks(NAME, &counts, Meet::Dir, |comm| {
         let (gpu, stream, gpus) = open(&comm);
         let (rank, ranks) = (comm.world().rank as usize, comm.world().ranks as usize);
         for (grad_type, kind) in [
@@ -126,7 +126,7 @@ fn gpus_gather_and_sum_what_gloo_does() {
 fn operations_follow_the_order_of_their_stream() {
     const NAME: &str = "gpus::operations_follow_the_order_of_their_stream";
     let Some(count) = gpus(NAME) else { return };
-    on_ranks(NAME, &[count], Meet::Folder, |comm| {
+    on_ranks(NAME, &[count], Meet::Dir, |comm| {
         let (gpu, stream, gpus) = open(&comm);
         let (rank, ranks) = (comm.world().rank as usize, comm.world().ranks as usize);
         let elems = ranks * large();
@@ -207,5 +207,5 @@ fn a_killed_rank_ends_the_streams_of_the_others_and_is_named() {
         println!("skipped: one GPU only: nobody else to be killed");
         return;
     }
-    all_succeed(&run(NAME, count, Meet::Folder, &[]), |rank| rank != 1);
+    all_succeed(&run(NAME, count, Meet::Dir, &[]), |rank| rank != 1);
 }

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{Comm, FOLDER_VARIABLE, Patience, Rendezvous, World};
+use kernels_torch::collective::{Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
 
 /// Names the test whose body a process runs as one rank.
 const TEST: &str = "KERNELS_TEST_RANK_OF";
@@ -16,7 +16,7 @@ const BOUND: Duration = Duration::from_secs(60);
 pub(crate) const MEASURED: &str = "measured: ";
 
 /// Patience of the tests: as short as a busy machine allows.
-pub(crate) const PATIENCE: Patience = Patience {
+pub(crate) const PATIENCE: Timeouts = Timeouts {
     connect: Duration::from_secs(20),
     operation: Duration::from_secs(20),
     silence: Duration::from_secs(2),
@@ -26,7 +26,7 @@ pub(crate) const PATIENCE: Patience = Patience {
 /// Where the ranks of a test meet.
 #[derive(Clone, Copy)]
 pub(crate) enum Meet {
-    Folder,
+    Dir,
     Tcp,
 }
 
@@ -78,21 +78,21 @@ pub(crate) fn all_succeed(ended: &[Ended], must: impl Fn(u32) -> bool) {
 
 /// As the trainer does it.
 pub(crate) fn connect(
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> Result<Comm, kernels_torch::collective::CollectiveError> {
     let world = World::from_env()?;
-    Comm::connect(world, &Rendezvous::from_env(&world)?, patience)
+    Comm::connect(world, &Rendezvous::from_env(&world)?, timeouts)
 }
 
 /// Runs `test` as `ranks` processes, but for those in `missing`, and waits for them. A rank that stopped itself is killed at the end.
 pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<Ended> {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let port = free_port().to_string();
     let children: Vec<Option<Child>> = (0..ranks)
         .map(|rank| {
             let mut command = rank_command(test, rank, ranks);
             match meet {
-                Meet::Folder => command.env(FOLDER_VARIABLE, folder.path()),
+                Meet::Dir => command.env(DIR_VARIABLE, dir.path()),
                 Meet::Tcp => command
                     .env("MASTER_ADDR", "127.0.0.1")
                     .env("MASTER_PORT", &port),
@@ -120,7 +120,7 @@ pub(crate) fn rank_command(test: &str, rank: u32, ranks: u32) -> Command {
         .env("RAYON_NUM_THREADS", "1")
         // Multicast of NVLink needs privileges that tests do without.
         .env("NCCL_NVLS_ENABLE", "0")
-        .env_remove(FOLDER_VARIABLE)
+        .env_remove(DIR_VARIABLE)
         .env_remove("MASTER_ADDR")
         .env_remove("MASTER_PORT")
         .env_remove("TORCHELASTIC_USE_AGENT_STORE")

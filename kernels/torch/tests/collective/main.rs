@@ -2,9 +2,9 @@
 //!
 //! Every rank is a process of its own: this program again, running the same test with torchrun's variables set (`lab.rs`).
 
+mod fake;
 mod gone;
 mod gpus;
 mod lab;
 mod meeting;
-mod stand_in;
 mod values;

@@ -3,16 +3,14 @@
 
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{
-    CollectiveError, Comm, FOLDER_VARIABLE, Patience, Rendezvous, World,
-};
+use kernels_torch::collective::{CollectiveError, Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
 
 use crate::lab::{
     Meet, PATIENCE, all_succeed, connect, free_port, is_rank_of, on_ranks, rank_command, run,
     signal_myself,
 };
 
-const IMPATIENT: Patience = Patience {
+const IMPATIENT: Timeouts = Timeouts {
     connect: Duration::from_secs(2),
     ..PATIENCE
 };
@@ -22,7 +20,7 @@ fn connecting_fails(
     test: &str,
     meet: Meet,
     missing: &[u32],
-    patience: Patience,
+    timeouts: Timeouts,
     holds: impl Fn(&CollectiveError) -> bool,
 ) {
     if is_rank_of(test) {
@@ -34,7 +32,7 @@ fn connecting_fails(
             });
         }
         let began = Instant::now();
-        let error = connect(patience).map(|_| ()).unwrap_err();
+        let error = connect(timeouts).map(|_| ()).unwrap_err();
         assert!(holds(&error), "{error:?}");
         assert!(
             began.elapsed() < Duration::from_secs(15),
@@ -55,7 +53,7 @@ fn a_rank_that_never_comes_is_named() {
             // The other one noticed first and said so.
             || matches!(error, CollectiveError::Left { reason, .. } if reason.contains("rank 2 is still missing"))
     };
-    connecting_fails(name, Meet::Folder, &[2], IMPATIENT, holds);
+    connecting_fails(name, Meet::Dir, &[2], IMPATIENT, holds);
 }
 
 #[test]
@@ -73,7 +71,7 @@ fn a_rank_that_dies_on_the_way_is_named() {
         std::thread::sleep(Duration::from_millis(1000));
     }
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 2, .. });
-    connecting_fails(name, Meet::Folder, &[], PATIENCE, holds);
+    connecting_fails(name, Meet::Dir, &[], PATIENCE, holds);
 }
 
 #[test]
@@ -85,7 +83,7 @@ fn two_processes_with_one_rank_are_refused() {
         std::process::exit(0);
     }
     for tcp in [false, true] {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let port = free_port().to_string();
         let children = [0, 1, 1].map(|rank| {
             let mut command = rank_command(name, rank, 3);
@@ -94,7 +92,7 @@ fn two_processes_with_one_rank_are_refused() {
                     .env("MASTER_ADDR", "127.0.0.1")
                     .env("MASTER_PORT", &port);
             } else {
-                command.env(FOLDER_VARIABLE, folder.path());
+                command.env(DIR_VARIABLE, dir.path());
             }
             command.spawn().unwrap()
         });
@@ -109,21 +107,21 @@ fn two_processes_with_one_rank_are_refused() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_used_is_named() {
-    let folder = tempfile::tempdir().unwrap();
+fn a_directory_that_cannot_be_used_is_named() {
+    let dir = tempfile::tempdir().unwrap();
     let world = World {
         rank: 0,
         ranks: 2,
         local_rank: 0,
         local_ranks: 2,
     };
-    let try_at = |folder: &std::path::Path| {
-        let at = Rendezvous::Folder(folder.to_path_buf());
+    let try_at = |dir: &std::path::Path| {
+        let at = Rendezvous::Dir(dir.to_path_buf());
         Comm::connect(world, &at, IMPATIENT)
             .map(|_| ())
             .unwrap_err()
     };
-    let missing = folder.path().join("missing");
+    let missing = dir.path().join("missing");
     let error = try_at(&missing).to_string();
     assert!(error.contains(&missing.display().to_string()), "{error}");
     // Not even root may write there.

@@ -50,7 +50,7 @@ fn who(comm: &Comm) -> (usize, usize) {
 #[test]
 fn every_shard_arrives_in_its_place_on_every_rank() {
     const NAME: &str = "values::every_shard_arrives_in_its_place_on_every_rank";
-    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+    on_ranks(NAME, RANKS, Meet::Dir, |comm| {
         let (rank, ranks) = who(&comm);
         for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
             for shard in SHARD_ELEMS {
@@ -104,7 +104,7 @@ fn stored(grad_type: GradType, value: f32) -> f32 {
 #[test]
 fn every_rank_gets_the_sum_of_its_shard_in_the_ranks_order() {
     const NAME: &str = "values::every_rank_gets_the_sum_of_its_shard_in_the_ranks_order";
-    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+    on_ranks(NAME, RANKS, Meet::Dir, |comm| {
         let (rank, ranks) = who(&comm);
         for (grad_type, kind) in [
             (GradType::Fp32, Kind::Float),
@@ -140,7 +140,7 @@ fn every_rank_gets_the_sum_of_its_shard_in_the_ranks_order() {
 #[test]
 fn sums_of_f64_have_the_same_bits_on_every_rank() {
     const NAME: &str = "values::sums_of_f64_have_the_same_bits_on_every_rank";
-    on_ranks(NAME, RANKS, Meet::Folder, |comm| {
+    on_ranks(NAME, RANKS, Meet::Dir, |comm| {
         let (rank, ranks) = who(&comm);
         let x = |rank: usize, i: usize| f64::from(rough(rank, i)) * 1e9 + 1.0 / 3.0;
         for count in [0, 1, 40] {
@@ -158,7 +158,7 @@ fn sums_of_f64_have_the_same_bits_on_every_rank() {
 #[test]
 fn several_operations_go_on_at_once_and_end_in_any_order() {
     const NAME: &str = "values::several_operations_go_on_at_once_and_end_in_any_order";
-    on_ranks(NAME, &[3], Meet::Folder, |comm| {
+    on_ranks(NAME, &[3], Meet::Dir, |comm| {
         let (rank, ranks) = who(&comm);
         for round in 0..10 {
             // Not together: one rank or another is late.
@@ -223,11 +223,11 @@ fn everyone_has_what_one_rank_broadcasts() {
 #[test]
 fn a_barrier_waits_for_the_last_and_differences_are_named() {
     const NAME: &str = "values::a_barrier_waits_for_the_last_and_differences_are_named";
-    on_ranks(NAME, &[3], Meet::Folder, |comm| {
+    on_ranks(NAME, &[3], Meet::Dir, |comm| {
         let (rank, _) = who(&comm);
         comm.barrier().unwrap();
-        let folder = std::env::var(kernels_torch::collective::FOLDER_VARIABLE).unwrap();
-        let late = std::path::Path::new(&folder).join("late");
+        let dir = std::env::var(kernels_torch::collective::DIR_VARIABLE).unwrap();
+        let late = std::path::Path::new(&dir).join("late");
         if rank == 1 {
             std::thread::sleep(std::time::Duration::from_millis(300));
             std::fs::write(&late, "").unwrap();

@@ -11,7 +11,7 @@ use kernels_torch::fused::{Fused, Turn};
 use kernels_torch::{device_of, load_gpu_half};
 use tch::{Device, Kind, Tensor};
 
-use crate::on_stand_in::DRIVER;
+use crate::on_fake::DRIVER;
 
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 

@@ -22,9 +22,9 @@ pub struct Sqe {
     pub slot: u32,
     /// Of a swap out: the tile's checksum. Otherwise 0.
     pub checksum: u32,
-    /// [`Verb`] as a number, or [`Urge::VERB`].
+    /// [`Verb`] as a number, or [`Promote::VERB`].
     pub verb: u32,
-    /// [`Urgency`] as a number.
+    /// [`Priority`] as a number.
     pub urgency: u32,
     /// Zero.
     pub reserved: [u32; 5],
@@ -89,17 +89,17 @@ impl Verb {
 
 /// Whether somebody waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Urgency {
+pub enum Priority {
     /// Moved ahead of its use, or behind it.
     #[default]
-    Ahead,
+    Prefetch,
     /// Its use is next: it goes before what its job moves ahead. Jobs take turns whatever they want.
-    Wanted,
+    Demand,
 }
 
-impl Urgency {
+impl Priority {
     fn check(sqe: &Sqe) -> Result<Self, Fault> {
-        [Self::Ahead, Self::Wanted]
+        [Self::Prefetch, Self::Demand]
             .into_iter()
             .find(|u| u.number() == sqe.urgency)
             .ok_or_else(|| {
@@ -113,8 +113,8 @@ impl Urgency {
     /// Its number in an entry.
     pub fn number(self) -> u32 {
         match self {
-            Self::Ahead => 0,
-            Self::Wanted => 1,
+            Self::Prefetch => 0,
+            Self::Demand => 1,
         }
     }
 }
@@ -127,7 +127,7 @@ pub struct Request {
     /// What to do.
     pub verb: Verb,
     /// How soon.
-    pub urgency: Urgency,
+    pub urgency: Priority,
     /// With which tile.
     pub tile: TileIndex,
     /// And which slot.
@@ -167,7 +167,7 @@ impl Request {
                     format!("verb {} is none of 1 and 2", sqe.verb),
                 )
             })?;
-        let urgency = Urgency::check(sqe)?;
+        let urgency = Priority::check(sqe)?;
         let unused_set = sqe.reserved != [0; 5]
             || (verb == Verb::SwapIn && (sqe.generation != 0 || sqe.checksum != 0));
         if unused_set {
@@ -188,14 +188,14 @@ impl Request {
 /// Gives an operation in flight another urgency: what was read ahead is waited for now. It has no completion, and none in
 /// flight by its ticket means that it has ended meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Urge {
+pub struct Promote {
     /// Of the operation.
     pub ticket: TicketId,
     /// From now on.
-    pub urgency: Urgency,
+    pub urgency: Priority,
 }
 
-impl Urge {
+impl Promote {
     /// Its number beside those of [`Verb`].
     pub const VERB: u32 = 3;
 
@@ -219,7 +219,7 @@ impl Urge {
         check_epoch(sqe, epoch)?;
         let urge = Self {
             ticket: TicketId(sqe.ticket),
-            urgency: Urgency::check(sqe)?,
+            urgency: Priority::check(sqe)?,
         };
         let form = Sqe {
             epoch: sqe.epoch,
@@ -234,8 +234,8 @@ impl Urge {
 }
 
 fn check_epoch(sqe: &Sqe, epoch: Epoch) -> Result<(), Fault> {
-    use crate::removable::{Mechanism, removed};
-    if sqe.epoch == epoch.0 || removed(Mechanism::Epoch) {
+    use crate::safeguard::{Safeguard, removed};
+    if sqe.epoch == epoch.0 || removed(Safeguard::Epoch) {
         return Ok(());
     }
     Err(Fault::new(
@@ -261,7 +261,7 @@ mod tests {
     const REQUEST: Request = Request {
         ticket: TicketId(7),
         verb: Verb::SwapOut,
-        urgency: Urgency::Wanted,
+        urgency: Priority::Demand,
         tile: TileIndex(3),
         slot: SlotIndex(9),
         generation: Generation(12),
@@ -298,13 +298,13 @@ mod tests {
 
     #[test]
     fn an_urge_names_a_ticket_and_an_urgency_and_nothing_else() {
-        let urge = Urge {
+        let urge = Promote {
             ticket: TicketId(7),
-            urgency: Urgency::Wanted,
+            urgency: Priority::Demand,
         };
         let sqe = urge.to_sqe(Epoch(5));
-        assert_eq!(Urge::check(&sqe, Epoch(5)), Ok(urge));
-        let kind = |sqe: Sqe| Urge::check(&sqe, Epoch(5)).unwrap_err().kind;
+        assert_eq!(Promote::check(&sqe, Epoch(5)), Ok(urge));
+        let kind = |sqe: Sqe| Promote::check(&sqe, Epoch(5)).unwrap_err().kind;
         assert_eq!(kind(Sqe { epoch: 6, ..sqe }), FaultKind::StaleEpoch);
         for sqe in [
             Sqe { urgency: 2, ..sqe },

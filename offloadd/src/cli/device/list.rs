@@ -27,37 +27,37 @@ pub(super) struct Line {
     /// That move, a second; `None`: nobody looked.
     moving_bytes_per_s: Option<u64>,
     /// The ceiling of what moves to or from it.
-    move_bytes_per_s_max: Option<u64>,
+    rebalance_bytes_per_s_max: Option<u64>,
 }
 
 impl Line {
     fn left(&self) -> Option<Duration> {
         // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
-        let rates = [self.moving_bytes_per_s, self.move_bytes_per_s_max];
+        let rates = [self.moving_bytes_per_s, self.rebalance_bytes_per_s_max];
         let rate = rates.into_iter().flatten().filter(|rate| *rate > 0).min()?;
-        Some(Duration::from_secs(self.state.standing.left_bytes / rate))
+        Some(Duration::from_secs(self.state.status.left_bytes / rate))
     }
 }
 
 pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
     let mut before = daemon.look().await?;
-    let settled = |d: &DeviceState| matches!(d.standing.phase, None | Some(Phase::Settled));
+    let settled = |d: &DeviceState| matches!(d.status.phase, None | Some(Phase::Settled));
     let moving = before.devices.iter().any(|view| !settled(&view.state));
     let mut now = before.clone();
     if moving {
         (before, now) = daemon.look_twice(LOOKS_APART).await?;
     }
     let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
-    let ceiling = now.move_bytes_per_s_max;
+    let rate_limiter = now.rebalance_bytes_per_s_max;
     let lines = now.devices.into_iter().enumerate();
     let lines = lines.map(|(index, view)| {
-        let earlier = (before.devices.get(index)).map(|d| d.state.standing.left_bytes);
-        let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.standing.left_bytes));
+        let earlier = (before.devices.get(index)).map(|d| d.state.status.left_bytes);
+        let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.status.left_bytes));
         Line {
             moving_bytes_per_s: moved_bytes
                 .filter(|_| apart > 0.0)
                 .map(|bytes| (bytes as f64 / apart) as u64),
-            move_bytes_per_s_max: ceiling.filter(|_| !settled(&view.state)),
+            rebalance_bytes_per_s_max: rate_limiter.filter(|_| !settled(&view.state)),
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
             unlisted: view.unlisted,
@@ -65,7 +65,7 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
             state: view.state,
         }
     });
-    let lines = lines.filter(|line| line.state.standing.phase.is_some());
+    let lines = lines.filter(|line| line.state.status.phase.is_some());
     Ok(lines.collect())
 }
 
@@ -78,8 +78,8 @@ pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
         unlisted: !ratings.listed.contains_key(&state.path),
         trouble: None,
         moving_bytes_per_s: None,
-        move_bytes_per_s_max: (config.move_bytes_per_s_max)
-            .filter(|_| !matches!(state.standing.phase, None | Some(Phase::Settled))),
+        rebalance_bytes_per_s_max: (config.rebalance_bytes_per_s_max)
+            .filter(|_| !matches!(state.status.phase, None | Some(Phase::Settled))),
         state,
     });
     Ok(lines.collect())
@@ -95,42 +95,42 @@ pub(super) fn table(lines: &[Line]) -> String {
             path,
             data_bytes,
             free_bytes,
-            standing,
+            status,
             ..
         } = &line.state;
-        let to_move = match standing.left_bytes {
+        let to_move = match status.left_bytes {
             0 => String::new(),
             left => binary(left),
         };
         text += &format!(
             "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
-            standing.number,
-            standing.phase_name(),
+            status.number,
+            status.phase_name(),
             binary(*data_bytes),
             binary(*free_bytes),
             binary(line.worn_bytes),
         );
     }
     for line in lines {
-        let standing = &line.state.standing;
+        let status = &line.state.status;
         if let Some(left) = line.left() {
             text += &format!(
                 "device {}: about {} s left{}\n",
-                standing.number,
+                status.number,
                 left.as_secs() + 1,
-                at_most(line.move_bytes_per_s_max)
+                at_most(line.rebalance_bytes_per_s_max)
             );
         }
         if let Some(trouble) = &line.trouble {
-            text += &format!("device {}: {trouble}\n", standing.number);
+            text += &format!("device {}: {trouble}\n", status.number);
         }
-        if let Some(stuck) = &standing.stuck {
-            text += &format!("device {}: {stuck}\n", standing.number);
+        if let Some(stuck) = &status.stuck {
+            text += &format!("device {}: {stuck}\n", status.number);
         }
         if line.unlisted {
             text += &format!(
                 "device {}: not in the list `devices` of the settings: add {:?}\n",
-                standing.number, line.state.path
+                status.number, line.state.path
             );
         }
     }
@@ -145,13 +145,13 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             free_bytes,
             read_bytes_per_s,
             write_bytes_per_s,
-            standing,
+            status,
             ..
         } = &line.state;
         json!({
             "device": path,
-            "number": standing.number,
-            "phase": standing.phase_name(),
+            "number": status.number,
+            "phase": status.phase_name(),
             "data_bytes": data_bytes,
             "free_bytes": free_bytes,
             "read_bytes_per_s": read_bytes_per_s,
@@ -160,11 +160,11 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "rated_bytes": line.rated_bytes,
             "unlisted": line.unlisted,
             "trouble": line.trouble,
-            "left_bytes": standing.left_bytes,
+            "left_bytes": status.left_bytes,
             "left_s": line.left().map(|left| left.as_secs() + 1),
-            "move_bytes_per_s_max": line.move_bytes_per_s_max,
-            "stuck": standing.stuck,
-            "waits_for_start": standing.waits_for_start,
+            "rebalance_bytes_per_s_max": line.rebalance_bytes_per_s_max,
+            "stuck": status.stuck,
+            "waits_for_start": status.waits_for_start,
         })
     });
     json!({ "devices": devices.collect::<Vec<_>>() })

@@ -55,5 +55,5 @@ pub(super) fn stopped(config: &Config, path: &Path) -> Result<()> {
     let (before, now) = measured.map_err(|fault| anyhow!("{}", fault.message))?;
     let pair = |rates: MeasuredRates| [rates.read_bytes_per_s, rates.write_bytes_per_s];
     say(path, pair(before), pair(now));
-    move_all(&mut stopped, config.move_bytes_per_s_max)
+    move_all(&mut stopped, config.rebalance_bytes_per_s_max)
 }

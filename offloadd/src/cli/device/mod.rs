@@ -12,9 +12,9 @@ use offload_api::proto;
 use offloadd::config::Config;
 use offloadd::core::Reply;
 use offloadd::device::{DeviceBlocks, FileOwner};
-use offloadd::newcomer::{Newcomer, is_known, known_as, prepare};
-use offloadd::stopped::Stopped;
-use offloadd::store::home::HomeMove;
+use offloadd::device_admission::{AdmittedDevice, is_known, known_as, prepare};
+use offloadd::offline::Stopped;
+use offloadd::store::metadata_device::MetadataMove;
 use offloadd::store::recover;
 use offloadd::store_devices::StoreDevices;
 
@@ -33,7 +33,7 @@ pub(crate) enum DeviceCommand {
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 belongs into `devices` of the settings: the store opens with all its devices or not at all. Until it is there, a start opens it
 where the store has it, and warns. What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
-`move_bytes_per_s_max` in the settings says.")]
+`rebalance_bytes_per_s_max` in the settings says.")]
     Add {
         /// A file to make, or a block device
         #[arg(value_name = "DEVICE")]
@@ -58,7 +58,7 @@ where the store has it, and warns. What is cut off can be run again. With --rate
 Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
 is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.
 With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
-`move_bytes_per_s_max` in the settings says. The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
+`rebalance_bytes_per_s_max` in the settings says. The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
     Drain {
         /// As the settings name it
         #[arg(value_name = "DEVICE")]
@@ -120,7 +120,7 @@ pub(crate) struct WhichStore {
 }
 
 /// How a store is reached.
-enum Way {
+enum StoreAccess {
     Served(Box<Daemon>),
     Stopped(Box<Config>),
 }
@@ -136,50 +136,56 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
             store,
         } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => {
+            match runtime.block_on(access(&store))? {
+                StoreAccess::Served(mut daemon) => {
                     let request = proto::AddDeviceRequest {
                         path: utf8(&path)?,
                         file_bytes: size,
                         force,
-                        move_bytes_per_s_max: rate,
+                        rebalance_bytes_per_s_max: rate,
                     };
                     runtime.block_on(add_served(&mut daemon, &path, request))
                 }
-                Way::Stopped(config) => {
-                    let rate = rate.or(config.move_bytes_per_s_max);
+                StoreAccess::Stopped(config) => {
+                    let rate = rate.or(config.rebalance_bytes_per_s_max);
                     add_stopped(&config, &path, size, force, rate)
                 }
             }
         }
         DeviceCommand::Drain { path, rate, store } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => runtime.block_on(drain_served(&mut daemon, &path, rate)),
-                Way::Stopped(config) => {
-                    let rate = rate.or(config.move_bytes_per_s_max);
+            match runtime.block_on(access(&store))? {
+                StoreAccess::Served(mut daemon) => {
+                    runtime.block_on(drain_served(&mut daemon, &path, rate))
+                }
+                StoreAccess::Stopped(config) => {
+                    let rate = rate.or(config.rebalance_bytes_per_s_max);
                     drain_stopped(&config, &path, rate)
                 }
             }
         }
         DeviceCommand::Measure { path, store } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => runtime.block_on(measure::served(&mut daemon, &path)),
-                Way::Stopped(config) => measure::stopped(&config, &path),
+            match runtime.block_on(access(&store))? {
+                StoreAccess::Served(mut daemon) => {
+                    runtime.block_on(measure::served(&mut daemon, &path))
+                }
+                StoreAccess::Stopped(config) => measure::stopped(&config, &path),
             }
         }
-        DeviceCommand::Rate { rate, store } => match runtime.block_on(way(&store))? {
-            Way::Served(mut daemon) => runtime.block_on(limit_served(&mut daemon, rate)),
-            Way::Stopped(config) => bail!(
+        DeviceCommand::Rate { rate, store } => match runtime.block_on(access(&store))? {
+            StoreAccess::Served(mut daemon) => runtime.block_on(limit_served(&mut daemon, rate)),
+            StoreAccess::Stopped(config) => bail!(
                 "no daemon answers at {}, so no tiles move: `offloadd device drain --rate` and `add --rate` say how fast they are to",
                 config.socket.display()
             ),
         },
         DeviceCommand::List { json, store } => {
-            let lines = match runtime.block_on(way(&store))? {
-                Way::Served(mut daemon) => runtime.block_on(list::lines_served(&mut daemon))?,
-                Way::Stopped(config) => list::lines_stopped(&config)?,
+            let lines = match runtime.block_on(access(&store))? {
+                StoreAccess::Served(mut daemon) => {
+                    runtime.block_on(list::lines_served(&mut daemon))?
+                }
+                StoreAccess::Stopped(config) => list::lines_stopped(&config)?,
             };
             match json {
                 true => say!("{}", list::to_json(&lines)),
@@ -191,18 +197,20 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
 }
 
 /// Through the daemon, if one answers at the settings' socket.
-async fn way(store: &WhichStore) -> Result<Way> {
+async fn access(store: &WhichStore) -> Result<StoreAccess> {
     let Some(config) = &store.config else {
-        return Ok(Way::Served(Box::new(Daemon::connect(&store.socket).await?)));
+        return Ok(StoreAccess::Served(Box::new(
+            Daemon::connect(&store.socket).await?,
+        )));
     };
     let config = Config::read(config)?;
     if !config.socket.exists() {
-        return Ok(Way::Stopped(Box::new(config)));
+        return Ok(StoreAccess::Stopped(Box::new(config)));
     }
     // A daemon that was killed leaves its socket: the devices' locks say whether one is there.
     Ok(match Daemon::connect(&config.socket).await {
-        Ok(daemon) => Way::Served(Box::new(daemon)),
-        Err(_) => Way::Stopped(Box::new(config)),
+        Ok(daemon) => StoreAccess::Served(Box::new(daemon)),
+        Err(_) => StoreAccess::Stopped(Box::new(config)),
     })
 }
 
@@ -216,7 +224,7 @@ async fn add_served(
     path: &Path,
     request: proto::AddDeviceRequest,
 ) -> Result<()> {
-    let ceiling = at_most(request.move_bytes_per_s_max);
+    let rate_limiter = at_most(request.rebalance_bytes_per_s_max);
     let asked = daemon.client.add_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
     let reply = reply.into_inner();
@@ -227,7 +235,7 @@ async fn add_served(
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
     say!(
-        "Tiles move to it while jobs run{ceiling}; `offloadd device list` shows how far they are."
+        "Tiles move to it while jobs run{rate_limiter}; `offloadd device list` shows how far they are."
     );
     Ok(())
 }
@@ -248,7 +256,7 @@ fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
 async fn drain_served(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Result<()> {
     let request = proto::DrainDeviceRequest {
         path: utf8(path)?,
-        move_bytes_per_s_max: rate,
+        rebalance_bytes_per_s_max: rate,
     };
     let asked = daemon.client.drain_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
@@ -304,9 +312,9 @@ fn open_settled(config: &Config) -> Result<Stopped> {
     let (stopped, moved) = opened?;
     say_outsiders(&stopped);
     match moved {
-        HomeMove::NotDue => {}
-        HomeMove::Moved { to, .. } => say!("the store's catalog and records moved to {to}"),
-        HomeMove::Failed(why) => {
+        MetadataMove::NotDue => {}
+        MetadataMove::Moved { to, .. } => say!("the store's catalog and records moved to {to}"),
+        MetadataMove::Failed(why) => {
             eprintln!("offloadd: the store's catalog and records cannot move: {why}");
         }
     }
@@ -314,8 +322,8 @@ fn open_settled(config: &Config) -> Result<Stopped> {
 }
 
 fn say_outsiders(stopped: &Stopped) {
-    for outsider in stopped.outsiders() {
-        eprintln!("offloadd: device {outsider}");
+    for foreign_device in stopped.foreign_devices() {
+        eprintln!("offloadd: device {foreign_device}");
     }
 }
 
@@ -339,7 +347,7 @@ fn add_stopped(
         say!("{}", known_as(path, &known));
         return move_all(&mut stopped, rate);
     }
-    let Newcomer {
+    let AdmittedDevice {
         device,
         new,
         moved,
@@ -411,9 +419,9 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
     let mut stopped = open_settled(config)?;
     let name = utf8(path)?;
     if stopped
-        .outsiders()
+        .foreign_devices()
         .iter()
-        .any(|outsider| outsider.path == name)
+        .any(|foreign_device| foreign_device.path == name)
     {
         say!("{name} is of the store no more");
         return Ok(());
@@ -435,7 +443,7 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
     if !has_left(&stopped, &name) {
         let states = stopped.devices().into_iter();
         let mut standings = states.filter(|state| state.path == name);
-        let why = standings.find_map(|state| state.standing.stuck);
+        let why = standings.find_map(|state| state.status.stuck);
         let why = why.unwrap_or_else(|| "run the same again".into());
         bail!("{name} is not empty yet: {why}");
     }
@@ -447,11 +455,11 @@ fn has_left(stopped: &Stopped, name: &str) -> bool {
     let states = stopped.devices().into_iter();
     !states
         .into_iter()
-        .any(|device| device.path == name && device.standing.phase.is_some())
+        .any(|device| device.path == name && device.status.phase.is_some())
 }
 
 fn move_all(stopped: &mut Stopped, rate: Option<u64>) -> Result<()> {
-    let left = stopped.devices().into_iter().map(|d| d.standing.left_bytes);
+    let left = stopped.devices().into_iter().map(|d| d.status.left_bytes);
     let total_bytes: u64 = left.sum();
     let what = format!("moving tiles{}", at_most(rate));
     let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);

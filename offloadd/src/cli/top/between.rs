@@ -41,14 +41,14 @@ impl Moved {
     }
 
     pub(super) fn between(before: Option<&Counts>, now: &Counts, seconds: f64) -> Self {
-        let rate = |way: fn(&Counts) -> &Traffic| {
-            let earlier = before.map_or(0, |before| way(before).bytes);
-            way(now).bytes.saturating_sub(earlier) as f64 / seconds
+        let rate = |direction: fn(&Counts) -> &Traffic| {
+            let earlier = before.map_or(0, |before| direction(before).bytes);
+            direction(now).bytes.saturating_sub(earlier) as f64 / seconds
         };
-        let latencies = |way: fn(&Counts) -> &Traffic| {
+        let latencies = |direction: fn(&Counts) -> &Traffic| {
             since(
-                before.map(|before| &way(before).latencies),
-                &way(now).latencies,
+                before.map(|before| &direction(before).latencies),
+                &direction(now).latencies,
             )
         };
         Self {

@@ -33,10 +33,10 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": device.damaged_count,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,
-            "phase": device.state.standing.phase_name(),
-            "left_bytes": device.state.standing.left_bytes,
-            "stuck": device.state.standing.stuck,
-            "waits_for_start": device.state.standing.waits_for_start,
+            "phase": device.state.status.phase_name(),
+            "left_bytes": device.state.status.left_bytes,
+            "stuck": device.state.status.stuck,
+            "waits_for_start": device.state.status.waits_for_start,
             "measured_read_bytes_per_s": device.state.read_bytes_per_s,
             "measured_write_bytes_per_s": device.state.write_bytes_per_s,
         });
@@ -86,7 +86,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "arena_used_bytes": now.arena_used_bytes,
         "arena_bytes_max": now.arena_bytes_max,
         "session_count": now.session_count,
-        "move_bytes_per_s_max": now.move_bytes_per_s_max,
+        "rebalance_bytes_per_s_max": now.rebalance_bytes_per_s_max,
         "reading_only": now.reading_only,
         "devices": devices.collect::<Vec<_>>(),
         "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
@@ -96,7 +96,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
 
 fn path_of(now: &Snapshot, number: u32) -> Option<&str> {
     let mut devices = now.devices.iter().map(|device| &device.state);
-    let found = devices.find(|state| state.standing.number == number);
+    let found = devices.find(|state| state.status.number == number);
     found.map(|state| state.path.as_str())
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use offloadd::core::{CommitState, Standing};
+use offloadd::core::{CommitState, DeviceStatus};
 use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
@@ -111,13 +111,13 @@ fn weight(needs_a_look: bool, bytes_per_s: f64) -> f64 {
 /// Of a device: someone must look at it.
 fn needs_a_look(device: &DeviceView) -> bool {
     let counts = &device.counts;
-    let ways = [&counts.read, &counts.written, &counts.flushed];
+    let directions = [&counts.read, &counts.written, &counts.flushed];
     device.slow
         || device.trouble.is_some()
         || device.unlisted
         || device.damaged_count > 0
-        || device.state.standing.is_stuck()
-        || ways.iter().any(|traffic| traffic.failed_count > 0)
+        || device.state.status.is_stuck()
+        || directions.iter().any(|traffic| traffic.failed_count > 0)
 }
 
 trait Halves {
@@ -136,8 +136,8 @@ impl Halves for Latencies {
 
 fn device_notes(device: &DeviceView) -> Vec<String> {
     let counts = &device.counts;
-    let ways = [&counts.read, &counts.written, &counts.flushed];
-    let failed: u64 = ways.iter().map(|traffic| traffic.failed_count).sum();
+    let directions = [&counts.read, &counts.written, &counts.flushed];
+    let failed: u64 = directions.iter().map(|traffic| traffic.failed_count).sum();
     let mut notes = Vec::new();
     notes.extend(device.trouble.as_ref().map(|why| format!("TROUBLE: {why}")));
     if device.slow {
@@ -148,19 +148,19 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             rate(state.write_bytes_per_s as f64)
         ));
     }
-    let Standing {
+    let DeviceStatus {
         phase,
         left_bytes,
         stuck,
         ..
-    } = &device.state.standing;
+    } = &device.state.status;
     if let Some(Phase::Filling | Phase::Draining) = phase {
         let what = match phase {
             Some(Phase::Draining) => "drained",
             _ => "filled",
         };
         notes.push(format!("{what}, {} to move", binary(*left_bytes)));
-        match (stuck, device.state.standing.is_stuck()) {
+        match (stuck, device.state.status.is_stuck()) {
             (Some(why), true) => notes.push(format!("STUCK: {why}")),
             (Some(why), false) => notes.push(why.clone()),
             (None, _) => {}

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
-use offloadd::core::{CommitState, DeviceState, JobState, Shares, Standing};
+use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState, Shares};
 use offloadd::metrics::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
@@ -36,7 +36,7 @@ fn look(seconds: u64) -> Snapshot {
             free_bytes: 1 << 39,
             read_bytes_per_s: 6_200_000_000,
             write_bytes_per_s: 3_200_000_000,
-            standing: Standing::settled(0),
+            status: DeviceStatus::settled(0),
         },
         counts,
         queue_depth: 12,
@@ -101,12 +101,12 @@ fn look(seconds: u64) -> Snapshot {
         arena_used_bytes: 3 << 29,
         arena_bytes_max: 64 << 30,
         session_count: 1,
-        move_bytes_per_s_max: None,
+        rebalance_bytes_per_s_max: None,
         reading_only: None,
         devices: vec![
             device("/mnt/nvme0/offloadd.tiles", counts.clone(), false),
             device(
-                "/srv/a/very/long/folder/nvme1/offloadd.tiles",
+                "/srv/a/very/long/directory/nvme1/offloadd.tiles",
                 failing,
                 true,
             ),
@@ -122,7 +122,7 @@ offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
 device                                read     write  busy queue      read p50/p99     write p50/p99  written ever
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
-..ng/folder/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
+..ng/directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
 job                                   read     write share  got     slots  commit   step written ever  waits for
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
@@ -165,7 +165,7 @@ fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
 #[test]
 fn a_drain_that_is_stuck_says_why() {
     let mut now = look(12);
-    now.devices[0].state.standing = Standing {
+    now.devices[0].state.status = DeviceStatus {
         number: 3,
         phase: Some(Phase::Draining),
         left_bytes: 3 << 20,
@@ -183,10 +183,10 @@ fn a_drain_that_is_stuck_says_why() {
     assert_eq!(device["phase"], "draining");
     assert_eq!(device["stuck"], "the others have no room");
     // What goes on by itself is not, nor what moves.
-    now.devices[0].state.standing.waits_for_start = true;
+    now.devices[0].state.status.waits_for_start = true;
     let drawn = draw(&look(10), &now);
     assert!(drawn.contains("to move, the others have"), "{drawn}");
-    now.devices[0].state.standing.stuck = None;
+    now.devices[0].state.status.stuck = None;
     assert!(!draw(&look(10), &now).contains("STUCK"));
 }
 

@@ -104,8 +104,8 @@ fn a_device_that_cannot_be_registered_is_named() {
     let Some(mut engine) = opened(&files) else {
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("one-too-many");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("one-too-many");
     let error = engine.add(Arc::new(File::create(&path).unwrap()));
     let told = error.unwrap_err().to_string();
     let named = format!("registering device 64 ({})", path.display());

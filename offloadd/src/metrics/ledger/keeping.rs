@@ -6,7 +6,7 @@ use offload_api::ids::DeviceIndex;
 
 use super::Ledger;
 use crate::core::JobState;
-use crate::metrics::wearing::{JobWritten, ToKeep};
+use crate::metrics::endurance::{JobWritten, ToKeep};
 
 /// How often wear is kept while something is written: what a killed daemon forgets.
 pub(super) const WEAR_KEPT_EVERY: Duration = Duration::from_secs(60);
@@ -25,9 +25,9 @@ impl Ledger {
     fn wear_due(&self, index: usize) -> Option<Instant> {
         let device = &self.devices[index];
         let now_bytes = device.counts.written.bytes;
-        let is_behind = self.wearing.behind_bytes(index, now_bytes) > 0;
-        let wants_totals = self.wearing.wants_totals(index);
-        if !device.of_store || !(is_behind || wants_totals) || self.wearing.is_keeping(index) {
+        let is_behind = self.endurance.behind_bytes(index, now_bytes) > 0;
+        let wants_totals = self.endurance.wants_totals(index);
+        if !device.of_store || !(is_behind || wants_totals) || self.endurance.is_keeping(index) {
             return None;
         }
         if wants_totals {
@@ -58,22 +58,22 @@ impl Ledger {
                 Some(JobWritten {
                     job_id,
                     here_bytes: now_bytes.get(index).copied().unwrap_or(0),
-                    ever_bytes: self.wearing.job_bytes(job_id, now_bytes),
+                    ever_bytes: self.endurance.job_bytes(job_id, now_bytes),
                 })
             });
             let written: Vec<_> = written.collect();
-            to_keep.push(self.wearing.keep(index, now_bytes, &written));
+            to_keep.push(self.endurance.keep(index, now_bytes, &written));
         }
         to_keep
     }
 
     /// A device's wear was written to it, or not all of it. Whether it was.
     pub fn wear_kept(&mut self, device: DeviceIndex, moved_bytes: Option<u64>) -> bool {
-        self.wearing.kept(device.0 as usize, moved_bytes)
+        self.endurance.kept(device.0 as usize, moved_bytes)
     }
 
     /// Whether a device's wear is on its way to it.
     pub fn is_keeping_wear(&self, device: DeviceIndex) -> bool {
-        self.wearing.is_keeping(device.0 as usize)
+        self.endurance.is_keeping(device.0 as usize)
     }
 }

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::keeping::{WEAR_KEPT_BYTES, WEAR_KEPT_EVERY};
 use super::*;
-use crate::core::{CommitState, Standing};
+use crate::core::{CommitState, DeviceStatus};
 use crate::engine::Memory;
-use crate::metrics::Worn;
+use crate::metrics::WearCount;
 use crate::store::superblock::StoreId;
 use crate::store::wear::Wear;
 
@@ -18,11 +18,11 @@ fn ledger() -> Ledger {
         free_bytes: 1 << 30,
         read_bytes_per_s: 1_000_000_000,
         write_bytes_per_s: 1_000_000_000,
-        standing: Standing::settled(0),
+        status: DeviceStatus::settled(0),
     };
-    let worn = vec![Worn::default(); 2];
-    let wearing = Wearing::new(StoreId([7; 16]), Ratings::default(), worn);
-    Ledger::new(&[device("/a"), device("/b")], wearing, Instant::now())
+    let worn = vec![WearCount::default(); 2];
+    let endurance = Endurance::new(StoreId([7; 16]), Ratings::default(), worn);
+    Ledger::new(&[device("/a"), device("/b")], endurance, Instant::now())
 }
 
 fn state(uid: u32, job: &JobName) -> JobState {
@@ -102,7 +102,7 @@ fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
         free_bytes: 0,
         read_bytes_per_s: 0,
         write_bytes_per_s: 0,
-        standing: Standing::settled(0),
+        status: DeviceStatus::settled(0),
     });
     let devices = ledger.devices(states.to_vec());
     assert_eq!(devices[1].counts.read, job.counts.read);

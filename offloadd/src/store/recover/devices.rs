@@ -1,11 +1,11 @@
 //! Which devices are one store, and which of their catalogs counts.
 
-use super::{Outsider, RecoveredDevice, Stale};
+use super::{ForeignDevice, RecoveredDevice, Stale};
 use crate::blocks::{AlignedBytes, Blocks};
 use crate::store::catalog::{self, Catalog};
+use crate::store::dual_copy::{Copy, Reader};
 use crate::store::sealed::Unreadable;
 use crate::store::superblock::{self, StoreId, Superblock};
-use crate::store::twins::{Copy, Reader};
 use crate::store::{
     BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError,
 };
@@ -153,7 +153,7 @@ impl<B: Blocks> Reader<'_, B> {
         &mut self,
         found: Vec<(usize, Superblock)>,
         catalog: &Catalog,
-    ) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
+    ) -> Result<(Vec<RecoveredDevice>, Vec<ForeignDevice>), StoreError> {
         let mut devices = Vec::new();
         for entry in &catalog.devices {
             let listed = |(_, superblock): &&(usize, Superblock)| {
@@ -174,14 +174,14 @@ impl<B: Blocks> Reader<'_, B> {
             });
         }
         let listed = |position| devices.iter().any(|device| device.position == position);
-        let outsiders = (found.iter())
+        let foreign_devices = (found.iter())
             .filter(|(position, _)| !listed(*position))
-            .map(|(position, superblock)| Outsider {
+            .map(|(position, superblock)| ForeignDevice {
                 path: self.blocks.path(*position).to_owned(),
                 drained: superblock.drained,
             })
             .collect();
-        Ok((devices, outsiders))
+        Ok((devices, foreign_devices))
     }
 
     pub(super) fn superblock(&mut self, position: usize) -> Result<Superblock, StoreError> {

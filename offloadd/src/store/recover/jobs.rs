@@ -6,10 +6,10 @@ use super::RecoveredDevice;
 use crate::blocks::{AlignedBytes, Blocks};
 use crate::store::catalog::Entry;
 use crate::store::definition::Durability;
+use crate::store::dual_copy::{Consequence, Copy, Reader};
 use crate::store::manifest::{self, Mark, Marked, Record, SlotContent, Slotted};
 use crate::store::sealed::{self, Unreadable};
 use crate::store::tile_table::{self, TileTable};
-use crate::store::twins::{Consequence, Copy, Reader};
 use crate::store::{BLOCK, DATA_OFFSET, StoreError};
 
 impl<B: Blocks> Reader<'_, B> {

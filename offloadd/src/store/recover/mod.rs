@@ -12,12 +12,12 @@ use std::collections::BTreeSet;
 use offload_api::ids::DeviceIndex;
 
 use super::catalog::{Catalog, Entry, Phase};
-use super::home;
+use super::dual_copy::{Consequence, Note, Reader, Repair};
 use super::manifest::{self, Mark, SlotContent};
+use super::metadata_device;
 use super::placement::{Space, rate};
 use super::superblock::{StoreId, Superblock};
 use super::tile_table::TileTable;
-use super::twins::{Consequence, Note, Reader, Repair};
 use super::{CATALOG_OFFSETS, StoreError};
 use crate::blocks::{BlockError, Blocks};
 
@@ -33,7 +33,7 @@ pub struct RecoveredStore {
     /// Where the catalog and the jobs' areas lie.
     pub home: DeviceIndex,
     /// Listed by the settings, and of no store.
-    pub outsiders: Vec<Outsider>,
+    pub foreign_devices: Vec<ForeignDevice>,
     /// The newest one.
     pub catalog: Catalog,
     /// One an entry of the catalog, in its order.
@@ -69,14 +69,14 @@ pub struct RecoveredDevice {
 
 /// A device that is of no store, though its superblock names the one of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outsider {
+pub struct ForeignDevice {
     /// Device.
     pub path: String,
     /// It left in order; otherwise it was cut off while it came or went.
     pub drained: bool,
 }
 
-impl std::fmt::Display for Outsider {
+impl std::fmt::Display for ForeignDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { path, drained } = self;
         match drained {
@@ -130,7 +130,7 @@ pub fn read_watched(
     let superblocks = reader.superblocks()?;
     let (home_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
     let id = catalog.store;
-    let (devices, outsiders) = reader.devices(superblocks, &catalog)?;
+    let (devices, foreign_devices) = reader.devices(superblocks, &catalog)?;
     for positions in [&mut stale.whole, &mut stale.parts] {
         positions.retain(|position| devices.iter().any(|device| device.position == *position));
     }
@@ -190,7 +190,7 @@ pub fn read_watched(
         id,
         devices,
         home,
-        outsiders,
+        foreign_devices,
         catalog,
         jobs,
         space,
@@ -238,11 +238,11 @@ pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), 
     }
     let Stale { whole, parts } = std::mem::take(&mut store.stale);
     for position in parts {
-        home::forget_catalogs(blocks, position)?;
+        metadata_device::forget_catalogs(blocks, position)?;
     }
     for position in whole {
         // The newer one counts all the same, and a drive that takes no writes any more is on its way out.
-        if let Err(error) = home::forget_catalogs(blocks, position) {
+        if let Err(error) = metadata_device::forget_catalogs(blocks, position) {
             store.notes.push(Note {
                 path: blocks.path(position).to_owned(),
                 offset: error.offset,
@@ -257,7 +257,9 @@ pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), 
 
 /// The devices of one store, in its order, and those of none, by their superblocks and the catalog alone: nothing else is
 /// read and nothing changed, so that it may be done beside a daemon.
-pub fn look(blocks: &mut impl Blocks) -> Result<(Vec<RecoveredDevice>, Vec<Outsider>), StoreError> {
+pub fn look(
+    blocks: &mut impl Blocks,
+) -> Result<(Vec<RecoveredDevice>, Vec<ForeignDevice>), StoreError> {
     let mut reader = Reader {
         blocks,
         notes: Vec::new(),

@@ -3,8 +3,8 @@
 use crate::blocks::Blocks;
 use crate::store::StoreError;
 use crate::store::catalog::DeviceEntry;
+use crate::store::dual_copy::Reader;
 use crate::store::superblock::StoreId;
-use crate::store::twins::Reader;
 
 /// A device of the store that the settings do not list.
 #[derive(Clone, Debug, PartialEq, Eq)]

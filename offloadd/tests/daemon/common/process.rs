@@ -9,7 +9,7 @@ use offload_api::handoff::{self, HandoffError, Received};
 use offload_api::ids::{Epoch, Generation, SessionToken, SlotIndex, TicketId, TileIndex};
 use offload_api::proto::offload_client::OffloadClient;
 use offload_api::proto::{self, OpenSessionRequest};
-use offload_api::ring::entry::{Cqe, Request, Urgency, Verb};
+use offload_api::ring::entry::{Cqe, Priority, Request, Verb};
 use offload_api::ring::{ProcessRings, RingMap};
 use offload_api::{PROTOCOL_VERSION, geometry};
 use tonic::transport::{Channel, Endpoint};
@@ -205,7 +205,7 @@ pub(crate) fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> R
     Request {
         ticket: TicketId(u64::from(tile) + 100),
         verb: Verb::SwapOut,
-        urgency: Urgency::Ahead,
+        urgency: Priority::Prefetch,
         tile: TileIndex(tile),
         slot: SlotIndex(slot),
         generation: Generation(generation),
@@ -217,7 +217,7 @@ pub(crate) fn swap_in(tile: u32, slot: u32) -> Request {
     Request {
         ticket: TicketId(u64::from(tile) + 200),
         verb: Verb::SwapIn,
-        urgency: Urgency::Ahead,
+        urgency: Priority::Prefetch,
         generation: Generation(0),
         checksum: 0,
         tile: TileIndex(tile),

@@ -1,4 +1,4 @@
-//! A store in a temporary folder, made by the program.
+//! A store in a temporary directory, made by the program.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -9,16 +9,16 @@ pub(crate) fn program() -> Command {
 
 /// A formatted store of `devices` files, and its settings.
 pub(crate) struct Store {
-    pub(crate) folder: tempfile::TempDir,
+    pub(crate) dir: tempfile::TempDir,
     pub(crate) devices: Vec<PathBuf>,
     pub(crate) config: PathBuf,
 }
 
 impl Store {
     pub(crate) fn new(devices: usize, engine: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let devices: Vec<_> = (0..devices)
-            .map(|i| folder.path().join(format!("device{i}")))
+            .map(|i| dir.path().join(format!("device{i}")))
             .collect();
         let output = program()
             .arg("format")
@@ -27,18 +27,18 @@ impl Store {
             .output()
             .unwrap();
         assert!(output.status.success(), "{}", words(&output));
-        let config = folder.path().join("offloadd.toml");
+        let config = dir.path().join("offloadd.toml");
         let store = Self {
             config,
             devices,
-            folder,
+            dir,
         };
         store.write_config(&store.socket(), engine);
         store
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
-        self.folder.path().join("run/offloadd.sock")
+        self.dir.path().join("run/offloadd.sock")
     }
 
     pub(crate) fn write_config(&self, socket: &Path, engine: &str) {

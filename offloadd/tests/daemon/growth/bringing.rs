@@ -27,11 +27,11 @@ fn only_root_and_who_runs_the_daemon_bring_and_drain_devices() {
     let all = |mode| PermissionsExt::from_mode(mode);
     let store = Store::new(2, "auto");
     let daemon = store.serve();
-    std::fs::set_permissions(store.folder.path(), all(0o777)).unwrap();
+    std::fs::set_permissions(store.dir.path(), all(0o777)).unwrap();
     std::fs::set_permissions(&daemon.socket, all(0o666)).unwrap();
-    let copy = store.folder.path().join("offloadd");
+    let copy = store.dir.path().join("offloadd");
     link_program(&copy);
-    let new = store.folder.path().join("device2");
+    let new = store.dir.path().join("device2");
     let other = |verb: &str, path: &Path, more: &[&str]| {
         let mut command = std::process::Command::new(&copy);
         command.args(["device", verb]).arg(path).args(more);
@@ -58,8 +58,8 @@ fn only_root_and_who_runs_the_daemon_bring_and_drain_devices() {
     assert_eq!(phases, [proto::DevicePhase::Settled; 2]);
     // Root may, also of another user's daemon.
     drop(daemon);
-    std::fs::remove_dir_all(store.folder.path().join("run")).unwrap();
-    for path in [store.folder.path(), &store.devices[0], &store.devices[1]] {
+    std::fs::remove_dir_all(store.dir.path().join("run")).unwrap();
+    for path in [store.dir.path(), &store.devices[0], &store.devices[1]] {
         std::os::unix::fs::chown(path, Some(65534), Some(65534)).unwrap();
     }
     let mut command = std::process::Command::new(&copy);
@@ -81,7 +81,7 @@ fn what_root_makes_for_a_users_store_is_the_users() {
     }
     let store = Store::new(1, "auto");
     std::os::unix::fs::chown(&store.devices[0], Some(65534), Some(65533)).unwrap();
-    let new = store.folder.path().join("device1");
+    let new = store.dir.path().join("device1");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
     let made = std::fs::metadata(&new).unwrap();
@@ -90,9 +90,9 @@ fn what_root_makes_for_a_users_store_is_the_users() {
     for (linked, uid) in [(false, 65534), (true, 0)] {
         let store = Store::new(1, "auto");
         std::os::unix::fs::chown(&store.devices[0], Some(65534), Some(65533)).unwrap();
-        let new = store.folder.path().join("device1");
+        let new = store.dir.path().join("device1");
         let begun = store
-            .folder
+            .dir
             .path()
             .join(if linked { "elsewhere" } else { "device1" });
         std::fs::write(&begun, []).unwrap();
@@ -118,7 +118,7 @@ fn a_refused_device_leaves_no_file_behind() {
         blocks.write(0, offset, &catalog.encode()).unwrap();
     }
     drop(opened);
-    let new = store.folder.path().join("device1");
+    let new = store.dir.path().join("device1");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     let told = words(&output);
     assert!(
@@ -132,7 +132,7 @@ fn a_refused_device_leaves_no_file_behind() {
 fn a_stop_does_not_wait_for_a_device_that_is_being_made_ready() {
     let store = Store::new(1, "auto");
     let mut daemon = store.serve();
-    let new = store.folder.path().join("device1");
+    let new = store.dir.path().join("device1");
     let mut format = program();
     format.arg("format").arg(&new).args(["--size", "8MiB"]);
     assert!(format.output().unwrap().status.success());

@@ -25,7 +25,7 @@ pub(super) struct Manager {
 
 impl Manager {
     pub(super) fn new(store: Store) -> Self {
-        let socket = UnixDatagram::bind(store.folder.path().join("notify")).unwrap();
+        let socket = UnixDatagram::bind(store.dir.path().join("notify")).unwrap();
         socket.set_nonblocking(true).unwrap();
         Self { store, socket }
     }
@@ -33,7 +33,7 @@ impl Manager {
     /// With what is kept, and keeps no longer what it says that it has.
     pub(super) fn start(&self, kept: &mut Kept) -> Daemon {
         let mut command = self.store.serve_command();
-        command.env("NOTIFY_SOCKET", self.store.folder.path().join("notify"));
+        command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
         std::thread::scope(|scope| {
             let started = scope.spawn(|| Daemon::start(command, self.store.socket()));
@@ -48,7 +48,7 @@ impl Manager {
 
     /// The same of `command`, a daemon that does not come to serve. What it logged.
     pub(super) fn start_in_vain(&self, mut command: Command, kept: &mut Kept) -> String {
-        command.env("NOTIFY_SOCKET", self.store.folder.path().join("notify"));
+        command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();

@@ -57,7 +57,7 @@ fn more_sessions_than_the_usual_limit_of_descriptors_outlive_a_restart_by_a_supe
 #[test]
 fn sessions_wait_while_the_program_cannot_be_started() {
     let store = Store::new(1, "auto");
-    let [here, away] = ["offloadd", "away"].map(|name| store.folder.path().join(name));
+    let [here, away] = ["offloadd", "away"].map(|name| store.dir.path().join(name));
     link_program(&here);
     let mut command = std::process::Command::new(&here);
     command.args(["supervise", "--config"]).arg(&store.config);

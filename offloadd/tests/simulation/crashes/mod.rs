@@ -18,9 +18,9 @@ use offloadd::blocks::Blocks;
 use offloadd::core::Event;
 use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
 use offloadd::store::catalog::Phase;
+use offloadd::store::dual_copy::Consequence;
 use offloadd::store::format::MeasuredRates;
-use offloadd::store::home::HomeMove;
-use offloadd::store::twins::Consequence;
+use offloadd::store::metadata_device::MetadataMove;
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_OFFSETS, StoreError, recover};
 
@@ -49,10 +49,10 @@ const DISKS_MAX: usize = 4;
 /// A device comes or goes, as far as its call is made, or some tiles move.
 fn grow(world: &mut World) {
     let states = world.core.device_states();
-    let members = states.iter().filter(|d| d.standing.phase.is_some());
+    let members = states.iter().filter(|d| d.status.phase.is_some());
     let draining = members
         .clone()
-        .any(|d| d.standing.phase == Some(Phase::Draining));
+        .any(|d| d.status.phase == Some(Phase::Draining));
     let members: Vec<String> = members.map(|device| device.path.clone()).collect();
     match world.random.below(8) {
         0 if members.len() < DISKS_MAX => {
@@ -70,8 +70,8 @@ fn grow(world: &mut World) {
             world.drain_call(&members[which]);
         }
         _ => {
-            let hurry = world.random.one_in(2);
-            world.event(Event::MoveOn { hurry });
+            let force = world.random.one_in(2);
+            world.event(Event::RebalanceTick { force });
         }
     }
 }
@@ -194,7 +194,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
             mix.count(UNREADABLE, 1);
             return;
         };
-        if matches!(world.home_move, HomeMove::Moved { .. }) {
+        if matches!(world.home_move, MetadataMove::Moved { .. }) {
             mix.count(HOMES, 1);
         }
         let steps = 20 + world.random.below(150);
@@ -246,14 +246,14 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         let mut world = World::start(disks, random);
         world.move_all();
         let states = world.core.device_states().into_iter();
-        let standings = states.map(|device| device.standing);
+        let standings = states.map(|device| device.status);
         let unsettled = standings.filter(|s| matches!(s.phase, Some(p) if p != Phase::Settled));
-        for standing in unsettled {
+        for status in unsettled {
             // Jobs came after it was drained, and no other device has room for all records.
-            let why = standing.stuck.as_deref().unwrap_or_default();
+            let why = status.stuck.as_deref().unwrap_or_default();
             assert!(
                 why.contains("Drop a job (`offloadd drop`) or add"),
-                "{standing:?}"
+                "{status:?}"
             );
         }
         for known in &mut known {

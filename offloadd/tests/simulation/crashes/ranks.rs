@@ -163,7 +163,7 @@ fn start_again(
         world.close(*process).unwrap();
     }
     let job = known.name.clone();
-    known.give_up();
+    known.discard_unreadable();
     match world.ask(Call::DropJob { job }) {
         Ok(_) => {
             known.attempts.clear();

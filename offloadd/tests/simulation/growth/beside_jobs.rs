@@ -17,7 +17,7 @@ fn a_running_job_moves_by_what_it_writes() {
     write_all(&mut world, process, 1, 30);
     added(&mut world);
     for generation in 2..6 {
-        world.event(Event::MoveOn { hurry: false });
+        world.event(Event::RebalanceTick { force: false });
         write_all(&mut world, process, generation, 30);
         expect_all(&mut world, process, generation, 30);
     }
@@ -39,7 +39,7 @@ fn a_job_can_be_dropped_while_its_tiles_move() {
         world.close(process).unwrap();
         let call = world.drain_call("sim1");
         world.answer(call).unwrap();
-        world.event(Event::MoveOn { hurry: false });
+        world.event(Event::RebalanceTick { force: false });
         for _ in 0..2 * steps {
             world.step();
         }
@@ -68,7 +68,7 @@ fn what_a_tile_has_left_is_not_used_before_its_new_place_is_durable() {
         world.close(process).unwrap();
         added(&mut world);
         let other = world.begin("other", 1, Durability::Committed);
-        world.event(Event::MoveOn { hurry: true });
+        world.event(Event::RebalanceTick { force: true });
         for _ in 0..seed % 150 {
             world.step();
         }
@@ -105,7 +105,7 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     // The first copy of the first job's definition lies where data begins.
     let definition = DATA_OFFSET..DATA_OFFSET + BLOCK;
     world.engine.held = Some((DeviceIndex(0), definition));
-    world.event(Event::MoveOn { hurry: false });
+    world.event(Event::RebalanceTick { force: false });
     for tile in 0..SLOTS {
         world.submit_write(process, 2, tile, tile, 200 + u64::from(tile));
     }
@@ -139,7 +139,7 @@ fn a_job_that_takes_a_planned_ones_name_is_another_job() {
     }
     added(&mut world);
     // Some tiles of the first move, the second waits in the plan.
-    world.event(Event::MoveOn { hurry: false });
+    world.event(Event::RebalanceTick { force: false });
     let dropped = world.ask(Call::DropJob { job: job("two") });
     assert!(matches!(dropped, Ok(Reply::DropJob { .. })), "{dropped:?}");
     let process = world.begin("two", 2, Durability::Committed);
@@ -175,7 +175,7 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     }
     let mut world = World::start(disks, random);
     world.engine.held = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     world.run();
     let process = world.go_on("one", 1);
     write_all(&mut world, process, 2, SLOTS);

@@ -74,7 +74,7 @@ fn the_old_list_names_the_device_that_came_and_a_cut_off_one_is_left_alone() {
                 seen[0] += 1;
             }
             Ok(store) => {
-                assert_eq!((store.devices.len(), store.outsiders.len()), (2, 1));
+                assert_eq!((store.devices.len(), store.foreign_devices.len()), (2, 1));
                 assert!(old.is_ok());
                 seen[1] += 1;
             }
@@ -102,8 +102,8 @@ fn what_is_left_to_come_is_told_and_ends_at_nothing() {
     write_all(&mut world, process, 1, 60);
     world.close(process).unwrap();
     added(&mut world);
-    let left = |world: &World| world.core.device_states()[2].standing.left_bytes;
-    world.event(Event::MoveOn { hurry: false });
+    let left = |world: &World| world.core.device_states()[2].status.left_bytes;
+    world.event(Event::RebalanceTick { force: false });
     let mut before = left(&world);
     // A third of 60 tiles of 6 KiB on average, twice.
     let expected = 60 / 3 * 6144 * 2;
@@ -113,7 +113,7 @@ fn what_is_left_to_come_is_told_and_ends_at_nothing() {
     );
     while world.core.moves() != Moves::None {
         world.run();
-        world.event(Event::MoveOn { hurry: true });
+        world.event(Event::RebalanceTick { force: true });
         assert!(left(&world) <= before);
         before = left(&world);
     }
@@ -127,7 +127,7 @@ fn a_device_without_room_for_its_share_takes_what_it_can_and_is_settled() {
     write_all(&mut world, process, 1, 60);
     world.add_disk(DATA_OFFSET + 4 * BLOCK, MeasuredRates::default());
     world.run();
-    world.event(Event::MoveOn { hurry: false });
+    world.event(Event::RebalanceTick { force: false });
     // Somebody takes what was meant for it.
     let states = world.core.device_states();
     assert!(states[2].free_bytes < 4 * BLOCK, "{states:?}");
@@ -138,7 +138,7 @@ fn a_device_without_room_for_its_share_takes_what_it_can_and_is_settled() {
     }
     assert_eq!(world.core.moves(), Moves::None);
     let settled = &world.core.device_states()[2];
-    assert_eq!(settled.standing.phase, Some(Phase::Settled));
-    assert_eq!(settled.standing.left_bytes, 0);
+    assert_eq!(settled.status.phase, Some(Phase::Settled));
+    assert_eq!(settled.status.left_bytes, 0);
     expect_all(&mut world, process, 4, 60);
 }

@@ -53,7 +53,7 @@ fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
     world.answer(call).unwrap();
     world.move_all();
     assert_eq!(world.core.moves(), Moves::Stopped);
-    let why = world.core.device_states()[1].standing.stuck.clone();
+    let why = world.core.device_states()[1].status.stuck.clone();
     assert!(why.unwrap().contains("job one of uid 1000"));
     let process = world.go_on("one", 1);
     write_all(&mut world, process, 2, 20);

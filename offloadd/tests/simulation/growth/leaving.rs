@@ -36,10 +36,10 @@ fn a_drained_device_is_empty_and_the_store_opens_without_it() {
     let mut both = disks.clone();
     let store = recover::read(&mut both).unwrap();
     assert_eq!(store.devices.len(), 1);
-    assert_eq!(store.outsiders.len(), 1);
-    assert!(store.outsiders[0].drained);
+    assert_eq!(store.foreign_devices.len(), 1);
+    assert!(store.foreign_devices[0].drained);
     assert!(
-        store.outsiders[0]
+        store.foreign_devices[0]
             .to_string()
             .contains("take it from the list")
     );
@@ -102,7 +102,7 @@ fn a_failed_copy_leaves_everything_and_can_be_asked_again() {
             .core
             .device_states()
             .iter()
-            .map(|d| d.standing.phase)
+            .map(|d| d.status.phase)
             .collect();
         if phases == [Some(Phase::Settled); 2] {
             let call = world.drain_call("sim1");
@@ -136,11 +136,7 @@ fn a_damaged_tile_stays_is_told_and_leaves_when_it_is_written_again() {
     world.answer(call).unwrap();
     world.move_all();
     assert_eq!(world.core.moves(), Moves::Stopped);
-    let stuck = world.core.device_states()[1]
-        .standing
-        .stuck
-        .clone()
-        .unwrap();
+    let stuck = world.core.device_states()[1].status.stuck.clone().unwrap();
     assert!(
         stuck.contains(&format!("tile {tile} of job one")),
         "{stuck}"
@@ -179,7 +175,7 @@ fn scratch_leaves_a_drained_device_when_it_is_written_or_ends() {
     // It may lie there for hours; the tiles of all jobs are not gone through again and again meanwhile.
     let plans = world.core.plans_made();
     for _ in 0..50 {
-        world.event(Event::MoveOn { hurry: true });
+        world.event(Event::RebalanceTick { force: true });
         world.run();
     }
     assert_eq!(world.core.plans_made(), plans);
@@ -205,7 +201,7 @@ fn a_device_that_leaves_is_told_so_one_copy_after_the_other() {
     let mut seen = 0;
     while world.left.is_empty() {
         if !world.step() {
-            world.event(Event::MoveOn { hurry: true });
+            world.event(Event::RebalanceTick { force: true });
         }
         let after = copy(&world.engine.disks, 1);
         if after == before {
@@ -228,31 +224,35 @@ fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
     let process = world.begin("one", 60, Durability::Committed);
     write_all(&mut world, process, 1, 60);
     world.close(process).unwrap();
-    let settings = |move_bytes_per_s_max| Limits {
-        move_bytes_per_s_max,
+    let settings = |rebalance_bytes_per_s_max| Limits {
+        rebalance_bytes_per_s_max,
         ..LIMITS
     };
     world.event(Event::Limits(settings(Some(1))));
-    assert_eq!(world.core.move_bytes_per_s_max(), None, "nothing moves");
+    assert_eq!(
+        world.core.rebalance_bytes_per_s_max(),
+        None,
+        "nothing moves"
+    );
     let call = world.drain_call("sim1");
     assert!(world.answer(call).is_ok());
-    assert_eq!(world.core.move_bytes_per_s_max(), Some(1));
-    world.event(Event::MoveOn { hurry: true });
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(1));
+    world.event(Event::RebalanceTick { force: true });
     world.run();
     // Sixteen times the definition, and the last tile.
     let copied = world.core.copied_bytes();
     assert!((1..=16 * BLOCK + 8192).contains(&copied), "{copied}");
     // While they move it can be changed, for them and for all.
     world.event(Event::Limits(settings(Some(2))));
-    assert_eq!(world.core.move_bytes_per_s_max(), Some(2));
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(2));
     let call = world.call(Call::LimitMoves { bytes_per_s_max: 9 });
     assert_eq!(world.answer(call), Ok(Reply::LimitMoves));
-    assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(9));
     world.event(Event::Limits(settings(None)));
-    assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(9));
     world.move_all();
     assert_eq!(world.left, [1]);
-    assert_eq!(world.core.move_bytes_per_s_max(), None);
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
 }
 
 /// Whoever drives pauses between batches: they must be small enough for that.
@@ -262,7 +262,7 @@ fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
         let call = world.call(Call::LimitMoves { bytes_per_s_max });
         world.answer(call)
     };
-    let copied = |ceiling: Option<u64>| {
+    let copied = |rate_limiter: Option<u64>| {
         let mut world = World::start(formatted(), SimRandom::new(21));
         let process = world.begin("one", 60, Durability::Committed);
         write_all(&mut world, process, 1, 60);
@@ -272,26 +272,30 @@ fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
         // What was to be had by a device that nobody has.
         let nobody = world.drain_call_under("nobody", Some(7));
         assert!(world.answer(nobody).is_err());
-        let call = world.drain_call_under("sim1", ceiling);
+        let call = world.drain_call_under("sim1", rate_limiter);
         assert!(world.answer(call).is_ok());
-        assert_eq!(world.core.move_bytes_per_s_max(), ceiling);
-        if let Some(ceiling) = ceiling {
+        assert_eq!(world.core.rebalance_bytes_per_s_max(), rate_limiter);
+        if let Some(rate_limiter) = rate_limiter {
             assert_eq!(limit(&mut world, 9), Ok(Reply::LimitMoves));
             // Asked again without one it stays.
             let again = world.drain_call("sim1");
             assert!(world.answer(again).is_ok());
-            assert_eq!(world.core.move_bytes_per_s_max(), Some(9));
-            assert_eq!(limit(&mut world, ceiling), Ok(Reply::LimitMoves));
+            assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(9));
+            assert_eq!(limit(&mut world, rate_limiter), Ok(Reply::LimitMoves));
         }
         let mut batches = Vec::new();
         for _ in 0..100 {
             let before = world.core.copied_bytes();
-            world.event(Event::MoveOn { hurry: true });
+            world.event(Event::RebalanceTick { force: true });
             world.run();
             batches.push(world.core.copied_bytes() - before);
         }
         assert_eq!(world.core.moves(), Moves::None);
-        assert_eq!(world.core.move_bytes_per_s_max(), None, "it went with them");
+        assert_eq!(
+            world.core.rebalance_bytes_per_s_max(),
+            None,
+            "it went with them"
+        );
         let (disks, _) = world.crash(true);
         assert_eq!(extents(&mut disks.pick(&[0])), [120]);
         batches.retain(|bytes| *bytes > 0);

@@ -111,7 +111,7 @@ fn expect_on_second(world: &mut World, part: f64) {
     assert_eq!(world.core.moves(), Moves::None);
     let settled = |phase| phase == Some(Phase::Settled);
     let states = world.core.device_states();
-    assert!(states.iter().all(|state| settled(state.standing.phase)));
+    assert!(states.iter().all(|state| settled(state.status.phase)));
     expect_part(bytes_on(world), part);
 }
 
@@ -168,7 +168,7 @@ fn a_running_job_moves_by_what_it_writes_and_the_figure_is_called_busy() {
     assert_eq!(measure(&mut world, "sim1", 900), Ok(true));
     assert_eq!(world.core.moves(), Moves::Waiting);
     for generation in 2..6 {
-        world.event(Event::MoveOn { hurry: false });
+        world.event(Event::RebalanceTick { force: false });
         write_all(&mut world, process, generation, TILES);
         expect_all(&mut world, process, generation, TILES);
     }
@@ -287,18 +287,18 @@ fn a_ceiling_of_moves_that_have_ended_is_not_of_those_that_come() {
     let mut world = World::start(disks(), SimRandom::new(37));
     job_at_rest(&mut world);
     assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
-    assert_eq!(world.core.move_bytes_per_s_max(), None);
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
     let bytes_per_s_max = 1 << 20;
     world.ask(Call::LimitMoves { bytes_per_s_max }).unwrap();
     // Those under way keep theirs; and though none moves just now, the device is busy.
     assert_eq!(world.core.moves(), Moves::Waiting);
     assert_eq!(measure(&mut world, "sim1", 900), Ok(true));
-    let ceiling = Some(bytes_per_s_max);
-    assert_eq!(world.core.move_bytes_per_s_max(), ceiling);
+    let rate_limiter = Some(bytes_per_s_max);
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), rate_limiter);
     expect_on_second(&mut world, 0.5);
     assert_eq!(measure(&mut world, "sim1", 100), Ok(false));
     assert_eq!(world.core.moves(), Moves::Waiting);
-    assert_eq!(world.core.move_bytes_per_s_max(), None);
+    assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
 }
 
 /// All its tiles have come to the second disk, and nobody has said so.
@@ -306,7 +306,7 @@ fn all_moved(seed: u64) -> World {
     let mut world = World::start(disks(), SimRandom::new(seed));
     job_at_rest(&mut world);
     assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     world.run();
     expect_part(bytes_on(&world), 0.5);
     assert_eq!(world.core.moves(), Moves::Waiting);
@@ -321,7 +321,7 @@ fn tiles_still_move_when_a_device_was_about_to_be_called_settled_meanwhile() {
     let (rates, all_ended) = (Some(rates(2700)), true);
     let call = world.call(Call::EndMeasuring { rates, all_ended });
     // Nothing is left to move by the rates of before: that waits behind the new ones.
-    world.event(Event::MoveOn { hurry: true });
+    world.event(Event::RebalanceTick { force: true });
     assert!(world.answer(call).is_ok());
     world.run();
     expect_on_second(&mut world, 0.75);
@@ -336,7 +336,7 @@ fn rates_that_are_refused_because_much_waits_can_be_told_again() {
     let while_lent = free(&world);
     // More than may wait.
     for _ in 0..300 {
-        world.event(Event::MoveOn { hurry: true });
+        world.event(Event::RebalanceTick { force: true });
     }
     let refused = end(&mut world, Some(rates(2700))).unwrap_err();
     assert_eq!(refused.kind, FaultKind::TooMany, "{refused}");

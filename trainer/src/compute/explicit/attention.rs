@@ -56,13 +56,13 @@ pub(super) struct Attention {
     /// The graph's end.
     output: Tensor,
     /// [rows, heads * head_dim]
-    pub(super) mixed: Tensor,
+    pub(super) attn_out: Tensor,
 }
 
 /// Where attention's graph begins.
 enum Leaves {
     /// [micro_batch, heads, seq_len, head_dim] over the turned query, key and value.
-    Turned([Tensor; 3]),
+    Rotated([Tensor; 3]),
     /// [micro_batch, seq_len, columns] over query, key and value as they were projected, and the values of the norms of query and
     /// key heads.
     Projected([Tensor; 3], [Tensor; 2]),
@@ -76,8 +76,8 @@ pub(super) fn attention(
     qkv: &Tensor,
     keep: bool,
 ) -> Result<Attention, ComputeError> {
-    let turned = shape.of(qkv, 0, shape.heads + shape.kv_heads)?;
-    ops.rotary(&turned, &turned, rotary, Turn::Forward)?;
+    let rotated = shape.of(qkv, 0, shape.heads + shape.kv_heads)?;
+    ops.rotary(&rotated, &rotated, rotary, Turn::Forward)?;
     let leaf = |start: i64, count: i64| -> Result<Tensor, ComputeError> {
         let heads = shape.of(qkv, start, count)?.f_transpose(1, 2)?;
         Ok(heads.f_detach()?.set_requires_grad(keep))
@@ -88,15 +88,15 @@ pub(super) fn attention(
         leaf(shape.heads + shape.kv_heads, shape.kv_heads)?,
     ];
     let output = mix(&leaves, shape)?;
-    let mixed = output
+    let attn_out = output
         .f_detach()?
         .f_transpose(1, 2)?
         .f_reshape([shape.rows(), -1])?;
     Ok(Attention {
         shape,
-        leaves: Leaves::Turned(leaves),
+        leaves: Leaves::Rotated(leaves),
         output,
-        mixed,
+        attn_out,
     })
 }
 
@@ -132,10 +132,10 @@ pub(super) fn normed_attention(
     };
     let [query, key, value] = &leaves;
     let output = form.of([query, key, value])?;
-    let mixed = output.f_detach()?.f_to_kind(qkv.kind())?;
+    let attn_out = output.f_detach()?.f_to_kind(qkv.kind())?;
     Ok(Attention {
         shape,
-        mixed: mixed.f_view([shape.rows(), -1])?,
+        attn_out: attn_out.f_view([shape.rows(), -1])?,
         leaves: Leaves::Projected(leaves, norms),
         output,
     })
@@ -144,8 +144,8 @@ pub(super) fn normed_attention(
 /// Attention in whatever kernel torch chooses; rounded to the kind of the query.
 fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, ComputeError> {
     let share = shape.heads / shape.kv_heads;
-    let mixed = causal_attention([query, key, value], share, None, &Masks::NONE)?;
-    Ok(mixed.f_to_kind(query.kind())?)
+    let attn_out = causal_attention([query, key, value], share, None, &Masks::NONE)?;
+    Ok(attn_out.f_to_kind(query.kind())?)
 }
 
 impl Attention {
@@ -153,9 +153,9 @@ impl Attention {
     /// norms of heads keep for each row; their weights, some hundred bytes, are not counted.
     pub(super) fn size_bytes(&self) -> usize {
         let (leaves, normed) = match &self.leaves {
-            Leaves::Turned(leaves) => (leaves, 0),
+            Leaves::Rotated(leaves) => (leaves, 0),
             Leaves::Projected(leaves, _) => {
-                let elem_bytes = self.mixed.kind().elt_size_in_bytes();
+                let elem_bytes = self.attn_out.kind().elt_size_in_bytes();
                 let elems = leaves[0].numel() + leaves[1].numel();
                 (leaves, elems * normed_elem_bytes(elem_bytes))
             }
@@ -164,13 +164,13 @@ impl Attention {
         let repeated = if self.shape.heads == self.shape.kv_heads {
             0
         } else {
-            2 * size_bytes(&self.mixed)
+            2 * size_bytes(&self.attn_out)
         };
         let sums = (self.shape.rows() * self.shape.heads) as usize * size_of::<f32>();
-        leaves + normed + repeated + size_bytes(&self.mixed) + sums
+        leaves + normed + repeated + size_bytes(&self.attn_out) + sums
     }
 
-    /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `mixed`; and of the norms of heads.
+    /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `attn_out`; and of the norms of heads.
     pub(super) fn backward(
         self,
         ops: &Ops,
@@ -181,7 +181,7 @@ impl Attention {
         let kind = (grad_mixed.kind(), grad_mixed.device());
         let packed = Tensor::f_empty([shape.rows(), shape.columns()], kind)?;
         let leaves = match &self.leaves {
-            Leaves::Turned(leaves) => leaves,
+            Leaves::Rotated(leaves) => leaves,
             Leaves::Projected(leaves, norms) => {
                 let grad = grad_mixed.f_to_kind(self.output.kind())?;
                 let inputs: Vec<&Tensor> = leaves.iter().chain(norms).collect();
@@ -207,9 +207,9 @@ impl Attention {
             .f_transpose(1, 2)?;
         let leaves: Vec<&Tensor> = leaves.iter().collect();
         let grads = vjp(&[&self.output], &[&grad], &leaves)?;
-        let turns = [Turn::Backward, Turn::Backward, Turn::Not];
+        let step_order = [Turn::Backward, Turn::Backward, Turn::Not];
         let mut start = 0;
-        for (grad, turn) in grads.iter().zip(turns) {
+        for (grad, turn) in grads.iter().zip(step_order) {
             let count = grad.size()[1];
             let from = grad.f_transpose(1, 2)?;
             ops.rotary(&from, &shape.of(&packed, start, count)?, rotary, turn)?;

@@ -8,7 +8,7 @@ use super::projection::Projection;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
 use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
-use crate::model::{Member, ModelConfig, UnitLayout};
+use crate::model::{ModelConfig, ParamRole, UnitLayout};
 
 /// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
 pub(crate) struct BlockWeights {
@@ -30,11 +30,11 @@ struct Norm {
 
 impl BlockWeights {
     pub(crate) fn new(layout: &UnitLayout, weights: &UnitWeights) -> Result<Self, ComputeError> {
-        use Member::{
+        use ParamRole::{
             Down, DownBias, Gate, GateBias, InputNorm, Key, KeyBias, KeyNorm, Out, OutBias,
             PostNorm, Query, QueryBias, QueryNorm, Up, UpBias, Value, ValueBias,
         };
-        let norm = |member: Member| {
+        let norm = |member: ParamRole| {
             let at = layout.find(member)?;
             let weight = weights.param(&layout.params[at], false);
             Some(weight.map(|weight| Norm { weight, at }))
@@ -160,7 +160,9 @@ impl Block<'_> {
         drop((grad_normed, sum, second));
 
         // The output projection and attention.
-        weights.out.add_grads(grads, &grad_sum, &attended.mixed)?;
+        weights
+            .out
+            .add_grads(grads, &grad_sum, &attended.attn_out)?;
         let grad_mixed = weights.out.back(&grad_sum)?;
         let (grad_qkv, grad_head_norms) = attended.backward(ops, self.rotary, &grad_mixed)?;
         drop(grad_mixed);
@@ -213,7 +215,7 @@ impl Block<'_> {
                 (sum, second)
             }
             None => {
-                let added = weights.out.of(&attended.mixed)?;
+                let added = weights.out.of(&attended.attn_out)?;
                 ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
         };

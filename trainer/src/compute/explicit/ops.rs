@@ -207,8 +207,8 @@ fn plain_rotary(
         _ => [parts[1].shallow_clone(), parts[0].f_neg()?],
     };
     let crossed = Tensor::f_cat(&crossed, -1)?;
-    let turned = from.f_mul(&cos)?.f_add(&crossed.f_mul(&sin)?)?;
-    to.f_copy_(&turned)?;
+    let rotated = from.f_mul(&cos)?.f_add(&crossed.f_mul(&sin)?)?;
+    to.f_copy_(&rotated)?;
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::product::{times, times_transposed_plus, weight_grad};
 use crate::compute::linear::at_least_fp32;
 use crate::compute::{ComputeError, GradSink, UnitWeights};
-use crate::model::{Member, UnitLayout};
+use crate::model::{ParamRole, UnitLayout};
 
 /// One matrix [outputs, inputs], of one or several parameters.
 pub(super) struct Projection {
@@ -23,7 +23,7 @@ impl Projection {
     pub(super) fn new(
         layout: &UnitLayout,
         weights: &UnitWeights,
-        members: &[(Member, Member)],
+        members: &[(ParamRole, ParamRole)],
     ) -> Result<Self, ComputeError> {
         let (first, first_bias) = members[0];
         let at = |first: usize| first..first + members.len();

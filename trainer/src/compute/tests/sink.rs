@@ -2,11 +2,11 @@
 
 use super::*;
 use crate::compute::Dtype;
-use crate::model::{Member, ParamLayout, Start, UnitLayout};
+use crate::model::{ParamLayout, ParamRole, Start, UnitLayout};
 
 fn layout() -> UnitLayout {
     let param = |name: &str, shape: Vec<usize>, offset_elems| ParamLayout {
-        member: Member::Query,
+        member: ParamRole::Query,
         start: Start::Normal { scale: 1.0 },
         name: name.into(),
         shape,

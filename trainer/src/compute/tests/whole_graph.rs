@@ -5,12 +5,12 @@ use tch::{Reduction, Tensor};
 
 use super::*;
 use crate::compute::block::Block;
-use crate::compute::dropout::Spot;
+use crate::compute::dropout::DropoutSite;
 use crate::compute::linear::{at_least_fp32, linear, product_input};
 use crate::compute::norm::{NormWeights, norm};
 use crate::compute::params::Params;
 use crate::compute::positions::Rotary;
-use crate::model::Member;
+use crate::model::ParamRole;
 
 /// Loss and flat gradients from one graph, written down without slices, sinks or recomputing.
 fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
@@ -30,17 +30,17 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     // Looked up in fp32 and rounded: exact forward, and the gradient is summed in fp32 as ours is.
     let wide = |x: &Tensor| x.to_kind(at_least_fp32(case.kind));
     let (head, embedding) = (units.pop().unwrap(), units.remove(0));
-    let table = embedding.get(Member::Embedding);
+    let table = embedding.get(ParamRole::Embedding);
     let mut x = Tensor::embedding(&wide(table), &case.inputs.ids, -1, false, false);
     x = x.to_kind(case.kind);
-    let learned = embedding.find(Member::Positions);
+    let learned = embedding.find(ParamRole::Positions);
     if let Some(rows) = learned {
         let rows = wide(rows).narrow(0, 0, seq_len as i64).expand_as(&x);
         x += rows.to_kind(case.kind);
     }
-    x = masks(0).apply(Spot::Embedding, &x).unwrap();
-    let turned = learned.is_none();
-    let rotary = turned.then(|| Rotary::new(config, seq_len, case.kind).unwrap());
+    x = masks(0).apply(DropoutSite::Embedding, &x).unwrap();
+    let rotated = learned.is_none();
+    let rotary = rotated.then(|| Rotary::new(config, seq_len, case.kind).unwrap());
     for (layer, params) in units.into_iter().enumerate() {
         let block = Block {
             config,
@@ -54,10 +54,10 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let projection = if config.tied {
         table
     } else {
-        head.get(Member::Projection)
+        head.get(ParamRole::Projection)
     };
     let rows = x.view([-1, config.hidden_size as i64]);
-    let weights = NormWeights::new(&head, Member::FinalNorm, Member::FinalNormBias);
+    let weights = NormWeights::new(&head, ParamRole::FinalNorm, ParamRole::FinalNormBias);
     let normed = norm(config, &rows, &weights).unwrap();
     let (normed, projection) = (
         product_input(&normed).unwrap(),

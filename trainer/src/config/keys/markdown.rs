@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::table::{Fate, Key, SECTIONS};
+use super::table::{Key, KeySupport, SECTIONS};
 use crate::config::auto::AUTO;
 
 const HEAD: &str = "# DeepSpeed's keys, and what becomes of them
@@ -30,13 +30,13 @@ pub fn markdown() -> String {
             "\n## {title}\n\n| key | what becomes of it | |\n|---|---|---|\n"
         );
         for key in *keys {
-            let fate = match key.fate {
-                Fate::Used => "used".to_owned(),
-                Fate::Unused => "without effect".to_owned(),
-                Fate::Refused => "refused".to_owned(),
-                Fate::RefusedBut(values) => format!("refused unless {}", values.join(" or ")),
+            let support = match key.support {
+                KeySupport::Used => "used".to_owned(),
+                KeySupport::Unused => "without effect".to_owned(),
+                KeySupport::Refused => "refused".to_owned(),
+                KeySupport::RefusedBut(values) => format!("refused unless {}", values.join(" or ")),
             };
-            let _ = writeln!(text, "| {} | {fate} | {} |", names(key), key.why);
+            let _ = writeln!(text, "| {} | {support} | {} |", names(key), key.why);
         }
     }
     text += "\n## \"auto\"\n

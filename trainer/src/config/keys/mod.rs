@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::schema::{Field, Kind, Typed};
 use super::{SettingsError, toml::ConfigToml};
-use table::{Fate, IGNORES_OTHERS, Key, SECTIONS};
+use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
 pub use listing::listing;
 pub use markdown::markdown;
@@ -163,12 +163,12 @@ impl Check {
 
     /// A key that is known and not read.
     fn meet(&mut self, key: &'static Key, path: String, value: &Value) {
-        let asks_for_nothing = match key.fate {
-            Fate::Used => unreachable!("{} is read", key.path),
-            Fate::Unused => true,
-            Fate::Refused => is_off(value),
+        let asks_for_nothing = match key.support {
+            KeySupport::Used => unreachable!("{} is read", key.path),
+            KeySupport::Unused => true,
+            KeySupport::Refused => is_off(value),
             // One that is usually on asks for something when it is off.
-            Fate::RefusedBut(values) => {
+            KeySupport::RefusedBut(values) => {
                 let is_left = value.is_null() || value.as_str() == Some("auto");
                 is_left || values.contains(&value.to_string().as_str())
             }
@@ -403,13 +403,13 @@ mod tests {
         };
         let mut read: Vec<String> = all.iter().filter(|path| !is_table(path)).cloned().collect();
         read.sort();
-        let of = |wanted: fn(Fate) -> bool| -> Vec<String> {
-            let keys = entries().filter(|key| wanted(key.fate));
+        let of = |wanted: fn(KeySupport) -> bool| -> Vec<String> {
+            let keys = entries().filter(|key| wanted(key.support));
             let mut paths: Vec<String> = keys.flat_map(Key::paths).collect();
             paths.sort();
             paths
         };
-        assert_eq!(of(|fate| fate == Fate::Used), read);
+        assert_eq!(of(|support| support == KeySupport::Used), read);
         let mut every = of(|_| true);
         let count = every.len();
         every.dedup();

@@ -5,7 +5,7 @@
 
 /// What becomes of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum KeySupport {
     /// Read; `ConfigToml` has it.
     Used,
     /// Accepted, and named before the start: it steers machinery that is not here.
@@ -20,25 +20,30 @@ pub(super) enum Fate {
 pub(super) struct Key {
     pub(super) path: &'static str,
     pub(super) below: &'static str,
-    pub(super) fate: Fate,
+    pub(super) support: KeySupport,
     /// How it is used, why it has no effect, or what to do instead.
     pub(super) why: &'static str,
 }
 
-const fn key(path: &'static str, fate: Fate, why: &'static str) -> Key {
-    table(path, "", fate, why)
+const fn key(path: &'static str, support: KeySupport, why: &'static str) -> Key {
+    table(path, "", support, why)
 }
 
-const fn table(path: &'static str, below: &'static str, fate: Fate, why: &'static str) -> Key {
+const fn table(
+    path: &'static str,
+    below: &'static str,
+    support: KeySupport,
+    why: &'static str,
+) -> Key {
     Key {
         path,
         below,
-        fate,
+        support,
         why,
     }
 }
 
-use Fate::{Refused, RefusedBut, Unused, Used};
+use KeySupport::{Refused, RefusedBut, Unused, Used};
 
 /// Tables in which DeepSpeed does not read a key it does not know. In all others it refuses one.
 pub(super) const IGNORES_OTHERS: &[&str] = &[
@@ -144,12 +149,12 @@ const ZERO: &[Key] = &[
     key("zero_optimization.elastic_checkpoint", Unused, "a run always goes on with any number of ranks"),
     key("zero_optimization.sub_group_size", Unused, "offload.tile_elems is the size of an update; left out, the plan chooses"),
     table("zero_optimization", "stage3_prefetch_bucket_size prefetch_bucket_size", Unused, "a step's order is known: the next unit comes while one computes, offload.staging_bytes bounds the read-ahead"),
-    table("zero_optimization", "stage3_param_persistence_threshold param_persistence_threshold", Unused, "a unit is one buffer, its small parameters included; offload.resident_share says what stays in host memory"),
-    table("zero_optimization", "stage3_model_persistence_threshold model_persistence_threshold", Unused, "offload.resident_share says what stays in host memory"),
+    table("zero_optimization", "stage3_param_persistence_threshold param_persistence_threshold", Unused, "a unit is one buffer, its small parameters included; offload.resident_fraction says what stays in host memory"),
+    table("zero_optimization", "stage3_model_persistence_threshold model_persistence_threshold", Unused, "offload.resident_fraction says what stays in host memory"),
     table("zero_optimization", "stage3_max_live_parameters max_live_parameters", Unused, "at most three units are gathered at a time"),
     table("zero_optimization", "stage3_max_reuse_distance max_reuse_distance", Unused, "a step's order is known, nothing is guessed"),
-    table("zero_optimization", "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
-    key("zero_optimization.stage3_gather_fp16_weights_on_model_save", Unused, "saves are whole whatever it says, for any number of ranks"),
+    table("zero_optimization", "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save", Unused, "checkpoints are whole whatever it says, for any number of ranks"),
+    key("zero_optimization.stage3_gather_fp16_weights_on_model_save", Unused, "checkpoints are whole whatever it says, for any number of ranks"),
     table("zero_optimization", "stage3_module_granularity_threshold module_granularity_threshold", Unused, "a unit is a transformer block"),
     table("zero_optimization", "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params", Unused, "weights are gathered a unit at a time"),
     table("zero_optimization", "stage3_allgather_sequential allgather_sequential", Unused, "weights are gathered a unit at a time"),
@@ -164,34 +169,34 @@ const ZERO: &[Key] = &[
     table("zero_optimization.zeropp_loco_param", "err_beta reset_T", Refused, "leave it out: it changes the gradients"),
     key("zero_optimization.mics_shard_size", RefusedBut(&["-1"]), "leave it out: runs are of one node, whose ranks divide everything"),
     key("zero_optimization.mics_hierarchical_params_gather", Refused, "leave it out: runs are of one node"),
-    key("zero_optimization.memory_efficient_linear", Unused, "train.keep says what of a block is kept instead of computed again"),
+    key("zero_optimization.memory_efficient_linear", Unused, "train.activation_checkpointing says what of a block is kept instead of computed again"),
     key("zero_optimization.pipeline_loading_checkpoint", Unused, "tiles are always read ahead"),
     key("zero_optimization.override_module_apply", Unused, "there are no Python modules"),
     key("zero_optimization.log_trace_cache_warnings", Unused, "a step's order is known, nothing is traced"),
     key("zero_optimization.enable_sanity_checks", Unused, "our own checks are always on"),
     key("zero_optimization.save_muon_momentum_buffer_in_memory", Refused, "leave it out: there is no Muon"),
     table("zero_optimization.leaf_module", "classes names name_suffixes", Unused, "a unit is a transformer block, gathered whole"),
-    table("zero_optimization.zenflow", "topk_ratio select_strategy select_interval update_interval full_warm_up_rounds overlap_step offload auto_ratio pt_reserved_cores_perc", Refused, "leave it out: updates overlap computing without changing the result (offload.schedule)"),
+    table("zero_optimization.zenflow", "topk_ratio select_strategy select_interval update_interval full_warm_up_rounds overlap_step offload auto_ratio pt_reserved_cores_perc", Refused, "leave it out: updates overlap computing without changing the result (offload.optimizer_step)"),
 ];
 
 #[rustfmt::skip]
 const OFFLOAD: &[Key] = &[
     key("zero_optimization.offload_param.device", Used, "none, cpu or nvme; needs stage 3"),
-    key("zero_optimization.offload_param.nvme_path", Used, "a folder on the drive, or a list of folders on several"),
+    key("zero_optimization.offload_param.nvme_path", Used, "a directory on the drive, or a list of directories on several"),
     key("zero_optimization.offload_param.buffer_count", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
     key("zero_optimization.offload_param.buffer_size", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
-    key("zero_optimization.offload_param.max_in_cpu", Unused, "offload.host_memory and offload.resident_share say what stays in host memory"),
+    key("zero_optimization.offload_param.max_in_cpu", Unused, "offload.host_memory_bytes and offload.resident_fraction say what stays in host memory"),
     key("zero_optimization.offload_param.pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
     key("zero_optimization.offload_optimizer.device", Used, "none, cpu or nvme; nvme needs stage 3"),
-    key("zero_optimization.offload_optimizer.nvme_path", Used, "a folder on the drive, or a list of folders on several"),
+    key("zero_optimization.offload_optimizer.nvme_path", Used, "a directory on the drive, or a list of directories on several"),
     key("zero_optimization.offload_optimizer.buffer_count", Unused, "offload.staging_bytes bounds the memory that tiles pass through"),
     key("zero_optimization.offload_optimizer.pin_memory", Unused, "host memory is pinned where there is a GPU, locked where it is allowed"),
     key("zero_optimization.offload_optimizer.pipeline", Unused, "reading, updating and writing always overlap"),
     key("zero_optimization.offload_optimizer.pipeline_read", Unused, "reading always overlaps updating"),
     key("zero_optimization.offload_optimizer.pipeline_write", Unused, "writing always overlaps updating"),
     key("zero_optimization.offload_optimizer.fast_init", Unused, "tiles are written once at the start"),
-    key("zero_optimization.offload_optimizer.ratio", Unused, "offload.update = \"shared\" divides the update between GPU and processor as their speeds are"),
-    key("zero_optimization.offload_optimizer.super_offload", Unused, "updates always overlap computing; offload.update says where they run"),
+    key("zero_optimization.offload_optimizer.ratio", Unused, "offload.optimizer_device = \"shared\" divides the update between GPU and processor as their speeds are"),
+    key("zero_optimization.offload_optimizer.super_offload", Unused, "updates always overlap computing; offload.optimizer_device says where they run"),
     key("zero_optimization.offload_optimizer.cpuadam_cores_perc", Unused, "train.threads says how many cores there are for the run"),
     key("zero_optimization.cpu_offload", Refused, "in a file for DeepSpeed true is read as offload_optimizer.device \"cpu\"; elsewhere write zero_optimization.offload_optimizer = {\"device\": \"cpu\"}"),
     key("zero_optimization.cpu_offload_param", Refused, "in a file for DeepSpeed true is read as offload_param.device \"cpu\"; elsewhere write zero_optimization.offload_param = {\"device\": \"cpu\"}"),
@@ -201,8 +206,8 @@ const OFFLOAD: &[Key] = &[
     table("aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "one thread drives each daemon's io_uring; an operation is a whole tile"),
     table("zero_optimization.aio", "queue_depth", Used, "as aio.queue_depth; Hugging Face's pages have the table here, where DeepSpeed reads nothing"),
     table("zero_optimization.aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "as in aio"),
-    key("activation_checkpointing.cpu_checkpointing", Used, "true: blocks' inputs wait in host memory while a GPU computes (train.activations = \"host\")"),
-    table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is computed again from its input; train.keep says what is kept instead"),
+    key("activation_checkpointing.cpu_checkpointing", Used, "true: blocks' inputs wait in host memory while a GPU computes (offload.activations = \"host\")"),
+    table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is computed again from its input; train.activation_checkpointing says what is kept instead"),
 ];
 
 #[rustfmt::skip]
@@ -215,10 +220,10 @@ const REPORTS: &[Key] = &[
     key("dump_state", Unused, "the resolved settings are always printed"),
     key("memory_breakdown", Unused, "the memory plan is always printed"),
     key("log_level", Unused, "RUST_LOG says what is logged"),
-    table("tensorboard", "enabled output_path job_name", Used, "events for TensorBoard in output_path/job_name; without output_path in tensorboard/ of the run folder"),
-    table("csv_monitor", "enabled output_path job_name", Used, "a CSV file of each scalar, with DeepSpeed's names, in output_path/job_name; without output_path in csv_monitor/ of the run folder"),
-    table("wandb", "enabled group team project", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder or tensorboard's files"),
-    table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run folder"),
+    table("tensorboard", "enabled output_path job_name", Used, "events for TensorBoard in output_path/job_name; without output_path in tensorboard/ of the run directory"),
+    table("csv_monitor", "enabled output_path job_name", Used, "a CSV file of each scalar, with DeepSpeed's names, in output_path/job_name; without output_path in csv_monitor/ of the run directory"),
+    table("wandb", "enabled group team project", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run directory or tensorboard's files"),
+    table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run directory"),
 ];
 
 #[rustfmt::skip]

@@ -10,21 +10,24 @@ pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, Setting
     if files.is_empty() && steps > 0 {
         return Err(SettingsError::Missing {
             key: "data.files",
-            message: "name text files or folders of them",
+            message: "name text files or directories of them",
         });
     }
     let eval_files = given.eval_files.clone().unwrap_or_default();
-    let holdout_share = share("data.holdout_share", given.holdout_share.unwrap_or(0.0))?;
-    if !eval_files.is_empty() && holdout_share.get() > 0.0 {
+    let validation_fraction = share(
+        "data.validation_fraction",
+        given.validation_fraction.unwrap_or(0.0),
+    )?;
+    if !eval_files.is_empty() && validation_fraction.get() > 0.0 {
         return Err(value(
-            "data.holdout_share",
+            "data.validation_fraction",
             "data.eval_files is what is evaluated on: leave one of them out",
         ));
     }
     Ok(DataSettings {
         files,
         eval_files,
-        holdout_share,
+        validation_fraction,
         tokenizer: given.tokenizer.clone(),
         chat_template: given.chat_template.clone(),
         packing: word(

@@ -23,7 +23,7 @@ use super::{
 /// Tokens of a window beyond this are a typing error, not a model.
 const SEQ_LEN_MAX: u64 = 1 << 20;
 /// The newest, and the one before should it be damaged.
-const SAVES_KEPT: u64 = 2;
+const CHECKPOINTS_KEPT: u64 = 2;
 
 const THREADS_MAX: u64 = 1024;
 /// Slices of a feed-forward half beyond this take time and no memory worth it.
@@ -106,13 +106,18 @@ pub(super) fn resolve(
     );
     if let (Some(model), Some(train)) = (&model, &train) {
         let slices_max = TILING_MAX.min(model.config.intermediate_size as u64);
-        faults.take(within("train.tiling", train.tiling as u64, 1, slices_max));
+        faults.take(within(
+            "train.mlp_chunks",
+            train.tiling as u64,
+            1,
+            slices_max,
+        ));
     }
     let device = train.as_ref().map(|train| train.device);
     let offload = resolve_offload(&config, placement.as_ref(), device, faults);
     let reports = train
         .as_ref()
-        .and_then(|train| faults.take(reports::reports(&config, &train.run_folder)));
+        .and_then(|train| faults.take(reports::reports(&config, &train.run_dir)));
     let found = (
         steps, seq_len, batch, optimizer, lr, placement, model, precision, data,
     );
@@ -138,7 +143,7 @@ pub(super) fn resolve(
     Ok(RunSettings {
         reports,
         model: model.config,
-        model_folder: model.folder,
+        model_dir: model.dir,
         first_weights: model.first_weights,
         dropout: model.dropout,
         dtype,
@@ -173,11 +178,12 @@ fn resolve_train(
     }
     let eval_every = train.eval_every.unwrap_or(0);
     if eval_every > 0
-        && data.is_some_and(|data| data.holdout_share.get() == 0.0 && data.eval_files.is_empty())
+        && data
+            .is_some_and(|data| data.validation_fraction.get() == 0.0 && data.eval_files.is_empty())
     {
         faults.0.push(value(
             "train.eval_every",
-            "evaluation needs a text of its own: set data.holdout_share, for example 0.05, or data.eval_files",
+            "evaluation needs a text of its own: set data.validation_fraction, for example 0.05, or data.eval_files",
         ));
     }
     let eval_batches = train.eval_batches.unwrap_or(4);
@@ -205,7 +211,7 @@ fn resolve_train(
         ],
     ));
     let keep = faults.take(word(
-        "train.keep",
+        "train.activation_checkpointing",
         train.keep.as_deref(),
         &[
             ("auto", KeepChoice::Auto),
@@ -219,7 +225,7 @@ fn resolve_train(
     let checkpointing = &config.activation_checkpointing;
     let asked = checkpointing.cpu_checkpointing.filter(|&asked| asked);
     let activations = faults.take(word(
-        "train.activations",
+        "offload.activations",
         (train.activations.as_deref()).or(asked.map(|_| "host")),
         &[
             ("auto", ActivationsChoice::Auto),
@@ -229,10 +235,10 @@ fn resolve_train(
     ));
     if activations == Some(ActivationsChoice::Host) && device == Some(DeviceChoice::Cpu) {
         notes.push(
-            "train.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
+            "offload.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
         );
     }
-    let run_folder = (train.run_folder.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
+    let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         steps,
         stop_after,
@@ -240,9 +246,9 @@ fn resolve_train(
         eval_every,
         eval_batches,
         log_every,
-        save_every: train.save_every.unwrap_or(0),
-        saves_kept: train.saves_kept.unwrap_or(SAVES_KEPT),
-        run_folder,
+        checkpoint_every: train.checkpoint_every.unwrap_or(0),
+        checkpoints_kept: train.checkpoints_kept.unwrap_or(CHECKPOINTS_KEPT),
+        run_dir,
         threads: threads as usize,
         device: device?,
         keep: keep?,
@@ -259,7 +265,7 @@ fn resolve_offload(
 ) -> Option<OffloadSettings> {
     let offload = &config.offload;
     let update = faults.take(word(
-        "offload.update",
+        "offload.optimizer_device",
         offload.update.as_deref(),
         &[
             ("auto", UpdatePlace::Auto),
@@ -272,16 +278,16 @@ fn resolve_offload(
         && matches!(update, Some(UpdatePlace::Gpu | UpdatePlace::Shared))
     {
         faults.0.push(value(
-            "offload.update",
+            "offload.optimizer_device",
             "needs a GPU, and train.device is \"cpu\": leave one of them out",
         ));
     }
     let schedule = faults.take(word(
-        "offload.schedule",
+        "offload.optimizer_step",
         offload.schedule.as_deref(),
         &[
             ("deferred", Schedule::Deferred),
-            ("at_once", Schedule::AtOnce),
+            ("immediate", Schedule::AtOnce),
         ],
     ));
     let gradients = faults.take(word(
@@ -343,7 +349,10 @@ fn resolve_offload(
         "offload.staging_bytes",
         offload.staging_bytes.as_ref(),
     ));
-    let host_memory_bytes = faults.take(bytes("offload.host_memory", offload.host_memory.as_ref()));
+    let host_memory_bytes = faults.take(bytes(
+        "offload.host_memory_bytes",
+        offload.host_memory.as_ref(),
+    ));
     let iodepth = faults.take(iodepth(config));
     Some(OffloadSettings {
         socket: offload.socket.clone(),

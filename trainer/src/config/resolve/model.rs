@@ -22,7 +22,7 @@ const CONFIG_BYTES_MAX: u64 = 4 << 20;
 pub(super) struct Resolved {
     pub(super) config: ModelConfig,
     /// The directory of `model.path`.
-    pub(super) folder: Option<PathBuf>,
+    pub(super) dir: Option<PathBuf>,
     pub(super) first_weights: FirstWeights,
     pub(super) dropout: Dropout,
     /// What the checkpoint is in, where a directory says it.
@@ -73,11 +73,11 @@ fn described(
 ) -> Result<Resolved, SettingsError> {
     let mut inline = inline_keys(given);
     let mut stored = None;
-    let (file, folder) = match &given.path {
+    let (file, dir) = match &given.path {
         Some(path) => {
-            let (file, folder) = read(path)?;
-            stored = named_dtype(&file).or_else(|| stored_dtype(&folder));
-            (Some(file), Some(folder))
+            let (file, dir) = read(path)?;
+            stored = named_dtype(&file).or_else(|| stored_dtype(&dir));
+            (Some(file), Some(dir))
         }
         None if inline.is_empty() => {
             return Err(SettingsError::Missing {
@@ -107,10 +107,10 @@ fn described(
         notes: more,
     } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
     notes.extend(more);
-    let first_weights = first_weights(given, folder.as_deref(), notes)?;
+    let first_weights = first_weights(given, dir.as_deref(), notes)?;
     Ok(Resolved {
         config,
-        folder,
+        dir,
         first_weights,
         dropout,
         stored,
@@ -128,16 +128,16 @@ fn named_dtype(file: &Map<String, Value>) -> Option<Dtype> {
     }
 }
 
-/// The type that the weights in `folder` are in.
-fn stored_dtype(folder: &Path) -> Option<Dtype> {
-    weights::stored_element(folder).map(|element| match element {
+/// The type that the weights in `dir` are in.
+fn stored_dtype(dir: &Path) -> Option<Dtype> {
+    weights::stored_element(dir).map(|element| match element {
         Element::Fp32 => Dtype::Fp32,
         Element::Bf16 => Dtype::Bf16,
         Element::Fp16 => Dtype::Fp16,
     })
 }
 
-/// The model of the run in the folder `from`, to start with its weights. What else describes the model must describe this one.
+/// The model of the run in the directory `from`, to start with its weights. What else describes the model must describe this one.
 fn of_run(
     from: &Path,
     given: &ModelToml,
@@ -159,7 +159,7 @@ fn of_run(
         let own = file.map(|file| HfModel::read(Some(file), Map::new()));
         return Ok(Resolved {
             config,
-            folder: files.folder().is_dir().then(|| files.folder().to_owned()),
+            dir: files.dir().is_dir().then(|| files.dir().to_owned()),
             first_weights,
             dropout: own
                 .and_then(Result::ok)
@@ -199,7 +199,7 @@ enum Init {
 /// What a fresh run starts from: the weights beside the `config.json`, unless the run says otherwise.
 fn first_weights(
     given: &ModelToml,
-    folder: Option<&Path>,
+    dir: Option<&Path>,
     notes: &mut Vec<String>,
 ) -> Result<FirstWeights, SettingsError> {
     let init = word(
@@ -211,15 +211,11 @@ fn first_weights(
             ("random", Init::Random),
         ],
     )?;
-    match folder {
+    match dir {
         _ if init == Init::Random => Ok(FirstWeights::Random),
         // A start that needs them refuses what is missing: one that goes on does not, nor does a plan.
-        Some(folder) => {
-            notes.extend(
-                weights::look_for(folder)
-                    .err()
-                    .map(|error| error.to_string()),
-            );
+        Some(dir) => {
+            notes.extend(weights::look_for(dir).err().map(|error| error.to_string()));
             Ok(FirstWeights::Files)
         }
         None if init == Init::Auto => Ok(FirstWeights::Random),
@@ -279,11 +275,11 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let text =
         String::from_utf8(bytes).map_err(|_| wrong(format!("{shown} is no text in UTF-8")))?;
     let keys = parse(&text).map_err(|error| wrong(format!("{shown}: {error}")))?;
-    let folder = match file_path.parent() {
-        Some(folder) if folder != Path::new("") => folder.to_path_buf(),
+    let dir = match file_path.parent() {
+        Some(dir) if dir != Path::new("") => dir.to_path_buf(),
         _ => PathBuf::from("."),
     };
-    Ok((keys, folder))
+    Ok((keys, dir))
 }
 
 #[cfg(test)]
@@ -308,12 +304,12 @@ mod tests {
 
     #[test]
     fn a_directory_or_its_config_json_is_a_model() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("config.json");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.json");
         std::fs::write(&file, GPT2).unwrap();
-        for path in [folder.path(), &file] {
+        for path in [dir.path(), &file] {
             let (found, notes) = resolve(&at(path)).unwrap();
-            assert_eq!(found.folder.as_deref(), Some(folder.path()));
+            assert_eq!(found.dir.as_deref(), Some(dir.path()));
             assert_eq!((found.config.layers, found.config.vocab_size), (2, 300));
             assert_eq!(found.dropout.residual, 0.1);
             assert_eq!(found.first_weights, FirstWeights::Files);
@@ -323,7 +319,7 @@ mod tests {
         let (found, notes) = resolve(&ModelToml {
             resid_pdrop: Some(0.0),
             n_layer: Some(1),
-            ..at(folder.path())
+            ..at(dir.path())
         })
         .unwrap();
         assert_eq!((found.config.layers, found.dropout.residual), (1, 0.0));
@@ -332,12 +328,12 @@ mod tests {
 
     #[test]
     fn weights_are_those_of_the_directory_unless_the_run_says_otherwise() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("config.json"), GPT2).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), GPT2).unwrap();
         let with = |init: Option<&str>| {
             let given = ModelToml {
                 init: init.map(str::to_owned),
-                ..at(folder.path())
+                ..at(dir.path())
             };
             resolve(&given).map(|(found, _)| found.first_weights)
         };
@@ -368,8 +364,8 @@ mod tests {
 
     #[test]
     fn what_is_no_model_directory_is_refused_with_its_path() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("config.json");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.json");
         let refused = |path: &Path| match resolve(&at(path)) {
             Err(text) => text,
             Ok(_) => panic!("{} was taken", path.display()),
@@ -379,7 +375,7 @@ mod tests {
             text.contains("there is no no/such-model") && text.contains("nothing is downloaded"),
             "{text}"
         );
-        let text = refused(folder.path());
+        let text = refused(dir.path());
         assert!(
             text.contains("cannot read") && text.contains("config.json"),
             "{text}"
@@ -404,7 +400,7 @@ mod tests {
         assert!(refused(&file).contains("that is no config.json"));
         std::fs::remove_file(&file).unwrap();
         std::fs::create_dir(&file).unwrap();
-        assert!(refused(&folder.path().join("config.json")).contains("config.json"));
+        assert!(refused(&dir.path().join("config.json")).contains("config.json"));
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use super::{share, value};
-use crate::config::toml::{OffloadToml, ShareOrAuto, ZeroToml};
-use crate::config::{Placement, ResidentShare, SettingsError, Share, Stage, Tier};
+use crate::config::toml::{FractionOrAuto, OffloadToml, ZeroToml};
+use crate::config::{Placement, ResidentFraction, SettingsError, Share, Stage, Tier};
 use crate::run::resolved;
 
 pub(super) fn placement(
@@ -25,7 +25,7 @@ pub(super) fn placement(
             "\"none\" beside parameters on nvme: the optimizer's state is five times as large, set it to \"nvme\" or \"cpu\"",
         ));
     }
-    // A folder named in two ways is one folder, with one device file.
+    // A directory named in two ways is one directory, with one device file.
     let mut nvme_paths: Vec<PathBuf> = Vec::new();
     for (key, device, path) in [
         (
@@ -43,7 +43,7 @@ pub(super) fn placement(
             (Tier::Nvme, Some(paths)) => {
                 let paths = paths.list();
                 if paths.is_empty() || paths.iter().any(|path| path.as_os_str().is_empty()) {
-                    return Err(value(key, "names no folder"));
+                    return Err(value(key, "names no directory"));
                 }
                 for path in paths {
                     let same = |other: &PathBuf| resolved(other) == resolved(&path);
@@ -55,7 +55,7 @@ pub(super) fn placement(
             (Tier::Nvme, None) if !has_socket => {
                 return Err(SettingsError::Missing {
                     key,
-                    message: "device is \"nvme\": name a folder on the drive, or the socket of a running offloadd in offload.socket",
+                    message: "device is \"nvme\": name a directory on the drive, or the socket of a running offloadd in offload.socket",
                 });
             }
             (Tier::None | Tier::Cpu, Some(_)) => notes.push(format!(
@@ -71,9 +71,9 @@ pub(super) fn placement(
             "nothing lives on nvme in this run: leave the socket out, or set a device to \"nvme\"",
         ));
     }
-    if offload.resident_share.is_some() && !has_store {
+    if offload.resident_fraction.is_some() && !has_store {
         return Err(value(
-            "offload.resident_share",
+            "offload.resident_fraction",
             "everything is in host memory already: leave it out, or set a device to \"nvme\"",
         ));
     }
@@ -82,7 +82,7 @@ pub(super) fn placement(
         param,
         optimizer,
         nvme_paths,
-        resident_share: resident_share(offload)?,
+        resident_fraction: resident_fraction(offload)?,
     })
 }
 
@@ -121,14 +121,14 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
 }
 
 /// Left out, it is 0 as it always was; with a budget of host memory it is what the budget is for.
-fn resident_share(offload: &OffloadToml) -> Result<ResidentShare, SettingsError> {
-    const KEY: &str = "offload.resident_share";
-    match &offload.resident_share {
-        None if offload.host_memory.is_some() => Ok(ResidentShare::Auto),
-        None => Ok(ResidentShare::Share(Share::NONE)),
-        Some(ShareOrAuto::Share(number)) => Ok(ResidentShare::Share(share(KEY, *number)?)),
-        Some(ShareOrAuto::Word(word)) if word == "auto" => Ok(ResidentShare::Auto),
-        Some(ShareOrAuto::Word(word)) => Err(value(
+fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, SettingsError> {
+    const KEY: &str = "offload.resident_fraction";
+    match &offload.resident_fraction {
+        None if offload.host_memory.is_some() => Ok(ResidentFraction::Auto),
+        None => Ok(ResidentFraction::Share(Share::NONE)),
+        Some(FractionOrAuto::Share(number)) => Ok(ResidentFraction::Share(share(KEY, *number)?)),
+        Some(FractionOrAuto::Word(word)) if word == "auto" => Ok(ResidentFraction::Auto),
+        Some(FractionOrAuto::Word(word)) => Err(value(
             KEY,
             format!("\"{word}\": use a share from 0 to 1, or \"auto\""),
         )),

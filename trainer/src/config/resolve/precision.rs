@@ -5,7 +5,7 @@ use super::{at_least, value, within};
 use crate::compute::Dtype;
 use crate::config::settings::dtype_name;
 use crate::config::toml::{ConfigToml, Fp16Toml, Switch};
-use crate::config::{DynamicScale, FirstWeights, Overflow, Said, SettingsError};
+use crate::config::{DynamicScale, FirstWeights, OverflowPolicy, Said, SettingsError};
 
 /// 2^32 is what apex began with; a first scale beyond it only costs skipped steps.
 const SCALE_POWER_MAX: u64 = 32;
@@ -15,7 +15,7 @@ pub(super) fn precision(
     config: &ConfigToml,
     model: Option<&model::Resolved>,
     said: &mut Said,
-) -> Result<(Dtype, Overflow), SettingsError> {
+) -> Result<(Dtype, OverflowPolicy), SettingsError> {
     let ConfigToml { bf16, fp16, .. } = config;
     let on = |switch: Option<Switch>| switch == Some(Switch::Said(true));
     let auto = |switch: Option<Switch>| matches!(switch, Some(Switch::Auto(_)));
@@ -60,14 +60,14 @@ pub(super) fn precision(
         ));
     }
     let overflow = match dtype {
-        Dtype::Bf16 if bf16.check_grad_overflow == Some(true) => Overflow::Skips,
-        Dtype::Bf16 | Dtype::Fp32 => Overflow::Stops,
+        Dtype::Bf16 if bf16.check_grad_overflow == Some(true) => OverflowPolicy::Skips,
+        Dtype::Bf16 | Dtype::Fp32 => OverflowPolicy::Stops,
         Dtype::Fp16 => scaling(fp16)?,
     };
     Ok((dtype, overflow))
 }
 
-fn scaling(fp16: &Fp16Toml) -> Result<Overflow, SettingsError> {
+fn scaling(fp16: &Fp16Toml) -> Result<OverflowPolicy, SettingsError> {
     let scale = fp16.loss_scale.unwrap_or(0.0);
     if !(scale.is_finite() && scale >= 0.0) {
         return Err(value(
@@ -76,7 +76,7 @@ fn scaling(fp16: &Fp16Toml) -> Result<Overflow, SettingsError> {
         ));
     }
     if scale > 0.0 {
-        return Ok(Overflow::Scaled { scale });
+        return Ok(OverflowPolicy::Scaled { scale });
     }
     let power = fp16.initial_scale_power.unwrap_or(16);
     within("fp16.initial_scale_power", power, 0, SCALE_POWER_MAX)?;
@@ -105,5 +105,5 @@ fn scaling(fp16: &Fp16Toml) -> Result<Overflow, SettingsError> {
             ),
         ));
     }
-    Ok(Overflow::Scales(dynamic))
+    Ok(OverflowPolicy::Scales(dynamic))
 }

@@ -9,10 +9,10 @@ use crate::config::{Reports, SettingsError};
 /// DeepSpeed's name for a job without one.
 const JOB_NAME: &str = "DeepSpeedJobName";
 
-/// A monitor without a folder of its own gets one in `run_folder`.
-pub(super) fn reports(config: &ConfigToml, run_folder: &Path) -> Result<Reports, SettingsError> {
+/// A monitor without a directory of its own gets one in `run_dir`.
+pub(super) fn reports(config: &ConfigToml, run_dir: &Path) -> Result<Reports, SettingsError> {
     let of = |name: &str, job_key: &'static str, monitor: &MonitorToml| {
-        folder(monitor, job_key, &run_folder.join(name))
+        dir(monitor, job_key, &run_dir.join(name))
     };
     Ok(Reports {
         wall_clock_breakdown: config.wall_clock_breakdown.unwrap_or(false),
@@ -22,7 +22,7 @@ pub(super) fn reports(config: &ConfigToml, run_folder: &Path) -> Result<Reports,
 }
 
 /// Where it writes, if it does.
-fn folder(
+fn dir(
     monitor: &MonitorToml,
     job_key: &'static str,
     default: &Path,
@@ -37,7 +37,7 @@ fn folder(
         return Err(value(
             job_key,
             format!(
-                "\"{job}\": must be the name of a folder, which output_path says where to make"
+                "\"{job}\": must be the name of a directory, which output_path says where to make"
             ),
         ));
     }

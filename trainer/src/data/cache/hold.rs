@@ -9,7 +9,7 @@ use rustix::fs::{FlockOperation, flock};
 use swapper::kill_point::{Point, reach};
 
 use super::super::DataError;
-use crate::run::make_folder;
+use crate::run::make_dir;
 
 /// Between two looks at what another process makes.
 const ROUND: Duration = Duration::from_millis(100);
@@ -21,7 +21,7 @@ pub(in crate::data) struct Claim {
     path: PathBuf,
     temporary: PathBuf,
     file: File,
-    /// Folders that were made for it, innermost first: removed again if nothing comes of it.
+    /// Directories that were made for it, innermost first: removed again if nothing comes of it.
     made: Vec<PathBuf>,
     kept: bool,
 }
@@ -29,7 +29,7 @@ pub(in crate::data) struct Claim {
 /// Claims the making of `path`. `None` when another process has made it meanwhile.
 ///
 /// # Errors
-/// The folder cannot be written; another process has the claim and does nothing.
+/// The directory cannot be written; another process has the claim and does nothing.
 pub(in crate::data) fn claim(
     path: &Path,
     say: &mut dyn FnMut(String),
@@ -39,16 +39,14 @@ pub(in crate::data) fn claim(
         path: path.into(),
         source,
     };
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let missing = folder
-        .ancestors()
-        .filter(|folder| !folder.as_os_str().is_empty());
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let missing = dir.ancestors().filter(|dir| !dir.as_os_str().is_empty());
     let made = missing
-        .take_while(|folder| !folder.exists())
+        .take_while(|dir| !dir.exists())
         .map(PathBuf::from)
         .collect();
-    // It may be the run folder that is made here: it must be as durable as if the run had made it.
-    make_folder(folder).map_err(failed)?;
+    // It may be the run directory that is made here: it must be as durable as if the run had made it.
+    make_dir(dir).map_err(failed)?;
     let temporary = path.with_extension("new");
     let mut said = false;
     let (mut seen_bytes, mut since) = (0, Instant::now());
@@ -121,8 +119,8 @@ impl Drop for Claim {
         if !self.kept {
             let _ = fs::remove_file(&self.temporary);
             // Only empty ones go.
-            for folder in &self.made {
-                let _ = fs::remove_dir(folder);
+            for dir in &self.made {
+                let _ = fs::remove_dir(dir);
             }
         }
         // A process that was just started may still have a copy of the locked file.

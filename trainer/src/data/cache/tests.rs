@@ -6,8 +6,8 @@ use super::*;
 /// 16-bit elements, some masked, three for training and two held out.
 #[test]
 fn the_format_is_what_it_was() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("x.tokens");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.tokens");
     let file = std::fs::File::options()
         .read(true)
         .write(true)
@@ -41,11 +41,7 @@ fn the_format_is_what_it_was() {
     stored.read(1, 3, &mut found).unwrap();
     assert_eq!(found, [2 | NOT_COUNTED, 7, 32767]);
     assert!(Stored::open(&path, 1).is_err(), "of another key");
-    assert!(
-        Stored::open(&folder.path().join("none"), 1)
-            .unwrap()
-            .is_none()
-    );
+    assert!(Stored::open(&dir.path().join("none"), 1).unwrap().is_none());
 }
 
 #[test]
@@ -60,8 +56,8 @@ fn elements_are_as_wide_as_their_ids_ask() {
 #[test]
 fn ranges_over_blocks_give_what_was_written() {
     for (width, masked) in [(1, false), (2, true), (4, true)] {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("x.tokens");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.tokens");
         let file = std::fs::File::create(&path).unwrap();
         let header = Header {
             elem_bytes: width,

@@ -67,8 +67,8 @@ impl<'a> Writer<'a> {
         let mut bytes = Vec::new();
         self.header.pack(elements, &mut bytes);
         if self.held.is_none() {
-            let folder = self.path.parent().unwrap_or(Path::new("."));
-            self.held = Some(self.done(tempfile::tempfile_in(folder))?);
+            let dir = self.path.parent().unwrap_or(Path::new("."));
+            self.held = Some(self.done(tempfile::tempfile_in(dir))?);
         }
         let mut held = self.held.as_ref().expect("made above");
         self.done(held.write_all(&bytes))

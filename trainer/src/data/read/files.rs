@@ -1,4 +1,4 @@
-//! Finds the files of a run: what is named, and what lies in named folders, in one fixed order.
+//! Finds the files of a run: what is named, and what lies in named directories, in one fixed order.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -8,17 +8,17 @@ use std::path::{Path, PathBuf};
 use super::{Format, Source};
 use crate::data::DataError;
 
-/// Files in folders, and how deep: a loop of mounts must not go on for ever.
+/// Files in directories, and how deep: a loop of mounts must not go on for ever.
 const FILES_MAX: usize = 1_000_000;
 const DEPTH_MAX: usize = 64;
-/// A file of a folder counts as text when this much of its start is UTF-8 without zero bytes.
+/// A file of a directory counts as text when this much of its start is UTF-8 without zero bytes.
 const PROBE_BYTES: u64 = 8192;
 
 /// What was found.
 #[derive(Debug, Default)]
 pub(in crate::data) struct Found {
     pub(in crate::data) sources: Vec<Source>,
-    /// Files of folders that are not read.
+    /// Files of directories that are not read.
     pub(in crate::data) passed_over: usize,
 }
 
@@ -28,14 +28,14 @@ impl Found {
     }
 }
 
-/// Looks at `paths` in the order given. A file is taken as it is, by its ending. A folder stands for the .jsonl and .parquet
-/// files and those of token ids below it; without any, for its text files. They are sorted by path; hidden files and folders, links, empty and binary
+/// Looks at `paths` in the order given. A file is taken as it is, by its ending. A directory stands for the .jsonl and .parquet
+/// files and those of token ids below it; without any, for its text files. They are sorted by path; hidden files and directories, links, empty and binary
 /// files are passed over.
 pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Found, DataError> {
     let mut found = Found::default();
     for path in paths {
         if path.is_dir() {
-            folder(path, key, &mut found)?;
+            dir(path, key, &mut found)?;
         } else {
             found.sources.push(file(path, key)?);
         }
@@ -87,7 +87,7 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
     })
 }
 
-fn folder(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataError> {
+fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataError> {
     let mut sources = Vec::new();
     let mut passed_over = 0;
     for file in files_below(path, key)? {
@@ -166,14 +166,14 @@ fn is_text(path: &Path, key: &'static str) -> Result<bool, DataError> {
     Ok(!probe.is_empty() && utf8 && !probe.contains(&0))
 }
 
-fn files_below(folder: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataError> {
+fn files_below(dir: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
-    let mut folders = vec![(folder.to_path_buf(), 0)];
-    while let Some((current, depth)) = folders.pop() {
-        if depth > DEPTH_MAX || files.len() + folders.len() > FILES_MAX {
+    let mut dirs = vec![(dir.to_path_buf(), 0)];
+    while let Some((current, depth)) = dirs.pop() {
+        if depth > DEPTH_MAX || files.len() + dirs.len() > FILES_MAX {
             return Err(DataError::TooMany {
                 key,
-                path: folder.into(),
+                path: dir.into(),
                 files_max: FILES_MAX,
                 depth_max: DEPTH_MAX,
             });
@@ -186,7 +186,7 @@ fn files_below(folder: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataErr
             }
             let kind = entry.file_type().map_err(&failed)?;
             if kind.is_dir() {
-                folders.push((entry.path(), depth + 1));
+                dirs.push((entry.path(), depth + 1));
             } else if kind.is_file() {
                 files.push(entry.path());
             }
@@ -200,17 +200,17 @@ fn files_below(folder: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataErr
 mod tests {
     use super::*;
 
-    fn names(found: &Found, folder: &Path) -> Vec<String> {
+    fn names(found: &Found, dir: &Path) -> Vec<String> {
         let paths = found.sources.iter().map(|source| &source.path);
         paths
-            .map(|path| path.strip_prefix(folder).unwrap().display().to_string())
+            .map(|path| path.strip_prefix(dir).unwrap().display().to_string())
             .collect()
     }
 
     #[test]
-    fn a_folder_stands_for_its_text_files_in_order() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
+    fn a_directory_stands_for_its_text_files_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
         std::fs::create_dir_all(at("b/.hidden")).unwrap();
         for (name, content) in [
             ("c.txt", "3"),
@@ -223,24 +223,24 @@ mod tests {
         ] {
             std::fs::write(at(name), content).unwrap();
         }
-        let find = || find(&[folder.path().into()], "data.files").unwrap();
+        let find = || find(&[dir.path().into()], "data.files").unwrap();
         let found = find();
-        assert_eq!(names(&found, folder.path()), ["a.rs", "b/two", "c.txt"]);
+        assert_eq!(names(&found, dir.path()), ["a.rs", "b/two", "c.txt"]);
         assert_eq!((found.passed_over, found.bytes()), (2, 3));
         // The README beside a dataset is no part of it.
         std::fs::write(at("b/rows.jsonl"), "{}").unwrap();
         let found = find();
-        assert_eq!(names(&found, folder.path()), ["b/rows.jsonl"]);
+        assert_eq!(names(&found, dir.path()), ["b/rows.jsonl"]);
         assert_eq!(found.passed_over, 5);
     }
 
     #[test]
     fn a_file_that_is_named_twice_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, link) = (folder.path().join("a.txt"), folder.path().join("b.txt"));
+        let dir = tempfile::tempdir().unwrap();
+        let (path, link) = (dir.path().join("a.txt"), dir.path().join("b.txt"));
         std::fs::write(&path, "words").unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        for second in [&path, &link, &folder.path().to_path_buf()] {
+        for second in [&path, &link, &dir.path().to_path_buf()] {
             let error = find(&[path.clone(), second.clone()], "data.files").unwrap_err();
             let text = error.to_string();
             assert!(
@@ -252,14 +252,12 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_is_named() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let refused = |path: &Path| {
             let error = find(&[path.into()], "data.files").unwrap_err();
             error.to_string()
         };
-        assert!(
-            refused(folder.path()).contains("no .jsonl, .parquet, .u16, .u32, .npy or text file")
-        );
+        assert!(refused(dir.path()).contains("no .jsonl, .parquet, .u16, .u32, .npy or text file"));
         for (name, content, part) in [
             ("empty", "", "empty is empty: write some text into it"),
             ("empty.jsonl", "", "empty.jsonl is empty"),
@@ -268,10 +266,10 @@ mod tests {
             ("a.csv", "x", "to_parquet"),
             ("train.bin", "x", ".u16 or .u32"),
         ] {
-            let path = folder.path().join(name);
+            let path = dir.path().join(name);
             std::fs::write(&path, content).unwrap();
             assert!(refused(&path).contains(part), "{}", refused(&path));
         }
-        assert!(refused(&folder.path().join("missing")).contains("missing: No such file"));
+        assert!(refused(&dir.path().join("missing")).contains("missing: No such file"));
     }
 }

@@ -1,7 +1,7 @@
 //! Files into documents: which files, of which format, and what each line or row of them is.
 //!
 //! ```text
-//!   files and folders ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
+//!   files and directories ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
 //! ```
 //!
 //! Documents come one after another, in the order of files and within them; none but the one at hand is in memory.

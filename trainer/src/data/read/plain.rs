@@ -134,8 +134,8 @@ mod tests {
     use super::*;
 
     fn read(content: &[u8], any_bytes: bool) -> Result<Vec<(Document, bool)>, DataError> {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
         std::fs::write(&path, content).unwrap();
         let source = Source {
             path,

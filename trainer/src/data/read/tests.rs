@@ -53,8 +53,8 @@ fn tables_give_their_rows_in_order() {
 fn conversations_of_a_table_are_those_of_lines() {
     let chats = read(&fixture("chats.parquet")).unwrap();
     assert_eq!(chats.len(), 6);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a.jsonl");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.jsonl");
     let line = r#"{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the river"}]}"#;
     std::fs::write(&path, line).unwrap();
     let (
@@ -85,8 +85,8 @@ fn a_table_without_our_columns_says_what_it_has() {
 /// Whatever a damaged table is, it is an error or other text, never the end of the process.
 #[test]
 fn a_damaged_table_is_an_error_and_not_a_panic() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a.parquet");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
     let whole = std::fs::read(fixture("chats.parquet")).unwrap();
     for length in [1, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&path, &whole[..length]).unwrap();

@@ -171,14 +171,14 @@ mod tests {
     }
 
     fn conversation() -> Vec<Value> {
-        let turns = [
+        let step_order = [
             ("user", "hi"),
             ("assistant", "hello"),
             ("user", "and?"),
             ("assistant", "bye"),
         ];
         let message = |&(role, content): &(&str, &str)| context! { role, content };
-        turns.iter().map(message).collect()
+        step_order.iter().map(message).collect()
     }
 
     fn said(chat: &Chat) -> Vec<&str> {

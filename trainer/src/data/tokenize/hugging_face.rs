@@ -51,8 +51,8 @@ impl HuggingFace {
             .with_truncation(None)
             .map_err(|error| wrong(error.to_string()))?
             .with_padding(None);
-        let folder = path.parent().unwrap_or(Path::new("."));
-        let special = Special::read(folder, key)?;
+        let dir = path.parent().unwrap_or(Path::new("."));
+        let special = Special::read(dir, key)?;
         let source = match template {
             None => special.template.clone(),
             Some(file) => Some(text(file, "data.chat_template")?),
@@ -63,7 +63,7 @@ impl HuggingFace {
             .transpose()
             .map_err(|message| DataError::Setting {
                 key: template_key,
-                message: format!("the chat template of {}: {message}", folder.display()),
+                message: format!("the chat template of {}: {message}", dir.display()),
             })?;
         let ids_end = inner
             .get_vocab(true)

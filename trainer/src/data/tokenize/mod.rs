@@ -39,12 +39,12 @@ pub(super) enum Tokenizer {
 
 /// Where the tokenizer of a run is.
 pub(super) struct Wanted<'a> {
-    /// `data.tokenizer`: a folder or a file; the word "bytes"; nothing for what lies in the model's folder.
+    /// `data.tokenizer`: a directory or a file; the word "bytes"; nothing for what lies in the model's directory.
     pub(super) tokenizer: Option<&'a Path>,
     /// `data.chat_template`.
     pub(super) template: Option<&'a Path>,
     /// `model.path`.
-    pub(super) model_folder: Option<&'a Path>,
+    pub(super) model_dir: Option<&'a Path>,
     /// The model's.
     pub(super) vocab_size: u64,
     /// Whether the data is token ids: a tokenizer then only shows them.
@@ -65,21 +65,21 @@ impl Wanted<'_> {
             };
             return Ok(Some((file, "data.tokenizer")));
         }
-        let Some(folder) = self.model_folder else {
+        let Some(dir) = self.model_dir else {
             return Ok(None);
         };
-        let file = folder.join("tokenizer.json");
+        let file = dir.join("tokenizer.json");
         if file.exists() {
             return Ok(Some((file, "model.path")));
         }
         let others = ["tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"];
-        match others.iter().find(|name| folder.join(name).exists()) {
+        match others.iter().find(|name| dir.join(name).exists()) {
             None => Ok(None),
             Some(name) => Err(DataError::Setting {
                 key: "model.path",
                 message: format!(
                     "{} has {name} but no tokenizer.json: transformers makes it (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)); data.tokenizer = \"bytes\" trains on bytes",
-                    folder.display()
+                    dir.display()
                 ),
             }),
         }
@@ -184,7 +184,7 @@ impl Tokenizer {
         match self {
             Self::Bytes if kind == Kind::Chat => Err(DataError::Setting {
                 key: "data.tokenizer",
-                message: "conversations need a tokenizer with a chat template: name a folder with tokenizer.json".into(),
+                message: "conversations need a tokenizer with a chat template: name a directory with tokenizer.json".into(),
             }),
             Self::HuggingFace(found) if kind == Kind::Chat => found.check_chat(),
             _ => Ok(()),

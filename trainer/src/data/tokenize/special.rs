@@ -24,11 +24,11 @@ pub(super) struct Special {
 }
 
 impl Special {
-    /// Reads what there is in `folder`, as transformers does: `tokenizer_config.json`, before it in age `special_tokens_map.json`,
+    /// Reads what there is in `dir`, as transformers does: `tokenizer_config.json`, before it in age `special_tokens_map.json`,
     /// for the end of a document at last the model's own files; `chat_template.jinja` before the template in a file.
-    pub(super) fn read(folder: &Path, key: &'static str) -> Result<Self, DataError> {
-        let config = object(folder, "tokenizer_config.json", key)?;
-        let map = object(folder, "special_tokens_map.json", key)?;
+    pub(super) fn read(dir: &Path, key: &'static str) -> Result<Self, DataError> {
+        let config = object(dir, "tokenizer_config.json", key)?;
+        let map = object(dir, "special_tokens_map.json", key)?;
         let mut found = Self::default();
         for (name, value) in map.into_iter().chain(config.clone()) {
             if let (true, Some(token)) = (name.ends_with("_token"), token(&value)) {
@@ -38,11 +38,11 @@ impl Special {
         found.eos = found.tokens.get("eos_token").cloned();
         for file in ["generation_config.json", "config.json"] {
             if found.eos.is_none() && found.eos_id.is_none() {
-                let ids = object(folder, file, key)?;
+                let ids = object(dir, file, key)?;
                 found.eos_id = ids.get("eos_token_id").and_then(id);
             }
         }
-        let jinja = folder.join("chat_template.jinja");
+        let jinja = dir.join("chat_template.jinja");
         found.template = if jinja.exists() {
             let bytes = read_bounded(&jinja, key, FILE_BYTES_MAX)?;
             Some(String::from_utf8(bytes).map_err(|_| DataError::Setting {
@@ -85,8 +85,8 @@ fn template(value: &Value) -> Option<String> {
 }
 
 /// The object in a file; an empty one where there is no such file.
-fn object(folder: &Path, name: &str, key: &'static str) -> Result<Map<String, Value>, DataError> {
-    let path = folder.join(name);
+fn object(dir: &Path, name: &str, key: &'static str) -> Result<Map<String, Value>, DataError> {
+    let path = dir.join(name);
     if !path.exists() {
         return Ok(Map::new());
     }

@@ -17,11 +17,11 @@ fn expected() -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-fn open(folder: &Path, template: Option<&Path>, vocab_size: u64) -> Result<Tokenizer, DataError> {
+fn open(dir: &Path, template: Option<&Path>, vocab_size: u64) -> Result<Tokenizer, DataError> {
     Tokenizer::open(&Wanted {
         tokenizer: None,
         template,
-        model_folder: Some(folder),
+        model_dir: Some(dir),
         vocab_size,
         ids: false,
     })
@@ -236,9 +236,9 @@ fn tokens_of_pieces_are_those_of_the_whole_text() {
         } else {
             json["pre_tokenizer"]["add_prefix_space"] = true.into();
         }
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
-        open(folder.path(), None, 512).unwrap()
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        open(dir.path(), None, 512).unwrap()
     };
     let mut tokenizers: Vec<Tokenizer> = ["qwen", "llama", "gpt2"]
         .map(|name| open(&fixtures().join(name), None, 512).unwrap())
@@ -282,8 +282,8 @@ fn a_long_record_is_tokenized_in_pieces_that_lose_nothing() {
 
 #[test]
 fn a_tokenizer_of_another_model_is_refused() {
-    let folder = fixtures().join("qwen");
-    let error = open(&folder, None, 300).err().unwrap().to_string();
+    let dir = fixtures().join("qwen");
+    let error = open(&dir, None, 300).err().unwrap().to_string();
     for part in [
         "model.path: ",
         "qwen/tokenizer.json has 360 tokens",
@@ -292,23 +292,20 @@ fn a_tokenizer_of_another_model_is_refused() {
     ] {
         assert!(error.contains(part), "{part} is not in: {error}");
     }
-    assert!(open(&folder, None, 360).is_ok());
+    assert!(open(&dir, None, 360).is_ok());
 }
 
 #[test]
 fn what_is_no_tokenizer_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
     let refused = || {
-        let error = open(folder.path(), None, 512).err();
+        let error = open(dir.path(), None, 512).err();
         error.expect("it was taken").to_string()
     };
     // Without any, bytes are tokens; they need room.
-    assert!(matches!(
-        open(folder.path(), None, 256),
-        Ok(Tokenizer::Bytes)
-    ));
-    let error = open(folder.path(), None, 255).err().unwrap().to_string();
+    assert!(matches!(open(dir.path(), None, 256), Ok(Tokenizer::Bytes)));
+    let error = open(dir.path(), None, 255).err().unwrap().to_string();
     assert!(error.contains("bytes are tokens, at least 256"), "{error}");
     std::fs::write(at("tokenizer.model"), "sentences").unwrap();
     assert!(refused().contains("tokenizer.model but no tokenizer.json"));
@@ -318,7 +315,7 @@ fn what_is_no_tokenizer_is_refused() {
     }
     let good = std::fs::read(fixtures().join("gpt2/tokenizer.json")).unwrap();
     std::fs::write(at("tokenizer.json"), &good).unwrap();
-    open(folder.path(), None, 512).unwrap();
+    open(dir.path(), None, 512).unwrap();
     for (config, part) in [
         ("{", "tokenizer_config.json: is no JSON"),
         ("3", "tokenizer_config.json: is no object"),
@@ -332,18 +329,18 @@ fn what_is_no_tokenizer_is_refused() {
 
 #[test]
 fn the_end_of_a_document_is_found_where_models_name_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
     std::fs::copy(fixtures().join("gpt2/tokenizer.json"), at("tokenizer.json")).unwrap();
     let ends = || {
-        let tokenizer = open(folder.path(), None, 512).unwrap();
+        let tokenizer = open(dir.path(), None, 512).unwrap();
         let document = Document::Text("a".into());
         let ids = tokenizer.encode(&document, None, true, ALL).unwrap();
         (ids.len() > 1).then(|| ids[ids.len() - 1])
     };
     assert_eq!(ends(), None);
     assert!(
-        open(folder.path(), None, 512)
+        open(dir.path(), None, 512)
             .unwrap()
             .describe()
             .contains("no token ends")

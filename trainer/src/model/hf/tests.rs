@@ -258,9 +258,9 @@ fn windows_are_mistrals_and_qwens_later_layers() {
     let types = json!({"use_sliding_window": true, "sliding_window": 9,
         "layer_types": ["full_attention", "full_attention", "sliding_attention"]});
     assert_eq!(window("qwen2", types), [None, None, Some(9)]);
-    let mixed = json!({"use_sliding_window": true, "sliding_window": 9,
+    let attn_out = json!({"use_sliding_window": true, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
-    assert_eq!(refused(sizes("qwen2"), mixed).0, "layer_types");
+    assert_eq!(refused(sizes("qwen2"), attn_out).0, "layer_types");
 }
 
 #[test]

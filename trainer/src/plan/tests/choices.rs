@@ -48,7 +48,7 @@ fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
     // Weights, state and gradients, and nothing of the computing.
     let tile_bytes = 14.0 * host.params_count as f64;
     assert!((host.host_bytes() as f64 / tile_bytes - 1.0).abs() < 0.03);
-    let on_cpu = [("offload.update", json!("cpu"))];
+    let on_cpu = [("offload.optimizer_device", json!("cpu"))];
     let on_cpu = plan(&large("cpu", "cpu", &on_cpu), &h200(1.0));
     assert_eq!(on_cpu.update, UpdatePlace::Cpu);
     assert!(on_cpu.bound.s > host.bound.s);
@@ -101,18 +101,26 @@ fn what_a_gpu_has_left_keeps_results_of_products() {
     assert_eq!(keep(139, &settings), Keep::Products);
     assert_eq!(keep(20, &settings), Keep::Attention);
     assert_eq!(keep(10, &settings), Keep::Nothing);
-    let given = large("cpu", "cpu", &[("train.keep", json!("nothing"))]);
+    let given = large(
+        "cpu",
+        "cpu",
+        &[("train.activation_checkpointing", json!("nothing"))],
+    );
     assert_eq!(keep(139, &given), Keep::Nothing);
     // 0.7 GB a block at 16k tokens of hidden size 2048.
     let plan = plan(&settings, &h200(1.0));
     let block_bytes = plan.compute.kept_bytes as f64 / 24.0;
     assert!((0.6e9..0.8e9).contains(&block_bytes), "{block_bytes}");
-    let too_much = large("cpu", "cpu", &[("train.keep", json!("products"))]);
+    let too_much = large(
+        "cpu",
+        "cpu",
+        &[("train.activation_checkpointing", json!("products"))],
+    );
     let small = Overrides {
         gpu_memory_bytes: Some(16 * GIB),
         ..h200(1.0)
     };
-    assert!(refused(&too_much, &small).contains("set train.keep = \"auto\""));
+    assert!(refused(&too_much, &small).contains("set train.activation_checkpointing = \"auto\""));
 }
 
 #[test]
@@ -128,12 +136,15 @@ fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
     };
     assert_eq!(of(mistral(2048), &[]).keep, Keep::Products);
     for keep in ["auto", "products"] {
-        let plan = of(mistral(1024), &[("train.keep", json!(keep))]);
+        let plan = of(
+            mistral(1024),
+            &[("train.activation_checkpointing", json!(keep))],
+        );
         assert_eq!((plan.keep, plan.compute.kept_bytes), (Keep::Nothing, 0));
         let chosen = plan
             .choices
             .iter()
-            .find(|choice| choice.key == "train.keep");
+            .find(|choice| choice.key == "train.activation_checkpointing");
         assert!(chosen.expect("it says so").why.contains("computed again"));
     }
 }
@@ -142,7 +153,7 @@ fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
 fn a_budget_of_host_memory_is_used_up_and_kept_to() {
     let mut before = 0;
     for gib in [6, 8, 12, 16, 24] {
-        let budget = [("offload.host_memory", json!(format!("{gib}GiB")))];
+        let budget = [("offload.host_memory_bytes", json!(format!("{gib}GiB")))];
         let plan = plan(&large("nvme", "nvme", &budget), &h200(4.0));
         plan.check().unwrap();
         let host_bytes = plan.host_bytes();
@@ -191,7 +202,7 @@ fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
     let params = 1.345e9;
     let mut before = 0.0;
     for gib in [1, 2, 3, 8] {
-        let budget = [("offload.host_memory", json!(format!("{gib}GiB")))];
+        let budget = [("offload.host_memory_bytes", json!(format!("{gib}GiB")))];
         let settings = large("nvme", "nvme", &budget);
         let plan = plan(&settings, &h200(4.0));
         plan.check().unwrap();
@@ -234,8 +245,8 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
         plan(&large("cpu", "cpu", changes), &machine)
     };
     let given = |place: &str| {
-        let least = ("train.keep", json!("nothing"));
-        plan_of(141 * GIB, &[least, ("train.activations", json!(place))])
+        let least = ("train.activation_checkpointing", json!("nothing"));
+        plan_of(141 * GIB, &[least, ("offload.activations", json!(place))])
     };
     let (here, there) = (given("device"), given("host"));
     // 24 blocks of 16k tokens of 2048 numbers: what the GPU has less, host memory has more, and the bus carries twice.
@@ -252,7 +263,11 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
 
     // Too small for all of them, with the tenth that choices leave.
     let small = (here.gpu_bytes() + there.gpu_bytes()) / 2 * 10 / 9;
-    let chosen = |plan: &Plan| plan.choices().iter().any(|c| c.key == "train.activations");
+    let chosen = |plan: &Plan| {
+        plan.choices()
+            .iter()
+            .any(|c| c.key == "offload.activations")
+    };
     let (large_gpu, small_gpu) = (plan_of(141 * GIB, &[]), plan_of(small, &[]));
     small_gpu.check().unwrap();
     assert!(small_gpu.inputs_away && chosen(&small_gpu));
@@ -266,7 +281,7 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
         gpu_memory_bytes: Some(there.gpu_bytes()),
         ..h200(1.0)
     };
-    let stay = large("cpu", "cpu", &[("train.activations", json!("device"))]);
+    let stay = large("cpu", "cpu", &[("offload.activations", json!("device"))]);
     let text = refused(&stay, &machine);
     assert!(text.contains("of GPU memory"), "{text}");
 }

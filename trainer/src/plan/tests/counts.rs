@@ -141,7 +141,7 @@ fn weights_cross_the_bus_once_below_stage_3() {
     let up = |stage: u64| {
         let changes = [
             ("zero_optimization.stage", json!(stage)),
-            ("offload.update", json!("cpu")),
+            ("offload.optimizer_device", json!("cpu")),
         ];
         plan(&large("none", "cpu", &changes), &h200(0.0))
             .bus
@@ -201,7 +201,7 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
     ]) {
         let mut settings = large(tiers.0, tiers.1, &[]);
         if report.place == Place::DrivesAndHost {
-            settings.placement.resident_share = crate::config::ResidentShare::Auto;
+            settings.placement.resident_fraction = crate::config::ResidentFraction::Auto;
         }
         let alone = plan(&settings, &h200(1.0));
         assert_eq!(report.gpu_bytes, alone.gpu_bytes(), "{:?}", report.place);

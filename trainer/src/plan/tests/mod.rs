@@ -28,7 +28,7 @@ fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings
             "num_hidden_layers": 24, "num_attention_heads": 16
         },
         "data": {"files": ["text"]},
-        "train": {"steps": 100, "seq_len": 2048, "run_folder": "/nonexistent/run"},
+        "train": {"steps": 100, "seq_len": 2048, "run_dir": "/nonexistent/run"},
         "offload": {}
     });
     for (key, place) in [(param, "offload_param"), (optimizer, "offload_optimizer")] {

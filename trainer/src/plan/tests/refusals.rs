@@ -34,12 +34,12 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
         "{text}"
     );
     let budget = [
-        ("offload.host_memory", json!("2GiB")),
+        ("offload.host_memory_bytes", json!("2GiB")),
         ("offload.gradients", json!("cpu")),
     ];
     let text = refused(&large("nvme", "nvme", &budget), &h200(1.0));
     assert!(
-        text.contains("2.0 GiB is what offload.host_memory allows"),
+        text.contains("2.0 GiB is what offload.host_memory_bytes allows"),
         "{text}"
     );
 }
@@ -57,14 +57,14 @@ fn a_gpu_that_is_not_there_is_refused() {
             "train.device is \"gpu\", and there is none",
         ),
         (
-            "offload.update",
+            "offload.optimizer_device",
             "gpu",
-            "offload.update is \"gpu\", and there is no GPU",
+            "offload.optimizer_device is \"gpu\", and there is no GPU",
         ),
         (
-            "offload.update",
+            "offload.optimizer_device",
             "shared",
-            "offload.update is \"shared\", and there is no GPU",
+            "offload.optimizer_device is \"shared\", and there is no GPU",
         ),
     ] {
         let changes = [(key, json!(value))];
@@ -75,7 +75,7 @@ fn a_gpu_that_is_not_there_is_refused() {
             .unwrap();
     }
     // With everything in its memory the update has no choice.
-    let changes = [("offload.update", json!("cpu"))];
+    let changes = [("offload.optimizer_device", json!("cpu"))];
     let text = refused(&large("none", "none", &changes), &h200(1.0));
     assert!(
         text.contains("the state lives in GPU memory: leave it out"),
@@ -87,8 +87,8 @@ fn a_gpu_that_is_not_there_is_refused() {
 fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
     // Kept to what was asked: the largest micro-batch of the same step that fits.
     let here = [
-        ("train.keep", json!("nothing")),
-        ("train.activations", json!("device")),
+        ("train.activation_checkpointing", json!("nothing")),
+        ("offload.activations", json!("device")),
     ];
     let mut in_host = large("cpu", "cpu", &here);
     let needs = |micro_batch: usize| {

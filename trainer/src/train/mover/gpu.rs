@@ -17,13 +17,13 @@ use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
 
 use super::super::TrainError;
-use super::super::enqueued::Enqueued;
-use super::super::turns::EMBEDDING;
+use super::super::gpu_timeline::Enqueued;
+use super::super::step_order::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
+use crate::backend::TileBackend;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::config::Stage;
-use crate::home::Home;
 use crate::trace::{Trace, Track};
 
 /// Gradients of blocks in flight: one is written by backward while the other leaves. Below stage 2 each block has its own.
@@ -51,14 +51,14 @@ pub(in crate::train) struct GpuMover {
 /// Where units are computed with.
 enum Place {
     /// Where they live, once it is known where that is.
-    Home(Vec<Option<UnitWeights>>),
+    TileBackend(Vec<Option<UnitWeights>>),
     Buffers(Box<Buffers>),
 }
 
 impl Place {
-    fn grads_of<'a>(&'a self, home: &'a Home, unit: usize) -> &'a DeviceBuffer {
-        match (self, home) {
-            (Self::Home(_), Home::Gpu(home)) => &home.unit(unit).grad,
+    fn grads_of<'a>(&'a self, backend: &'a TileBackend, unit: usize) -> &'a DeviceBuffer {
+        match (self, backend) {
+            (Self::TileBackend(_), TileBackend::Gpu(backend)) => &backend.unit(unit).grad,
             (Self::Buffers(buffers), _) => buffers.grads_of(unit),
             _ => panic!("units are computed with where they live, or in buffers"),
         }
@@ -91,7 +91,7 @@ impl GpuMover {
             scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
             units,
             place: if live && shards.count() == 1 {
-                Place::Home((0..units).map(|_| None).collect())
+                Place::TileBackend((0..units).map(|_| None).collect())
             } else {
                 let buffers = Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?;
                 Place::Buffers(Box::new(buffers))
@@ -104,18 +104,18 @@ impl GpuMover {
     pub(in crate::train) fn gather(
         &mut self,
         engine: &Engine,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        match (&mut self.place, home) {
-            (Place::Home(units), Home::Gpu(home)) => {
+        match (&mut self.place, backend) {
+            (Place::TileBackend(units), TileBackend::Gpu(backend)) => {
                 if units[unit].is_none() {
-                    units[unit] = Some(engine.weights_in(unit, &home.unit(unit).param)?);
+                    units[unit] = Some(engine.weights_in(unit, &backend.unit(unit).param)?);
                 }
                 Ok(())
             }
-            (Place::Buffers(buffers), home) => {
+            (Place::Buffers(buffers), backend) => {
                 let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
                 let free = buffers.take(unit).free.take();
                 if let Some(free) = &free {
@@ -124,8 +124,8 @@ impl GpuMover {
                 }
                 let (gpu, up, between) = (&self.gpu, &buffers.up, &buffers.between);
                 let to = buffers.at(unit).unit.buffer().expect("weights on a GPU");
-                match home {
-                    Home::Swapper(swapper) => swapper.gather(unit, |parts| {
+                match backend {
+                    TileBackend::Swapper(swapper) => swapper.gather(unit, |parts| {
                         let pieces: Vec<(usize, &[u8])> = parts
                             .iter()
                             .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
@@ -134,14 +134,14 @@ impl GpuMover {
                         let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
                         Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
                     })?,
-                    Home::Gpu(home) => {
+                    TileBackend::Gpu(backend) => {
                         if unit == EMBEDDING {
                             // The first of a pass: behind the update of what it brings.
                             between.wait(&self.compute.record()?)?;
                         }
                         let bytes = shards.own(unit).len() * elem_bytes;
                         let place = shards.own_at(unit, to, elem_bytes);
-                        between.copy(home.unit(unit).param.at(0), place, bytes)?;
+                        between.copy(backend.unit(unit).param.at(0), place, bytes)?;
                     }
                 }
                 if shards.gathers() {
@@ -171,7 +171,7 @@ impl GpuMover {
 
     pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
         match &self.place {
-            Place::Home(units) => units[unit].as_ref().expect("gathered before it is used"),
+            Place::TileBackend(units) => units[unit].as_ref().expect("gathered before it is used"),
             Place::Buffers(buffers) => &buffers.at(unit).unit,
         }
     }
@@ -189,22 +189,22 @@ impl GpuMover {
     pub(in crate::train) fn sink(
         &self,
         engine: &Engine,
-        home: &Home,
+        backend: &TileBackend,
         unit: usize,
     ) -> Result<GradSink, TrainError> {
         let mut sink = engine.new_grads(unit);
-        sink.write_to(self.place.grads_of(home, unit))?;
+        sink.write_to(self.place.grads_of(backend, unit))?;
         Ok(sink)
     }
 
     pub(in crate::train) fn reduce(
         &mut self,
-        home: &Home,
+        backend: &TileBackend,
         unit: usize,
         mut grads: GradSink,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let to = self.place.grads_of(home, unit);
+        let to = self.place.grads_of(backend, unit);
         let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
         grads.finish_into(to, shards.padded_elems(unit))?;
         let stream = match &self.place {
@@ -230,9 +230,9 @@ impl GpuMover {
                 kernels.sum_squares(stream, self.grad_type, own, elems, scratch, squares)?;
             }
         }
-        if let (Place::Buffers(_), Home::Gpu(home)) = (&self.place, home) {
+        if let (Place::Buffers(_), TileBackend::Gpu(backend)) = (&self.place, backend) {
             let bytes = shards.own(unit).len() * elem_bytes;
-            stream.copy(own, home.unit(unit).grad.at(0), bytes)?;
+            stream.copy(own, backend.unit(unit).grad.at(0), bytes)?;
         }
         let complete = stream.record()?;
         if let Place::Buffers(buffers) = &mut self.place {
@@ -243,7 +243,7 @@ impl GpuMover {
 
     pub(in crate::train) fn scatter(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -257,7 +257,7 @@ impl GpuMover {
             // Backward writes the next gradients over these, and an update in the GPU takes its copy of them.
             self.compute.wait(&complete)?;
         }
-        let Home::Swapper(swapper) = home else {
+        let TileBackend::Swapper(swapper) = backend else {
             return Ok(());
         };
         buffers.down.wait(&complete)?;

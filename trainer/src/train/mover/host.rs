@@ -13,11 +13,11 @@ use kernels_torch::collective::Pending;
 use swapper::Swapper;
 
 use super::super::TrainError;
-use super::super::turns::EMBEDDING;
+use super::super::step_order::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
+use crate::backend::TileBackend;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
-use crate::home::Home;
 use crate::trace::{Trace, Track};
 
 /// Buffers and moves on the host.
@@ -94,7 +94,7 @@ impl HostMover {
     /// Brings a unit's weights into a buffer; with several ranks, begins to.
     pub(in crate::train) fn gather(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
     ) -> Result<(), TrainError> {
         if unit != EMBEDDING && unit != self.head {
@@ -104,7 +104,7 @@ impl HostMover {
         let shards = self.shards.clone();
         let weights = self.buffer(unit);
         let buffer = weights.bytes_mut();
-        swapper_of(home).gather(unit, |parts| {
+        swapper_of(backend).gather(unit, |parts| {
             for (elems, bytes) in parts {
                 buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes]
                     .copy_from_slice(bytes);
@@ -172,7 +172,7 @@ impl HostMover {
     /// Hands a unit's gradients to the swapper.
     pub(in crate::train) fn scatter(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -187,7 +187,7 @@ impl HostMover {
         }
         let elem_bytes = self.elem_bytes;
         let buffer = self.buffer(unit).bytes_mut();
-        swapper_of(home).scatter(unit, |parts| {
+        swapper_of(backend).scatter(unit, |parts| {
             for (elems, grad) in parts {
                 grad.copy_from_slice(
                     &buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes],
@@ -212,9 +212,9 @@ impl HostMover {
 }
 
 /// The processor computes with what a swapper has.
-fn swapper_of(home: &mut Home) -> &mut Swapper<Hyper> {
-    match home {
-        Home::Swapper(swapper) => swapper,
-        Home::Gpu(_) => panic!("tiles in a GPU, and the processor computes"),
+fn swapper_of(backend: &mut TileBackend) -> &mut Swapper<Hyper> {
+    match backend {
+        TileBackend::Swapper(swapper) => swapper,
+        TileBackend::Gpu(_) => panic!("tiles in a GPU, and the processor computes"),
     }
 }

@@ -13,9 +13,9 @@ pub(super) use host::HostMover;
 pub(super) use shards::{Exchanged, Shards};
 
 use super::TrainError;
+use crate::backend::TileBackend;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use crate::config::Stage;
-use crate::home::Home;
 use crate::trace::Trace;
 
 /// The two places that compute.
@@ -25,7 +25,7 @@ pub(super) enum Mover {
 }
 
 impl Mover {
-    /// For `engine`, on the GPU it computes on if there is one, with `block_buffers` as in [`super::turns`]; `live` where tiles
+    /// For `engine`, on the GPU it computes on if there is one, with `block_buffers` as in [`super::step_order`]; `live` where tiles
     /// are in the GPU.
     ///
     /// # Errors
@@ -61,13 +61,13 @@ impl Mover {
     pub(super) fn gather(
         &mut self,
         engine: &Engine,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
-            Self::Host(mover) => mover.gather(home, unit),
-            Self::Gpu(mover) => mover.gather(engine, home, unit, trace),
+            Self::Host(mover) => mover.gather(backend, unit),
+            Self::Gpu(mover) => mover.gather(engine, backend, unit, trace),
         }
     }
 
@@ -111,12 +111,12 @@ impl Mover {
     pub(super) fn sink(
         &self,
         engine: &Engine,
-        home: &Home,
+        backend: &TileBackend,
         unit: usize,
     ) -> Result<GradSink, TrainError> {
         match self {
             Self::Host(_) => Ok(engine.new_grads(unit)),
-            Self::Gpu(mover) => mover.sink(engine, home, unit),
+            Self::Gpu(mover) => mover.sink(engine, backend, unit),
         }
     }
 
@@ -126,14 +126,14 @@ impl Mover {
     /// The GPU's; out of memory.
     pub(super) fn reduce(
         &mut self,
-        home: &Home,
+        backend: &TileBackend,
         unit: usize,
         grads: GradSink,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
             Self::Host(mover) => mover.reduce(unit, grads),
-            Self::Gpu(mover) => mover.reduce(home, unit, grads, trace),
+            Self::Gpu(mover) => mover.reduce(backend, unit, grads, trace),
         }
     }
 
@@ -143,13 +143,13 @@ impl Mover {
     /// What the tiles' place says, or the GPU.
     pub(super) fn scatter(
         &mut self,
-        home: &mut Home,
+        backend: &mut TileBackend,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         match self {
-            Self::Host(mover) => mover.scatter(home, unit, trace),
-            Self::Gpu(mover) => mover.scatter(home, unit, trace),
+            Self::Host(mover) => mover.scatter(backend, unit, trace),
+            Self::Gpu(mover) => mover.scatter(backend, unit, trace),
         }
     }
 

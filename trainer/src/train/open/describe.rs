@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::super::TrainError;
 use crate::config::{Durability, RunSettings};
 use crate::plan::Plan;
-use crate::run::{RunDescription, RunFolder, resolved};
+use crate::run::{RunDescription, RunDir, resolved};
 
 /// Version of the description that a store keeps with a job.
 const LAYOUT_VERSION: u32 = 1;
@@ -16,14 +16,14 @@ const LAYOUT_VERSION: u32 = 1;
 pub(crate) const SHARED_STORE: &str = "with the daemon of offload.socket";
 
 /// Where a run without a store has it.
-pub(crate) const STORE_IN_FOLDER: &str = "in the run folder";
+pub(crate) const STORE_IN_DIR: &str = "in the run directory";
 
 /// What follows where a store without durability is.
 pub(crate) const IN_PLACE: &str = ", written in place";
 
-/// Elements of a tile in the run that the folder holds, if it holds one.
-pub(super) fn tile_elems_of(run_folder: &Path) -> Result<Option<u64>, TrainError> {
-    let earlier = RunFolder::described(run_folder)?;
+/// Elements of a tile in the run that the directory holds, if it holds one.
+pub(super) fn tile_elems_of(run_dir: &Path) -> Result<Option<u64>, TrainError> {
+    let earlier = RunDir::described(run_dir)?;
     Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
 }
 
@@ -48,14 +48,14 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
 /// Where the state is kept between starts.
 pub(super) fn store_words(settings: &RunSettings) -> String {
     let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
-        (_, false) => STORE_IN_FOLDER.to_owned(),
+        (_, false) => STORE_IN_DIR.to_owned(),
         (Some(_), true) => SHARED_STORE.to_owned(),
         (None, true) => {
-            let folders = settings.placement.nvme_paths.iter();
-            let folders: Vec<String> = folders
+            let dirs = settings.placement.nvme_paths.iter();
+            let dirs: Vec<String> = dirs
                 .map(|path| resolved(path).display().to_string())
                 .collect();
-            format!("in {}", folders.join(", "))
+            format!("in {}", dirs.join(", "))
         }
     };
     if settings.placement.has_store() && settings.offload.durability == Durability::None {
@@ -76,7 +76,7 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "optimizer": lines["optimizer"],
         "lr": lines["lr"],
         "text": Value::Null,
-        "holdout_share": lines["data"]["holdout_share"],
+        "validation_fraction": lines["data"]["validation_fraction"],
         "shuffle": lines["data"]["shuffle"],
         "seed": settings.train.seed,
     })

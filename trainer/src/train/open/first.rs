@@ -38,11 +38,11 @@ impl First {
     /// # Errors
     /// Weights that are not there, not whole, or of another model. A run that goes on does not need them.
     pub(super) fn look(settings: &RunSettings) -> Result<Self, WeightsError> {
-        match (&settings.first_weights, &settings.model_folder) {
-            (FirstWeights::Files, Some(folder)) => {
-                Weights::open(folder, &settings.model).map(Self::Files)
+        match (&settings.first_weights, &settings.model_dir) {
+            (FirstWeights::Files, Some(dir)) => {
+                Weights::open(dir, &settings.model).map(Self::Files)
             }
-            (FirstWeights::Files, None) => unreachable!("files lie in a folder"),
+            (FirstWeights::Files, None) => unreachable!("files lie in a directory"),
             (FirstWeights::Run(from), _) => Ok(Self::Run {
                 from: from.clone(),
                 read: None,
@@ -74,7 +74,7 @@ impl First {
         (was != NOT_KNOWN && was["files"] != now["files"]).then(|| {
             format!(
                 "note: the run goes on with its own weights; those in {} are not what it started with (--fresh starts with them)",
-                weights.folder().display()
+                weights.dir().display()
             )
         })
     }
@@ -87,7 +87,7 @@ impl First {
                 let step = read.as_ref().map_or(0, |(step, _)| *step);
                 format!("the weights of step {step} of {}", from.display())
             }
-            Self::Files(weights) => format!("the weights in {}", weights.folder().display()),
+            Self::Files(weights) => format!("the weights in {}", weights.dir().display()),
         }
     }
 
@@ -119,14 +119,14 @@ impl First {
 /// Another run's weights in files, exactly, for as long as a start takes: that run's tiles may be cut in another way, and each
 /// rank reads only its own. 4 bytes a parameter, where the state takes 12 to 16.
 pub(super) struct Staged {
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 impl Staged {
-    /// Those of the run in `run_folder`, which need not be there.
-    pub(super) fn of(run_folder: &Path) -> Self {
+    /// Those of the run in `run_dir`, which need not be there.
+    pub(super) fn of(run_dir: &Path) -> Self {
         Self {
-            folder: run_folder.join("first-weights"),
+            dir: run_dir.join("first-weights"),
         }
     }
 
@@ -136,12 +136,12 @@ impl Staged {
     /// That run cannot be read; there is no room.
     pub(super) fn fill(&self, from: &Path) -> Result<u64, TrainError> {
         self.remove()?;
-        fs::create_dir(&self.folder).map_err(WeightsError::io("make the folder", &self.folder))?;
+        fs::create_dir(&self.dir).map_err(WeightsError::io("make the directory", &self.dir))?;
         let mut reader = RunReader::open(from, None, None)?;
         let what = "reading the other run's weights";
         write_weights(
             &mut reader,
-            &self.folder,
+            &self.dir,
             Element::Fp32,
             STAGED_SHARD_BYTES,
             what,
@@ -154,7 +154,7 @@ impl Staged {
 
     /// They are open: their files can go when they are closed.
     pub(super) fn open(&self, model: &ModelConfig) -> Result<Weights, WeightsError> {
-        Weights::open(&self.folder, model)
+        Weights::open(&self.dir, model)
     }
 
     /// Removes them, if they are there.
@@ -162,9 +162,9 @@ impl Staged {
     /// # Errors
     /// They cannot be removed.
     pub(super) fn remove(&self) -> Result<(), WeightsError> {
-        match fs::remove_dir_all(&self.folder) {
+        match fs::remove_dir_all(&self.dir) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(WeightsError::io("remove", &self.folder)(error))
+                Err(WeightsError::io("remove", &self.dir)(error))
             }
             _ => Ok(()),
         }

@@ -6,9 +6,9 @@ use swapper::{Opened, Optimizer, Swapper};
 
 use super::super::TrainError;
 use super::Prepared;
+use crate::backend::{GpuBackend, TileBackend};
+use crate::checkpoint_tap::{CheckpointTap, Copied};
 use crate::config::{Durability, UpdatePlace};
-use crate::copies::{Copied, Copies};
-use crate::home::{GpuHome, Home};
 use crate::plan::Plan;
 use crate::update::{CpuUpdate, Decay, GpuUpdate};
 
@@ -30,16 +30,16 @@ fn cpu_updaters(threads: usize, state_share: f64) -> usize {
 }
 
 impl Prepared {
-    /// Takes the tiles' memory, opens their store. Updated tiles are offered to `copies`, where the host sees them.
+    /// Takes the tiles' memory, opens their store. Updated tiles are offered to `checkpoint_tap`, where the host sees them.
     pub(super) fn open_home(
         &self,
         plan: &Plan,
-        copies: &Copies,
-    ) -> Result<(Home, Opened), TrainError> {
+        checkpoint_tap: &CheckpointTap,
+    ) -> Result<(TileBackend, Opened), TrainError> {
         let decay = Decay::new(&plan.units, &self.settings.optimizer.decay);
         if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
-            let home = GpuHome::new(gpu, layout, plan.master, decay)?;
+            let backend = GpuBackend::new(gpu, layout, plan.master, decay)?;
             let opened = Opened {
                 resumed: None,
                 generation: 0,
@@ -50,14 +50,17 @@ impl Prepared {
                 devices: Vec::new(),
                 notes: Vec::new(),
             };
-            return Ok((Home::Gpu(Box::new(home)), opened));
+            return Ok((TileBackend::Gpu(Box::new(backend)), opened));
         }
-        let opened = Swapper::open(plan.swapper.clone(), self.optimizers(plan, &decay, copies)?);
+        let opened = Swapper::open(
+            plan.swapper.clone(),
+            self.optimizers(plan, &decay, checkpoint_tap)?,
+        );
         let (swapper, opened) = match self.settings.offload.durability {
             Durability::Full => opened?,
             Durability::None => opened.map_err(TrainError::InPlace)?,
         };
-        Ok((Home::Swapper(Box::new(swapper)), opened))
+        Ok((TileBackend::Swapper(Box::new(swapper)), opened))
     }
 
     /// What updates tiles: the processor, the GPU, or both, each tile by who is free.
@@ -65,7 +68,7 @@ impl Prepared {
         &self,
         plan: &Plan,
         decay: &Decay,
-        copies: &Copies,
+        checkpoint_tap: &CheckpointTap,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, TrainError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
         let gpu = self
@@ -79,8 +82,11 @@ impl Prepared {
                     decay: decay.clone(),
                     updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
                 };
-                let copies = copies.clone();
-                optimizers.push(Box::new(Copied { optimizer, copies }));
+                let checkpoint_tap = checkpoint_tap.clone();
+                optimizers.push(Box::new(Copied {
+                    optimizer,
+                    checkpoint_tap,
+                }));
             }
         }
         if gpu.is_none() || plan.update == UpdatePlace::Shared {
@@ -90,8 +96,11 @@ impl Prepared {
                     master: plan.master,
                     decay: decay.clone(),
                 };
-                let copies = copies.clone();
-                optimizers.push(Box::new(Copied { optimizer, copies }));
+                let checkpoint_tap = checkpoint_tap.clone();
+                optimizers.push(Box::new(Copied {
+                    optimizer,
+                    checkpoint_tap,
+                }));
             }
         }
         Ok(optimizers)

@@ -12,7 +12,7 @@ use super::first;
 use crate::config::RunSettings;
 use crate::metrics::MetricsFile;
 use crate::run::{
-    FolderError, RunDescription, RunFolder, RunId, Save, Saves, daemon_folder, resolved,
+    Checkpoint, Checkpoints, DirError, RunDescription, RunDir, RunId, daemon_dir, resolved,
 };
 use crate::store::{StoreError, StoreFiles, start_private};
 
@@ -20,40 +20,38 @@ use crate::store::{StoreError, StoreFiles, start_private};
 const ARENA_BYTES: u64 = 64 << 20;
 
 /// Makes the run's `run.json` again if it is damaged or gone. A damaged one stays beside it under another name. Does nothing
-/// where the folder holds no run, or one that has made no step.
+/// where the directory holds no run, or one that has made no step.
 ///
 /// # Errors
-/// Somebody works in the folder; the store cannot be asked; the folder's file system fails.
+/// Somebody works in the directory; the store cannot be asked; the directory's file system fails.
 pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Result<(), TrainError> {
-    let run_folder = resolved(&settings.train.run_folder);
-    let damaged = match RunFolder::described(&run_folder) {
+    let run_dir = resolved(&settings.train.run_dir);
+    let damaged = match RunDir::described(&run_dir) {
         Ok(Some(_)) => return Ok(()),
         // A start that was cut off before it described its run has lost nothing.
-        Ok(None)
-            if RunId::kept(&run_folder).is_none() || MetricsFile::last_step(&run_folder) == 0 =>
-        {
+        Ok(None) if RunId::kept(&run_dir).is_none() || MetricsFile::last_step(&run_dir) == 0 => {
             return Ok(());
         }
         Ok(None) => None,
-        Err(FolderError::Damaged { message, .. }) => Some(message),
+        Err(DirError::Damaged { message, .. }) => Some(message),
         Err(error) => return Err(error.into()),
     };
-    let (id, _) = RunId::of(&run_folder);
-    let folder = RunFolder::open(&run_folder, &id)?;
+    let (id, _) = RunId::of(&run_dir);
+    let dir = RunDir::open(&run_dir, &id)?;
     let what = match damaged {
         Some(message) => {
-            let aside = folder.set_description_aside()?;
+            let aside = dir.set_description_aside()?;
             format!("was damaged ({message}) and is {} now", aside.display())
         }
         None => "was gone".to_owned(),
     };
     let paths = &settings.placement.nvme_paths;
     let files = StoreFiles::new(paths, &id.job, 0);
-    let Some((layout, source)) = layout_of(settings, &folder, &files)? else {
+    let Some((layout, source)) = layout_of(settings, &dir, &files)? else {
         // What the run needs is lost, or never was: what opens it says so.
         return Ok(());
     };
-    folder.describe(&RunDescription {
+    dir.describe(&RunDescription {
         layout,
         store: store_words(settings),
         files: files.paths().iter().map(|path| resolved(path)).collect(),
@@ -63,30 +61,30 @@ pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Resul
     })?;
     say(format!(
         "note: {} {what}: it was made again from {source}",
-        run_folder.join("run.json").display()
+        run_dir.join("run.json").display()
     ));
     Ok(())
 }
 
-/// The layout of the run in `folder`, and what has kept it.
+/// The layout of the run in `dir`, and what has kept it.
 fn layout_of(
     settings: &RunSettings,
-    folder: &RunFolder,
+    dir: &RunDir,
     files: &StoreFiles,
 ) -> Result<Option<(Value, &'static str)>, TrainError> {
     if !settings.placement.has_store() {
-        let Some(save) = Saves::of(folder.path()).newest()? else {
+        let Some(checkpoint) = Checkpoints::of(dir.path()).newest()? else {
             return Ok(None);
         };
-        let layout = Save::open(&save, 0)?.description.layout;
-        return Ok(Some((layout, "the newest save")));
+        let layout = Checkpoint::open(&checkpoint, 0)?.description.layout;
+        return Ok(Some((layout, "the newest checkpoint")));
     }
-    let ask = |socket: &Path| job_layout(socket, folder.job_name()).map_err(StoreError::Daemon);
+    let ask = |socket: &Path| job_layout(socket, dir.job_name()).map_err(StoreError::Daemon);
     let kept = match &settings.offload.socket {
         Some(socket) => ask(socket)?,
         None if !files.exist() => None,
         None => {
-            let own = daemon_folder(folder.path());
+            let own = daemon_dir(dir.path());
             let engine = &settings.offload.engine;
             let daemon = start_private(files, &own, ARENA_BYTES, IODEPTH_MIN, engine)?;
             ask(daemon.socket())?

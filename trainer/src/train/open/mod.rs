@@ -1,4 +1,4 @@
-//! From settings to a run that can step: everything checked first, then folder, store, swapper, and where the run stands.
+//! From settings to a run that can step: everything checked first, then directory, store, swapper, and where the run stands.
 
 mod describe;
 mod first;
@@ -23,40 +23,40 @@ pub(crate) use run::OpenRun;
 
 use super::{Start, TrainError};
 use crate::accelerator;
+use crate::checkpoint_tap::CheckpointTap;
 use crate::config::{FirstWeights, RunSettings};
-use crate::copies::Copies;
 use crate::data::Data;
 use crate::metrics::{MetricsFile, StepMetrics};
 use crate::plan::{Hardware, Overrides, Plan};
 use crate::ranks::Ranks;
 use crate::run::{
-    ModelFiles, Origin, RunDescription, RunFolder, RunId, RunState, Save, Saves, daemon_folder,
-    resolved,
+    Checkpoint, Checkpoints, ModelFiles, Origin, RunDescription, RunDir, RunId, RunState,
+    daemon_dir, resolved,
 };
 use crate::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 use crate::weights::WeightsError;
-pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_FOLDER};
+pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_DIR};
 use describe::{describe, tile_elems_of, trained_with};
 use first::{First, Staged};
 use run::resume;
 use shared::elsewhere;
 
-/// A run whose settings, folders and memory were checked; nothing was made yet.
+/// A run whose settings, directories and memory were checked; nothing was made yet.
 pub(crate) struct Prepared {
     pub(crate) settings: RunSettings,
     pub(crate) plan: Plan,
-    run_folder: PathBuf,
+    run_dir: PathBuf,
     id: RunId,
-    /// The run whose folder was copied to make this one's, if one was.
+    /// The run whose directory was copied to make this one's, if one was.
     copy_of: Option<PathBuf>,
     /// Files of a private store, if the run has one.
     files: Option<StoreFiles>,
     description: RunDescription,
     /// What may change between two starts, and is shown when it does.
     trained_with: Value,
-    /// Whether the folder holds the run already.
+    /// Whether the directory holds the run already.
     begun: bool,
-    /// The save that is asked for.
+    /// The checkpoint that is asked for.
     from: Option<PathBuf>,
     /// What a fresh run's tiles are filled with; why it cannot be had matters to a fresh run only.
     first: Result<First, WeightsError>,
@@ -73,37 +73,37 @@ struct Started {
     /// Of the private daemon, if the run has one.
     socket: Option<PathBuf>,
     /// What the run begins from, if not from its store's newest generation.
-    save: Option<PathBuf>,
+    checkpoint: Option<PathBuf>,
     /// As the first rank found or chose it.
     id: RunId,
 }
 
 impl Prepared {
-    /// Plans the run. With [`Start::Fresh`], what an earlier run left in its folder does not count.
+    /// Plans the run. With [`Start::Fresh`], what an earlier run left in its directory does not count.
     ///
     /// # Errors
-    /// Settings that contradict each other, the run that the folder holds, or the save that is asked for.
+    /// Settings that contradict each other, the run that the directory holds, or the checkpoint that is asked for.
     pub(crate) fn new(
         mut settings: RunSettings,
         start: &Start,
         ranks: Arc<Ranks>,
     ) -> Result<Self, TrainError> {
         assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
-        let run_folder = resolved(&settings.train.run_folder);
-        let (id, origin) = RunId::of(&run_folder);
+        let run_dir = resolved(&settings.train.run_dir);
+        let (id, origin) = RunId::of(&run_dir);
         let fresh = matches!(start, Start::Fresh);
         let from = match start {
-            Start::Save(name) => Some(name.find(&run_folder)?),
+            Start::Checkpoint(name) => Some(name.find(&run_dir)?),
             _ => None,
         };
         let from = from
-            .map(|folder| Save::open(&folder, ranks.rank()))
+            .map(|dir| Checkpoint::open(&dir, ranks.rank()))
             .transpose()?;
         if !fresh && settings.offload.tile_elems.is_none() {
             // What was chosen for a run stays with it, whatever would be chosen now.
             settings.offload.tile_elems = match &from {
-                Some(save) => save.description.layout["tile_elems"].as_u64(),
-                None => tile_elems_of(&run_folder)?,
+                Some(checkpoint) => checkpoint.description.layout["tile_elems"].as_u64(),
+                None => tile_elems_of(&run_dir)?,
             };
         }
         // First: the plan's look at the GPU then finds its context made, which takes a while.
@@ -116,16 +116,16 @@ impl Prepared {
         let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
         let begun = match &from {
-            None => !fresh && RunFolder::check(&run_folder, &description)?,
-            // Its place may be another one than the folder's run had: there is nothing to bring from there.
-            Some(save) => {
-                save.check_layout(&description.layout)?;
-                RunFolder::check_layout(&run_folder, &description)?
+            None => !fresh && RunDir::check(&run_dir, &description)?,
+            // Its place may be another one than the directory's run had: there is nothing to bring from there.
+            Some(checkpoint) => {
+                checkpoint.check_layout(&description.layout)?;
+                RunDir::check_layout(&run_dir, &description)?
             }
         };
         // Also where it would go on: a new run was asked for.
-        if settings.first_weights == FirstWeights::Run(run_folder.clone()) {
-            return Err(TrainError::FromItself { folder: run_folder });
+        if settings.first_weights == FirstWeights::Run(run_dir.clone()) {
+            return Err(TrainError::FromItself { dir: run_dir });
         }
         let first = match First::look(&settings) {
             Err(error) if !begun && from.is_none() => return Err(error.into()),
@@ -133,17 +133,13 @@ impl Prepared {
         };
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
         let files = private.then(|| {
-            let folders = &settings.placement.nvme_paths;
-            StoreFiles::new(
-                folders,
-                &id.job,
-                plan.device_file_bytes(folders.len() as u64),
-            )
+            let dirs = &settings.placement.nvme_paths;
+            StoreFiles::new(dirs, &id.job, plan.device_file_bytes(dirs.len() as u64))
         });
         let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
         description.files = paths.iter().map(|path| resolved(path)).collect();
         if from.is_some()
-            && let Some(earlier) = RunFolder::described(&run_folder)?
+            && let Some(earlier) = RunDir::described(&run_dir)?
         {
             // A store that the run leaves stays until --fresh.
             let files = &mut description.files;
@@ -154,7 +150,7 @@ impl Prepared {
         Ok(Self {
             settings,
             plan,
-            run_folder,
+            run_dir,
             id,
             copy_of: match origin {
                 Origin::CopyOf(of) => Some(of),
@@ -164,7 +160,7 @@ impl Prepared {
             description,
             trained_with,
             begun,
-            from: from.map(|save| save.path().to_owned()),
+            from: from.map(|checkpoint| checkpoint.path().to_owned()),
             first,
             gpu,
             ranks,
@@ -178,7 +174,7 @@ impl Prepared {
         self.trained_with["text"] = text.into();
     }
 
-    /// Checks that there is room for the run: folders of a private store, or the daemon of a shared one, then memory,
+    /// Checks that there is room for the run: directories of a private store, or the daemon of a shared one, then memory,
     /// then the checkpoints that it will make. Touches nothing.
     ///
     /// # Errors
@@ -202,7 +198,7 @@ impl Prepared {
         if let Some(warning) = room::check(
             &self.settings,
             &self.plan,
-            &self.run_folder,
+            &self.run_dir,
             self.begun,
             self.from.is_some(),
         )? {
@@ -228,7 +224,7 @@ impl Prepared {
     /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed.
     ///
     /// # Errors
-    /// Folder, store, daemon or save; another rank failed or is gone.
+    /// Directory, store, daemon or save; another rank failed or is gone.
     pub(crate) fn open(
         self,
         start: &Start,
@@ -236,41 +232,44 @@ impl Prepared {
     ) -> Result<(OpenRun, bool), TrainError> {
         let ranks = self.ranks.clone();
         let mut kept = None;
-        let started = ranks.by_first("opening the run's folder and store", || {
-            let (folder, daemon, started) = self.start(start, say)?;
-            kept = Some((folder, daemon));
+        let started = ranks.by_first("opening the run's directory and store", || {
+            let (dir, daemon, started) = self.start(start, say)?;
+            kept = Some((dir, daemon));
             Ok(started)
         })?;
         let (mut run, committed) = ranks.together("opening the run", || {
-            let (folder, daemon) =
-                kept.unwrap_or_else(|| (RunFolder::joined(&self.run_folder, &started.id), None));
-            self.open_at(folder, daemon, started.socket)
+            let (dir, daemon) =
+                kept.unwrap_or_else(|| (RunDir::joined(&self.run_dir, &started.id), None));
+            self.open_at(dir, daemon, started.socket)
         })?;
-        let (steps, resumed) = (started.steps, committed.is_some() || started.save.is_some());
+        let (steps, resumed) = (
+            started.steps,
+            committed.is_some() || started.checkpoint.is_some(),
+        );
         if !resumed && steps > 0 && self.settings.placement.has_store() {
             let devices = run.opened.devices.iter();
             return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
         }
-        match (started.save, committed) {
-            (Some(save), _) => {
-                let folder = run.folder.path().to_owned();
+        match (started.checkpoint, committed) {
+            (Some(checkpoint), _) => {
+                let dir = run.dir.path().to_owned();
                 let mut notes = Vec::new();
-                let mut on_checked = || self.go_back(start, &save, &folder, &mut notes);
-                run.restore(&save, &mut on_checked, say)?;
+                let mut on_checked = || self.go_back(start, &checkpoint, &dir, &mut notes);
+                run.restore(&checkpoint, &mut on_checked, say)?;
                 notes.into_iter().for_each(&mut *say);
             }
             (None, Some(blob)) => {
                 run.state = resume(&run.state, &blob, say)?;
-                let last = MetricsFile::last(run.folder.path());
+                let last = MetricsFile::last(run.dir.path());
                 let older = last.and_then(|last| older_than(&last, &run));
                 older.into_iter().for_each(&mut *say);
             }
             (None, None) => {}
         }
         let mut description = self.description;
-        let staged = Staged::of(run.folder.path());
+        let staged = Staged::of(run.dir.path());
         let first = if resumed {
-            let was = run.folder.earlier().map(|earlier| earlier.first_weights);
+            let was = run.dir.earlier().map(|earlier| earlier.first_weights);
             let note = self
                 .first
                 .ok()
@@ -297,25 +296,25 @@ impl Prepared {
                 return Ok(());
             }
             if !resumed && steps > 0 {
-                let old = MetricsFile::set_aside(run.folder.path())?;
+                let old = MetricsFile::set_aside(run.dir.path())?;
                 say(format!(
-                    "note: nothing was saved of the {steps} steps in metrics.jsonl, which is {} now: starting again (train.save_every saves as it goes)",
+                    "note: nothing was saved of the {steps} steps in metrics.jsonl, which is {} now: starting again (train.checkpoint_every saves as it goes)",
                     old.display()
                 ));
             }
-            description.id = Some(run.folder.id().clone());
+            description.id = Some(run.dir.id().clone());
             description.first_weights = match &first {
                 Some(first) => first.identity(),
-                None => run.folder.earlier().map_or(Value::Null, |earlier| earlier.first_weights),
+                None => run.dir.earlier().map_or(Value::Null, |earlier| earlier.first_weights),
             };
             // Before the run's record: with it they are there.
             if first.is_some() {
-                let tokenizer = tokenizer_folder(&self.settings);
-                let model = self.settings.model_folder.as_deref();
-                ModelFiles::of(run.folder.path()).keep(model, tokenizer)?;
+                let tokenizer = tokenizer_dir(&self.settings);
+                let model = self.settings.model_dir.as_deref();
+                ModelFiles::of(run.dir.path()).keep(model, tokenizer)?;
             }
             reach(Point::Describing);
-            Ok(run.folder.describe(&description)?)
+            Ok(run.dir.describe(&description)?)
         })?;
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
@@ -329,48 +328,48 @@ impl Prepared {
         Ok((run, resumed))
     }
 
-    /// A whole save was asked for: saves newer than it are put aside.
+    /// A whole checkpoint was asked for: checkpoints newer than it are put aside.
     fn go_back(
         &self,
         start: &Start,
-        save: &Path,
-        run_folder: &Path,
+        checkpoint: &Path,
+        run_dir: &Path,
         notes: &mut Vec<String>,
     ) -> Result<(), TrainError> {
-        if !matches!(start, Start::Save(_)) {
+        if !matches!(start, Start::Checkpoint(_)) {
             return Ok(());
         }
-        let step = Save::open(save, 0)?.description.step;
-        let metrics = MetricsFile::path(run_folder);
-        if let Some(aside) = Saves::of(run_folder).set_aside_after(step, &metrics)? {
+        let step = Checkpoint::open(checkpoint, 0)?.description.step;
+        let metrics = MetricsFile::path(run_dir);
+        if let Some(aside) = Checkpoints::of(run_dir).set_aside_after(step, &metrics)? {
             notes.push(format!(
-                "note: saves newer than step {step} and a copy of the metrics are in {} now",
+                "note: checkpoints newer than step {step} and a copy of the metrics are in {} now",
                 aside.display()
             ));
         }
         Ok(())
     }
 
-    /// The first rank's part: locks the folder, forgets what is to be forgotten, starts a private daemon.
+    /// The first rank's part: locks the directory, forgets what is to be forgotten, starts a private daemon.
     fn start(
         &self,
         start: &Start,
         say: &mut dyn FnMut(String),
-    ) -> Result<(RunFolder, Option<PrivateDaemon>, Started), TrainError> {
-        let folder = RunFolder::open(&self.run_folder, &self.id)?;
+    ) -> Result<(RunDir, Option<PrivateDaemon>, Started), TrainError> {
+        let dir = RunDir::open(&self.run_dir, &self.id)?;
         if matches!(start, Start::Fresh) {
-            self.forget(&folder, say)?;
+            self.forget(&dir, say)?;
         }
-        let saves = folder.saves();
-        saves.clean()?;
-        let save = match &self.from {
-            Some(save) => Some(save.clone()),
+        let checkpoints = dir.checkpoints();
+        checkpoints.clean()?;
+        let checkpoint = match &self.from {
+            Some(checkpoint) => Some(checkpoint.clone()),
             None if self.settings.placement.has_store() => None,
-            None => saves.newest()?,
+            None => checkpoints.newest()?,
         };
-        let steps = MetricsFile::last_step(folder.path());
+        let steps = MetricsFile::last_step(dir.path());
         // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
-        if steps > 0 && save.is_none() && !self.store_has_job()? {
+        if steps > 0 && checkpoint.is_none() && !self.store_has_job()? {
             let files = self.files.as_ref().map(StoreFiles::names);
             let socket = || {
                 self.settings
@@ -381,28 +380,28 @@ impl Prepared {
             };
             return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
         }
-        let daemon = self.private_daemon(&folder)?;
+        let daemon = self.private_daemon(&dir)?;
         reach(Point::Opening);
         let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
         let started = Started {
             steps,
             socket,
-            save,
-            id: folder.id().clone(),
+            checkpoint,
+            id: dir.id().clone(),
         };
-        Ok((folder, daemon, started))
+        Ok((dir, daemon, started))
     }
 
     fn lost(&self, steps: u64, devices: Vec<String>) -> TrainError {
         TrainError::StoreLost {
-            run_folder: self.run_folder.clone(),
+            run_dir: self.run_dir.clone(),
             steps,
             devices: devices.join(", "),
             job: self.id.job.clone(),
             copy: self.copy_of.as_ref().map_or(String::new(), |of| {
                 format!(
                     "{} is a copy of the run in {}, whose store stays that run's. ",
-                    self.run_folder.display(),
+                    self.run_dir.display(),
                     of.display()
                 )
             }),
@@ -412,43 +411,43 @@ impl Prepared {
     /// Opens a run that has something committed in its store, to read it.
     ///
     /// # Errors
-    /// Nothing was committed yet; folder, store or daemon.
+    /// Nothing was committed yet; directory, store or daemon.
     pub(crate) fn open_existing(self) -> Result<OpenRun, TrainError> {
         if self.begun && self.store_has_job()? {
-            let folder = RunFolder::open(&self.run_folder, &self.id)?;
-            let daemon = self.private_daemon(&folder)?;
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            let daemon = self.private_daemon(&dir)?;
             let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
-            if let (mut run, Some(blob)) = self.open_at(folder, daemon, socket)? {
+            if let (mut run, Some(blob)) = self.open_at(dir, daemon, socket)? {
                 run.state = resume(&run.state, &blob, &mut |_| {})?;
                 return Ok(run);
             }
         }
         Err(TrainError::NothingCommitted {
-            run_folder: self.run_folder,
+            run_dir: self.run_dir,
         })
     }
 
-    /// The save that is asked for, or the newest of a run without a store; the run's folder, locked, if the save is in it.
+    /// The checkpoint that is asked for, or the newest of a run without a store; the run's directory, locked, if the checkpoint is in it.
     ///
     /// # Errors
-    /// Nothing was saved yet; the folder.
-    pub(crate) fn existing_save(self) -> Result<(PathBuf, Option<RunFolder>), TrainError> {
-        if let Some(save) = &self.from
-            && !save.starts_with(&self.run_folder)
+    /// Nothing was saved yet; the directory.
+    pub(crate) fn existing_checkpoint(self) -> Result<(PathBuf, Option<RunDir>), TrainError> {
+        if let Some(checkpoint) = &self.from
+            && !checkpoint.starts_with(&self.run_dir)
         {
-            return Ok((save.clone(), None));
+            return Ok((checkpoint.clone(), None));
         }
         if self.begun {
-            let folder = RunFolder::open(&self.run_folder, &self.id)?;
-            if let Some(save) = self
-                .from
-                .map_or_else(|| folder.saves().newest(), |save| Ok(Some(save)))?
-            {
-                return Ok((save, Some(folder)));
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            if let Some(checkpoint) = self.from.map_or_else(
+                || dir.checkpoints().newest(),
+                |checkpoint| Ok(Some(checkpoint)),
+            )? {
+                return Ok((checkpoint, Some(dir)));
             }
         }
         Err(TrainError::NothingCommitted {
-            run_folder: self.run_folder,
+            run_dir: self.run_dir,
         })
     }
 
@@ -456,18 +455,18 @@ impl Prepared {
     /// private daemon's.
     fn open_at(
         &self,
-        folder: RunFolder,
+        dir: RunDir,
         daemon: Option<PrivateDaemon>,
         socket: Option<PathBuf>,
     ) -> Result<(OpenRun, Option<Vec<u8>>), TrainError> {
         let mut plan = self.plan.clone();
         if let Backing::Store(store) = &mut plan.swapper.backing {
-            store.job = folder.job_name().to_owned();
+            store.job = dir.job_name().to_owned();
             store.socket = socket.unwrap_or(std::mem::take(&mut store.socket));
         }
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
-        let copies = Copies::default();
-        let (home, mut opened) = self.open_home(&plan, &copies)?;
+        let checkpoint_tap = CheckpointTap::default();
+        let (backend, mut opened) = self.open_home(&plan, &checkpoint_tap)?;
         let pinned = match (&self.gpu, &opened.arena) {
             (Some(gpu), Some(arena)) => {
                 let keep = Box::new(arena.clone());
@@ -478,28 +477,28 @@ impl Prepared {
         let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
         let committed = opened.resumed.take();
         let run = OpenRun {
-            home,
+            backend,
             _pinned: pinned,
             opened,
             state,
             started_with: String::new(),
             plan,
-            copies,
+            checkpoint_tap,
             layout: self.description.layout.clone(),
-            folder,
+            dir,
             _daemon: daemon,
             ranks: self.ranks.clone(),
         };
         Ok((run, committed))
     }
 
-    /// Removes what an earlier run of the same folder left, here and in the store, the one it had then included.
-    fn forget(&self, folder: &RunFolder, say: &mut dyn FnMut(String)) -> Result<(), TrainError> {
-        let earlier = folder.earlier();
+    /// Removes what an earlier run of the same directory left, here and in the store, the one it had then included.
+    fn forget(&self, dir: &RunDir, say: &mut dyn FnMut(String)) -> Result<(), TrainError> {
+        let earlier = dir.earlier();
         let mut files = self.description.files.clone();
         if let Some(earlier) = &earlier {
-            // A copy of another run's folder names that run's files, which are not this run's to remove.
-            let name = file_name(folder.job_name());
+            // A copy of another run's directory names that run's files, which are not this run's to remove.
+            let name = file_name(dir.job_name());
             let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
             files.extend(earlier.files.iter().filter(ours).cloned());
         }
@@ -509,16 +508,16 @@ impl Prepared {
                 && let Some(daemon) = self.shared_daemon()?
             {
                 daemon
-                    .drop_job(folder.job_name())
+                    .drop_job(dir.job_name())
                     .map_err(StoreError::Daemon)?;
             }
         } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
             say(format!(
                 "note: job {} of the earlier run stays with the daemon it used: --fresh with its offload.socket would have dropped it",
-                folder.job_name()
+                dir.job_name()
             ));
         }
-        Ok(folder.forget()?)
+        Ok(dir.forget()?)
     }
 
     /// Whether the run's job can be in its store. True for runs without a store.
@@ -546,17 +545,17 @@ impl Prepared {
     }
 
     /// Starts the run's private daemon, if it is to have one.
-    fn private_daemon(&self, folder: &RunFolder) -> Result<Option<PrivateDaemon>, TrainError> {
+    fn private_daemon(&self, dir: &RunDir) -> Result<Option<PrivateDaemon>, TrainError> {
         // A shared one was asked before, and is asked again when the job is opened.
         let Some(files) = &self.files else {
             return Ok(None);
         };
         // Planned for the first rank, which owns most.
         let rank_bytes = self.plan.memory.arena_bytes()?;
-        files.link_run(folder.path())?;
+        files.link_run(dir.path())?;
         let daemon = start_private(
             files,
-            &daemon_folder(folder.path()),
+            &daemon_dir(dir.path()),
             rank_bytes * u64::from(self.ranks.count()),
             self.plan.swapper.iodepth,
             &self.settings.offload.engine,
@@ -566,10 +565,10 @@ impl Prepared {
 }
 
 /// Where the files of the run's tokenizer are; none where bytes are its tokens.
-fn tokenizer_folder(settings: &RunSettings) -> Option<&Path> {
+fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
     match settings.data.tokenizer.as_deref() {
-        None => settings.model_folder.as_deref(),
-        Some(folder) if folder.is_dir() => Some(folder),
+        None => settings.model_dir.as_deref(),
+        Some(dir) if dir.is_dir() => Some(dir),
         Some(file) => file.parent().filter(|_| file.is_file()),
     }
 }
@@ -585,7 +584,7 @@ fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
             "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
              generation {generation}: it is an older copy, or lost its newest generation. Training goes on from step {step}, and \
              the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
-             folder, or take a save with --resume-from STEP (`trainer runs` lists them)",
+             directory, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)",
             last.step,
             last.generation,
             devices.join(", "),

@@ -7,22 +7,22 @@ use kernels::adamw::init_tile;
 use kernels::gpu::Registration;
 use rayon::prelude::*;
 use serde_json::Value;
-use swapper::Blank;
+use swapper::UninitTile;
 use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
 
 use super::super::TrainError;
 use super::first::First;
-use crate::copies::Copies;
-use crate::home::Home;
+use crate::backend::TileBackend;
+use crate::checkpoint_tap::CheckpointTap;
 use crate::long_work::LongWork;
 use crate::plan::Plan;
 use crate::ranks::Ranks;
-use crate::run::{RunFolder, RunState, Save};
+use crate::run::{Checkpoint, RunDir, RunState};
 
 /// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
 pub(crate) struct OpenRun {
-    pub(crate) home: Home,
+    pub(crate) backend: TileBackend,
     /// The slots, pinned for the GPU.
     pub(super) _pinned: Option<Registration>,
     pub(crate) opened: swapper::Opened,
@@ -31,51 +31,51 @@ pub(crate) struct OpenRun {
     pub(crate) started_with: String,
     pub(crate) plan: Plan,
     /// Where updated tiles are offered.
-    pub(crate) copies: Copies,
-    /// As the run's folder says.
+    pub(crate) checkpoint_tap: CheckpointTap,
+    /// As the run's directory says.
     pub(crate) layout: Value,
-    pub(crate) folder: RunFolder,
+    pub(crate) dir: RunDir,
     /// The first rank's, for all.
     pub(super) _daemon: Option<PrivateDaemon>,
     pub(super) ranks: Arc<Ranks>,
 }
 
 impl OpenRun {
-    /// Goes to what the save in `folder` holds. Everything of it is checked before a tile is changed; `on_checked` is done
+    /// Goes to what the checkpoint in `dir` holds. Everything of it is checked before a tile is changed; `on_checked` is done
     /// between, by the first rank.
     ///
     /// # Errors
-    /// The save cannot be read or is damaged; the tiles' place fails.
+    /// The checkpoint cannot be read or is damaged; the tiles' place fails.
     pub(super) fn restore(
         &mut self,
-        folder: &Path,
+        dir: &Path,
         on_checked: &mut dyn FnMut() -> Result<(), TrainError>,
         say: &mut dyn FnMut(String),
     ) -> Result<(), TrainError> {
         let ranks = self.ranks.clone();
-        let mut save = ranks.together("reading the save", || {
-            let mut save = Save::open(folder, ranks.rank())?;
+        let mut checkpoint = ranks.together("reading the checkpoint", || {
+            let mut checkpoint = Checkpoint::open(dir, ranks.rank())?;
             let layout = self.plan.swapper.cut()?;
-            let mut work = self.long_work("checking the save");
-            save.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
-            Ok(save)
+            let mut work = self.long_work("checking the checkpoint");
+            checkpoint.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
+            Ok(checkpoint)
         })?;
-        ranks.together("going back to the save", || match ranks.is_first() {
+        ranks.together("going back to the checkpoint", || match ranks.is_first() {
             true => on_checked(),
             false => Ok(()),
         })?;
         ranks.together("filling the tiles", || {
-            let blob = serde_json::to_vec(&save.description.state).expect("plain data");
+            let blob = serde_json::to_vec(&checkpoint.description.state).expect("plain data");
             self.state = resume(&self.state, &blob, say)?;
-            let mut work = self.long_work("reading the save");
-            let fill = |blanks: &mut [Blank]| {
+            let mut work = self.long_work("reading the checkpoint");
+            let fill = |blanks: &mut [UninitTile]| {
                 for blank in blanks {
-                    save.tile(blank.range, blank.param, blank.state)?;
+                    checkpoint.tile(blank.range, blank.param, blank.state)?;
                     work.add(bytes_of(blank));
                 }
                 Ok::<(), TrainError>(())
             };
-            self.home.initialize(fill, self.state.encode())
+            self.backend.initialize(fill, self.state.encode())
         })
     }
 
@@ -85,9 +85,9 @@ impl OpenRun {
         self.started_with = first.words();
         let mut work = self.long_work("filling the tiles");
         // A weight's value follows from its place alone, so tiles may be filled side by side.
-        let fill = |blanks: &mut [Blank]| {
+        let fill = |blanks: &mut [UninitTile]| {
             blanks.par_iter_mut().try_for_each(|blank| {
-                let Blank {
+                let UninitTile {
                     range,
                     param,
                     state,
@@ -104,7 +104,7 @@ impl OpenRun {
             work.add(blanks.iter().map(bytes_of).sum());
             Ok::<(), TrainError>(())
         };
-        self.home.initialize(fill, self.state.encode())
+        self.backend.initialize(fill, self.state.encode())
     }
 
     /// What is done to all tiles of this rank, told by the first.
@@ -114,7 +114,7 @@ impl OpenRun {
         LongWork::new(what, bytes, self.ranks.is_first())
     }
 
-    /// Ranges that this rank writes into a save: none where the first one has all that it has.
+    /// Ranges that this rank writes into a checkpoint: none where the first one has all that it has.
     pub(crate) fn saved_ranges(&self) -> Result<Option<usize>, TrainError> {
         if self.ranks.rank() >= self.plan.swapper.ranks {
             return Ok(None);
@@ -128,13 +128,13 @@ impl OpenRun {
     /// # Errors
     /// What the tiles' place says.
     pub(crate) fn close(self) -> Result<(), TrainError> {
-        let home = self.home;
-        (self.ranks).together("closing the run", || Ok(home.close()?))
+        let backend = self.backend;
+        (self.ranks).together("closing the run", || Ok(backend.close()?))
     }
 }
 
 /// Bytes of a range's param and state.
-fn bytes_of(blank: &Blank) -> u64 {
+fn bytes_of(blank: &UninitTile) -> u64 {
     (blank.param.len() + blank.state.len()) as u64
 }
 

@@ -1,17 +1,17 @@
-//! Where the state of a run with a shared daemon is: on that daemon's devices, whatever folders the run file names.
+//! Where the state of a run with a shared daemon is: on that daemon's devices, whatever directories the run file names.
 
 use std::path::{Path, PathBuf};
 
 use crate::run::resolved;
 
-/// What to say of each of `paths` that is neither a folder with one of the `devices` nor a device itself. A DeepSpeed file
-/// always names folders, which only a private daemon uses.
+/// What to say of each of `paths` that is neither a directory with one of the `devices` nor a device itself. A DeepSpeed file
+/// always names directories, which only a private daemon uses.
 pub(super) fn elsewhere(paths: &[PathBuf], devices: &[&Path]) -> Vec<String> {
     let holds_one = |path: &PathBuf| {
-        let folder = resolved(path);
+        let dir = resolved(path);
         devices
             .iter()
-            .any(|device| resolved(device).starts_with(&folder))
+            .any(|device| resolved(device).starts_with(&dir))
     };
     let outside = paths.iter().filter(|path| !holds_one(path));
     let names = devices.iter().map(|device| device.display().to_string());
@@ -31,14 +31,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_without_a_device_of_the_shared_store_is_told() {
-        let folder = tempfile::tempdir().unwrap();
-        let device = folder.path().join("drive.tiles");
+    fn a_directory_without_a_device_of_the_shared_store_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let device = dir.path().join("drive.tiles");
         std::fs::write(&device, "").unwrap();
-        assert!(elsewhere(&[folder.path().into()], &[&device]).is_empty());
+        assert!(elsewhere(&[dir.path().into()], &[&device]).is_empty());
         assert!(elsewhere(&[], &[&device]).is_empty());
         let other = tempfile::tempdir().unwrap();
-        let notes = elsewhere(&[other.path().into(), folder.path().into()], &[&device]);
+        let notes = elsewhere(&[other.path().into(), dir.path().into()], &[&device]);
         assert_eq!(notes.len(), 1);
         assert!(
             notes[0].contains("has no effect") && notes[0].contains("drive.tiles"),

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_longlong, c_void};
 
 unsafe extern "C" {
-    pub(super) fn offload_store_folder(
+    pub(super) fn offload_store_dir(
         path: *const c_char,
         ranks: c_int,
         timeout_ms: c_int,

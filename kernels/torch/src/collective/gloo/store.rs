@@ -21,17 +21,17 @@ pub(in crate::collective) struct Store {
 unsafe impl Send for Store {}
 
 impl Store {
-    /// A store in a file of `folder`, for ranks of one node.
+    /// A store in a file of `dir`, for ranks of one node.
     ///
     /// # Errors
     /// What torch throws.
-    pub(in crate::collective) fn in_folder(
-        folder: &Path,
+    pub(in crate::collective) fn in_dir(
+        dir: &Path,
         ranks: u32,
         timeout: Duration,
     ) -> Result<Store, CollectiveError> {
-        let place = folder.display().to_string();
-        let path = folder.join("store");
+        let place = dir.display().to_string();
+        let path = dir.join("store");
         let Some(path) = path.to_str() else {
             return Err(failed("opening the store", &place, "the path is not UTF-8"));
         };
@@ -39,7 +39,7 @@ impl Store {
             let path = text(path);
             // SAFETY: the text ends with NUL and lives through the call; `raw` has room for a pointer.
             unsafe {
-                ffi::offload_store_folder(path.as_ptr(), ranks as c_int, milliseconds(timeout), raw)
+                ffi::offload_store_dir(path.as_ptr(), ranks as c_int, milliseconds(timeout), raw)
             }
         })
     }
@@ -89,7 +89,7 @@ impl Store {
         })
     }
 
-    /// Folder, or host and port.
+    /// Directory, or host and port.
     pub(in crate::collective) fn place(&self) -> &str {
         &self.place
     }

@@ -72,7 +72,7 @@ impl GpuComm {
             table.check(code, OP)?;
             Ok(handle)
         };
-        let handle = left_alone(comm.patience().connect, OP, connecting, || comm.gone())?;
+        let handle = left_alone(comm.timeouts().connect, OP, connecting, || comm.gone())?;
         let shared = Arc::new(Shared::new(table, handle, comm.link()));
         let made = GpuComm {
             _watchdog: Watchdog::start(Arc::clone(&shared)),

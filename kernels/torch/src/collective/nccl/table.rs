@@ -10,7 +10,7 @@ use libloading::Library;
 
 use crate::collective::CollectiveError;
 use kernels::gpu::Vendor;
-use kernels::gpu::library::{folders_of_loaded, folders_of_toolkit, open_first};
+use kernels::gpu::library::{dirs_of_loaded, dirs_of_toolkit, open_first};
 
 /// NCCL's ncclUniqueId: where the ranks of a communicator meet.
 #[derive(Clone, Copy)]
@@ -66,10 +66,8 @@ impl Table {
         static CUDA: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
         static HIP: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
         let opened = match vendor {
-            Vendor::Cuda => CUDA.get_or_init(|| load(&["libnccl.so.2"], &folders(vendor))),
-            Vendor::Hip => {
-                HIP.get_or_init(|| load(&["librccl.so.1", "librccl.so"], &folders(vendor)))
-            }
+            Vendor::Cuda => CUDA.get_or_init(|| load(&["libnccl.so.2"], &dirs(vendor))),
+            Vendor::Hip => HIP.get_or_init(|| load(&["librccl.so.1", "librccl.so"], &dirs(vendor))),
         };
         opened.as_ref().map_err(Clone::clone)
     }
@@ -103,20 +101,20 @@ impl Table {
     }
 }
 
-pub(super) fn load(names: &[&str], folders: &[PathBuf]) -> Result<Table, CollectiveError> {
+pub(super) fn load(names: &[&str], dirs: &[PathBuf]) -> Result<Table, CollectiveError> {
     let (library, name) =
-        open_first(names, folders).map_err(|tried| CollectiveError::NoLibrary { tried })?;
+        open_first(names, dirs).map_err(|tried| CollectiveError::NoLibrary { tried })?;
     Table::of(library).map_err(|lacks| CollectiveError::NoLibrary {
         tried: vec![format!("{name}: {lacks}")],
     })
 }
 
-/// Where pip puts NCCL beside a loaded torch, torch's own folder (RCCL is in it), and the toolkit's.
-fn folders(vendor: Vendor) -> Vec<PathBuf> {
-    let beside = folders_of_loaded("libc10")
+/// Where pip puts NCCL beside a loaded torch, torch's own directory (RCCL is in it), and the toolkit's.
+fn dirs(vendor: Vendor) -> Vec<PathBuf> {
+    let beside = dirs_of_loaded("libc10")
         .into_iter()
         .flat_map(|lib| [lib.join("../../nvidia/nccl/lib"), lib]);
-    beside.chain(folders_of_toolkit(vendor)).collect()
+    beside.chain(dirs_of_toolkit(vendor)).collect()
 }
 
 /// # Safety

@@ -66,7 +66,7 @@ impl Shared {
         let called = self.table.check(code, OP);
         if let Err(error) = called {
             // NCCL's own words say nothing of who is gone.
-            let gone = self.link.as_ref().and_then(|link| link.blame(OP));
+            let gone = self.link.as_ref().and_then(|link| link.attribute(OP));
             self.end(gone.unwrap_or(error));
         }
         self.check()
@@ -93,7 +93,7 @@ impl Shared {
         let failed = self.table.check(asked, OP).and(self.table.check(code, OP));
         drop(handle);
         let error = failed.err()?;
-        let gone = self.link.as_ref().and_then(|link| link.blame(OP));
+        let gone = self.link.as_ref().and_then(|link| link.attribute(OP));
         Some(gone.unwrap_or(error))
     }
 

@@ -1,0 +1,130 @@
+//! What makes rows mean little, as far as the rows themselves show it.
+
+use super::{Load, Row};
+use crate::report::warnings;
+use crate::units::SpeedText;
+
+/// The instrument is off when one drive alone is further from its limit.
+const ONE_DRIVE_SHARE: f64 = 0.02;
+
+/// Of rounds that differ by more, the medians say little of a single run.
+const SPREAD_MAX: f64 = 1.2;
+
+/// All of it, a line each.
+pub(super) fn of(rows: &[Row]) -> Vec<String> {
+    let mut found = off_the_limit(rows);
+    found.extend(busy(rows));
+    found.extend(short(rows));
+    found.extend(control_scales(rows));
+    found.extend(apart(rows));
+    found.extend(others(rows));
+    found
+}
+
+/// One drive alone must be at its limit, or the limit is not what was set. fio says it best, where it is.
+fn off_the_limit(rows: &[Row]) -> Vec<String> {
+    let alone = rows
+        .iter()
+        .filter(|row| row.drives == 1 && row.testdrives && row.load != Load::Both);
+    alone
+        .filter_map(|row| {
+            let rate = row.fio_bytes_per_s().unwrap_or_else(|| row.daemon_bytes_per_s());
+            let off = rate / row.limit()? - 1.0;
+            (off.abs() > ONE_DRIVE_SHARE).then(|| {
+                format!(
+                    "one drive alone, {}, bs {}: {:+.1} % from its limit, so the drives are not what was set",
+                    row.load.word(),
+                    row.bs,
+                    100.0 * off
+                )
+            })
+        })
+        .collect()
+}
+
+/// Without their pace drives are memory, and the processor is what is left to measure.
+fn busy(rows: &[Row]) -> Option<String> {
+    let counted = rows.iter().filter(|row| row.testdrives);
+    let busy = counted
+        .clone()
+        .filter(|row| warnings::is_busy(&row.daemon))
+        .count();
+    (busy > 0).then(|| {
+        format!(
+            "in {busy} of {} measurements the machine was less than {:.0} % idle: they may show the processor",
+            counted.count(),
+            100.0 * warnings::IDLE_SHARE_MIN
+        )
+    })
+}
+
+/// Throttles and caches work in slices of a tenth of a second.
+fn short(rows: &[Row]) -> Option<String> {
+    let seconds = rows.first()?.daemon.seconds;
+    (seconds < warnings::SECONDS_MIN)
+        .then(|| format!("{seconds:.2} s a measurement are too short; say --runtime 3"))
+}
+
+/// Others that use the drives, and caches between.
+fn others(rows: &[Row]) -> Vec<String> {
+    let beside = rows.iter().map(|row| warnings::beside(&row.daemon));
+    let beside: Vec<_> = beside.collect();
+    let say = |rates: Vec<f64>, what: &str| {
+        let most = rates.iter().copied().fold(0.0, f64::max);
+        let count = rates.iter().filter(|rate| **rate > 0.0).count();
+        (count > 0).then(|| {
+            let most = SpeedText(most);
+            format!(
+                "in {count} of {} measurements {what}, up to {most}",
+                rates.len()
+            )
+        })
+    };
+    let moved = beside.iter().map(|one| one.others_bytes_per_s).collect();
+    let elsewhere = beside.iter().map(|one| one.elsewhere_bytes_per_s);
+    [
+        say(moved, "others moved bytes on these drives"),
+        say(elsewhere.collect(), "a cache answered in the drives' place"),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// One thread that waits for each operation gets no more from more drives, unless drives answer at memory's speed and only
+/// their sum is held to a pace, as in slices of the block cgroup.
+fn control_scales(rows: &[Row]) -> Option<String> {
+    let of = |row: &Row| Some((row.one_thread_bytes_per_s?, row.drives as f64));
+    rows.iter().find_map(|row| {
+        let (rate, drives) = of(row)?;
+        let one = rows.iter().find(|other| {
+            other.drives == 1 && other.load == row.load && other.bs == row.bs && other.testdrives == row.testdrives
+        })?;
+        let times = rate / of(one)?.0;
+        (drives > 1.0 && times > 0.5 * (1.0 + drives)).then(|| {
+            format!(
+                "one synchronous thread got {times:.1} times the bytes from {drives} drives: these answer in bursts, so their \
+                 sum is measured here, and not how well waiting is hidden"
+            )
+        })
+    })
+}
+
+/// Says how far rounds were apart, where that is far.
+fn apart(rows: &[Row]) -> Option<String> {
+    let far = rows.iter().filter_map(|row| {
+        let rounds = row.rounds.as_ref()?;
+        let both = [Some(rounds.daemon), rounds.fio].into_iter().flatten();
+        let times = both.map(|range| range.max / range.min);
+        times.reduce(f64::max).filter(|times| *times > SPREAD_MAX)
+    });
+    let (count, most) = far.fold((0, 0.0), |(count, most), times| {
+        (count + 1, f64::max(most, times))
+    });
+    (count > 0).then(|| {
+        format!(
+            "in {count} of {} rows rounds were up to {most:.1} times apart: medians are shown, with the least and the most",
+            rows.len()
+        )
+    })
+}

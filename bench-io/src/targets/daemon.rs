@@ -1,0 +1,329 @@
+//! A session of a daemon: shared rings, an arena, checksums. Blocks are the tiles of a job of its own; where a GPU is measured too,
+//! they end and begin there.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use offload_client::{
+    Daemon, Done, Durability, Generation, JobDefinition, Rank, Session, SessionInfo,
+    SessionSettings, Slot, SlotClass, Tile, TileIndex, TileKind, Verb,
+};
+
+use super::gpu::{Copied, GpuMemory};
+use super::{Flight, Target, Way};
+use crate::console;
+use crate::pattern::{Pattern, WrongBlocks};
+use crate::random_data;
+use crate::units::Bytes;
+
+const JOB_PREFIX: &str = "bench-io-";
+
+/// What job `index` of this process's measurement is called in a daemon's store.
+pub(crate) fn job_name(index: u32) -> String {
+    format!("{JOB_PREFIX}{}-{index}", std::process::id())
+}
+
+/// Whose job it is, by its name; none of a measurement's where that is no such name.
+fn process_of(job: &str) -> Option<u32> {
+    let (process, index) = job.strip_prefix(JOB_PREFIX)?.split_once('-')?;
+    let whole = |number: &str| number.bytes().all(|byte| byte.is_ascii_digit());
+    let is_ours = whole(process) && whole(index) && !index.is_empty();
+    process.parse().ok().filter(|_| is_ours)
+}
+
+fn is_left(job: &str, open: bool) -> bool {
+    // Between two passes a living one's is closed.
+    let lives = |process| Path::new(&format!("/proc/{process}")).exists();
+    !open && process_of(job).is_some_and(|process| !lives(process))
+}
+
+/// Drops what measurements left in the daemon's store that were killed: nobody else would, and room in it is others'.
+///
+/// # Errors
+/// There is no daemon.
+pub(crate) fn drop_left(socket: &Path) -> Result<()> {
+    let daemon = Daemon::connect(socket)?;
+    let left = daemon.jobs()?.into_iter();
+    for job in left.filter(|job| is_left(&job.job, job.open)) {
+        // Another measurement may have come first.
+        if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
+            console::note(format_args!(
+                "dropped {}, which a killed measurement left: {} are free",
+                job.job,
+                Bytes(freed_bytes)
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// A session and the tiles it moves.
+pub(crate) struct DaemonTarget {
+    /// Before the session: its copiers hold slots.
+    gpu: Option<GpuMemory>,
+    /// `None` while it is closed.
+    session: Option<Session>,
+    socket: std::path::PathBuf,
+    job: String,
+    info: SessionInfo,
+    tile_bytes: u32,
+    pattern: Option<Pattern>,
+    /// By slot.
+    flights: Vec<Option<Flight>>,
+    done: Vec<Done>,
+    wrong: WrongBlocks,
+    written: bool,
+}
+
+impl DaemonTarget {
+    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes`, `depth` in flight; with `gpu` they go on to a GPU.
+    ///
+    /// # Errors
+    /// The daemon is not there, has no room, or grants less than `depth`; there is no GPU.
+    pub(crate) fn open(
+        socket: &Path,
+        job: &str,
+        tile_bytes: u32,
+        tile_count: u32,
+        depth: u32,
+        gpu: bool,
+        pattern: Option<Pattern>,
+    ) -> Result<Self> {
+        let mut session = Session::open(SessionSettings {
+            socket: socket.to_owned(),
+            job: job.to_owned(),
+            rank: Rank(0),
+            local_ranks: 1,
+            classes: vec![SlotClass {
+                slot_bytes: u64::from(tile_bytes),
+                slot_count: depth,
+            }],
+            iodepth: depth,
+        })?;
+        let info = session.info().clone();
+        ensure!(
+            info.iodepth == depth,
+            "iodepth = {depth}: the daemon grants {}, by the iodepth_max in its settings or the inflight_max of your quota, which all \
+             your jobs share: raise it, or ask for less",
+            info.iodepth
+        );
+        ensure!(
+            info.job.is_none(),
+            "the daemon's store has a job `{job}` already, of a bench-io that was killed: drop it, or wait for the other to end"
+        );
+        // Before the job is defined: from then on it holds room in the store, and only a whole target gives it back.
+        let gpu = match gpu {
+            true => Some(GpuMemory::open(&session, depth, tile_bytes)?),
+            false => None,
+        };
+        let tiles = (0..tile_count).map(|index| Tile {
+            unit: index,
+            kind: TileKind::Param,
+            elem_offset: 0,
+            tile_bytes,
+        });
+        session.define_tiles(JobDefinition {
+            layout: Vec::new(),
+            tiles: tiles.collect(),
+            durability: Durability::Committed,
+            nodes: 1,
+        })?;
+        let mut target = Self {
+            gpu,
+            session: Some(session),
+            socket: socket.to_owned(),
+            job: job.to_owned(),
+            info,
+            tile_bytes,
+            pattern,
+            flights: vec![None; depth as usize],
+            done: Vec::new(),
+            wrong: WrongBlocks::default(),
+            written: false,
+        };
+        target.session()?.resume(Generation(0))?;
+        target.fill_slots()?;
+        Ok(target)
+    }
+
+    /// What the daemon granted.
+    pub(crate) fn info(&self) -> &SessionInfo {
+        &self.info
+    }
+
+    /// The GPU at the end of the way.
+    pub(crate) fn gpu(&self) -> Option<&str> {
+        self.gpu.as_ref().map(GpuMemory::about)
+    }
+
+    fn session(&mut self) -> Result<&mut Session> {
+        self.session.as_mut().context("the session is open")
+    }
+
+    fn fill_slots(&mut self) -> Result<()> {
+        let session = self.session()?;
+        let mut slots: Vec<Slot> = std::iter::from_fn(|| session.take_slot(0)).collect();
+        for (index, slot) in slots.iter_mut().enumerate() {
+            random_data::fill(slot.as_mut_slice(), index as u64 + 1);
+        }
+        for slot in slots {
+            session.give_slot(slot);
+        }
+        Ok(())
+    }
+
+    /// Between its slot and its device.
+    fn swap(&mut self, slot: Slot, flight: Flight) -> Result<()> {
+        let (index, tile) = (slot.index().0 as usize, TileIndex(flight.block as u32));
+        let session = self.session()?;
+        let started = match flight.way {
+            Way::Read => session.swap_in(tile, slot),
+            Way::Write => session.swap_out(tile, slot),
+        };
+        if let Err((slot, error)) = started {
+            session.give_slot(slot);
+            return Err(anyhow!(error))
+                .with_context(|| format!("{} of tile {tile}", flight.way.word()));
+        }
+        self.written |= flight.way == Way::Write;
+        self.flights[index] = Some(flight);
+        Ok(())
+    }
+
+    /// It is where it was to go.
+    fn end(&mut self, slot: Slot, flight: Flight, ended: &mut Vec<Flight>) -> Result<()> {
+        if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
+            let offset = flight.block * u64::from(self.tile_bytes);
+            let device = u64::from(flight.device);
+            let bytes = &slot.as_slice()[..self.tile_bytes as usize];
+            self.wrong.add(pattern.check(bytes, device, offset).into());
+        }
+        self.session()?.give_slot(slot);
+        ended.push(flight);
+        Ok(())
+    }
+}
+
+impl Target for DaemonTarget {
+    fn start(&mut self, flight: Flight) -> Result<()> {
+        let (pattern, tile_bytes) = (self.pattern, self.tile_bytes);
+        let session = self.session()?;
+        let mut slot = session.take_slot(0).context("more operations than slots")?;
+        if let (Some(pattern), Way::Write) = (pattern, flight.way) {
+            let offset = flight.block * u64::from(tile_bytes);
+            pattern.fill(slot.as_mut_slice(), u64::from(flight.device), offset);
+        }
+        match (&mut self.gpu, flight.way) {
+            (Some(gpu), Way::Write) => gpu.start(slot, flight, pattern.is_some()),
+            _ => self.swap(slot, flight),
+        }
+    }
+
+    fn wait(&mut self, limit: Duration, ended: &mut Vec<Flight>) -> Result<()> {
+        let mut done = std::mem::take(&mut self.done);
+        // A copy takes less than a tile takes on a device: while there are any, they are what ends next.
+        let copying = self.gpu.as_ref().is_some_and(GpuMemory::is_busy);
+        let session = self.session()?;
+        session.poll(&mut done)?;
+        if done.is_empty() && !copying {
+            session.wait(limit)?;
+            session.poll(&mut done)?;
+        }
+        let copied = match (&mut self.gpu, copying) {
+            (Some(gpu), true) => gpu.wait(if done.is_empty() {
+                limit
+            } else {
+                Duration::ZERO
+            })?,
+            _ => Vec::new(),
+        };
+        for one in done.drain(..) {
+            one.result?;
+            let index = one.slot.index().0 as usize;
+            let flight = self.flights[index].take();
+            let flight = flight.context("a slot of an operation that was started")?;
+            match (&mut self.gpu, one.verb) {
+                (Some(gpu), Verb::SwapIn) => gpu.start(one.slot, flight, self.pattern.is_some())?,
+                _ => self.end(one.slot, flight, ended)?,
+            }
+        }
+        for Copied {
+            slot,
+            flight,
+            result,
+        } in copied
+        {
+            result?;
+            match flight.way {
+                Way::Read => self.end(slot, flight, ended)?,
+                Way::Write => self.swap(slot, flight)?,
+            }
+        }
+        self.done = done;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.written) {
+            self.session()?.commit(Vec::new())?;
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, pattern: Pattern) {
+        self.pattern = Some(pattern);
+    }
+
+    fn wrong(&mut self) -> WrongBlocks {
+        std::mem::take(&mut self.wrong)
+    }
+}
+
+/// Gives the job's room back: a store that others use keeps nothing of a measurement.
+impl Drop for DaemonTarget {
+    fn drop(&mut self) {
+        // Its copiers hold slots of the session.
+        self.gpu = None;
+        let mut give_back = || -> Result<()> {
+            let Some(session) = self.session.take() else {
+                bail!("closed already");
+            };
+            session.close()?;
+            Daemon::connect(&self.socket)?.drop_job(&self.job)?;
+            Ok(())
+        };
+        // The next one drops it.
+        if let Err(error) = give_back() {
+            console::note(format_args!(
+                "{} stays in the daemon's store: {error:#}",
+                self.job
+            ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_a_dead_measurement_called_so_is_left() {
+        // Above every number that a process can have.
+        let dead = "bench-io-4194305-0";
+        assert!(is_left(dead, false));
+        assert!(!is_left(dead, true), "somebody has it open");
+        assert!(!is_left(&job_name(0), false), "this one lives");
+        for other in [
+            "bench-io-llama",
+            "bench-io-4194305",
+            "bench-io-4194305-",
+            "bench-io--0",
+            "bench-io-4194305-0-mine",
+            "bench-io-+4194305-0",
+            "my-bench-io-4194305-0",
+        ] {
+            assert!(!is_left(other, false), "{other}");
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! Making the drives and taking them away.
+
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::group::{Entered, Group};
+use super::{DrivesPlan, Pace, State, check_name, dir_of, missing, read_state, state_file};
+use crate::stop;
+use crate::units::Bytes;
+
+/// A process with an io_uring keeps its files open for some 0.1 s after it has ended, a busy one longer.
+const RELEASE_WAIT: Duration = Duration::from_secs(10);
+
+/// Of the memory that holds drives, beside them.
+const RAM_SLACK_BYTES: u64 = 64 << 20;
+
+/// Touched at a time by one thread.
+const TOUCH_BYTES: u64 = 256 << 20;
+
+/// A set of rate-limited drives.
+#[derive(Debug)]
+pub(crate) struct Drives {
+    name: String,
+    dir: PathBuf,
+    state: State,
+}
+
+impl Drives {
+    /// Makes them. On failure nothing is left.
+    ///
+    /// # Errors
+    /// What is missing here, or which step failed.
+    pub(crate) fn up(plan: &DrivesPlan) -> Result<Self> {
+        Ok(Self::up_with(plan, |_| Ok(()))?.0)
+    }
+
+    /// The same; `begin` is called with the directory before anything is listed in it.
+    pub(super) fn up_with<T>(
+        plan: &DrivesPlan,
+        begin: impl FnOnce(&Path) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        plan.check()?;
+        if let Some(what) = missing(plan.raid0) {
+            bail!("rate-limited drives need {what}");
+        }
+        // Their memory may be what is missing. What cannot be taken away is said where it is in the way.
+        let _ = super::take_away_left();
+        let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
+        let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        ensure!(
+            bytes.saturating_add(RAM_SLACK_BYTES) <= available_bytes,
+            "{} drives of {} lie in memory, of which {} are to be had here",
+            plan.count,
+            Bytes(plan.bytes),
+            Bytes(available_bytes)
+        );
+        let dir = dir_of(&plan.name);
+        if state_file(&dir).exists() {
+            bail!(
+                "{} exists: there are drives already; `{}` takes them away",
+                dir.display(),
+                down_command(&plan.name)
+            );
+        }
+        fs::create_dir_all(dir.join("ram")).with_context(|| format!("making {}", dir.display()))?;
+        let begun = begin(&dir)?;
+        let group = Group::place(&plan.name).context("asked for above")?;
+        let parts = u64::from(plan.parts);
+        let mut drives = Self {
+            name: plan.name.clone(),
+            state: State {
+                group: group.dir().to_owned(),
+                devices: Vec::new(),
+                dirs: Vec::new(),
+                pace: Pace {
+                    read: (plan.pace.read / parts).max(1),
+                    write: (plan.pace.write / parts).max(1),
+                },
+            },
+            dir,
+        };
+        let bytes = plan.bytes.div_ceil(parts).next_multiple_of(4096);
+        match drives.make(&group, plan.count * plan.parts, bytes, plan.raid0) {
+            Ok(()) => Ok((drives, begun)),
+            Err(error) => match drives.down() {
+                Ok(()) => Err(error),
+                Err(left) => Err(error.context(format!("and not all was taken away: {left:#}"))),
+            },
+        }
+    }
+
+    /// The set `name`, made by an earlier `up`.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn open(name: &str) -> Result<Self> {
+        check_name(name)?;
+        let dir = dir_of(name);
+        let state = read_state(&dir)?;
+        let state = state.with_context(|| {
+            format!(
+                "no drives in {}: make some with `bench-io paced up`",
+                dir.display()
+            )
+        })?;
+        Ok(Self {
+            name: name.to_owned(),
+            dir,
+            state,
+        })
+    }
+
+    pub(crate) fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Sets every device's pace; `None`: as fast as memory.
+    ///
+    /// # Errors
+    /// The group does not take it.
+    pub(crate) fn set_pace(&self, pace: Option<Pace>) -> Result<()> {
+        self.set_pace_of(0..self.state.devices.len(), pace)
+    }
+
+    /// The same for some devices, by their place among all.
+    ///
+    /// # Errors
+    /// The group does not take it.
+    pub(crate) fn set_pace_of(&self, devices: Range<usize>, pace: Option<Pace>) -> Result<()> {
+        let group = Group::at(&self.state.group);
+        let mut devices = self.state.devices[devices].iter();
+        devices.try_for_each(|device| group.set(device, pace))
+    }
+
+    /// Paces this process and all it will start.
+    ///
+    /// # Errors
+    /// The group does not take it.
+    pub(crate) fn enter(&self) -> Result<Entered> {
+        Group::at(&self.state.group).enter()
+    }
+
+    fn make(&mut self, group: &Group, count: u32, bytes: u64, raid0: bool) -> Result<()> {
+        self.note()?;
+        let ram = self.dir.join("ram");
+        let size = format!("size={}", u64::from(count) * bytes + RAM_SLACK_BYTES);
+        // A loop device copies with one thread, faster from large pages. Kernels without them refuse the option.
+        let mount = |options: &str| {
+            call(
+                "mount",
+                ["-t", "tmpfs", "-o", options, "paced-drives", &text(&ram)],
+            )
+        };
+        mount(&format!("{size},huge=always")).or_else(|_| mount(&size))?;
+        group.make()?;
+        let files: Vec<PathBuf> = (0..count)
+            .map(|index| ram.join(format!("drive{index}")))
+            .collect();
+        touch(&files, bytes)?;
+        for file in &files {
+            stop::check()?;
+            let device = attach(file)?;
+            self.state.devices.push(device.into());
+            self.note()?;
+        }
+        let devices = self.state.devices.clone();
+        if raid0 {
+            let mut words = vec!["-q", "-f", "-K", "-d", "raid0", "-m", "raid0"];
+            let devices: Vec<String> = devices.iter().map(|device| text(device)).collect();
+            words.extend(devices.iter().map(String::as_str));
+            call("mkfs.btrfs", words)?;
+            self.mount(Path::new(&devices[0]), "noatime,nodatacow")?;
+        } else {
+            for device in &devices {
+                stop::check()?;
+                // Few inodes and no lazy work later: this file system holds some large files.
+                let options = [
+                    "-q",
+                    "-F",
+                    "-m",
+                    "0",
+                    "-N",
+                    "64",
+                    "-O",
+                    "^has_journal",
+                    "-E",
+                    "nodiscard,lazy_itable_init=0",
+                ];
+                let device_text = text(device);
+                call(
+                    "mkfs.ext4",
+                    options.into_iter().chain([device_text.as_str()]),
+                )?;
+                self.mount(device, "noatime")?;
+            }
+        }
+        self.set_pace(Some(self.state.pace))
+    }
+
+    fn mount(&mut self, device: &Path, options: &str) -> Result<()> {
+        let dir = self.dir.join(format!("drive{}", self.state.dirs.len()));
+        fs::create_dir(&dir).with_context(|| format!("making {}", dir.display()))?;
+        self.state.dirs.push(dir.clone());
+        self.note()?;
+        call("mount", ["-o", options, &text(device), &text(&dir)]).map(drop)
+    }
+
+    /// Before it is made: whoever is killed leaves a list of all that may be there.
+    fn note(&self) -> Result<()> {
+        let path = state_file(&self.dir);
+        let text = serde_json::to_vec_pretty(&self.state)?;
+        // Whole or not at all: half of it could not be taken away any more.
+        let new = path.with_extension("new");
+        fs::write(&new, text)
+            .and_then(|()| fs::rename(&new, &path))
+            .with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Takes away whatever was made. Waits a little for files that are about to be closed.
+    ///
+    /// # Errors
+    /// What still uses them. Calling it again goes on.
+    pub(crate) fn down(&self) -> Result<()> {
+        let mut trouble = Vec::new();
+        for dir in &self.state.dirs {
+            let unmount = || call_unless_gone("umount", &[&text(dir)]);
+            trouble.extend(again_until_done(unmount).err());
+        }
+        let ram = self.dir.join("ram");
+        let detach = || {
+            attached(&ram)
+                .into_iter()
+                .try_for_each(|device| call_unless_gone("losetup", &["-d", &text(&device)]))
+        };
+        trouble.extend(again_until_done(detach).err());
+        if trouble.is_empty() {
+            // A maker's `losetup` that outlived it by a moment may attach one more.
+            let unmount = || {
+                detach()?;
+                call_unless_gone("umount", &[&text(&ram)])
+            };
+            trouble.extend(again_until_done(unmount).err());
+            let group = Group::at(&self.state.group);
+            trouble.extend(again_until_done(|| group.remove()).err());
+        }
+        if !trouble.is_empty() {
+            bail!(
+                "{}; end what uses them and call `{}` again",
+                trouble.join("; "),
+                down_command(&self.name)
+            );
+        }
+        fs::remove_dir_all(&self.dir).with_context(|| format!("removing {}", self.dir.display()))
+    }
+}
+
+fn down_command(name: &str) -> String {
+    match name {
+        "" => "bench-io paced down".into(),
+        name => format!("bench-io paced down --name {name}"),
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// A loop device over `file`; past the page cache where the kernel can.
+fn attach(file: &Path) -> Result<String> {
+    let file = text(file);
+    let one = |more: &[&str]| {
+        let words = ["-f", "--show", "-b", "4096"];
+        call(
+            "losetup",
+            words.iter().chain(more).copied().chain([file.as_str()]),
+        )
+    };
+    one(&["--direct-io=on"]).or_else(|_| one(&[]))
+}
+
+/// The loop devices over files in `ram`, noted or not: who was killed between attaching one and noting it knew no more of it,
+/// and a number that was noted may be somebody else's device by now.
+fn attached(ram: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let over = entries.filter(|entry| {
+        let file = fs::read_to_string(entry.path().join("loop/backing_file"));
+        file.is_ok_and(|file| Path::new(&file).starts_with(ram))
+    });
+    over.map(|entry| Path::new("/dev").join(entry.file_name()))
+        .collect()
+}
+
+/// Writes every page of the files, in parallel.
+fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
+    let pieces_a_file = bytes.div_ceil(TOUCH_BYTES);
+    let pieces = pieces_a_file * files.len() as u64;
+    let opened = files
+        .iter()
+        .map(File::create_new)
+        .collect::<Result<Vec<_>, _>>()
+        .context("making the drives' files")?;
+    let next = AtomicU64::new(0);
+    let work = || -> std::io::Result<()> {
+        let zeros = vec![0; 4 << 20];
+        loop {
+            let piece = next.fetch_add(1, Ordering::Relaxed);
+            if piece >= pieces {
+                return Ok(());
+            }
+            let file = &opened[(piece / pieces_a_file) as usize];
+            let mut at = piece % pieces_a_file * TOUCH_BYTES;
+            let end = (at + TOUCH_BYTES).min(bytes);
+            while at < end && stop::check().is_ok() {
+                let now = (end - at).min(zeros.len() as u64);
+                file.write_all_at(&zeros[..now as usize], at)?;
+                at += now;
+            }
+        }
+    };
+    let threads = crate::machine::cores().min(8);
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        running
+            .into_iter()
+            .map(|one| one.join().expect("writing does not panic"))
+            .collect()
+    });
+    for result in results {
+        result.context("filling the drives with memory; is there enough?")?;
+    }
+    stop::check()
+}
+
+/// Runs a tool to its end. What it printed; its words are in the error.
+fn call<'a>(tool: &str, words: impl IntoIterator<Item = &'a str>) -> Result<String> {
+    let words: Vec<&str> = words.into_iter().collect();
+    let output = Command::new(tool)
+        .args(&words)
+        .output()
+        .with_context(|| format!("starting {tool}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "{tool} {}: {} ({})",
+            words.join(" "),
+            said.trim(),
+            output.status
+        );
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// What an earlier `down` took away already is no trouble.
+fn call_unless_gone(tool: &str, words: &[&str]) -> Result<(), String> {
+    let gone = [
+        "not mounted",
+        "No such device",
+        "no mount point",
+        "No such file",
+    ];
+    match call(tool, words.iter().copied()) {
+        Err(error) if !gone.iter().any(|words| error.to_string().contains(words)) => {
+            Err(error.to_string())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn again_until_done(mut once: impl FnMut() -> Result<(), String>) -> Result<(), String> {
+    let deadline = Instant::now() + RELEASE_WAIT;
+    loop {
+        match once() {
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(100)),
+            result => return result,
+        }
+    }
+}

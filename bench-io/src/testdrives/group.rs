@@ -1,0 +1,158 @@
+//! The control group whose processes are paced: version 2 (`io.max`) or version 1 (`blkio.throttle`), whichever is there.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::{Pace, full_name};
+
+const VERSION2: &str = "/sys/fs/cgroup";
+const VERSION1: &str = "/sys/fs/cgroup/blkio";
+
+/// A group's directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Group {
+    dir: PathBuf,
+}
+
+impl Group {
+    /// Where the group of the set `name` lies or would lie; nothing where the kernel has no such controller.
+    pub(crate) fn place(name: &str) -> Option<Self> {
+        let controllers = fs::read_to_string(Path::new(VERSION2).join("cgroup.controllers"));
+        let parent = if controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == "io")) {
+            VERSION2
+        } else if Path::new(VERSION1).join("cgroup.procs").exists() {
+            VERSION1
+        } else {
+            return None;
+        };
+        Some(Self {
+            dir: Path::new(parent).join(full_name(name)),
+        })
+    }
+
+    /// The group in a directory that was noted.
+    pub(super) fn at(dir: &Path) -> Self {
+        Self {
+            dir: dir.to_owned(),
+        }
+    }
+
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn is_version2(&self) -> bool {
+        self.dir.parent() == Some(Path::new(VERSION2))
+    }
+
+    pub(super) fn make(&self) -> Result<()> {
+        if self.is_version2() {
+            write(&Path::new(VERSION2).join("cgroup.subtree_control"), "+io")?;
+        }
+        match fs::create_dir(&self.dir) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                Err(e).with_context(|| format!("making {}", self.dir.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Sets what `device` (as /dev/loop0) may move a second; `None` takes the limit away.
+    pub(super) fn set(&self, device: &Path, pace: Option<Pace>) -> Result<()> {
+        let name = device.file_name().context("a device has a name")?;
+        let numbers = Path::new("/sys/block").join(name).join("dev");
+        let numbers = fs::read_to_string(&numbers)
+            .with_context(|| format!("reading {}", numbers.display()))?;
+        let numbers = numbers.trim();
+        if self.is_version2() {
+            let limit =
+                |rate: Option<u64>| rate.map_or_else(|| "max".into(), |rate| rate.to_string());
+            let (read, write_) = (limit(pace.map(|p| p.read)), limit(pace.map(|p| p.write)));
+            return write(
+                &self.dir.join("io.max"),
+                &format!("{numbers} rbps={read} wbps={write_}"),
+            );
+        }
+        // 0 is no limit.
+        let Pace {
+            read,
+            write: written,
+        } = pace.unwrap_or(Pace { read: 0, write: 0 });
+        let file = |way: &str| self.dir.join(format!("blkio.throttle.{way}_bps_device"));
+        write(&file("read"), &format!("{numbers} {read}"))?;
+        write(&file("write"), &format!("{numbers} {written}"))
+    }
+
+    /// Puts this process into the group, with all it will start.
+    pub(crate) fn enter(&self) -> Result<Entered> {
+        let controller = if self.is_version2() { "" } else { "blkio" };
+        let before = fs::read_to_string("/proc/self/cgroup")
+            .ok()
+            .and_then(|text| {
+                text.lines().find_map(|line| {
+                    let mut parts = line.splitn(3, ':').skip(1);
+                    let controllers = parts.next()?;
+                    let path = parts.next()?.trim_start_matches('/').to_owned();
+                    controllers
+                        .split(',')
+                        .any(|one| one == controller)
+                        .then_some(path)
+                })
+            });
+        let parent = self.dir.parent().context("a group lies in a hierarchy")?;
+        write(
+            &self.dir.join("cgroup.procs"),
+            &std::process::id().to_string(),
+        )?;
+        Ok(Entered {
+            before: parent.join(before.unwrap_or_default()),
+        })
+    }
+
+    /// Removes it, unless processes are left in it.
+    pub(super) fn remove(&self) -> Result<(), String> {
+        match fs::remove_dir(&self.dir) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                let inside = fs::read_to_string(self.dir.join("cgroup.procs")).unwrap_or_default();
+                let inside: Vec<&str> = inside.split_whitespace().collect();
+                Err(format!(
+                    "{}: {e}; processes in it: {}",
+                    self.dir.display(),
+                    inside.join(" ")
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// This process is paced until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    before: PathBuf,
+}
+
+impl Entered {
+    /// For a process that becomes another program.
+    pub(crate) fn stay(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        // The group can then not be removed, and who tries says why.
+        let _ = write(
+            &self.before.join("cgroup.procs"),
+            &std::process::id().to_string(),
+        );
+    }
+}
+
+/// Control files take one whole write.
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("writing \"{text}\" to {}", path.display()))
+}

@@ -1,0 +1,168 @@
+//! What could go wrong: rate-limited drives are not as fast as they were made, `exec` does not pace, something stays behind after
+//! `down` or after an `up` that failed, or two sets are one. Needs root, loop devices and the block cgroup.
+
+use std::path::Path;
+
+use crate::lab::{TRIES, alone, bench_io, json, refused, said, script, without_paced_drives};
+
+/// A set of this test's own, taken away also when the test fails.
+pub(crate) struct Set(pub(crate) String);
+
+impl Set {
+    pub(crate) fn new(test: &str) -> Self {
+        Self(format!("{test}-{}", std::process::id()))
+    }
+
+    pub(crate) fn up(&self, words: &[&str]) -> Vec<String> {
+        let output = bench_io(&[&["paced", "up", "--name", &self.0], words].concat());
+        assert!(output.status.success(), "{}", said(&output));
+        let printed = String::from_utf8_lossy(&output.stdout);
+        printed.lines().map(str::to_owned).collect()
+    }
+
+    pub(crate) fn dir(&self) -> String {
+        format!("/run/paced-drives-{}", self.0)
+    }
+}
+
+impl Drop for Set {
+    fn drop(&mut self) {
+        if Path::new(&self.dir()).exists() {
+            bench_io(&["paced", "down", "--name", &self.0]);
+        }
+    }
+}
+
+/// Bytes a second of one direction on `dirs`, in the paced group or not.
+fn rate(set: &Set, testdrives: bool, rw: &str, dirs: &[String]) -> f64 {
+    let mut words = vec![];
+    if testdrives {
+        words.extend([
+            "paced",
+            "exec",
+            "--name",
+            &set.0,
+            "--",
+            env!("CARGO_BIN_EXE_bench-io"),
+        ]);
+    }
+    words.extend([
+        "run",
+        "--target=device",
+        "--size=16m",
+        "--bs=512k",
+        "--iodepth=16",
+        "--ramp_time=0.2",
+        "--runtime=1",
+        "--json",
+        "--rw",
+        rw,
+    ]);
+    for dir in dirs {
+        words.extend(["--directory", dir]);
+    }
+    json(&words)[rw]["bytes_per_s"].as_f64().unwrap()
+}
+
+/// The first rate that is `right`, or those of all tries.
+fn undisturbed(measure: impl Fn() -> f64, right: impl Fn(f64) -> bool) -> Result<f64, Vec<f64>> {
+    let mut wrong = Vec::new();
+    while wrong.len() < TRIES {
+        match measure() {
+            rate if right(rate) => return Ok(rate),
+            rate => wrong.push(rate),
+        }
+    }
+    Err(wrong)
+}
+
+#[test]
+fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
+    if without_paced_drives() {
+        return;
+    }
+    let _alone = alone();
+    let set = Set::new("exact");
+    let dirs = set.up(&["2", "64m", "60M", "30M"]);
+    assert_eq!(dirs.len(), 2);
+    for (rw, pace) in [("read", 60e6), ("write", 30e6)] {
+        let two = undisturbed(
+            || rate(&set, true, rw, &dirs),
+            |two| (0.95..1.05).contains(&(two / pace / 2.0)),
+        );
+        assert!(two.is_ok(), "{rw}: {two:?}");
+        let free = undisturbed(
+            || rate(&set, false, rw, &dirs),
+            |free| free > 1.5 * 2.0 * pace,
+        );
+        assert!(free.is_ok(), "{rw} outside the group: {free:?}");
+    }
+    let shown = bench_io(&["paced", "show"]);
+    assert!(String::from_utf8_lossy(&shown.stdout).contains(&dirs[1]));
+    let again = refused(&["paced", "up", "--name", &set.0, "1", "64m", "1M", "1M"]);
+    let down = format!(
+        "there are drives already; `bench-io paced down --name {}`",
+        set.0
+    );
+    assert!(again.contains(&down), "{again}");
+
+    // Its file system would be gone.
+    let shown = json(&["paced", "show", "--json"]);
+    let mut shown = shown.as_array().unwrap().iter();
+    let ours = shown.find(|one| one["name"] == set.0.as_str()).unwrap();
+    let device = ours["state"]["devices"][0].as_str().unwrap();
+    let words = [
+        "--rw=write",
+        "--overwrite",
+        "--bs=64k",
+        "--size=1m",
+        "--runtime=0.1",
+    ];
+    let said_so = refused(&[&["run", "--filename", device], &words[..]].concat());
+    assert!(said_so.contains("in use: mounted"), "{said_so}");
+
+    let output = bench_io(&["paced", "down", "--name", &set.0]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(!Path::new(&set.dir()).exists());
+    let loops = std::process::Command::new("losetup")
+        .arg("-l")
+        .output()
+        .unwrap();
+    let loops = String::from_utf8_lossy(&loops.stdout).into_owned();
+    assert!(!loops.contains(&set.0), "{loops}");
+    let gone = refused(&["paced", "exec", "--name", &set.0, "--", "true"]);
+    assert!(gone.contains("no drives in"), "{gone}");
+}
+
+#[test]
+fn an_up_that_fails_half_way_leaves_nothing() {
+    if without_paced_drives() {
+        return;
+    }
+    let _alone = alone();
+    let set = Set::new("half");
+    let path = std::env::var("PATH").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    script(dir.path(), "mkfs.ext4", "echo no room >&2\nexit 1");
+    let output = crate::lab::program()
+        .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
+        .env("PATH", format!("{}:{path}", dir.path().display()))
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(said(&output).contains("no room"), "{}", said(&output));
+    assert!(!Path::new(&set.dir()).exists());
+}
+
+#[test]
+fn what_cannot_be_made_is_refused() {
+    for (words, why) in [
+        (&["0", "1g", "1M", "1M"][..], "1 to 64 loop devices"),
+        (&["1", "1m", "1M", "1M"], "at least 16 MiB"),
+        (&["1", "1g", "fast", "1M"], "begin with a number"),
+        (&["--name", "../x", "1", "1g", "1M", "1M"], "--name ../x"),
+    ] {
+        let said = refused(&[&["paced", "up"], words].concat());
+        assert!(said.contains(why), "{words:?}: {said}");
+    }
+}

@@ -1,0 +1,68 @@
+//! Contents that wait in host memory come back as they were.
+//!
+//! What could go wrong: a copy leaves before what it copies is written, or a buffer or host memory is written over before a copy
+//! has left; what comes back is used before it is there. The stand-in runs what is enqueued only when it is waited for, so a
+//! forgotten wait shows as other bytes.
+
+use kernels::gpu::{Gpu, HostStash, Stream};
+
+use crate::device::{downloaded, gpu};
+
+const PIECE_BYTES: usize = 100_000;
+
+/// Fills the next room with `byte` on `stream` and puts it away.
+fn put(gpu: &Gpu, host_stash: &mut HostStash, stream: &Stream, piece: usize, byte: u8) {
+    let source = gpu.alloc(PIECE_BYTES).unwrap();
+    let ready = gpu.stream().unwrap();
+    gpu.upload(&ready, &source, &[(0, &vec![byte; PIECE_BYTES])])
+        .unwrap();
+    let room = host_stash.room(stream).unwrap();
+    stream.copy(source.at(0), room.at(0), PIECE_BYTES).unwrap();
+    host_stash.put(piece, stream).unwrap();
+    // Freeing waits for the device, which would hide what is tested.
+    std::mem::forget(source);
+}
+
+/// Takes a piece on `stream` into a buffer of its own, without waiting.
+fn take(
+    gpu: &Gpu,
+    host_stash: &mut HostStash,
+    stream: &Stream,
+    piece: usize,
+) -> kernels::gpu::DeviceBuffer {
+    let to = gpu.alloc(PIECE_BYTES).unwrap();
+    let from = host_stash.take(piece, stream).unwrap();
+    stream.copy(from.at(0), to.at(0), PIECE_BYTES).unwrap();
+    host_stash.taken(piece, stream).unwrap();
+    to
+}
+
+#[test]
+fn pieces_come_back_as_they_were_put_pass_after_pass() {
+    let Some(gpu) = gpu() else { return };
+    let compute = gpu.default_stream();
+    let pieces = 7;
+    let mut host_stash = HostStash::new(&gpu, pieces, PIECE_BYTES).unwrap();
+    assert!(host_stash.host_bytes() >= pieces * PIECE_BYTES);
+    for pass in 0..3 {
+        let content = |piece: usize| (pass * 50 + piece + 1) as u8;
+        for piece in 0..pieces {
+            put(&gpu, &mut host_stash, &compute, piece, content(piece));
+        }
+        let mut taken = Vec::new();
+        for piece in (0..pieces).rev() {
+            taken.push((piece, take(&gpu, &mut host_stash, &compute, piece)));
+            // The next one comes while this one is used; on every second pass nobody asks for it early.
+            if piece > 0 && pass % 2 == 0 {
+                host_stash.fetch(piece - 1).unwrap();
+            }
+        }
+        for (piece, found) in taken {
+            let bytes = downloaded(&gpu, &compute, &found, 0, PIECE_BYTES);
+            assert!(
+                bytes == vec![content(piece); PIECE_BYTES],
+                "piece {piece} of pass {pass}"
+            );
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Runs tests of the program it is part of once more, on a stand-in for the GPU's driver (`tests/gpu/fake`).
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// Tells the stand-in where its own library lies, for the kernels it compiles.
+pub(crate) const DRIVER: &str = "KERNELS_STAND_IN";
+
+/// What a test prints of the device that the stand-in for CUDA has.
+pub(crate) const CUDA_INFO: &str = "vendor: Cuda, index: 0, name: \"stand-in\"";
+
+/// A directory for a test's files: cargo's, or the system's where this program was carried to another machine.
+pub(crate) fn scratch() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))
+        .or_else(|_| tempfile::tempdir())
+        .unwrap()
+}
+
+/// Builds the stand-in, of which `source` is the directory, as `libraries`, which are one file, runs `tests` of this program with
+/// it and looks for `info`, which a test prints of its device. At least `passed_min` of them must be there.
+pub(crate) fn run_on_fake(
+    source: &Path,
+    libraries: &[&str],
+    options: &[&str],
+    tests: &[&str],
+    info: &str,
+    passed_min: usize,
+) {
+    let dir = scratch();
+    if !source.exists() {
+        println!("skipped: no source of the stand-in for a GPU's driver: this program was carried");
+        return;
+    }
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let header = format!("-DKERNEL_HEADER=\"{}\"", source.join("kernel.h").display());
+    let built = Command::new(&compiler)
+        .args(["-std=c++17", "-O1", "-Wall", "-fPIC", "-shared"])
+        .args([&format!("-Wl,-soname,{}", libraries[0]), &header])
+        .args(options)
+        .arg(source.join("driver.cc"))
+        .arg("-o")
+        .arg(dir.path().join(libraries[0]))
+        .output();
+    let built = match built {
+        Ok(built) => built,
+        Err(error) => {
+            println!("skipped: {compiler}: {error}: no stand-in for a GPU's driver");
+            return;
+        }
+    };
+    let said = String::from_utf8_lossy(&built.stderr);
+    assert!(built.status.success(), "{said}");
+    symlink(libraries[0], dir.path().join(libraries[1])).unwrap();
+    if libraries[0] != "libcuda.so.1" {
+        // CUDA is asked first; an empty file of its name hides a real one.
+        std::fs::write(dir.path().join("libcuda.so.1"), "").unwrap();
+    }
+
+    let log = dir.path().join("output");
+    let output = std::fs::File::create(&log).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(tests)
+        .arg("--show-output")
+        // Spilled registers are a GPU's matter.
+        .args(["--skip", "no_kernel_spills_registers"])
+        .env("LD_LIBRARY_PATH", dir.path())
+        .env(DRIVER, dir.path().join(libraries[0]))
+        .stderr(output.try_clone().unwrap())
+        .stdout(output)
+        .spawn()
+        .unwrap();
+    let status = wait_at_most(Duration::from_secs(400), &mut child);
+    let output = std::fs::read_to_string(&log).unwrap();
+    let success = status.is_some_and(|status| status.success());
+    assert!(success, "{status:?}\n{output}");
+    assert!(
+        !output.contains("skipped: "),
+        "a test found no GPU:\n{output}"
+    );
+    assert!(output.contains(info), "another driver was found:\n{output}");
+    let passed = output.matches(" ... ok").count();
+    assert!(passed >= passed_min, "only {passed} tests ran:\n{output}");
+}
+
+/// None if it had to be killed: the work of a stream never came to an end.
+fn wait_at_most(limit: Duration, child: &mut Child) -> Option<ExitStatus> {
+    let start = Instant::now();
+    while start.elapsed() < limit {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    None
+}

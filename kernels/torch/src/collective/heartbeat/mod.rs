@@ -1,0 +1,352 @@
+//! Every rank's heartbeat, and from them: who is gone.
+//!
+//! ```text
+//!   thread, each beat:   write own count ──▶ board ──▶ read the others' counts ──▶ Shared ──▶ verdict()
+//! ```
+//!
+//! A thread of its own, so that a rank that computes for long still beats, and one that is stopped or dead does not. Beats are counted in
+//! rounds of this thread, not on a clock: a node that sleeps for a minute blames nobody when it wakes.
+//!
+//! The rank to blame is the one whose beat stopped first: those that give up because of it stop later.
+
+mod dir;
+mod heartbeat_store;
+mod store;
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+pub(super) use dir::DirHeartbeatStore;
+pub(super) use heartbeat_store::{Beat, HeartbeatStore, Seen};
+pub(super) use store::TcpHeartbeatStore;
+
+use super::{CollectiveError, Timeouts, World};
+
+/// Rounds without a beat after which a rank may be the one that stopped first. Two may pass between two beats of threads that take turns.
+const SUSPECT_ROUNDS: u64 = 4;
+
+/// Rounds a rank that ended may be behind us before it is blamed: what it sent before its end may still arrive.
+const END_ROUNDS: u64 = 2;
+
+/// This rank's heartbeat and its view of the others'.
+pub(super) struct Heartbeat {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread and the callers share.
+struct Shared {
+    world: World,
+    timeouts: Timeouts,
+    /// The rank in whose process the board lives, or what to say when it is nobody's.
+    host: Option<u32>,
+    place: String,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    own: Beat,
+    peers: Vec<Peer>,
+    /// Rounds done.
+    round: u64,
+    /// When the round under way began; `None` between rounds.
+    began: Option<Instant>,
+    /// The board answers no longer.
+    lost: Option<CollectiveError>,
+    /// Something of `own` is not on the board yet.
+    unwritten: bool,
+    stop: bool,
+    stopped: bool,
+}
+
+/// A rank as seen from here.
+#[derive(Clone, Default)]
+struct Peer {
+    present: bool,
+    beat: Beat,
+    /// In which of our rounds its count last changed.
+    beat_round: u64,
+    dead: bool,
+}
+
+impl Heartbeat {
+    /// Begins to beat on `heartbeat_store`. `host`: the rank in whose process the board lives, if it is a rank's.
+    pub(super) fn start(
+        world: World,
+        timeouts: Timeouts,
+        heartbeat_store: Box<dyn HeartbeatStore>,
+        host: Option<u32>,
+        place: String,
+    ) -> Heartbeat {
+        let shared = Arc::new(Shared {
+            world,
+            timeouts,
+            host,
+            place,
+            state: Mutex::new(State {
+                own: Beat::default(),
+                peers: vec![Peer::default(); world.ranks as usize],
+                round: 0,
+                began: None,
+                lost: None,
+                unwritten: true,
+                stop: false,
+                stopped: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let for_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("pulse".to_owned())
+            .spawn(move || for_thread.beat(heartbeat_store))
+            .expect("a process may start a thread");
+        Heartbeat {
+            shared,
+            thread: Some(thread),
+        }
+    }
+
+    /// Ranks that have not come to the rendezvous, as far as is known.
+    pub(super) fn absent(&self) -> Vec<u32> {
+        let state = self.shared.lock();
+        self.shared
+            .peers()
+            .filter(|&rank| !state.peers[rank as usize].present)
+            .collect()
+    }
+
+    /// Notes that this rank has come to its operation number `reached`.
+    pub(super) fn reached(&self, reached: u64) {
+        let mut state = self.shared.lock();
+        state.own.reached = reached;
+        state.unwritten = true;
+    }
+
+    /// Ranks that have not come to operation number `reached`, as far as is known.
+    pub(super) fn behind(&self, reached: u64) -> Vec<u32> {
+        let state = self.shared.lock();
+        self.shared
+            .peers()
+            .filter(|&rank| state.peers[rank as usize].beat.reached < reached)
+            .collect()
+    }
+
+    /// The rank that is gone, as an error for a caller in `op`; `None` while nobody is known to be.
+    pub(super) fn verdict(&self, op: &str) -> Option<CollectiveError> {
+        self.shared.verdict(op)
+    }
+
+    /// Tells the others that this rank ends, and why. Returns when that is written, or after two beats.
+    pub(super) fn end(&self, reason: &str) {
+        let mut state = self.shared.lock();
+        if state.own.end.is_some() {
+            return;
+        }
+        state.own.end = Some(reason.to_owned());
+        state.unwritten = true;
+        self.shared.changed.notify_all();
+        let bound = 2 * self.shared.timeouts.beat;
+        drop(
+            self.shared
+                .changed
+                .wait_timeout_while(state, bound, |state| state.unwritten && !state.stopped)
+                .expect("the thread does not panic"),
+        );
+    }
+
+    /// Waits until all others have ended too, or for as many rounds as they need to see that this rank has.
+    pub(super) fn wait_for_ends(&self) {
+        let state = self.shared.lock();
+        let enough = state.round + END_ROUNDS + 2;
+        let bound = (END_ROUNDS as u32 + 4) * self.shared.timeouts.beat;
+        let going_on = |state: &mut State| {
+            let on = |rank: u32| state.peers[rank as usize].beat.end.is_none();
+            state.round < enough && !state.stopped && self.shared.peers().any(on)
+        };
+        drop(
+            self.shared
+                .changed
+                .wait_timeout_while(state, bound, going_on)
+                .expect("the thread does not panic"),
+        );
+    }
+}
+
+impl Drop for Heartbeat {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.stop = true;
+        self.shared.changed.notify_all();
+        let bound = 2 * self.shared.timeouts.beat;
+        let (state, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(state, bound, |state| !state.stopped)
+            .expect("the thread does not panic");
+        let stopped = state.stopped;
+        drop(state);
+        // A thread that hangs in a board whose host is gone is left behind; it ends with the process.
+        if let (true, Some(thread)) = (stopped, self.thread.take()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics with the lock")
+    }
+
+    fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let own = self.world.rank;
+        (0..self.world.ranks).filter(move |&rank| rank != own)
+    }
+
+    /// The thread.
+    fn beat(&self, mut heartbeat_store: Box<dyn HeartbeatStore>) {
+        let mut state = self.lock();
+        loop {
+            state.own.count += 1;
+            let own = state.own.clone();
+            state.began = Some(Instant::now());
+            drop(state);
+            let seen = heartbeat_store.write(&own).and_then(|()| {
+                self.peers()
+                    .map(|rank| Ok((rank, heartbeat_store.read(rank)?)))
+                    .collect::<Result<Vec<_>, _>>()
+            });
+            state = self.lock();
+            state.began = None;
+            state.round += 1;
+            state.unwritten = state.own.end != own.end;
+            match seen {
+                Ok(seen) => state.see(seen),
+                Err(error) => state.lost = Some(error),
+            }
+            self.changed.notify_all();
+            if state.stop || state.lost.is_some() {
+                break;
+            }
+            if !state.unwritten {
+                let asleep =
+                    |state: &mut State| !(state.stop || state.unwritten && state.own.end.is_some());
+                state = self
+                    .changed
+                    .wait_timeout_while(state, self.timeouts.beat, asleep)
+                    .expect("nobody panics with the lock")
+                    .0;
+                if state.stop && !state.unwritten {
+                    break;
+                }
+            }
+        }
+        state.stopped = true;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn verdict(&self, op: &str) -> Option<CollectiveError> {
+        let state = self.lock();
+        let rounds =
+            |time: Duration| (time.as_secs_f64() / self.timeouts.beat.as_secs_f64()).ceil() as u64;
+        let silence_rounds = rounds(self.timeouts.silence);
+        let quiet = |peer: &Peer| state.round - peer.beat_round;
+        let first = self
+            .peers()
+            .filter(|&rank| state.peers[rank as usize].present)
+            .filter(|&rank| {
+                let peer = &state.peers[rank as usize];
+                peer.dead || peer.beat.end.is_some() || quiet(peer) >= SUSPECT_ROUNDS
+            })
+            // Of two found gone at once, one that said why it ended may have meant the other.
+            .min_by_key(|&rank| {
+                let peer = &state.peers[rank as usize];
+                (peer.beat_round, peer.beat.end.is_some())
+            });
+        if let Some(rank) = first {
+            let peer = &state.peers[rank as usize];
+            if let Some(reason) = &peer.beat.end {
+                let settled = quiet(peer) >= END_ROUNDS || state.lost.is_some();
+                return settled.then(|| CollectiveError::Left {
+                    rank,
+                    waiting: self.world.rank,
+                    op: op.to_owned(),
+                    reason: reason.clone(),
+                });
+            }
+            if peer.dead {
+                return Some(CollectiveError::Died {
+                    rank,
+                    op: op.to_owned(),
+                });
+            }
+            if quiet(peer) >= silence_rounds {
+                return Some(CollectiveError::Silent {
+                    rank,
+                    silent_s: quiet(peer) as f64 * self.timeouts.beat.as_secs_f64(),
+                    op: op.to_owned(),
+                });
+            }
+        }
+        self.board_verdict(&state, op)
+    }
+
+    /// Whether the board itself is gone, and with it the rank that has it.
+    fn board_verdict(&self, state: &State, op: &str) -> Option<CollectiveError> {
+        if let Some(error) = &state.lost {
+            return Some(match self.host {
+                Some(rank) if rank != self.world.rank => CollectiveError::Died {
+                    rank,
+                    op: op.to_owned(),
+                },
+                _ => error.clone(),
+            });
+        }
+        let silent = state.began?.elapsed();
+        if silent < self.timeouts.silence {
+            return None;
+        }
+        Some(match self.host {
+            Some(rank) if rank != self.world.rank => CollectiveError::Silent {
+                rank,
+                silent_s: silent.as_secs_f64(),
+                op: op.to_owned(),
+            },
+            _ => CollectiveError::Rendezvous {
+                op: "a heartbeat",
+                place: self.place.clone(),
+                message: format!("no answer for {:.1} s", silent.as_secs_f64()),
+            },
+        })
+    }
+}
+
+impl State {
+    fn see(&mut self, seen: Vec<(u32, Seen)>) {
+        for (rank, seen) in seen {
+            let peer = &mut self.peers[rank as usize];
+            let (beat, dead) = match seen {
+                Seen::Nothing => continue,
+                Seen::Beat(beat) => (beat, false),
+                Seen::Dead(beat) => (beat, true),
+            };
+            // A beat that cannot be read is none: the next one says more.
+            if let Some(beat) = beat
+                && (!peer.present || beat.count != peer.beat.count)
+            {
+                peer.beat = beat;
+                peer.beat_round = self.round;
+            }
+            if !peer.present {
+                peer.beat_round = self.round;
+            }
+            peer.present = true;
+            peer.dead |= dead;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

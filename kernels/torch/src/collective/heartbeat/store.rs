@@ -1,0 +1,45 @@
+//! Beats in a TCP store, for runs over several nodes or under torchrun. A dead rank is known by its silence.
+
+use super::CollectiveError;
+use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
+use crate::collective::gloo::Store;
+
+/// Beats as keys of a store, over a connection of its own.
+pub(crate) struct TcpHeartbeatStore {
+    store: Store,
+    rank: u32,
+}
+
+impl TcpHeartbeatStore {
+    /// Takes `rank`'s place in `store`.
+    ///
+    /// # Errors
+    /// A place already taken; a store that does not answer.
+    pub(crate) fn open(store: Store, rank: u32) -> Result<Self, CollectiveError> {
+        if store.add(&format!("taken-{rank}"), 1)? != 1 {
+            return Err(CollectiveError::Taken {
+                rank,
+                place: store.place().to_owned(),
+            });
+        }
+        Ok(TcpHeartbeatStore { store, rank })
+    }
+}
+
+impl HeartbeatStore for TcpHeartbeatStore {
+    fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError> {
+        self.store.set(&key(self.rank), &beat.encode())
+    }
+
+    fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError> {
+        let mut bytes = [0; BEAT_BYTES];
+        Ok(match self.store.get(&key(rank), &mut bytes)? {
+            None => Seen::Nothing,
+            Some(count) => Seen::Beat(bytes.get(..count).and_then(Beat::decode)),
+        })
+    }
+}
+
+fn key(rank: u32) -> String {
+    format!("beat-{rank}")
+}

@@ -1,0 +1,73 @@
+//! A record that the device did not give at the start stays until somebody decides: it may be the newest one, and name any
+//! extent of its job's tiles. Here is the decision to go on without it. If it was the newest, tiles of the generation before
+//! it may have been written over since: who decides has had them compared.
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::Generation;
+
+use super::job::JobKey;
+use super::script::{Failed, Purpose, Step};
+use super::{Action, CallId, Core, Reply, refuse};
+use crate::store::manifest::SlotContent;
+
+impl Core {
+    pub(super) fn discard_unreadable(
+        &mut self,
+        call: CallId,
+        key: JobKey,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<Reply>, Fault> {
+        self.check_writing()?;
+        let stored = self.closed(&key)?;
+        let unreadable = |slot: &usize| matches!(stored.slots[*slot], SlotContent::Unreadable(_));
+        let slots: Vec<usize> = (0..stored.slots.len()).filter(unreadable).collect();
+        let stored = self.jobs.get_mut(&key).and_then(|job| job.stored.as_mut());
+        let writes = stored.expect("just seen").voiding(&slots);
+        if writes.is_empty() {
+            return Err(Fault::new(
+                FaultKind::Invalid,
+                format!(
+                    "job {} has no record that could not be read: there is nothing to give up",
+                    key.name
+                ),
+            ));
+        }
+        let steps = vec![Step::writes(self.home, writes), Step::flush([self.home])];
+        self.run_script(Purpose::Forget { key, call }, steps, actions);
+        Ok(None)
+    }
+
+    pub(super) fn finish_forget(
+        &mut self,
+        key: &JobKey,
+        call: CallId,
+        result: Result<(), Failed>,
+        actions: &mut Vec<Action>,
+    ) {
+        if let Err(Failed { fault, .. }) = result {
+            let what = format!(
+                "the record of job {} could not be written over ({}): it stays as it is. Drop the job, or mend the device",
+                key.name, fault.message
+            );
+            return refuse(call, Fault::new(fault.kind, what), actions);
+        }
+        let job = self.jobs.get_mut(key).expect("a script's job");
+        let stored = job.stored.as_mut().expect("it has records");
+        for slot in &mut stored.slots {
+            if let SlotContent::Unreadable(_) = slot {
+                *slot = SlotContent::Empty;
+            }
+        }
+        let newest_generation = match stored.clean() {
+            true => stored.newest(),
+            // Written in place: what its record names is there no more.
+            false => Generation(0),
+        };
+        // Its tiles stayed because of it.
+        self.mover.retry();
+        actions.push(Action::Reply {
+            call,
+            reply: Ok(Reply::DiscardUnreadable { newest_generation }),
+        });
+    }
+}

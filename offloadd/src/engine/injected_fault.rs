@@ -1,0 +1,57 @@
+//! What a test makes go wrong with one operation of this process (`offload_api::injected_fault`): in test builds only.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use offload_api::injected_fault::{InjectedFault, Instead, injected_fault};
+
+use super::{Io, IoDone};
+use crate::power_cut_sim;
+
+static STARTED: AtomicU64 = AtomicU64::new(0);
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
+fn asked_for() -> Option<InjectedFault> {
+    static ASKED_FOR: OnceLock<Option<InjectedFault>> = OnceLock::new();
+    *ASKED_FOR.get_or_init(injected_fault)
+}
+
+/// An operation is about to be given to a device.
+pub(super) fn before(io: &Io) {
+    let Some(injected_fault) = asked_for() else {
+        return;
+    };
+    let number = STARTED.fetch_add(1, Ordering::Relaxed);
+    match injected_fault.of(number) {
+        Some(Instead::Kill) => end(),
+        Some(Instead::Cut) => {
+            power_cut_sim::cut(number);
+            end();
+        }
+        _ => power_cut_sim::begins(io),
+    }
+}
+
+fn end() {
+    let me = rustix::process::getpid();
+    rustix::process::kill_process(me, rustix::process::Signal::KILL)
+        .expect("a process may kill itself");
+}
+
+/// Operations have ended, and say how.
+pub(super) fn after(done: &mut [IoDone]) {
+    let Some(injected_fault) = asked_for() else {
+        return;
+    };
+    for done in done {
+        let number = ENDED.fetch_add(1, Ordering::Relaxed);
+        match (injected_fault.of(number), done.outcome) {
+            (Some(Instead::Errno(errno)), _) => done.outcome = Err(errno),
+            // A flush moves nothing, so it cannot move less.
+            (Some(Instead::Short), Ok(0)) => done.outcome = Err(libc::EIO),
+            (Some(Instead::Short), Ok(moved)) => done.outcome = Ok(moved / 2),
+            (Some(Instead::Kill | Instead::Cut) | None, _) | (Some(Instead::Short), Err(_)) => {}
+        }
+        power_cut_sim::has_ended(done);
+    }
+}

@@ -1,0 +1,179 @@
+//! An engine whose devices are exactly as fast as a test wants them: what moves on a device moves one operation after the
+//! other, reads and writes each for themselves, and an operation ends when its bytes have had their time.
+//!
+//! ```text
+//!   submit ──▶ due = max(now, when the device is free that way) + bytes / rate      ──▶ the real engine at once
+//!   reap   ◀── what has ended really, and is due; a timer tells when the next one is
+//! ```
+//!
+//! In test builds only (`offload_api::pace`): a run on any machine, by any user, then has drives whose speed is known, and
+//! its step can be compared with the bound of the design. The drive below must be faster than the pace.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::pace::{Pace, Paces};
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+
+use super::{Engine, EngineError, Io, IoDone, path_of};
+use crate::core::{IoId, IoOp};
+
+/// The pace of the device that `file` is.
+pub(super) fn of(file: &File, paces: &Paces) -> Pace {
+    let path = path_of(file);
+    let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    paces.of(&name.unwrap_or_default())
+}
+
+/// An engine and its pace.
+#[derive(Debug)]
+pub struct Paced {
+    inner: Engine,
+    /// Of each device.
+    paces: Vec<Pace>,
+    /// When each device has moved all it was given, read and written.
+    free: Vec<[Instant; 2]>,
+    /// When an operation below may end, and when it was submitted.
+    due: HashMap<IoId, (Instant, Instant)>,
+    /// Ended below, not due: by time, with their place in `held`.
+    next: BinaryHeap<Reverse<(Instant, IoId)>>,
+    held: HashMap<IoId, IoDone>,
+    timer: OwnedFd,
+    /// Readable when the engine below or the timer is.
+    wake: OwnedFd,
+}
+
+impl Paced {
+    /// Paces the devices of `inner`, in their order.
+    ///
+    /// # Errors
+    /// No descriptors are to be had.
+    pub(crate) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
+        let broken = |action| {
+            move |errno: rustix::io::Errno| EngineError::Broken {
+                engine: "paced",
+                action,
+                source: errno.into(),
+            }
+        };
+        let timer = timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+        )
+        .map_err(broken("timerfd_create"))?;
+        let wake = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(broken("epoll_create"))?;
+        for source in [timer.as_fd(), inner.wake()] {
+            epoll::add(&wake, source, EventData::new_u64(0), EventFlags::IN)
+                .map_err(broken("epoll_ctl"))?;
+        }
+        Ok(Self {
+            inner,
+            free: vec![[Instant::now(); 2]; paces.len()],
+            paces,
+            due: HashMap::new(),
+            next: BinaryHeap::new(),
+            held: HashMap::new(),
+            timer,
+            wake,
+        })
+    }
+
+    pub(super) fn inner(&self) -> &Engine {
+        &self.inner
+    }
+
+    pub(super) fn inner_mut(&mut self) -> &mut Engine {
+        &mut self.inner
+    }
+
+    pub(super) fn submit(&mut self, io: Io) {
+        let now = Instant::now();
+        let pace = self.paces[io.device.0 as usize];
+        let due = match io.op {
+            IoOp::Read => self.queue(&io, 0, pace.read_bytes_per_s, now),
+            IoOp::Write => self.queue(&io, 1, pace.write_bytes_per_s, now),
+            IoOp::Flush => now,
+        };
+        let before = self.due.insert(io.id, (due, now));
+        assert!(before.is_none(), "{:?} is in flight already", io.id);
+        self.inner.submit(io);
+    }
+
+    /// One more device, behind the others.
+    pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
+        let pace = offload_api::pace::paces().map(|paces| of(&file, &paces));
+        self.inner.add(file)?;
+        self.paces.push(pace.expect("engines are paced only then"));
+        self.free.push([Instant::now(); 2]);
+        Ok(())
+    }
+
+    fn queue(&mut self, io: &Io, direction: usize, rate: u64, now: Instant) -> Instant {
+        let free = &mut self.free[io.device.0 as usize][direction];
+        let time = Duration::from_secs_f64(f64::from(io.bytes) / rate as f64);
+        *free = (*free).max(now) + time;
+        *free
+    }
+
+    pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
+        let mut ended = Vec::new();
+        self.inner.reap(&mut ended)?;
+        for one in ended {
+            let (due, _) = self.due[&one.id];
+            self.next.push(Reverse((due, one.id)));
+            self.held.insert(one.id, one);
+        }
+        // The timer's signal is taken before the clock is read: what comes due in between signals again.
+        let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
+        let now = Instant::now();
+        while let Some(&Reverse((due, id))) = self.next.peek()
+            && due <= now
+        {
+            self.next.pop();
+            let (_, since) = self.due.remove(&id).expect("submitted");
+            let mut one = self.held.remove(&id).expect("ended");
+            one.device_ns = since.elapsed().as_nanos() as u64;
+            done.push(one);
+        }
+        self.arm(now)
+    }
+
+    /// Sets the timer to the next that is due, or to never.
+    fn arm(&self, now: Instant) -> Result<(), EngineError> {
+        let left = match self.next.peek() {
+            // Zero would mean never.
+            Some(Reverse((due, _))) => (*due - now).max(Duration::from_nanos(1)),
+            None => Duration::ZERO,
+        };
+        let once = Itimerspec {
+            it_interval: Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            },
+            it_value: Timespec::try_from(left).expect("a short time"),
+        };
+        timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)
+            .map(drop)
+            .map_err(|errno| EngineError::Broken {
+                engine: "paced",
+                action: "timerfd_settime",
+                source: errno.into(),
+            })
+    }
+
+    pub(super) fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    pub(super) fn inflight_count(&self) -> usize {
+        self.due.len()
+    }
+}

@@ -1,0 +1,364 @@
+//! How far each device is worn: what was written before this life of the daemon and in it, against what it is rated for.
+//!
+//! Bytes as the store writes them: other files on the drive, and what a drive writes again by itself, are not in it.
+
+use std::collections::BTreeMap;
+
+use offload_api::ids::DeviceIndex;
+
+use super::DeviceWear;
+use crate::blocks::AlignedBytes;
+use crate::store::superblock::StoreId;
+use crate::store::wear::{Wear, totals};
+
+/// A drive this far through its rating is to be replaced soon.
+const WARN_SHARE: f64 = 0.8;
+
+/// The devices' wear. Belongs to the ledger.
+#[derive(Debug)]
+pub struct Endurance {
+    store: StoreId,
+    ratings: Ratings,
+    devices: Vec<Device>,
+    /// Of jobs, by `job_id`: what they wrote before to devices that are not here any more.
+    left: BTreeMap<u64, u64>,
+}
+
+/// What drives may take in their lives, as the settings say. By path, as a device may come while the daemon runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ratings {
+    /// Those that the settings list, and what of them.
+    pub listed: BTreeMap<String, Option<u64>>,
+    /// What was said of all.
+    pub others: Option<u64>,
+}
+
+impl Ratings {
+    /// What the device at `path` is rated for, if the settings say.
+    pub fn of(&self, path: &str) -> Option<u64> {
+        *self.listed.get(path).unwrap_or(&self.others)
+    }
+}
+
+/// What is known of a device when the daemon starts, or when it comes.
+#[derive(Clone, Debug, Default)]
+pub struct WearCount {
+    /// As the settings name it.
+    pub path: String,
+    /// In the store.
+    pub number: u32,
+    /// As it was kept last.
+    pub before: Wear,
+}
+
+#[derive(Debug)]
+struct Device {
+    worn: WearCount,
+    rated_bytes: Option<u64>,
+    /// The newest sequence, and how much was written when it was kept.
+    sequence: u64,
+    kept_bytes: u64,
+    /// What is on its way to it.
+    keeping: Option<Keeping>,
+    /// A device has left since it was kept: the jobs' totals alone still say what was written to that one.
+    totals_wanted: bool,
+    warned: bool,
+}
+
+/// A device's wear on its way.
+#[derive(Debug)]
+struct Keeping {
+    written_bytes: u64,
+    /// Of the write itself.
+    blocks_bytes: u64,
+}
+
+/// What a job wrote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobWritten {
+    /// Which.
+    pub job_id: u64,
+    /// In this life, to the device that is kept.
+    pub here_bytes: u64,
+    /// In all lives, to all devices.
+    pub ever_bytes: u64,
+}
+
+/// A device's wear, to be written to it.
+#[derive(Debug)]
+pub struct ToKeep {
+    /// Which.
+    pub device: DeviceIndex,
+    /// Where.
+    pub offset: u64,
+    /// What.
+    pub blocks: AlignedBytes,
+}
+
+impl Endurance {
+    /// `devices` in the store's order.
+    pub fn new(store: StoreId, ratings: Ratings, devices: Vec<WearCount>) -> Self {
+        let wears = devices.iter().map(|worn| &worn.before);
+        let here = |job_id: &u64| {
+            let bytes = wears.clone().filter_map(|wear| wear.jobs.get(job_id));
+            bytes.fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
+        };
+        let left = totals(wears.clone()).into_iter();
+        let left = left.map(|(job_id, total)| (job_id, total.saturating_sub(here(&job_id))));
+        let mut endurance = Self {
+            store,
+            ratings,
+            left: left.filter(|(_, bytes)| *bytes > 0).collect(),
+            devices: Vec::new(),
+        };
+        devices.into_iter().for_each(|worn| endurance.add(worn));
+        endurance
+    }
+
+    /// One more device, behind the others.
+    pub fn add(&mut self, worn: WearCount) {
+        self.devices.push(Device {
+            sequence: worn.before.sequence,
+            kept_bytes: worn.before.written_bytes,
+            keeping: None,
+            totals_wanted: false,
+            rated_bytes: self.ratings.of(&worn.path),
+            worn,
+            warned: false,
+        });
+    }
+
+    /// It has a number now.
+    pub fn number(&mut self, device: usize, number: u32) {
+        self.devices[device].worn.number = number;
+    }
+
+    /// Ever written to a device, of which `now_bytes` in this life.
+    pub fn written_bytes(&self, device: usize, now_bytes: u64) -> u64 {
+        self.devices[device].worn.before.written_bytes + now_bytes
+    }
+
+    /// What it is rated for, if the settings say.
+    pub fn rated_bytes(&self, device: usize) -> Option<u64> {
+        self.devices[device].rated_bytes
+    }
+
+    /// Whether the settings list it.
+    pub fn is_listed(&self, device: usize) -> bool {
+        self.ratings
+            .listed
+            .contains_key(&self.devices[device].worn.path)
+    }
+
+    /// The settings say something else now. A device that was warned of is judged anew.
+    pub fn rate(&mut self, ratings: Ratings) {
+        for device in &mut self.devices {
+            let rated_bytes = ratings.of(&device.worn.path);
+            if device.rated_bytes != rated_bytes {
+                device.rated_bytes = rated_bytes;
+                device.warned = false;
+            }
+        }
+        self.ratings = ratings;
+    }
+
+    /// Ever written by a job to a device, of which `now_bytes` in this life.
+    pub fn job_bytes_on(&self, job_id: u64, device: usize, now_bytes: u64) -> DeviceWear {
+        let worn = &self.devices[device].worn;
+        let before = worn.before.jobs.get(&job_id).unwrap_or(&0);
+        DeviceWear {
+            number: worn.number,
+            bytes: before + now_bytes,
+        }
+    }
+
+    /// Ever written by a job, of which `now_bytes` in this life to each device.
+    pub fn job_bytes(&self, job_id: u64, now_bytes: &[u64]) -> u64 {
+        let before = self.devices.iter().map(|d| d.worn.before.jobs.get(&job_id));
+        let left = self.left.get(&job_id).unwrap_or(&0);
+        before.flatten().sum::<u64>() + left + now_bytes.iter().sum::<u64>()
+    }
+
+    /// A device has left: what jobs wrote to it is in their totals, which the others are to have soon.
+    pub fn one_left(&mut self) {
+        for device in &mut self.devices {
+            device.totals_wanted = true;
+        }
+    }
+
+    /// Whether the jobs' totals are to be kept on a device though nothing was written to it.
+    pub fn wants_totals(&self, device: usize) -> bool {
+        self.devices[device].totals_wanted
+    }
+
+    /// Written to a device and not kept: what a kill would forget.
+    pub fn behind_bytes(&self, device: usize, now_bytes: u64) -> u64 {
+        self.written_bytes(device, now_bytes) - self.devices[device].kept_bytes
+    }
+
+    /// The device's wear as it is now. `jobs`: those of the store.
+    pub fn keep(&mut self, index: usize, now_bytes: u64, jobs: &[JobWritten]) -> ToKeep {
+        let written_bytes = self.written_bytes(index, now_bytes);
+        let device = &mut self.devices[index];
+        let number = device.worn.number;
+        let before = &device.worn.before.jobs;
+        let here = jobs.iter().map(|job| {
+            let before = before.get(&job.job_id).unwrap_or(&0);
+            (job.job_id, before + job.here_bytes)
+        });
+        let ever = jobs.iter().map(|job| (job.job_id, job.ever_bytes));
+        let wear = Wear {
+            sequence: device.sequence + 1,
+            written_bytes,
+            jobs: here.filter(|(_, bytes)| *bytes > 0).collect(),
+            totals: ever.filter(|(_, bytes)| *bytes > 0).collect(),
+        };
+        // Since it was tried: one that fails is not asked without end.
+        device.totals_wanted = false;
+        let (offset, blocks) = wear.encode(self.store, number);
+        let before = device.keeping.replace(Keeping {
+            written_bytes,
+            blocks_bytes: blocks.len() as u64,
+        });
+        assert!(before.is_none(), "one at a time to each device");
+        ToKeep {
+            device: DeviceIndex(index as u32),
+            offset,
+            blocks,
+        }
+    }
+
+    /// Whether a device's wear is on its way to it.
+    pub fn is_keeping(&self, device: usize) -> bool {
+        self.devices[device].keeping.is_some()
+    }
+
+    /// What became of it: `moved_bytes` were written. If that is not all, the next one goes to the same place: the copy in the
+    /// other one is sound.
+    pub fn kept(&mut self, device: usize, moved_bytes: Option<u64>) -> bool {
+        let device = &mut self.devices[device];
+        let keeping = device.keeping.take().expect("it was on its way");
+        let whole = moved_bytes == Some(keeping.blocks_bytes);
+        if whole {
+            device.sequence += 1;
+            device.kept_bytes = keeping.written_bytes;
+        }
+        whole
+    }
+
+    /// The share of its rating that a device has reached, told once when it is worth a warning.
+    pub fn newly_worn(&mut self, index: usize, now_bytes: u64) -> Option<f64> {
+        let written_bytes = self.written_bytes(index, now_bytes);
+        let device = &mut self.devices[index];
+        let share = written_bytes as f64 / device.rated_bytes? as f64;
+        let warn = share >= WARN_SHARE && !device.warned;
+        device.warned |= warn;
+        warn.then_some(share)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STORE: StoreId = StoreId([7; 16]);
+
+    #[test]
+    fn what_is_kept_goes_on_from_what_was_kept_before() {
+        let before = Wear {
+            sequence: 4,
+            written_bytes: 1000,
+            jobs: [(1, 400), (2, 600)].into(),
+            // 100 of them on a device that is not here any more.
+            totals: [(1, 400), (2, 700)].into(),
+        };
+        let job = |job_id, here_bytes, ever_bytes| JobWritten {
+            job_id,
+            here_bytes,
+            ever_bytes,
+        };
+        let worn = WearCount {
+            number: 0,
+            before,
+            path: "/a".into(),
+        };
+        let mut endurance = Endurance::new(STORE, Ratings::default(), vec![worn]);
+        assert_eq!(endurance.behind_bytes(0, 0), 0);
+        assert_eq!(endurance.behind_bytes(0, 50), 50);
+        assert_eq!(
+            [1, 2, 3].map(|id| endurance.job_bytes(id, &[50])),
+            [450, 750, 50]
+        );
+        // Job 1 was dropped, job 3 is new, job 4 wrote nothing.
+        let kept = endurance.keep(0, 50, &[job(2, 30, 730), job(3, 20, 20), job(4, 0, 0)]);
+        let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
+        assert_eq!((again.sequence, again.written_bytes), (5, 1050));
+        assert_eq!(again.jobs, [(2, 630), (3, 20)].into());
+        assert_eq!(again.totals, [(2, 730), (3, 20)].into());
+        assert_eq!(endurance.behind_bytes(0, 50), 50, "it has not ended");
+        assert!(endurance.kept(0, Some(kept.blocks.len() as u64)));
+        assert_eq!(endurance.behind_bytes(0, 50), 0);
+        // This life's bytes are not counted twice when it is kept again.
+        let kept = endurance.keep(0, 60, &[job(2, 40, 740), job(3, 20, 20)]);
+        let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
+        assert_eq!((again.sequence, again.written_bytes), (6, 1060));
+        assert_eq!(again.jobs, [(2, 640), (3, 20)].into());
+        // One that failed leaves the sound copy where it is.
+        for moved_bytes in [None, Some(512)] {
+            assert!(!endurance.kept(0, moved_bytes));
+            assert_eq!(endurance.behind_bytes(0, 60), 10);
+            let retried = endurance.keep(0, 60, &[]);
+            assert_eq!(retried.offset, kept.offset);
+        }
+    }
+
+    #[test]
+    fn a_warning_comes_once_at_four_fifths_of_the_rating() {
+        let worn = |path: &str| WearCount {
+            path: path.into(),
+            ..WearCount::default()
+        };
+        let ratings = |a, b| Ratings {
+            listed: [("/a".into(), a), ("/b".into(), b)].into(),
+            others: None,
+        };
+        let rated = ratings(Some(1000), None);
+        let mut endurance = Endurance::new(STORE, rated, vec![worn("/a"), worn("/b")]);
+        assert_eq!(endurance.newly_worn(0, 799), None);
+        assert_eq!(endurance.newly_worn(0, 800), Some(0.8));
+        assert_eq!(endurance.newly_worn(0, 900), None);
+        assert_eq!(
+            endurance.newly_worn(1, u64::MAX / 2),
+            None,
+            "nobody rated it"
+        );
+        // Another rating is another question; the same one is not.
+        endurance.rate(ratings(Some(2000), Some(1000)));
+        assert_eq!(endurance.newly_worn(0, 1000), None);
+        assert_eq!(endurance.newly_worn(1, 900), Some(0.9));
+        endurance.rate(ratings(Some(2000), Some(1000)));
+        assert_eq!(endurance.newly_worn(1, 950), None);
+    }
+
+    #[test]
+    fn a_device_that_comes_is_rated_by_its_path_at_once_and_at_a_reload() {
+        let came = |path: &str| WearCount {
+            path: path.into(),
+            ..WearCount::default()
+        };
+        let mut endurance = Endurance::new(STORE, Ratings::default(), vec![came("/a")]);
+        endurance.rate(Ratings {
+            listed: [("/a".into(), Some(1)), ("/late".into(), Some(2))].into(),
+            others: None,
+        });
+        endurance.add(came("/late"));
+        endurance.add(came("/unlisted"));
+        let rated = |endurance: &Endurance| [0, 1, 2].map(|device| endurance.rated_bytes(device));
+        assert_eq!(rated(&endurance), [Some(1), Some(2), None]);
+        endurance.rate(Ratings {
+            listed: [("/late".into(), Some(7))].into(),
+            others: Some(9),
+        });
+        assert_eq!(rated(&endurance), [Some(9), Some(7), Some(9)]);
+    }
+}

@@ -1,0 +1,392 @@
+//! A store that no daemon serves, changed by the same decisions: the core's actions, one operation after the other.
+//!
+//! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store
+//! is whole, and what was begun goes on with the next daemon or when it is asked again.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Instant;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::{DeviceIndex, Epoch, Generation};
+
+use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use crate::core::{
+    Action, Buffer, Call, CallId, Core, DeviceState, Event, IoOp, IoResult, Limits, Moves,
+    NewDevice, Peer, Reply,
+};
+use crate::device::{Device, DeviceBlocks};
+use crate::driver::begin_life;
+use crate::engine::EngineChoice;
+use crate::measure::{Flusher, MeasureError, measure_in};
+use crate::metrics::MovedBeside;
+use crate::rate_limiter::RateLimiter;
+use crate::store::StoreError;
+use crate::store::definition::JobName;
+use crate::store::format::MeasuredRates;
+use crate::store::metadata_device::{self, MetadataMove};
+use crate::store::recover::{self, ForeignDevice, RecoveredStore};
+use crate::store::superblock::StoreId;
+use crate::store::wear::{Wear, totals};
+
+/// The store, recovered and locked.
+pub struct Stopped {
+    core: Core,
+    store: StoreId,
+    foreign_devices: Vec<ForeignDevice>,
+    /// By index; `None`: it has left.
+    devices: Vec<Option<Device>>,
+    /// To each.
+    written_bytes: Vec<u64>,
+    /// What jobs ever wrote, by `job_id`: of a device that leaves nothing else says it.
+    worn_totals: BTreeMap<u64, u64>,
+    reply: Option<Result<Reply, Fault>>,
+    calls_made: u64,
+}
+
+impl Stopped {
+    /// Recovers the store on `devices`, to look at it.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open(devices: Vec<Device>) -> Result<Self, StoreError> {
+        let store = recover::open(&mut DeviceBlocks(&devices))?;
+        Ok(Self::of(store, devices, |_, _| Ok(()))?)
+    }
+
+    /// The same, to change it: what a daemon handed over before is refused from now on.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open_to_change(devices: Vec<Device>) -> Result<Self, StoreError> {
+        let store = recover::open(&mut DeviceBlocks(&devices))?;
+        Ok(Self::of(store, devices, begin_life)?)
+    }
+
+    /// The same; the store's home moves first, if it is to, and `watch` is told how many bytes of how many are done.
+    ///
+    /// # Errors
+    /// [`StoreError`], as a daemon's start would have.
+    pub fn open_settled(
+        devices: Vec<Device>,
+        watch: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Self, MetadataMove), StoreError> {
+        let mut blocks = DeviceBlocks(&devices);
+        let mut store = recover::open(&mut blocks)?;
+        let moved = metadata_device::settle_watched(&mut blocks, &mut store, watch)?;
+        Ok((Self::of(store, devices, begin_life)?, moved))
+    }
+
+    fn of(
+        store: RecoveredStore,
+        devices: Vec<Device>,
+        begin: impl FnOnce(&mut Core, &[Device]) -> Result<(), BlockError>,
+    ) -> Result<Self, BlockError> {
+        let (id, foreign_devices) = (store.id, store.foreign_devices.clone());
+        let wears = store.devices.iter().map(|device| {
+            let number = device.superblock.number;
+            Wear::read(&mut DeviceBlocks(&devices), device.position, id, number)
+        });
+        let wears: Vec<Wear> = wears.collect();
+        let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
+        // No session comes and so no record is written: nothing bears this number.
+        let epoch = Epoch(1);
+        let limits = Limits {
+            arena_bytes_max: 0,
+            sessions_max: 0,
+            iodepth_max: 1,
+            // As each move is asked for.
+            rebalance_bytes_per_s_max: None,
+        };
+        let mut core = Core::new(store, epoch, limits);
+        begin(&mut core, &devices)?;
+        let mut listed: Vec<Option<Device>> = devices.into_iter().map(Some).collect();
+        let devices = (positions.iter()).map(|&position| listed[position].take());
+        let devices: Vec<_> = devices.collect();
+        Ok(Self {
+            written_bytes: vec![0; devices.len()],
+            worn_totals: totals(wears.iter()),
+            devices,
+            core,
+            store: id,
+            foreign_devices,
+            reply: None,
+            calls_made: 0,
+        })
+    }
+
+    /// Which store.
+    pub fn id(&self) -> StoreId {
+        self.store
+    }
+
+    /// Listed, and of no store.
+    pub fn foreign_devices(&self) -> &[ForeignDevice] {
+        &self.foreign_devices
+    }
+
+    /// Its devices, those that left too.
+    pub fn devices(&self) -> Vec<DeviceState> {
+        self.core.device_states()
+    }
+
+    /// How much was ever written to a device.
+    pub fn worn_bytes(&self, device: &DeviceState) -> u64 {
+        let numbers = self.devices().into_iter().map(|d| d.status.number);
+        let index = numbers.clone().position(|n| n == device.status.number);
+        let opened = index.and_then(|index| Some((index, self.devices[index].as_ref()?)));
+        opened.map_or(0, |(index, opened)| {
+            let kept = self.wear_of(opened, device.status.number);
+            kept.written_bytes + self.written_bytes[index]
+        })
+    }
+
+    fn wear_of(&self, device: &Device, number: u32) -> Wear {
+        let mut blocks = DeviceBlocks(std::slice::from_ref(device));
+        Wear::read(&mut blocks, 0, self.store, number)
+    }
+
+    /// Brings a device that was made ready; `moved` as it was measured.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn add(
+        &mut self,
+        device: Device,
+        new: NewDevice,
+        moved: MovedBeside,
+    ) -> Result<Reply, Fault> {
+        self.core.check_growth()?;
+        self.devices.push(Some(device));
+        self.written_bytes.push(moved.written_bytes);
+        self.call(Call::AddDevice(new))
+    }
+
+    /// Begins to drain the device at `path`.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn drain(&mut self, path: &str) -> Result<Reply, Fault> {
+        self.call(Call::DrainDevice {
+            path: path.to_owned(),
+            rebalance_bytes_per_s_max: None,
+        })
+    }
+
+    /// Measures the device at `path` again: what its rates were, and what they are. Tiles are to move then, perhaps.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn measure(
+        &mut self,
+        path: &str,
+        engine: EngineChoice,
+    ) -> Result<(MeasuredRates, MeasuredRates), Fault> {
+        let path = path.to_owned();
+        let Reply::BeginMeasuring(was) = self.call(Call::BeginMeasuring { path })? else {
+            unreachable!("the core answered another call");
+        };
+        let index = was.device.0 as usize;
+        let device = self.devices[index].as_ref().expect("it is of the store");
+        let mut moved = MovedBeside::default();
+        let found = measure_in(
+            device.file(),
+            device.path(),
+            was.area,
+            engine,
+            Flusher::Own,
+            &mut moved,
+        );
+        self.written_bytes[index] += moved.written_bytes;
+        let rates = found.as_ref().ok().copied();
+        let all_ended = found
+            .as_ref()
+            .map_or_else(MeasureError::all_ended, |_| true);
+        let ended = self.call(Call::EndMeasuring { rates, all_ended });
+        let now = found.map_err(|error| Fault::new(FaultKind::Io, error.to_string()))?;
+        ended.map(|_| (was.before, now))
+    }
+
+    /// Forgets records of a job that could not be read. What it can be gone on from then; 0: nothing.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn discard_unreadable(&mut self, uid: u32, job: JobName) -> Result<Generation, Fault> {
+        match self.call(Call::DiscardUnreadable { uid, job })? {
+            Reply::DiscardUnreadable { newest_generation } => Ok(newest_generation),
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
+    }
+
+    /// Gives a job's room back: how many bytes that were.
+    ///
+    /// # Errors
+    /// The core's refusal, or a failed device.
+    pub fn drop_job(&mut self, uid: u32, job: JobName) -> Result<u64, Fault> {
+        match self.call_as(uid, Call::DropJob { job })? {
+            Reply::DropJob { freed_bytes } => Ok(freed_bytes),
+            other => unreachable!("the core answered another call: {other:?}"),
+        }
+    }
+
+    /// Moves all tiles that are to move, under a ceiling if there is one. `watch` is told how many bytes were moved.
+    ///
+    /// # Errors
+    /// Why some cannot move.
+    pub fn move_all(
+        &mut self,
+        bytes_per_s_max: Option<u64>,
+        watch: &mut dyn FnMut(u64),
+    ) -> Result<(), Fault> {
+        if let Some(bytes_per_s_max) = bytes_per_s_max
+            && self.core.moves() != Moves::None
+        {
+            self.call(Call::LimitMoves { bytes_per_s_max })?;
+        }
+        let mut rate_limiter = RateLimiter::default();
+        let mut idle_turns = 0;
+        loop {
+            let moved_bytes = self.core.moved_bytes();
+            match self.core.moves() {
+                Moves::None => return Ok(()),
+                // After the last tile two turns end a drain: one sees that all is done, one that the catalog says so.
+                Moves::Waiting if idle_turns < 4 => {}
+                Moves::Waiting | Moves::Moving | Moves::Stopped => {
+                    let states = self.core.device_states().into_iter();
+                    let why = states.filter_map(|state| state.status.stuck).next();
+                    let why = why.unwrap_or_else(|| "some tiles do not move".into());
+                    return Err(Fault::new(FaultKind::Io, why));
+                }
+            }
+            if let Some(paid) = rate_limiter.next(bytes_per_s_max) {
+                std::thread::sleep(paid.saturating_duration_since(Instant::now()));
+            }
+            let (began, copied_before) = (Instant::now(), self.core.copied_bytes());
+            self.carry_out(Event::RebalanceTick { force: true });
+            rate_limiter.copied(began, self.core.copied_bytes() - copied_before);
+            watch(self.core.moved_bytes());
+            idle_turns = match self.core.moved_bytes() == moved_bytes {
+                true => idle_turns + 1,
+                false => 0,
+            };
+        }
+    }
+
+    /// Keeps on the devices what was written to them. Nothing depends on it.
+    ///
+    /// # Errors
+    /// A device failed.
+    pub fn keep_wear(&mut self) -> Result<(), BlockError> {
+        let one_left = self.devices.iter().any(Option::is_none);
+        for (index, state) in self.devices().into_iter().enumerate() {
+            let Some(device) = &self.devices[index] else {
+                continue;
+            };
+            let is_wanted = one_left || self.written_bytes[index] > 0;
+            if !is_wanted || state.status.phase.is_none() {
+                continue;
+            }
+            let mut wear = self.wear_of(device, state.status.number);
+            wear.sequence += 1;
+            wear.written_bytes += std::mem::take(&mut self.written_bytes[index]);
+            wear.totals.clone_from(&self.worn_totals);
+            let (offset, blocks) = wear.encode(self.store, state.status.number);
+            DeviceBlocks(std::slice::from_ref(device)).write(0, offset, &blocks)?;
+        }
+        Ok(())
+    }
+
+    fn call(&mut self, request: Call) -> Result<Reply, Fault> {
+        self.call_as(rustix::process::geteuid().as_raw(), request)
+    }
+
+    fn call_as(&mut self, uid: u32, request: Call) -> Result<Reply, Fault> {
+        self.calls_made += 1;
+        self.carry_out(Event::Call {
+            call: CallId(self.calls_made),
+            peer: Peer { uid, pid: 0 },
+            request,
+        });
+        let reply = self.reply.take();
+        reply.expect("everything it waits for has ended")
+    }
+
+    fn carry_out(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        let mut actions = Vec::new();
+        while let Some(event) = events.pop_front() {
+            self.core.on_event(event, &mut actions);
+            for action in actions.drain(..) {
+                match action {
+                    Action::Io {
+                        io,
+                        device,
+                        op,
+                        offset,
+                        buffer,
+                        ..
+                    } => {
+                        let mut own = match buffer {
+                            Buffer::Meta(own) => Some(own),
+                            Buffer::None => None,
+                            Buffer::Slot { .. } => unreachable!("there are no sessions"),
+                        };
+                        let result = perform(
+                            &mut self.devices,
+                            &mut self.written_bytes,
+                            device,
+                            op,
+                            offset,
+                            own.as_mut(),
+                        );
+                        events.push_back(Event::IoDone {
+                            io,
+                            result,
+                            read: own,
+                        });
+                    }
+                    Action::Reply { reply, .. } => self.reply = Some(reply),
+                    Action::ForgetDevice { device } => self.devices[device.0 as usize] = None,
+                    Action::Promote { .. }
+                    | Action::Complete { .. }
+                    | Action::MakeArena { .. }
+                    | Action::DropArena { .. }
+                    | Action::TellPart { .. }
+                    | Action::Evict { .. } => unreachable!("there are no sessions"),
+                }
+            }
+        }
+    }
+}
+
+fn perform(
+    devices: &mut [Option<Device>],
+    written_bytes: &mut [u64],
+    device: DeviceIndex,
+    op: IoOp,
+    offset: u64,
+    own: Option<&mut AlignedBytes>,
+) -> IoResult {
+    let index = device.0 as usize;
+    let opened = devices[index].as_ref();
+    let opened = opened.expect("nothing is asked of a device that left");
+    let mut blocks = DeviceBlocks(std::slice::from_ref(opened));
+    let (done, bytes) = match (op, own) {
+        (IoOp::Read, Some(own)) => (blocks.read(0, offset, own), own.len() as u32),
+        (IoOp::Write, Some(own)) => {
+            written_bytes[index] += own.len() as u64;
+            (blocks.write(0, offset, own), own.len() as u32)
+        }
+        _ => (blocks.flush(0), 0),
+    };
+    let outcome = match done {
+        Ok(()) => Ok(bytes),
+        Err(BlockError { cause, .. }) => match cause {
+            BlockErrorCause::Errno(errno) => Err(errno),
+            BlockErrorCause::Short(moved) => Ok(moved as u32),
+        },
+    };
+    IoResult {
+        outcome,
+        device_ns: 0,
+    }
+}

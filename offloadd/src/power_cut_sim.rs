@@ -1,0 +1,189 @@
+//! What devices were given since their last flush, so that a test can cut the power of a real daemon: in test builds only
+//! (`OFFLOADD_FAULT=cut@17`).
+//!
+//! ```text
+//!   a write begins ── what lies there now is kept ──▶ until a flush has ended that began after the write had
+//!   the power goes ── any of the sectors kept get their old bytes back ──▶ the process is killed
+//! ```
+//!
+//! What the kernel still has on its way then may land or not: it was not flushed either, so both are what a drive may do.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use offload_api::ids::DeviceIndex;
+use offload_api::injected_fault::{Instead, injected_fault};
+
+use crate::blocks::AlignedBytes;
+use crate::core::{IoId, IoOp};
+use crate::engine::sim::{SECTOR_BYTES, SimRandom};
+use crate::engine::{Io, IoDone};
+
+/// Of the process: a daemon that a test starts has one engine.
+#[derive(Default)]
+struct Volatile {
+    devices: Vec<Arc<File>>,
+    /// Writes that no flush covers, in their order.
+    kept: Vec<Kept>,
+    /// By operation: what the engine has been given.
+    under_way: HashMap<IoId, UnderWay>,
+    /// Beginnings and ends so far.
+    moment: u64,
+}
+
+/// A write, and what lay there before.
+struct Kept {
+    file: Arc<File>,
+    offset: u64,
+    old: AlignedBytes,
+    began: u64,
+    ended: Option<u64>,
+}
+
+enum UnderWay {
+    Write { began: u64 },
+    Flush { file: Arc<File>, began: u64 },
+}
+
+/// `None` when nobody will cut the power.
+fn power_cut_sim() -> Option<MutexGuard<'static, Volatile>> {
+    static WANTED: OnceLock<Option<Mutex<Volatile>>> = OnceLock::new();
+    let wanted = WANTED.get_or_init(|| {
+        injected_fault()
+            .is_some_and(|injected_fault| injected_fault.instead == Instead::Cut)
+            .then(Mutex::default)
+    });
+    let locked = wanted.as_ref()?.lock();
+    Some(locked.unwrap_or_else(|e| e.into_inner()))
+}
+
+/// The engine that is opened now has these.
+pub(crate) fn devices(files: &[Arc<File>]) {
+    if let Some(mut power_cut_sim) = power_cut_sim() {
+        power_cut_sim.devices = files.to_vec();
+    }
+}
+
+/// The engine is given this.
+pub(crate) fn begins(io: &Io) {
+    let Some(mut power_cut_sim) = power_cut_sim() else {
+        return;
+    };
+    let DeviceIndex(device) = io.device;
+    let file = power_cut_sim.devices[device as usize].clone();
+    let under_way = match io.op {
+        IoOp::Read => return,
+        IoOp::Write => UnderWay::Write {
+            began: power_cut_sim.keep(&file, io.offset, io.bytes as usize),
+        },
+        IoOp::Flush => {
+            let began = power_cut_sim.next();
+            UnderWay::Flush { file, began }
+        }
+    };
+    power_cut_sim.under_way.insert(io.id, under_way);
+}
+
+/// The engine gives this back.
+pub(crate) fn has_ended(done: &IoDone) {
+    let Some(mut power_cut_sim) = power_cut_sim() else {
+        return;
+    };
+    match power_cut_sim.under_way.remove(&done.id) {
+        Some(UnderWay::Write { began }) => power_cut_sim.end(began),
+        Some(UnderWay::Flush { file, began }) if done.outcome.is_ok() => {
+            power_cut_sim.flush(&file, began);
+        }
+        _ => {}
+    }
+}
+
+/// A write that is waited for is about to be made.
+pub(crate) fn writes(file: &Arc<File>, offset: u64, bytes: usize) {
+    if let Some(mut power_cut_sim) = power_cut_sim() {
+        let began = power_cut_sim.keep(file, offset, bytes);
+        // Nothing of this device is flushed before it has been.
+        power_cut_sim.end(began);
+    }
+}
+
+/// A flush that was waited for has ended.
+pub(crate) fn flushed(file: &Arc<File>) {
+    if let Some(mut power_cut_sim) = power_cut_sim() {
+        let began = power_cut_sim.next();
+        power_cut_sim.flush(file, began);
+    }
+}
+
+/// The power goes: of each device nothing, half, nearly all or everything is lost that was not flushed.
+pub(crate) fn cut(seed: u64) {
+    let Some(mut power_cut_sim) = power_cut_sim() else {
+        return;
+    };
+    let mut random = SimRandom::new(seed);
+    let kept_in_16: Vec<_> = (power_cut_sim.devices.iter())
+        .map(|file| (file.clone(), [0, 1, 8, 15, 16][random.below(5)]))
+        .collect();
+    // The newest first: what a sector gets back is what it had before the oldest write that is lost.
+    for Kept {
+        file, offset, old, ..
+    } in power_cut_sim.kept.drain(..).rev()
+    {
+        let share = kept_in_16.iter().find(|(of, _)| Arc::ptr_eq(of, &file));
+        let share = share.map_or(8, |(_, share)| *share);
+        let mut bytes = read(&file, offset, old.len());
+        let sectors = bytes.as_mut_slice().chunks_mut(SECTOR_BYTES);
+        for (sector, old) in sectors.zip(old.as_slice().chunks(SECTOR_BYTES)) {
+            if random.below(16) >= share {
+                sector.copy_from_slice(old);
+            }
+        }
+        file.write_all_at(bytes.as_slice(), offset)
+            .expect("a test's device can be written");
+    }
+}
+
+fn read(file: &File, offset: u64, bytes: usize) -> AlignedBytes {
+    let mut into = AlignedBytes::zeroed(bytes);
+    file.read_exact_at(into.as_mut_slice(), offset)
+        .expect("a test's device can be read");
+    into
+}
+
+impl Volatile {
+    fn next(&mut self) -> u64 {
+        self.moment += 1;
+        self.moment
+    }
+
+    fn keep(&mut self, file: &Arc<File>, offset: u64, bytes: usize) -> u64 {
+        let began = self.next();
+        self.kept.push(Kept {
+            file: file.clone(),
+            offset,
+            old: read(file, offset, bytes),
+            began,
+            ended: None,
+        });
+        began
+    }
+
+    /// The write that began then has ended.
+    fn end(&mut self, began: u64) {
+        let ended = self.next();
+        let mut kept = self.kept.iter_mut();
+        if let Some(kept) = kept.find(|kept| kept.began == began) {
+            kept.ended = Some(ended);
+        }
+    }
+
+    /// A flush that began then has ended.
+    fn flush(&mut self, file: &Arc<File>, began: u64) {
+        self.kept.retain(|kept| {
+            let covered = kept.ended.is_some_and(|ended| ended < began);
+            !(covered && Arc::ptr_eq(&kept.file, file))
+        });
+    }
+}

@@ -1,0 +1,223 @@
+//! How much jobs ask of one way of a device, and how near others may come to one that asks for little, or has the larger share.
+//!
+//! What is in the kernel cannot be overtaken: whoever reads one small tile after the other waits each time for all that a
+//! flood has in flight, however the turns go, and whoever has little under way gets less than its part. So beside a job that
+//! asks for less, another one's pieces go only while there is not more in flight than the device moves in the time it takes to
+//! answer ([`Answer`]), and a quarter of what the other asks for; beside the smallest a drive is then busy some three quarters
+//! of the time. And where all that a user has fits the window, nothing of it would ever wait for its turn: beside one of a
+//! larger share, a user has no more in flight than its part of what that one has; so has a job beside another of its user's.
+//! Without such a neighbour everybody has the whole window.
+//!
+//! Of a job counts the most it had waiting and in flight within the last one or two spans of bytes that were handed over:
+//! who reads one tile after the other has nothing there half of the time. Who asks for something only now and then holds
+//! nobody back, and waits for what is in flight.
+
+use std::collections::BTreeMap;
+
+use super::answer::Answer;
+use super::direction::TURNS;
+use super::owner::{Job, User, Weights};
+use crate::core::IoId;
+
+/// A span is so many windows of 10 ms.
+const SPAN_WINDOWS: u64 = 10;
+
+/// Operations within a span and the one before that make a neighbour.
+const OPERATIONS_MIN: u32 = 8;
+
+/// Of the window, where a device takes very long to answer: the longest that others wait for.
+const NEAR_PARTS: u64 = 4;
+
+/// The shortest pieces beside a neighbour.
+const NEAR_PIECE_BYTES_MIN: u32 = 32 << 10;
+
+/// In flight at least: of a slow drive two of the shortest pieces and a bit, so that it need not wait for the next one.
+const NEAR_BYTES_MIN: u64 = 84 << 10;
+
+/// Of so many pieces the nearer window consists: fewer leave the drive idle between two, more cost more than they bring.
+const NEAR_PIECES: u64 = 4;
+
+/// Jobs of one way.
+#[derive(Debug)]
+pub(super) struct Neighbours {
+    window_bytes: u64,
+    answer: Answer,
+    jobs: BTreeMap<Job, Asks>,
+    /// Handed over in this span.
+    span_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Asks {
+    weights: Weights,
+    /// Waiting and in flight.
+    now_bytes: u64,
+    inflight_bytes: u64,
+    /// The most of this span, and of the one before.
+    most_bytes: [u64; 2],
+    /// Operations that came in this span, and in the one before.
+    operations: [u32; 2],
+}
+
+impl Asks {
+    fn most(&self) -> u64 {
+        self.most_bytes[0].max(self.most_bytes[1])
+    }
+
+    fn is_neighbour(&self) -> bool {
+        self.operations[0].saturating_add(self.operations[1]) >= OPERATIONS_MIN
+    }
+}
+
+/// What may be in flight beside neighbours.
+#[derive(Clone, Copy, Debug)]
+struct Near {
+    /// All together.
+    all_bytes: u64,
+    /// Of the user itself.
+    user_bytes: u64,
+    /// Of the job itself.
+    job_bytes: u64,
+    /// The shortest of them, without what the neighbour has in flight itself.
+    least_bytes: u64,
+}
+
+impl Neighbours {
+    pub(super) fn new(window_bytes: u64, bytes_per_s: u64) -> Self {
+        Self {
+            window_bytes,
+            answer: Answer::new(bytes_per_s),
+            jobs: BTreeMap::new(),
+            span_bytes: 0,
+        }
+    }
+
+    pub(super) fn set_limits(&mut self, window_bytes: u64, bytes_per_s: u64) {
+        self.window_bytes = window_bytes;
+        self.answer = Answer::new(bytes_per_s);
+    }
+
+    pub(super) fn asks(&mut self, job: Job, weights: Weights, bytes: u32) {
+        let asks = self.jobs.entry(job).or_default();
+        asks.weights = weights;
+        asks.now_bytes += u64::from(bytes);
+        asks.most_bytes[0] = asks.most_bytes[0].max(asks.now_bytes);
+        asks.operations[0] = asks.operations[0].saturating_add(1);
+    }
+
+    /// So much that was handed over has ended; if well, after so long.
+    pub(super) fn ended(&mut self, job: Job, piece: IoId, bytes: u32, took_ns: Option<u64>) {
+        self.gave_up(job, bytes);
+        let asks = self.jobs.get_mut(&job).expect("it asked");
+        asks.inflight_bytes -= u64::from(bytes);
+        self.answer.ended(piece, took_ns);
+    }
+
+    /// So much that was not handed over will not be.
+    pub(super) fn gave_up(&mut self, job: Job, bytes: u32) {
+        let asks = self.jobs.get_mut(&job).expect("it asked");
+        asks.now_bytes -= u64::from(bytes);
+    }
+
+    pub(super) fn handed_over(&mut self, job: Job, piece: IoId, bytes: u32) {
+        let asks = self.jobs.get_mut(&job).expect("it asked");
+        asks.inflight_bytes += u64::from(bytes);
+        self.answer.handed_over(piece, bytes);
+        self.span_bytes += u64::from(bytes);
+        if self.span_bytes < SPAN_WINDOWS * self.window_bytes {
+            return;
+        }
+        self.span_bytes = 0;
+        self.answer.go_on();
+        for asks in self.jobs.values_mut() {
+            asks.most_bytes = [asks.now_bytes, asks.most_bytes[0]];
+            asks.operations = [0, asks.operations[0]];
+        }
+        self.jobs.retain(|_, asks| asks.most() > 0);
+    }
+
+    /// Whether a piece of `job` may go while so much is in flight, beside others.
+    pub(super) fn has_room(&self, job: Job, inflight_bytes: u64, bytes: u32) -> bool {
+        let bytes = u64::from(bytes);
+        let Some(near) = self.near(job) else {
+            return inflight_bytes + bytes <= self.window_bytes;
+        };
+        let user_bytes = self.of_user(job.0, |asks| asks.inflight_bytes);
+        let job_bytes = self.jobs[&job].inflight_bytes;
+        inflight_bytes + bytes <= near.all_bytes
+            && (user_bytes == 0 || user_bytes + bytes <= near.user_bytes)
+            && (job_bytes == 0 || job_bytes + bytes <= near.job_bytes)
+    }
+
+    /// How long a piece of `job` may be.
+    pub(super) fn piece_bytes_max(&self, job: Job) -> u32 {
+        let Some(near) = self.near(job) else {
+            return u32::MAX;
+        };
+        let block = u64::from(offload_api::BLOCK_BYTES);
+        let bytes = near.least_bytes / NEAR_PIECES / block * block;
+        bytes.clamp(NEAR_PIECE_BYTES_MIN.into(), u32::MAX.into()) as u32
+    }
+
+    /// What holds `job` back; nothing where nobody is beside it whom it would keep waiting.
+    fn near(&self, job: Job) -> Option<Near> {
+        let asks = self.jobs.get(&job)?;
+        // The daemon's own records are few, and go first.
+        if job.0 == User::Daemon {
+            return None;
+        }
+        let answer = |other_bytes| {
+            (self.answer.bytes_beside(other_bytes))
+                .max(NEAR_BYTES_MIN)
+                .min(self.window_bytes / NEAR_PARTS)
+        };
+        let others = || {
+            (self.jobs.iter()).filter(|(other, asks)| {
+                **other != job && matches!(other.0, User::Uid(_)) && asks.is_neighbour()
+            })
+        };
+        // The longer it takes anyway, the less a short wait matters to it: who asks for least is nearest. What it has in
+        // flight itself is no reason to leave the drive idle.
+        let less = others().filter(|(_, other)| other.most() < asks.most());
+        let least = less.min_by_key(|(_, other)| other.most());
+        let beside_least = least.map(|(_, other)| {
+            let near = answer(other.most()) + other.most() / 4;
+            (near, other.inflight_bytes)
+        });
+        // Less than it takes to keep the drive busy helps nobody.
+        let part = |most: u64, weight: u32, of: u32| {
+            (most * u64::from(weight) / u64::from(of))
+                .max(2 * answer(u64::MAX))
+                .max(answer(most))
+        };
+        let weights = asks.weights;
+        let users = others().filter(|(other, _)| other.0 != job.0);
+        let beside_users = users.filter_map(|(other, asks)| {
+            let weight = match job.0 {
+                User::Background => asks.weights.user / TURNS,
+                _ => weights.user,
+            };
+            let most = || self.of_user(other.0, Asks::most);
+            (asks.weights.user > weight).then(|| part(most(), weight, asks.weights.user))
+        });
+        let jobs =
+            others().filter(|(other, asks)| other.0 == job.0 && asks.weights.job > weights.job);
+        let beside_jobs = jobs.map(|(_, asks)| part(asks.most(), weights.job, asks.weights.job));
+        let within = |bytes: Option<u64>| bytes.unwrap_or(u64::MAX).min(self.window_bytes);
+        let user_bytes = within(beside_users.min());
+        let job_bytes = within(beside_jobs.min());
+        let (near, inflight) = beside_least.unwrap_or((self.window_bytes, 0));
+        let least_bytes = near.min(user_bytes).min(job_bytes);
+        (least_bytes < self.window_bytes).then(|| Near {
+            all_bytes: (near + inflight).min(self.window_bytes),
+            user_bytes,
+            job_bytes,
+            least_bytes,
+        })
+    }
+
+    fn of_user(&self, user: User, bytes: impl Fn(&Asks) -> u64) -> u64 {
+        let jobs = self.jobs.range((user, 0)..=(user, u64::MAX));
+        jobs.map(|(_, asks)| bytes(asks)).sum()
+    }
+}

@@ -1,0 +1,203 @@
+//! How fast tiles move. What could go wrong: a ceiling that is not kept, that a restart or a reload forgets, that nobody sees.
+
+use std::time::{Duration, Instant};
+
+use offload_api::ids::SlotIndex;
+use offload_api::proto;
+use rustix::process::Signal;
+
+use super::{LIMIT, device, keep_room, view};
+use crate::common::{
+    Control, Daemon, Session, Store, eventually, open_sized, program, swap_out, words,
+};
+
+const LARGE: u32 = 128 << 10;
+
+/// Two devices of which nobody knows how fast they are: tiles lie on both evenly, on a busy machine too.
+fn even_store() -> Store {
+    let store = Store::new(2, "auto");
+    store.set_rates(&[0, 0]);
+    store
+}
+
+/// What `device list` shows as the ceiling of what moves.
+fn ceiling_seen(daemon: &Daemon) -> Option<u64> {
+    let mut list = program();
+    list.args(["device", "list", "--json", "--socket"]);
+    let output = list.arg(&daemon.socket).output().unwrap();
+    let list: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let devices = list["devices"].as_array().unwrap().iter();
+    let mut ceilings = devices.filter_map(|device| device["rebalance_bytes_per_s_max"].as_u64());
+    ceilings.next()
+}
+
+#[test]
+fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_it() {
+    let store = Store::new(3, "auto");
+    store.set_rates(&[0; 3]);
+    store.add_setting("rebalance_bytes_per_s_max = \"2MiB\"");
+    let mut daemon = store.serve();
+    let mut control = daemon.control();
+    let session = keep_room(&mut control);
+    assert_eq!(ceiling_seen(&daemon), None, "nothing moves");
+    let drain = |index: usize| {
+        let output = device(&store, "drain", &store.devices[index], &[]);
+        assert!(output.status.success(), "{}", words(&output));
+    };
+    drain(2);
+    assert_eq!(ceiling_seen(&daemon), Some(2 << 20));
+    let text = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(&store.config, text.replace("2MiB", "3MiB")).unwrap();
+    daemon.signal(Signal::HUP);
+    eventually("the changed ceiling holds", LIMIT, || {
+        ceiling_seen(&daemon) == Some(3 << 20)
+    });
+    let mut rate = program();
+    rate.args(["device", "rate", "5MiB/s", "--socket"]);
+    assert!(rate.arg(&daemon.socket).status().unwrap().success());
+    assert_eq!(ceiling_seen(&daemon), Some(5 << 20));
+    drop((session, control));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait(LIMIT), Some(0));
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let _session = keep_room(&mut control);
+    drain(1);
+    assert_eq!(ceiling_seen(&daemon), Some(3 << 20));
+}
+
+/// A job whose tiles nobody uses: 2.5 MiB, as much again is reserved.
+fn idle_job(control: &mut Control) {
+    let reply = control
+        .open_session(open_sized("idle", LARGE.into()))
+        .unwrap();
+    let mut session = Session::attach_sized(&reply, LARGE.into()).unwrap();
+    let working = session.begin_sized(control, 20, LARGE);
+    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let bytes = vec![7; LARGE as usize];
+    session.write_slot(place.offset, &bytes);
+    for tile in 0..20 {
+        session.submit(swap_out(tile, 0, working, &bytes));
+        assert_eq!(session.complete().fault, 0);
+    }
+    session.commit(control, working, b"");
+}
+
+/// Only from below: a machine may be as slow as it likes.
+#[test]
+fn tiles_move_no_faster_than_their_ceiling() {
+    let rate = 1 << 20;
+    // The ceiling of the move, or the settings'.
+    for (served, asked) in [(true, true), (false, true), (false, false)] {
+        let store = even_store();
+        if !asked {
+            store.add_setting("rebalance_bytes_per_s_max = \"1MiB\"");
+        }
+        let [home, old] = [0, 1].map(|index| store.devices[index].clone());
+        let mut daemon = store.serve();
+        let mut control = daemon.control();
+        idle_job(&mut control);
+        let written = |control: &mut Control| view(control, &home).unwrap().worn_bytes;
+        let before = written(&mut control);
+        if !served {
+            drop(control);
+            daemon.signal(Signal::TERM);
+            assert_eq!(daemon.wait(LIMIT), Some(0));
+        }
+        let begun = Instant::now();
+        let rate_limiter: &[&str] = if asked { &["--rate", "1MiB/s"] } else { &[] };
+        let output = device(&store, "drain", &old, rate_limiter);
+        assert!(output.status.success(), "{}", words(&output));
+        if served {
+            assert!(
+                words(&output).contains(", at most 1.0 MiB a second;"),
+                "{}",
+                words(&output)
+            );
+            let mut control = daemon.control();
+            eventually("it is drained", LIMIT, || {
+                view(&mut control, &old).is_none()
+            });
+        }
+        let took = begun.elapsed();
+        let list = program()
+            .args(["device", "list", "--json", "--config"])
+            .arg(&store.config)
+            .output();
+        let list: serde_json::Value = serde_json::from_slice(&list.unwrap().stdout).expect("JSON");
+        let copied = list["devices"][0]["worn_bytes"].as_u64().unwrap() - before;
+        assert!(copied >= u64::from(LARGE), "nothing was copied");
+        // Records and definitions are little beside it.
+        let least = Duration::from_secs_f64(0.8 * copied as f64 / f64::from(rate));
+        assert!(took > least, "{copied} bytes in {took:?}, served: {served}");
+    }
+}
+
+#[test]
+fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
+    let store = even_store();
+    let old = store.devices[1].clone();
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    // It keeps the device as long as it is there.
+    let session = keep_room(&mut control);
+    let rate = |words: &str| {
+        let mut command = program();
+        command.args(["device", "rate", words, "--socket"]);
+        command.arg(&daemon.socket).output().unwrap()
+    };
+    let refused = |output: std::process::Output, said: &str| {
+        let told = words(&output);
+        assert!(!output.status.success() && told.contains(said), "{told}");
+    };
+    refused(rate("2MiB/s"), "no tiles are to move");
+    for (nonsense, said) in [
+        ("0MiB/s", "from 1MiB/s"),
+        ("-1MB/s", "unit"),
+        ("fast", "unit"),
+        ("1kB/s", "from 1MiB/s"),
+    ] {
+        refused(
+            device(&store, "drain", &old, &[&format!("--rate={nonsense}")]),
+            said,
+        );
+        let new = store.dir.path().join("device2");
+        refused(
+            device(&store, "add", &new, &[&format!("--rate={nonsense}")]),
+            said,
+        );
+    }
+    // As another program might ask.
+    let request = proto::DrainDeviceRequest {
+        path: old.to_str().unwrap().into(),
+        rebalance_bytes_per_s_max: Some(1000),
+    };
+    let fault = control.drain_device(request).unwrap_err();
+    assert!(fault.message.contains("at least 1048576"), "{fault}");
+
+    let output = device(&store, "drain", &old, &["--rate", "3MiB/s"]);
+    assert!(output.status.success(), "{}", words(&output));
+    let list = |more: &[&str]| {
+        let mut command = program();
+        command
+            .args(["device", "list", "--socket"])
+            .arg(&daemon.socket);
+        let output = command.args(more).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let rate_limiter = || {
+        let json: serde_json::Value = serde_json::from_str(&list(&["--json"])).expect("JSON");
+        json["devices"][1]["rebalance_bytes_per_s_max"].as_u64()
+    };
+    assert_eq!(rate_limiter(), Some(3 << 20));
+    let output = rate("2MiB/s");
+    assert!(output.status.success(), "{}", words(&output));
+    assert_eq!(rate_limiter(), Some(2 << 20));
+    let told = list(&[]);
+    assert!(told.contains(" s left, at most 2.0 MiB a second"), "{told}");
+    drop(session);
+    eventually("it is drained", LIMIT, || {
+        view(&mut control, &old).is_none()
+    });
+    refused(rate("2MiB/s"), "no tiles are to move");
+}

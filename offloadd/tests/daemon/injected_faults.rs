@@ -1,0 +1,224 @@
+//! A real daemon on real files has every one of its operations fail once, fail from then on for good, or is killed with -9
+//! instead of it, while it defines a job, writes its tiles and commits them three times. What could go wrong: an error that
+//! nobody is told, a wait without an end, a generation that was acknowledged and is gone, or one that is mixed of two.
+
+use std::os::unix::process::ExitStatusExt;
+use std::panic::AssertUnwindSafe;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::SlotIndex;
+use offload_api::proto;
+
+use crate::common::{
+    Control, Daemon, Session, Store, engines, expect_tiles, open, readable, swap_out,
+};
+
+const TILES: u32 = 3;
+const GENERATIONS: u64 = 3;
+
+/// What a process was told.
+#[derive(Debug, Default)]
+struct Told {
+    defined: bool,
+    acknowledged: u64,
+    /// What ended it.
+    refusal: Option<FaultKind>,
+}
+
+/// Devices as they were formatted, put back before each story.
+struct Fresh {
+    store: Store,
+    devices: Vec<(PathBuf, Vec<u8>)>,
+}
+
+impl Fresh {
+    fn new(engine: &str) -> Self {
+        let store = Store::new(2, engine);
+        let devices = store.devices.iter();
+        let devices = devices.map(|path| (path.clone(), std::fs::read(path).unwrap()));
+        Self {
+            devices: devices.collect(),
+            store,
+        }
+    }
+
+    /// A daemon to which this happens. `None`: it did not even start, and said why.
+    fn story(&self, injected_fault: &str) -> (Told, Option<Daemon>) {
+        for (path, bytes) in &self.devices {
+            std::fs::write(path, bytes).unwrap();
+        }
+        let mut command = self.store.serve_command();
+        command.env("OFFLOADD_FAULT", injected_fault);
+        let mut told = Told::default();
+        let socket = self.store.socket();
+        let started = std::panic::catch_unwind(AssertUnwindSafe(|| Daemon::start(command, socket)));
+        let Ok(daemon) = started else {
+            told.refusal = Some(FaultKind::Stopping);
+            return (told, None);
+        };
+        told.refusal = tell(&daemon, &mut told).err();
+        (told, Some(daemon))
+    }
+
+    /// A daemon to which nothing happens finds what was acknowledged, whole.
+    fn check(&self, told: &Told, injected_fault: &str) {
+        let daemon = self.store.serve();
+        let mut control = daemon.control();
+        let reply = control.open_session(open("tiny")).unwrap();
+        let job = control.job(&reply.token);
+        assert!(job.is_some() || !told.defined, "{injected_fault}: {told:?}");
+        let Some(job) = &job else { return };
+        let newest = job.generations.last().map_or(0, |g| g.generation);
+        let sound = newest == told.acknowledged || newest == told.acknowledged + 1;
+        assert!(
+            sound,
+            "{injected_fault}: {told:?}, and generation {newest} is there"
+        );
+        if newest == 0 {
+            return;
+        }
+        let blob = &job.generations.last().unwrap().blobs[0].blob;
+        assert_eq!(*blob, newest.to_le_bytes(), "{injected_fault}");
+        let mut session = Session::attach(&reply).unwrap();
+        session.resume(&mut control, newest);
+        expect_tiles(&mut session, TILES, 10 * newest as u8);
+    }
+}
+
+/// All of a job's life, until something is refused.
+fn tell(daemon: &Daemon, told: &mut Told) -> Result<(), FaultKind> {
+    let kind = |fault: Fault| fault.kind;
+    let mut control = daemon.control();
+    let reply = control.open_session(open("tiny")).map_err(kind)?;
+    let Ok(mut session) = Session::attach(&reply) else {
+        return Err(FaultKind::Stopping);
+    };
+    define(&mut control, &session).map_err(kind)?;
+    told.defined = true;
+    let token = session.token.clone();
+    let resume = proto::ResumeRequest {
+        token,
+        generation: 0,
+    };
+    control.resume(resume).map_err(kind)?;
+    for generation in 1..=GENERATIONS {
+        for tile in 0..TILES {
+            let place = session.geometry.place(SlotIndex(tile)).unwrap();
+            let bytes = [10 * generation as u8 + tile as u8; 4096];
+            session.write_slot(place.offset, &bytes);
+            session.submit(swap_out(tile, tile, generation, &bytes));
+        }
+        for _ in 0..TILES {
+            let fault = completion(&mut session)?;
+            if let Some(kind) = FaultKind::from_number(fault) {
+                return Err(kind);
+            }
+        }
+        let commit = proto::CommitRequest {
+            token: session.token.clone(),
+            generation,
+            blob: generation.to_le_bytes().to_vec(),
+        };
+        control.commit(commit).map_err(kind)?;
+        told.acknowledged = generation;
+    }
+    Ok(())
+}
+
+fn define(control: &mut Control, session: &Session) -> Result<(), Fault> {
+    let tiles = (0..TILES).map(|unit| proto::Tile {
+        unit,
+        kind: 1,
+        elem_offset: 0,
+        tile_bytes: 4096,
+    });
+    let define = proto::DefineTilesRequest {
+        token: session.token.clone(),
+        layout: b"layout".to_vec(),
+        tiles: tiles.collect(),
+        durability: 1,
+        nodes: 1,
+    };
+    control.define_tiles(define).map(|_| ())
+}
+
+/// The next completion's fault, or that the daemon hung up.
+fn completion(session: &mut Session) -> Result<u32, FaultKind> {
+    for _ in 0..1000 {
+        if let Some(cqe) = session.rings.take().unwrap() {
+            return Ok(cqe.fault);
+        }
+        if readable(&session.received.life_line, Duration::ZERO) {
+            return Err(FaultKind::Stopping);
+        }
+        readable(
+            &session.received.completion_doorbell,
+            Duration::from_millis(10),
+        );
+        let _ = rustix::io::read(&session.received.completion_doorbell, &mut [0u8; 8]);
+    }
+    panic!("neither a completion nor an end in 10 s");
+}
+
+/// Tries `injected_fault` (a word and, behind the number, a plus or nothing) at every operation. Answers at how many it was met.
+fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
+    let fresh = Fresh::new(engine);
+    for at in 0.. {
+        assert!(at < 200, "the story has no end");
+        let injected_fault = format!("{what}@{at}{plus}");
+        let (told, daemon) = fresh.story(&injected_fault);
+        if let Some(mut daemon) = daemon {
+            let _ = daemon.child.kill();
+            let status = daemon.child.wait().unwrap();
+            assert_eq!(
+                status.signal(),
+                Some(9),
+                "{injected_fault}: it ended by itself"
+            );
+        }
+        fresh.check(&told, &injected_fault);
+        let Some(kind) = told.refusal else {
+            assert_eq!(told.acknowledged, GENERATIONS);
+            return at;
+        };
+        let expected: &[FaultKind] = match what {
+            "kill" => &[FaultKind::Stopping],
+            // At the probe another engine is taken, or the start is refused.
+            "short" => &[
+                FaultKind::Short,
+                FaultKind::Io,
+                FaultKind::Poisoned,
+                FaultKind::Stopping,
+            ],
+            "ENOSPC" => &[FaultKind::NoSpace, FaultKind::Poisoned, FaultKind::Stopping],
+            _ => &[FaultKind::Io, FaultKind::Poisoned, FaultKind::Stopping],
+        };
+        assert!(expected.contains(&kind), "{injected_fault}: {kind:?}");
+    }
+    unreachable!("the loop returns");
+}
+
+/// Definition, catalog, tiles, records, flushes.
+const OPERATIONS_MIN: u64 = 30;
+
+#[test]
+fn a_daemon_killed_instead_of_any_operation_loses_nothing_acknowledged() {
+    for engine in engines().iter().take(1) {
+        assert!(at_every_operation(engine, "kill", "") > OPERATIONS_MIN);
+    }
+}
+
+#[test]
+fn an_operation_that_fails_once_is_told_and_loses_nothing_acknowledged() {
+    // The first two of uring and aio are the probe's: threads have none.
+    assert!(at_every_operation("psync", "EIO", "") > OPERATIONS_MIN);
+    assert!(at_every_operation("psync", "short", "") > OPERATIONS_MIN);
+}
+
+#[test]
+fn a_device_that_fails_for_good_is_told_and_loses_nothing_acknowledged() {
+    assert!(at_every_operation("psync", "ENOSPC", "+") > OPERATIONS_MIN);
+    assert!(at_every_operation("psync", "ETIMEDOUT", "+") > OPERATIONS_MIN);
+}

@@ -1,0 +1,117 @@
+//! Paced devices are exactly as fast as a test asks for. What could go wrong: reads and writes or two devices share a pace
+//! and runs look slower than their drives; an operation ends early and they look faster; one is forgotten and the daemon hangs.
+
+use std::fs::OpenOptions;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offload_api::ids::DeviceIndex;
+use offload_api::pace::{Pace, Paces};
+use offloadd::blocks::AlignedBytes;
+use offloadd::core::{IoId, IoOp};
+use offloadd::engine::{Engine, EngineChoice, Io, Memory};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// What each operation moves; a tenth of a second's writes are 32 of them.
+const BYTES: usize = 64 << 10;
+const READS: u64 = 64;
+const WRITES: u64 = 32;
+
+/// Bytes a second: all reads of a device take as long as all its writes.
+const READ_RATE: u64 = 640 * BYTES as u64;
+const WRITE_RATE: u64 = 320 * BYTES as u64;
+const WHOLE: Duration = Duration::from_millis(100);
+
+/// The pace is the process's, so the body runs in a process of its own.
+#[test]
+fn each_device_reads_and_writes_at_its_own_pace_at_the_same_time() {
+    let name = "each_device_reads_and_writes_at_its_own_pace_at_the_same_time";
+    if std::env::var_os("OFFLOADD_PACE").is_none() {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env("OFFLOADD_PACE", format!("{READ_RATE},{WRITE_RATE}"))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains("1 passed"), "{said}");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let devices = ["a", "b"].map(|name| {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(dir.path().join(name))
+            .unwrap();
+        file.set_len(READS * BYTES as u64).unwrap();
+        Arc::new(file)
+    });
+    for choice in [EngineChoice::Auto, EngineChoice::Aio, EngineChoice::Psync] {
+        let (mut engine, reason) = Engine::open(choice, &devices, 1024).unwrap();
+        assert!(reason.contains("Pace"), "{reason}");
+        // Early it must never be. Late it is on a machine that does something else: once in time is enough.
+        let times: Vec<Duration> = (0..10).map(|_| move_all(&mut engine)).collect();
+        assert!(times.iter().all(|time| *time >= WHOLE), "{times:?}");
+        // Had the two ways or the two devices one pace together, it would be twice as much.
+        assert!(times.iter().any(|time| *time < WHOLE * 3 / 2), "{times:?}");
+    }
+}
+
+/// Reads and writes everything on both devices. How long it took.
+fn move_all(engine: &mut Engine) -> Duration {
+    let since = Instant::now();
+    let mut submitted = 0;
+    for (op, count) in [(IoOp::Read, READS), (IoOp::Write, WRITES)] {
+        for device in 0..2 {
+            for index in 0..count {
+                engine.submit(Io {
+                    id: IoId(submitted),
+                    device: DeviceIndex(device),
+                    op,
+                    offset: index * BYTES as u64,
+                    bytes: BYTES as u32,
+                    memory: Memory::Meta(AlignedBytes::zeroed(BYTES)),
+                });
+                submitted += 1;
+            }
+        }
+    }
+    let mut done = Vec::new();
+    while done.len() < submitted as usize {
+        engine.start().unwrap();
+        let wait = Timespec {
+            tv_sec: 10,
+            tv_nsec: 0,
+        };
+        let ready = poll(
+            &mut [PollFd::new(&engine.wake(), PollFlags::IN)],
+            Some(&wait),
+        );
+        assert_ne!(ready, Ok(0), "{} of {submitted} ended", done.len());
+        engine.reap(&mut done).unwrap();
+    }
+    assert_eq!(engine.inflight_count(), 0);
+    assert!(done.iter().all(|one| one.outcome == Ok(BYTES as u32)));
+    since.elapsed()
+}
+
+#[test]
+fn a_pace_is_two_rates_and_nothing_else() {
+    let pace = Pace::parse("60000000, 30000000").unwrap();
+    assert_eq!(
+        (pace.read_bytes_per_s, pace.write_bytes_per_s),
+        (60_000_000, 30_000_000)
+    );
+    let paces = Paces::parse("slow=30,15;60,30").unwrap();
+    let read = |name| paces.of(name).read_bytes_per_s;
+    assert_eq!((read("slow.tiles"), read("a.slow"), read("")), (30, 60, 60));
+    for text in ["", ";", "a=1,1", "1,1;1,1", "=1,1;1,1", "a=1;1,1", "a=1,1;"] {
+        assert_eq!(Paces::parse(text), None, "{text}");
+    }
+    for text in ["", "1", "1,", "0,1", "1,0", "1,2,3", "fast,slow", "-1,1"] {
+        assert_eq!(Pace::parse(text), None, "{text}");
+    }
+}

@@ -1,0 +1,63 @@
+"""Paced drives for the table's rows: made, entered and taken away by `bench-io paced`, whose help says how exact they are.
+
+`program` is where bench-io lies; table.py sets it from --bin.
+"""
+
+import json
+import pathlib
+import subprocess
+
+program = pathlib.Path(__file__).resolve().parents[2] / "target/release/bench-io"
+
+
+class DriveError(Exception):
+    """What could not be done, and what a person can do about it."""
+
+
+def number(text, base):
+    """Bytes of "8G" or "6.2G"; `base` is 1024 for sizes and 1000 for rates."""
+    power = {"K": 1, "M": 2, "G": 3, "T": 4}.get(text[-1:].upper())
+    try:
+        return int(float(text[:-1] if power else text) * base ** (power or 0))
+    except ValueError:
+        raise DriveError(f"{text}: a number of bytes, as 8G or 620M") from None
+
+
+def bench_io(*words):
+    """What bench-io prints; its complaint is the error."""
+    try:
+        done = subprocess.run([str(program), *map(str, words)], capture_output=True, text=True)
+    except OSError as error:
+        raise DriveError(f"{program}: {error}; `make build` makes it") from None
+    if done.returncode != 0:
+        raise DriveError(done.stderr.strip() or f"{program}: status {done.returncode}")
+    return done.stdout
+
+
+def create(count, size_bytes, read_bps, write_bps, raid0=False, parts=1):
+    """Makes the drives. Returns their folders, one for all with `raid0`; on failure nothing is left."""
+    words = ["--parts", parts, *(["--raid0"] if raid0 else [])]
+    try:
+        return bench_io("paced", "up", count, size_bytes, read_bps, write_bps, *words).split()
+    except DriveError:
+        raise
+    except BaseException:
+        # We are stopped, and it with us, in the middle.
+        subprocess.run([str(program), "paced", "down"], capture_output=True)
+        raise
+
+
+def read_state():
+    """What `up` made: its folders, devices, and the pace of each."""
+    sets = json.loads(bench_io("paced", "show", "--json"))
+    return next(one["state"] for one in sets if one["name"] == "")
+
+
+def enter(command):
+    """`command` as a command that runs at the drives' pace, with everything it starts."""
+    return [str(program), "paced", "exec", "--", *map(str, command)]
+
+
+def destroy():
+    """Takes away what `up` made."""
+    bench_io("paced", "down")

@@ -1,0 +1,46 @@
+//! Notices a rank that is gone while this one waits for its own tiles: a commit waits for all ranks, however long.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kernels_torch::collective::Comm;
+use swapper::Canceller;
+
+/// Between two looks. Whoever is gone is known some seconds after; this adds little.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// A thread that looks after the other ranks. Dropped, it ends.
+pub(super) struct PeerWatchdog {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl PeerWatchdog {
+    /// Cancels with the reason when a rank is gone.
+    pub(super) fn start(comm: Arc<Comm>, canceller: Canceller) -> Self {
+        let (stop, stopped) = channel();
+        let thread = std::thread::spawn(move || {
+            while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+                if let Some(gone) = comm.gone() {
+                    return canceller.cancel(gone.to_string());
+                }
+            }
+        });
+        Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for PeerWatchdog {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It only looks and tells; a panic there was printed by the thread itself.
+            let _ = thread.join();
+        }
+    }
+}

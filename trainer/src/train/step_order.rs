@@ -1,0 +1,317 @@
+//! The order of a step as data: what is gathered, computed and handed over, and when.
+//!
+//! ```text
+//!   one after the other   G0 F0 G1 F1 G2 F2 .. GH head RH SH  GL BL RL SL .. G1 B1 R1 S1  B0 R0 S0
+//!   ahead                 G0 G1 F0 G2 F1 ..    GL head RH  GL-1 BL RL SH  GL-2 BL-1 RL-1 SL ..  B0 R0 S1 S0
+//! ```
+//!
+//! That is stage 3. In the stages below weights stay from forward to backward: no gathers on the way back. Below stage 2
+//! gradients stay whole too: all R and S come after B0.
+//!
+//! A unit's weights are given back behind the last turn that computes with them before they are gathered again, or at all: nothing
+//! may look at their buffer after that, whatever it holds.
+//!
+//! Ahead, a unit's weights come while the unit before it computes, and its gradients leave while the next one does: one
+//! more unit has its weights in a buffer, one more its gradients.
+
+use std::fmt;
+
+use swapper::{Op, StepProgram};
+
+use crate::config::Stage;
+
+/// The embedding's number among the units.
+pub(super) const EMBEDDING: usize = 0;
+
+/// Buffers that blocks need when weights come ahead: the unit that computes, the next one, the one whose gradients leave.
+const BLOCK_BUFFERS_AHEAD: usize = 3;
+
+/// Buffers for the weights of blocks, when there are `units` units: as many as hold weights at a time.
+pub(super) fn block_buffers(units: usize, ahead: bool, stage: Stage) -> usize {
+    if !stage.divides_parameters() {
+        return units - 2;
+    }
+    if ahead { BLOCK_BUFFERS_AHEAD } else { 1 }
+}
+
+/// One thing a step does with one unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// Its weights begin to come into a buffer.
+    Gather(usize),
+    /// Embedding or block.
+    Forward(usize),
+    /// Loss and its gradients.
+    Head,
+    /// Embedding or block: its gradients, and its input's.
+    Backward(usize),
+    /// Its gradients are complete and begin to leave.
+    Reduce(usize),
+    /// Its gradients are handed to the swapper.
+    Scatter(usize),
+}
+
+impl Turn {
+    /// Whether it computes. The others move, which the swapper tells of.
+    pub(super) fn computes(self) -> bool {
+        !matches!(self, Self::Gather(_) | Self::Scatter(_))
+    }
+
+    /// The units whose weights it computes with, that were gathered for it; `head` is the last.
+    pub(super) fn weights(self, head: usize) -> Vec<usize> {
+        match self {
+            // The embedding's gradient needs no weights.
+            Self::Backward(EMBEDDING) => vec![],
+            Self::Forward(unit) | Self::Backward(unit) => vec![unit],
+            // A tied head's projection is the embedding.
+            Self::Head => vec![EMBEDDING, head],
+            Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
+        }
+    }
+}
+
+impl fmt::Display for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gather(unit) => write!(f, "gather unit {unit}"),
+            Self::Forward(unit) => write!(f, "forward unit {unit}"),
+            Self::Head => write!(f, "head"),
+            Self::Backward(unit) => write!(f, "backward unit {unit}"),
+            Self::Reduce(unit) => write!(f, "reduce unit {unit}"),
+            Self::Scatter(unit) => write!(f, "scatter unit {unit}"),
+        }
+    }
+}
+
+/// The turns of a pass over all units, in order.
+pub(super) struct Pass(Vec<Planned>);
+
+/// A turn, and the weights it needs.
+pub(super) struct Planned {
+    pub(super) turn: Turn,
+    /// Units whose weights it computes with.
+    pub(super) uses: Vec<usize>,
+    /// Those of them whose weights nothing computes with afterwards, or not before they are gathered again.
+    pub(super) gives_back: Vec<usize>,
+}
+
+impl Pass {
+    /// A training step over `units` units, the last of which is the head.
+    pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Self {
+        Self::new(training(units, ahead, stage), units - 1)
+    }
+
+    /// The same without the way back.
+    pub(super) fn evaluation(units: usize, ahead: bool) -> Self {
+        Self::new(
+            [forward(units, ahead), vec![Turn::Head]].concat(),
+            units - 1,
+        )
+    }
+
+    fn new(step_order: Vec<Turn>, head: usize) -> Self {
+        let planned = |(at, &turn): (usize, &Turn)| {
+            let uses = turn.weights(head);
+            let last = |unit: &&usize| {
+                let mut later = step_order[at + 1..].iter();
+                let next = later.find(|&&turn| {
+                    turn == Turn::Gather(**unit) || turn.weights(head).contains(unit)
+                });
+                matches!(next, None | Some(Turn::Gather(_)))
+            };
+            Planned {
+                turn,
+                gives_back: uses.iter().filter(last).copied().collect(),
+                uses,
+            }
+        };
+        Self(step_order.iter().enumerate().map(planned).collect())
+    }
+
+    pub(super) fn step_order(&self) -> &[Planned] {
+        &self.0
+    }
+
+    /// What the swapper is told of them.
+    pub(super) fn program(&self) -> StepProgram {
+        let ops = self.0.iter().filter_map(|planned| match planned.turn {
+            Turn::Gather(unit) => Some(Op::Gather { unit }),
+            Turn::Scatter(unit) => Some(Op::Scatter { unit }),
+            _ => None,
+        });
+        StepProgram::new(ops.collect()).expect("gathers, and one scatter a unit")
+    }
+}
+
+/// A training step over `units` units, the last of which is the head.
+fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
+    let mut step_order = forward(units, ahead);
+    let mut back = backward(units, ahead);
+    if !stage.divides_parameters() {
+        back.retain(|turn| !matches!(turn, Turn::Gather(_)));
+    }
+    if !stage.divides_gradients() {
+        let computes = |turn: &Turn| matches!(turn, Turn::Head | Turn::Backward(_));
+        let (computed, moved): (Vec<_>, Vec<_>) = back.into_iter().partition(computes);
+        back = [computed, moved].concat();
+    }
+    step_order.append(&mut back);
+    step_order
+}
+
+/// Head and backward pass as stage 3 has them.
+fn backward(units: usize, ahead: bool) -> Vec<Turn> {
+    use Turn::*;
+    let head = units - 1;
+    let mut step_order = Vec::new();
+    if !ahead {
+        step_order.extend([Head, Reduce(head), Scatter(head)]);
+        for unit in (1..head).rev() {
+            step_order.extend([Gather(unit), Backward(unit), Reduce(unit), Scatter(unit)]);
+        }
+        step_order.extend([Backward(EMBEDDING), Reduce(EMBEDDING), Scatter(EMBEDDING)]);
+        return step_order;
+    }
+    step_order.extend((head > 1).then_some(Gather(head - 1)));
+    step_order.extend([Head, Reduce(head)]);
+    for unit in (1..head).rev() {
+        step_order.extend((unit > 1).then_some(Gather(unit - 1)));
+        step_order.extend([Backward(unit), Reduce(unit), Scatter(unit + 1)]);
+    }
+    step_order.extend([Backward(EMBEDDING), Reduce(EMBEDDING)]);
+    step_order.extend([Scatter(1), Scatter(EMBEDDING)]);
+    step_order
+}
+
+/// A forward pass up to the head's own turn.
+fn forward(units: usize, ahead: bool) -> Vec<Turn> {
+    use Turn::*;
+    let head = units - 1;
+    if !ahead {
+        let mut step_order: Vec<Turn> = (0..head)
+            .flat_map(|unit| [Gather(unit), Forward(unit)])
+            .collect();
+        step_order.push(Gather(head));
+        return step_order;
+    }
+    let mut step_order = vec![Gather(EMBEDDING)];
+    step_order.extend((0..head).flat_map(|unit| [Gather(unit + 1), Forward(unit)]));
+    step_order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Follows `step_order` and checks that each has what it needs, and that buffers never run out.
+    fn check(units: usize, ahead: bool, stage: Stage) {
+        let head = units - 1;
+        let buffers = block_buffers(units, ahead, stage);
+        let mut weights: Vec<usize> = Vec::new();
+        let (mut forward, mut backward, mut reduced) = (0, units, vec![false; units]);
+        let (mut scattered, mut given_back) = (Vec::new(), Vec::new());
+        for planned in Pass::training(units, ahead, stage).step_order() {
+            for unit in &planned.uses {
+                let there = weights.contains(unit) && !given_back.contains(unit);
+                assert!(there, "no weights for unit {unit}");
+            }
+            match planned.turn {
+                Turn::Gather(unit) => {
+                    weights.retain(|&held| held != unit);
+                    weights.push(unit);
+                    given_back.retain(|&held| held != unit);
+                    let blocks = |&&held: &&usize| held != EMBEDDING && held != head;
+                    if weights.iter().filter(blocks).count() > buffers {
+                        let oldest = weights.iter().position(|held| blocks(&held)).unwrap();
+                        let given_up = weights.remove(oldest);
+                        assert!(
+                            !reduced[given_up] || scattered.contains(&given_up),
+                            "unit {given_up}'s gradients are still in its buffer"
+                        );
+                    }
+                }
+                Turn::Forward(unit) => {
+                    assert_eq!(unit, forward);
+                    forward += 1;
+                }
+                Turn::Head => {
+                    assert_eq!((forward, backward), (head, units));
+                    backward = head;
+                }
+                Turn::Backward(unit) => {
+                    assert_eq!(unit + 1, backward);
+                    backward = unit;
+                }
+                Turn::Reduce(unit) => {
+                    let gone_back = if stage.divides_gradients() { unit } else { 0 };
+                    assert_eq!(gone_back, backward);
+                    reduced[unit] = true;
+                }
+                Turn::Scatter(unit) => {
+                    assert!(reduced[unit]);
+                    scattered.push(unit);
+                }
+            }
+            given_back.extend(&planned.gives_back);
+        }
+        assert_eq!(scattered, (0..units).rev().collect::<Vec<_>>());
+        given_back.sort_unstable();
+        assert_eq!(given_back, (0..units).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_turn_has_its_weights_and_a_buffer() {
+        for units in [3, 4, 5, 26] {
+            for stage in [0, 1, 2, 3].map(|number| Stage::of(number).unwrap()) {
+                check(units, false, stage);
+                check(units, true, stage);
+            }
+        }
+    }
+
+    #[test]
+    fn an_evaluation_uses_what_it_gathered_and_gives_all_of_it_back() {
+        for ahead in [false, true] {
+            let mut given_back: Vec<usize> = Vec::new();
+            for planned in Pass::evaluation(5, ahead).step_order() {
+                assert!(planned.uses.iter().all(|unit| !given_back.contains(unit)));
+                given_back.extend(&planned.gives_back);
+            }
+            assert_eq!(given_back, [1, 2, 3, 0, 4]);
+        }
+    }
+
+    #[test]
+    fn weights_are_gathered_twice_in_stage_3_and_once_in_the_others() {
+        for (number, count) in [(0, 1), (1, 1), (2, 1), (3, 2)] {
+            let step_order = training(6, true, Stage::of(number).unwrap());
+            let gathers = step_order.iter().filter(|&&turn| turn == Turn::Gather(2));
+            assert_eq!(gathers.count(), count, "stage {number}");
+        }
+    }
+
+    #[test]
+    fn gradients_leave_as_they_come_from_stage_2_on_and_at_the_end_before() {
+        for (number, at_the_end) in [(0, true), (1, true), (2, false), (3, false)] {
+            let step_order = training(6, true, Stage::of(number).unwrap());
+            let at = |turn| step_order.iter().position(|&found| found == turn).unwrap();
+            let last = at(Turn::Backward(EMBEDDING));
+            assert_eq!(at(Turn::Reduce(5)) > last, at_the_end, "stage {number}");
+        }
+    }
+
+    #[test]
+    fn weights_come_while_the_unit_before_computes() {
+        let step_order = training(6, true, Stage::Parameters);
+        let at = |turn| step_order.iter().position(|&found| found == turn).unwrap();
+        for unit in 0..4 {
+            assert!(at(Turn::Gather(unit + 1)) < at(Turn::Forward(unit)));
+        }
+        for unit in 2..5 {
+            let again = step_order
+                .iter()
+                .rposition(|&found| found == Turn::Gather(unit - 1));
+            assert!(again.unwrap() < at(Turn::Backward(unit)));
+        }
+    }
+}

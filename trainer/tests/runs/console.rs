@@ -1,0 +1,52 @@
+//! What could go wrong: a reader that has gone (`trainer train RUN.toml | head`) ends a run in the middle of a step, or a full disk
+//! swallows a result without a word.
+
+use std::fs::File;
+use std::process::{Command, Stdio};
+
+use crate::harness::{Harness, finish, spawn, words};
+
+/// The writing end of a pipe that nobody reads.
+fn unread() -> Stdio {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    writer.into()
+}
+
+/// How it ended, and what it said beside its result.
+fn end(mut command: Command, out: Stdio) -> (Option<i32>, String) {
+    command.stdout(out);
+    let output = finish(spawn(command));
+    (output.status.code(), words(&output).1)
+}
+
+#[test]
+fn a_reader_that_has_gone_ends_no_run() {
+    let harness = Harness::new();
+    let run = harness.run("unread", &["train.steps=3", "train.log_every=1"]);
+    let (code, said) = end(run.command("train"), unread());
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(run.steps_written(), 3);
+    for verb in ["plan", "digest"] {
+        let (code, said) = end(run.command(verb), unread());
+        assert_eq!(code, Some(0), "{verb}: {said}");
+    }
+    // Nobody hears of the refusal either, and it is one.
+    let mut refused = run.program();
+    refused.args(["plan", "/no/such/run.toml"]).stderr(unread());
+    assert_eq!(end(refused, unread()).0, Some(1));
+}
+
+#[test]
+fn a_result_that_a_full_disk_does_not_take_is_a_failure() {
+    let Ok(full) = File::options().write(true).open("/dev/full") else {
+        println!("skipped: there is no /dev/full here: a result on a full disk");
+        return;
+    };
+    let run = Harness::new().run("unsaid", &[]);
+    let mut keys = run.program();
+    keys.args(["keys", "--markdown"]);
+    let (code, said) = end(keys, full.into());
+    assert_eq!(code, Some(1));
+    assert!(said.contains("writing to standard output: "), "{said}");
+}
