@@ -17,7 +17,7 @@ out=$1
 shift
 [ $# -gt 0 ] || set -- read engines gpu disk unequal drives training
 bench=${PROGRAMS:-target/release}/bench-io
-fast="--read 6.2G --write 3.2G --parts 4 --size 1g"
+fast="--read 6.2G --write 3.2G --loop-devices 4 --size 1g"
 pages=/sys/kernel/mm/transparent_hugepage/shmem_enabled
 before=$(sed 's/.*\[\(.*\)\].*/\1/' $pages)
 ram=
@@ -27,7 +27,7 @@ leave() {
     echo "$before" >$pages
     [ -z "$ram" ] || { umount "$ram/drive"; losetup -d "$device"; umount "$ram"; rmdir "$ram"; }
 }
-said() { echo; echo "\$ bench-io $*" | sed "s|${ram:-no such}|RAM|g"; "$bench" "$@" 2>&1 | grep -v '^/run/paced'; }
+said() { echo; echo "\$ bench-io $*" | sed "s|${ram:-no such}|RAM|g"; "$bench" "$@" 2>&1 | grep -v '^/run/testdrives'; }
 
 # A directory on a loop device over RAM, once.
 directory() {
@@ -61,7 +61,7 @@ part() {
         done
         ;;
     gpu)
-        "$bench" paced up 4 4g 100G 100G --parts 2 --name gpu >"$out/directories" || return
+        "$bench" testdrives create 4 4g 100G 100G --loop-devices 2 --name gpu >"$out/directories" || return
         directories=$(sed 's/^/--directory /' "$out/directories" | tr '\n' ' ')
         for rw in read write rw; do
             for target in gpu daemon; do
@@ -71,12 +71,12 @@ part() {
         done
         # shellcheck disable=SC2086
         said verify --target gpu $directories --bs 4m --size 512m
-        "$bench" paced down --name gpu
+        "$bench" testdrives destroy --name gpu
         ;;
     disk) said scale --directory "$out" --size 1g --runtime 1 ;;
-    unequal) said scale --paced 4 --last-half $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
-    drives) said scale --paced 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
-    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2G --write 3.2G --parts 2 --steps 7 --out "$out/training" ;;
+    unequal) said scale --testdrives 4 --slow-last $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
+    drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
+    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2G --write 3.2G --loop-devices 2 --steps 7 --out "$out/training" ;;
     *) echo "$1: no such part" >&2; return 2 ;;
     esac
 }

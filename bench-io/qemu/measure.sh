@@ -75,7 +75,7 @@ say "$(uname -r), drives $(for n in 0 1 2 3; do drive s$n; done | tr '\n' ' ')"
 say "four drives, nvme driver"
 bench-io scale $directories --bs $BS --size 16m --iodepth 16 --runtime 4 --out /out/nvme >/out/nvme.txt 2>/out/nvme.err; say "rc $?"
 say "rate-limited drives, cgroup v2"
-bench-io scale --paced 2 --read $READ_RATE --write $WRITE_RATE --bs $BS --size 16m --iodepth 16 --runtime 4 --within 5 --out /out/cgroup2 \
+bench-io scale --testdrives 2 --read $READ_RATE --write $WRITE_RATE --bs $BS --size 16m --iodepth 16 --runtime 4 --tolerance 5 --out /out/cgroup2 \
     >/out/cgroup2.txt 2>/out/cgroup2.err; say "rc $?"
 say "polled completions"
 for target in device daemon; do for engine in uring polled sqpoll aio; do
@@ -115,7 +115,7 @@ for name in ("nvme", "cgroup2"):
     print(f"{name}: {report['command']}")
     one = {}
     for row in report["rows"]:
-        if name == "cgroup2" and not row["paced"]:
+        if name == "cgroup2" and row["unlimited"]:
             continue
         limit = sum(row["drives"] * rate for rate, way in zip(rates, ("read", "write")) if row["daemon"][way])
         total = lambda found: sum((found[way] or {}).get("bytes_per_s", 0) for way in ("read", "write")) / 1e6

@@ -48,7 +48,7 @@ use clap::{Parser, Subcommand};
 use crate::cli::canonical::CanonicalArgs;
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
-use crate::cli::testdrives::PacedArgs;
+use crate::cli::testdrives::TestdrivesArgs;
 use crate::cli::training::TrainingArgs;
 use crate::cli::tune::TuneArgs;
 use crate::cli::verify::VerifyArgs;
@@ -57,7 +57,7 @@ use crate::cli::verify::VerifyArgs;
 ///
 /// Without a command: writes whole tiles in order through a daemon of its own, commits them, reads them back, checksums on;
 /// then moves the same bytes through the same engine without the daemon. All was written once before, unmeasured. Needs two
-/// and a half times SIZE of space in FOLDER, and gives it back.
+/// and a half times SIZE of space in FOLDER, and frees it.
 #[derive(Parser)]
 #[command(
     version,
@@ -92,9 +92,9 @@ enum Command {
     /// Write patterns that name their own offset, read them back, and name every block that is wrong
     #[command(after_help = cli::verify::EXAMPLES)]
     Verify(VerifyArgs),
-    /// Make drives of a known speed in memory, as root, and take them away again
+    /// Create and destroy drives of a known speed in memory, as root
     #[command(after_help = cli::testdrives::EXAMPLES)]
-    Paced(PacedArgs),
+    Testdrives(TestdrivesArgs),
     /// Become PROGRAM, and be killed when process PARENT, which started this one, dies
     #[command(name = child::WORD, hide = true)]
     EndWith {
@@ -127,7 +127,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Some(Command::Tune(args)) => cli::tune::run(&args),
         Some(Command::Training(args)) => cli::training::run(&args),
         Some(Command::Verify(args)) => cli::verify::run(args),
-        Some(Command::Paced(args)) => cli::testdrives::run(args),
+        Some(Command::Testdrives(args)) => cli::testdrives::run(args),
         Some(Command::EndWith { parent, program }) => child::become_program(parent, &program),
     }
 }

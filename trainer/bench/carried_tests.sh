@@ -43,9 +43,9 @@ run() {
     # Of torch, and of what it brings: NVRTC, NCCL.
     libraries=$(python3 -c '
 import glob, os, torch
-torch_folder = os.path.dirname(torch.__file__)
-beside = glob.glob(os.path.join(os.path.dirname(torch_folder), "nvidia", "*", "lib"))
-print(":".join([os.path.join(torch_folder, "lib"), *beside]))')
+torch_directory = os.path.dirname(torch.__file__)
+beside = glob.glob(os.path.join(os.path.dirname(torch_directory), "nvidia", "*", "lib"))
+print(":".join([os.path.join(torch_directory, "lib"), *beside]))')
     export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if [ $# = 0 ]; then
         set -- \

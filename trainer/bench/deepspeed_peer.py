@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """DeepSpeed's ZeRO on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
 
-    deepspeed_peer.py MODE --out DIR [--folder DRIVE] [--stage 2] [--keep] [--buckets large] [--super]
+    deepspeed_peer.py MODE --out DIR [--directory DRIVE] [--stage 2] [--keep] [--buckets large] [--super]
 
 MODE: gpu; cpu-opt (optimizer in host memory), cpu (parameters too); nvme-opt (optimizer on the drive), nvme (parameters too).
 Needs deepspeed and transformers beside torch. Its extensions are compiled at the first use: a minute, libaio's headers, nvcc.
@@ -14,7 +14,7 @@ import pathlib
 import time
 
 
-def settings(mode, folder, hidden, micro, accumulate, stage=3, buckets="auto", super_offload=False):
+def settings(mode, directory, hidden, micro, accumulate, stage=3, buckets="auto", super_offload=False):
     """A configuration of the published kind, with buffers as large as this model needs."""
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden}
     if stage == 3:
@@ -31,10 +31,10 @@ def settings(mode, folder, hidden, micro, accumulate, stage=3, buckets="auto", s
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if mode.startswith("nvme"):
         # Five buffers, its documented number, end in an assertion with pipelining; sixteen were enough.
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "pin_memory": True, "buffer_count": 16,
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": directory, "pin_memory": True, "buffer_count": 16,
                                      "pipeline_read": True, "pipeline_write": True}
     if mode == "nvme":
-        zero["offload_param"] = {"device": "nvme", "nvme_path": folder, "pin_memory": True, "buffer_count": 60, "buffer_size": 70_000_000, "max_in_cpu": 0}
+        zero["offload_param"] = {"device": "nvme", "nvme_path": directory, "pin_memory": True, "buffer_count": 60, "buffer_size": 70_000_000, "max_in_cpu": 0}
     return {
         "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulate, "gradient_clipping": 1.0, "bf16": {"enabled": True},
         "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
@@ -53,7 +53,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["gpu", "cpu-opt", "cpu", "nvme-opt", "nvme"])
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--folder", help="on the drive")
+    parser.add_argument("--directory", help="on the drive")
     parser.add_argument("--stage", type=int, default=3, choices=[2, 3], help="of ZeRO (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
     parser.add_argument("--buckets", default="auto", choices=["auto", "large"], help="by the model's width, or the documentation's")
@@ -71,7 +71,7 @@ def main():
 
     config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
                          num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
-    chosen = settings(a.mode, a.folder, a.hidden, a.micro, a.accumulate, a.stage, a.buckets, a.super)
+    chosen = settings(a.mode, a.directory, a.hidden, a.micro, a.accumulate, a.stage, a.buckets, a.super)
     deepspeed.init_distributed()
     with deepspeed.zero.Init(config_dict_or_path=chosen, dtype=torch.bfloat16, enabled=a.stage == 3):
         model = LlamaForCausalLM(config)

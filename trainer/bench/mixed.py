@@ -1,9 +1,9 @@
-"""What paced drives give: reading alone, writing alone, and both at once, past the page cache.
+"""Measures rate-limited drives: reading alone, writing alone, and both at once, past the page cache.
 
-A step reads and writes at the same time, so its bound is taken from the rates of both at once, not from the two paces.
+A step reads and writes at the same time, so its bound is taken from the rates of both at once, not from the two limits.
 
 Takes fio where there is one (io_uring, direct, depth 32 each way). Without it `bench-io run` on the same files does the same, one
-for each way; the result's "tool" says which it was. Both are started inside the paced group.
+for each way; the result's "tool" says which it was. Both are started under the drives' limits.
 
 A machine without package registries can be brought one from a machine that has it, with all its libraries but libc's (Debian's fio has
 sixty), and named with `--fio DIR/fio` (its libraries are looked for in DIR/lib):
@@ -26,11 +26,11 @@ DEPTH = 32
 def measure(state, blocks_bytes, seconds, fio=None):
     """Bytes a second of all drives together: {"tool", "read_alone", "write_alone", "read", "write"}, the last two at once, with the
     block size of `blocks_bytes` that moves most at once."""
-    folders = state["folders"]
+    directories = state["dirs"]
     # A second's worth: long enough to leave every cache, short enough to be made quickly.
     largest = max(blocks_bytes)
     size_bytes = max(64 << 20, min(2 << 30, state["write_bps"])) // largest * largest
-    files = [(pathlib.Path(folder) / "measure-read", pathlib.Path(folder) / "measure-write") for folder in folders]
+    files = [(pathlib.Path(directory) / "measure-read", pathlib.Path(directory) / "measure-write") for directory in directories]
     try:
         for pair in files:
             for file in pair:
@@ -41,8 +41,8 @@ def measure(state, blocks_bytes, seconds, fio=None):
             work = {"files": [[str(r), str(w)] for r, w in files], "size_bytes": size_bytes, "block_bytes": block_bytes, "seconds": seconds}
             return with_fio(program, work, read, write) if program else with_bench_io(work, read, write)
 
-        immediate = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
-        block_bytes, (read, write) = max(immediate.items(), key=lambda found: sum(found[1]))
+        both = {block_bytes: one(block_bytes, True, True) for block_bytes in blocks_bytes}
+        block_bytes, (read, write) = max(both.items(), key=lambda found: sum(found[1]))
         read_alone, _ = one(block_bytes, True, False)
         _, write_alone = one(block_bytes, False, True)
     finally:
@@ -52,8 +52,8 @@ def measure(state, blocks_bytes, seconds, fio=None):
     return {
         "tool": "fio" if program else "bench-io (no fio here)",
         "block_bytes": block_bytes, "drives": len(state["devices"]),
-        "pace_read": state["read_bps"] * len(state["devices"]), "pace_write": state["write_bps"] * len(state["devices"]),
-        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "immediate": immediate,
+        "limit_read": state["read_bps"] * len(state["devices"]), "limit_write": state["write_bps"] * len(state["devices"]),
+        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "both_by_block_bytes": both,
     }
 
 

@@ -14,10 +14,10 @@ MODELS = {
 }
 
 # Bytes a second of one drive in the table: what a good drive of its time reads and writes.
-PACE = (6_200_000_000, 3_200_000_000)
+DRIVE_RATES = (6_200_000_000, 3_200_000_000)
 
-# Loop devices that stand for one drive: one copies 5 GB/s both ways together, the pace is 9.4.
-DRIVE_PARTS = 2
+# Loop devices that stand for one drive: one copies 5 GB/s both ways together, a drive moves 9.4.
+LOOP_DEVICES_PER_DRIVE = 2
 
 NVME, CPU, NONE = "nvme", "cpu", "none"
 
@@ -42,9 +42,9 @@ ROWS = {
     "accumulate16": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "accumulate": 16,
                      "says": "all state on one drive, 16 micro-batches a step"},
     "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_fraction": "auto",
-                "unpaced": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --folder names; what fits stays in host memory"},
+                "own_drives": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --directory names; what fits stays in host memory"},
     "largest-4g": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "resident_fraction": "auto",
-                   "unpaced": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
+                   "own_drives": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
 }
 
 # Peers are measured in the same run, so that a ratio compares two programs on one machine. Each runs with the settings that are known to
@@ -103,7 +103,7 @@ def split(name):
     return row, int(ranks or 1)
 
 
-def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4, ranks=1):
+def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4, ranks=1):
     """The run as TOML."""
     offload = {"schedule": "deferred"}
     if NVME in (row["param"], row["optimizer"]):
@@ -115,7 +115,7 @@ def run_file(row, model, *, data, folder, nvme_paths, steps, seed=1, lr=1e-4, ra
         if row["commit"] is not None:
             offload["commit_every"] = row["commit"]
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
-    train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": folder}
+    train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": directory}
     if "keep" in row:
         train["keep"] = row["keep"]
     if "update" in row:

@@ -6,12 +6,12 @@
     table.py --bin DIR --out DIR --peers host   all configurations of all its peers first
     table.py --bin DIR --out DIR --model tiny nvme1 pytorch        tries the script itself, on any machine
 
-A row's drives are made for it and taken away after it (`bench-io paced`; needs root), and measured reading and writing at once while they are
+A row's drives are made for it and taken away after it (`bench-io testdrives`; needs root), and measured reading and writing at once while they are
 there (mixed.py; fio where there is one). The bound is `trainer plan`'s with these rates and the row's own time of computing. A ratio is
 to the fastest of a row's peers in the same call. A peer that is not installed, or that fails, is a row that says so. Everything started
 is ended, also when this is stopped.
 
-The binaries need libtorch's libraries: --libtorch names the folder of an installed torch, otherwise `import torch` is asked.
+The binaries need libtorch's libraries: --libtorch names the directory of an installed torch, otherwise `import torch` is asked.
 """
 
 import argparse
@@ -55,13 +55,13 @@ def main():
     parser.add_argument("--peers", action="store_true", help="before the rows, all peers that they are compared with")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer, offloadd and bench-io are")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/table"), help="where results and logs go")
-    parser.add_argument("--libtorch", type=pathlib.Path, help="the folder of an installed torch")
+    parser.add_argument("--libtorch", type=pathlib.Path, help="the directory of an installed torch")
     parser.add_argument("--fio", help="the program, when it is not in PATH; or \"none\"")
     parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row's training")
-    parser.add_argument("--pace", nargs=2, metavar=("READ", "WRITE"), help="of one drive; 6.2G 3.2G")
-    parser.add_argument("--folder", action="append", default=[], help="a folder on a real drive instead of paced ones; may come several times")
+    parser.add_argument("--drive-rates", nargs=2, metavar=("READ", "WRITE"), help="of one drive; 6.2G 3.2G")
+    parser.add_argument("--directory", action="append", default=[], help="a directory on a real drive instead of rate-limited ones; may come several times")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
     parser.add_argument("--trace", action="store_true", help="also a timeline of each row (trainer train --trace)")
     parser.add_argument("--warm-memory", default="0", metavar="SIZE", help="touch so much memory first, on machines that get theirs lazily (96G)")
@@ -128,44 +128,44 @@ class Table:
     def train(self, name, base, ranks):
         row = rows.ROWS[base]
         model = rows.MODELS[row.get("model", self.args.model) if self.args.model != "tiny" else "tiny"]
-        folder = self.args.out / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        directory = self.args.out / name
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
         on_drives = rows.NVME in (row["param"], row["optimizer"])
 
         def write(nvme_paths):
-            text = rows.run_file(row, model, data=str(self.data), folder=str(folder / "run"), nvme_paths=nvme_paths, steps=self.args.steps, ranks=ranks)
-            (folder / "run.toml").write_text(text)
+            text = rows.run_file(row, model, data=str(self.data), directory=str(directory / "run"), nvme_paths=nvme_paths, steps=self.args.steps, ranks=ranks)
+            (directory / "run.toml").write_text(text)
 
         if not on_drives:
             write([])
-            return self.trained(folder, ranks, None)
-        if self.args.folder or row.get("unpaced"):
-            if not self.args.folder:
-                raise RowFailed("name folders on real drives with --folder")
-            with tempfile.TemporaryDirectory(dir=self.args.folder[0], prefix="table-") as one:
-                others = [tempfile.TemporaryDirectory(dir=other, prefix="table-") for other in self.args.folder[1:]]
+            return self.trained(directory, ranks, None)
+        if self.args.directory or row.get("own_drives"):
+            if not self.args.directory:
+                raise RowFailed("name directories on real drives with --directory")
+            with tempfile.TemporaryDirectory(dir=self.args.directory[0], prefix="table-") as one:
+                others = [tempfile.TemporaryDirectory(dir=other, prefix="table-") for other in self.args.directory[1:]]
                 write([one, *(other.name for other in others)])
-                return {**self.trained(folder, ranks, None), "note": f"on {', '.join(self.args.folder)}, as fast as they are"}
+                return {**self.trained(directory, ranks, None), "note": f"on {', '.join(self.args.directory)}, as fast as they are"}
         count = row["drives"]
-        # The plan needs no folder that exists.
+        # The plan needs no directory that exists.
         write([f"/drive{index}" for index in range(count)])
-        plan = self.plan(folder, ranks)
+        plan = self.plan(directory, ranks)
         size_bytes = int(plan["device_bytes"] / count * DRIVE_SLACK) + 2 * plan["chosen"]["state_tile_bytes"] + DRIVE_SLACK_BYTES
-        pace = [testdrives.number(text, 1000) for text in self.args.pace] if self.args.pace else rows.PACE
-        folders = testdrives.create(count, size_bytes, *pace, parts=rows.DRIVE_PARTS)
+        rates = [testdrives.number(text, 1000) for text in self.args.drive_rates] if self.args.drive_rates else rows.DRIVE_RATES
+        directories = testdrives.create(count, size_bytes, *rates, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
-            write(folders)
+            write(directories)
             block_bytes = max(1 << 20, min(plan["chosen"]["state_tile_bytes"] // 4096 * 4096, 8 << 20))
             drives = mixed.measure(testdrives.read_state(), sorted({1 << 20, block_bytes}), 3.0, self.args.fio)
-            (folder / "drives.json").write_text(json.dumps(drives, indent=1))
-            return self.trained(folder, ranks, drives)
+            (directory / "drives.json").write_text(json.dumps(drives, indent=1))
+            return self.trained(directory, ranks, drives)
         finally:
             testdrives.destroy()
 
-    def plan(self, folder, ranks, *more):
+    def plan(self, directory, ranks, *more):
         """`trainer plan --json` of the row's run file."""
-        command = [self.args.bin / "trainer", "plan", folder / "run.toml", "--json", *(["--ranks", ranks] if ranks > 1 else []), *self.sets(), *more]
+        command = [self.args.bin / "trainer", "plan", directory / "run.toml", "--json", *(["--ranks", ranks] if ranks > 1 else []), *self.sets(), *more]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=self.env, timeout=60)
         try:
             plan = json.loads(done.stdout)
@@ -178,22 +178,22 @@ class Table:
     def sets(self):
         return [word for one in self.args.set for word in ("--set", one)]
 
-    def trained(self, folder, ranks, drives):
+    def trained(self, directory, ranks, drives):
         """Trains the row's run file and makes its figures."""
-        trainer, run = self.args.bin / "trainer", folder / "run.toml"
+        trainer, run = self.args.bin / "trainer", directory / "run.toml"
         words = ["launch", "--nproc", ranks, "--", run] if ranks > 1 else ["train", run]
         command = [trainer, *words, *self.sets(), "--fresh"]
         if self.args.trace:
-            command += ["--trace", folder / "trace.json"]
-        metrics = folder / "run" / "metrics.jsonl"
-        watched = watch.run(testdrives.enter(command) if drives else command, log=folder / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
+            command += ["--trace", directory / "trace.json"]
+        metrics = directory / "run" / "metrics.jsonl"
+        watched = watch.run(testdrives.enter(command) if drives else command, log=directory / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if watched.status != 0 and len(steps) <= WARM_STEPS:
             raise RowFailed(why_it_failed(watched))
         steady = steps[WARM_STEPS:]
         middle = lambda key: statistics.median(step.get(key, 0) for step in steady)
         step_s, compute_s = middle("step_s"), middle("forward_s") + middle("backward_s")
-        plan = self.plan(folder, ranks)
+        plan = self.plan(directory, ranks)
         per_step = 6 * plan["parameters"] * plan["tokens_per_step"]
         found = {
             "step_s": step_s, "tokens_per_s": plan["tokens_per_step"] / step_s, "tflops": per_step / step_s / 1e12, "ranks": ranks,
@@ -208,11 +208,11 @@ class Table:
             rates = ["--read", f"{drives['read'] / 1e9:.4f}GB/s", "--write", f"{drives['write'] / 1e9:.4f}GB/s"]
             if compute_s > 0:
                 rates += ["--tflops", f"{per_step / ranks / compute_s / 1e12:.4f}"]
-            bound = self.plan(folder, ranks, *rates)["bound"]
+            bound = self.plan(directory, ranks, *rates)["bound"]
             found |= {"bound_s": bound["s"], "bound": bound, "drives": drives}
-            off = [way for way in ("read", "write") if abs(drives[f"{way}_alone"] / drives[f"pace_{way}"] - 1) > 0.05]
+            off = [way for way in ("read", "write") if abs(drives[f"{way}_alone"] / drives[f"limit_{way}"] - 1) > 0.05]
             if off:
-                found["note"] = f"drives are not at their pace alone ({', '.join(off)}): see drives.json"
+                found["note"] = f"drives alone do not reach their limits ({', '.join(off)}): see drives.json"
         return found
 
     def peer(self, name):
@@ -230,14 +230,14 @@ class Table:
             return self.peer_ran(command, out, None)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
-        folders = testdrives.create(count, params * 24 // count + (1 << 30), *rows.PACE, raid0=True, parts=rows.DRIVE_PARTS)
+        directories = testdrives.create(count, params * 24 // count + (1 << 30), *rows.DRIVE_RATES, raid0=True, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
-            return self.peer_ran([*command, "--folder", folders[0]], out, folders)
+            return self.peer_ran([*command, "--directory", directories[0]], out, directories)
         finally:
             testdrives.destroy()
 
-    def peer_ran(self, command, out, folders):
-        watched = watch.run(testdrives.enter(command) if folders else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
+    def peer_ran(self, command, out, directories):
+        watched = watch.run(testdrives.enter(command) if directories else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
         last = next((line for line in reversed(watched.said.splitlines()) if line.startswith("{")), None)
         if watched.status != 0 or last is None:
             raise RowFailed(why_it_failed(watched))
@@ -251,22 +251,22 @@ class Table:
 
     def losses(self):
         """The same weights, data and settings in both programs; bf16 rounds differently in each, so curves are near and not equal."""
-        folder = self.args.out / rows.CURVE
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        directory = self.args.out / rows.CURVE
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
         model = rows.MODELS[self.args.model]
         steps, lr, seed = max(self.args.steps, 40), 1e-4, 1
-        text = rows.run_file(rows.ROWS["resident"], model, data=str(self.data), folder=str(folder / "run"), nvme_paths=[], steps=steps, seed=seed, lr=lr)
-        (folder / "run.toml").write_text(text)
-        ours = watch.run([self.args.bin / "trainer", "train", folder / "run.toml", *self.sets(), "--fresh"], log=folder / "log",
+        text = rows.run_file(rows.ROWS["resident"], model, data=str(self.data), directory=str(directory / "run"), nvme_paths=[], steps=steps, seed=seed, lr=lr)
+        (directory / "run.toml").write_text(text)
+        ours = watch.run([self.args.bin / "trainer", "train", directory / "run.toml", *self.sets(), "--fresh"], log=directory / "log",
                          timeout_s=self.args.timeout, env=self.env)
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
         theirs = watch.run([sys.executable, HERE / "plain_pytorch.py", *shape, "--steps", steps, "--lr", lr, "--seed", seed, "--data", self.data,
-                            "--out", folder / "pytorch"], log=folder / "pytorch.log", timeout_s=self.args.timeout)
+                            "--out", directory / "pytorch"], log=directory / "pytorch.log", timeout_s=self.args.timeout)
         for what, watched in (("trainer", ours), ("plain_pytorch.py", theirs)):
             if watched.status != 0:
                 raise RowFailed(f"{what}: {' '.join(watched.said.split()[-60:])}")
-        curves = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (folder / "run/metrics.jsonl", folder / "pytorch/metrics.jsonl")]
+        curves = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (directory / "run/metrics.jsonl", directory / "pytorch/metrics.jsonl")]
         apart = [abs(a - b) / b for a, b in zip(*curves, strict=True)]
         return {"losses": curves, "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
                                           f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step"}
@@ -297,7 +297,7 @@ def library_path(libtorch):
         fetched = HERE.parents[1] / ".libtorch/torch"
         libtorch = pathlib.Path(asked.stdout.strip()) if asked.returncode == 0 else fetched
     if not (libtorch / "lib").is_dir():
-        sys.exit(f"table.py: no libtorch at {libtorch}: name an installed torch's folder with --libtorch")
+        sys.exit(f"table.py: no libtorch at {libtorch}: name an installed torch's directory with --libtorch")
     nvidia = sorted(str(lib) for lib in libtorch.parent.glob("nvidia/*/lib"))
     return ":".join([str(libtorch / "lib"), *nvidia, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 

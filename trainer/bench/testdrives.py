@@ -1,4 +1,4 @@
-"""Paced drives for the table's rows: made, entered and taken away by `bench-io paced`, whose help says how exact they are.
+"""Rate-limited drives for the table's rows: created, entered and destroyed by `bench-io testdrives`, whose help says how exact they are.
 
 `program` is where bench-io lies; table.py sets it from --bin.
 """
@@ -34,30 +34,30 @@ def bench_io(*words):
     return done.stdout
 
 
-def create(count, size_bytes, read_bps, write_bps, raid0=False, parts=1):
-    """Makes the drives. Returns their folders, one for all with `raid0`; on failure nothing is left."""
-    words = ["--parts", parts, *(["--raid0"] if raid0 else [])]
+def create(count, size_bytes, read_bps, write_bps, raid0=False, loop_devices=1):
+    """Makes the drives. Returns their directories, one for all with `raid0`; on failure nothing is left."""
+    words = ["--loop-devices", loop_devices, *(["--raid0"] if raid0 else [])]
     try:
-        return bench_io("paced", "up", count, size_bytes, read_bps, write_bps, *words).split()
+        return bench_io("testdrives", "create", count, size_bytes, read_bps, write_bps, *words).split()
     except DriveError:
         raise
     except BaseException:
         # We are stopped, and it with us, in the middle.
-        subprocess.run([str(program), "paced", "down"], capture_output=True)
+        subprocess.run([str(program), "testdrives", "destroy"], capture_output=True)
         raise
 
 
 def read_state():
-    """What `up` made: its folders, devices, and the pace of each."""
-    sets = json.loads(bench_io("paced", "show", "--json"))
+    """What `create` made: its directories, devices, and the limit of each."""
+    sets = json.loads(bench_io("testdrives", "show", "--json"))
     return next(one["state"] for one in sets if one["name"] == "")
 
 
 def enter(command):
-    """`command` as a command that runs at the drives' pace, with everything it starts."""
-    return [str(program), "paced", "exec", "--", *map(str, command)]
+    """`command` as a command that runs under the drives' limits, with everything it starts."""
+    return [str(program), "testdrives", "exec", "--", *map(str, command)]
 
 
 def destroy():
-    """Takes away what `up` made."""
-    bench_io("paced", "down")
+    """Destroys what `create` made."""
+    bench_io("testdrives", "destroy")

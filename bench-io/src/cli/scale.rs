@@ -12,17 +12,17 @@ use crate::fio::Fio;
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
-use crate::testdrives::{DrivesPlan, OwnDrives, Pace};
+use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io scale --directory .                                              # this machine's disk, three rounds in turns with fio
   bench-io scale --directory /mnt/nvme0 --directory /mnt/nvme1 --out target/scale
-  bench-io scale --paced 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
-  bench-io scale --paced 4 --read 6.2G --write 3.2G --parts 2 --size 2g --bs 1m,4m,16m
-  bench-io scale --paced 4 --last-half --drives 4                        # unequal drives: the sum is the limit
-  bench-io scale --paced 2 --read 60M --write 30M --size 32m --runtime 1 --within 5     # as a test: fails when it is off";
+  bench-io scale --testdrives 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
+  bench-io scale --testdrives 4 --read 6.2G --write 3.2G --loop-devices 2 --size 2g --bs 1m,4m,16m
+  bench-io scale --testdrives 4 --slow-last --drives 4                        # unequal drives: the sum is the limit
+  bench-io scale --testdrives 2 --read 60M --write 30M --size 32m --runtime 1 --tolerance 5     # as a test: fails when it is off";
 
 /// Of a drive: its file system's own blocks, the daemon's log.
 const DRIVE_SLACK_BYTES: u64 = 64 << 20;
@@ -34,8 +34,8 @@ pub(crate) struct ScaleArgs {
     #[arg(
         long = "directory",
         value_name = "DIR",
-        required_unless_present = "paced",
-        conflicts_with = "paced"
+        required_unless_present = "testdrives",
+        conflicts_with = "testdrives"
     )]
     dirs: Vec<PathBuf>,
     /// Make N rate-limited drives for this and take them away again; needs root
@@ -46,7 +46,7 @@ pub(crate) struct ScaleArgs {
         long,
         value_name = "RATE",
         default_value = "620M",
-        conflicts_with = "directories"
+        conflicts_with = "dirs"
     )]
     read: Rate,
     /// Of each rate-limited drive, bytes a second
@@ -54,20 +54,15 @@ pub(crate) struct ScaleArgs {
         long,
         value_name = "RATE",
         default_value = "320M",
-        conflicts_with = "directories"
+        conflicts_with = "dirs"
     )]
     write: Rate,
     /// Loop devices of each rate-limited drive; above some 4 GB/s one is not enough
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        conflicts_with = "directories"
-    )]
-    parts: u32,
-    /// The last rate-limited drive is half as fast as the others
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "dirs")]
+    loop_devices: u32,
+    /// Limit the last drive to half the rate of the others
     #[arg(long)]
-    last_half: bool,
+    slow_last: bool,
     /// How many drives at a time, with commas between [default: 1 to all]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     drives: Vec<usize>,
@@ -98,9 +93,9 @@ pub(crate) struct ScaleArgs {
     /// The program, when it is not in PATH; or "none"
     #[arg(long, value_name = "PROGRAM")]
     fio: Option<PathBuf>,
-    /// Fail when a row is further than this from the pace that was set
+    /// Fail when a row is further than this from the rate limit
     #[arg(long, value_name = "PERCENT")]
-    within: Option<f64>,
+    tolerance: Option<f64>,
     /// Leave scale.json, scale.svg and scale.html in this directory
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -112,7 +107,7 @@ pub(crate) struct ScaleArgs {
 /// Measures, prints, and leaves files.
 ///
 /// # Errors
-/// Settings that cannot be, something failed, or a row is off with `--within`.
+/// Settings that cannot be, something failed, or a row is off with `--tolerance`.
 pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     check(&args)?;
     let fio = Fio::find(args.fio.as_deref())?;
@@ -121,7 +116,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     }
     let progress = Progress::new();
     let report = match args.testdrives {
-        Some(count) => on_paced(&args, count, fio.as_ref(), &progress)?,
+        Some(count) => on_testdrives(&args, count, fio.as_ref(), &progress)?,
         None => scale::measure(
             &plan(&args, args.dirs.clone(), 1),
             None,
@@ -136,9 +131,11 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         leave(out, &report)?;
     }
     said?;
-    let outside = args.within.map(|percent| report.outside(percent / 100.0));
+    let outside = args
+        .tolerance
+        .map(|percent| report.outside(percent / 100.0));
     if let Some(outside) = outside.filter(|outside| !outside.is_empty()) {
-        bail!("not within what was asked: {}", outside.join("; "));
+        bail!("outside --tolerance: {}", outside.join("; "));
     }
     Ok(())
 }
@@ -180,37 +177,37 @@ fn check(args: &ScaleArgs) -> Result<()> {
         "--rounds: 1 to 100"
     );
     ensure!(
-        args.within
+        args.tolerance
             .is_none_or(|percent| (0.0..=100.0).contains(&percent)),
-        "--within: percent, 0 to 100"
+        "--tolerance: percent, 0 to 100"
     );
     ensure!(
-        args.within.is_none() || args.testdrives.is_some(),
-        "--within: only with --paced, as other drives have no pace that was set"
+        args.tolerance.is_none() || args.testdrives.is_some(),
+        "--tolerance: only with --testdrives; other drives have no rate limit to compare with"
     );
     ensure!(
-        !args.last_half || args.testdrives.is_some_and(|count| count >= 2),
-        "--last-half: only with --paced 2 or more"
+        !args.slow_last || args.testdrives.is_some_and(|count| count >= 2),
+        "--slow-last: only with --testdrives 2 or more"
     );
     ensure!(
-        args.parts >= 1,
-        "--parts 0: at least one loop device a drive"
+        args.loop_devices >= 1,
+        "--loop-devices 0: at least one loop device a drive"
     );
     Ok(())
 }
 
-fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, parts: u32) -> ScalePlan {
+fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, dirs_per_drive: u32) -> ScalePlan {
     // The picture's lines go from few to many.
     let mut drives = args.drives.clone();
     drives.sort_unstable();
     drives.dedup();
     ScalePlan {
         dirs,
-        parts: parts as usize,
+        dirs_per_drive: dirs_per_drive as usize,
         blocks_bytes: args.bs.iter().map(|bs| bs.0 as u32).collect(),
         iodepth: args.iodepth,
         drives,
-        last_half: args.last_half,
+        slow_last: args.slow_last,
         size: part_bytes(args),
         ramp: Duration::from_secs_f64((args.runtime / 4.0).min(0.5)),
         runtime: Duration::from_secs_f64(args.runtime),
@@ -224,38 +221,38 @@ fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, parts: u32) -> ScalePlan {
 
 /// Of each directory.
 fn part_bytes(args: &ScaleArgs) -> u64 {
-    let parts = match args.testdrives {
-        Some(_) => u64::from(args.parts),
+    let dirs = match args.testdrives {
+        Some(_) => u64::from(args.loop_devices),
         None => 1,
     };
-    args.size.0 / parts / 4096 * 4096
+    args.size.0 / dirs / 4096 * 4096
 }
 
-fn on_paced(
+fn on_testdrives(
     args: &ScaleArgs,
     count: u32,
     fio: Option<&Fio>,
     progress: &Progress,
 ) -> Result<ScaleReport> {
     progress.say("making rate-limited drives");
-    let pace = Pace {
+    let limit = RateLimit {
         read: args.read.0,
         write: args.write.0,
     };
-    let drives = OwnDrives::up(&DrivesPlan {
+    let drives = OwnDrives::create(&DrivesPlan {
         name: format!("scale-{}", std::process::id()),
         count,
         // Beside the store, a file to read and one to write.
-        bytes: u64::from(args.parts)
+        bytes: u64::from(args.loop_devices)
             * (store_file_bytes(part_bytes(args)) + 2 * part_bytes(args) + DRIVE_SLACK_BYTES),
-        pace,
-        parts: args.parts,
+        limit,
+        loop_devices: args.loop_devices,
         raid0: false,
     })?;
-    // The daemon and fio are started in the group, and so are paced.
+    // The daemon and fio inherit the control group, and with it the limits.
     let _inside = drives.enter()?;
-    let plan = plan(args, drives.state().dirs.clone(), args.parts);
-    scale::measure(&plan, Some((&drives, pace)), fio, progress)
+    let plan = plan(args, drives.state().dirs.clone(), args.loop_devices);
+    scale::measure(&plan, Some((&drives, limit)), fio, progress)
 }
 
 fn leave(out: &Path, report: &ScaleReport) -> Result<()> {

@@ -1,4 +1,4 @@
-//! `bench-io testdrives`: drives of a known speed, made, shown, used and taken away.
+//! `bench-io testdrives`: creates, shows, uses and destroys rate-limited drives.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -7,81 +7,77 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 
 use crate::console;
-use crate::testdrives::{self, Drives, DrivesPlan, Pace};
+use crate::testdrives::{self, Drives, DrivesPlan, RateLimit};
 use crate::units::{Bytes, Rate};
 
 /// Shown below the commands.
 pub(crate) const EXAMPLES: &str = "Examples, as root:
-  bench-io paced up 4 8g 6.2G 3.2G --parts 2      # four drives of 6.2 GB/s read and 3.2 written, two loop devices each
-  bench-io paced exec -- trainer train RUN.toml   # at their pace; what is started otherwise is not paced
-  bench-io paced down";
+  bench-io testdrives create 4 8g 6.2GB/s 3.2GB/s --loop-devices 2   # four drives of 6.2 GB/s read and 3.2 GB/s write
+  bench-io testdrives exec -- trainer train RUN.toml                 # only processes started by exec are limited
+  bench-io testdrives destroy";
 
-/// Paced drives.
+/// Rate-limited drives.
 #[derive(Args)]
-pub(crate) struct PacedArgs {
+pub(crate) struct TestdrivesArgs {
     #[command(subcommand)]
-    command: PacedCommand,
+    command: TestdrivesCommand,
 }
 
 #[derive(Subcommand)]
-enum PacedCommand {
-    /// Make COUNT drives in memory and print their directories
-    Up {
+enum TestdrivesCommand {
+    /// Create COUNT drives in memory and print their directories
+    Create {
         count: u32,
-        /// Of each drive, as 8g
+        /// Size of each drive, such as 8GiB
         size: Bytes,
-        /// Bytes a second, as 6.2G
+        /// Read limit of each drive, such as 6.2GB/s
         read: Rate,
-        /// Bytes a second, as 3.2G
+        /// Write limit of each drive, such as 3.2GB/s
         write: Rate,
-        /// Loop devices, and so directories, of each drive: one copies some 5 GB/s
+        /// Loop devices, each with its directory, that make up one drive; one moves about 5 GB/s
         #[arg(long, value_name = "N", default_value_t = 1)]
-        parts: u32,
-        /// One directory over all of them (btrfs), for programs that take a single path
+        loop_devices: u32,
+        /// Join all drives in one btrfs directory, for programs that take a single path
         #[arg(long)]
         raid0: bool,
-        /// Only say whether this machine and user could
+        /// Only check whether this machine and user can create drives
         #[arg(long)]
         probe: bool,
-        /// Of the set, where there are several
+        /// Name of the set, when several exist
         #[arg(long, default_value = "")]
         name: String,
     },
-    /// Run COMMAND at the drives' pace, with all it starts
+    /// Run COMMAND, and every process it starts, under the drives' limits
     Exec {
-        /// Of the set
+        /// Name of the set
         #[arg(long, default_value = "")]
         name: String,
-        /// What to run
+        /// Command and arguments
         #[arg(last = true, required = true)]
         command: Vec<std::ffi::OsString>,
     },
-    /// Take them away, and what killed measurements left
-    Down {
-        /// Of a set: only that one
+    /// Destroy the drives, and any that killed measurements left behind
+    Destroy {
+        /// Destroy only this set
         #[arg(long)]
         name: Option<String>,
     },
-    /// Say which there are
+    /// List the drives
     Show {
-        /// A list of JSON objects
+        /// Print a JSON list
         #[arg(long)]
         json: bool,
     },
 }
 
-/// Does it.
-///
-/// # Errors
-/// What is missing, or what failed.
-pub(crate) fn run(args: PacedArgs) -> Result<()> {
+pub(crate) fn run(args: TestdrivesArgs) -> Result<()> {
     match args.command {
-        PacedCommand::Up {
+        TestdrivesCommand::Create {
             count,
             size,
             read,
             write,
-            parts,
+            loop_devices,
             raid0,
             probe,
             name,
@@ -92,15 +88,15 @@ pub(crate) fn run(args: PacedArgs) -> Result<()> {
                     None => Ok(()),
                 };
             }
-            let drives = Drives::up(&DrivesPlan {
+            let drives = Drives::create(&DrivesPlan {
                 name,
                 count,
                 bytes: size.0,
-                pace: Pace {
+                limit: RateLimit {
                     read: read.0,
                     write: write.0,
                 },
-                parts,
+                loop_devices,
                 raid0,
             })?;
             for dir in &drives.state().dirs {
@@ -108,31 +104,30 @@ pub(crate) fn run(args: PacedArgs) -> Result<()> {
             }
             Ok(())
         }
-        PacedCommand::Exec { name, command } => {
+        TestdrivesCommand::Exec { name, command } => {
             Drives::open(&name)?.enter()?.stay();
             let (program, words) = command.split_first().context("what to run")?;
             let error = Command::new(program).args(words).exec();
             Err(error).with_context(|| format!("starting {}", program.display()))
         }
-        PacedCommand::Down { name: Some(name) } => Drives::open(&name)?.down(),
-        PacedCommand::Down { name: None } => down_all(),
-        PacedCommand::Show { json } => show(json),
+        TestdrivesCommand::Destroy { name: Some(name) } => Drives::open(&name)?.destroy(),
+        TestdrivesCommand::Destroy { name: None } => destroy_all(),
+        TestdrivesCommand::Show { json } => show(json),
     }
 }
 
-/// The usual set, and what is nobody's any more.
-fn down_all() -> Result<()> {
-    let left = testdrives::take_away_left()?;
+/// Destroys the unnamed set and every orphaned one.
+fn destroy_all() -> Result<()> {
+    let orphaned = testdrives::destroy_orphaned()?;
     match Drives::open("") {
-        Err(_) if left > 0 && !testdrives::names().contains(&String::new()) => Ok(()),
-        usual => usual?.down(),
+        Err(_) if orphaned > 0 && !testdrives::names().contains(&String::new()) => Ok(()),
+        unnamed => unnamed?.destroy(),
     }
 }
 
 fn show(json: bool) -> Result<()> {
     let mut found = Vec::new();
     for name in testdrives::names() {
-        // One that cannot be read hides none of the others.
         match Drives::open(&name) {
             Ok(drives) => found.push((name, drives)),
             Err(error) => console::note(format_args!("{error:#}")),
@@ -147,16 +142,16 @@ fn show(json: bool) -> Result<()> {
     }
     for (name, drives) in &found {
         let state = drives.state();
-        let named = match (&name[..], testdrives::is_left(name)) {
+        let named = match (&name[..], testdrives::is_orphaned(name)) {
             ("", _) => String::new(),
             (name, false) => format!(" ({name})"),
-            (name, true) => format!(" ({name}, left by a killed measurement)"),
+            (name, true) => format!(" ({name}, orphaned by a killed measurement)"),
         };
         console::line(format_args!(
             "{} devices{named}, each {} read and {} written:",
             state.devices.len(),
-            Rate(state.pace.read),
-            Rate(state.pace.write)
+            Rate(state.limit.read),
+            Rate(state.limit.write)
         ))?;
         for dir in &state.dirs {
             console::line(format_args!("  {}", dir.display()))?;

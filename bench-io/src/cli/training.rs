@@ -10,7 +10,7 @@ use crate::console;
 use crate::progress::Progress;
 use crate::report::{DeviceReport, Head, warnings};
 use crate::scale::Load;
-use crate::testdrives::Pace;
+use crate::testdrives::RateLimit;
 use crate::training::{
     self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
     TrainingRow, TrialPlan,
@@ -44,7 +44,7 @@ pub(crate) struct TrainingArgs {
         long,
         value_name = "RATE",
         default_value = "6.2G",
-        conflicts_with = "directories"
+        conflicts_with = "dirs"
     )]
     read: Rate,
     /// Of one drive, bytes a second
@@ -52,7 +52,7 @@ pub(crate) struct TrainingArgs {
         long,
         value_name = "RATE",
         default_value = "3.2G",
-        conflicts_with = "directories"
+        conflicts_with = "dirs"
     )]
     write: Rate,
     /// Measure the rates here instead: a directory on each drive
@@ -83,7 +83,7 @@ pub(crate) struct TrainingArgs {
     steps: u64,
     /// With --run: loop devices of each rate-limited drive
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u32).range(1..=64))]
-    parts: u32,
+    loop_devices: u32,
     /// With --run: seconds that one run may take
     #[arg(long, value_name = "SECONDS", default_value_t = 600, conflicts_with_all = ["file", "model"])]
     timeout: u64,
@@ -287,11 +287,11 @@ fn trained(
         sets: sets(args),
         steps: args.steps as usize,
         drives,
-        pace: Pace {
+        limit: RateLimit {
             read: args.read.0,
             write: args.write.0,
         },
-        parts: args.parts,
+        loop_devices: args.loop_devices,
         timeouts: Duration::from_secs(args.timeout),
     };
     let ran = training::run(&plan, trainer, progress)?;

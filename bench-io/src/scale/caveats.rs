@@ -25,7 +25,7 @@ pub(super) fn of(rows: &[Row]) -> Vec<String> {
 fn off_the_limit(rows: &[Row]) -> Vec<String> {
     let alone = rows
         .iter()
-        .filter(|row| row.drives == 1 && row.testdrives && row.load != Load::Both);
+        .filter(|row| row.drives == 1 && !row.unlimited && row.load != Load::Both);
     alone
         .filter_map(|row| {
             let rate = row.fio_bytes_per_s().unwrap_or_else(|| row.daemon_bytes_per_s());
@@ -42,9 +42,9 @@ fn off_the_limit(rows: &[Row]) -> Vec<String> {
         .collect()
 }
 
-/// Without their pace drives are memory, and the processor is what is left to measure.
+/// Warns of rows in which the processor, and not the drives, may have been measured.
 fn busy(rows: &[Row]) -> Option<String> {
-    let counted = rows.iter().filter(|row| row.testdrives);
+    let counted = rows.iter().filter(|row| !row.unlimited);
     let busy = counted
         .clone()
         .filter(|row| warnings::is_busy(&row.daemon))
@@ -98,7 +98,7 @@ fn control_scales(rows: &[Row]) -> Option<String> {
     rows.iter().find_map(|row| {
         let (rate, drives) = of(row)?;
         let one = rows.iter().find(|other| {
-            other.drives == 1 && other.load == row.load && other.bs == row.bs && other.testdrives == row.testdrives
+            other.drives == 1 && other.load == row.load && other.bs == row.bs && other.unlimited == row.unlimited
         })?;
         let times = rate / of(one)?.0;
         (drives > 1.0 && times > 0.5 * (1.0 + drives)).then(|| {

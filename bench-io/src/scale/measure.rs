@@ -1,4 +1,4 @@
-//! The measuring itself: what beside what, in which order, and when drives keep their pace.
+//! The order of the measurements, and when the drives' rate limits are on.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::{median, rate_of};
 use crate::targets::Way;
-use crate::testdrives::{Drives, Pace};
+use crate::testdrives::{Drives, RateLimit};
 
 /// For the negative control.
 const CONTROL_TIME: Duration = Duration::from_secs(1);
@@ -25,13 +25,13 @@ struct OwnFiles {
     write: PathBuf,
 }
 
-/// Measures all rows of `plan`; `testdrives` are the drives when they have a pace that can be taken away.
+/// Measures all rows of `plan`; `testdrives` are the drives whose rate limit can be lifted.
 ///
 /// # Errors
 /// A drive, the daemon or fio fails.
 pub(crate) fn measure(
     plan: &ScalePlan,
-    testdrives: Option<(&Drives, Pace)>,
+    testdrives: Option<(&Drives, RateLimit)>,
     fio: Option<&Fio>,
     progress: &Progress,
 ) -> Result<ScaleReport> {
@@ -53,7 +53,7 @@ pub(crate) fn measure(
     let devices = plan.dirs.iter().map(|dir| DeviceReport::of(dir));
     Ok(ScaleReport {
         head: Head::new(settings, devices.collect(), warnings),
-        pace: testdrives.map(|(_, pace)| pace),
+        limit: testdrives.map(|(_, limit)| limit),
         fio_version: fio.map(|fio| fio.version.clone()),
         rows,
     })
@@ -62,7 +62,7 @@ pub(crate) fn measure(
 /// All that is measured with.
 struct Measuring<'a> {
     plan: &'a ScalePlan,
-    testdrives: Option<(&'a Drives, Pace)>,
+    testdrives: Option<(&'a Drives, RateLimit)>,
     fio: Option<&'a Fio>,
     progress: &'a Progress,
     /// Of each directory.
@@ -73,7 +73,7 @@ impl<'a> Measuring<'a> {
     /// Makes fio's and the control's files, as fast as the drives are.
     fn begin(
         plan: &'a ScalePlan,
-        testdrives: Option<(&'a Drives, Pace)>,
+        testdrives: Option<(&'a Drives, RateLimit)>,
         fio: Option<&'a Fio>,
         progress: &'a Progress,
     ) -> Result<Self> {
@@ -84,7 +84,7 @@ impl<'a> Measuring<'a> {
             progress,
             files: Vec::new(),
         };
-        measuring.set_pace(false)?;
+        measuring.set_limit(false)?;
         progress.say("making files");
         let files = plan.dirs.iter().map(|dir| {
             let dir = WorkDir::make(dir)?;
@@ -103,7 +103,7 @@ impl<'a> Measuring<'a> {
 
     /// All drives that there are.
     fn all(&self) -> usize {
-        self.plan.dirs.len() / self.plan.parts
+        self.plan.dirs.len() / self.plan.dirs_per_drive
     }
 
     fn rows(&self) -> Result<Vec<Row>> {
@@ -115,27 +115,27 @@ impl<'a> Measuring<'a> {
         let mut rows = Vec::new();
         for &bs in &self.plan.blocks_bytes {
             for &drives in &counts {
-                let set_pace = |on| self.set_pace(on);
-                let store = Store::new(self.plan, bs, drives, set_pace, self.progress)?;
-                self.set_pace(true)?;
+                let set_limit = |on| self.set_limit(on);
+                let store = Store::new(self.plan, bs, drives, set_limit, self.progress)?;
+                self.set_limit(true)?;
                 for load in Load::ALL {
-                    rows.push(self.row(&store, load, true)?);
+                    rows.push(self.row(&store, load, false)?);
                 }
                 if drives == last && self.testdrives.is_some() {
-                    self.set_pace(false)?;
+                    self.set_limit(false)?;
                     for load in Load::ALL {
-                        rows.push(self.row(&store, load, false)?);
+                        rows.push(self.row(&store, load, true)?);
                     }
                 }
             }
         }
-        self.set_pace(true)?;
+        self.set_limit(true)?;
         Ok(rows)
     }
 
-    fn row(&self, store: &Store, load: Load, is_paced: bool) -> Result<Row> {
+    fn row(&self, store: &Store, load: Load, unlimited: bool) -> Result<Row> {
         let mut measured = (0..self.plan.rounds)
-            .map(|_| self.round(store, load, is_paced))
+            .map(|_| self.round(store, load, unlimited))
             .collect::<Result<Vec<_>>>()?;
         let fio = measured.iter_mut().filter_map(|round| round.fio.take());
         let fio = median(fio.collect(), FioFigures::bytes_per_s);
@@ -149,18 +149,18 @@ impl<'a> Measuring<'a> {
             daemon: range,
             fio: fio.as_ref().map(|(_, range)| *range),
         };
-        let slow = self.plan.last_half && store.drives == self.all();
+        let slow = self.plan.slow_last && store.drives == self.all();
         let count = store.drives as f64 - if slow { 0.5 } else { 0.0 };
         let limit = self
             .testdrives
-            .filter(|_| is_paced)
-            .map(|(_, pace)| [pace.read, pace.write].map(|rate| rate as f64 * count));
+            .filter(|_| !unlimited)
+            .map(|(_, limit)| [limit.read, limit.write].map(|rate| rate as f64 * count));
         Ok(Row {
             drives: store.drives,
             load,
             bs: store.bs,
             iodepth: store.depth(load),
-            testdrives: is_paced,
+            unlimited,
             limit_bytes_per_s: limit,
             daemon: daemon.daemon,
             fio: fio.map(|(median, _)| median),
@@ -170,16 +170,13 @@ impl<'a> Measuring<'a> {
     }
 
     /// Ours, fio, and one synchronous thread, one after the other.
-    fn round(&self, store: &Store, load: Load, is_paced: bool) -> Result<Round> {
+    fn round(&self, store: &Store, load: Load, unlimited: bool) -> Result<Round> {
         let Self { plan, progress, .. } = *self;
-        let unpaced = match is_paced || self.testdrives.is_none() {
-            true => "",
-            false => ", unpaced",
-        };
-        let what = format!("{} drives, {}{unpaced}", store.drives, load.word());
+        let suffix = if unlimited { ", unlimited" } else { "" };
+        let what = format!("{} drives, {}{suffix}", store.drives, load.word());
         let daemon = store.run(plan, load, progress, &what)?;
         progress.say(&format!("{what}: fio"));
-        let own = &self.files[..store.drives * plan.parts];
+        let own = &self.files[..store.drives * plan.dirs_per_drive];
         let [read, write] = [
             own.iter().map(|one| one.read.clone()).collect::<Vec<_>>(),
             own.iter().map(|one| one.write.clone()).collect(),
@@ -202,7 +199,7 @@ impl<'a> Measuring<'a> {
         });
         let one_thread = match load {
             Load::Both => None,
-            _ if !is_paced && self.testdrives.is_some() => None,
+            _ if unlimited => None,
             Load::Read => Some((Way::Read, &read)),
             Load::Write => Some((Way::Write, &write)),
         };
@@ -218,22 +215,22 @@ impl<'a> Measuring<'a> {
         })
     }
 
-    /// All drives at their pace, or the last one at half of it; or all as fast as memory.
-    fn set_pace(&self, on: bool) -> Result<()> {
+    /// Limits all drives, with `slow_last` the last one to half the rate; or lifts every limit.
+    fn set_limit(&self, on: bool) -> Result<()> {
         let Some((drives, _)) = self.testdrives else {
             return Ok(());
         };
-        let pace = drives.state().pace;
-        drives.set_pace(on.then_some(pace))?;
-        if !on || !self.plan.last_half {
+        let limit = drives.state().limit;
+        drives.set_limit(on.then_some(limit))?;
+        if !on || !self.plan.slow_last {
             return Ok(());
         }
         let devices = drives.state().devices.len();
-        let half = Pace {
-            read: (pace.read / 2).max(1),
-            write: (pace.write / 2).max(1),
+        let half = RateLimit {
+            read: (limit.read / 2).max(1),
+            write: (limit.write / 2).max(1),
         };
-        drives.set_pace_of(devices - self.plan.parts..devices, Some(half))
+        drives.set_limit_of(devices - self.plan.dirs_per_drive..devices, Some(half))
     }
 }
 

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   for n in 1..=N:  a store on n drives ─ fill ─▶ read, write, both     beside fio, and one synchronous thread
-//!   then:            the same on all N without their pace: the ceiling of this machine
+//!   then:            the same on all N without rate limits: the maximum of this machine
 //! ```
 //!
 //! "Both" reads and writes with streams and depths of their own, so that neither waits for the other's turn; fio does
 //! the same with a job each way and drive. The one thread is a negative control: it must not scale, or nothing here does.
-//! Drives without a set pace are measured in rounds, all three in turns: what others do on them comes and goes.
+//! Drives without a rate limit are measured in several rounds, because other load on them comes and goes.
 
 mod caveats;
 mod control;
@@ -25,7 +25,7 @@ use serde::Serialize;
 use crate::fio::FioFigures;
 use crate::report::{Figures, Head};
 use crate::rounds::{Range, rate_of};
-use crate::testdrives::Pace;
+use crate::testdrives::RateLimit;
 
 pub(crate) use measure::measure;
 
@@ -64,11 +64,11 @@ pub(crate) struct ScalePlan {
     /// A directory on each drive.
     pub(crate) dirs: Vec<PathBuf>,
     /// Directories that make up one drive.
-    pub(crate) parts: usize,
+    pub(crate) dirs_per_drive: usize,
     /// How many at a time; empty: 1 to all.
     pub(crate) drives: Vec<usize>,
     /// The last rate-limited drive is half as fast as the others.
-    pub(crate) last_half: bool,
+    pub(crate) slow_last: bool,
     pub(crate) blocks_bytes: Vec<u32>,
     /// Of each directory and direction. `None`: fio's own depth, and what drives need through the daemon.
     pub(crate) iodepth: Option<u32>,
@@ -81,7 +81,7 @@ pub(crate) struct ScalePlan {
 }
 
 /// Through the daemon, one way, of each drive: 1.4 ms of a drive of 6.2 GB/s. Slots of more do not stay in the processor's
-/// cache, which others may use too: 4 drives of 6.2 and 3.2 GB/s kept their pace both ways with this on each of three 16-core
+/// cache, which others may use too: 4 drives of 6.2 and 3.2 GB/s kept their rate both ways with this on each of three 16-core
 /// Xeons (300 MiB of cache), on the busiest one 91 to 96 % of it with twice as much, and 69 to 85 % on all with 16 times
 /// (2026-11-22).
 const OWN_INFLIGHT_BYTES: u64 = 8 << 20;
@@ -100,7 +100,7 @@ impl ScalePlan {
 
     /// Operations of `bs` bytes in flight through the daemon in one direction, of `dirs` directories.
     fn own_depth(&self, bs: u32, dirs: usize) -> u64 {
-        let drives = (dirs / self.parts) as u64;
+        let drives = (dirs / self.dirs_per_drive) as u64;
         match self.iodepth {
             Some(depth) => u64::from(depth) * dirs as u64,
             // Less than one each, and some have nothing to do.
@@ -140,9 +140,9 @@ pub(crate) struct Row {
     pub(crate) bs: u32,
     /// In flight through the daemon.
     pub(crate) iodepth: u32,
-    /// Whether the drives went at their pace, set or their own; `false` in the rows of the ceiling.
-    pub(crate) testdrives: bool,
-    /// Read and written by all drives together, where a pace was set.
+    /// Whether the drives' rate limits were lifted, to find the machine's own maximum.
+    pub(crate) unlimited: bool,
+    /// Read and write limits of all drives together, if the drives are rate-limited.
     pub(crate) limit_bytes_per_s: Option<[f64; 2]>,
     pub(crate) daemon: Figures,
     pub(crate) fio: Option<FioFigures>,
@@ -179,8 +179,8 @@ pub(crate) struct ScaleReport {
     /// Its devices are what lies under each directory.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
-    /// Of one drive.
-    pub(crate) pace: Option<Pace>,
+    /// Rate limit of one drive.
+    pub(crate) limit: Option<RateLimit>,
     pub(crate) fio_version: Option<String>,
     pub(crate) rows: Vec<Row>,
 }
@@ -188,7 +188,7 @@ pub(crate) struct ScaleReport {
 impl ScaleReport {
     /// Rows that are further from their limit than `share`, one line each.
     pub(crate) fn outside(&self, share: f64) -> Vec<String> {
-        let rows = self.rows.iter().filter(|row| row.testdrives);
+        let rows = self.rows.iter().filter(|row| !row.unlimited);
         rows.filter_map(|row| {
             let off = row.daemon_bytes_per_s() / row.limit()? - 1.0;
             (off.abs() > share).then(|| {
@@ -211,11 +211,11 @@ mod tests {
 
     #[test]
     fn as_much_is_in_flight_as_drives_need_or_as_was_asked_for() {
-        let plan = |iodepth, parts| ScalePlan {
+        let plan = |iodepth, dirs_per_drive| ScalePlan {
             dirs: Vec::new(),
-            parts,
+            dirs_per_drive,
             drives: Vec::new(),
-            last_half: false,
+            slow_last: false,
             blocks_bytes: Vec::new(),
             iodepth,
             size: 1 << 30,

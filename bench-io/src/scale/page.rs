@@ -52,11 +52,11 @@ pub(crate) fn html(report: &ScaleReport) -> String {
         "</ul>\n<p>{}</p>",
         escaped(&report.settings_line())
     ));
-    if let Some(pace) = report.pace {
+    if let Some(limit) = report.limit {
         put(format!(
             "<p>Limit set: {:.3} GB/s read and {:.3} GB/s written a drive.</p>",
-            pace.read as f64 / 1e9,
-            pace.write as f64 / 1e9
+            limit.read as f64 / 1e9,
+            limit.write as f64 / 1e9
         ));
     }
     if let Some(fio) = report.rows.iter().rev().find_map(|row| row.fio.as_ref()) {

@@ -9,13 +9,13 @@ pub(crate) fn svg(report: &ScaleReport) -> String {
     let bs = report.rows.last().map_or(0, |row| row.bs);
     let of = |load: Load| -> Vec<&Row> {
         let rows = report.rows.iter();
-        rows.filter(|row| row.bs == bs && row.load == load && row.testdrives)
+        rows.filter(|row| row.bs == bs && row.load == load && !row.unlimited)
             .collect()
     };
     let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));
     let panels = Load::ALL.map(|load| (load.word(), lines(&of(load))));
     let mut about = vec![report.head.machine.to_string()];
-    about.extend(report.pace_line());
+    about.extend(report.limit_line());
     about.push(report.settings_line());
     picture::svg(&title, &about, &panels)
 }

@@ -25,7 +25,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// Formats while drives keep their pace, as placement goes by what a format measures; fills as fast as it can.
+    /// Formats with the rate limits on, because placement follows the rates a format measures; fills with them off.
     ///
     /// # Errors
     /// No room, or no daemon.
@@ -33,11 +33,11 @@ impl Store {
         plan: &ScalePlan,
         bs: u32,
         drives: usize,
-        set_pace: impl Fn(bool) -> Result<()>,
+        set_limit: impl Fn(bool) -> Result<()>,
         progress: &Progress,
     ) -> Result<Self> {
-        let dirs = drives * plan.parts;
-        set_pace(true)?;
+        let dirs = drives * plan.dirs_per_drive;
+        set_limit(true)?;
         progress.say("formatting a store");
         let tile_count = plan.size / u64::from(bs) * dirs as u64;
         ensure!(
@@ -76,7 +76,7 @@ impl Store {
             one_way_depth: one_way,
             depth,
         };
-        set_pace(false)?;
+        set_limit(false)?;
         store.bench.fill(
             &[vec![store.stream(0, tile_count, Way::Write, depth)]],
             progress,

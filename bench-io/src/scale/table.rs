@@ -9,8 +9,8 @@ use crate::units::{Bytes, SpeedText};
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.head)?;
-        if let Some(pace) = self.pace_line() {
-            writeln!(f, "{pace}")?;
+        if let Some(limit) = self.limit_line() {
+            writeln!(f, "{limit}")?;
         }
         let fio = self.fio_version.as_deref().unwrap_or("no fio here");
         writeln!(f, "{fio}; {}", self.settings_line())?;
@@ -26,10 +26,10 @@ impl fmt::Display for ScaleReport {
 }
 
 impl ScaleReport {
-    /// What was set, of rate-limited drives.
-    pub(super) fn pace_line(&self) -> Option<String> {
-        let pace = self.pace?;
-        let (read, write) = (SpeedText(pace.read as f64), SpeedText(pace.write as f64));
+    /// The rate limit of each drive.
+    pub(super) fn limit_line(&self) -> Option<String> {
+        let limit = self.limit?;
+        let (read, write) = (SpeedText(limit.read as f64), SpeedText(limit.write as f64));
         Some(format!(
             "limit set: {read} read and {write} written a drive"
         ))
@@ -105,9 +105,9 @@ pub(super) fn cells(row: &Row) -> [String; 11] {
         .as_ref()
         .map_or_else(|| "-".into(), |fio| format!("{:.3}", fio.cpu_s_per_gb));
     [
-        match row.testdrives {
-            true => row.drives.to_string(),
-            false => format!("{} unpaced", row.drives),
+        match row.unlimited {
+            true => format!("{} unlimited", row.drives),
+            false => row.drives.to_string(),
         },
         Bytes(u64::from(row.bs)).to_string(),
         row.iodepth.to_string(),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::group::{Entered, Group};
-use super::{DrivesPlan, Pace, State, check_name, dir_of, missing, read_state, state_file};
+use super::{DrivesPlan, RateLimit, State, check_name, dir_of, missing, read_state, state_file};
 use crate::stop;
 use crate::units::Bytes;
 
@@ -37,12 +37,12 @@ impl Drives {
     ///
     /// # Errors
     /// What is missing here, or which step failed.
-    pub(crate) fn up(plan: &DrivesPlan) -> Result<Self> {
-        Ok(Self::up_with(plan, |_| Ok(()))?.0)
+    pub(crate) fn create(plan: &DrivesPlan) -> Result<Self> {
+        Ok(Self::create_with(plan, |_| Ok(()))?.0)
     }
 
     /// The same; `begin` is called with the directory before anything is listed in it.
-    pub(super) fn up_with<T>(
+    pub(super) fn create_with<T>(
         plan: &DrivesPlan,
         begin: impl FnOnce(&Path) -> Result<T>,
     ) -> Result<(Self, T)> {
@@ -51,7 +51,7 @@ impl Drives {
             bail!("rate-limited drives need {what}");
         }
         // Their memory may be what is missing. What cannot be taken away is said where it is in the way.
-        let _ = super::take_away_left();
+        let _ = super::destroy_orphaned();
         let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
         let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
         ensure!(
@@ -66,30 +66,30 @@ impl Drives {
             bail!(
                 "{} exists: there are drives already; `{}` takes them away",
                 dir.display(),
-                down_command(&plan.name)
+                destroy_command(&plan.name)
             );
         }
         fs::create_dir_all(dir.join("ram")).with_context(|| format!("making {}", dir.display()))?;
         let begun = begin(&dir)?;
         let group = Group::place(&plan.name).context("asked for above")?;
-        let parts = u64::from(plan.parts);
+        let loop_devices = u64::from(plan.loop_devices);
         let mut drives = Self {
             name: plan.name.clone(),
             state: State {
                 group: group.dir().to_owned(),
                 devices: Vec::new(),
                 dirs: Vec::new(),
-                pace: Pace {
-                    read: (plan.pace.read / parts).max(1),
-                    write: (plan.pace.write / parts).max(1),
+                limit: RateLimit {
+                    read: (plan.limit.read / loop_devices).max(1),
+                    write: (plan.limit.write / loop_devices).max(1),
                 },
             },
             dir,
         };
-        let bytes = plan.bytes.div_ceil(parts).next_multiple_of(4096);
-        match drives.make(&group, plan.count * plan.parts, bytes, plan.raid0) {
+        let bytes = plan.bytes.div_ceil(loop_devices).next_multiple_of(4096);
+        match drives.make(&group, plan.count * plan.loop_devices, bytes, plan.raid0) {
             Ok(()) => Ok((drives, begun)),
-            Err(error) => match drives.down() {
+            Err(error) => match drives.destroy() {
                 Ok(()) => Err(error),
                 Err(left) => Err(error.context(format!("and not all was taken away: {left:#}"))),
             },
@@ -106,7 +106,7 @@ impl Drives {
         let state = read_state(&dir)?;
         let state = state.with_context(|| {
             format!(
-                "no drives in {}: make some with `bench-io paced up`",
+                "no drives in {}: make some with `bench-io testdrives create`",
                 dir.display()
             )
         })?;
@@ -121,25 +121,29 @@ impl Drives {
         &self.state
     }
 
-    /// Sets every device's pace; `None`: as fast as memory.
+    /// Sets every device's rate limit; `None` lifts it.
     ///
     /// # Errors
     /// The group does not take it.
-    pub(crate) fn set_pace(&self, pace: Option<Pace>) -> Result<()> {
-        self.set_pace_of(0..self.state.devices.len(), pace)
+    pub(crate) fn set_limit(&self, limit: Option<RateLimit>) -> Result<()> {
+        self.set_limit_of(0..self.state.devices.len(), limit)
     }
 
     /// The same for some devices, by their place among all.
     ///
     /// # Errors
     /// The group does not take it.
-    pub(crate) fn set_pace_of(&self, devices: Range<usize>, pace: Option<Pace>) -> Result<()> {
+    pub(crate) fn set_limit_of(
+        &self,
+        devices: Range<usize>,
+        limit: Option<RateLimit>,
+    ) -> Result<()> {
         let group = Group::at(&self.state.group);
         let mut devices = self.state.devices[devices].iter();
-        devices.try_for_each(|device| group.set(device, pace))
+        devices.try_for_each(|device| group.set(device, limit))
     }
 
-    /// Paces this process and all it will start.
+    /// Limits this process and every process it starts.
     ///
     /// # Errors
     /// The group does not take it.
@@ -155,7 +159,7 @@ impl Drives {
         let mount = |options: &str| {
             call(
                 "mount",
-                ["-t", "tmpfs", "-o", options, "paced-drives", &text(&ram)],
+                ["-t", "tmpfs", "-o", options, "testdrives", &text(&ram)],
             )
         };
         mount(&format!("{size},huge=always")).or_else(|_| mount(&size))?;
@@ -201,7 +205,7 @@ impl Drives {
                 self.mount(device, "noatime")?;
             }
         }
-        self.set_pace(Some(self.state.pace))
+        self.set_limit(Some(self.state.limit))
     }
 
     fn mount(&mut self, device: &Path, options: &str) -> Result<()> {
@@ -227,7 +231,7 @@ impl Drives {
     ///
     /// # Errors
     /// What still uses them. Calling it again goes on.
-    pub(crate) fn down(&self) -> Result<()> {
+    pub(crate) fn destroy(&self) -> Result<()> {
         let mut trouble = Vec::new();
         for dir in &self.state.dirs {
             let unmount = || call_unless_gone("umount", &[&text(dir)]);
@@ -254,17 +258,17 @@ impl Drives {
             bail!(
                 "{}; end what uses them and call `{}` again",
                 trouble.join("; "),
-                down_command(&self.name)
+                destroy_command(&self.name)
             );
         }
         fs::remove_dir_all(&self.dir).with_context(|| format!("removing {}", self.dir.display()))
     }
 }
 
-fn down_command(name: &str) -> String {
+fn destroy_command(name: &str) -> String {
     match name {
-        "" => "bench-io paced down".into(),
-        name => format!("bench-io paced down --name {name}"),
+        "" => "bench-io testdrives destroy".into(),
+        name => format!("bench-io testdrives destroy --name {name}"),
     }
 }
 

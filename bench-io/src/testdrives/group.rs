@@ -1,4 +1,4 @@
-//! The control group whose processes are paced: version 2 (`io.max`) or version 1 (`blkio.throttle`), whichever is there.
+//! The control group whose processes are rate-limited: version 2 (`io.max`) if available, else version 1 (`blkio.throttle`).
 
 use std::fs;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::{Pace, full_name};
+use super::{RateLimit, full_name};
 
 const VERSION2: &str = "/sys/fs/cgroup";
 const VERSION1: &str = "/sys/fs/cgroup/blkio";
@@ -61,26 +61,29 @@ impl Group {
     }
 
     /// Sets what `device` (as /dev/loop0) may move a second; `None` takes the limit away.
-    pub(super) fn set(&self, device: &Path, pace: Option<Pace>) -> Result<()> {
+    pub(super) fn set(&self, device: &Path, limit: Option<RateLimit>) -> Result<()> {
         let name = device.file_name().context("a device has a name")?;
         let numbers = Path::new("/sys/block").join(name).join("dev");
         let numbers = fs::read_to_string(&numbers)
             .with_context(|| format!("reading {}", numbers.display()))?;
         let numbers = numbers.trim();
         if self.is_version2() {
-            let limit =
+            let number =
                 |rate: Option<u64>| rate.map_or_else(|| "max".into(), |rate| rate.to_string());
-            let (read, write_) = (limit(pace.map(|p| p.read)), limit(pace.map(|p| p.write)));
+            let (read, write_) = (
+                number(limit.map(|l| l.read)),
+                number(limit.map(|l| l.write)),
+            );
             return write(
                 &self.dir.join("io.max"),
                 &format!("{numbers} rbps={read} wbps={write_}"),
             );
         }
         // 0 is no limit.
-        let Pace {
+        let RateLimit {
             read,
             write: written,
-        } = pace.unwrap_or(Pace { read: 0, write: 0 });
+        } = limit.unwrap_or(RateLimit { read: 0, write: 0 });
         let file = |way: &str| self.dir.join(format!("blkio.throttle.{way}_bps_device"));
         write(&file("read"), &format!("{numbers} {read}"))?;
         write(&file("write"), &format!("{numbers} {written}"))
@@ -129,7 +132,7 @@ impl Group {
     }
 }
 
-/// This process is paced until this is dropped.
+/// Keeps this process in the group; dropping it moves the process back.
 #[derive(Debug)]
 pub(crate) struct Entered {
     before: PathBuf,

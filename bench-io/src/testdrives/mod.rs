@@ -1,9 +1,9 @@
-//! Drives of a known speed on any Linux machine, as root: file systems on loop devices over memory, paced by the block cgroup.
+//! Drives of a known speed on any Linux machine, as root: file systems on loop devices over memory, limited by the block cgroup.
 //!
 //! ```text
-//!   /run/paced-drives[-NAME]/ram/drive0     a file in tmpfs, touched
-//!      └── loop device, direct I/O, 4096-byte sectors ── ext4 ── /run/paced-drives[-NAME]/drive0
-//!   cgroup paced-drives[-NAME]              blkio.throttle (v1) or io.max (v2): what runs in it is paced, nothing else
+//!   /run/testdrives[-NAME]/ram/drive0     a file in tmpfs, every page written
+//!      └── loop device, direct I/O, 4096-byte sectors ── ext4 ── /run/testdrives[-NAME]/drive0
+//!   cgroup testdrives[-NAME]              blkio.throttle (v1) or io.max (v2): limits only the processes in it
 //! ```
 //!
 //! How it is exact, and where not:
@@ -28,14 +28,14 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use drives::Drives;
 pub(crate) use group::Group;
-pub(crate) use own::{OwnDrives, is_left, take_away_left};
+pub(crate) use own::{OwnDrives, destroy_orphaned, is_orphaned};
 
 /// More loop devices than a machine usually has room for.
 const DEVICES_MAX: u32 = 64;
 
 /// Where all rate-limited drives of this machine are listed.
 const RUN: &str = "/run";
-const PREFIX: &str = "paced-drives";
+const PREFIX: &str = "testdrives";
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -45,16 +45,16 @@ pub(crate) struct DrivesPlan {
     pub(crate) count: u32,
     /// Of each drive.
     pub(crate) bytes: u64,
-    pub(crate) pace: Pace,
+    pub(crate) limit: RateLimit,
     /// Loop devices, and so directories, of each drive.
-    pub(crate) parts: u32,
+    pub(crate) loop_devices: u32,
     /// One directory over all of them (btrfs), for programs that take a single path.
     pub(crate) raid0: bool,
 }
 
 /// Bytes a second of one drive, each way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Pace {
+pub(crate) struct RateLimit {
     #[serde(rename = "read_bps")]
     pub(crate) read: u64,
     #[serde(rename = "write_bps")]
@@ -69,25 +69,26 @@ pub(crate) struct State {
     pub(crate) dirs: Vec<PathBuf>,
     /// Of each device.
     #[serde(flatten)]
-    pub(crate) pace: Pace,
+    pub(crate) limit: RateLimit,
 }
 
 impl DrivesPlan {
     fn check(&self) -> Result<()> {
-        let devices = self.count.checked_mul(self.parts);
+        let devices = self.count.checked_mul(self.loop_devices);
         ensure!(
-            self.parts >= 1 && devices.is_some_and(|count| (1..=DEVICES_MAX).contains(&count)),
-            "{} drives of {} parts: 1 to {DEVICES_MAX} loop devices in all",
+            self.loop_devices >= 1
+                && devices.is_some_and(|count| (1..=DEVICES_MAX).contains(&count)),
+            "{} drives of {} loop devices each: 1 to {DEVICES_MAX} loop devices in all",
             self.count,
-            self.parts
+            self.loop_devices
         );
         // What mkfs.ext4 makes without complaint.
         let least = 16 << 20;
         ensure!(
-            self.bytes / u64::from(self.parts) >= least,
-            "{} bytes a drive: at least 16 MiB for each of its {} parts",
+            self.bytes / u64::from(self.loop_devices) >= least,
+            "{} bytes a drive: at least 16 MiB for each of its {} loop devices",
             self.bytes,
-            self.parts
+            self.loop_devices
         );
         check_name(&self.name)
     }
@@ -181,10 +182,10 @@ mod tests {
     fn a_state_of_before_is_read_and_nonsense_is_named() {
         let dir = tempfile::tempdir().unwrap();
         assert!(read_state(dir.path()).unwrap().is_none());
-        let text = r#"{"group": "/g", "devices": ["/dev/loop3"], "directories": ["/f"], "read_bps": 5, "write_bps": 4}"#;
+        let text = r#"{"group": "/g", "devices": ["/dev/loop3"], "dirs": ["/f"], "read_bps": 5, "write_bps": 4}"#;
         std::fs::write(state_file(dir.path()), text).unwrap();
         let state = read_state(dir.path()).unwrap().unwrap();
-        assert_eq!(state.pace, Pace { read: 5, write: 4 });
+        assert_eq!(state.limit, RateLimit { read: 5, write: 4 });
         assert_eq!(state.devices, [PathBuf::from("/dev/loop3")]);
         std::fs::write(state_file(dir.path()), "{").unwrap();
         let said = read_state(dir.path()).unwrap_err().to_string();
@@ -197,8 +198,8 @@ mod tests {
             name: "x".into(),
             count: 2,
             bytes: 1 << 30,
-            pace: Pace { read: 1, write: 1 },
-            parts: 2,
+            limit: RateLimit { read: 1, write: 1 },
+            loop_devices: 2,
             raid0: false,
         };
         assert!(good.check().is_ok());
@@ -208,7 +209,7 @@ mod tests {
                 ..good.clone()
             },
             DrivesPlan {
-                parts: 0,
+                loop_devices: 0,
                 ..good.clone()
             },
             DrivesPlan {

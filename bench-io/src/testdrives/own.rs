@@ -25,7 +25,7 @@ impl OwnDrives {
     ///
     /// # Errors
     /// What is missing here, or which step failed.
-    pub(crate) fn up(plan: &DrivesPlan) -> Result<Self> {
+    pub(crate) fn create(plan: &DrivesPlan) -> Result<Self> {
         // Before there is a list of them: whoever finds one finds it locked.
         let lock = |dir: &Path| -> Result<File> {
             let path = dir.join(LOCK);
@@ -35,7 +35,7 @@ impl OwnDrives {
             });
             file.with_context(|| format!("locking {}", path.display()))
         };
-        let (drives, lock) = Drives::up_with(plan, lock)?;
+        let (drives, lock) = Drives::create_with(plan, lock)?;
         Ok(Self {
             drives,
             _lock: lock,
@@ -53,7 +53,7 @@ impl Deref for OwnDrives {
 
 impl Drop for OwnDrives {
     fn drop(&mut self) {
-        if let Err(error) = self.drives.down() {
+        if let Err(error) = self.drives.destroy() {
             console::note(format_args!("{error:#}"));
         }
     }
@@ -70,7 +70,7 @@ fn left(dir: &Path) -> Option<File> {
 }
 
 /// Whether the set `name` is of a measurement that was killed.
-pub(crate) fn is_left(name: &str) -> bool {
+pub(crate) fn is_orphaned(name: &str) -> bool {
     left(&dir_of(name)).is_some()
 }
 
@@ -79,14 +79,14 @@ pub(crate) fn is_left(name: &str) -> bool {
 ///
 /// # Errors
 /// What still uses them; the others are gone.
-pub(crate) fn take_away_left() -> Result<usize> {
+pub(crate) fn destroy_orphaned() -> Result<usize> {
     let (mut count, mut failed) = (0, Ok(()));
     for name in names() {
         // Held until they are gone: nobody else takes them away meanwhile.
         let Some(_held) = left(&dir_of(&name)) else {
             continue;
         };
-        match Drives::open(&name).and_then(|drives| drives.down()) {
+        match Drives::open(&name).and_then(|drives| drives.destroy()) {
             Ok(()) => {
                 count += 1;
                 console::note(format_args!(

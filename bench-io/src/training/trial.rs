@@ -14,7 +14,7 @@ use crate::progress::Progress;
 use crate::report::DeviceReport;
 use crate::rounds;
 use crate::scale::Load;
-use crate::testdrives::{DrivesPlan, OwnDrives, Pace};
+use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::trial::TrialFiles;
 
 /// Fresh weights, first extents and empty read-ahead: the first steps are not like the others.
@@ -34,8 +34,8 @@ pub(crate) struct TrialPlan {
     pub(crate) sets: Vec<String>,
     pub(crate) steps: usize,
     pub(crate) drives: u32,
-    pub(crate) pace: Pace,
-    pub(crate) parts: u32,
+    pub(crate) limit: RateLimit,
+    pub(crate) loop_devices: u32,
     /// A run that takes longer is ended.
     pub(crate) timeouts: Duration,
 }
@@ -67,13 +67,13 @@ pub(crate) struct Ran {
 pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> Result<Ran> {
     let count = f64::from(plan.drives);
     let as_set = Given {
-        read_bytes_per_s: plan.pace.read as f64 * count,
-        write_bytes_per_s: plan.pace.write as f64 * count,
+        read_bytes_per_s: plan.limit.read as f64 * count,
+        write_bytes_per_s: plan.limit.write as f64 * count,
         tflops: None,
         machine: OtherMachine::default(),
     };
     // The plan needs no directory that exists.
-    let dirs: Vec<PathBuf> = (0..plan.drives * plan.parts)
+    let dirs: Vec<PathBuf> = (0..plan.drives * plan.loop_devices)
         .map(|index| format!("/drive{index}").into())
         .collect();
     let run_dir = WorkDir::make(&std::env::temp_dir())?;
@@ -85,13 +85,13 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     );
     progress.say("making rate-limited drives");
     let device_bytes = planned.device_bytes as f64 / count * DRIVE_SHARE;
-    let drives = OwnDrives::up(&DrivesPlan {
+    let drives = OwnDrives::create(&DrivesPlan {
         name: format!("training-{}", std::process::id()),
         count: plan.drives,
         bytes: device_bytes as u64
-            + u64::from(plan.parts) * (2 * BED_FILE_BYTES + DRIVE_SLACK_BYTES),
-        pace: plan.pace,
-        parts: plan.parts,
+            + u64::from(plan.loop_devices) * (2 * BED_FILE_BYTES + DRIVE_SLACK_BYTES),
+        limit: plan.limit,
+        loop_devices: plan.loop_devices,
         raid0: false,
     })?;
     let _inside = drives.enter()?;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::lab::{alone, bench_io, program, said, script, without_paced_drives};
+use crate::lab::{alone, bench_io, cannot_make_testdrives, program, said, script};
 use crate::testdrives::Set;
 
 /// A machine that does other things too still comes to it in this time.
@@ -37,7 +37,7 @@ fn listed() -> String {
 
 #[test]
 fn a_killed_run_takes_its_trainer_along_and_the_next_takes_its_drives_away() {
-    if without_paced_drives() {
+    if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
@@ -65,25 +65,34 @@ esac"#,
     let trainer = std::fs::read_to_string(&started).unwrap();
     let trainer = trainer.trim();
     let name = format!("training-{}", training.id());
-    let drives = format!("/run/paced-drives-{name}");
+    let drives = format!("/run/testdrives-{name}");
     let drives = Path::new(&drives);
 
     // While it lives they are its own.
     let other = Set::new("beside");
-    other.up(&["1", "16m", "1M", "1M"]);
+    other.create(&["1", "16m", "1M", "1M"]);
     assert!(drives.exists() && runs(trainer));
 
     training.kill().unwrap();
     training.wait().unwrap();
     until("the trainer's end", || !runs(trainer));
-    let shown = bench_io(&["paced", "show"]).stdout;
+    let shown = bench_io(&["testdrives", "show"]).stdout;
     let shown = String::from_utf8_lossy(&shown).into_owned();
     assert!(
-        shown.contains(&format!("({name}, left by a killed measurement)")),
+        shown.contains(&format!("({name}, orphaned by a killed measurement)")),
         "{shown}"
     );
     let next = Set::new("next");
-    let output = bench_io(&["paced", "up", "--name", &next.0, "1", "16m", "1M", "1M"]);
+    let output = bench_io(&[
+        "testdrives",
+        "create",
+        "--name",
+        &next.0,
+        "1",
+        "16m",
+        "1M",
+        "1M",
+    ]);
     assert!(output.status.success(), "{}", said(&output));
     assert!(said(&output).contains(&name), "{}", said(&output));
     assert!(!drives.exists() && !listed().contains(&name));
@@ -93,13 +102,13 @@ esac"#,
 
 #[test]
 fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
-    if without_paced_drives() {
+    if cannot_make_testdrives() {
         return;
     }
     // Each `up` takes away what was left, also what another test is looking at.
     let _alone = alone();
     // What another run left is taken away here, not by the tools below.
-    Set::new("before").up(&["1", "16m", "1M", "1M"]);
+    Set::new("before").create(&["1", "16m", "1M", "1M"]);
     let path = std::env::var("PATH").unwrap();
     for tool in ["losetup", "mkfs.ext4", "mount"] {
         let real = std::env::split_paths(&path).map(|dir| dir.join(tool));
@@ -113,13 +122,22 @@ fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
         script(dir.path(), tool, &lines);
         let set = Set::new(&format!("killed-{}", &tool[..4]));
         let killed = program()
-            .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
+            .args([
+                "testdrives",
+                "create",
+                "--name",
+                &set.0,
+                "2",
+                "16m",
+                "1M",
+                "1M",
+            ])
             .env("PATH", format!("{}:{path}", dir.path().display()))
             .output()
             .unwrap();
         assert_eq!(killed.status.code(), None, "{tool}: {}", said(&killed));
         assert!(listed().contains(&set.0), "{tool}");
-        let down = bench_io(&["paced", "down", "--name", &set.0]);
+        let down = bench_io(&["testdrives", "destroy", "--name", &set.0]);
         assert!(down.status.success(), "{tool}: {}", said(&down));
         assert!(!listed().contains(&set.0), "{tool}: {}", listed());
         assert!(!Path::new(&set.dir()).exists(), "{tool}");

@@ -124,8 +124,8 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// Whether rate-limited drives cannot be made here. Then it says that the test is skipped, and why.
-pub(crate) fn without_paced_drives() -> bool {
-    let output = bench_io(&["paced", "up", "--probe", "1", "16m", "1M", "1M"]);
+pub(crate) fn cannot_make_testdrives() -> bool {
+    let output = bench_io(&["testdrives", "create", "--probe", "1", "16m", "1M", "1M"]);
     if output.status.success() {
         return false;
     }

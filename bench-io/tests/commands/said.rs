@@ -36,7 +36,7 @@ fn a_reader_that_has_gone_fails_nothing() {
         &moved[..],
     ]
     .concat();
-    for words in [&run[..], &json, &verify, &["paced", "show"]] {
+    for words in [&run[..], &json, &verify, &["testdrives", "show"]] {
         let output = ends_with(words, unread(), Stdio::piped());
         assert_eq!(
             output.status.code(),
@@ -56,7 +56,7 @@ fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
         println!("skipped: there is no /dev/full here: a report on a full disk");
         return;
     };
-    let output = ends_with(&["paced", "show"], full.into(), Stdio::piped());
+    let output = ends_with(&["testdrives", "show"], full.into(), Stdio::piped());
     assert_eq!(output.status.code(), Some(1));
     let said = said(&output);
     assert!(said.contains("writing to standard output: "), "{said}");

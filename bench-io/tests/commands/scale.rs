@@ -4,20 +4,20 @@
 use serde_json::Value;
 
 use crate::lab::{
-    TRIES, alone, assert_empty, bench_io, json, program, refused, said, says_how_it_went,
-    says_what_it_is_of, without_paced_drives,
+    TRIES, alone, assert_empty, bench_io, cannot_make_testdrives, json, program, refused, said,
+    says_how_it_went, says_what_it_is_of,
 };
 
 const TWO_DRIVES: [&str; 13] = [
     "scale",
-    "--paced=2",
+    "--testdrives=2",
     "--drives=2",
     "--read=60M",
     "--write=30M",
     "--bs=512k",
     "--size=32m",
     "--runtime=1",
-    "--within=5",
+    "--tolerance=5",
     "--fio=none",
     "--json",
     "--iodepth=40",
@@ -25,8 +25,8 @@ const TWO_DRIVES: [&str; 13] = [
 ];
 
 #[test]
-fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
-    if without_paced_drives() {
+fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
+    if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
@@ -46,12 +46,12 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
         .map(|row| {
             (
                 row["load"].as_str().unwrap(),
-                row["paced"].as_bool().unwrap(),
+                row["unlimited"].as_bool().unwrap(),
             )
         })
         .collect();
     let loads = ["read", "write", "both"];
-    let expected = [true, false].map(|testdrives| loads.map(|load| (load, testdrives)));
+    let expected = [false, true].map(|unlimited| loads.map(|load| (load, unlimited)));
     assert_eq!(words, expected.concat());
     // Of each drive, and no tile twice: half of the 128 when both ways have theirs.
     let depths = rows.iter().map(|row| row["iodepth"].as_u64().unwrap());
@@ -66,7 +66,7 @@ fn two_paced_drives_give_twice_what_was_set_and_one_page_shows_it() {
         let off = rate(row, way) / set;
         assert!((0.95..1.05).contains(&off), "{way}: {off}; {report}");
     }
-    // The ceiling says that the pace, not the machine, is what was measured.
+    // Without its limit the machine is faster, so the limit is what was measured above.
     assert!(rate(3, "read") > 240e6, "{report}");
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
     let (svg, html) = (read("scale.svg"), read("scale.html"));
@@ -137,7 +137,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
             assert!(command.contains(word), "{command}");
         }
         assert!(row["limit_bytes_per_s"].is_null());
-        assert_eq!(row["paced"], true, "no row of a ceiling: {row}");
+        assert_eq!(row["unlimited"], false, "{row}");
         // What is shown is a round, within what all rounds found.
         let rate = |side: &Value| -> f64 {
             let of = |way: &str| match &side[way] {
@@ -165,7 +165,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
 
 #[test]
 fn it_fails_when_all_tiles_go_to_one_device() {
-    if without_paced_drives() {
+    if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
@@ -208,18 +208,18 @@ fn what_cannot_be_measured_is_refused() {
     for (args, why) in [
         // They would have no effect: these drives have a speed of their own.
         (&["--directory=.", "--read=1k"][..], "--read"),
-        (&["--directory=.", "--parts=7"], "--parts"),
+        (&["--directory=.", "--loop-devices=7"], "--loop-devices"),
         (&[][..], "--directory"),
-        (&["--directory=/x", "--paced=2"], "cannot be used with"),
+        (&["--directory=/x", "--testdrives=2"], "cannot be used with"),
         (&["--directory=/x", "--drives=2"], "there are 1"),
         (&["--directory=/x", "--bs=5000"], "a multiple of 4096"),
         (
             &["--directory=/x", "--bs=4m", "--size=4m"],
             "at least two operations",
         ),
-        (&["--directory=/x", "--within=5"], "--paced"),
+        (&["--directory=/x", "--tolerance=5"], "--testdrives"),
         (&["--directory=/x", "--rounds=0"], "--rounds"),
-        (&["--paced=1", "--last-half"], "--paced 2 or more"),
+        (&["--testdrives=1", "--slow-last"], "--testdrives 2 or more"),
         (
             &["--directory=/no/such/directory", "--fio=none"],
             "/no/such/directory",

@@ -1,9 +1,9 @@
-//! What could go wrong: rate-limited drives are not as fast as they were made, `exec` does not pace, something stays behind after
-//! `down` or after an `up` that failed, or two sets are one. Needs root, loop devices and the block cgroup.
+//! What could go wrong: rate-limited drives are not as fast as they were made, `exec` does not limit them, something stays behind after
+//! `destroy` or after a `create` that failed, or two sets are one. Needs root, loop devices and the block cgroup.
 
 use std::path::Path;
 
-use crate::lab::{TRIES, alone, bench_io, json, refused, said, script, without_paced_drives};
+use crate::lab::{TRIES, alone, bench_io, cannot_make_testdrives, json, refused, said, script};
 
 /// A set of this test's own, taken away also when the test fails.
 pub(crate) struct Set(pub(crate) String);
@@ -13,32 +13,32 @@ impl Set {
         Self(format!("{test}-{}", std::process::id()))
     }
 
-    pub(crate) fn up(&self, words: &[&str]) -> Vec<String> {
-        let output = bench_io(&[&["paced", "up", "--name", &self.0], words].concat());
+    pub(crate) fn create(&self, words: &[&str]) -> Vec<String> {
+        let output = bench_io(&[&["testdrives", "create", "--name", &self.0], words].concat());
         assert!(output.status.success(), "{}", said(&output));
         let printed = String::from_utf8_lossy(&output.stdout);
         printed.lines().map(str::to_owned).collect()
     }
 
     pub(crate) fn dir(&self) -> String {
-        format!("/run/paced-drives-{}", self.0)
+        format!("/run/testdrives-{}", self.0)
     }
 }
 
 impl Drop for Set {
     fn drop(&mut self) {
         if Path::new(&self.dir()).exists() {
-            bench_io(&["paced", "down", "--name", &self.0]);
+            bench_io(&["testdrives", "destroy", "--name", &self.0]);
         }
     }
 }
 
-/// Bytes a second of one direction on `dirs`, in the paced group or not.
-fn rate(set: &Set, testdrives: bool, rw: &str, dirs: &[String]) -> f64 {
+/// Measures one direction on `dirs`, under the limits or without them. Bytes a second.
+fn rate(set: &Set, limited: bool, rw: &str, dirs: &[String]) -> f64 {
     let mut words = vec![];
-    if testdrives {
+    if limited {
         words.extend([
-            "paced",
+            "testdrives",
             "exec",
             "--name",
             &set.0,
@@ -78,36 +78,45 @@ fn undisturbed(measure: impl Fn() -> f64, right: impl Fn(f64) -> bool) -> Result
 
 #[test]
 fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
-    if without_paced_drives() {
+    if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
     let set = Set::new("exact");
-    let dirs = set.up(&["2", "64m", "60M", "30M"]);
+    let dirs = set.create(&["2", "64m", "60M", "30M"]);
     assert_eq!(dirs.len(), 2);
-    for (rw, pace) in [("read", 60e6), ("write", 30e6)] {
+    for (rw, limit) in [("read", 60e6), ("write", 30e6)] {
         let two = undisturbed(
             || rate(&set, true, rw, &dirs),
-            |two| (0.95..1.05).contains(&(two / pace / 2.0)),
+            |two| (0.95..1.05).contains(&(two / limit / 2.0)),
         );
         assert!(two.is_ok(), "{rw}: {two:?}");
         let free = undisturbed(
             || rate(&set, false, rw, &dirs),
-            |free| free > 1.5 * 2.0 * pace,
+            |free| free > 1.5 * 2.0 * limit,
         );
         assert!(free.is_ok(), "{rw} outside the group: {free:?}");
     }
-    let shown = bench_io(&["paced", "show"]);
+    let shown = bench_io(&["testdrives", "show"]);
     assert!(String::from_utf8_lossy(&shown.stdout).contains(&dirs[1]));
-    let again = refused(&["paced", "up", "--name", &set.0, "1", "64m", "1M", "1M"]);
+    let again = refused(&[
+        "testdrives",
+        "create",
+        "--name",
+        &set.0,
+        "1",
+        "64m",
+        "1M",
+        "1M",
+    ]);
     let down = format!(
-        "there are drives already; `bench-io paced down --name {}`",
+        "there are drives already; `bench-io testdrives destroy --name {}`",
         set.0
     );
     assert!(again.contains(&down), "{again}");
 
     // Its file system would be gone.
-    let shown = json(&["paced", "show", "--json"]);
+    let shown = json(&["testdrives", "show", "--json"]);
     let mut shown = shown.as_array().unwrap().iter();
     let ours = shown.find(|one| one["name"] == set.0.as_str()).unwrap();
     let device = ours["state"]["devices"][0].as_str().unwrap();
@@ -121,7 +130,7 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     let said_so = refused(&[&["run", "--filename", device], &words[..]].concat());
     assert!(said_so.contains("in use: mounted"), "{said_so}");
 
-    let output = bench_io(&["paced", "down", "--name", &set.0]);
+    let output = bench_io(&["testdrives", "destroy", "--name", &set.0]);
     assert!(output.status.success(), "{}", said(&output));
     assert!(!Path::new(&set.dir()).exists());
     let loops = std::process::Command::new("losetup")
@@ -130,13 +139,13 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
         .unwrap();
     let loops = String::from_utf8_lossy(&loops.stdout).into_owned();
     assert!(!loops.contains(&set.0), "{loops}");
-    let gone = refused(&["paced", "exec", "--name", &set.0, "--", "true"]);
+    let gone = refused(&["testdrives", "exec", "--name", &set.0, "--", "true"]);
     assert!(gone.contains("no drives in"), "{gone}");
 }
 
 #[test]
-fn an_up_that_fails_half_way_leaves_nothing() {
-    if without_paced_drives() {
+fn a_create_that_fails_half_way_leaves_nothing() {
+    if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
@@ -145,7 +154,16 @@ fn an_up_that_fails_half_way_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     script(dir.path(), "mkfs.ext4", "echo no room >&2\nexit 1");
     let output = crate::lab::program()
-        .args(["paced", "up", "--name", &set.0, "2", "16m", "1M", "1M"])
+        .args([
+            "testdrives",
+            "create",
+            "--name",
+            &set.0,
+            "2",
+            "16m",
+            "1M",
+            "1M",
+        ])
         .env("PATH", format!("{}:{path}", dir.path().display()))
         .output()
         .unwrap();
@@ -162,7 +180,7 @@ fn what_cannot_be_made_is_refused() {
         (&["1", "1g", "fast", "1M"], "begin with a number"),
         (&["--name", "../x", "1", "1g", "1M", "1M"], "--name ../x"),
     ] {
-        let said = refused(&[&["paced", "up"], words].concat());
+        let said = refused(&[&["testdrives", "create"], words].concat());
         assert!(said.contains(why), "{words:?}: {said}");
     }
 }

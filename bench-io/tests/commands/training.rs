@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::lab::{alone, drive, json, program, refused, says_how_it_went, without_paced_drives};
+use crate::lab::{alone, cannot_make_testdrives, drive, json, program, refused, says_how_it_went};
 
 /// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
 fn trainer() -> Option<PathBuf> {
@@ -168,8 +168,8 @@ fn another_machines_memory_and_cores_are_planned_for_and_named() {
 }
 
 #[test]
-fn a_run_on_paced_drives_takes_about_as_long_as_predicted() {
-    if trainer().is_none() || without_paced_drives() {
+fn a_run_on_rate_limited_drives_takes_about_as_long_as_predicted() {
+    if trainer().is_none() || cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
@@ -225,7 +225,7 @@ fn what_cannot_be_predicted_is_refused() {
         // What would have no effect is no setting of this run.
         (vec!["--model", &file[..], "--set=a=1"], "--set"),
         (vec!["--model", &file[..], "--steps=5"], "--steps"),
-        (vec![&file[..], "--parts=2"], "--parts"),
+        (vec![&file[..], "--loop-devices=2"], "--loop-devices"),
         (vec![&file[..], "--timeout=3"], "--timeout"),
         (vec![&file[..], "--seq-len=3"], "--seq-len"),
         (vec![&file[..], "--directory=.", "--read=1k"], "--read"),
