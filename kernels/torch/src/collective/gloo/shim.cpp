@@ -69,7 +69,7 @@ void *started(c10::intrusive_ptr<c10d::Work> work) {
 
 extern "C" {
 
-char *offload_store_folder(const char *path, int ranks, int timeout_ms, void **store) {
+char *offload_store_dir(const char *path, int ranks, int timeout_ms, void **store) {
     return guarded([&] {
         auto file = c10::make_intrusive<c10d::FileStore>(path, ranks);
         file->setTimeout(Milliseconds(timeout_ms));
