@@ -3,8 +3,7 @@
 #
 #   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
 #
-#   read        one read of 1 MiB at a time in turns with fio, from a loop device over RAM           (1 min)
-#   engines     uring and aio in turns on the same, in small pages and in huge ones                  (1 min)
+#   engines     uring and aio in turns on a loop device over RAM, in small pages and in huge ones    (1 min)
 #   gpu         drives without a pace into a GPU's memory and out of it, and without the GPU         (1 min)
 #   disk        this machine's disk, three rounds in turns with fio                                  (1 min)
 #   unequal     four drives of 6.2 and 3.2 GB/s, the last at half speed; 16 cores, 48 GiB            (1 min)
@@ -15,7 +14,7 @@
 set -u
 out=$1
 shift
-[ $# -gt 0 ] || set -- read engines gpu disk unequal drives training
+[ $# -gt 0 ] || set -- engines gpu disk unequal drives training
 bench=${PROGRAMS:-target/release}/bench-io
 fast="--read 6.2G --write 3.2G --loop-devices 4 --size 1g"
 pages=/sys/kernel/mm/transparent_hugepage/shmem_enabled
@@ -39,13 +38,6 @@ directory() {
 
 part() {
     case $1 in
-    read)
-        directory
-        for word in never advise; do
-            echo $word >$pages
-            said run --directory "$ram/drive" --rw randread --bs 1m --iodepth 1 --size 512m --runtime 2 --rounds 5
-        done
-        ;;
     engines)
         directory
         for round in 1 2 3; do

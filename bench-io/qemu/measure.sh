@@ -2,7 +2,7 @@
 # Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and rate-limited drives under cgroup v2, in a virtual
 # machine that this script makes, starts and throws away.
 #
-#   bench-io/qemu/measure.sh [OUT]       as any user; leaves OUT/{nvme,cgroup2,polled}*; a path is from the repository [target/qemu/out]
+#   bench-io/qemu/measure.sh [OUT]       as any user; leaves OUT/{nvme,cgroup2}*; a path is from the repository [target/qemu/out]
 #
 # Needs qemu-system-x86_64, nbdkit, busybox (static), cpio, fio, losetup, mkfs.ext4, python3, 4 GiB of memory, and once, to fetch
 # Debian's cloud kernel (27 MB into target/qemu; it is unpacked, not installed), apt-get:
@@ -77,10 +77,6 @@ bench-io scale $directories --bs $BS --size 16m --iodepth 16 --runtime 4 --out /
 say "rate-limited drives, cgroup v2"
 bench-io scale --testdrives 2 --read $READ_RATE --write $WRITE_RATE --bs $BS --size 16m --iodepth 16 --runtime 4 --tolerance 5 --out /out/cgroup2 \
     >/out/cgroup2.txt 2>/out/cgroup2.err; say "rc $?"
-say "polled completions"
-for target in device daemon; do for engine in uring polled sqpoll aio; do
-    bench-io run --target $target --directory /d0 --directory /d1 --rw rw --bs 64k --size 8m --iodepth 8 --runtime 2 --ioengine $engine || echo "rc $?"
-done; done >/out/polled.txt 2>/out/polled.err; say "rc $?"
 tar -cf $(drive out) -C /out .; sync; poweroff -f
 GUEST
 chmod +x "$root/init"
@@ -100,7 +96,7 @@ truncate -s 64M "$work/out"
 for n in 0 1 2 3; do while [ ! -S "$work/nbd$n" ]; do sleep 0.1; done; done
 timeout "${LIMIT:-1500}" qemu-system-x86_64 -nodefaults -no-user-config -machine q35 -accel tcg,thread=multi -cpu max -smp 2 -m "${MEMORY:-2560}" \
     -display none -serial stdio -no-reboot -kernel "$kernel" -initrd "$work/initrd" \
-    -append "console=ttyS0 quiet panic=-1 mitigations=off nvme_core.multipath=N nvme.poll_queues=1" \
+    -append "console=ttyS0 quiet panic=-1 mitigations=off nvme_core.multipath=N" \
     "${drives[@]}" -drive "file=$work/out,if=none,id=out,format=raw,cache=unsafe" -device nvme,serial=out,drive=out | tee "$out/console.txt" | grep --line-buffered GUEST || true
 tar -xf "$work/out" -C "$out" 2>/dev/null || { echo "measure.sh: the guest did not come to its end: $out/console.txt" >&2; exit 1; }
 python3 - "$out" "$read_rate" "$write_rate" <<'CHECK'

@@ -98,7 +98,7 @@ pub(crate) struct JobWords {
     /// Seconds before them that do not count [default: 0.5; 0 when runtime is 0]
     #[arg(long = "ramp_time", alias = "ramp-time", value_name = "SECONDS")]
     ramp_time: Option<f64>,
-    /// auto, uring, aio, psync, polled or sqpoll: how bytes are moved [default: auto]
+    /// auto, uring, aio or psync: how bytes are moved [default: auto]
     #[arg(long, value_name = "NAME")]
     ioengine: Option<String>,
     /// Bytes of each file or device that are used, as 1g [default: 1g; of a file that exists, all]

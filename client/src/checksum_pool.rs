@@ -11,10 +11,6 @@ use offload_api::ids::TicketId;
 use crate::Slot;
 use crate::signal::Waker;
 
-/// A tile that comes alone is summed by the session's own thread up to this length: it has nothing else to do, and waking
-/// another one and being woken takes as long.
-pub(crate) const ALONE_BYTES_MAX: u32 = 1 << 20;
-
 /// Four drives of 6.2 and 3.2 GB/s move 37.6 both ways, and a core of a 16-core Xeon summed 12 to 20 of tiles that were in its
 /// caches and 6 to 8 out of memory while others did (2026-11-22). More than are needed sleep.
 const THREADS_MAX: usize = 8;

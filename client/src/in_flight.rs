@@ -3,14 +3,11 @@
 use std::io;
 use std::path::PathBuf;
 
-use offload_api::BLOCK_BYTES;
-use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{DeviceIndex, Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Cqe, Verb};
 use offload_api::safeguard::{Safeguard, removed};
 
-use crate::checksum_pool::ALONE_BYTES_MAX;
 use crate::{ClientError, Slot, TileError};
 
 /// Names one operation in flight. It owns nothing: dropping it frees nothing and the [`Done`] still comes.
@@ -54,65 +51,13 @@ pub(crate) struct InFlight {
     pub(crate) slot: Option<Slot>,
     /// What the daemon said of a read whose checksum is computed.
     pub(crate) arrived: Option<Cqe>,
-    /// How far a read has come that is under way.
-    pub(crate) partial: PartialRead,
     /// The checksum that its first read came to, if that was not the tile's: it is read once more.
     pub(crate) misread: Option<u32>,
-}
-
-/// The first bytes of a lone read, which are there before the others.
-#[derive(Debug, Default)]
-pub(crate) struct PartialRead {
-    /// As the daemon said.
-    bytes_ready: u32,
-    summed_bytes: u32,
-    digest: Option<Box<ChecksumDigest>>,
-}
-
-impl PartialRead {
-    /// Sums what is there of `slot`, at most `bytes_max` more. Whether there was anything to sum.
-    fn advance(&mut self, slot: &Slot, bytes_max: u32) -> bool {
-        let end = (self.bytes_ready).min(self.summed_bytes.saturating_add(bytes_max));
-        if end == self.summed_bytes {
-            return false;
-        }
-        let new = slot.part(self.summed_bytes as usize..end as usize);
-        let begin = || Box::new(ChecksumDigest::new());
-        self.digest.get_or_insert_with(begin).add(new);
-        self.summed_bytes = end;
-        true
-    }
-
-    /// What is not summed yet of `bytes`.
-    pub(crate) fn left_bytes(&self, bytes: u32) -> u32 {
-        bytes - self.summed_bytes
-    }
-
-    /// The checksum of the first `bytes` of `slot`, of which all are there now.
-    pub(crate) fn sum(mut self, slot: &Slot, bytes: u32) -> u32 {
-        self.bytes_ready = bytes;
-        self.advance(slot, bytes);
-        self.digest
-            .map_or_else(|| ChecksumDigest::new().sum(), |digest| digest.sum())
-    }
 }
 
 impl InFlight {
     fn is_of_a_generation(&self) -> bool {
         self.verb == Verb::SwapOut && !self.scratch
-    }
-
-    /// A lone read has come as far as `cqe` says.
-    fn part(&mut self, cqe: &Cqe) -> Result<(), ClientError> {
-        let (before, now) = (self.partial.bytes_ready, cqe.moved_bytes);
-        if now < before || now >= self.tile_bytes || !now.is_multiple_of(BLOCK_BYTES) {
-            return Err(ClientError::protocol(format!(
-                "{now} of {} bytes of tile {} were said to be there, {before} before",
-                self.tile_bytes, self.tile
-            )));
-        }
-        self.partial.bytes_ready = now;
-        Ok(())
     }
 }
 
@@ -124,10 +69,8 @@ pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
 pub(crate) enum Arrived {
     /// Nothing more.
     Done(Done),
-    /// Nothing yet: more is to come.
-    Part,
-    /// The checksum of these bytes, then [`InFlightTable::checked`].
-    Unchecked(TicketId, Slot, u32, PartialRead),
+    /// The checksum of this many bytes of the slot, then [`InFlightTable::checked`].
+    Unchecked(TicketId, Slot, u32),
 }
 
 /// What the checksum of a swap in asks for.
@@ -160,26 +103,6 @@ impl InFlightTable {
 
     pub(crate) fn count(&self) -> usize {
         self.places.len() - self.free.len()
-    }
-
-    /// One swap in and nothing else is in flight, and its bytes have not come.
-    pub(crate) fn is_a_lone_read(&self) -> bool {
-        let mut in_flight = self.places.iter().flatten();
-        let read =
-            |in_flight: &InFlight| in_flight.verb == Verb::SwapIn && in_flight.slot.is_some();
-        self.count() == 1 && in_flight.any(|(_, in_flight)| read(in_flight))
-    }
-
-    /// Sums what has come of a lone read and is not summed, as long as that does not take long. Whether there was anything.
-    pub(crate) fn sum_what_came(&mut self) -> bool {
-        let mut in_flight = self.places.iter_mut().flatten();
-        let Some((_, in_flight)) = in_flight.next() else {
-            return false;
-        };
-        let Some(slot) = &in_flight.slot else {
-            return false;
-        };
-        !removed(Safeguard::Checksum) && in_flight.partial.advance(slot, ALONE_BYTES_MAX)
     }
 
     /// Of the job's tiles: what a commit waits for.
@@ -237,9 +160,6 @@ impl InFlightTable {
             ))
         };
         let in_flight = self.get_mut(ticket).ok_or_else(unknown)?;
-        if cqe.is_part() && in_flight.verb == Verb::SwapIn && in_flight.slot.is_some() {
-            return in_flight.part(cqe).map(|()| Arrived::Part);
-        }
         // Its bytes are being summed: the daemon has not been asked yet, or has answered already.
         let slot = in_flight.slot.take().ok_or_else(unknown)?;
         let check = in_flight.verb == Verb::SwapIn
@@ -248,9 +168,7 @@ impl InFlightTable {
             && !removed(Safeguard::Checksum);
         if check {
             in_flight.arrived = Some(*cqe);
-            let partial = std::mem::take(&mut in_flight.partial);
-            let bytes = in_flight.tile_bytes;
-            return Ok(Arrived::Unchecked(ticket, slot, bytes, partial));
+            return Ok(Arrived::Unchecked(ticket, slot, in_flight.tile_bytes));
         }
         let done = self.done(ticket, slot, cqe, cqe.checksum, name)?;
         Ok(Arrived::Done(done))
@@ -370,123 +288,6 @@ mod tests {
     use super::*;
     use crate::{MemoryArena, SlotClass};
 
-    /// A lone read of `bytes` that comes in parts which end at `ends`, each summed when it has come if `eager`.
-    fn come(ends: &[u32], bytes: &[u8], expected: u32, eager: bool) -> Done {
-        let class = SlotClass {
-            slot_bytes: 1 << 21,
-            slot_count: 1,
-        };
-        let mut arena = MemoryArena::new(&[class]).unwrap();
-        let mut slot = arena.take_slot(0).unwrap();
-        slot.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
-        let mut in_flight = InFlightTable::new(2);
-        let ticket = in_flight.start(InFlight {
-            verb: Verb::SwapIn,
-            tile: TileIndex(0),
-            tile_bytes: bytes.len() as u32,
-            scratch: false,
-            generation: Generation(1),
-            slot: Some(slot),
-            arrived: None,
-            partial: PartialRead::default(),
-            misread: None,
-        });
-        let mut cqe = Cqe {
-            ticket: ticket.0,
-            fault: 0,
-            errno: 0,
-            device: 0,
-            checksum: expected,
-            offset: 0,
-            generation: 1,
-            asked_bytes: bytes.len() as u32,
-            moved_bytes: 0,
-            device_ns: 0,
-            reserved: 0,
-        };
-        let mut name = |_| PathBuf::from("device");
-        for &end in ends {
-            cqe.moved_bytes = end;
-            let part = in_flight.arrived(&cqe, &mut name).unwrap();
-            assert!(matches!(part, Arrived::Part), "{part:?}");
-            if eager {
-                assert!(in_flight.sum_what_came(), "something came");
-                while in_flight.sum_what_came() {}
-            }
-        }
-        cqe.moved_bytes = bytes.len() as u32;
-        let Arrived::Unchecked(ticket, slot, length, partial) =
-            in_flight.arrived(&cqe, &mut name).unwrap()
-        else {
-            panic!("it is there");
-        };
-        let early = ends.last().filter(|_| eager).copied();
-        assert_eq!(partial.left_bytes(length), length - early.unwrap_or(0));
-        let found = partial.sum(&slot, length);
-        let mut checked = in_flight.checked(ticket, slot, found, &mut name).unwrap();
-        if let Checked::Again(..) = checked {
-            let arrived = in_flight.arrived(&cqe, &mut name).unwrap();
-            let Arrived::Unchecked(ticket, slot, length, partial) = arrived else {
-                panic!("it is there again");
-            };
-            let found = partial.sum(&slot, length);
-            checked = in_flight.checked(ticket, slot, found, &mut name).unwrap();
-        }
-        let Checked::Done(done, _) = checked else {
-            panic!("a third read");
-        };
-        done
-    }
-
-    const LONG: u32 = (1 << 20) + 8192;
-
-    fn noise() -> Vec<u8> {
-        let byte = |i: u32| (i.wrapping_mul(i) >> 7) as u8;
-        (0..LONG).map(byte).collect()
-    }
-
-    #[test]
-    fn parts_that_are_summed_as_they_come_have_the_sum_of_the_whole() {
-        let bytes = noise();
-        let sum = offload_api::checksum::checksum(&bytes);
-        let splits: [&[u32]; 5] = [
-            &[],
-            &[4096],
-            &[512 << 10, 768 << 10, 896 << 10],
-            &[LONG - 4096],
-            &[4096, 8192, 65_536, LONG - 4096],
-        ];
-        for ends in splits {
-            for eager in [false, true] {
-                let done = come(ends, &bytes, sum, eager);
-                assert_eq!(done.result.unwrap().bytes, LONG, "{ends:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn damage_in_any_part_is_named() {
-        let bytes = noise();
-        let sum = offload_api::checksum::checksum(&bytes);
-        let ends = [512 << 10, 768 << 10, 896 << 10];
-        for at in [0, ends[0] - 1, ends[0], ends[1], ends[2], LONG - 1] {
-            let mut damaged = bytes.clone();
-            damaged[at as usize] ^= 4;
-            let is = offload_api::checksum::checksum(&damaged);
-            for eager in [false, true] {
-                let done = come(&ends, &damaged, sum, eager);
-                let Err(TileError::Damaged {
-                    expected, found, ..
-                }) = done.result
-                else {
-                    panic!("byte {at} was changed");
-                };
-                assert_eq!((expected, found), (sum, is));
-                assert!(done.slot.as_slice().iter().all(|byte| *byte == 0xff));
-            }
-        }
-    }
-
     #[test]
     fn a_ticket_ends_once_and_an_old_one_never_takes_a_newer_ones_slot() {
         let mut arena = MemoryArena::new(&[SlotClass {
@@ -504,7 +305,6 @@ mod tests {
                 generation: Generation(1),
                 slot: arena.take_slot(0),
                 arrived: None,
-                partial: PartialRead::default(),
                 misread: None,
             })
         };

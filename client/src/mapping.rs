@@ -2,9 +2,8 @@
 //!
 //! Promises: regions of one mapping never overlap, cannot be copied, and keep the mapping alive; so a slice of a region
 //! lasts as long as the region is borrowed and nobody else in this process sees its bytes. Who else may write them is the
-//! caller's rule: while a region is in flight the session owns it, and gives out no slice but of bytes that have arrived.
+//! caller's rule: while a region is in flight the session owns it, and gives out no slice of it.
 
-use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -66,18 +65,8 @@ impl Region {
     pub(crate) fn as_slice(&self) -> &[u8] {
         // SAFETY: inside the mapping (asserted in `split`), which lives as long as `self`; initialised, as mapped files
         // and fresh pages are zero; no other region overlaps, so no `&mut` to these bytes exists beside `&self`. The
-        // daemon and the kernel write them only while the region is in flight, when the session borrows nothing of it but
-        // what `part` gives.
+        // daemon and the kernel write them only while the region is in flight, when the session borrows nothing of it.
         unsafe { std::slice::from_raw_parts(self.start(), self.bytes) }
-    }
-
-    /// Bytes that are there while the rest of a region in flight still arrives.
-    pub(crate) fn part(&self, place: Range<usize>) -> &[u8] {
-        assert!(place.start <= place.end && place.end <= self.bytes);
-        // SAFETY: as in `as_slice`, of these bytes alone: the device has moved them (the daemon said so, and nothing moves
-        // them again before the region is another operation's), and what it still writes is not part of the slice. Only
-        // a session calls this, for lengths that a checked completion told and that only grow (`in_flight.rs`).
-        unsafe { std::slice::from_raw_parts(self.start().add(place.start), place.len()) }
     }
 
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {

@@ -1,6 +1,5 @@
 //! Slots and the free lists they come from and return to.
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use offload_api::geometry::Geometry;
@@ -47,11 +46,6 @@ impl Slot {
             .as_mut()
             .expect("present until dropped")
             .as_mut_slice()
-    }
-
-    /// The same of some bytes that have arrived, while others still do.
-    pub(crate) fn part(&self, place: Range<usize>) -> &[u8] {
-        self.region().part(place)
     }
 
     pub(crate) fn is_of(&self, pool: &Arc<SlotPool>) -> bool {

@@ -221,43 +221,6 @@ fn a_bit_that_flips_on_the_way_of_one_read_is_read_right_the_second_time() {
 }
 
 #[test]
-fn a_read_that_is_said_to_come_in_parts_ends_once_and_is_checked_whole() {
-    for flip in [0, 0x10] {
-        let daemon = FakeDaemon::start(Manners {
-            parts: &[4096],
-            flip,
-            ..Manners::default()
-        });
-        let mut session = open(&daemon);
-        for _ in 0..3 {
-            let back = round_trip(&mut session);
-            assert_eq!(back.result.is_ok(), flip == 0, "{:?}", back.result);
-            assert_eq!(session.in_flight_count(), 0);
-        }
-    }
-}
-
-#[test]
-fn parts_that_cannot_be_are_a_broken_protocol() {
-    // Not whole blocks; less than before.
-    let lies: [&[u32]; 2] = [&[100], &[4096, 0]];
-    for parts in lies {
-        let daemon = FakeDaemon::start(Manners {
-            parts,
-            ..Manners::default()
-        });
-        let mut session = open(&daemon);
-        let slot = filled(&mut session, 1);
-        session.swap_in(TileIndex(0), slot).unwrap();
-        let ended = done(&mut session);
-        assert!(
-            matches!(ended, Err(ClientError::Protocol { .. })),
-            "{parts:?}"
-        );
-    }
-}
-
-#[test]
 fn without_checksums_the_flipped_bit_is_handed_out() {
     let name = "a_tile_with_a_flipped_bit_is_named_and_never_handed_out";
     let run = |removed| {
@@ -585,26 +548,4 @@ fn a_refusal_keeps_its_kind_and_words() {
         connected.jobs(),
         Err(ClientError::Protocol { .. })
     ));
-}
-
-/// A lone read is looked for before the session sleeps; one that takes long must not keep a processor.
-#[test]
-fn a_read_that_does_not_come_is_waited_for_asleep() {
-    let daemon = FakeDaemon::start(Manners {
-        answer: Some(|_, _| None),
-        ..Manners::default()
-    });
-    let mut session = open(&daemon);
-    let slot = filled(&mut session, 0);
-    session.swap_in(TileIndex(0), slot).unwrap();
-    let used = || {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
-    };
-    let (begin, before) = (Instant::now(), used());
-    wait_out(&mut session, Duration::from_millis(300));
-    assert!(begin.elapsed() < SOON);
-    let burnt = used() - before;
-    // Looking on all the while would take most of them; a busy machine charges some to whoever it interrupts.
-    assert!(burnt < Duration::from_millis(100), "{burnt:?} of 300 ms");
 }

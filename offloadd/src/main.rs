@@ -31,7 +31,7 @@ examples:
   socket = \"/run/offloadd/offloadd.sock\"      # calls; descriptors go over <socket>.fds beside it
   devices = [\"/mnt/nvme0/offloadd.tiles\", \"/mnt/nvme1/offloadd.tiles\"]
   arena_bytes_max = \"64GiB\"                   # host memory of all sessions together
-  engine = \"auto\"                             # auto, uring, aio, psync, polled, sqpoll
+  engine = \"auto\"                             # auto, uring, aio, psync
   require_locked = false                      # refuse to run when memory cannot be locked
   sessions_max = 64
   iodepth_max = 64                            # operations in flight of one session

@@ -350,7 +350,6 @@ impl Stopped {
                     | Action::Complete { .. }
                     | Action::MakeArena { .. }
                     | Action::DropArena { .. }
-                    | Action::TellPart { .. }
                     | Action::Evict { .. } => unreachable!("there are no sessions"),
                 }
             }

@@ -16,10 +16,6 @@ use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 
-mod loops;
-
-use loops::Loop;
-
 const BLOCK: u32 = 4096;
 
 /// A direct file of `bytes`, gone when the directory is.
@@ -38,20 +34,8 @@ fn file(dir: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
 
 /// Runs `body` on each engine this machine has; says which it has not.
 fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
-    for choice in [
-        EngineChoice::Uring,
-        EngineChoice::Sqpoll,
-        EngineChoice::Polled,
-        EngineChoice::Aio,
-        EngineChoice::Psync,
-    ] {
+    for choice in [EngineChoice::Uring, EngineChoice::Aio, EngineChoice::Psync] {
         match Engine::open(choice, devices, 4096) {
-            // Run as `uring` already.
-            Ok((engine, reason)) if reason.starts_with("instead of ") => println!(
-                "skipped: {}: engine {} {reason}",
-                std::thread::current().name().unwrap_or("a test"),
-                engine.name()
-            ),
             Ok((mut engine, _)) => body(&mut engine),
             Err(error) if choice != EngineChoice::Psync => println!(
                 "skipped: {}: {error}",
@@ -414,35 +398,6 @@ fn a_device_that_answers_a_probe_with_an_error_is_no_missing_engine() {
 }
 
 #[test]
-fn where_drives_cannot_be_asked_they_are_not_and_it_is_told() {
-    let dir = tempfile::tempdir().unwrap();
-    let devices = ["a", "b"].map(|name| file(&dir, name, 1 << 20));
-    let Ok((mut engine, reason)) = Engine::open(EngineChoice::Polled, &devices, 16) else {
-        println!(
-            "skipped: {}: no io_uring here",
-            std::thread::current().name().unwrap_or("a test")
-        );
-        return;
-    };
-    match engine.name() {
-        "polled" => assert!(reason.contains("chosen by the settings; "), "{reason}"),
-        name => {
-            assert_eq!(name, "uring");
-            assert!(reason.contains("instead of engine polled: "), "{reason}");
-            let device = format!("device 0 ({})", dir.path().join("a").display());
-            assert!(reason.contains(&device), "{reason}");
-        }
-    }
-    for device in 0..2 {
-        let block = Memory::Meta(AlignedBytes::zeroed(BLOCK as usize));
-        let mut read = io(7, IoOp::Read, 0, block);
-        read.device = DeviceIndex(device);
-        engine.submit(read);
-        assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(BLOCK));
-    }
-}
-
-#[test]
 fn registered_memory_is_pinned_until_it_is_forgotten() {
     let dir = tempfile::tempdir().unwrap();
     let device = file(&dir, "a", 1 << 20);
@@ -519,62 +474,5 @@ fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
         assert!(said.starts_with(&format!("engine {name}: ")), "{said}");
         let tried = format!("reading 4096 bytes at 0 of device 0 ({}): ", path.display());
         assert!(said.contains(&tried), "{said}");
-    }
-}
-
-/// Requests that a loop device has read, as the kernel counts them.
-fn requests_read(device: &Loop) -> u64 {
-    let name = device.0.trim_start_matches("/dev/");
-    let stat = std::fs::read_to_string(format!("/sys/block/{name}/stat")).unwrap();
-    stat.split_whitespace().next().unwrap().parse().unwrap()
-}
-
-/// As many as a lone read is cut into: made one request of, they would end together. On few processors they shall.
-#[test]
-fn a_few_neighbours_are_requests_of_their_own_where_that_pays() {
-    let dir = tempfile::tempdir().unwrap();
-    let image = dir.path().join("image");
-    std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-    let Some(device) = Loop::new(&image) else {
-        println!(
-            "skipped: a_few_neighbours_are_requests_of_their_own_where_that_pays: no loop device to be had"
-        );
-        return;
-    };
-    let processors = std::thread::available_parallelism().unwrap().get();
-    let requests = if processors >= 4 { 4 } else { 1 };
-    let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
-    let opened = OpenOptions::new()
-        .read(true)
-        .custom_flags(direct)
-        .open(&device.0);
-    let opened = Arc::new(opened.unwrap());
-    for choice in [EngineChoice::Uring, EngineChoice::Aio] {
-        let mut engine = match Engine::open(choice, std::slice::from_ref(&opened), 64) {
-            Ok((engine, _)) => engine,
-            Err(error) => {
-                println!(
-                    "skipped: a_few_neighbours_are_requests_of_their_own_where_that_pays: {error}"
-                );
-                continue;
-            }
-        };
-        // Others read a new device too, to see what is on it: the least of several times is ours.
-        let counted = (0..20).map(|_| {
-            let before = requests_read(&device);
-            for i in 0..4 {
-                engine.submit(io(i, IoOp::Read, i * 65_536, meta(0, 65_536)));
-            }
-            let done = finish(&mut engine, 4);
-            assert!(done.iter().all(|d| d.outcome == Ok(65_536)));
-            requests_read(&device) - before
-        });
-        let counted = counted.min().unwrap();
-        assert_eq!(
-            counted,
-            requests,
-            "{}, {processors} processors",
-            engine.name()
-        );
     }
 }

@@ -14,7 +14,7 @@ use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
 use offloadd::engine::sim::SimRandom;
 use offloadd::engine::{Io, IoDone, Memory};
-use offloadd::queue::{DeviceLimits, Ended, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
+use offloadd::queue::{DeviceLimits, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
 
 const MIB: u32 = 1 << 20;
 
@@ -34,8 +34,6 @@ struct Bench {
     arena: Arc<Arena>,
     /// Handed over and not ended, in order.
     pieces: Vec<Io>,
-    /// How far lone reads were said to have come.
-    parts: Vec<(IoId, u32)>,
 }
 
 impl Bench {
@@ -55,7 +53,6 @@ impl Bench {
             queue: Queue::new(&vec![limits; devices]),
             arena: Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap()),
             pieces: Vec::new(),
-            parts: Vec::new(),
         }
     }
 
@@ -94,14 +91,7 @@ impl Bench {
             memory: io.memory,
             retried_count: 1,
         };
-        match self.queue.ended(piece, Instant::now()) {
-            Ended::Whole(done) => Some(done),
-            Ended::Part { id, bytes } => {
-                self.parts.push((id, bytes));
-                None
-            }
-            Ended::Nothing => None,
-        }
+        self.queue.ended(piece, Instant::now())
     }
 
     /// Ends the oldest piece as it should, hands over what has room then: whose piece it was, and whether it was the last.
@@ -307,84 +297,6 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
     bench.start();
     assert_eq!(bench.pieces[0].bytes, 2 * MIB);
     assert_eq!(bench.end(0, Ok(2 * MIB)).unwrap().outcome, Ok(2 * MIB));
-}
-
-/// How long the pieces of the reads of these lengths are, all pushed before the first is handed over.
-fn read_pieces(bench: &mut Bench, reads: &[u32]) -> Vec<u32> {
-    for (id, &bytes) in reads.iter().enumerate() {
-        bench.push(id as u64, 0, IoOp::Read, bytes, Priority::Prefetch);
-    }
-    bench.start();
-    bench.pieces.iter().map(|io| io.bytes).collect()
-}
-
-#[test]
-fn a_lone_read_is_cut_ever_shorter_and_others_are_not() {
-    const KIB: u32 = 1 << 10;
-    let lone = [
-        (MIB, vec![512 * KIB, 256 * KIB, 128 * KIB, 128 * KIB]),
-        (512 * KIB, vec![256 * KIB, 128 * KIB, 128 * KIB]),
-        (508 * KIB, vec![508 * KIB]),
-        (
-            3 * MIB + 4096,
-            vec![MIB, MIB, 512 * KIB, 256 * KIB, 128 * KIB, 132 * KIB],
-        ),
-    ];
-    for (bytes, pieces) in lone {
-        let mut bench = Bench::new(1);
-        assert_eq!(read_pieces(&mut bench, &[bytes]), pieces);
-        // A second one has the first beside it.
-        bench.push(9, 0, IoOp::Read, MIB, Priority::Demand);
-        bench.start();
-        assert_eq!(bench.pieces.last().unwrap().bytes, MIB);
-        while bench.queue.count() > 0 {
-            bench.step();
-        }
-        assert!(bench.parts.iter().all(|(id, _)| *id == IoId(0)));
-    }
-    assert_eq!(read_pieces(&mut Bench::new(1), &[MIB, MIB]), [MIB, MIB]);
-    let mut bench = Bench::new(1);
-    bench.push(0, 0, IoOp::Write, MIB, Priority::Prefetch);
-    bench.start();
-    assert_eq!(bench.pieces[0].bytes, MIB, "a write is summed before it");
-}
-
-#[test]
-fn a_lone_read_tells_how_far_it_has_come_in_whichever_order_its_pieces_end() {
-    let mut bench = Bench::new(1);
-    for seed in 0..500 {
-        let mut random = SimRandom::new(seed);
-        bench.parts.clear();
-        let bytes = 4096 * (128 + random.below(1800) as u32);
-        read_pieces(&mut bench, &[bytes]);
-        let mut there = vec![false; (bytes / 4096) as usize];
-        let fails = random.one_in(4);
-        loop {
-            let place = random.below(bench.pieces.len());
-            let (at, moved) = (bench.pieces[place].offset as u32, bench.pieces[place].bytes);
-            let outcome = if fails && random.one_in(3) {
-                Err(5)
-            } else {
-                there[at as usize / 4096..((at + moved) / 4096) as usize].fill(true);
-                Ok(moved)
-            };
-            let before = bench.parts.last().map_or(0, |part| part.1);
-            let told = bench.parts.len();
-            let done = bench.end(place, outcome);
-            // All from the start on, and each time something new.
-            let first = there.iter().position(|there| !there);
-            let prefix = first.map_or(bytes, |block| block as u32 * 4096);
-            if let Some(done) = done {
-                assert_eq!(bench.parts.len(), told, "seed {seed}: the end says all");
-                assert_eq!(done.outcome == Ok(bytes), prefix == bytes, "seed {seed}");
-                break;
-            }
-            let expected = if prefix > before { prefix } else { before };
-            assert_eq!(bench.parts.last().map_or(0, |part| part.1), expected);
-            assert_eq!(bench.parts.len() - told, usize::from(prefix > before));
-            bench.start();
-        }
-    }
 }
 
 #[test]

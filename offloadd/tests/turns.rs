@@ -14,7 +14,7 @@ use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SHARE_MAX, SessionId};
 use offloadd::engine::{Io, IoDone, Memory};
-use offloadd::queue::{DeviceLimits, Ended, Owner, Queue};
+use offloadd::queue::{DeviceLimits, Owner, Queue};
 
 const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;
@@ -182,7 +182,7 @@ fn run_as(
             retried_count: 0,
             memory: piece.memory,
         };
-        if let Ended::Whole(done) = queue.ended(piece, begin + Duration::from_nanos(now)) {
+        if let Some(done) = queue.ended(piece, begin + Duration::from_nanos(now)) {
             let (index, since) = under_way[done.id.0 as usize];
             got[index].bytes += u64::from(clients[index].bytes);
             got[index].took_ns.push(now - since);

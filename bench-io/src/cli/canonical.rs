@@ -35,7 +35,7 @@ pub(crate) struct CanonicalArgs {
     /// Operations in flight
     #[arg(long, default_value_t = 16)]
     iodepth: u32,
-    /// auto, uring, aio, psync, polled or sqpoll
+    /// auto, uring, aio or psync
     #[arg(long, default_value = "auto")]
     engine: String,
     /// One JSON object instead of lines to read

@@ -87,7 +87,7 @@ pub(crate) struct ScaleArgs {
     /// How often all is measured, in turns, for a median [default: 3, of rate-limited drives 1]
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
-    /// auto, uring, aio, psync, polled or sqpoll: the daemon's engine
+    /// auto, uring, aio or psync: the daemon's engine
     #[arg(long, value_name = "NAME", default_value = "auto")]
     ioengine: String,
     /// The program, when it is not in PATH; or "none"

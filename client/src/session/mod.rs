@@ -16,7 +16,6 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use offload_api::adaptive_spin::AdaptiveSpin;
 use offload_api::fault::FaultKind;
 use offload_api::geometry::Geometry;
 use offload_api::handoff::{self, HandoffError, Received};
@@ -55,8 +54,6 @@ pub struct Session {
     /// Hangs up when the daemon dies or throws this session out.
     life_line: OwnedFd,
     waker: Waker,
-    /// For a lone operation.
-    adaptive_spin: AdaptiveSpin,
     commit: Commit,
     /// Damaged tiles that the daemon was told of.
     reported_count: u32,
@@ -146,7 +143,6 @@ impl Session {
             completion_doorbell,
             life_line,
             waker,
-            adaptive_spin: AdaptiveSpin::new(),
             commit: Commit::None,
             control: daemon.control,
         };

@@ -7,8 +7,8 @@ use offload_api::ring::entry::{Priority, Promote, Request, Sqe, Verb};
 use super::commit::Commit;
 use super::damage::name_of;
 use super::{Session, broken_ring};
-use crate::checksum_pool::{ALONE_BYTES_MAX, Summed};
-use crate::in_flight::{Arrived, Checked, InFlight, PartialRead};
+use crate::checksum_pool::Summed;
+use crate::in_flight::{Arrived, Checked, InFlight};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
 impl Session {
@@ -107,7 +107,6 @@ impl Session {
             generation: working,
             slot: None,
             arrived: None,
-            partial: PartialRead::default(),
             misread: None,
         };
         if verb == Verb::SwapOut {
@@ -188,15 +187,7 @@ impl Session {
             let mut name = |device| name_of(device, known, unheard, &self.control);
             match self.in_flight.arrived(&cqe, &mut name)? {
                 Arrived::Done(one) => done.push(one),
-                Arrived::Part => {}
-                Arrived::Unchecked(ticket, slot, bytes, partial)
-                    if partial.left_bytes(bytes) <= ALONE_BYTES_MAX
-                        && self.in_flight.count() == 1 =>
-                {
-                    let found = partial.sum(&slot, bytes);
-                    done.extend(self.checked(ticket, slot, found)?);
-                }
-                Arrived::Unchecked(ticket, slot, bytes, _) => {
+                Arrived::Unchecked(ticket, slot, bytes) => {
                     self.checksum_pool.begin(ticket, slot, bytes)
                 }
             }

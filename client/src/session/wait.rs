@@ -3,7 +3,6 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use offload_api::adaptive_spin::AWAKE_MAX;
 use offload_api::proto;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -34,15 +33,6 @@ impl Session {
                 Commit::Lost(_) => left.min(TRY_EVERY),
                 _ => left,
             };
-            // Somebody waits for it, and has nothing else to do.
-            let lone = !left.is_zero() && self.in_flight.is_a_lone_read();
-            if lone && self.in_flight.sum_what_came() {
-                continue;
-            }
-            let came = || self.rings.ready().map(|count| count > 0);
-            if lone && (self.adaptive_spin.watch(left.min(AWAKE_MAX), came)).map_err(broken_ring)? {
-                return Ok(());
-            }
             if self.sleep(left)? || over {
                 return Ok(());
             }

@@ -47,8 +47,6 @@ pub(crate) struct Manners {
     pub(crate) flip: u8,
     /// Only of the first read.
     pub(crate) flip_once: bool,
-    /// A read is said to have come so far, before its completion.
-    pub(crate) parts: &'static [u32],
     /// The first submission makes it hang up.
     pub(crate) hang_up: bool,
     /// The first submission makes it write this completion index.
@@ -200,9 +198,6 @@ fn serve_session(
                 read_count += 1;
                 rustix::io::pwrite(&arena, &bytes, place.offset).unwrap();
                 (cqe.checksum, cqe.generation) = (*checksum, *generation);
-            }
-            for &moved_bytes in manners.parts.iter().filter(|_| sqe.verb == 1) {
-                rings.put(&Cqe { moved_bytes, ..cqe }).unwrap();
             }
             let told = manners.answer.map_or(Some(cqe), |answer| answer(sqe, cqe));
             if let Some(cqe) = told {

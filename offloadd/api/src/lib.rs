@@ -15,7 +15,6 @@
 
 #![deny(unsafe_code)]
 
-pub mod adaptive_spin;
 pub mod checksum;
 pub mod fault;
 pub mod geometry;
@@ -81,7 +80,7 @@ pub const IODEPTH_MAX: u32 = 1024;
 pub const IODEPTH_DEFAULT: u32 = 64;
 
 /// Values of the setting `engine`, of the daemon and of a trainer whose private daemon gets it. The first is the default.
-pub const ENGINES: [&str; 6] = ["auto", "uring", "aio", "psync", "polled", "sqpoll"];
+pub const ENGINES: [&str; 4] = ["auto", "uring", "aio", "psync"];
 
 /// Devices of one store. Bounds every table with a line a device.
 pub const DEVICES_MAX: u32 = 64;

@@ -73,13 +73,6 @@ pub enum Event {
         /// The daemon's own bytes that were read into ([`Buffer::Meta`]).
         read: Option<AlignedBytes>,
     },
-    /// A read that was alone at its device has come so far. It goes on.
-    IoPart {
-        /// Of the [`Action::Io`].
-        io: IoId,
-        /// From its start on.
-        bytes: u32,
-    },
     /// The next tiles may move, if some are to: see [`Core::moves`](super::Core::moves).
     RebalanceTick {
         /// Copy also what jobs will perhaps write again soon.
@@ -138,13 +131,6 @@ pub enum Action {
     },
     /// Put an entry into the session's completion ring.
     Complete {
-        /// Whose ring.
-        session: SessionId,
-        /// The entry.
-        entry: Cqe,
-    },
-    /// Tell the session how far a read has come, if its completion ring has room to spare.
-    TellPart {
         /// Whose ring.
         session: SessionId,
         /// The entry.

@@ -10,7 +10,7 @@ use super::copying::CopyIo;
 use super::job::{Activity, JobKey};
 use super::members::poison;
 use super::script::{Failed, Purpose, ScriptId, Step};
-use super::session::{Session, Stage};
+use super::session::Stage;
 use super::{Action, Buffer, Core, IoId, IoOp, IoResult, SessionId, errno_kind};
 use crate::blocks::AlignedBytes;
 use crate::store::definition::Durability;
@@ -341,25 +341,6 @@ impl Core {
                 self.free_left(Some(tile.extent));
             }
             Operation::Copy(copy) => self.on_copy_done(copy, result, read, actions),
-        }
-    }
-
-    /// Told to a process that waits for nothing else: it sums what is there while the rest arrives.
-    pub(super) fn on_io_part(&mut self, io: IoId, bytes: u32, actions: &mut Vec<Action>) {
-        let Some(Operation::Tile(tile)) = self.operations.get(&io) else {
-            return;
-        };
-        let listens =
-            |session: &Session| session.stage == Stage::Live && session.inflight_count == 1;
-        if tile.request.verb == Verb::SwapIn
-            && self.sessions.get(&tile.session).is_some_and(listens)
-        {
-            let result = IoResult {
-                outcome: Ok(bytes),
-                device_ns: 0,
-            };
-            let (session, entry) = (tile.session, entry(tile, None, result));
-            actions.push(Action::TellPart { session, entry });
         }
     }
 

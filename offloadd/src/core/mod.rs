@@ -147,7 +147,6 @@ impl Core {
             Event::Attached { .. } => {}
             Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read, actions),
-            Event::IoPart { io, bytes } => self.on_io_part(io, bytes, actions),
             Event::RebalanceTick { force } => self.move_on(force, actions),
             Event::RetryMoves => self.mover.retry(),
             Event::Limits(limits) => self.limits = limits,

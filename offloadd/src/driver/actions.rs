@@ -98,11 +98,6 @@ impl Driver {
                     self.gone(session, &error.to_string());
                 }
             }
-            Action::TellPart { session, entry } => {
-                if let Some(session) = self.sessions.get_mut(&session) {
-                    session.put_part(&entry);
-                }
-            }
             Action::Reply { call, reply } => {
                 if let Some(waiting) = self.calls.remove(&call) {
                     match (waiting.counted, &reply) {

@@ -21,7 +21,6 @@ use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use offload_api::adaptive_spin::AdaptiveSpin;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
 use offload_api::ids::{DeviceIndex, Epoch};
@@ -37,7 +36,7 @@ use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
 use crate::metrics::{Endurance, Ledger};
 use crate::numa;
-use crate::queue::{DeviceLimits, Ended, Queue};
+use crate::queue::{DeviceLimits, Queue};
 use crate::retry;
 use crate::store::DEVICES_MAX;
 
@@ -246,9 +245,6 @@ struct Driver {
     pieces: Vec<Io>,
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
-    /// For the next submission, after the last operation has ended.
-    adaptive_spin: AdaptiveSpin,
-    fell_idle: bool,
     stop_deadline: Option<Instant>,
     /// The stop leaves sessions to the next daemon.
     handing: bool,
@@ -325,8 +321,6 @@ impl Driver {
             pieces: Vec::new(),
             ended: Vec::new(),
             entries: Vec::new(),
-            adaptive_spin: AdaptiveSpin::new(),
-            fell_idle: false,
             stop_deadline: None,
             handing: false,
             handing_flushed: false,
@@ -490,13 +484,8 @@ impl Driver {
         self.engine.reap(&mut self.ended)?;
         let now = Instant::now();
         for piece in self.ended.drain(..) {
-            let done = match self.queue.ended(piece, now) {
-                Ended::Whole(done) => done,
-                Ended::Part { id: io, bytes } => {
-                    self.events.push_back(Event::IoPart { io, bytes });
-                    continue;
-                }
-                Ended::Nothing => continue,
+            let Some(done) = self.queue.ended(piece, now) else {
+                continue;
             };
             if done.id.0 & WEAR_IO != 0 {
                 let device = DeviceIndex((done.id.0 & !WEAR_IO) as u32);
@@ -526,7 +515,6 @@ impl Driver {
                 },
             });
         }
-        self.fell_idle = self.queue.count() == 0;
         Ok(())
     }
 

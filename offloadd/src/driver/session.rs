@@ -84,18 +84,6 @@ impl Session {
         Ok(())
     }
 
-    /// Says how far a read has come, if the completions of all that may be in flight keep their room: half of the ring. One
-    /// that finds none is not missed, and a ring that is broken shows in [`Self::put`].
-    pub(super) fn put_part(&mut self, entry: &Cqe) {
-        let State::Attached { made, .. } = &mut self.state else {
-            return;
-        };
-        let room = made.rings.header().entries / 2;
-        if made.rings.unreaped().is_ok_and(|count| count < room) {
-            self.unrung |= made.rings.put(entry).is_ok();
-        }
-    }
-
     /// Wakes the process, once for all completions put since the last time.
     pub(super) fn ring(&mut self) {
         if !std::mem::take(&mut self.unrung) {

@@ -1,4 +1,4 @@
-//! How long the owner thread sleeps, and when it stays awake for a moment instead.
+//! How long the owner thread sleeps.
 
 use std::time::{Duration, Instant};
 
@@ -10,35 +10,11 @@ use rustix::io::Errno;
 use super::session::State;
 use super::{Driver, DriverError, system};
 
-/// How long the next submission of whoever moves one tile after the other may take: a megabyte is summed in 20 to 50 us
-/// before it.
-const NEXT_SUBMISSION: Duration = Duration::from_micros(100);
-
 impl Driver {
     /// Waits until something has happened or is to be done; what happened is in `ready`.
     pub(super) fn sleep(&mut self, ready: &mut Vec<Event>) -> Result<(), DriverError> {
         ready.clear();
         let left = self.left();
-        // Whoever moves one tile after the other comes back at once. While operations are in flight their end is waited for
-        // asleep: on few processors the kernel needs this one to move the bytes.
-        if std::mem::take(&mut self.fell_idle) && left != Some(Duration::ZERO) {
-            let now = Some(&Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            });
-            let came = || match epoll::wait(&self.epoll, spare_capacity(ready), now) {
-                Ok(count) => Ok(count > 0),
-                Err(Errno::INTR) => Ok(false),
-                Err(errno) => Err(errno),
-            };
-            let came = (self.adaptive_spin).watch(
-                left.map_or(NEXT_SUBMISSION, |left| left.min(NEXT_SUBMISSION)),
-                came,
-            );
-            if came.map_err(|e| system("epoll_wait")(e.into()))? {
-                return Ok(());
-            }
-        }
         let left = left.map(|left| Timespec::try_from(left).expect("some seconds"));
         match epoll::wait(&self.epoll, spare_capacity(ready), left.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),

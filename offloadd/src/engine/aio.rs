@@ -1,23 +1,21 @@
 //! The engine on kernel AIO, by raw system calls: for machines that forbid io_uring, as Docker's default profile does.
 //!
 //! ```text
-//!   submit ─▶ lanes ─start─▶ the device's queue ─▶ its thread: io_submit ─▶ kernel ─▶ eventfd ─reap: io_getevents─▶ IoDone
+//!   submit ─▶ backlog ─start─▶ the device's queue ─▶ its thread: io_submit ─▶ kernel ─▶ eventfd ─reap: io_getevents─▶ IoDone
 //!   inflight table: owns each operation's memory from `submit` until its event was reaped
 //! ```
 //!
-//! One thread a device, because io_submit waits while a device's queue in the kernel is full: neither the owner thread nor
-//! another device may wait with it. A flush is IOCB_CMD_FDSYNC, which the kernel does in a worker of its own: handed over in
-//! 3 ms after 256 MiB of writes, ended 120 ms later (two cores, ext4), so that operations behind it do not wait as they
-//! would for fdatasync.
-//! The context is one for all, and what it has room for is shared out among the devices (`backlog.rs`).
-//! What io_uring has and this lacks: registered memory and files, polling. Holds the `unsafe` of its system calls.
+//! Each device has a thread, because io_submit blocks while the device's queue in the kernel is full, and neither the owner
+//! thread nor another device may wait for that. A flush is IOCB_CMD_FDSYNC, which a worker of the kernel executes, so that
+//! operations behind it do not wait as they would for fdatasync (handed over in 3 ms after 256 MiB of writes, ended 120 ms
+//! later; two cores, ext4). All devices share one context; `backlog.rs` divides its room. Holds the `unsafe` of its system
+//! calls.
 //!
-//! Registered memory is what it costs: each operation pins its pages anew, and a read marks each of them as written. fio 3.33
-//! in pages of 4 KiB (1 MiB, depth 16, a loop device over RAM, busy 2-core EPYC, medians of six rounds, 2026-11-22): 3.52 GB/s
-//! read by io_uring with registered buffers, 2.38 without and 2.38 by libaio; 0.011, 0.057 and 0.057 s of processor a GB;
-//! written 1.74, 1.68 and 1.58. So fewer system calls would not bring reads nearer: huge pages do, which are fewer to pin
-//! (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled). With them a daemon on the same machine read 98 % of what
-//! `uring` did and wrote 100, in 4 MiB at depth 16 (`bench-io/measured/README.md`); without, 78 to 103 and 90 to 95 on several days.
+//! Unlike io_uring, kernel AIO has no registered memory: each operation pins its pages, and a read marks each page as written.
+//! With small pages this costs reads a third of their throughput (fio 3.33, 1 MiB, depth 16, a loop device over RAM: 3.52 GB/s
+//! by io_uring with registered buffers, 2.38 without, 2.38 by libaio). With huge pages
+//! (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled) a daemon reads 98 % and writes 100 % of what it does on
+//! `uring`; `bench-io/measured/README.md` has the figures.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -31,26 +29,26 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::backlog::Backlog;
 use super::inflight::Inflight;
-use super::{END_WAIT, EngineError, Io, IoDone, batch_of, processors};
+use super::{END_WAIT, EngineError, Io, IoDone};
 use crate::core::IoOp;
 
-/// In the kernel at a time; more wait in the lanes. Far above what drives need (some tens), of which each has its part.
+/// Operations in the kernel at a time; more wait in the backlog. Drives need some tens each.
 const KERNEL_INFLIGHT_MAX: usize = 1024;
 const KERNEL_INFLIGHT_A_DEVICE: usize = 64;
 
-/// Where the machine's limit of events is nearly used up, fewer do.
+/// The least to ask for where the machine's limit of events is nearly used up.
 const KERNEL_INFLIGHT_MIN: usize = 32;
 
-/// Handed over in one system call: they are started together, and the first waits for the last one's entry.
+/// Operations handed over in one system call. They start together: the first waits for the entry of the last.
 const BATCH_MAX: usize = 16;
 
 /// Events taken in one system call.
 const EVENTS_MAX: usize = 64;
 
-/// A refused io_submit (EAGAIN: no memory for a request) is tried again so often, a millisecond apart.
+/// How often io_submit is repeated after EAGAIN (no memory for a request), a millisecond apart.
 const SUBMIT_RETRIES_MAX: u32 = 1000;
 
-/// An interrupted call is tried again so often.
+/// How often an interrupted call is repeated.
 const INTERRUPTED_MAX: u32 = 100;
 
 /// The engine.
@@ -58,24 +56,21 @@ const INTERRUPTED_MAX: u32 = 100;
 pub struct Aio {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// `None`: it was removed.
+    /// `None` after its removal.
     devices: Vec<Option<Arc<File>>>,
     queues: Vec<Arc<Queue>>,
     inflight: Inflight,
     inflight_max: usize,
-    /// What they handed on is with the threads or the kernel.
     backlog: Backlog,
 }
 
-/// What the threads need.
+/// State that the threads share.
 #[derive(Debug)]
 struct Shared {
     context: Context,
-    /// Places of operations that the kernel did not take, and why.
+    /// Places of operations that the kernel refused, each with the errno.
     refused: Mutex<Vec<(usize, i32)>>,
     wake: OwnedFd,
-    /// Of this machine, or of what we may use of it.
-    processors: usize,
 }
 
 #[derive(Debug, Default)]
@@ -109,7 +104,7 @@ struct Iocb {
     wake_fd: u32,
 }
 
-/// `struct io_event`: how one ended.
+/// `struct io_event` of the kernel: how an operation ended.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 struct IoEvent {
@@ -119,7 +114,7 @@ struct IoEvent {
     result2: i64,
 }
 
-// As on every little endian machine; `key` and `rw_flags` change places on others.
+// `key` and `rw_flags` change places on big endian machines.
 const _: () = assert!(size_of::<Iocb>() == 64 && size_of::<IoEvent>() == 32);
 const _: () = assert!(cfg!(target_endian = "little"));
 
@@ -143,9 +138,9 @@ impl Aio {
         let (context, room) = Context::new(asked)?;
         if room < asked {
             tracing::warn!(
-                "kernel AIO takes {room} operations of all devices at a time instead of {asked}, because other programs use \
-                 most of the machine's events: drives may be slower than they are (sysctl -w fs.aio-max-nr=1048576, and \
-                 start again)"
+                "kernel AIO has room for {room} operations instead of {asked}, because other programs use most of \
+                 fs.aio-max-nr; drives may not reach their full speed. Raise the limit (sysctl -w fs.aio-max-nr=1048576) and \
+                 restart the daemon"
             );
         }
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -154,7 +149,6 @@ impl Aio {
             context,
             refused: Mutex::default(),
             wake,
-            processors: processors(),
         });
         let mut engine = Self {
             shared,
@@ -171,7 +165,7 @@ impl Aio {
         Ok(engine)
     }
 
-    /// One more device, behind the others, with its thread.
+    /// Adds a device, behind the others, and starts its thread.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
         let queue = Arc::new(Queue::default());
         let (shared, its_queue) = (self.shared.clone(), queue.clone());
@@ -189,7 +183,7 @@ impl Aio {
         Ok(())
     }
 
-    /// Nothing is in flight on this device, and nothing will be: closes it.
+    /// Closes a device. Nothing may be in flight on it, now or later.
     pub(super) fn remove(&mut self, device: DeviceIndex) {
         self.backlog.remove(device);
         self.devices[device.0 as usize] = None;
@@ -215,7 +209,7 @@ impl Aio {
     }
 
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
-        // First the signal, then the events: what comes between the two signals again.
+        // First the signal, then the events: an event between the two signals again.
         let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
         let refused = std::mem::take(&mut *locked(&self.shared.refused));
         for (place, errno) in refused {
@@ -231,7 +225,7 @@ impl Aio {
                 break;
             }
         }
-        // What was put back, and what waited for room.
+        // Operations to repeat, and operations that waited for room.
         self.start();
         Ok(())
     }
@@ -239,7 +233,7 @@ impl Aio {
     fn end(&mut self, place: usize, result: i64, done: &mut Vec<IoDone>) {
         let device = self.inflight.io(place).device;
         self.backlog.gave_back(device);
-        if self.inflight.again(place, result) {
+        if self.inflight.retry(place, result) {
             self.backlog.push(device, place);
         } else {
             done.push(self.inflight.end(place, result));
@@ -258,7 +252,7 @@ impl Aio {
     fn entry(&mut self, place: usize) -> Iocb {
         let io = self.inflight.io(place);
         let file = self.devices[io.device.0 as usize].as_ref();
-        let file = file.expect("nothing is asked of a device that was removed");
+        let file = file.expect("the device was not removed");
         let common = Iocb {
             data: place as u64,
             fd: file.as_raw_fd() as u32,
@@ -269,7 +263,7 @@ impl Aio {
         let opcode = match io.op {
             IoOp::Read => PREAD,
             IoOp::Write => PWRITE,
-            // Its other fields must be zero.
+            // The other fields of a flush must be zero.
             IoOp::Flush => {
                 return Iocb {
                     opcode: FDSYNC,
@@ -288,11 +282,11 @@ impl Aio {
 }
 
 impl Drop for Aio {
-    /// The kernel may still write to memory we own: wait for it, or never give that memory back.
+    /// Waits for the operations in flight, or leaks their memory, because the kernel may still write to it.
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.backlog.discard_unreadable();
+        self.backlog.clear();
         while self.backlog.kernel_count() > 0 && Instant::now() < limit {
             let wait = Timespec {
                 tv_sec: 0,
@@ -305,7 +299,7 @@ impl Drop for Aio {
             if self.reap(&mut done).is_err() {
                 break;
             }
-            self.backlog.discard_unreadable();
+            self.backlog.clear();
         }
         for queue in &self.queues {
             locked(&queue.jobs).ending = true;
@@ -313,19 +307,19 @@ impl Drop for Aio {
         }
         if self.backlog.kernel_count() > 0 {
             self.inflight.leak();
-            // Ending the context would wait for the device, as its threads do.
+            // Dropping the context would wait for the device.
             std::mem::forget(self.shared.clone());
             return;
         }
         for thread in self.threads.drain(..) {
-            // A thread that panicked has told so itself.
+            // A thread that panicked has printed its message.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// Hands over what comes into the `queue` of a device, until the engine ends.
+    /// Hands the operations of a device's `queue` to the kernel, until the engine ends.
     fn run(&self, queue: &Queue) {
         let mut batch = Vec::with_capacity(BATCH_MAX);
         loop {
@@ -334,7 +328,7 @@ impl Shared {
                 while jobs.waiting.is_empty() && !jobs.ending {
                     jobs = queue.work.wait(jobs).unwrap_or_else(|e| e.into_inner());
                 }
-                let count = batch_of(jobs.waiting.len(), BATCH_MAX, self.processors);
+                let count = jobs.waiting.len().min(BATCH_MAX);
                 batch.extend(jobs.waiting.drain(..count));
             }
             if batch.is_empty() {
@@ -345,7 +339,7 @@ impl Shared {
         }
     }
 
-    /// Gives all of `batch` to the kernel, one after the other where it refuses one.
+    /// Gives all of `batch` to the kernel. An operation that the kernel refuses ends with its errno.
     fn hand_over(&self, batch: &mut [Iocb]) {
         let (mut taken, mut tries) = (0, 0);
         while taken < batch.len() {
@@ -354,7 +348,7 @@ impl Shared {
                     (taken, tries) = (taken + count, 0);
                     continue;
                 }
-                // It takes at least one or says why not.
+                // The kernel takes at least one or answers an errno.
                 Ok(0) => libc::EAGAIN,
                 Err(errno) => errno,
             };

@@ -1,8 +1,8 @@
-//! What waits for the kernel, each device's for itself, and how much of the kernel's room each has.
+//! Operations that wait for the kernel, by device.
 //!
-//! The kernel takes so many operations and not more. Each device has an equal part of that, so that one that answers no more
-//! fills its own part and the others' operations go on. Devices take turns, so that none has to wait until another's backlog
-//! is handed over. A core: no clock, thread or file.
+//! The kernel takes a limited number of operations. Each device has an equal part of that number, so that a device that stops
+//! answering fills its own part only. Devices take turns, so that none waits until another's backlog is handed over. A core:
+//! no clock, thread or file.
 
 use std::collections::VecDeque;
 
@@ -11,11 +11,11 @@ use offload_api::ids::DeviceIndex;
 /// All devices' backlogs.
 #[derive(Debug)]
 pub(super) struct Backlog {
-    /// `None`: it was removed.
-    backlog: Vec<Option<Lane>>,
-    /// Operations the kernel takes.
+    /// By device; `None` after its removal.
+    lanes: Vec<Option<Lane>>,
+    /// Operations the kernel takes at a time.
     room: usize,
-    /// Whose turn it is.
+    /// Index of the device whose turn it is.
     next: usize,
     waiting_count: usize,
     kernel_count: usize,
@@ -29,10 +29,10 @@ struct Lane {
 }
 
 impl Backlog {
-    /// No devices yet, and a kernel with room for so many operations.
+    /// A backlog without devices, for a kernel with room for so many operations.
     pub(super) fn new(room: usize) -> Self {
         Self {
-            backlog: Vec::new(),
+            lanes: Vec::new(),
             room,
             next: 0,
             waiting_count: 0,
@@ -40,37 +40,32 @@ impl Backlog {
         }
     }
 
-    /// One more device, behind the others. Those have less from now on; what they have in the kernel stays there.
+    /// Adds a device, behind the others. Their parts shrink; their operations in the kernel stay there.
     pub(super) fn add(&mut self) {
-        self.backlog.push(Some(Lane::default()));
+        self.lanes.push(Some(Lane::default()));
     }
 
-    /// The one that was added last was not to be.
-    pub(super) fn forget_last(&mut self) {
-        self.backlog.pop();
-    }
-
-    /// Nothing is in flight on this device, and nothing will be: its part is the others'.
+    /// Gives a device's part to the others. Nothing may be in flight on it, now or later.
     pub(super) fn remove(&mut self, device: DeviceIndex) {
-        self.backlog[device.0 as usize] = None;
+        self.lanes[device.0 as usize] = None;
     }
 
-    /// The operation at `place` waits.
+    /// Queues the operation at `place`.
     pub(super) fn push(&mut self, device: DeviceIndex, place: usize) {
         self.lane(device).backlog.push_back(place);
         self.waiting_count += 1;
     }
 
-    /// The next operation for the kernel, which has it from now on.
+    /// Returns the next operation for the kernel, counted as the kernel's from now on.
     pub(super) fn take(&mut self) -> Option<usize> {
         if self.waiting_count == 0 {
             return None;
         }
         let part = self.part();
-        for _ in 0..self.backlog.len() {
-            let index = self.next % self.backlog.len();
+        for _ in 0..self.lanes.len() {
+            let index = self.next % self.lanes.len();
             self.next = index + 1;
-            if let Some(lane) = &mut self.backlog[index]
+            if let Some(lane) = &mut self.lanes[index]
                 && lane.kernel_count < part
                 && let Some(place) = lane.backlog.pop_front()
             {
@@ -83,15 +78,15 @@ impl Backlog {
         None
     }
 
-    /// The kernel has given one back.
+    /// Counts an operation that the kernel has ended.
     pub(super) fn gave_back(&mut self, device: DeviceIndex) {
         self.lane(device).kernel_count -= 1;
         self.kernel_count -= 1;
     }
 
-    /// What waits is not to begin any more.
-    pub(super) fn discard_unreadable(&mut self) {
-        for lane in self.backlog.iter_mut().flatten() {
+    /// Forgets the operations that wait.
+    pub(super) fn clear(&mut self) {
+        for lane in self.lanes.iter_mut().flatten() {
             lane.backlog.clear();
         }
         self.waiting_count = 0;
@@ -101,20 +96,20 @@ impl Backlog {
         self.waiting_count
     }
 
-    /// With the kernel.
+    /// Operations the kernel has.
     pub(super) fn kernel_count(&self) -> usize {
         self.kernel_count
     }
 
-    /// Of the kernel's room, what each device has.
+    /// Operations each device may have in the kernel.
     fn part(&self) -> usize {
-        let device_count = self.backlog.iter().flatten().count();
+        let device_count = self.lanes.iter().flatten().count();
         (self.room / device_count.max(1)).max(1)
     }
 
     fn lane(&mut self, device: DeviceIndex) -> &mut Lane {
-        let lane = self.backlog[device.0 as usize].as_mut();
-        lane.expect("nothing is asked of a device that was removed")
+        let lane = self.lanes[device.0 as usize].as_mut();
+        lane.expect("the device was not removed")
     }
 }
 
@@ -164,7 +159,7 @@ mod tests {
         }
         backlog.remove(GOOD);
         assert_eq!(taken(&mut backlog), [4, 5, 6, 7]);
-        backlog.discard_unreadable();
+        backlog.clear();
         backlog.gave_back(DEAD);
         assert_eq!((backlog.take(), backlog.waiting_count()), (None, 0));
         assert_eq!(backlog.kernel_count(), 7);

@@ -1,15 +1,14 @@
-//! The operations an engine has taken and not given back, each with its memory, which the kernel may write to until then.
+//! Operations an engine has in flight, each with its memory, which the kernel may write to until the operation ends.
 //!
-//! An operation is known to the kernel by its place in this table. Nothing here is freed but by [`Inflight::end`].
+//! The kernel knows an operation by its place in this table. Only [`Inflight::end`] frees an entry.
 
 use std::time::Instant;
 
 use super::{Io, IoDone};
 
-/// An operation the kernel put back (EAGAIN, EINTR) is tried again so often.
+/// How often an operation is repeated that the kernel answered with EAGAIN or EINTR.
 const RETRIES_MAX: u32 = 16;
 
-/// The table.
 #[derive(Debug, Default)]
 pub(super) struct Inflight {
     entries: Vec<Option<Entry>>,
@@ -24,7 +23,7 @@ struct Entry {
 }
 
 impl Inflight {
-    /// Takes an operation. Its place, until it ends.
+    /// Takes an operation. Returns its place, valid until it ends.
     pub(super) fn add(&mut self, io: Io) -> usize {
         let place = self.free.pop().unwrap_or_else(|| {
             self.entries.push(None);
@@ -38,27 +37,27 @@ impl Inflight {
         place
     }
 
-    /// The operation at a place that is taken.
+    /// The operation at a taken place.
     pub(super) fn io(&mut self, place: usize) -> &mut Io {
         &mut self.entries[place].as_mut().expect("a taken place").io
     }
 
-    /// Whether what the kernel answered means to try again, and there is a try left; it is counted then.
-    pub(super) fn again(&mut self, place: usize, result: i64) -> bool {
+    /// Whether to repeat the operation after the kernel's answer `result`. Counts the repetition.
+    pub(super) fn retry(&mut self, place: usize, result: i64) -> bool {
         let entry = self.entries[place].as_mut().expect("a taken place");
         let put_back = [-i64::from(libc::EAGAIN), -i64::from(libc::EINTR)].contains(&result);
-        let again = put_back && entry.retries < RETRIES_MAX;
-        entry.retries += u32::from(again);
-        again
+        let retry = put_back && entry.retries < RETRIES_MAX;
+        entry.retries += u32::from(retry);
+        retry
     }
 
-    /// Gives an operation back with the kernel's answer: bytes moved, or an errno below zero.
+    /// Ends an operation with the kernel's answer: bytes moved, or a negative errno.
     pub(super) fn end(&mut self, place: usize, result: i64) -> IoDone {
         let Entry { io, since, retries } = self.entries[place].take().expect("a taken place");
         self.free.push(place);
         IoDone {
             id: io.id,
-            // Neither more than asked nor an errno is longer than 32 bits.
+            // Bytes moved and errnos both fit 32 bits.
             outcome: match result {
                 moved @ 0.. => Ok(moved as u32),
                 errno => Err(-errno as i32),
@@ -69,12 +68,12 @@ impl Inflight {
         }
     }
 
-    /// Taken and not given back.
+    /// Operations in flight.
     pub(super) fn count(&self) -> usize {
         self.entries.len() - self.free.len()
     }
 
-    /// Never gives the memory back: the kernel may still write to it.
+    /// Leaks the memory of all operations, because the kernel may still write to it.
     pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.entries));
         self.free.clear();

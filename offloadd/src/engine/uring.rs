@@ -1,19 +1,18 @@
 //! The engine on io_uring: one ring, owned by the thread that opened it.
 //!
 //! ```text
-//!   submit ─▶ lanes ─start─▶ submission queue ─▶ kernel ─▶ completion queue ─reap─▶ IoDone
+//!   submit ─▶ backlog ─start─▶ submission queue ─▶ kernel ─▶ completion queue ─reap─▶ IoDone
 //!                                 │ registered files, registered pieces of arenas where the limits allow
 //!   inflight table: owns each operation's memory from `submit` until its completion was reaped
 //! ```
 //!
-//! SINGLE_ISSUER and DEFER_TASKRUN where the kernel has them: completions are then handled when this thread asks, not in
-//! the middle of something else; an eventfd tells when to ask. Registered memory saves pinning pages for every operation
-//! (2.2 against 4.7 GB/s of writes in pieces of 1 MiB on one machine); without it everything works the same.
+//! The ring has SINGLE_ISSUER and DEFER_TASKRUN where the kernel does: it then handles completions when this thread asks, and an
+//! eventfd tells when to ask. Registered memory saves pinning pages for every operation (writes of 1 MiB: 4.7 instead of
+//! 2.2 GB/s on one machine); operations work without it.
 //!
-//! What the kernel does not take for now (EAGAIN, EBUSY: it lacks memory, or room for completions) stays in the submission
-//! queue, and [`Uring::again_after`] says when it is to be offered again: it wakes nobody for that. Completions are asked for
-//! nevertheless, because they give back what it lacks.
-//! Holds the `unsafe` of submitting.
+//! Operations that the kernel refuses for now (EAGAIN, EBUSY: it lacks memory or room for completions) stay in the submission
+//! queue. The kernel does not say when it would take them, so [`Uring::again_after`] does. Completions are reaped meanwhile,
+//! because they free what the kernel lacks. Holds the `unsafe` of submitting.
 
 mod setup;
 #[cfg(test)]
@@ -31,11 +30,10 @@ use io_uring::{IoUring, opcode, squeue, types};
 use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-pub(super) use self::setup::Flavour;
 use self::setup::{set_up, why_not};
 use super::backlog::Backlog;
 use super::inflight::Inflight;
-use super::{END_WAIT, EngineError, Io, IoDone, Memory, batch_of, named, processors};
+use super::{END_WAIT, EngineError, Io, IoDone, Memory, named};
 use crate::arena::{Arena, ArenaId};
 use crate::core::IoOp;
 use crate::store::DEVICES_MAX;
@@ -43,26 +41,26 @@ use crate::store::DEVICES_MAX;
 /// Entries handed to the kernel in one system call; more wait one round.
 const SUBMISSION_ENTRIES: u32 = 256;
 
-/// In the kernel at a time; more wait in the lanes. Far above what drives need (some tens), below what the completion
-/// queue holds.
+/// Operations in the kernel at a time; more wait in the backlog. Drives need some tens each, and the completion queue holds
+/// more.
 const KERNEL_INFLIGHT_MAX: usize = 2048;
 
-/// Registered pieces over all arenas: io_uring's limit is 16,384.
+/// Registered pieces over all arenas; io_uring's limit.
 const BUFFERS_MAX: u16 = 16_384;
 
-/// A place of the table of files without one.
+/// Marks an unused place of the table of registered files.
 const NO_FILE: i32 = -1;
 
-/// System calls in a row, where each takes only some entries or is interrupted.
+/// System calls in a row where each takes only some entries or is interrupted.
 const ENTERS_MAX: u32 = 2 * SUBMISSION_ENTRIES;
 
-/// When what the kernel did not take is offered to it again.
+/// Time until refused operations are offered to the kernel again.
 const AGAIN_AFTER: Duration = Duration::from_millis(5);
 
-/// Between two words about that.
+/// Least time between two log lines about refused operations.
 const REFUSAL_TOLD_EVERY: Duration = Duration::from_secs(60);
 
-/// The flag with which io_uring_enter runs what was put off, whether it waits or not.
+/// Flag of io_uring_enter: run deferred work.
 const ENTER_GETEVENTS: u32 = 1;
 
 /// The engine.
@@ -70,21 +68,17 @@ const ENTER_GETEVENTS: u32 = 1;
 pub struct Uring {
     ring: Ring,
     wake: OwnedFd,
-    flavour: Flavour,
-    /// How the ring was set up, for people.
+    /// How the ring was set up.
     about: &'static str,
-    /// Of this machine, or of what we may use of it.
-    processors: usize,
-    /// `None`: it was removed.
+    /// `None` after its removal.
     devices: Vec<Option<Arc<File>>>,
     inflight: Inflight,
     inflight_max: usize,
-    /// What they handed on is in the submission queue or with the kernel.
     backlog: Backlog,
-    /// The kernel did not take all, the last time it was entered.
+    /// Whether the kernel refused operations when it was last entered.
     refused: bool,
     refusal_told: Option<Instant>,
-    /// So many times a test has the kernel answer with this errno.
+    /// How often a test lets the kernel answer with which errno.
     #[cfg(test)]
     refuses: Cell<(u32, i32)>,
     registered: HashMap<ArenaId, Vec<Option<u16>>>,
@@ -104,16 +98,12 @@ impl std::fmt::Debug for Ring {
 
 impl Uring {
     /// Sets the ring up.
-    pub(super) fn open(
-        devices: &[Arc<File>],
-        inflight_max: usize,
-        flavour: Flavour,
-    ) -> Result<Self, EngineError> {
+    pub(super) fn open(devices: &[Arc<File>], inflight_max: usize) -> Result<Self, EngineError> {
         let unavailable = |why| EngineError::Unavailable {
-            engine: flavour.name(),
+            engine: "uring",
             why,
         };
-        let (ring, about) = set_up(flavour).map_err(|e| unavailable(why_not(&e)))?;
+        let (ring, about) = set_up().map_err(|e| unavailable(why_not(&e)))?;
         let refused =
             |action: &'static str| move |e: std::io::Error| unavailable(format!("{action}: {e}"));
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -123,14 +113,14 @@ impl Uring {
             .register_eventfd(wake.as_raw_fd())
             .map_err(refused("registering the wake-up"))?;
         let mut fds: Vec<_> = devices.iter().map(|file| file.as_raw_fd()).collect();
-        // Room for devices that come later.
+        // Room for devices that are added later.
         fds.resize(fds.len().max(DEVICES_MAX as usize), NO_FILE);
         submitter
             .register_files(&fds)
             .map_err(refused("registering the devices"))?;
         let free_buffers = match submitter.register_buffers_sparse(u32::from(BUFFERS_MAX)) {
             Ok(()) => (0..BUFFERS_MAX).rev().collect(),
-            // Before 5.19, or no memory to be pinned: unregistered, then.
+            // Linux before 5.19, or no memory may be pinned: memory stays unregistered.
             Err(_) => Vec::new(),
         };
         let mut backlog = Backlog::new(KERNEL_INFLIGHT_MAX);
@@ -138,9 +128,7 @@ impl Uring {
         Ok(Self {
             ring: Ring(ring),
             wake,
-            flavour,
             about,
-            processors: processors(),
             devices: devices.iter().cloned().map(Some).collect(),
             inflight: Inflight::default(),
             inflight_max,
@@ -157,11 +145,7 @@ impl Uring {
         })
     }
 
-    pub(super) fn name(&self) -> &'static str {
-        self.flavour.name()
-    }
-
-    /// One more device, behind the others.
+    /// Adds a device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
         let place = self.devices.len();
         self.update(place, file.as_raw_fd())
@@ -171,24 +155,16 @@ impl Uring {
         Ok(())
     }
 
-    /// Nothing is in flight on this device, and nothing will be: closes it.
+    /// Closes a device. Nothing may be in flight on it, now or later.
     pub(super) fn remove(&mut self, device: DeviceIndex) -> Result<(), EngineError> {
         let place = device.0 as usize;
         let file = self.devices[place].clone();
-        let file = file.expect("nothing is removed twice");
+        let file = file.expect("no device is removed twice");
         self.update(place, NO_FILE)
             .map_err(|error| self.refused_device("unregistering", place, &file, &error))?;
         self.backlog.remove(device);
         self.devices[place] = None;
         Ok(())
-    }
-
-    /// The one that was added last was not to be: its place is the next one's.
-    pub(super) fn forget_last(&mut self) {
-        // A file that stays registered is replaced by the next.
-        let _ = self.update(self.devices.len() - 1, NO_FILE);
-        self.backlog.forget_last();
-        self.devices.pop();
     }
 
     fn update(&self, place: usize, fd: i32) -> std::io::Result<()> {
@@ -204,12 +180,12 @@ impl Uring {
         error: &std::io::Error,
     ) -> EngineError {
         EngineError::Unavailable {
-            engine: self.flavour.name(),
+            engine: "uring",
             why: format!("{action} {}: {error}", named(place, file)),
         }
     }
 
-    /// How the ring was set up, for people.
+    /// Describes how the ring was set up.
     pub(super) fn about(&self) -> &'static str {
         self.about
     }
@@ -224,22 +200,18 @@ impl Uring {
     }
 
     pub(super) fn start(&mut self) -> Result<(), EngineError> {
-        // One piece a turn, either way, so that the other sessions' operations wait for no more than that.
+        // One piece a call, so that operations of other sessions wait for no more than that.
         if let Some((_, buffer)) = self.to_unregister.pop_front() {
             self.unregister(buffer);
         } else if let Some((arena, piece)) = self.to_register.pop_front() {
             self.register_piece(&arena, piece);
         }
-        // What it did not take goes first.
+        // Refused operations go first.
         if self.refused && !self.enter()? {
             return Ok(());
         }
-        let most = SUBMISSION_ENTRIES as usize;
-        let batch = batch_of(self.backlog.waiting_count(), most, self.processors);
         while self.backlog.waiting_count() > 0 {
-            let filled_count = self.ring.0.submission().len();
-            // With a thread of the kernel's it is full until that has come to it; `reap` comes back here.
-            if filled_count >= batch && (!self.enter()? || self.ring.0.submission().is_full()) {
+            if self.ring.0.submission().is_full() && !self.enter()? {
                 return Ok(());
             }
             let Some(place) = self.backlog.take() else {
@@ -258,14 +230,9 @@ impl Uring {
     }
 
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
-        // First the signal, then the queue: what comes between the two signals again.
+        // First the signal, then the queue: a completion between the two signals again.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-        self.drain(done)
-    }
-
-    /// The same without the signal.
-    pub(super) fn drain(&mut self, done: &mut Vec<IoDone>) -> Result<(), EngineError> {
-        // Asks the drive (polled), or runs what the kernel put off (DEFER_TASKRUN): this is where completions appear.
+        // Runs deferred work (DEFER_TASKRUN), which makes completions appear.
         self.enter()?;
         loop {
             let Some(completion) = self.ring.0.completion().next() else {
@@ -275,13 +242,13 @@ impl Uring {
             let result = i64::from(completion.result());
             let device = self.inflight.io(place).device;
             self.backlog.gave_back(device);
-            if self.inflight.again(place, result) {
+            if self.inflight.retry(place, result) {
                 self.backlog.push(device, place);
             } else {
                 done.push(self.inflight.end(place, result));
             }
         }
-        // What was put back, and what waited for room.
+        // Operations to repeat, and operations that waited for room.
         if self.backlog.waiting_count() == 0 {
             Ok(())
         } else {
@@ -293,9 +260,9 @@ impl Uring {
         self.wake.as_fd()
     }
 
-    /// As if something had ended.
-    pub(super) fn signal(&self) {
-        // Can only fail when 2^64 - 2 signals were not read.
+    /// Makes [`Self::wake`] readable.
+    fn signal(&self) {
+        // Fails only after 2^64 - 2 unread signals.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -323,13 +290,13 @@ impl Uring {
             && (self.to_unregister.iter()).all(|(waiting, _)| *waiting != arena)
     }
 
-    /// Releases the pages of one piece: as long as [`Self::register_piece`] takes.
+    /// Releases the pages of one piece. Takes as long as [`Self::register_piece`].
     fn unregister(&mut self, buffer: u16) {
         let nothing = libc::iovec {
             iov_base: std::ptr::null_mut(),
             iov_len: 0,
         };
-        // SAFETY: an empty buffer refers to no memory. The kernel keeps what operations in flight still use.
+        // SAFETY: an empty buffer refers to no memory. The kernel keeps the pages that operations in flight still use.
         let emptied = unsafe {
             self.ring
                 .0
@@ -338,8 +305,11 @@ impl Uring {
         };
         match emptied {
             Ok(()) => self.free_buffers.push(buffer),
-            // Its pages stay pinned until the ring ends: a leak to know about, no wrong bytes.
-            Err(error) => tracing::error!(%error, buffer, "cannot unregister arena memory"),
+            Err(error) => tracing::error!(
+                %error,
+                buffer,
+                "cannot unregister arena memory: its pages stay pinned until the daemon ends"
+            ),
         }
     }
 
@@ -347,12 +317,12 @@ impl Uring {
         !self.to_register.is_empty() || !self.to_unregister.is_empty()
     }
 
-    /// When [`Self::start`] is to be called although nothing ends.
+    /// When to call [`Self::start`] although nothing ends.
     pub(super) fn again_after(&self) -> Option<Duration> {
         self.refused.then_some(AGAIN_AFTER)
     }
 
-    /// One piece, at most 1 GiB: 20 to 80 ms with small pages. The reason why only one is done a turn.
+    /// Registers one piece, at most 1 GiB. With small pages this takes 20 to 80 ms, which is why a call does only one.
     fn register_piece(&mut self, arena: &Arc<Arena>, piece: u32) {
         let Some(buffer) = self.free_buffers.pop() else {
             return;
@@ -380,8 +350,8 @@ impl Uring {
                 if self.registration_refused.is_none() {
                     tracing::warn!(
                         %error,
-                        "arena memory cannot be registered with io_uring: each operation pins its pages anew. Raise the \
-                         memlock limit (`ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit)"
+                        "cannot register arena memory with io_uring, so every operation pins its pages again, which costs \
+                         throughput; raise the memlock limit (`ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit)"
                     );
                     self.registration_refused = Some(error);
                 }
@@ -421,29 +391,27 @@ impl Uring {
         entry.user_data(place as u64)
     }
 
-    /// Hands over the submission queue and runs what was put off. Whether the kernel took all; it stays in the queue otherwise,
-    /// and [`Self::again_after`] says so.
+    /// Hands over the submission queue and runs deferred work. Returns whether the kernel took all entries; if not, the others
+    /// stay in the queue until [`Self::again_after`].
     fn enter(&mut self) -> Result<bool, EngineError> {
         let before = self.refused;
         let refusal = self.offer()?;
         self.refused = refusal.is_some();
         if let Some(error) = refusal {
-            self.run_what_was_put_off()?;
+            self.run_deferred()?;
             self.tell(&error);
         }
-        // The signal of these may have been read when the kernel refused to hand them out.
+        // The signal of these completions may have been read before the kernel handed them out.
         if (before || self.refused) && !self.ring.0.completion().is_empty() {
             self.signal();
         }
         Ok(!self.refused)
     }
 
-    /// One system call, or some more until the kernel has taken all: why it has not.
+    /// Enters the kernel until it has taken all entries. Returns the error with which it refused the rest.
     fn offer(&mut self) -> Result<Option<std::io::Error>, EngineError> {
         for _ in 0..ENTERS_MAX {
             match self.submit_all() {
-                // The kernel's thread takes them when it comes to them.
-                Ok(_) if self.flavour == Flavour::Sqpoll => return Ok(None),
                 Ok(_) if self.ring.0.submission().is_empty() => return Ok(None),
                 Ok(_) => {}
                 Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
@@ -454,8 +422,8 @@ impl Uring {
         Ok(Some(std::io::ErrorKind::Interrupted.into()))
     }
 
-    /// A refused call does not come to this.
-    fn run_what_was_put_off(&self) -> Result<(), EngineError> {
+    /// Runs deferred work after a refused call, which did not get to it.
+    fn run_deferred(&self) -> Result<(), EngineError> {
         let submitter = self.ring.0.submitter();
         // SAFETY: no entry is handed over, and nothing is waited for: there is no argument the kernel could read.
         match unsafe { submitter.enter::<libc::sigset_t>(0, 0, ENTER_GETEVENTS, None) } {
@@ -480,14 +448,14 @@ impl Uring {
         self.refusal_told = Some(Instant::now());
         tracing::warn!(
             %error,
-            "io_uring takes no more operations for now; they are offered to it again every {} ms. If this lasts, the kernel \
-             lacks memory: see what uses it (`free`, `slabtop`)",
+            "io_uring refuses operations for now; they are retried every {} ms. If this lasts, the kernel is short of memory: \
+             see what uses it (`free`, `slabtop`)",
             AGAIN_AFTER.as_millis()
         );
     }
 }
 
-/// No memory for a request, or completions that wait to be reaped: it passes.
+/// Whether the error passes: no memory for a request, or too many unreaped completions.
 fn is_for_now(error: &std::io::Error) -> bool {
     [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&error.raw_os_error())
 }
@@ -501,16 +469,16 @@ fn broken(source: std::io::Error) -> EngineError {
 }
 
 impl Drop for Uring {
-    /// The kernel may still write to memory we own: wait for it, or never give that memory back.
+    /// Waits for the operations in flight, or leaks their memory, because the kernel may still write to it.
     fn drop(&mut self) {
         let limit = Instant::now() + END_WAIT;
         let mut done = Vec::new();
-        self.backlog.discard_unreadable();
+        self.backlog.clear();
         while self.backlog.kernel_count() > 0 && Instant::now() < limit {
             if self.reap(&mut done).is_err() {
                 break;
             }
-            self.backlog.discard_unreadable();
+            self.backlog.clear();
             if self.backlog.kernel_count() > 0 {
                 let wait = Timespec {
                     tv_sec: 0,

@@ -180,11 +180,6 @@ impl Direction {
         }
     }
 
-    /// One operation waits, and nothing is in flight.
-    pub(super) fn has_one_alone(&self) -> bool {
-        self.inflight_count == 0 && self.waiting_count == 1
-    }
-
     /// Whose piece is next.
     pub(super) fn next(&self) -> Option<Next> {
         let job = self.jobs[&self.users.next()?].next()?;

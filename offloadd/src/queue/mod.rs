@@ -17,9 +17,6 @@
 //! job that asks for little they are shorter, and pieces too, so that it hardly waits ([`interference`]).
 //! **Pieces.** A large operation is cut into pieces the device takes as one request; they are in flight together and end as
 //! one. The first that fails or is short, by its place, fails the whole, and what was not handed over stays here.
-//! **A lone read**, beside which no other read of its device waits or is in flight, is waited for by a process that does nothing else: its pieces
-//! become shorter towards its end, and each tells how far it has come ([`Ended::Part`]), so that all but the last are summed
-//! while others arrive.
 //!
 //! **Bound.** As many operations as the core has in flight, which its limits bound; pieces only while they are handed over.
 //! A drive of 3.2 GB/s takes 3,200 pieces of 1 MiB a second; beside one who reads small tiles one by one they are four to the
@@ -35,7 +32,6 @@ mod owner;
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use offload_api::BLOCK_BYTES;
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
@@ -46,28 +42,6 @@ use direction::Direction;
 pub use direction::{INFLIGHT_COUNT_MAX, TURNS};
 pub use limits::DeviceLimits;
 pub use owner::Owner;
-
-/// The last pieces of a lone read: such a one is summed in 5 to 10 us, and one request more costs 3.
-const LONE_PIECE_BYTES_MIN: u32 = 128 << 10;
-
-/// Shorter lone reads are one piece as well: what overlapping saves is less than what requests cost.
-const LONE_BYTES_MIN: u32 = 512 << 10;
-
-/// What became of an operation when a piece of it ended.
-#[derive(Debug)]
-pub enum Ended {
-    /// It goes on, and there is nothing to tell.
-    Nothing,
-    /// A lone read has come so far.
-    Part {
-        /// Of the operation.
-        id: IoId,
-        /// From its start on, all of them.
-        bytes: u32,
-    },
-    /// It has ended.
-    Whole(IoDone),
-}
 
 /// All devices' queues.
 #[derive(Debug)]
@@ -111,8 +85,6 @@ struct Whole {
     urgency: Priority,
     /// Settled when the first one is handed over.
     piece_bytes: u32,
-    /// Of a lone read.
-    partial_read: Option<PartialRead>,
     /// From its start, handed over.
     cut_bytes: u32,
     inflight_count: u32,
@@ -121,15 +93,6 @@ struct Whole {
     /// Since its first piece was handed over.
     since: Option<Instant>,
     retried_count: u32,
-}
-
-/// How far a lone read has come.
-#[derive(Debug, Default)]
-struct PartialRead {
-    /// From its start on.
-    bytes: u32,
-    /// Pieces that ended before one that lies before them: where they begin, how long they are.
-    early: Vec<(u32, u32)>,
 }
 
 impl Whole {
@@ -141,32 +104,8 @@ impl Whole {
         self.failed.is_none() && (self.cut_bytes < self.io.bytes || self.since.is_none())
     }
 
-    fn may_be_lone(&self) -> bool {
-        self.io.op == IoOp::Read && self.io.bytes >= LONE_BYTES_MIN
-    }
-
     fn piece_bytes_at(&self, at: u32) -> u32 {
-        let left = self.io.bytes - at;
-        let most = match self.partial_read {
-            // Half of what is left: to sum it takes less than for the other half to arrive.
-            Some(_) if left >= 2 * LONE_PIECE_BYTES_MIN => left / 2 / BLOCK_BYTES * BLOCK_BYTES,
-            _ => left,
-        };
-        left.min(most).min(self.piece_bytes)
-    }
-
-    /// The piece at `at` is there. How far a lone read has come, if that is news.
-    fn came(&mut self, at: u32) -> Option<u32> {
-        let bytes = self.piece_bytes_at(at);
-        let partial_read = self.partial_read.as_mut()?;
-        partial_read.early.push((at, bytes));
-        let before = partial_read.bytes;
-        while let Some(next) =
-            (partial_read.early.iter()).position(|(at, _)| *at == partial_read.bytes)
-        {
-            partial_read.bytes += partial_read.early.swap_remove(next).1;
-        }
-        (partial_read.bytes > before).then_some(partial_read.bytes)
+        (self.io.bytes - at).min(self.piece_bytes)
     }
 
     /// The next piece, known to the engine by `place` and where it begins.
@@ -250,7 +189,6 @@ impl Queue {
             owner,
             urgency,
             piece_bytes,
-            partial_read: None,
             cut_bytes: 0,
             inflight_count: 0,
             failed: None,
@@ -298,8 +236,6 @@ impl Queue {
                     if whole.since.is_none() && matches!(whole.io.memory, Memory::Arena { .. }) {
                         // Anew each time it is looked at: who was beside it then may be gone.
                         whole.piece_bytes = device.piece_bytes.min(direction.piece_bytes_max(next));
-                        whole.partial_read = (whole.may_be_lone() && direction.has_one_alone())
-                            .then(PartialRead::default);
                     }
                     if !direction.has_room(next, whole.piece_bytes_at(whole.cut_bytes)) {
                         break;
@@ -314,8 +250,8 @@ impl Queue {
         }
     }
 
-    /// A piece has ended, and with its last one the whole operation.
-    pub fn ended(&mut self, piece: IoDone, now: Instant) -> Ended {
+    /// Takes a piece that has ended. Returns the whole operation with its last piece.
+    pub fn ended(&mut self, piece: IoDone, now: Instant) -> Option<IoDone> {
         let (place, at) = ((piece.id.0 >> 32) as usize, piece.id.0 as u32);
         let whole = self.wholes[place]
             .as_mut()
@@ -327,10 +263,7 @@ impl Queue {
         whole.inflight_count -= 1;
         whole.retried_count += piece.retried_count;
         let first = whole.failed.is_none_or(|(before, _)| at < before);
-        let mut came = None;
-        if piece.outcome == Ok(asked_bytes) {
-            came = whole.came(at);
-        } else if first {
+        if piece.outcome != Ok(asked_bytes) && first {
             whole.failed = Some((at, piece.outcome));
         }
         let gives_up = waited && !whole.waits();
@@ -344,13 +277,13 @@ impl Queue {
         }
         self.waiting_count -= usize::from(gives_up);
         if !done {
-            return came.map_or(Ended::Nothing, |bytes| Ended::Part { id, bytes });
+            return None;
         }
         let whole = self.wholes[place].take().expect("just seen");
         self.free.push(place);
         self.places.remove(&id);
         let since = whole.since.expect("it was handed over");
-        Ended::Whole(IoDone {
+        Some(IoDone {
             id,
             outcome: match whole.failed {
                 None => Ok(whole.io.bytes),

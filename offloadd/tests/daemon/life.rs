@@ -395,7 +395,7 @@ fn what_io_uring_does_not_take_for_now_is_offered_to_it_again() {
         assert!(daemon.ready.contains("engine uring"), "{}", daemon.ready);
         moves_and_commits(&daemon);
         let log = log_of(&mut daemon);
-        assert!(log.contains("takes no more operations for now"), "{log}");
+        assert!(log.contains("refuses operations for now"), "{log}");
     }
 }
 
@@ -411,7 +411,7 @@ fn kernel_aio_with_little_room_serves_and_says_so() {
     };
     moves_and_commits(&daemon);
     let log = log_of(&mut daemon);
-    let said = "kernel AIO takes 64 operations of all devices at a time instead of 1024";
+    let said = "kernel AIO has room for 64 operations instead of 1024";
     assert!(log.contains(said), "{log}");
 }
 

@@ -96,8 +96,6 @@ pub(crate) struct World {
     pub(crate) flush_count: usize,
     /// Under way, and of which device.
     flushes: BTreeMap<IoId, DeviceIndex>,
-    /// Sessions that were told how far a read has come.
-    pub(crate) parts: Vec<(SessionId, Cqe)>,
     /// What the devices do wrong while it runs.
     pub(crate) trouble: Trouble,
     /// Of the disks, by device.
@@ -219,7 +217,6 @@ impl World {
             urged: Vec::new(),
             flush_count: 0,
             flushes: BTreeMap::new(),
-            parts: Vec::new(),
             trouble: Trouble::None,
             geometries: HashMap::new(),
             made: HashMap::new(),
@@ -314,7 +311,6 @@ impl World {
             }
             Action::ForgetDevice { device } => self.left.push(self.positions[device.0 as usize]),
             Action::Promote { io, .. } => self.urged.push(io),
-            Action::TellPart { session, entry } => self.parts.push((session, entry)),
             Action::Complete { session, entry } => self
                 .completions
                 .entry(session)

@@ -637,7 +637,7 @@ fn every_engine_of_the_daemon_is_one_of_the_trainers() {
         assert_eq!(with(engine).unwrap().offload.engine, engine);
     }
     let text = with("mmap").expect_err("must be refused").to_string();
-    assert!(text.contains("\"polled\" or \"sqpoll\""), "{text}");
+    assert!(text.contains("\"aio\" or \"psync\""), "{text}");
 }
 
 #[test]

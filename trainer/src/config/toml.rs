@@ -368,7 +368,7 @@ keys! {
         /// What a crash may cost: "full" (nothing that was committed) or "none" (everything; one copy on the device).
         #[default("\"full\"")]
         pub durability: Option<String>,
-        /// The private offloadd's engine: "auto", "uring", "aio", "psync", "polled" or "sqpoll".
+        /// The private offloadd's engine: "auto", "uring", "aio" or "psync".
         #[default("\"auto\"")]
         pub engine: Option<String>,
         /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared"; the bits are the same.

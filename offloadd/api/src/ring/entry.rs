@@ -30,7 +30,7 @@ pub struct Sqe {
     pub reserved: [u32; 5],
 }
 
-/// Completion entry: of the whole operation, or of a part of a swap in that is not at its end ([`Cqe::is_part`]).
+/// Completion entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Cqe {
@@ -50,7 +50,7 @@ pub struct Cqe {
     pub generation: u64,
     /// Bytes asked for.
     pub asked_bytes: u32,
-    /// Bytes the device moved. Of a part: so many are there, from the tile's start on.
+    /// Bytes the device moved.
     pub moved_bytes: u32,
     /// From submission to completion on the device, as the daemon saw it.
     pub device_ns: u64,
@@ -59,14 +59,6 @@ pub struct Cqe {
 }
 
 const _: () = assert!(size_of::<Sqe>() == 64 && size_of::<Cqe>() == 64);
-
-impl Cqe {
-    /// The operation goes on: a process that waits for nothing else may sum what is there meanwhile. The daemon tells it
-    /// where it likes, and the completion of the whole says all again.
-    pub fn is_part(&self) -> bool {
-        self.fault == 0 && self.moved_bytes < self.asked_bytes
-    }
-}
 
 /// What to do with a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

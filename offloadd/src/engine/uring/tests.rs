@@ -8,7 +8,7 @@ const NO_HANG: Duration = Duration::from_secs(60);
 
 /// An engine on these, or none where the machine forbids it.
 fn opened(files: &[Arc<File>]) -> Option<Uring> {
-    let opened = Uring::open(files, 256, Flavour::Plain);
+    let opened = Uring::open(files, 256);
     let skipped = |error: &EngineError| {
         let test = std::thread::current();
         println!("skipped: {}: {error}", test.name().unwrap_or("a test"));
