@@ -200,9 +200,12 @@ impl<H: Clone> Driver<H> {
 
     fn take(&mut self, message: Message<H>) -> Result<(), SwapperError> {
         match message {
-            Message::Plan { ops, blob } => {
+            Message::Plan { ops, keep, blob } => {
                 self.blobs.extend(blob);
-                self.event(Event::Plan(ops))
+                self.event(match keep {
+                    true => Event::Pass(ops),
+                    false => Event::Plan(ops),
+                })
             }
             Message::Request {
                 request,

@@ -31,8 +31,12 @@ impl Lease {
 /// To the owner.
 #[derive(Debug)]
 pub(crate) enum Message<H> {
-    /// A pass begins. The blob goes with the plan's commit, if it has one.
-    Plan { ops: Vec<Op>, blob: Option<Vec<u8>> },
+    /// A step begins, or another pass of it that keeps its gradients. The blob goes with the plan's commit, if it has one.
+    Plan {
+        ops: Vec<Op>,
+        keep: bool,
+        blob: Option<Vec<u8>>,
+    },
     /// Answered by any number of [`Reply::Lend`] and one [`Reply::Done`] or [`Reply::Failed`].
     Request {
         request: Request,

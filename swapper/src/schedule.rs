@@ -7,6 +7,8 @@
 //!
 //! Both end with what is expected to come next, so that reads go ahead over the end of a step.
 
+use std::collections::{BTreeSet, HashSet};
+
 use crate::error::SwapperError;
 
 /// When the updates of a step run. Both give the same bits.
@@ -69,30 +71,17 @@ pub struct StepProgram {
 }
 
 impl StepProgram {
-    /// Checks that there are only gathers and scatters, and one scatter a unit at most.
+    /// Checks that there are only gathers and scatters.
     ///
-    /// A unit may be gathered any number of times (tied embeddings); its gradients come once.
+    /// A unit may be gathered any number of times (tied embeddings), and scattered any number of times: the second scatter
+    /// of a step and those after it add to the first.
     pub fn new(ops: Vec<Op>) -> Result<Self, SwapperError> {
-        let mut scattered = Vec::new();
-        for op in &ops {
-            match *op {
-                Op::Gather { .. } => {}
-                Op::Scatter { unit } if !scattered.contains(&unit) => scattered.push(unit),
-                Op::Scatter { unit } => {
-                    return Err(SwapperError::Program {
-                        what: format!(
-                            "unit {unit} is scattered twice: sum its gradients and bring them once"
-                        ),
-                    });
-                }
-                other => {
-                    return Err(SwapperError::Program {
-                        what: format!("{other:?} is not the trainer's to announce"),
-                    });
-                }
-            }
+        match (ops.iter()).find(|op| !matches!(op, Op::Gather { .. } | Op::Scatter { .. })) {
+            None => Ok(Self { ops }),
+            Some(other) => Err(SwapperError::Program {
+                what: format!("{other:?} is not the trainer's to announce"),
+            }),
         }
-        Ok(Self { ops })
     }
 
     /// Forward over `units` units, then back: each is gathered again and then scattered.
@@ -120,11 +109,11 @@ impl StepProgram {
 
     /// The units in the order the same program would use them next, each with its update if it has gradients.
     fn first_uses(&self) -> impl Iterator<Item = Op> + '_ {
-        let mut seen = Vec::new();
+        let updated: HashSet<usize> = self.scattered().collect();
+        let mut seen = HashSet::new();
         self.ops.iter().filter_map(move |op| match *op {
-            Op::Gather { unit } | Op::Scatter { unit } if !seen.contains(&unit) => {
-                seen.push(unit);
-                let update = self.ops.contains(&Op::Scatter { unit });
+            Op::Gather { unit } | Op::Scatter { unit } if seen.insert(unit) => {
+                let update = updated.contains(&unit);
                 Some(Op::Expect { unit, update })
             }
             _ => None,
@@ -133,17 +122,16 @@ impl StepProgram {
 
     /// The updates that follow the program when they run at once, in the model's order.
     fn updates(&self) -> impl Iterator<Item = Op> + '_ {
-        let mut units: Vec<usize> = self
-            .ops
-            .iter()
-            .filter_map(|op| match *op {
-                Op::Scatter { unit } => Some(unit),
-                _ => None,
-            })
-            .collect();
-        units.sort_unstable();
+        let units: BTreeSet<usize> = self.scattered().collect();
         let expect = |unit| Op::Expect { unit, update: true };
         units.into_iter().map(expect)
+    }
+
+    fn scattered(&self) -> impl Iterator<Item = usize> + '_ {
+        self.ops.iter().filter_map(|op| match *op {
+            Op::Scatter { unit } => Some(unit),
+            _ => None,
+        })
     }
 }
 
@@ -163,16 +151,15 @@ pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op
 
 /// `program` with each `pending` unit's update before its first use; the commit follows the last of them.
 pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
-    let mut left: Vec<usize> = pending.to_vec();
+    let mut left: BTreeSet<usize> = pending.iter().copied().collect();
     let mut ops = Vec::with_capacity(program.ops.len() + 2 * pending.len() + 1);
     if commit && left.is_empty() {
         ops.push(Op::Commit);
     }
     for &op in &program.ops {
         if let Op::Gather { unit } | Op::Scatter { unit } = op
-            && let Some(at) = left.iter().position(|&pending| pending == unit)
+            && left.remove(&unit)
         {
-            left.swap_remove(at);
             match op {
                 Op::Gather { .. } => ops.push(Op::UpdateAndGather { unit }),
                 _ => ops.extend([Op::Update { unit }, op]),
@@ -186,7 +173,6 @@ pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<O
     }
     // Units the program does not use: their updates are due all the same.
     if !left.is_empty() {
-        left.sort_unstable();
         ops.extend(left.into_iter().map(|unit| Op::Update { unit }));
         ops.extend(commit.then_some(Op::Commit));
     }
@@ -256,14 +242,13 @@ mod tests {
 
     #[test]
     fn a_program_the_swapper_cannot_follow_is_refused() {
-        let twice = vec![Scatter { unit: 3 }, Scatter { unit: 3 }];
-        for ops in [twice, vec![Commit], vec![Update { unit: 0 }]] {
+        for ops in [vec![Commit], vec![Update { unit: 0 }]] {
             assert!(matches!(
                 StepProgram::new(ops),
                 Err(SwapperError::Program { .. })
             ));
         }
-        let tied = vec![Gather { unit: 0 }, Gather { unit: 0 }, Scatter { unit: 0 }];
-        assert!(StepProgram::new(tied).is_ok());
+        let again = [Gather { unit: 0 }, Scatter { unit: 0 }].repeat(2);
+        assert!(StepProgram::new(again).is_ok());
     }
 }

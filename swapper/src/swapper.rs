@@ -3,6 +3,7 @@
 //! A step is `begin_step`, then the announced gathers and scatters in order, then `finish_step` (or `skip_step`).
 //! Updates, reads ahead, writes behind and commits go on by themselves on the other threads.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvError, TryRecvError};
@@ -96,7 +97,7 @@ pub struct Swapper<H: Clone + Send + 'static> {
     replies: Receiver<Reply>,
     program: StepProgram,
     /// Units whose gradients came in this step.
-    scattered: Vec<usize>,
+    scattered: BTreeSet<usize>,
     /// Units whose updates may still be to run.
     pending: Vec<usize>,
     /// Steps finished since a commit was last planned, and the blob of the newest.
@@ -132,7 +133,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             inbox,
             replies,
             program: StepProgram::default(),
-            scattered: Vec::new(),
+            scattered: BTreeSet::new(),
             pending: Vec::new(),
             uncommitted_count: 0,
             blob: opened.resumed.clone().unwrap_or_default(),
@@ -168,6 +169,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.blob = blob.clone();
         self.send(Message::Plan {
             ops,
+            keep: false,
             blob: Some(blob),
         })?;
         for unit in units {
@@ -197,10 +199,26 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
-    /// Begins a pass. Gathers and scatters must then come exactly as `program` says.
+    /// Begins a step. Gathers and scatters must then come exactly as `program` says.
     ///
-    /// A pass that is never finished changes nothing: evaluation begins passes of gathers only, after `drain`.
+    /// A step that is never finished changes nothing: its gradients are dropped when the next one begins.
     pub fn begin_step(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.scattered.clear();
+        self.plan_pass(program, false)
+    }
+
+    /// Begins another pass of the step, or announces the rest of this one in another order: the gradients that have come
+    /// stay, and scatters of their units add to them.
+    pub fn begin_pass(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.plan_pass(program, true)
+    }
+
+    /// Whether `unit` has gradients of this step: its next scatter finds them in the slots and adds to them.
+    pub fn has_gradients(&self, unit: usize) -> bool {
+        self.scattered.contains(&unit)
+    }
+
+    fn plan_pass(&mut self, program: StepProgram, keep: bool) -> Result<(), SwapperError> {
         self.check()?;
         if !self.initialized {
             return Err(SwapperError::NotInitialized);
@@ -217,8 +235,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
         let ops = self.plan_ops(&self.pending, false, &program);
         self.program = program;
-        self.scattered.clear();
-        self.send(Message::Plan { ops, blob: None })
+        self.send(Message::Plan {
+            ops,
+            keep,
+            blob: None,
+        })
     }
 
     /// Calls `take` with the parameters of `unit`'s ranges in order, as many at a time as are there, their pending updates
@@ -246,8 +267,9 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })
     }
 
-    /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as there is room for. What is there
-    /// before is anything.
+    /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as there is room for. The slots
+    /// hold anything before a step's first scatter of the unit, and the sum so far before further ones
+    /// ([`Swapper::has_gradients`]).
     ///
     /// # Errors
     /// What `fill` returns, after which nothing more is served; the swapper's own.
@@ -269,7 +291,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 .collect();
             fill(&mut parts)
         })?;
-        self.scattered.push(unit);
+        self.scattered.insert(unit);
         Ok(())
     }
 
@@ -278,17 +300,44 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// At once: returns when all updates are done and, where one is due, the commit. Deferred: returns at once; the updates
     /// run before each unit's next gather, and a due commit follows them. `blob` is committed with this step's tiles.
     pub fn finish_step(&mut self, hyper: H, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
-        self.end_step(Some(hyper), blob)
+        self.end_step(Some(hyper), Some(blob))
     }
 
     /// Drops this step's gradients (they overflowed): no tile changes, but `blob` counts as a step for commits.
     pub fn skip_step(&mut self, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
-        self.end_step(None, blob)
+        self.end_step(None, Some(blob))
+    }
+
+    /// As [`Swapper::finish_step`], or [`Swapper::skip_step`] without `hyper`, for a caller that knows the step's blob only
+    /// later: the step is not committed, and the next one must not begin, before [`Swapper::seal`].
+    pub fn finish_unsealed(&mut self, hyper: Option<H>) -> Result<StepIo, SwapperError> {
+        self.end_step(hyper, None)
+    }
+
+    /// Brings the blob of the step that [`Swapper::finish_unsealed`] ended, and plans its commit where one is due. At once:
+    /// returns when it is acknowledged.
+    pub fn seal(&mut self, blob: Vec<u8>) -> Result<(), SwapperError> {
+        self.check()?;
+        self.blob = blob.clone();
+        if !self.counts_to_commit() {
+            return Ok(());
+        }
+        let ops = self.plan_ops(&self.pending, true, &self.program);
+        match self.schedule {
+            Schedule::AtOnce => self.settle(ops, Some(blob)).map(drop),
+            Schedule::Deferred => self.send(Message::Plan {
+                ops,
+                keep: true,
+                blob: Some(blob),
+            }),
+        }
     }
 
     /// Applies pending updates, writes what is dirty and commits it with the newest blob, if that is not done already.
+    /// Gradients of a step that is not finished are dropped.
     pub fn drain(&mut self) -> Result<(), SwapperError> {
         self.check()?;
+        self.scattered.clear();
         let commit = self.uncommitted_count > 0;
         let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
@@ -307,7 +356,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let layout = self.layout.clone();
         let units = 0..layout.units().len();
         let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
-        self.send(Message::Plan { ops, blob: None })?;
+        self.send(Message::Plan {
+            ops,
+            keep: false,
+            blob: None,
+        })?;
         for unit in units {
             self.serve(Op::Visit { unit }, |lent| {
                 for lent in lent {
@@ -362,15 +415,30 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.owner.close()
     }
 
-    fn end_step(&mut self, hyper: Option<H>, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
+    /// Counts a step; `true` when a commit is due.
+    fn counts_to_commit(&mut self) -> bool {
+        self.uncommitted_count += 1;
+        let due = self.commit_every > 0 && self.uncommitted_count >= self.commit_every;
+        if due {
+            self.uncommitted_count = 0;
+        }
+        due
+    }
+
+    fn end_step(
+        &mut self,
+        hyper: Option<H>,
+        blob: Option<Vec<u8>>,
+    ) -> Result<StepIo, SwapperError> {
         self.check()?;
         let update = hyper.is_some();
         let updated = std::mem::take(&mut self.scattered);
-        let updated = if update { updated } else { Vec::new() };
-        self.uncommitted_count += 1;
-        let commit = self.commit_every > 0 && self.uncommitted_count >= self.commit_every;
+        let updated: Vec<usize> = updated.into_iter().filter(|_| update).collect();
+        let commit = blob.is_some() && self.counts_to_commit();
         let ops = self.plan_ops(&updated, commit, &self.program);
-        self.blob = blob.clone();
+        if let Some(blob) = &blob {
+            self.blob = blob.clone();
+        }
         let io = self.request(
             Request::Finish {
                 ops,
@@ -378,12 +446,9 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 wait: self.schedule == Schedule::AtOnce,
             },
             hyper,
-            commit.then_some(blob),
+            blob.filter(|_| commit),
             |lent| -> Result<(), SwapperError> { panic!("a finished step lends {}", lent.len()) },
         )?;
-        if commit {
-            self.uncommitted_count = 0;
-        }
         self.pending = updated;
         let before = std::mem::replace(&mut self.counted, io);
         Ok(io.since(&before))

@@ -89,7 +89,7 @@ impl Core {
         );
         let working = self.working();
         match one.what {
-            UseKind::Scatter => {
+            UseKind::Scatter | UseKind::Add => {
                 self.scattered[range as usize] = true;
                 let staged = !self.tiles(Kind::Grad).resident(range);
                 self.tiles(Kind::Grad)

@@ -58,8 +58,11 @@ pub enum Request {
 /// What happened.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A pass begins: a new plan. It must hold an update of every unit that has one pending.
+    /// A step begins: a new plan. It must hold an update of every unit that has one pending. Gradients of a step that was
+    /// not finished are dropped.
     Plan(Vec<Op>),
+    /// Another pass of the same step, or the rest of this one in another order: a new plan that keeps the step's gradients.
+    Pass(Vec<Op>),
     /// The trainer waits; there is never a second request.
     Request(Request),
     /// The trainer has done with what it was lent first.

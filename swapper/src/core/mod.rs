@@ -21,8 +21,9 @@
 //!
 //! **Gradients** come with a scatter into an empty slot, are written as soon as they are there unless they are resident, and
 //! are used up by the update: after it the tile has no content, and the next scatter claims its slot again. They belong to no
-//! generation: their writes wait for no commit and no commit for them. What is scattered and not updated is abandoned with
-//! the next plan.
+//! generation: their writes wait for no commit and no commit for them. Further scatters of a step find the first one's
+//! gradients in the slot and add to them. Gradients that are not updated are dropped when the next step begins; passes of
+//! one step keep them.
 //!
 //! **Bounds.** Operations in flight: half of iodepth each way, since drives read and write at the same time. Updates in flight:
 //! one more than workers, so that none waits for a message; they start in the order of the plan and end in any. Commits outstanding: two.
@@ -188,6 +189,10 @@ impl Core {
                 self.scattered.fill(false);
                 self.set_plan(&ops);
             }
+            Event::Pass(ops) => {
+                assert!(matches!(self.waiting, Waiting::Nothing));
+                self.set_plan(&ops);
+            }
             Event::Request(request) => self.ask(request, actions),
             Event::Returned { range } => self.returned(range),
             Event::Updated { range } => self.updated(range),
@@ -256,6 +261,7 @@ impl Core {
             ops,
             &self.units,
             |range| pending[range as usize] && !updating.contains_key(&range),
+            self.scattered.clone(),
             &mut first,
         );
         assert_eq!(

@@ -17,6 +17,8 @@ pub(super) enum UseKind {
     Update,
     Gather,
     Scatter,
+    /// A scatter of a range that has gradients of this step.
+    Add,
     Visit,
     ExpectUpdate,
     ExpectGather,
@@ -29,7 +31,7 @@ impl UseKind {
             Self::Update | Self::ExpectUpdate => true,
             Self::Fill | Self::Visit => kind != Kind::Grad,
             Self::Gather | Self::ExpectGather => kind == Kind::Param,
-            Self::Scatter => kind == Kind::Grad,
+            Self::Scatter | Self::Add => kind == Kind::Grad,
         }
     }
 }
@@ -58,11 +60,12 @@ pub(super) struct Plan {
 impl Plan {
     /// Expands `ops`; `first[kind][range]` becomes the position of each tile's first use.
     ///
-    /// An update is expanded to the ranges `wanted` names.
+    /// An update is expanded to the ranges `wanted` names; `scattered[range]` says which have gradients of this step.
     pub(super) fn new(
         ops: &[Op],
         units: &[Range<u32>],
         mut wanted: impl FnMut(u32) -> bool,
+        mut scattered: Vec<bool>,
         first: &mut [Vec<u32>; 3],
     ) -> Self {
         let mut plan = Self::default();
@@ -98,7 +101,17 @@ impl Plan {
                 }
                 Op::Fill { unit } => plan.serve(op, UseKind::Fill, &units[unit], |_, _| {}),
                 Op::Gather { unit } => plan.serve(op, UseKind::Gather, &units[unit], |_, _| {}),
-                Op::Scatter { unit } => plan.serve(op, UseKind::Scatter, &units[unit], |_, _| {}),
+                Op::Scatter { unit } => {
+                    let positions = units[unit].clone().map(|range| {
+                        let what = match std::mem::replace(&mut scattered[range as usize], true) {
+                            true => UseKind::Add,
+                            false => UseKind::Scatter,
+                        };
+                        plan.push(what, range)
+                    });
+                    let positions = positions.collect();
+                    plan.served.push((op, positions));
+                }
                 Op::Visit { unit } => plan.serve(op, UseKind::Visit, &units[unit], |_, _| {}),
             }
         }
@@ -171,7 +184,7 @@ mod tests {
         let mut first = [(); 3].map(|()| vec![0; 3]);
         // Range 2's update has run already.
         let units = vec![0..1, 1..3];
-        let plan = Plan::new(&ops, &units, |range| range == 1, &mut first);
+        let plan = Plan::new(&ops, &units, |range| range == 1, vec![false; 3], &mut first);
         use UseKind::*;
         let shape: Vec<_> = plan.uses.iter().map(|u| (u.what, u.range)).collect();
         assert_eq!(

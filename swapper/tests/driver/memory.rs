@@ -31,6 +31,18 @@ fn both_schedules_train_as_plain_vectors_do() {
 }
 
 #[test]
+fn passes_of_a_step_add_up() {
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        let (mut swapper, ..) = toy::open(&settings(schedule)).unwrap();
+        for step in 1..=3 {
+            toy::train_step_in_passes(&mut swapper, step).unwrap();
+        }
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(3), &format!("{schedule:?}"));
+    }
+}
+
+#[test]
 fn evaluation_sees_the_last_step_and_changes_nothing() {
     let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Schedule, SpanKind, Spans, Staging, StoreSettings, Swapper, SwapperError,
-    SwapperSettings, TileError,
+    Backing, Durability, Schedule, SpanKind, Spans, Staging, StepProgram, StoreSettings, Swapper,
+    SwapperError, SwapperSettings, TileError,
 };
 
 use crate::toy;
@@ -88,6 +88,40 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
             let found = toy::contents(&mut swapper).unwrap();
             toy::assert_same(&found, &expected, &job);
         }
+    }
+}
+
+#[test]
+fn a_step_in_passes_is_committed_with_the_blob_that_comes_after_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        let settings = SwapperSettings {
+            schedule,
+            ..settings(&daemon, &format!("{schedule:?}"))
+        };
+        let (mut swapper, ..) = toy::open(&settings).unwrap();
+        for step in 1..=3 {
+            toy::train_step_in_passes(&mut swapper, step).unwrap();
+        }
+        if schedule == Schedule::Deferred {
+            // The third step's updates have begun at most; a pass over all units runs them, and the commit follows.
+            swapper
+                .begin_pass(StepProgram::reading(0..toy::UNITS.len()))
+                .unwrap();
+            for unit in 0..toy::UNITS.len() {
+                swapper.gather(unit, toy::look).unwrap();
+            }
+            swapper.drain().unwrap();
+        }
+        drop(swapper);
+        let (mut swapper, _, step) = toy::open(&settings).unwrap();
+        assert_eq!(
+            step, 3,
+            "{schedule:?}: at once, nothing but the seal commits"
+        );
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(3), &format!("{schedule:?}"));
     }
 }
 

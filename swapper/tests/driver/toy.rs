@@ -205,6 +205,56 @@ pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo
     swapper.finish_step(step, blob(step))
 }
 
+/// The same step in three passes whose gradients add up to [`train_step`]'s, announced one operation at a time as a caller
+/// does that does not know the order, with the blob after the step's end.
+pub(crate) fn train_step_in_passes(
+    swapper: &mut Swapper<u64>,
+    step: u64,
+) -> Result<(), SwapperError> {
+    let program = StepProgram::training(UNITS.len());
+    let one = |op| StepProgram::new(vec![op]);
+    swapper.begin_step(StepProgram::default())?;
+    for pass in 0..3u8 {
+        let mut params: Vec<Vec<Vec<u8>>> = vec![Vec::new(); UNITS.len()];
+        for &op in program.ops() {
+            swapper.begin_pass(one(op)?)?;
+            match op {
+                Op::Gather { unit } => {
+                    params[unit].clear();
+                    swapper.gather(unit, |parts| {
+                        params[unit].extend(parts.iter().map(|(_, bytes)| bytes.to_vec()));
+                        Ok::<(), SwapperError>(())
+                    })?;
+                }
+                Op::Scatter { unit } => {
+                    assert_eq!(swapper.has_gradients(unit), pass > 0);
+                    let mut params = params[unit].iter();
+                    swapper.scatter(unit, |parts| {
+                        for (elems, grad) in parts {
+                            if pass == 0 {
+                                grad.fill(1);
+                            } else if pass == 1 {
+                                grad.iter_mut()
+                                    .for_each(|byte| *byte = byte.wrapping_add(6));
+                            } else {
+                                let mut last = vec![0; grad.len()];
+                                gradient(step, elems, params.next().unwrap(), &mut last);
+                                for (sum, last) in grad.iter_mut().zip(last) {
+                                    *sum = sum.wrapping_add(last).wrapping_sub(7);
+                                }
+                            }
+                        }
+                        Ok::<(), SwapperError>(())
+                    })?;
+                }
+                other => unreachable!("{other:?} in a trainer's program"),
+            }
+        }
+    }
+    swapper.finish_unsealed(Some(step))?;
+    swapper.seal(blob(step))
+}
+
 pub(crate) fn contents(swapper: &mut Swapper<u64>) -> Result<Contents, SwapperError> {
     let mut all = Contents::new();
     swapper.visit(&mut |range, param, state| {

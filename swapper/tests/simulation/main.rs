@@ -70,12 +70,15 @@ fn draw_job(rng: &mut Rng) -> Job {
         }
     }
     let overflows = if rng.chance(30) { 30 } else { 0 };
+    let steps = 1 + rng.below(6);
+    let passes_max = if rng.chance(40) { 3 } else { 1 };
     Job {
         units,
         program: StepProgram::new(program).unwrap(),
         trained,
-        skipped: (0..1 + rng.below(6))
-            .map(|_| rng.chance(overflows))
+        skipped: (0..steps).map(|_| rng.chance(overflows)).collect(),
+        passes: (0..steps)
+            .map(|_| 1 + rng.below(passes_max) as u64)
             .collect(),
         evaluate_every: if rng.chance(30) { 1 + rng.below(3) } else { 0 },
         durable: !rng.chance(10),
@@ -106,6 +109,8 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
             false => Schedule::Deferred,
         },
         commit_every: rng.below(4) as u64,
+        revisions: [0, 0, 5, 50][rng.below(4)],
+        late_blobs: [0, 50, 100][rng.below(3)],
         speeds: [(); 5].map(|()| [1, 10, 100][rng.below(3)]),
         fails_at: (job.durable && rng.chance(40)).then(|| rng.next() % 200),
     }
@@ -116,7 +121,7 @@ fn training_through_failures_equals_training_in_memory() {
     let lives = std::cell::Cell::new((0, 0));
     for_seeds(|rng| {
         let job = draw_job(rng);
-        let reference = Reference::new(&job.trained, &job.skipped);
+        let reference = Reference::new(&job.trained, &job.skipped, &job.passes);
         let mut store = Store::default();
         loop {
             let setup = draw_setup(rng, &job);
@@ -149,7 +154,10 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let steps = (from as usize..job.skipped.len())
         .filter(|&step| !job.skipped[step])
         .count() as u64;
-    let passes = job.skipped.len() as u64 - from;
+    let all_steps = job.skipped.len() as u64 - from;
+    let passes: u64 = job.passes[from as usize..].iter().sum();
+    // Further passes of steps that update: each finds the sum so far.
+    let sums = passes - all_steps;
     let evaluations = match job.evaluate_every {
         0 => 0,
         every => (from..job.skipped.len() as u64)
@@ -171,10 +179,10 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     0
                 };
                 if kind == 2 {
-                    // Written and read once a step at most, none where they stay; a skipped step brings them too.
+                    // Written and read once a pass at most, none where they stay; a skipped step brings them too.
                     if !residents[range as usize] && job.trained[range as usize] {
                         writes_max += passes;
-                        reads_max += updates;
+                        reads_max += updates + sums;
                     }
                     continue;
                 }
@@ -183,7 +191,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 if residents[range as usize] {
                     // Once a commit, whatever was updated how often.
                     let commits =
-                        evaluations + 1 + passes.checked_div(setup.commit_every).unwrap_or(0);
+                        evaluations + 1 + all_steps.checked_div(setup.commit_every).unwrap_or(0);
                     writes_max -= updates - updates.min(commits);
                     // Read once in a resumed life, or not at all.
                     reads_max += u64::from(!new);
@@ -215,8 +223,8 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
         if !job.durable {
             (reads_max, writes_max, writes_min) = (0, 0, 0);
         }
-        // A change of plans nobody could foresee (an evaluation, a skipped step, the end) wastes what was read ahead.
-        let surprises = 2 + 3 * evaluations + 2 * (passes - steps);
+        // A change of plans nobody could foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
+        let surprises = 2 + 3 * evaluations + 2 * (all_steps - steps) + 2 * moves.further;
         let wasted = surprises * u64::from(setup.staging[kind]);
         assert!(
             moves.reads[kind] <= reads_max + wasted,
@@ -239,6 +247,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         program: StepProgram::training(units as usize),
         trained: vec![true; units as usize],
         skipped: vec![false; steps],
+        passes: vec![1; steps],
         evaluate_every: 0,
         durable: true,
     };
@@ -249,10 +258,12 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         workers: 1,
         schedule,
         commit_every: 1,
+        revisions: 0,
+        late_blobs: 0,
         speeds: [1, 1, 100_000, 100_000, 100_000],
         fails_at: None,
     };
-    let reference = Reference::new(&job.trained, &job.skipped);
+    let reference = Reference::new(&job.trained, &job.skipped, &job.passes);
     let life = Life::new(
         &job,
         &reference,

@@ -45,8 +45,11 @@ pub(crate) fn filled(kind: usize, range: usize) -> Content {
     }
 }
 
-pub(crate) fn gradient(step: u64, range: usize, param: Content) -> u64 {
-    mix(&[step, range as u64, param.value])
+/// A range's gradient after `sum` scatters of the step, each of which adds to the one before.
+pub(crate) fn gradient(step: u64, range: usize, param: Content, sums: u64) -> u64 {
+    (0..sums).fold(0, |sum, number| {
+        mix(&[sum, number, step, range as u64, param.value])
+    })
 }
 
 /// Param and state after an update.
@@ -62,8 +65,8 @@ pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 
 pub(crate) struct Reference(pub(crate) Vec<Vec<[Content; 2]>>);
 
 impl Reference {
-    /// `trained[range]` and `skipped[step - 1]` say what is updated.
-    pub(crate) fn new(trained: &[bool], skipped: &[bool]) -> Self {
+    /// `trained[range]` and `skipped[step - 1]` say what is updated, with the sum of how many gradients `passes[step - 1]`.
+    pub(crate) fn new(trained: &[bool], skipped: &[bool], passes: &[u64]) -> Self {
         let ranges = trained.len();
         let mut contents: Vec<_> = (0..ranges)
             .map(|range| [filled(0, range), filled(1, range)])
@@ -71,7 +74,8 @@ impl Reference {
         let mut all = vec![contents.clone()];
         for (step, &skip) in (1..).zip(skipped) {
             for range in (0..ranges).filter(|&range| trained[range] && !skip) {
-                let grad = gradient(step, range, contents[range][0]);
+                let sums = passes[step as usize - 1];
+                let grad = gradient(step, range, contents[range][0], sums);
                 contents[range] = update(step, contents[range], grad);
             }
             all.push(contents.clone());

@@ -18,6 +18,8 @@ pub(crate) struct Job {
     pub(crate) trained: Vec<bool>,
     /// Whether each step's gradients overflow.
     pub(crate) skipped: Vec<bool>,
+    /// Passes of each step, whose gradients add up.
+    pub(crate) passes: Vec<u64>,
     pub(crate) evaluate_every: usize,
     pub(crate) durable: bool,
 }
@@ -37,6 +39,10 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) schedule: Schedule,
     pub(crate) commit_every: u64,
+    /// Percent of the operations before which the rest of the pass is announced anew.
+    pub(crate) revisions: usize,
+    /// Percent of the steps whose blob comes after their end.
+    pub(crate) late_blobs: usize,
     /// How likely each of trainer, worker, reads, writes and commits is to be the next to get on.
     pub(crate) speeds: [usize; 5],
     /// The operation with this number fails, and the life ends.
@@ -66,6 +72,8 @@ pub(crate) struct Moves {
     pub(crate) writes: [u64; 3],
     /// Passes begun and ended: each may have made reads ahead useless.
     pub(crate) passes: u64,
+    /// Of them, those that went on with a step.
+    pub(crate) further: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +92,8 @@ enum Io {
 #[derive(Clone, Debug)]
 enum Call {
     Plan(Vec<Op>, Option<u64>),
+    /// A plan that keeps the step's gradients.
+    Pass(Vec<Op>, Option<u64>),
     Request(Request, Option<u64>),
 }
 
@@ -99,6 +109,8 @@ pub(crate) struct Life<'a> {
     slots: [Vec<Slot>; 3],
     /// Gradients that an update of their step has not used up yet, by range.
     grads: Vec<Option<Content>>,
+    /// Scatters of each range in the present step.
+    sums: Vec<u64>,
     /// What this life's own tiles on devices hold of them.
     scratch: Vec<Option<Content>>,
     ios: Vec<Io>,
@@ -179,6 +191,7 @@ impl<'a> Life<'a> {
             actions: Vec::new(),
             slots,
             grads: vec![None; ranges],
+            sums: vec![0; ranges],
             scratch: vec![None; ranges],
             ios: Vec::new(),
             io_number: 0,
@@ -343,7 +356,12 @@ impl<'a> Life<'a> {
                 );
             }
             Action::Lend { range, slots } => {
-                let empty = matches!(self.asked, Some(Op::Fill { .. } | Op::Scatter { .. }));
+                let first = self.sums[range as usize] == 0;
+                let empty = match self.asked {
+                    Some(Op::Fill { .. }) => true,
+                    Some(Op::Scatter { .. }) => first,
+                    _ => false,
+                };
                 for kind in Kind::ALL {
                     let Some(slot) = slots[kind as usize] else {
                         continue;
@@ -452,8 +470,17 @@ impl<'a> Life<'a> {
         if let Some(slot) = slots[Kind::Grad as usize] {
             let param = self.reference.0[self.step as usize][index][0];
             let step = self.step + 1;
+            let (_, sum) = self.slots[Kind::Grad as usize][slot.0 as usize]
+                .holds
+                .unwrap();
+            assert_eq!(
+                sum,
+                self.grads[index].filter(|grad| grad.step == step),
+                "a stale sum"
+            );
+            self.sums[index] += 1;
             let grad = Content {
-                value: gradient(step, index, param),
+                value: gradient(step, index, param, self.sums[index]),
                 step,
             };
             self.grads[index] = Some(grad);

@@ -40,7 +40,14 @@ impl Life<'_> {
             Call::Plan(ops, blob) => {
                 self.planned(blob);
                 self.moves.passes += 1;
+                self.sums.fill(0);
                 self.event(Event::Plan(ops));
+            }
+            Call::Pass(ops, blob) => {
+                self.planned(blob);
+                self.moves.passes += 1;
+                self.moves.further += 1;
+                self.event(Event::Pass(ops));
             }
             Call::Request(request, blob) => {
                 self.planned(blob);
@@ -49,6 +56,7 @@ impl Life<'_> {
                     Request::Serve(op) => self.asked = Some(*op),
                     Request::Finish { update, .. } => {
                         self.step += 1;
+                        self.sums.fill(0);
                         self.moves.passes += 1;
                         self.generation_of
                             .push(self.generation - u64::from(blob.is_some()));
@@ -99,9 +107,21 @@ impl Life<'_> {
             program.ops().iter().for_each(|&op| self.serve(op));
         }
         let program = self.job.program.clone();
-        let ops = self.plan_ops(&self.pending, false, &program);
-        self.calls.push_back(Call::Plan(ops, None));
-        program.ops().iter().for_each(|&op| self.serve(op));
+        for pass in 0..self.job.passes[self.step as usize] {
+            let ops = self.plan_ops(&self.pending, false, &program);
+            self.calls.push_back(match pass {
+                0 => Call::Plan(ops, None),
+                _ => Call::Pass(ops, None),
+            });
+            for (at, &op) in program.ops().iter().enumerate() {
+                if self.rng.chance(self.setup.revisions) {
+                    let rest = StepProgram::new(program.ops()[at..].to_vec()).unwrap();
+                    let ops = self.plan_ops(&self.pending, false, &rest);
+                    self.calls.push_back(Call::Pass(ops, None));
+                }
+                self.serve(op);
+            }
+        }
 
         let update = !self.job.skipped[self.step as usize];
         let updated: Vec<usize> = program
@@ -114,11 +134,20 @@ impl Life<'_> {
             .collect();
         self.uncommitted += 1;
         let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
-        let ops = self.plan_ops(&updated, commit, &program);
+        let late = self.rng.chance(self.setup.late_blobs);
+        let ops = self.plan_ops(&updated, commit && !late, &program);
         let wait = self.setup.schedule == Schedule::AtOnce;
         let blob = commit.then_some(self.step + 1);
+        let finish = Request::Finish { ops, update, wait };
         self.calls
-            .push_back(Call::Request(Request::Finish { ops, update, wait }, blob));
+            .push_back(Call::Request(finish, blob.filter(|_| !late)));
+        if commit && late {
+            let ops = self.plan_ops(&updated, true, &program);
+            self.calls.push_back(match wait {
+                true => Call::Request(Request::Drain { ops }, blob),
+                false => Call::Pass(ops, blob),
+            });
+        }
         if commit {
             self.uncommitted = 0;
         }
