@@ -52,6 +52,7 @@
 //! ```
 
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
 mod checksum_pool;
 mod control;
@@ -85,7 +86,6 @@ pub use offload_api::checksum::checksum;
 pub use offload_api::fault::{Fault, FaultKind};
 pub use offload_api::geometry::SlotClass;
 pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, TileIndex};
-pub use offload_api::kill_point;
 pub use offload_api::ring::entry::Verb;
 pub use offload_api::{
     BLOB_BYTES_MAX, BLOCK_BYTES, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN,

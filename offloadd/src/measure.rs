@@ -315,7 +315,7 @@ fn noise(seed: u64) -> AlignedBytes {
 #[cfg(test)]
 mod tests {
     use offload_api::fault::FaultKind;
-    use offload_api::pace::Pace;
+    use test_hooks::rate_limit::Pace;
 
     use super::*;
     use crate::engine::rate_limited::Paced;

@@ -14,12 +14,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use offload_api::ids::DeviceIndex;
-use offload_api::injected_fault::{Instead, injected_fault};
+use test_hooks::injected_fault::{Instead, injected_fault};
 
 use crate::blocks::AlignedBytes;
 use crate::core::{IoId, IoOp};
-use crate::engine::sim::{SECTOR_BYTES, SimRandom};
 use crate::engine::{Io, IoDone};
+use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
 /// Of the process: a daemon that a test starts has one engine.
 #[derive(Default)]

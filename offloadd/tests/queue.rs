@@ -12,9 +12,9 @@ use offload_api::ring::entry::Priority;
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
-use offloadd::engine::sim::SimRandom;
 use offloadd::engine::{Io, IoDone, Memory};
 use offloadd::queue::{DeviceLimits, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
+use test_hooks::random::SimRandom;
 
 const MIB: u32 = 1 << 20;
 

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use offload_api::pace::{Pace, Paces};
 use offloadd::blocks::AlignedBytes;
 use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, Memory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use test_hooks::rate_limit::{Pace, Paces};
 
 /// What each operation moves; a tenth of a second's writes are 32 of them.
 const BYTES: usize = 64 << 10;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Instant;
 
-use offload_client::kill_point::{Point, reach};
 use offload_client::{ClientError, Done, Session, Slot, Ticket, TileIndex, Verb};
+use test_hooks::kill_point::{Point, reach};
 
 use crate::SwapperError;
 use crate::backing::Arena;

@@ -45,7 +45,7 @@ pub use layout::{
 };
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX,
-    IODEPTH_MIN, TileError, kill_point, private,
+    IODEPTH_MIN, TileError, private,
 };
 pub use open::job_layout;
 pub use schedule::{Op, Schedule, StepProgram};

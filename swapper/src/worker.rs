@@ -6,7 +6,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use offload_client::kill_point::{Point, reach};
+use test_hooks::kill_point::{Point, reach};
 
 use crate::layout::{Kind, Layout};
 use crate::lease::{Message, UpdateJob};

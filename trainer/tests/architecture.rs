@@ -10,13 +10,17 @@ use std::process::Command;
 
 /// Who may depend on whom. A new arrow is a design change: the picture in docs/architecture.md changes with it.
 const ARROWS: &[(&str, &[&str])] = &[
+    ("test-hooks", &[]),
     ("offload-api", &[]),
-    ("offloadd", &["offload-api"]),
-    ("offload-client", &["offload-api"]),
-    ("swapper", &["offload-client"]),
+    ("offloadd", &["offload-api", "test-hooks"]),
+    ("offload-client", &["offload-api", "test-hooks"]),
+    ("swapper", &["offload-client", "test-hooks"]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
-    ("trainer", &["swapper", "kernels", "kernels-torch"]),
+    (
+        "trainer",
+        &["swapper", "kernels", "kernels-torch", "test-hooks"],
+    ),
     ("bench-io", &["kernels", "offload-client", "offloadd"]),
 ];
 

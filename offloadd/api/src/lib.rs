@@ -14,17 +14,14 @@
 //! follow (where a slot lies, what a checksum covers) are functions here.
 
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod checksum;
 pub mod fault;
 pub mod geometry;
 pub mod handoff;
 pub mod ids;
-pub mod injected_fault;
-pub mod kill_point;
-pub mod pace;
 pub mod ring;
-pub mod safeguard;
 
 /// Generated from `proto/offload.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use offload_api::BLOB_BYTES_MAX;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation, Rank};
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::JobKey;
 use super::members::poison;
@@ -105,7 +105,7 @@ impl Core {
         let Some(round) = &mut job.round else { return };
         let complete = round.calls.len() == job.local_ranks as usize;
         // While its definition is written again, tiles may lie where only the new one says.
-        let exchanging = job.exchanging && !removed(Safeguard::ExchangeFirst);
+        let exchanging = job.exchanging && !is_disabled(Safeguard::ExchangeFirst);
         let busy = job.script.is_some() || exchanging;
         if round.running || !complete || job.writes_inflight_count > 0 || busy {
             return;
@@ -141,7 +141,7 @@ impl Core {
         let slot = Record::slot(record.generation);
         let sequence = stored.next_sequence();
         let mut steps = Vec::new();
-        if !removed(Safeguard::FirstFlush) {
+        if !is_disabled(Safeguard::FirstFlush) {
             let touched = (job.touched.iter().enumerate())
                 .filter(|(_, touched)| **touched)
                 .map(|(device, _)| DeviceIndex(device as u32));
@@ -152,7 +152,7 @@ impl Core {
             stored.entry.area.records(slot),
             record.encode(sequence),
         ));
-        if !removed(Safeguard::SecondFlush) {
+        if !is_disabled(Safeguard::SecondFlush) {
             steps.push(Step::flush([self.home]));
         }
         let purpose = Purpose::Commit {

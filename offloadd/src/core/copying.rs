@@ -15,7 +15,7 @@ use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, TileIndex};
 use offload_api::ring::entry::Priority;
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::catalog_queue::in_turn;
 use super::io::Operation;
@@ -318,7 +318,7 @@ impl Core {
         }
         flushed.sort_unstable_by_key(|device| device.0);
         flushed.dedup();
-        if !removed(Safeguard::CopyFlush) {
+        if !is_disabled(Safeguard::CopyFlush) {
             steps.push(Step::flush(flushed));
         }
         self.run_script(Purpose::Settle { key }, steps, actions);
@@ -405,7 +405,7 @@ impl Core {
         job.exchanging = true;
         let blocks = stored.table.encode(stored.entry.job_id, &numbers);
         let steps = in_turn(self.home, stored.entry.area.definitions(), blocks);
-        if removed(Safeguard::LeaveLast) {
+        if is_disabled(Safeguard::LeaveLast) {
             let left = batch.places.iter().map(|place| (place.from, place.bytes));
             let left: Vec<_> = left.collect();
             self.give_all(left);
@@ -430,7 +430,7 @@ impl Core {
         // Copies were flushed before: a flush that has failed since lost nothing of them, and `batch.failed` says nothing here.
         match result {
             Ok(()) => {
-                if !removed(Safeguard::LeaveLast) {
+                if !is_disabled(Safeguard::LeaveLast) {
                     let left = batch.places.iter().map(|place| (place.from, place.bytes));
                     self.mover.left.extend(left);
                 }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::io::free_extent;
 use super::job::{Job, JobKey, Stored};
@@ -209,7 +209,7 @@ impl Core {
         let found = self.catalog.catalog.sequence;
         let since = found.checked_sub(state.catalog);
         let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
-        if !none_since && !removed(Safeguard::Lives) {
+        if !none_since && !is_disabled(Safeguard::Lives) {
             return Err(format!(
                 "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
                  {} was handed over",

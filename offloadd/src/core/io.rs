@@ -2,9 +2,9 @@
 
 use offload_api::fault::FaultKind;
 use offload_api::geometry::SlotPlace;
-use offload_api::ids::{DeviceIndex, SlotIndex};
+use offload_api::ids::{DeviceIndex, Epoch, SlotIndex};
 use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::copying::CopyIo;
 use super::job::{Activity, JobKey};
@@ -64,13 +64,17 @@ impl Core {
         if session.stage != Stage::Live {
             return;
         }
+        let epoch = match is_disabled(Safeguard::Epoch) {
+            true => Epoch(entry.epoch),
+            false => self.epoch,
+        };
         let started = if entry.verb == Promote::VERB {
-            Promote::check(entry, self.epoch).map(|urge| {
+            Promote::check(entry, epoch).map(|urge| {
                 self.urge(id, urge, actions);
                 Ok(())
             })
         } else {
-            Request::check(entry, self.epoch).map(|request| self.start_tile(id, request, actions))
+            Request::check(entry, epoch).map(|request| self.start_tile(id, request, actions))
         };
         match started {
             Ok(Ok(())) => {}
@@ -161,7 +165,7 @@ impl Core {
                 }
                 let closed = job.awaiting_confirm || self.has_committed(&key, session.rank);
                 let other = request.generation != job.working;
-                if closed || (other && !removed(Safeguard::GenerationCheck)) {
+                if closed || (other && !is_disabled(Safeguard::GenerationCheck)) {
                     return Err(FaultKind::WrongGeneration);
                 }
                 if tile.activity != Activity::Idle {
@@ -351,7 +355,7 @@ impl Core {
             Err(errno) => Some(errno_kind(errno)),
         };
         let Some(session) = self.sessions.get_mut(&io.session) else {
-            assert!(removed(Safeguard::ReclaimAfterIo));
+            assert!(is_disabled(Safeguard::ReclaimAfterIo));
             return;
         };
         // Another may have been given the same ticket since.
@@ -406,7 +410,7 @@ pub(super) fn free_extent(durability: Durability, committed: Option<Version>) ->
     let used = committed.map(|version| version.which);
     match (durability, used) {
         (Durability::None, _) | (_, None) => 0,
-        (_, Some(used)) if removed(Safeguard::OutOfPlace) => used,
+        (_, Some(used)) if is_disabled(Safeguard::OutOfPlace) => used,
         (_, Some(used)) => 1 - used,
     }
 }

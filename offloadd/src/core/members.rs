@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, JobKey, TileState};
 use super::{Action, Core, SessionId, refuse};
@@ -59,7 +59,7 @@ impl Core {
             broken: job.broken.take(),
             ..Job::new(device_count)
         };
-        assert!(job.writes_inflight_count == 0 || removed(Safeguard::ReclaimAfterIo));
+        assert!(job.writes_inflight_count == 0 || is_disabled(Safeguard::ReclaimAfterIo));
         *job = fresh;
         if let Some(stored) = &mut job.stored {
             stored.failed_count = 0;

@@ -9,8 +9,8 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
 use offload_api::ids::{DeviceIndex, Rank, SessionToken, SlotIndex};
 use offload_api::ring::RING_ENTRIES_MAX;
-use offload_api::safeguard::{Safeguard, removed};
 use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, JobKey};
 use super::scratch::ScratchTile;
@@ -250,7 +250,7 @@ impl Core {
         let Stage::Ending { close } = session.stage else {
             return;
         };
-        if session.inflight_count > 0 && !removed(Safeguard::ReclaimAfterIo) {
+        if session.inflight_count > 0 && !is_disabled(Safeguard::ReclaimAfterIo) {
             return;
         }
         actions.push(Action::DropArena { session: id });

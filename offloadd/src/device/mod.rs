@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
-use offload_api::safeguard::{Safeguard, removed};
 use rustix::fs::{FallocateFlags, IFlags, OFlags};
 use rustix::io::Errno;
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 pub use self::blocks::DeviceBlocks;
 pub use self::error::DeviceError;
@@ -56,7 +56,7 @@ impl Device {
         let failed = |action| failed(path, action);
         let kind = kind_of(path)?;
         let mut flags = OFlags::DIRECT | OFlags::CLOEXEC;
-        if kind.is_block_device() && !removed(Safeguard::Lock) {
+        if kind.is_block_device() && !is_disabled(Safeguard::Lock) {
             // Keeps mounts and RAID away as well.
             flags |= OFlags::EXCL;
         }

@@ -1,9 +1,9 @@
-//! What a test makes go wrong with one operation of this process (`offload_api::injected_fault`): in test builds only.
+//! What a test makes go wrong with one operation of this process (`test_hooks::injected_fault`): in test builds only.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use offload_api::injected_fault::{InjectedFault, Instead, injected_fault};
+use test_hooks::injected_fault::{InjectedFault, Instead, injected_fault};
 
 use super::{Io, IoDone};
 use crate::power_cut_sim;

@@ -29,7 +29,6 @@ mod inflight;
 mod injected_fault;
 pub mod psync;
 pub mod rate_limited;
-pub mod sim;
 pub mod uring;
 
 /// Time limit of each operation of the probe.
@@ -194,7 +193,7 @@ impl Engine {
     ) -> Result<(Self, String), EngineError> {
         crate::power_cut_sim::devices(devices);
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
-        let Some(paces) = offload_api::pace::paces() else {
+        let Some(paces) = test_hooks::rate_limit::paces() else {
             return Ok((engine, reason));
         };
         let paces = devices

@@ -6,7 +6,7 @@
 //!   reap   ◀── what has ended really, and is due; a timer tells when the next one is
 //! ```
 //!
-//! In test builds only (`offload_api::pace`): a run on any machine, by any user, then has drives whose speed is known, and
+//! In test builds only (`test_hooks::rate_limit`): a run on any machine, by any user, then has drives whose speed is known, and
 //! its step can be compared with the bound of the design. The drive below must be faster than the pace.
 
 use std::cmp::Reverse;
@@ -16,12 +16,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use offload_api::pace::{Pace, Paces};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
+use test_hooks::rate_limit::{Pace, Paces};
 
 use super::{Engine, EngineError, Io, IoDone, path_of};
 use crate::core::{IoId, IoOp};
@@ -109,7 +109,7 @@ impl Paced {
 
     /// One more device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let pace = offload_api::pace::paces().map(|paces| of(&file, &paces));
+        let pace = test_hooks::rate_limit::paces().map(|paces| of(&file, &paces));
         self.inner.add(file)?;
         self.paces.push(pace.expect("engines are paced only then"));
         self.free.push([Instant::now(); 2]);

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use bytes::{Buf, BufMut};
 use offload_api::PROTOCOL_VERSION;
-use offloadd::engine::sim::SimRandom;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType,
 };
+use test_hooks::random::SimRandom;
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::codegen::http::uri::PathAndQuery;

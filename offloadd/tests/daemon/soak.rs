@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::ids::SlotIndex;
 use offload_api::proto;
-use offloadd::engine::sim::SimRandom;
+use test_hooks::random::SimRandom;
 
 use crate::common::{
     Control, Daemon, Session, Store, eventually, expect_tiles, fill_tiles, open_sized, swap_in,

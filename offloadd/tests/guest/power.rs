@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::path::Path;
 
 use offloadd::blocks::{AlignedBytes, BlockError, Blocks};
-use offloadd::engine::sim::{SECTOR_BYTES, SimRandom};
 use offloadd::store::manifest::resumable;
 use offloadd::store::recover;
+use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
 use crate::drives::{Drives, Entry};
 use crate::machine::Parts;

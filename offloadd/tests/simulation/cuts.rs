@@ -1,10 +1,11 @@
 //! Power cuts and kills at chosen moments: those that random crashes meet too seldom to be relied on.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::Call;
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability;
+use test_hooks::random::SimRandom;
 
 use super::world::{Process, World, definition, formatted, job};
 

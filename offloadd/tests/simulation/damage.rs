@@ -6,11 +6,11 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::blocks::{AlignedBytes, BlockError, Blocks};
 use offloadd::core::Call;
-use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
@@ -20,6 +20,7 @@ use offloadd::store::manifest::voiding;
 use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::{Report, verify};
+use test_hooks::random::SimRandom;
 
 use super::world::{Process, World, definition, formatted, job};
 

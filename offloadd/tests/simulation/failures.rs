@@ -2,15 +2,16 @@
 //! and from then on for good: EIO, ENOSPC, ETIMEDOUT, a short transfer, a full or removed drive; and a write is lost or lands elsewhere while the device says all is well. Each time a call ends in a typed error or in success, and after
 //! a power cut nothing acknowledged is missing; silent faults of tiles are found by their checksums.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::Call;
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::StoreError;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::verify;
+use test_hooks::random::SimRandom;
 
 use super::world::{Process, World, content, definition, formatted, job};
 

@@ -2,15 +2,16 @@
 //! time, of which the one that succeeds hides what the other lost; a loss that a job, a copy or the next daemon is not told of;
 //! a record that was called failed and is found again.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offloadd::blocks::Blocks;
 use offloadd::core::{Call, Event, Reply};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::Committed;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_OFFSETS, recover};
+use test_hooks::random::SimRandom;
 
 use super::growth::{expect_all, write_all};
 use super::world::{Process, World, formatted, job};

@@ -1,16 +1,17 @@
 //! The bytes on the devices: they never change by accident, damage to any of them is named or harmless, and devices that
 //! are not a whole store of ours are refused by name, untouched.
 
+use crate::disks::SimDisks;
 use offload_api::checksum::checksum;
 use offload_api::ids::Generation;
 use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
 use offloadd::core::{Call, IoOp};
-use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::{Damage, verify, verify_watched};
 use offloadd::store::{SUPERBLOCK_OFFSETS, StoreError, recover};
+use test_hooks::random::SimRandom;
 
 use super::world::{Process, World, content, definition, formatted, job};
 

@@ -9,10 +9,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
+use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::ids::{Epoch, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Request, Verb};
 use offloadd::core::{Action, Adopted, Call, CallId, Core, Event, IoOp, IoResult, Reply};
-use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::handover::message::State;
 use offloadd::handover::{self, Descriptors, Found, HandedOver};
 use offloadd::store::DATA_OFFSET;
@@ -21,6 +21,7 @@ use offloadd::store::recover::{self, RecoveredStore};
 use prost::Message;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags};
+use test_hooks::random::SimRandom;
 
 use super::world::{LIMITS, PEER, World, definition, formatted, job};
 

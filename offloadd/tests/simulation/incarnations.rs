@@ -1,12 +1,13 @@
 //! One life of the daemon after the other. What could go wrong: sessions that were handed over go on though another daemon
 //! has written their tiles since, or end though none has; a life that is cut off while it begins takes the store with it.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::handover::message::State;
 use offloadd::store::definition::Durability;
+use test_hooks::random::SimRandom;
 
 use super::world::{Process, World, definition, formatted, job};
 

@@ -9,6 +9,7 @@
 mod crashes;
 mod cuts;
 mod damage;
+mod disks;
 mod failures;
 mod flushes;
 mod format;

@@ -1,13 +1,14 @@
 //! The device with the catalog is drained: tiles leave it as any other, catalog and records at a start. What could go wrong: a
 //! cut in the midst of it leaves no catalog or two, a record is left behind, an old catalog comes back over a damaged newer one.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offloadd::core::{Event, Moves, Reply};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::metadata_device::{MetadataMove, settle, settle_watched};
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_BYTES_MAX, CATALOG_OFFSETS, StoreError, recover};
+use test_hooks::random::SimRandom;
 
 use super::growth::{damage_a_tile, expect_all, write_all};
 use super::world::{World, formatted};

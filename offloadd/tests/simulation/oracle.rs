@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use offload_api::fault::FaultKind;
 use offload_api::ids::Rank;
 use offloadd::core::JobRecord;
-use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::{Durability, JobName};
+use test_hooks::random::SimRandom;
 
 use super::trouble::Trouble;
 use super::world::{Process, World, content, job};

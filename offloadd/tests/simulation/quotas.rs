@@ -4,8 +4,8 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, OpenSession, Peer, Quota, Quotas, Reply};
-use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::Durability;
+use test_hooks::random::SimRandom;
 
 use super::world::{PEER, World, definition, formatted, job};
 
@@ -70,7 +70,7 @@ fn a_definition_that_failed_counts_no_more() {
         },
         ..Quotas::default()
     }));
-    let broken = offloadd::engine::sim::SimFault::Errno(libc::EIO);
+    let broken = crate::disks::SimFault::Errno(libc::EIO);
     world.engine.disks.break_for_good(0, broken);
     assert_eq!(world.answer(defining).unwrap_err().kind, FaultKind::Io);
     world.engine.disks.mend();

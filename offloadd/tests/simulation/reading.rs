@@ -1,16 +1,17 @@
 //! A store whose first device takes no writes is read. What could go wrong: it is not served at all, or something is written
 //! that somebody believes; a life before or after it loses what it had.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, Moves, Reply};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::handover::message::State;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::verify::verify;
 use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
+use test_hooks::random::SimRandom;
 
 use super::growth::{expect_all, write_all};
 use super::world::{Process, World, definition, formatted, job};

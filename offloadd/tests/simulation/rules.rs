@@ -1,11 +1,12 @@
 //! One rule a test: what a process may do, what it is told, and what outlives it.
 
+use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Promote, Request, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
-use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::{self, Committed};
+use test_hooks::random::SimRandom;
 
 use super::world::{PEER, Process, World, definition, formatted, job, outcome};
 

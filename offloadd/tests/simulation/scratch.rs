@@ -1,10 +1,11 @@
 //! Tiles of one session alone. What could go wrong: a commit waits for them or takes them in, they are written where something
 //! committed lies, their room is lost, or given away while a device still writes it, one session reaches another's.
 
+use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
 use offloadd::core::{Call, Event, Peer, Reply};
-use offloadd::engine::sim::{SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::definition::Durability::{self, Committed};
+use test_hooks::random::SimRandom;
 
 use super::world::{PEER, Process, World, definition, formatted, job, outcome};
 

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use crate::disks::{SimDisks, SimEngine, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offload_api::ids::DeviceIndex;
 use offloadd::blocks::Blocks;
-use offloadd::engine::sim::{SimDisks, SimEngine, SimFault, SimFaultPlan, SimRandom};
+use test_hooks::random::SimRandom;
 
 /// The temper of the devices in one story.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

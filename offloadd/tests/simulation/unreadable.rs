@@ -2,16 +2,17 @@
 //! and somebody writes over it, or over the tiles it names, before anyone has decided. So it stays, its job's tiles stay, and
 //! who asks is told what to do.
 
+use crate::disks::{SimDisks, SimFault};
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, Moves, Reply, Viewer};
-use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::dual_copy::Consequence;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::recover;
 use offloadd::store::tile_table::Extent;
 use offloadd::store::verify::{verify, verify_one};
+use test_hooks::random::SimRandom;
 
 use super::world::{PEER, World, formatted, job};
 

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use crate::disks::{SimDisks, SimEngine};
 use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
@@ -14,7 +15,6 @@ use offloadd::core::{
     Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, NewDevice,
     OpenSession, Peer, Reply, SessionId,
 };
-use offloadd::engine::sim::{SimDisks, SimEngine, SimRandom};
 use offloadd::handover::message::State;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
@@ -22,6 +22,7 @@ use offloadd::store::format::{MeasuredRates, data_bytes, format};
 use offloadd::store::metadata_device::{self, MetadataMove};
 use offloadd::store::recover;
 use offloadd::store::superblock::{DeviceId, StoreId};
+use test_hooks::random::SimRandom;
 
 use super::trouble::Trouble;
 

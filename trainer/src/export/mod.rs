@@ -17,7 +17,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use swapper::kill_point::{Point, reach};
+use test_hooks::kill_point::{Point, reach};
 
 use crate::compute::Dtype;
 use crate::long_work::LongWork;

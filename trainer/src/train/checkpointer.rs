@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use swapper::kill_point::{Point, reach};
+use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
 use crate::backend::TileBackend;

@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::GpuComm;
-use swapper::kill_point::{Point, reach};
 use swapper::{StepRates, bound_s};
+use test_hooks::kill_point::{Point, reach};
 
 pub use error::TrainError;
 pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_DIR, mend};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
-use swapper::kill_point::{Point, reach};
+use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
 use super::clock::Clock;

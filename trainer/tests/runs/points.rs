@@ -1,4 +1,4 @@
-//! A trainer is killed with -9 at each named point of every phase (`offload_api::kill_point`, test builds only).
+//! A trainer is killed with -9 at each named point of every phase (`test_hooks::kill_point`, test builds only).
 //!
 //! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
 //! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a checkpoint, an export. After each kill
@@ -11,7 +11,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 
-use offload_api::kill_point::Point;
+use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, finish, spawn, succeed};
 use crate::killed::{Killed, Seen};

@@ -1,5 +1,5 @@
 //! One of several ranks, their launcher or their daemon is killed with -9 while a rank stands at a named point of a phase
-//! (`offload_api::kill_point`, test builds only).
+//! (`test_hooks::kill_point`, test builds only).
 //!
 //! What could go wrong: the others wait for the dead one, or say nothing of it; one rank's part of a commit or of a checkpoint is
 //! taken for all; what the first rank alone does (the run's record, a name, a line) is half done; the next start is refused by
@@ -13,8 +13,8 @@ use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use offload_api::kill_point::Point;
 use rustix::process::{Pid, Signal, kill_process};
+use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, Run, children, finish, spawn, until};
 use crate::killed::{Killed, Seen};

@@ -206,7 +206,7 @@ impl Promote {
         }
     }
 
-    /// Checks the form of an entry with this verb, as [`Request::check`] does of the others.
+    /// Checks the form of an entry with this verb, as [`Request::check`] does for the others.
     pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
         check_epoch(sqe, epoch)?;
         let urge = Self {
@@ -226,8 +226,7 @@ impl Promote {
 }
 
 fn check_epoch(sqe: &Sqe, epoch: Epoch) -> Result<(), Fault> {
-    use crate::safeguard::{Safeguard, removed};
-    if sqe.epoch == epoch.0 || removed(Safeguard::Epoch) {
+    if sqe.epoch == epoch.0 {
         return Ok(());
     }
     Err(Fault::new(

@@ -11,7 +11,7 @@ mod tests;
 use std::collections::BTreeMap;
 
 use offload_api::ids::DeviceIndex;
-use offload_api::safeguard::{Safeguard, removed};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use self::shares::Deal;
 pub use self::shares::rate;
@@ -301,7 +301,7 @@ impl Space {
     /// Takes one tile's extents on the device that is the emptiest for its share.
     fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
-        if !removed(Safeguard::Placement) {
+        if !is_disabled(Safeguard::Placement) {
             by_load.sort_by_key(|&device| (deal.load(device, tile_bytes), device));
         }
         let (device, places) = by_load.into_iter().find_map(|device| {

@@ -14,15 +14,16 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::disks::{SimDisks, SimFault};
 use offloadd::blocks::Blocks;
 use offloadd::core::Event;
-use offloadd::engine::sim::{SimDisks, SimFault, SimRandom};
 use offloadd::store::catalog::Phase;
 use offloadd::store::dual_copy::Consequence;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::metadata_device::MetadataMove;
 use offloadd::store::verify::verify;
 use offloadd::store::{CATALOG_OFFSETS, StoreError, recover};
+use test_hooks::random::SimRandom;
 
 use self::ranks::{
     begin, begin_and_be_cut_off, commit, die, submit, take_commits, take_completions,

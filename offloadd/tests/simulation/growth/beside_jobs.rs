@@ -2,10 +2,10 @@
 
 use offload_api::ids::{DeviceIndex, Generation};
 use offloadd::core::{Call, Event, Moves, Reply};
-use offloadd::engine::sim::SimRandom;
 use offloadd::store::definition::Durability;
 use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, DATA_OFFSET, recover};
+use test_hooks::random::SimRandom;
 
 use super::{added, expect_all, extents, write_all};
 use crate::world::{SLOTS, World, formatted, job};

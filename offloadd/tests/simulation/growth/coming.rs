@@ -1,12 +1,12 @@
 //! Devices that come: which tiles they take, what is told of it, and what a cut in the midst of it leaves.
 
 use offloadd::core::{Event, Moves};
-use offloadd::engine::sim::SimRandom;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, DATA_OFFSET, StoreError, recover};
+use test_hooks::random::SimRandom;
 
 use super::{DISK_BYTES, added, expect_all, extents, write_all};
 use crate::world::{World, formatted};

@@ -1,12 +1,13 @@
 //! Numbers of devices and revisions of definitions at their end, which nobody will see: refused, and nothing goes wrong.
 
+use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
 use offloadd::blocks::Blocks;
 use offloadd::core::{Call, Moves};
-use offloadd::engine::sim::{SimDisks, SimRandom};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::{CATALOG_OFFSETS, recover};
+use test_hooks::random::SimRandom;
 
 use super::{DISK_BYTES, expect_all, write_all};
 use crate::world::{World, formatted, job};

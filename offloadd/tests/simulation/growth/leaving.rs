@@ -1,12 +1,13 @@
 //! Devices that leave: they are empty then, whatever failed meanwhile, and the store opens without them.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offloadd::core::{Call, Event, Limits, Moves, Reply};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError, recover};
+use test_hooks::random::SimRandom;
 
 use super::{damage_a_tile, expect_all, extents, write_all};
 use crate::world::{LIMITS, World, formatted};

@@ -1,16 +1,17 @@
 //! A device is measured again. What could go wrong: a cut between its superblock and the catalog leaves a store that does not
 //! open, or rates that nothing goes by; room that was lent is used twice or never given back; nothing moves, or what need not.
 
+use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
 use offloadd::blocks::{AlignedBytes, Blocks};
 use offloadd::core::{Call, Event, Measuring, Moves, Reply};
-use offloadd::engine::sim::{SimDisks, SimFault, SimFaultPlan, SimRandom};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::recover;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::verify;
+use test_hooks::random::SimRandom;
 
 use super::{expect_all, write_all};
 use crate::world::{Process, World, definition, formatted, job};

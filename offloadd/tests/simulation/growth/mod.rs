@@ -7,9 +7,9 @@ mod last_numbers;
 mod leaving;
 mod measured;
 
+use crate::disks::SimDisks;
 use offloadd::blocks::Blocks;
 use offloadd::core::Reply;
-use offloadd::engine::sim::SimDisks;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::recover;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
-use swapper::kill_point::{Point, reach};
+use test_hooks::kill_point::{Point, reach};
 
 use super::super::DataError;
 use crate::run::make_dir;

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use kernels::gpu::Gpu;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
 use swapper::{Backing, Daemon};
+use test_hooks::kill_point::{Point, reach};
 
 pub(crate) use mend::mend;
 pub(crate) use run::OpenRun;

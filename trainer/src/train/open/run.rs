@@ -8,8 +8,8 @@ use kernels::gpu::Registration;
 use rayon::prelude::*;
 use serde_json::Value;
 use swapper::UninitTile;
-use swapper::kill_point::{Point, reach};
 use swapper::private::PrivateDaemon;
+use test_hooks::kill_point::{Point, reach};
 
 use super::super::TrainError;
 use super::first::First;

@@ -1,22 +1,22 @@
-//! Named points of a training process at which a test may kill it, in every phase of a run: in test builds only.
+//! Named points of a training process at which a test may kill it, in every phase of a run.
 //!
-//! `OFFLOADD_KILL=committing@3` ends the process with SIGKILL when it comes by that point for the third time;
-//! `OFFLOADD_KILL=rank1:committing@3` only the process that is rank 1 of its run (`RANK`). With `OFFLOADD_KILL_HOLDS=FILE`
-//! nobody is killed: the process makes FILE, and the thread that came by waits until that is gone. Whoever watches kills whom
-//! he wants meanwhile: another rank, their launcher, their daemon.
+//! `OFFLOADD_KILL=committing@3` kills the process with SIGKILL when it reaches that point for the third time;
+//! `OFFLOADD_KILL=rank1:committing@3` only the process with that `RANK`. With `OFFLOADD_KILL_HOLDS=FILE` the process instead
+//! creates FILE at that point and waits until FILE is deleted. Meanwhile the test may kill another process: another rank, the
+//! launcher or the daemon.
 
-/// Where a process may be killed.
+/// A point where a process may be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// Tokens are made and have no name yet.
+    /// The tokenized data are written and not yet renamed to their final name.
     Tokens,
     /// The store's daemon serves; the run has no session yet.
     Opening,
-    /// A run is about to get its record.
+    /// The run record is about to be written.
     Describing,
-    /// One more tile has its first weights.
+    /// A tile has its initial weights.
     Filling,
-    /// The run is open where it stands.
+    /// The run is open.
     Opened,
     /// A block's forward was computed.
     Forward,
@@ -28,28 +28,28 @@ pub enum Point {
     Writing,
     /// A generation is about to be committed.
     Committing,
-    /// A commit was acknowledged, and nobody acted on it yet.
+    /// A commit was acknowledged, and nothing has used the acknowledgement yet.
     Committed,
-    /// A step's line is about to be written.
+    /// The log line of a step is about to be written.
     Telling,
-    /// One more tile of a save was written.
+    /// A tile of a checkpoint was written.
     Checkpointing,
-    /// The tiles of a save are written, and it has no name yet.
+    /// The tiles of a checkpoint are written, and it is not yet renamed to its final name.
     NamingCheckpoint,
-    /// A save has its name; older ones are still there.
+    /// A checkpoint has its final name; older ones are not yet deleted.
     CheckpointNamed,
-    /// What is pending is about to be applied and committed.
+    /// Pending updates are about to be applied and committed.
     Draining,
-    /// All is kept, and the run is about to be closed.
+    /// Everything is stored, and the run is about to be closed.
     Closing,
-    /// One more tile's weights were exported.
+    /// The weights of a tile were exported.
     Exporting,
-    /// An export is whole and has no name yet.
+    /// An export is complete and not yet renamed to its final name.
     NamingExport,
 }
 
 impl Point {
-    /// All of them, in the order in which a process comes by.
+    /// All points, in the order in which a process reaches them.
     pub const ALL: [Self; 19] = [
         Self::Tokens,
         Self::Opening,
@@ -72,7 +72,7 @@ impl Point {
         Self::NamingExport,
     ];
 
-    /// Its name in `OFFLOADD_KILL`.
+    /// Returns the name in `OFFLOADD_KILL`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tokens => "tokens",
@@ -98,9 +98,9 @@ impl Point {
     }
 }
 
-/// The process reaches `point`. Panics when what a test asked for makes no sense: it must not believe in a kill that never
-/// comes.
-#[cfg(feature = "safeguard")]
+/// Kills or holds the process if a test asked for it at `point`. Panics on a value that cannot be parsed, so that no test runs
+/// without its kill.
+#[cfg(feature = "active")]
 pub fn reach(point: Point) {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -130,8 +130,8 @@ pub fn reach(point: Point) {
     }
 }
 
-/// Says in `file` that the point was reached, and waits until the file is gone.
-#[cfg(feature = "safeguard")]
+/// Creates `file` and waits until it is deleted.
+#[cfg(feature = "active")]
 fn hold(file: &std::path::Path) {
     std::fs::write(file, []).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     while file.exists() {
@@ -139,21 +139,21 @@ fn hold(file: &std::path::Path) {
     }
 }
 
-/// The process reaches `point`: nothing happens, in this build.
-#[cfg(not(feature = "safeguard"))]
+/// Does nothing in this build.
+#[cfg(not(feature = "active"))]
 pub const fn reach(_point: Point) {}
 
-/// What a test asks for.
-#[cfg(any(test, feature = "safeguard"))]
+/// A parsed value of `OFFLOADD_KILL`.
+#[cfg(any(test, feature = "active"))]
 #[derive(Debug, PartialEq, Eq)]
 struct AskedFor {
     rank: Option<u32>,
     point: Point,
-    /// How often it is come by.
+    /// How often the point is reached before the kill.
     number: u64,
 }
 
-#[cfg(any(test, feature = "safeguard"))]
+#[cfg(any(test, feature = "active"))]
 fn parse(text: &str) -> Option<AskedFor> {
     let (rank, text) = match text.split_once(':') {
         Some((rank, rest)) => (Some(rank.strip_prefix("rank")?.parse().ok()?), rest),

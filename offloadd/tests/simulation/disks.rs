@@ -2,53 +2,20 @@
 //! little, lie, and lose what was not flushed, sector by sector, when the power goes or a flush fails. The flush after one that
 //! failed succeeds and says nothing of what was lost. Everything is drawn from a seed.
 //!
-//! Not an engine a daemon can choose: tests drive the core with it, one event at a time. A flush of one device does not
-//! flush another.
+//! Tests drive the core with these disks, one event at a time. A flush of one device does not flush another.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use offload_api::ids::DeviceIndex;
+use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
-use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use crate::core::{Buffer, IoId, IoOp, IoResult, SessionId};
-
-/// What a drive keeps or loses as one.
-pub const SECTOR_BYTES: usize = 512;
-
-/// Numbers from a seed (SplitMix64).
-#[derive(Clone, Debug)]
-pub struct SimRandom(u64);
-
-impl SimRandom {
-    /// The same seed, the same numbers.
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// The next one.
-    pub fn number(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// One of `0..count`.
-    pub fn below(&mut self, count: usize) -> usize {
-        (self.number() % count as u64) as usize
-    }
-
-    /// True once in `count` times.
-    pub fn one_in(&mut self, count: usize) -> bool {
-        self.below(count) == 0
-    }
-}
+use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
+use offloadd::core::{Buffer, IoId, IoOp, IoResult, SessionId};
 
 /// What a disk does instead of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum SimFault {
+pub(crate) enum SimFault {
     /// Answers an errno and moves nothing.
     Errno(i32),
     /// Moves the first half and says so. A flush answers EIO.
@@ -78,13 +45,13 @@ impl SimFault {
 
 /// When a fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SimFaultPlan {
+pub(crate) struct SimFaultPlan {
     /// Of the operation, over all devices, from 0 on.
-    pub at: u64,
+    pub(crate) at: u64,
     /// Also of every later one.
-    pub for_good: bool,
+    pub(crate) for_good: bool,
     /// What.
-    pub fault: SimFault,
+    pub(crate) fault: SimFault,
 }
 
 #[derive(Clone)]
@@ -104,15 +71,15 @@ struct SimDevice {
 
 /// A set of simulated disks.
 #[derive(Clone)]
-pub struct SimDisks {
+pub(crate) struct SimDisks {
     devices: Vec<SimDevice>,
     /// Ever made: each has a name of its own.
     made_count: usize,
     operation_count: u64,
     /// What will go wrong.
-    pub plan: Option<SimFaultPlan>,
+    pub(crate) plan: Option<SimFaultPlan>,
     /// What went wrong, and how often.
-    pub happened: BTreeMap<SimFault, u64>,
+    pub(crate) happened: BTreeMap<SimFault, u64>,
 }
 
 /// From "nothing is kept" over "half" to "everything".
@@ -140,7 +107,7 @@ impl SimDevice {
 
 impl SimDisks {
     /// Disks of these sizes, all zeros.
-    pub fn new(sizes_bytes: &[u64]) -> Self {
+    pub(crate) fn new(sizes_bytes: &[u64]) -> Self {
         let mut disks = Self {
             devices: Vec::new(),
             made_count: 0,
@@ -155,7 +122,7 @@ impl SimDisks {
     }
 
     /// One more, all zeros. Its position.
-    pub fn add(&mut self, bytes: u64) -> usize {
+    pub(crate) fn add(&mut self, bytes: u64) -> usize {
         self.devices.push(SimDevice {
             path: format!("sim{}", self.made_count),
             live: vec![0; bytes as usize],
@@ -169,12 +136,12 @@ impl SimDisks {
     }
 
     /// Operations so far, to plan the next fault.
-    pub fn operation_count(&self) -> u64 {
+    pub(crate) fn operation_count(&self) -> u64 {
         self.operation_count
     }
 
     /// One operation, done or failed at once.
-    pub fn apply(
+    pub(crate) fn apply(
         &mut self,
         op: IoOp,
         position: usize,
@@ -255,7 +222,7 @@ impl SimDisks {
 
     /// The power goes: of each unflushed write any of its sectors may be there afterwards, those of `inflight` (device,
     /// offset, bytes) too.
-    pub fn crash(&mut self, seed: u64, inflight: Vec<(usize, u64, Vec<u8>)>) {
+    pub(crate) fn crash(&mut self, seed: u64, inflight: Vec<(usize, u64, Vec<u8>)>) {
         let mut random = SimRandom::new(seed);
         for (position, offset, bytes) in inflight {
             let device = &mut self.devices[position];
@@ -282,17 +249,17 @@ impl SimDisks {
     }
 
     /// From now on the device does this instead of every operation.
-    pub fn break_for_good(&mut self, position: usize, fault: SimFault) {
+    pub(crate) fn break_for_good(&mut self, position: usize, fault: SimFault) {
         self.devices[position].broken = Some(fault);
     }
 
     /// As a drive whose cells have failed: this range cannot be read until it is written.
-    pub fn wear_out(&mut self, position: usize, range: Range<u64>) {
+    pub(crate) fn wear_out(&mut self, position: usize, range: Range<u64>) {
         self.devices[position].unreadable.push(range);
     }
 
     /// Nothing goes wrong any more.
-    pub fn mend(&mut self) {
+    pub(crate) fn mend(&mut self) {
         self.plan = None;
         for device in &mut self.devices {
             device.broken = None;
@@ -301,19 +268,19 @@ impl SimDisks {
     }
 
     /// One bit is the other way round from now on.
-    pub fn flip(&mut self, position: usize, offset: u64, bit: u32) {
+    pub(crate) fn flip(&mut self, position: usize, offset: u64, bit: u32) {
         let device = &mut self.devices[position];
         device.live[offset as usize] ^= 1 << bit;
         device.durable[offset as usize] ^= 1 << bit;
     }
 
     /// What a read would see.
-    pub fn bytes(&self, position: usize) -> &[u8] {
+    pub(crate) fn bytes(&self, position: usize) -> &[u8] {
         &self.devices[position].live
     }
 
     /// Other devices, in another order, of the same contents.
-    pub fn pick(&self, positions: &[usize]) -> Self {
+    pub(crate) fn pick(&self, positions: &[usize]) -> Self {
         let devices = positions.iter().map(|&at| self.devices[at].clone());
         Self {
             devices: devices.collect(),
@@ -390,23 +357,23 @@ impl SimDisks {
 }
 
 /// Operations in flight on simulated disks, and the arenas they move.
-pub struct SimEngine {
+pub(crate) struct SimEngine {
     /// The disks. Device indices are positions: the set is used in the store's order.
-    pub disks: SimDisks,
+    pub(crate) disks: SimDisks,
     arenas: HashMap<SessionId, Vec<u8>>,
     inflight: Vec<SimIo>,
     /// Done by the disks, and not reported yet.
     done: Vec<SimDone>,
     /// Its operations end after those of the others, nearly always.
-    pub slow: Option<DeviceIndex>,
+    pub(crate) slow: Option<DeviceIndex>,
     /// Operations there do not end until this is taken away.
-    pub held: Option<(DeviceIndex, Range<u64>)>,
+    pub(crate) held: Option<(DeviceIndex, Range<u64>)>,
     /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
-    pub strays_count: usize,
+    pub(crate) strays_count: usize,
 }
 
 /// How an operation ended, and the daemon's own bytes that were read or written.
-pub type SimDone = (IoId, IoResult, Option<AlignedBytes>);
+pub(crate) type SimDone = (IoId, IoResult, Option<AlignedBytes>);
 
 struct SimIo {
     io: IoId,
@@ -419,7 +386,7 @@ struct SimIo {
 
 impl SimEngine {
     /// Nothing in flight yet.
-    pub fn new(disks: SimDisks) -> Self {
+    pub(crate) fn new(disks: SimDisks) -> Self {
         Self {
             disks,
             arenas: HashMap::new(),
@@ -432,27 +399,22 @@ impl SimEngine {
     }
 
     /// Memory for a session.
-    pub fn make_arena(&mut self, session: SessionId, bytes: u64) {
+    pub(crate) fn make_arena(&mut self, session: SessionId, bytes: u64) {
         self.arenas.insert(session, vec![0; bytes as usize]);
     }
 
     /// Takes it back.
-    pub fn drop_arena(&mut self, session: SessionId) {
+    pub(crate) fn drop_arena(&mut self, session: SessionId) {
         self.arenas.remove(&session).expect("an arena");
     }
 
     /// What the process sees of its arena.
-    pub fn arena(&mut self, session: SessionId) -> &mut [u8] {
+    pub(crate) fn arena(&mut self, session: SessionId) -> &mut [u8] {
         self.arenas.get_mut(&session).expect("an arena")
     }
 
-    /// How many have not ended.
-    pub fn inflight_count(&self) -> usize {
-        self.inflight.len() + self.done.len()
-    }
-
     /// Starts an operation; it ends in some later [`SimEngine::end_one`].
-    pub fn submit(
+    pub(crate) fn submit(
         &mut self,
         io: IoId,
         device: DeviceIndex,
@@ -473,7 +435,7 @@ impl SimEngine {
 
     /// Reports the end of one operation, any of those that the disks have done. Memory is read and written when they do it,
     /// which may be several reports earlier. With it the daemon's own bytes it was about.
-    pub fn end_one(&mut self, random: &mut SimRandom) -> Option<SimDone> {
+    pub(crate) fn end_one(&mut self, random: &mut SimRandom) -> Option<SimDone> {
         // Something was done long before its end is reported, and something else meanwhile.
         while self.done.is_empty() || random.one_in(3) {
             if !self.do_one(random) {
@@ -537,7 +499,7 @@ impl SimEngine {
 
     /// The power goes, or (`power` false) only the daemon is killed: its operations in flight happen or not, and what the
     /// disks were given stays.
-    pub fn crash(&mut self, random: &mut SimRandom, power: bool) {
+    pub(crate) fn crash(&mut self, random: &mut SimRandom, power: bool) {
         self.held = None;
         let mut torn = Vec::new();
         while !self.inflight.is_empty() {

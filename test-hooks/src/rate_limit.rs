@@ -1,20 +1,17 @@
-//! The speed a test wants devices to have. Only with the feature `safeguard`, which only test builds have:
-//! `OFFLOADD_PACE=60000000,30000000` is bytes read and bytes written a second, each device for itself;
-//! `OFFLOADD_PACE="b=30000000,15000000;60000000,30000000"` has another pace for files whose name begins with `b`.
-//!
-//! Without the feature the answer is the constant `None` and no code is left.
+//! Speed limits of devices: `OFFLOADD_PACE=60000000,30000000` limits each device to so many bytes read and written a second;
+//! `OFFLOADD_PACE="b=30000000,15000000;60000000,30000000"` has other limits for files whose name begins with `b`.
 
-/// Bytes a second of one device, both ways at the same time.
+/// Speed of one device, with reads and writes at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// Read.
+    /// Bytes read a second.
     pub read_bytes_per_s: u64,
-    /// Written.
+    /// Bytes written a second.
     pub write_bytes_per_s: u64,
 }
 
 impl Pace {
-    /// "READ,WRITE", both at least 1.
+    /// Parses "READ,WRITE", both at least 1.
     pub fn parse(text: &str) -> Option<Self> {
         let (read, write) = text.split_once(',')?;
         let rate = |text: &str| text.trim().parse::<u64>().ok().filter(|&rate| rate > 0);
@@ -25,7 +22,7 @@ impl Pace {
     }
 }
 
-/// Of each device.
+/// Speeds of all devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paces {
     named: Vec<(String, Pace)>,
@@ -33,7 +30,7 @@ pub struct Paces {
 }
 
 impl Paces {
-    /// Any number of "NAME=READ,WRITE;", then "READ,WRITE" of the others.
+    /// Parses any number of "NAME=READ,WRITE;" and then "READ,WRITE" for the other devices.
     pub fn parse(text: &str) -> Option<Self> {
         let (named, others) = match text.rsplit_once(';') {
             Some((named, others)) => (named.split(';').collect(), others),
@@ -49,7 +46,7 @@ impl Paces {
         })
     }
 
-    /// Of the device whose file has this name.
+    /// Returns the speed of the device with this file name.
     pub fn of(&self, file_name: &str) -> Pace {
         let mut named = self.named.iter();
         named
@@ -58,15 +55,15 @@ impl Paces {
     }
 }
 
-/// What a test asked for. Panics when it makes no sense: a test that believes in a pace must not run without one.
-#[cfg(feature = "safeguard")]
+/// Returns the speeds a test asked for. Panics on a value that cannot be parsed, so that no test runs without them.
+#[cfg(feature = "active")]
 pub fn paces() -> Option<Paces> {
     let text = std::env::var("OFFLOADD_PACE").ok()?;
     Some(Paces::parse(&text).unwrap_or_else(|| panic!("OFFLOADD_PACE={text}: it is READ,WRITE")))
 }
 
-/// What a test asked for: nothing, in this build.
-#[cfg(not(feature = "safeguard"))]
+/// Returns the speeds a test asked for: none, in this build.
+#[cfg(not(feature = "active"))]
 pub const fn paces() -> Option<Paces> {
     None
 }

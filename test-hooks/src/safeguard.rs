@@ -1,9 +1,7 @@
-//! Protective mechanisms that a test can take away, to see that a named test fails without them.
-//!
-//! Only with the feature `safeguard`, which only test builds have: `OFFLOADD_DISABLE=checksum,second-flush`.
-//! Without the feature every question is the constant `false` and no code is left.
+//! Safeguards that a test can disable, to see that a named test fails without them:
+//! `OFFLOADD_DISABLE=checksum,second-flush`.
 
-/// A mechanism behind a promise.
+/// A mechanism that protects a promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Safeguard {
     /// A tile read back is compared with its checksum.
@@ -16,26 +14,26 @@ pub enum Safeguard {
     GenerationCheck,
     /// A store belongs to one daemon.
     Lock,
-    /// A submission of another life of the daemon is refused.
+    /// A submission of another incarnation of the daemon is refused.
     Epoch,
     /// A dead process's slots are kept until its I/O has ended.
     ReclaimAfterIo,
-    /// A write goes where nothing committed lies.
+    /// A write never overwrites committed bytes.
     OutOfPlace,
     /// Tiles are spread over the devices of a store.
     Placement,
     /// A copied tile is flushed before a definition names it.
     CopyFlush,
-    /// The extent a tile has left is taken again only when the new definition is durable.
+    /// The extent that a moved tile leaves is reused only after the new definition is durable.
     LeaveLast,
-    /// Nothing is committed while a definition is written again.
+    /// Nothing is committed while a definition is rewritten.
     ExchangeFirst,
-    /// What was handed over before another daemon served the store is refused.
+    /// State handed over before another daemon served the store is refused.
     Lives,
 }
 
 impl Safeguard {
-    /// Its name in `OFFLOADD_DISABLE`.
+    /// Returns the name in `OFFLOADD_DISABLE`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Checksum => "checksum",
@@ -55,16 +53,16 @@ impl Safeguard {
     }
 }
 
-/// Whether a test took `mechanism` away.
-#[cfg(feature = "safeguard")]
-pub fn removed(mechanism: Safeguard) -> bool {
-    static REMOVED: std::sync::OnceLock<String> = std::sync::OnceLock::new();
-    let list = REMOVED.get_or_init(|| std::env::var("OFFLOADD_DISABLE").unwrap_or_default());
-    list.split(',').any(|name| name == mechanism.name())
+/// Whether a test disabled `safeguard`.
+#[cfg(feature = "active")]
+pub fn is_disabled(safeguard: Safeguard) -> bool {
+    static DISABLED: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    let list = DISABLED.get_or_init(|| std::env::var("OFFLOADD_DISABLE").unwrap_or_default());
+    list.split(',').any(|name| name == safeguard.name())
 }
 
-/// Whether a test took `mechanism` away: never, in this build.
-#[cfg(not(feature = "safeguard"))]
-pub const fn removed(_mechanism: Safeguard) -> bool {
+/// Whether a test disabled the safeguard: never, in this build.
+#[cfg(not(feature = "active"))]
+pub const fn is_disabled(_safeguard: Safeguard) -> bool {
     false
 }

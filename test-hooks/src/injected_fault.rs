@@ -1,37 +1,35 @@
-//! One operation of a real daemon goes wrong, counted from its start: for tests that try every one of them.
+//! Lets one device operation of a real daemon fail, counted from its start, so that tests can try each of them.
 //!
-//! `OFFLOADD_FAULT=kill@17` ends the process with SIGKILL instead of its 17th operation on a device; `EIO@17` answers an
-//! errno in its place (any of the names below), `short@17` half of what was asked; `EIO@17+` that one and all later ones.
-//! `cut@17` is a power cut: of what devices were given and not told to flush, any sectors are lost, and the process ends.
-//!
-//! Only with the feature `safeguard`, which only test builds have.
+//! `OFFLOADD_FAULT=kill@17` kills the process with SIGKILL instead of operation 17; `EIO@17` answers an errno in its place (any
+//! of the names below), `short@17` moves half of the bytes; `EIO@17+` also fails all later operations. `cut@17` cuts the power:
+//! any sectors that were written and not flushed are lost, and the process is killed.
 
-/// What happens instead.
+/// What happens instead of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
     /// The process is killed.
     Kill,
-    /// The power goes.
+    /// The power is cut.
     Cut,
-    /// The device answers this.
+    /// The device answers this errno.
     Errno(i32),
-    /// The device moves half.
+    /// The device moves half of the bytes.
     Short,
 }
 
-/// What goes wrong, and when.
+/// A fault and when it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InjectedFault {
     /// Instead of the operation.
     pub instead: Instead,
-    /// Which, from 0 on.
+    /// Number of the operation, from 0.
     pub at: u64,
-    /// All later ones too.
+    /// Whether it also happens to all later operations.
     pub for_good: bool,
 }
 
 impl InjectedFault {
-    /// From its words.
+    /// Parses a value of `OFFLOADD_FAULT`.
     pub fn parse(text: &str) -> Option<Self> {
         let (what, at) = text.split_once('@')?;
         let instead = match what {
@@ -51,15 +49,15 @@ impl InjectedFault {
         })
     }
 
-    /// What happens instead of operation `number`.
+    /// Returns what happens instead of operation `number`.
     pub fn of(&self, number: u64) -> Option<Instead> {
         let met = self.at == number || self.for_good && self.at < number;
         met.then_some(self.instead)
     }
 }
 
-/// What a test asked for. Panics when it makes no sense: a test that believes in a mishap must not run without one.
-#[cfg(feature = "safeguard")]
+/// Returns the fault a test asked for. Panics on a value that cannot be parsed, so that no test runs without its fault.
+#[cfg(feature = "active")]
 pub fn injected_fault() -> Option<InjectedFault> {
     let text = std::env::var("OFFLOADD_FAULT").ok()?;
     let injected_fault = InjectedFault::parse(&text);
@@ -69,8 +67,8 @@ pub fn injected_fault() -> Option<InjectedFault> {
     )
 }
 
-/// What a test asked for: nothing, in this build.
-#[cfg(not(feature = "safeguard"))]
+/// Returns the fault a test asked for: none, in this build.
+#[cfg(not(feature = "active"))]
 pub const fn injected_fault() -> Option<InjectedFault> {
     None
 }

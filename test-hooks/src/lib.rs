@@ -1,0 +1,20 @@
+//! What tests change in a running program, each by an environment variable.
+//!
+//! | variable | module | effect |
+//! |---|---|---|
+//! | `OFFLOADD_DISABLE` | [`safeguard`] | disables a safeguard, so that a named test fails |
+//! | `OFFLOADD_FAULT` | [`injected_fault`] | lets one operation of a daemon fail, or cuts the power there |
+//! | `OFFLOADD_KILL` | [`kill_point`] | kills a training process at a named point |
+//! | `OFFLOADD_PACE` | [`rate_limit`] | limits the speed of devices |
+//!
+//! The hooks exist only with the feature `active`, which only test builds have. Without it every question is a constant and no
+//! code is left.
+
+#![deny(unsafe_code)]
+#![warn(missing_docs)]
+
+pub mod injected_fault;
+pub mod kill_point;
+pub mod random;
+pub mod rate_limit;
+pub mod safeguard;
