@@ -16,7 +16,7 @@ out=$1
 shift
 [ $# -gt 0 ] || set -- engines gpu disk unequal drives training
 bench=${PROGRAMS:-target/release}/bench-io
-fast="--read 6.2G --write 3.2G --loop-devices 4 --size 1g"
+fast="--read 6.2GB/s --write 3.2GB/s --loop-devices 4 --size 1g"
 pages=/sys/kernel/mm/transparent_hugepage/shmem_enabled
 before=$(sed 's/.*\[\(.*\)\].*/\1/' $pages)
 ram=
@@ -53,7 +53,7 @@ part() {
         done
         ;;
     gpu)
-        "$bench" testdrives create 4 4g 100G 100G --loop-devices 2 --name gpu >"$out/directories" || return
+        "$bench" testdrives create 4 4g 100GB/s 100GB/s --loop-devices 2 --name gpu >"$out/directories" || return
         directories=$(sed 's/^/--directory /' "$out/directories" | tr '\n' ' ')
         for rw in read write rw; do
             for target in gpu daemon; do
@@ -68,7 +68,7 @@ part() {
     disk) said scale --directory "$out" --size 1g --runtime 1 ;;
     unequal) said scale --testdrives 4 --slow-last $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
     drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
-    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2G --write 3.2G --loop-devices 2 --steps 7 --out "$out/training" ;;
+    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --steps 7 --out "$out/training" ;;
     *) echo "$1: no such part" >&2; return 2 ;;
     esac
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
+use offload_support::units::ApproxRate;
 use serde::Serialize;
 
 use crate::fio::{Fio, FioFigures, FioJob};
@@ -13,7 +14,7 @@ use crate::prepared::{Prepared, depth_of_file};
 use crate::progress::Progress;
 use crate::report::Figures;
 use crate::rounds::median;
-use crate::units::{Micros, SpeedText};
+use crate::units::Micros;
 
 /// fio, and files for it.
 pub(crate) struct Beside {
@@ -170,7 +171,7 @@ impl fmt::Display for BesideReport {
         )?;
         for row in &self.rows {
             let text = |value: f64| match row.figure {
-                Figure::BytesPerS => SpeedText(value).to_string(),
+                Figure::BytesPerS => ApproxRate(value).to_string(),
                 Figure::LatencyNsP50 | Figure::LatencyNsP99 => Micros(value as u64).to_string(),
             };
             let of = |values: &[f64]| {

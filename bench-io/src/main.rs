@@ -6,13 +6,12 @@
 //! ```
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `say` does not.
+// They panic when the reader has gone: `outln!` and `errln!` do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 mod child;
 mod cli;
-mod console;
 mod drive;
 mod fio;
 mod fio_compare;
@@ -44,6 +43,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use offload_support::{console, errln};
 
 use crate::cli::canonical::CanonicalArgs;
 use crate::cli::run::RunArgs;
@@ -106,10 +106,11 @@ enum Command {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match run(arguments) {
+    // Lost output is an error of a command that went well otherwise.
+    match run(arguments).and_then(|()| Ok(console::finish()?)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            console::note(format_args!("{error:#}"));
+            errln!("bench-io: {error:#}");
             ExitCode::FAILURE
         }
     }

@@ -8,12 +8,13 @@
 
 use std::fmt;
 
+use offloadd::api::BLOCK_BYTES;
 use serde::Serialize;
 
 use crate::random_data;
 
 /// What a pattern is checked in: the smallest thing a device writes whole.
-const BLOCK: usize = 4096;
+const BLOCK: usize = BLOCK_BYTES as usize;
 const MAGIC: u64 = u64::from_le_bytes(*b"offloadp");
 const WORDS: usize = BLOCK / 8;
 

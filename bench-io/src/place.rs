@@ -1,10 +1,11 @@
 //! Directories and stores made for one measurement, and gone with it.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use offload_client::private::{OwnDir, PrivateDaemon, PrivateSettings};
+use offload_support::retry::retry;
 
 use crate::random_data;
 
@@ -19,8 +20,11 @@ pub(crate) const fn store_file_bytes(tile_bytes: u64) -> u64 {
 /// Of the arena, beside the slots: the gaps between pieces.
 const ARENA_SLACK_BYTES: u64 = 64 << 20;
 
-/// A ring is gone some 0.1 s after its process, a busy one's later.
-const RELEASE_WAIT: Duration = Duration::from_secs(10);
+/// Pauses while a process that has ended releases its files: its io_uring is gone about 0.1 s later, under load up to
+/// seconds.
+pub(crate) fn release_waits() -> impl Iterator<Item = Duration> {
+    std::iter::repeat_n(Duration::from_millis(20), 500)
+}
 
 /// A directory of this run's own; gone with it, or with the next run on the same drive where this one was killed.
 #[derive(Debug)]
@@ -122,19 +126,16 @@ impl OwnDaemon {
     }
 }
 
-/// The kernel keeps a dead daemon's files, and their room, until its ring is gone. Whoever needs the room next must not find
-/// the drive full.
+/// Waits until the kernel has released the daemon's files, so that the next measurement does not find the drive full.
 impl Drop for OwnDaemon {
     fn drop(&mut self) {
         drop(self.daemon.take());
-        let deadline = Instant::now() + RELEASE_WAIT;
         for device in &self.devices {
             let Ok(file) = std::fs::File::open(device) else {
                 continue;
             };
-            while file.try_lock().is_err() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            // A file that stays busy holds up nobody but the next measurement.
+            let _ = retry(release_waits(), || file.try_lock());
         }
     }
 }

@@ -3,8 +3,7 @@
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
-
-use crate::units::SpeedText;
+use offload_support::units::ApproxRate;
 
 /// The line. Gone when this is.
 pub(crate) struct Progress {
@@ -29,7 +28,7 @@ impl Progress {
     pub(crate) fn show(&self, what: &str, bytes: [u64; 2], start: Instant, end: Option<Instant>) {
         let now = Instant::now();
         let seconds = now.saturating_duration_since(start).as_secs_f64().max(0.1);
-        let rate = |bytes: u64| SpeedText(bytes as f64 / seconds);
+        let rate = |bytes: u64| ApproxRate(bytes as f64 / seconds);
         let [read, write] = bytes;
         let rates = match (read, write) {
             (_, 0) => format!("read {}", rate(read)),

@@ -1,16 +1,17 @@
-//! Sizes, rates and switches as fio's users write them: `4m`, `4MiB`, `6.2G`, `620MB/s`, `direct=1`.
+//! Sizes, rates and switches of options and job files, at least 1 and at most what a measurement can mean.
 
 use std::fmt;
 use std::str::FromStr;
 
+use offload_support::units::{ApproxRate, parse_bytes, parse_rate};
 use serde::{Deserialize, Serialize};
 
-/// Bytes. `k`, `m`, `g`, `t` are powers of 1024, as in fio; `KiB`, `MiB`, ... too.
+/// A size in bytes, 1 to 8 PiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "u64")]
 pub(crate) struct Bytes(pub(crate) u64);
 
-/// Bytes a second. `K`, `M`, `G` are powers of 1000, as drives are sold.
+/// A rate in bytes a second, at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "u64")]
 pub(crate) struct Rate(pub(crate) u64);
@@ -20,7 +21,7 @@ pub(crate) struct Rate(pub(crate) u64);
 #[serde(try_from = "NumberOrText", into = "bool")]
 pub(crate) struct Switch(pub(crate) bool);
 
-/// What a TOML value of ours may be.
+/// A TOML value: `4194304`, `"4m"` or `true`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum NumberOrText {
@@ -39,46 +40,22 @@ impl NumberOrText {
     }
 }
 
-/// A positive number and what follows it, in lower case.
-fn split(text: &str) -> Result<(f64, String), String> {
-    let text = text.trim();
-    let end = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(text.len());
-    let number: f64 = text[..end]
-        .parse()
-        .map_err(|_| format!("`{text}` does not begin with a number"))?;
-    Ok((number, text[end..].trim().to_ascii_lowercase()))
-}
+/// Most bytes, or bytes a second, of a measurement: beyond 2^53 a double skips whole numbers.
+const MAX: u64 = 1 << 53;
 
-fn power(unit: &str) -> Option<i32> {
-    Some(match unit {
-        "" => 0,
-        "k" => 1,
-        "m" => 2,
-        "g" => 3,
-        "t" => 4,
-        _ => return None,
-    })
-}
-
-fn whole(value: f64, text: &str) -> Result<u64, String> {
-    // 2^53: beyond it a double skips whole numbers, and no drive is as large.
-    if !(1.0..9.0e15).contains(&value) {
-        return Err(format!("`{text}` is not between 1 byte and 8 PiB"));
+fn checked(text: &str, value: u64) -> Result<u64, String> {
+    match (1..=MAX).contains(&value) {
+        true => Ok(value),
+        false => Err(format!("`{text}` is not between 1 byte and 8 PiB")),
     }
-    Ok(value.round() as u64)
 }
 
 impl FromStr for Bytes {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (number, unit) = split(text)?;
-        let short = unit.strip_suffix("ib").unwrap_or(&unit);
-        let power = power(short)
-            .ok_or_else(|| format!("`{text}`: the unit is none of k, m, g, t, KiB, MiB, GiB"))?;
-        whole(number * 1024_f64.powi(power), text).map(Self)
+        let bytes = parse_bytes(text).map_err(|error| error.to_string())?;
+        checked(text, bytes).map(Self)
     }
 }
 
@@ -86,12 +63,8 @@ impl FromStr for Rate {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (number, unit) = split(text)?;
-        let short = unit.strip_suffix("/s").unwrap_or(&unit);
-        let short = short.strip_suffix('b').unwrap_or(short);
-        let power = power(short)
-            .ok_or_else(|| format!("`{text}`: the unit is none of K, M, G, MB/s, GB/s"))?;
-        whole(number * 1000_f64.powi(power), text).map(Self)
+        let rate = parse_rate(text).map_err(|error| error.to_string())?;
+        checked(text, rate).map(Self)
     }
 }
 
@@ -138,7 +111,7 @@ impl From<Switch> for bool {
     }
 }
 
-/// `4 MiB`, as people read it; other numbers as they are.
+/// Exact: `4 MiB`, or the number of bytes.
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
@@ -150,27 +123,13 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// In GB/s, or MB/s where that says more.
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", SpeedText(self.0 as f64))
+        ApproxRate(self.0 as f64).fmt(f)
     }
 }
 
-/// A measured speed for people: three figures that mean something.
-pub(crate) struct SpeedText(pub(crate) f64);
-
-impl fmt::Display for SpeedText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 < 1e9 {
-            write!(f, "{:.1} MB/s", self.0 / 1e6)
-        } else {
-            write!(f, "{:.2} GB/s", self.0 / 1e9)
-        }
-    }
-}
-
-/// A time for people.
+/// A latency for people, from nanoseconds.
 pub(crate) struct Micros(pub(crate) u64);
 
 impl fmt::Display for Micros {
@@ -189,21 +148,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fio_and_drive_makers_count_differently_and_both_are_understood() {
-        let bytes = |text: &str| text.parse::<Bytes>().map(|b| b.0);
-        assert_eq!(bytes("4m"), Ok(4 << 20));
-        assert_eq!(bytes("4MiB"), Ok(4 << 20));
-        assert_eq!(bytes("4096"), Ok(4096));
-        assert_eq!(bytes("1.5g"), Ok(3 << 29));
-        let rate = |text: &str| text.parse::<Rate>().map(|r| r.0);
-        assert_eq!(rate("6.2G"), Ok(6_200_000_000));
-        assert_eq!(rate("620MB/s"), Ok(620_000_000));
-        for wrong in ["", "m", "-1", "4MB", "1e9", "0", "9999999t", "4 m b"] {
-            assert!(bytes(wrong).is_err(), "{wrong}");
+    fn nothing_and_more_than_any_drive_has_are_refused() {
+        assert_eq!("4m".parse(), Ok(Bytes(4 << 20)));
+        assert_eq!("6.2GB/s".parse(), Ok(Rate(6_200_000_000)));
+        for wrong in ["0", "99999TiB"] {
+            assert!(
+                wrong
+                    .parse::<Bytes>()
+                    .unwrap_err()
+                    .contains("between 1 byte"),
+                "{wrong}"
+            );
         }
-        for wrong in ["", "6GiB", "fast", "0"] {
-            assert!(rate(wrong).is_err(), "{wrong}");
-        }
+        assert!("0".parse::<Rate>().is_err());
     }
 
     #[test]

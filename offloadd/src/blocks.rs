@@ -3,61 +3,11 @@
 //! The data path does not come here: it goes through the engines. The simulated devices (`engine::sim`) and the opened
 //! ones (`device`) implement [`Blocks`].
 
-use offload_api::BLOCK_BYTES;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+pub use offload_support::aligned::AlignedBytes;
 
 use crate::core::IoOp;
 
-/// One block, where O_DIRECT wants it.
-#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C, align(4096))]
-struct Block([u8; BLOCK_BYTES as usize]);
-
-/// Whole blocks of memory that O_DIRECT takes: 4096-aligned, zeroed at first, of fixed length.
-#[derive(Clone)]
-pub struct AlignedBytes(Vec<Block>);
-
-impl AlignedBytes {
-    /// `bytes` zeros, rounded up to whole blocks.
-    pub fn zeroed(bytes: usize) -> Self {
-        let blocks = bytes.div_ceil(BLOCK_BYTES as usize);
-        Self(vec![Block([0; BLOCK_BYTES as usize]); blocks])
-    }
-
-    /// A copy of `bytes`, padded with zeros to whole blocks.
-    pub fn from_slice(bytes: &[u8]) -> Self {
-        let mut aligned = Self::zeroed(bytes.len());
-        aligned.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
-        aligned
-    }
-
-    /// All bytes.
-    pub fn as_slice(&self) -> &[u8] {
-        self.0.as_slice().as_bytes()
-    }
-
-    /// All bytes.
-    pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        self.0.as_mut_slice().as_mut_bytes()
-    }
-
-    /// Always a multiple of [`BLOCK_BYTES`].
-    pub fn len(&self) -> usize {
-        self.0.len() * BLOCK_BYTES as usize
-    }
-
-    /// Whether there is not one block.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
-/// The length only: a megabyte in a log helps nobody.
-impl std::fmt::Debug for AlignedBytes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "AlignedBytes({} bytes)", self.len())
-    }
-}
+const _: () = assert!(offload_support::aligned::BLOCK_BYTES == offload_api::BLOCK_BYTES as usize);
 
 /// Devices in the order of the settings (which need not be the store's order).
 pub trait Blocks {

@@ -71,7 +71,7 @@ enum Command {
         #[arg(value_name = "DEVICE")]
         devices: Vec<PathBuf>,
         /// Of each file, like 500GiB; a block device is taken whole
-        #[arg(long, value_name = "SIZE", value_parser = offloadd::config::parse_size)]
+        #[arg(long, value_name = "SIZE", value_parser = offload_support::units::parse_bytes)]
         size: Option<u64>,
         /// Overwrite files that exist and stores that are there
         #[arg(long)]

@@ -60,11 +60,11 @@ def main():
     parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row's training")
-    parser.add_argument("--drive-rates", nargs=2, metavar=("READ", "WRITE"), help="of one drive; 6.2G 3.2G")
+    parser.add_argument("--drive-rates", nargs=2, metavar=("READ", "WRITE"), help="of one drive, such as 6.2GB/s 3.2GB/s")
     parser.add_argument("--directory", action="append", default=[], help="a directory on a real drive instead of rate-limited ones; may come several times")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
     parser.add_argument("--trace", action="store_true", help="also a timeline of each row (trainer train --trace)")
-    parser.add_argument("--warm-memory", default="0", metavar="SIZE", help="touch so much memory first, on machines that get theirs lazily (96G)")
+    parser.add_argument("--warm-memory", default="0", metavar="SIZE", help="touch so much memory first, on machines that get theirs lazily (96GiB)")
     parser.add_argument("--commit", help="of the binaries; otherwise git is asked")
     args = parser.parse_args()
     if args.list:
@@ -86,7 +86,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("table.py: stopped"))
     args.out, testdrives.program = args.out.resolve(), args.bin.resolve() / "bench-io"
     args.out.mkdir(parents=True, exist_ok=True)
-    warm_memory(testdrives.number(args.warm_memory, 1024))
+    warm_memory(testdrives.number(args.warm_memory))
     table = Table(args)
     failed = [name for name in args.rows if not table.row(name)]
     print((args.out / "RESULTS.md").read_text())
@@ -152,7 +152,7 @@ class Table:
         write([f"/drive{index}" for index in range(count)])
         plan = self.plan(directory, ranks)
         size_bytes = int(plan["device_bytes"] / count * DRIVE_SLACK) + 2 * plan["chosen"]["state_tile_bytes"] + DRIVE_SLACK_BYTES
-        rates = [testdrives.number(text, 1000) for text in self.args.drive_rates] if self.args.drive_rates else rows.DRIVE_RATES
+        rates = [testdrives.number(text) for text in self.args.drive_rates] if self.args.drive_rates else rows.DRIVE_RATES
         directories = testdrives.create(count, size_bytes, *rates, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
             write(directories)

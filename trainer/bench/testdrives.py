@@ -5,6 +5,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 
 program = pathlib.Path(__file__).resolve().parents[2] / "target/release/bench-io"
@@ -14,13 +15,17 @@ class DriveError(Exception):
     """What could not be done, and what a person can do about it."""
 
 
-def number(text, base):
-    """Bytes of "8G" or "6.2G"; `base` is 1024 for sizes and 1000 for rates."""
-    power = {"K": 1, "M": 2, "G": 3, "T": 4}.get(text[-1:].upper())
+UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000 ** power for power, prefix in enumerate("KMGT", 1)},
+         **{f"{prefix}iB": 1024 ** power for power, prefix in enumerate("KMGT", 1)}}
+
+
+def number(text):
+    """Bytes of "96GiB", or bytes a second of "6.2GB/s"."""
+    found = re.fullmatch(r"([0-9.]+) *([KMGT]?i?B?)(?:/s)?", text)
     try:
-        return int(float(text[:-1] if power else text) * base ** (power or 0))
-    except ValueError:
-        raise DriveError(f"{text}: a number of bytes, as 8G or 620M") from None
+        return int(float(found[1]) * UNITS[found[2]])
+    except (TypeError, KeyError, ValueError):
+        raise DriveError(f"{text}: expected a size such as 96GiB or a rate such as 620MB/s") from None
 
 
 def bench_io(*words):

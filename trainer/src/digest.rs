@@ -7,10 +7,10 @@ use swapper::TileRange;
 
 use crate::config::RunSettings;
 use crate::fingerprint::Fingerprint;
-use crate::long_work::LongWork;
 use crate::run::CheckpointName;
 use crate::run_state_reader::RunStateReader;
 use crate::train::TrainError;
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +45,8 @@ fn read(settings: RunSettings, checkpoint: Option<CheckpointName>) -> Result<Dig
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
     let elems: usize = run.units.iter().map(|unit| unit.elems).sum();
     let elem_bytes = run.master.param_bytes() + run.master.state_bytes();
-    let mut work = LongWork::new("reading the run's tiles", (elems * elem_bytes) as u64, true);
+    let mut work = Progress::new("reading the run's tiles", Unit::Bytes, Audience::Person)
+        .with_total((elems * elem_bytes) as u64);
     run.visit(&mut |range: &TileRange, param, state| {
         let (weights, states) = &mut prints[range.unit];
         weights.add(param);

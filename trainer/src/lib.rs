@@ -10,7 +10,7 @@
 //! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `say!` does not.
+// They panic when nobody reads: `outln!` does not.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod accelerator;
@@ -18,7 +18,6 @@ mod backend;
 mod checkpoint_tap;
 pub mod compute;
 pub mod config;
-pub mod console;
 pub mod data;
 pub mod digest;
 pub mod export;
@@ -26,7 +25,6 @@ pub mod fingerprint;
 pub mod launch;
 pub mod learning_rate;
 mod lines;
-mod long_work;
 pub mod metrics;
 pub mod model;
 mod monitor;

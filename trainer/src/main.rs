@@ -1,7 +1,7 @@
 //! `trainer`: trains a run, or prints what a run holds.
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `say!` does not.
+// They panic when nobody reads: `outln!` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
@@ -18,12 +18,12 @@ use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels_torch::collective::World;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
-use trainer::console;
+use offload_support::console;
+use offload_support::{errln, outln};
 use trainer::launch::{self, LaunchError};
 use trainer::run::CheckpointName;
 use trainer::trace::{STEPS_DEFAULT, Trace};
 use trainer::train::Start;
-use trainer::{say, say_beside};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
@@ -183,7 +183,7 @@ fn set_environment() {
 
 fn main() -> ExitCode {
     if let Err(error) = launch::end_with_launcher() {
-        say_beside!("trainer: {error}");
+        errln!("trainer: {error}");
         return ExitCode::FAILURE;
     }
     set_environment();
@@ -203,14 +203,14 @@ fn main() -> ExitCode {
         rustix::process::umask(others);
     }
     let result = run(command).and_then(|status| {
-        console::all()?;
+        console::finish()?;
         Ok(status)
     });
     match result {
         Ok(status) => status.into(),
         Err(error) => {
             // Each message has its cause's in it: the chain would say everything twice.
-            say_beside!("trainer: {}{error}", rank_name());
+            errln!("trainer: {}{error}", rank_name());
             match error.downcast_ref() {
                 Some(LaunchError::Failed(failure)) => failure.code.into(),
                 _ => ExitCode::FAILURE,
@@ -257,7 +257,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
         }
         Command::Export(args) => cli::export::run(args)?,
         Command::Digest { run, checkpoint } => {
-            say!(
+            outln!(
                 "{}",
                 trainer::digest::digest(run.settings(None)?, checkpoint)?
             );

@@ -4,11 +4,12 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxBytes;
 use swapper::Daemon;
 
 use crate::run::{RunDir, RunId, resolved};
 use crate::runs::{Orphan, orphan};
-use crate::store::{Gib, StoreError, file_name, remove_files};
+use crate::store::{StoreError, file_name, remove_files};
 use crate::train::TrainError;
 
 /// What is deleted, found and locked; nothing is deleted yet.
@@ -136,7 +137,7 @@ impl fmt::Display for Removal {
             }
         }
         for (file, bytes) in &self.files {
-            lines.push(format!("{}, {}", file.display(), Gib(*bytes)));
+            lines.push(format!("{}, {}", file.display(), ApproxBytes(*bytes)));
         }
         write!(f, "{}", lines.join("\n"))
     }

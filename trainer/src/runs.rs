@@ -6,12 +6,13 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
 use crate::metrics::MetricsFile;
 use crate::model::ModelConfig;
 use crate::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
-use crate::store::{Gib, job_of, link_of};
+use crate::store::{job_of, link_of};
 
 /// Of the list's names and their meaning, as JSON.
 const LIST_VERSION: u32 = 1;
@@ -286,14 +287,14 @@ impl fmt::Display for RunsList {
             f,
             "{} runs, {} in stores and checkpoints",
             self.runs.len(),
-            Gib(bytes)
+            ApproxBytes(bytes)
         )
     }
 }
 
 impl fmt::Display for Orphan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (file, bytes) = (self.file.display(), Gib(self.bytes));
+        let (file, bytes) = (self.file.display(), ApproxBytes(self.bytes));
         match &self.run {
             Some(run) => {
                 let run = run.display();
@@ -332,7 +333,7 @@ impl fmt::Display for RunEntry {
         }
         write!(f, "\n  state {}", self.store.as_deref().unwrap_or("?"))?;
         if self.store_bytes > 0 {
-            write!(f, ", {}", Gib(self.store_bytes))?;
+            write!(f, ", {}", ApproxBytes(self.store_bytes))?;
         }
         for file in &self.store_missing {
             write!(f, "\n  its store {} is gone", file.display())?;
@@ -361,7 +362,7 @@ impl fmt::Display for CheckpointEntry {
             "step {}: {}, {}",
             self.step,
             utc(self.unix_s),
-            Gib(self.bytes)
+            ApproxBytes(self.bytes)
         )?;
         match self.loss {
             Some(loss) => write!(f, ", loss {loss:.4}"),

@@ -11,17 +11,27 @@ use std::process::Command;
 /// Who may depend on whom. A new arrow is a design change: the picture in docs/architecture.md changes with it.
 const ARROWS: &[(&str, &[&str])] = &[
     ("test-hooks", &[]),
+    ("offload-support", &[]),
     ("offload-api", &[]),
-    ("offloadd", &["offload-api", "test-hooks"]),
+    ("offloadd", &["offload-api", "offload-support", "test-hooks"]),
     ("offload-client", &["offload-api", "test-hooks"]),
     ("swapper", &["offload-client", "test-hooks"]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
         "trainer",
-        &["swapper", "kernels", "kernels-torch", "test-hooks"],
+        &[
+            "swapper",
+            "kernels",
+            "kernels-torch",
+            "offload-support",
+            "test-hooks",
+        ],
     ),
-    ("bench-io", &["kernels", "offload-client", "offloadd"]),
+    (
+        "bench-io",
+        &["kernels", "offload-client", "offload-support", "offloadd"],
+    ),
 ];
 
 /// Directories and files in which `unsafe` may stand.

@@ -6,19 +6,20 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
+use offload_support::units::ApproxRate;
 use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
 use crate::bench::Bench;
-use crate::console;
 use crate::job::{Access, Job, Place};
 use crate::load::{StreamPlan, Timing};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
+use crate::report;
 use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::rate_of;
-use crate::units::{Bytes, SpeedText};
+use crate::units::Bytes;
 
 /// The canonical workload's settings.
 #[derive(Args)]
@@ -110,7 +111,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         daemon,
         engine_alone,
     };
-    console::report(&report, args.json)?;
+    report::print(&report, args.json)?;
     Ok(())
 }
 
@@ -198,9 +199,9 @@ impl fmt::Display for CanonicalReport {
             writeln!(
                 f,
                 "{way:5}  {:>11}   {:3.0} % of the engine alone ({})",
-                SpeedText(through).to_string(),
+                ApproxRate(through).to_string(),
                 100.0 * through / bare,
-                SpeedText(bare)
+                ApproxRate(bare)
             )?;
         }
         for (who, passes) in [

@@ -6,13 +6,13 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::bench::Bench;
-use crate::console;
 use crate::fio::Fio;
 use crate::fio_compare::Beside;
 use crate::job::{Job, JobWords};
 use crate::load::Timing;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
+use crate::report;
 use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
 
@@ -68,7 +68,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
         None => None,
     };
     let report = measure(&job, turns, &Progress::new())?;
-    console::report(&report, args.json)?;
+    report::print(&report, args.json)?;
     Ok(())
 }
 

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use offloadd::api::{BLOCK_BYTES, TILE_BYTES_MAX};
+use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 
-use crate::console;
 use crate::fio::Fio;
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
+use crate::report;
 use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
 use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
@@ -19,10 +19,10 @@ use crate::units::{Bytes, Rate};
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io scale --directory .                                              # this machine's disk, three rounds in turns with fio
   bench-io scale --directory /mnt/nvme0 --directory /mnt/nvme1 --out target/scale
-  bench-io scale --testdrives 4 --read 620M --write 320M                      # as root, on any machine with 8 GiB to spare
-  bench-io scale --testdrives 4 --read 6.2G --write 3.2G --loop-devices 2 --size 2g --bs 1m,4m,16m
+  bench-io scale --testdrives 4 --read 620MB/s --write 320MB/s                      # as root, on any machine with 8 GiB to spare
+  bench-io scale --testdrives 4 --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --size 2g --bs 1m,4m,16m
   bench-io scale --testdrives 4 --slow-last --drives 4                        # unequal drives: the sum is the limit
-  bench-io scale --testdrives 2 --read 60M --write 30M --size 32m --runtime 1 --tolerance 5     # as a test: fails when it is off";
+  bench-io scale --testdrives 2 --read 60MB/s --write 30MB/s --size 32m --runtime 1 --tolerance 5     # as a test: fails when it is off";
 
 /// Of a drive: its file system's own blocks, the daemon's log.
 const DRIVE_SLACK_BYTES: u64 = 64 << 20;
@@ -45,7 +45,7 @@ pub(crate) struct ScaleArgs {
     #[arg(
         long,
         value_name = "RATE",
-        default_value = "620M",
+        default_value = "620MB/s",
         conflicts_with = "dirs"
     )]
     read: Rate,
@@ -53,7 +53,7 @@ pub(crate) struct ScaleArgs {
     #[arg(
         long,
         value_name = "RATE",
-        default_value = "320M",
+        default_value = "320MB/s",
         conflicts_with = "dirs"
     )]
     write: Rate,
@@ -126,7 +126,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     };
     drop(progress);
     // A full drive takes only one of both.
-    let said = console::report(&report, args.json);
+    let said = report::print(&report, args.json);
     if let Some(out) = &args.out {
         leave(out, &report)?;
     }
@@ -163,8 +163,8 @@ fn check(args: &ScaleArgs) -> Result<()> {
     }
     if let Some(iodepth) = args.iodepth {
         ensure!(
-            (1..=1024).contains(&iodepth),
-            "--iodepth {iodepth}: 1 to 1024"
+            (1..=IODEPTH_MAX).contains(&iodepth),
+            "--iodepth {iodepth}: 1 to {IODEPTH_MAX}"
         );
     }
     ensure!(
@@ -225,7 +225,8 @@ fn part_bytes(args: &ScaleArgs) -> u64 {
         Some(_) => u64::from(args.loop_devices),
         None => 1,
     };
-    args.size.0 / dirs / 4096 * 4096
+    let blocks = args.size.0 / dirs / u64::from(BLOCK_BYTES);
+    blocks * u64::from(BLOCK_BYTES)
 }
 
 fn on_testdrives(

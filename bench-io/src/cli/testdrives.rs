@@ -5,8 +5,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
+use offload_support::{errln, outln};
 
-use crate::console;
 use crate::testdrives::{self, Drives, DrivesPlan, RateLimit};
 use crate::units::{Bytes, Rate};
 
@@ -100,7 +100,7 @@ pub(crate) fn run(args: TestdrivesArgs) -> Result<()> {
                 raid0,
             })?;
             for dir in &drives.state().dirs {
-                console::line(format_args!("{}", dir.display()))?;
+                outln!("{}", dir.display());
             }
             Ok(())
         }
@@ -130,7 +130,7 @@ fn show(json: bool) -> Result<()> {
     for name in testdrives::names() {
         match Drives::open(&name) {
             Ok(drives) => found.push((name, drives)),
-            Err(error) => console::note(format_args!("{error:#}")),
+            Err(error) => errln!("bench-io: {error:#}"),
         }
     }
     if json {
@@ -138,7 +138,8 @@ fn show(json: bool) -> Result<()> {
             .iter()
             .map(|(name, drives)| serde_json::json!({"name": name, "state": drives.state()}))
             .collect();
-        return console::line(format_args!("{}", serde_json::to_string(&found)?));
+        outln!("{}", serde_json::to_string(&found)?);
+        return Ok(());
     }
     for (name, drives) in &found {
         let state = drives.state();
@@ -147,18 +148,18 @@ fn show(json: bool) -> Result<()> {
             (name, false) => format!(" ({name})"),
             (name, true) => format!(" ({name}, orphaned by a killed measurement)"),
         };
-        console::line(format_args!(
+        outln!(
             "{} devices{named}, each {} read and {} written:",
             state.devices.len(),
             Rate(state.limit.read),
             Rate(state.limit.write)
-        ))?;
+        );
         for dir in &state.dirs {
-            console::line(format_args!("  {}", dir.display()))?;
+            outln!("  {}", dir.display());
         }
     }
     if found.is_empty() {
-        console::line(format_args!("no rate-limited drives"))?;
+        outln!("no rate-limited drives");
     }
     Ok(())
 }

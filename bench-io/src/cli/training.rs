@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 
-use crate::console;
 use crate::progress::Progress;
+use crate::report;
 use crate::report::{DeviceReport, Head, warnings};
 use crate::scale::Load;
 use crate::testdrives::RateLimit;
@@ -20,10 +20,10 @@ use crate::units::Rate;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
-  bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2G --write 3.2G
+  bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2GB/s --write 3.2GB/s
   bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # of another machine
   bench-io training RUN.toml --directory /mnt/nvme0 --directory /mnt/nvme1       # with what these drives do
-  bench-io training --run RUN.toml --read 620M --write 320M --out target/training
+  bench-io training --run RUN.toml --read 620MB/s --write 320MB/s --out target/training
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
 Ours is asked from `trainer plan`, the trainer beside this program.";
 
@@ -43,7 +43,7 @@ pub(crate) struct TrainingArgs {
     #[arg(
         long,
         value_name = "RATE",
-        default_value = "6.2G",
+        default_value = "6.2GB/s",
         conflicts_with = "dirs"
     )]
     read: Rate,
@@ -51,7 +51,7 @@ pub(crate) struct TrainingArgs {
     #[arg(
         long,
         value_name = "RATE",
-        default_value = "3.2G",
+        default_value = "3.2GB/s",
         conflicts_with = "dirs"
     )]
     write: Rate,
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         rows,
     };
     // A full drive takes only one of both.
-    let said = console::report(&report, args.json);
+    let said = report::print(&report, args.json);
     if let Some(out) = &args.out {
         for (name, text) in [
             ("training.json", serde_json::to_string_pretty(&report)?),

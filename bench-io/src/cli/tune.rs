@@ -8,18 +8,19 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use kernels::adamw::{Master, state_tile_bytes};
 use offload_client::IODEPTH_MIN;
+use offload_support::units::ApproxRate;
 use offloadd::api::IODEPTH_DEFAULT;
 use offloadd::api::IODEPTH_MAX;
 use offloadd::config::Config;
 use serde::Serialize;
 
-use crate::console;
 use crate::progress::Progress;
+use crate::report;
 use crate::report::{DeviceReport, Head, warnings};
 use crate::scale::Load;
 use crate::trial::Trial;
 use crate::tune::{self, Tried, Tuned};
-use crate::units::{Bytes, SpeedText};
+use crate::units::Bytes;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -115,7 +116,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         daemon_file,
     };
     // What was found is not lost with one of both that cannot be written.
-    let said = console::report(&report, args.json);
+    let said = report::print(&report, args.json);
     if let Some(path) = &args.config {
         std::fs::write(path, &report.daemon_file)
             .with_context(|| format!("writing {}", path.display()))?;
@@ -212,8 +213,8 @@ impl fmt::Display for TuneReport {
                 Bytes(u64::from(trial.bs)).to_string(),
                 trial.iodepth,
                 trial.load.word(),
-                SpeedText(read).to_string(),
-                SpeedText(write).to_string(),
+                ApproxRate(read).to_string(),
+                ApproxRate(write).to_string(),
                 trial.figures.cpu.s_per_gb,
                 latencies.collect::<Vec<_>>().join(" + ")
             )?;
@@ -278,7 +279,7 @@ fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let iodepth = inflight(drives, tuned).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
     let reached = |load: Load| {
         let rate = tuned.chosen(load).and_then(Trial::bytes_per_s);
-        rate.map_or_else(|| "not tried".into(), |rate| SpeedText(rate).to_string())
+        rate.map_or_else(|| "not tried".into(), |rate| ApproxRate(rate).to_string())
     };
     let defaults = not_measured(tuned, &["engine", "bs", "iodepth"]);
     let text = format!(

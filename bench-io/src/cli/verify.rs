@@ -9,12 +9,12 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::bench::Bench;
-use crate::console;
 use crate::job::{Access, JobWords};
 use crate::load::{StreamPlan, Timing};
 use crate::pattern::{Found, Pattern, WrongBlock, WrongBlocks};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
+use crate::report;
 use crate::report::{DeviceReport, Figures, Head, SettingsReport, warnings};
 
 /// Shown below the options.
@@ -194,7 +194,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
         wrong: found.ranges,
         passes: reports,
     };
-    console::report(&report, args.json)?;
+    report::print(&report, args.json)?;
     if report.wrong_blocks > 0 {
         bail!("{} blocks of 4096 bytes are wrong", report.wrong_blocks);
     }

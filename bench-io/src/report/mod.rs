@@ -1,21 +1,37 @@
 //! What a measurement says: figures, what they were taken on, and what makes them mean little.
 
-use serde::Serialize;
 use std::fmt;
+
+use anyhow::Result;
+use offload_support::units::ApproxRate;
+use offload_support::{console, outln};
+use serde::Serialize;
 
 use crate::fio_compare::BesideReport;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
-use crate::units::{Micros, SpeedText};
+use crate::units::Micros;
 
 mod head;
 pub(crate) mod warnings;
 
 pub(crate) use head::{DeviceReport, Head};
 
-/// Of the JSON's names and their meaning.
+/// Version of the JSON report; raised when a field changes its name or meaning.
 const REPORT_VERSION: u32 = 5;
+
+/// Prints a report as text or as one line of JSON.
+///
+/// # Errors
+/// Output was lost for another reason than a closed reader.
+pub(crate) fn print<R: fmt::Display + Serialize>(report: &R, json: bool) -> Result<()> {
+    match json {
+        true => outln!("{}", serde_json::to_string(report)?),
+        false => console::out(format_args!("{report}")),
+    }
+    Ok(console::finish()?)
+}
 
 /// One direction of a measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -239,7 +255,7 @@ impl fmt::Display for Figures {
             writeln!(
                 f,
                 "{word:5}  {:>11}  {:9.1} ops/s   latency p50 {}, p99 {}, p99.9 {}, max {}",
-                SpeedText(way.bytes_per_s).to_string(),
+                ApproxRate(way.bytes_per_s).to_string(),
                 way.ops_per_s,
                 Micros(way.latency_ns_p50),
                 Micros(way.latency_ns_p99),
@@ -251,8 +267,8 @@ impl fmt::Display for Figures {
             writeln!(
                 f,
                 "drives {} read and {} written in these seconds, by anybody",
-                SpeedText(drives.read_bytes_per_s),
-                SpeedText(drives.write_bytes_per_s)
+                ApproxRate(drives.read_bytes_per_s),
+                ApproxRate(drives.write_bytes_per_s)
             )?;
         }
         let cpu = &self.cpu;

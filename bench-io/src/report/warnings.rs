@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxRate;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
@@ -11,7 +12,6 @@ use crate::drive::Drive;
 use crate::job::Place;
 use crate::machine;
 use crate::report::Figures;
-use crate::units::SpeedText;
 
 /// More than this share of our bytes, moved by others or by no drive, is worth a word.
 const STRANGE_SHARE: f64 = 0.05;
@@ -132,13 +132,13 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     if beside.others_bytes_per_s > 0.0 {
         found.push(format!(
             "others moved {} on these drives meanwhile",
-            SpeedText(beside.others_bytes_per_s)
+            ApproxRate(beside.others_bytes_per_s)
         ));
     }
     if beside.elsewhere_bytes_per_s > 0.0 {
         found.push(format!(
             "{} came from or went to no drive: a cache answered",
-            SpeedText(beside.elsewhere_bytes_per_s)
+            ApproxRate(beside.elsewhere_bytes_per_s)
         ));
     }
     if let Some(share) = figures.cpu.idle_share.filter(|_| is_busy(figures)) {

@@ -2,7 +2,7 @@
 
 use super::{Load, Row};
 use crate::report::warnings;
-use crate::units::SpeedText;
+use offload_support::units::ApproxRate;
 
 /// The instrument is off when one drive alone is further from its limit.
 const ONE_DRIVE_SHARE: f64 = 0.02;
@@ -73,7 +73,7 @@ fn others(rows: &[Row]) -> Vec<String> {
         let most = rates.iter().copied().fold(0.0, f64::max);
         let count = rates.iter().filter(|rate| **rate > 0.0).count();
         (count > 0).then(|| {
-            let most = SpeedText(most);
+            let most = ApproxRate(most);
             format!(
                 "in {count} of {} measurements {what}, up to {most}",
                 rates.len()

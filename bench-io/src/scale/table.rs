@@ -4,7 +4,8 @@ use std::fmt;
 
 use super::{Range, Row, ScaleReport};
 use crate::report::WayReport;
-use crate::units::{Bytes, SpeedText};
+use crate::units::Bytes;
+use offload_support::units::ApproxRate;
 
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -29,7 +30,10 @@ impl ScaleReport {
     /// The rate limit of each drive.
     pub(super) fn limit_line(&self) -> Option<String> {
         let limit = self.limit?;
-        let (read, write) = (SpeedText(limit.read as f64), SpeedText(limit.write as f64));
+        let (read, write) = (
+            ApproxRate(limit.read as f64),
+            ApproxRate(limit.write as f64),
+        );
         Some(format!(
             "limit set: {read} read and {write} written a drive"
         ))
@@ -88,14 +92,14 @@ pub(super) fn cells(row: &Row) -> [String; 11] {
     let ours = row.daemon_bytes_per_s();
     let range = |range: Option<&Range>| {
         range.map_or_else(nothing, |range| {
-            format!(" ({} to {})", SpeedText(range.min), SpeedText(range.max))
+            format!(" ({} to {})", ApproxRate(range.min), ApproxRate(range.max))
         })
     };
     let rounds = row.rounds.as_ref();
     let rates = |read: f64, write: f64| match (read > 0.0, write > 0.0) {
-        (true, true) => format!("{} + {}", SpeedText(read), SpeedText(write)),
-        (true, false) => SpeedText(read).to_string(),
-        _ => SpeedText(write).to_string(),
+        (true, true) => format!("{} + {}", ApproxRate(read), ApproxRate(write)),
+        (true, false) => ApproxRate(read).to_string(),
+        _ => ApproxRate(write).to_string(),
     };
     let of = |way: &Option<WayReport>| way.as_ref().map_or(0.0, |way| way.bytes_per_s);
     let bytes = ours * row.daemon.seconds / 1e9;
@@ -128,7 +132,7 @@ pub(super) fn cells(row: &Row) -> [String; 11] {
         row.fio_bytes_per_s()
             .map_or_else(nothing, |fio| percent(ours / fio)),
         row.one_thread_bytes_per_s
-            .map_or_else(nothing, |rate| SpeedText(rate).to_string()),
+            .map_or_else(nothing, |rate| ApproxRate(rate).to_string()),
         format!(
             "{:.3}, {:.3}, {fio_cpu}",
             cpu.daemon_s.unwrap_or(0.0) / bytes,

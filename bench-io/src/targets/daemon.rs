@@ -9,10 +9,10 @@ use offload_client::{
     Daemon, Done, Durability, Generation, JobDefinition, Rank, Session, SessionInfo,
     SessionSettings, Slot, SlotClass, Tile, TileIndex, TileKind, Verb,
 };
+use offload_support::errln;
 
 use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
-use crate::console;
 use crate::pattern::{Pattern, WrongBlocks};
 use crate::random_data;
 use crate::units::Bytes;
@@ -48,11 +48,11 @@ pub(crate) fn drop_left(socket: &Path) -> Result<()> {
     for job in left.filter(|job| is_left(&job.job, job.open)) {
         // Another measurement may have come first.
         if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
-            console::note(format_args!(
-                "dropped {}, which a killed measurement left: {} are free",
+            errln!(
+                "bench-io: dropped {}, which a killed measurement left: {} are free",
                 job.job,
                 Bytes(freed_bytes)
-            ));
+            );
         }
     }
     Ok(())
@@ -295,10 +295,10 @@ impl Drop for DaemonTarget {
         };
         // The next one drops it.
         if let Err(error) = give_back() {
-            console::note(format_args!(
-                "{} stays in the daemon's store: {error:#}",
+            errln!(
+                "bench-io: {} stays in the daemon's store: {error:#}",
                 self.job
-            ));
+            );
         }
     }
 }

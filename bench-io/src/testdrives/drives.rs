@@ -6,17 +6,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use offload_support::retry::retry;
 
 use super::group::{Entered, Group};
 use super::{DrivesPlan, RateLimit, State, check_name, dir_of, missing, read_state, state_file};
+use crate::place::release_waits;
 use crate::stop;
 use crate::units::Bytes;
-
-/// A process with an io_uring keeps its files open for some 0.1 s after it has ended, a busy one longer.
-const RELEASE_WAIT: Duration = Duration::from_secs(10);
 
 /// Of the memory that holds drives, beside them.
 const RAM_SLACK_BYTES: u64 = 64 << 20;
@@ -235,7 +233,7 @@ impl Drives {
         let mut trouble = Vec::new();
         for dir in &self.state.dirs {
             let unmount = || call_unless_gone("umount", &[&text(dir)]);
-            trouble.extend(again_until_done(unmount).err());
+            trouble.extend(retry(release_waits(), unmount).err());
         }
         let ram = self.dir.join("ram");
         let detach = || {
@@ -243,16 +241,16 @@ impl Drives {
                 .into_iter()
                 .try_for_each(|device| call_unless_gone("losetup", &["-d", &text(&device)]))
         };
-        trouble.extend(again_until_done(detach).err());
+        trouble.extend(retry(release_waits(), detach).err());
         if trouble.is_empty() {
             // A maker's `losetup` that outlived it by a moment may attach one more.
             let unmount = || {
                 detach()?;
                 call_unless_gone("umount", &[&text(&ram)])
             };
-            trouble.extend(again_until_done(unmount).err());
+            trouble.extend(retry(release_waits(), unmount).err());
             let group = Group::at(&self.state.group);
-            trouble.extend(again_until_done(|| group.remove()).err());
+            trouble.extend(retry(release_waits(), || group.remove()).err());
         }
         if !trouble.is_empty() {
             bail!(
@@ -374,15 +372,5 @@ fn call_unless_gone(tool: &str, words: &[&str]) -> Result<(), String> {
             Err(error.to_string())
         }
         _ => Ok(()),
-    }
-}
-
-fn again_until_done(mut once: impl FnMut() -> Result<(), String>) -> Result<(), String> {
-    let deadline = Instant::now() + RELEASE_WAIT;
-    loop {
-        match once() {
-            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(100)),
-            result => return result,
-        }
     }
 }

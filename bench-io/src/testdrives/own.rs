@@ -6,9 +6,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use offload_support::errln;
 
 use super::{Drives, DrivesPlan, dir_of, names};
-use crate::console;
 
 /// In a set's directory, locked while the process lives whose drives they are. Drives that a person made have none.
 const LOCK: &str = "lock";
@@ -54,7 +54,7 @@ impl Deref for OwnDrives {
 impl Drop for OwnDrives {
     fn drop(&mut self) {
         if let Err(error) = self.drives.destroy() {
-            console::note(format_args!("{error:#}"));
+            errln!("bench-io: {error:#}");
         }
     }
 }
@@ -89,9 +89,9 @@ pub(crate) fn destroy_orphaned() -> Result<usize> {
         match Drives::open(&name).and_then(|drives| drives.destroy()) {
             Ok(()) => {
                 count += 1;
-                console::note(format_args!(
-                    "took away the rate-limited drives {name}, which a killed measurement left"
-                ));
+                errln!(
+                    "bench-io: took away the rate-limited drives {name}, which a killed measurement left"
+                );
             }
             Err(error) => failed = Err(error),
         }

@@ -13,12 +13,12 @@ mod trial;
 
 use std::fmt;
 
+use offload_support::units::ApproxRate;
 use serde::Serialize;
 
 use self::machine::Shown;
 use crate::picture::{self, Line};
 use crate::report::Head;
-use crate::units::SpeedText;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
@@ -122,8 +122,8 @@ impl fmt::Display for TrainingReport {
                 f,
                 "| {} | {} + {} | {:.3} s | {:.3} s | {} | {} | {} | {measured} |",
                 row.drives,
-                SpeedText(row.read_bytes_per_s),
-                SpeedText(row.write_bytes_per_s),
+                ApproxRate(row.read_bytes_per_s),
+                ApproxRate(row.write_bytes_per_s),
                 row.ours.compute_s,
                 row.deepspeed.bound_s,
                 both(row.deepspeed.step_s),

@@ -55,7 +55,7 @@ esac"#,
     );
     let mut training = program()
         .args(["training", "--run=/any.toml", "--drives=1"])
-        .args(["--read=2G", "--write=2G", "--trainer"])
+        .args(["--read=2GB/s", "--write=2GB/s", "--trainer"])
         .arg(trainer)
         .env("STARTED", &started)
         .stdout(Stdio::null())
@@ -70,7 +70,7 @@ esac"#,
 
     // While it lives they are its own.
     let other = Set::new("beside");
-    other.create(&["1", "16m", "1M", "1M"]);
+    other.create(&["1", "16m", "1MB/s", "1MB/s"]);
     assert!(drives.exists() && runs(trainer));
 
     training.kill().unwrap();
@@ -108,7 +108,7 @@ fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
     // Each `up` takes away what was left, also what another test is looking at.
     let _alone = alone();
     // What another run left is taken away here, not by the tools below.
-    Set::new("before").create(&["1", "16m", "1M", "1M"]);
+    Set::new("before").create(&["1", "16m", "1MB/s", "1MB/s"]);
     let path = std::env::var("PATH").unwrap();
     for tool in ["losetup", "mkfs.ext4", "mount"] {
         let real = std::env::split_paths(&path).map(|dir| dir.join(tool));

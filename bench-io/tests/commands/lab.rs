@@ -125,7 +125,15 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
 
 /// Whether rate-limited drives cannot be made here. Then it says that the test is skipped, and why.
 pub(crate) fn cannot_make_testdrives() -> bool {
-    let output = bench_io(&["testdrives", "create", "--probe", "1", "16m", "1M", "1M"]);
+    let output = bench_io(&[
+        "testdrives",
+        "create",
+        "--probe",
+        "1",
+        "16m",
+        "1MB/s",
+        "1MB/s",
+    ]);
     if output.status.success() {
         return false;
     }

@@ -297,7 +297,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
     for (args, words) in [
         (vec!["--iodepth=1025"], "iodepth = 1025: 1 to 1024"),
         (vec!["--bs=5000"], "a multiple of 4096"),
-        (vec!["--bs=4x"], "the unit is none of"),
+        (vec!["--bs=4x"], "unknown unit"),
         (vec!["--rw=sideways"], "randread"),
         (vec!["--ioengine=magic"], "one of [\"auto\""),
         (vec!["--size=1m", "--bs=1m", "--numjobs=2"], "too small"),

@@ -12,8 +12,8 @@ const TWO_DRIVES: [&str; 13] = [
     "scale",
     "--testdrives=2",
     "--drives=2",
-    "--read=60M",
-    "--write=30M",
+    "--read=60MB/s",
+    "--write=30MB/s",
     "--bs=512k",
     "--size=32m",
     "--runtime=1",
@@ -207,7 +207,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
 fn what_cannot_be_measured_is_refused() {
     for (args, why) in [
         // They would have no effect: these drives have a speed of their own.
-        (&["--directory=.", "--read=1k"][..], "--read"),
+        (&["--directory=.", "--read=1KB/s"][..], "--read"),
         (&["--directory=.", "--loop-devices=7"], "--loop-devices"),
         (&[][..], "--directory"),
         (&["--directory=/x", "--testdrives=2"], "cannot be used with"),

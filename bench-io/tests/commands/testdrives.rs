@@ -83,7 +83,7 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     }
     let _alone = alone();
     let set = Set::new("exact");
-    let dirs = set.create(&["2", "64m", "60M", "30M"]);
+    let dirs = set.create(&["2", "64m", "60MB/s", "30MB/s"]);
     assert_eq!(dirs.len(), 2);
     for (rw, limit) in [("read", 60e6), ("write", 30e6)] {
         let two = undisturbed(
@@ -175,10 +175,13 @@ fn a_create_that_fails_half_way_leaves_nothing() {
 #[test]
 fn what_cannot_be_made_is_refused() {
     for (words, why) in [
-        (&["0", "1g", "1M", "1M"][..], "1 to 64 loop devices"),
-        (&["1", "1m", "1M", "1M"], "at least 16 MiB"),
-        (&["1", "1g", "fast", "1M"], "begin with a number"),
-        (&["--name", "../x", "1", "1g", "1M", "1M"], "--name ../x"),
+        (&["0", "1g", "1MB/s", "1MB/s"][..], "1 to 64 loop devices"),
+        (&["1", "1m", "1MB/s", "1MB/s"], "at least 16 MiB"),
+        (&["1", "1g", "fast", "1MB/s"], "begin with a number"),
+        (
+            &["--name", "../x", "1", "1g", "1MB/s", "1MB/s"],
+            "--name ../x",
+        ),
     ] {
         let said = refused(&[&["testdrives", "create"], words].concat());
         assert!(said.contains(why), "{words:?}: {said}");

@@ -77,8 +77,8 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
     let report = json(&[
         "training",
         &file,
-        "--read=60M",
-        "--write=30M",
+        "--read=60MB/s",
+        "--write=30MB/s",
         "--tflops=0.05",
         "--accumulation=4",
         "--json",
@@ -135,7 +135,7 @@ fn another_machines_memory_and_cores_are_planned_for_and_named() {
     let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/models");
     let model = models.join("Llama-2-7B.json");
     let words = |cores: u32| {
-        let words = ["training", "--drives=1", "--read=60G", "--write=60G"];
+        let words = ["training", "--drives=1", "--read=60GB/s", "--write=60GB/s"];
         let mut words = words.map(str::to_owned).to_vec();
         words.push(format!("--model={}", model.display()));
         words.extend(["--host-memory=3TiB", "--gpu-memory=0"].map(str::to_owned));
@@ -180,8 +180,8 @@ fn a_run_on_rate_limited_drives_takes_about_as_long_as_predicted() {
         "training",
         "--run",
         &file,
-        "--read=60M",
-        "--write=30M",
+        "--read=60MB/s",
+        "--write=30MB/s",
         "--drives=2",
         "--steps=6",
         "--json",
@@ -228,7 +228,7 @@ fn what_cannot_be_predicted_is_refused() {
         (vec![&file[..], "--loop-devices=2"], "--loop-devices"),
         (vec![&file[..], "--timeout=3"], "--timeout"),
         (vec![&file[..], "--seq-len=3"], "--seq-len"),
-        (vec![&file[..], "--directory=.", "--read=1k"], "--read"),
+        (vec![&file[..], "--directory=.", "--read=1KB/s"], "--read"),
         (vec![&file[..], "--cores=0"], "1..="),
         (
             vec![&file[..], "--host-memory=much"],

@@ -5,10 +5,9 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use offloadd::config::{Config, parse_size};
+use offloadd::config::Config;
 
 fuzz_target!(|text: &str| {
-    let _ = parse_size(text);
     match Config::parse(text, Path::new("fuzzed.toml")) {
         Ok(config) => {
             assert!(!config.devices.is_empty(), "settings without a device");

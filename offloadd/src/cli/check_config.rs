@@ -7,8 +7,8 @@ use offloadd::check::check;
 use offloadd::config::Config;
 use offloadd::findings::{Severity, worst};
 
-use super::binary;
 use super::findings::text;
+use offload_support::units::ApproxBytes;
 
 /// As `sysexits.h` has it: something is wrong with the settings.
 const EX_CONFIG: u8 = 78;
@@ -42,16 +42,19 @@ fn resolved(config: &Config) -> String {
         config.socket,
         config.devices,
         config.arena_bytes_max,
-        binary(config.arena_bytes_max),
+        ApproxBytes(config.arena_bytes_max),
         config.engine.name(),
         config.require_locked,
         config.sessions_max,
         config.iodepth_max,
         config.scrub_bytes_per_s_max,
-        binary(config.scrub_bytes_per_s_max),
+        ApproxBytes(config.scrub_bytes_per_s_max),
     );
     if let Some(bytes) = config.rebalance_bytes_per_s_max {
-        text += &format!("rebalance_bytes_per_s_max = {bytes} # {}\n", binary(bytes));
+        text += &format!(
+            "rebalance_bytes_per_s_max = {bytes} # {}\n",
+            ApproxBytes(bytes)
+        );
     }
     if let Some(rated) = config
         .rated_bytes

@@ -9,6 +9,7 @@ use anyhow::{Result, anyhow, bail};
 use offload_api::ids::Generation;
 use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
+use offload_support::outln;
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::offline::Stopped;
 use offloadd::store::definition::JobName;
@@ -16,10 +17,10 @@ use offloadd::store::verify::verify_one;
 use tonic::transport::Channel;
 
 use super::connection::{refusal, runtime};
-use super::long_work::{Listener, LongWork, Unit};
 use super::open_all;
 use super::store_access::{At, Holder, holder};
 use super::verify::SCRUB_BYTES_PER_S;
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// What people may choose.
 pub(crate) struct Choice {
@@ -61,13 +62,13 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
         }
     })?;
     match (newest.0, choice.force) {
-        (0, _) => say!(
+        (0, _) => outln!(
             "{job} goes on from nothing: the store has no other generation of it that is whole. Drop it to start again"
         ),
-        (newest, false) => say!(
+        (newest, false) => outln!(
             "{job} goes on from generation {newest}, the newest that can be read: its tiles were compared"
         ),
-        (newest, true) => say!(
+        (newest, true) => outln!(
             "{job} goes on from generation {newest} if its tiles are whole: they were not compared, `offloadd verify` does that"
         ),
     }
@@ -83,9 +84,9 @@ impl Choice {
 
 /// Under the store's lock.
 fn compare_stopped(devices: &[Device], choice: &Choice) -> Result<()> {
-    let mut work = LongWork::new("comparing what is left", Unit::Bytes, Listener::Person);
+    let mut work = Progress::new("comparing what is left", Unit::Bytes, Audience::Person);
     let mut blocks = DeviceBlocks(devices);
-    let watch = &mut |done, total| work.at(done, total);
+    let watch = &mut |done, total| work.set(done, total);
     let report = verify_one(&mut blocks, choice.owner(), &choice.job, watch)?;
     drop(work);
     for one in report.undecided_jobs {
@@ -113,7 +114,7 @@ async fn compare(
         job: choice.job.clone(),
     };
     let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
-    let mut work = LongWork::new("comparing what is left", Unit::Bytes, Listener::Person);
+    let mut work = Progress::new("comparing what is left", Unit::Bytes, Audience::Person);
     let mut damaged_count = 0;
     let mut last = proto::ScrubProgress::default();
     while let Some(reply) = answers.message().await.map_err(failed)? {
@@ -122,7 +123,7 @@ async fn compare(
                 damaged_count += 1;
             }
             Some(proto::scrub_reply::What::Progress(progress)) => {
-                work.at(progress.done_bytes, progress.total_bytes);
+                work.set(progress.done_bytes, progress.total_bytes);
                 last = progress;
             }
             _ => {}

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
+use offload_support::outln;
 use offloadd::check::check;
 use offloadd::config::Config;
 use offloadd::doctor::{Roots, examine};
@@ -39,10 +40,10 @@ pub(crate) fn run(
     let worst = worst(&findings);
     if as_json {
         let found: Vec<_> = findings.iter().map(to_json).collect();
-        say!("{}", json!({ "worst": worst.name(), "findings": found }));
+        outln!("{}", json!({ "worst": worst.name(), "findings": found }));
     } else {
         for finding in &findings {
-            say!("{}", text(finding));
+            outln!("{}", text(finding));
         }
         let count = |severity| {
             findings
@@ -50,7 +51,7 @@ pub(crate) fn run(
                 .filter(|one| one.severity == severity)
                 .count()
         };
-        say!(
+        outln!(
             "{} looked at: {} problems, {} hints",
             findings.len(),
             count(Severity::Problem),

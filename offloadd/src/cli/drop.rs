@@ -2,12 +2,14 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use offload_api::proto;
+use offload_support::outln;
+use offload_support::units::ApproxBytes;
 use offloadd::offline::Stopped;
 use offloadd::store::definition::JobName;
 
 use super::connection::{refusal, runtime};
 use super::store_access::{At, Holder, holder};
-use super::{binary, inspect, open_all};
+use super::{inspect, open_all};
 
 /// What people may choose.
 pub(crate) struct Choice {
@@ -44,7 +46,11 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
             }
         }
     })?;
-    say!("{} dropped: {} are free", choice.job, binary(freed_bytes));
+    outln!(
+        "{} dropped: {} are free",
+        choice.job,
+        ApproxBytes(freed_bytes)
+    );
     Ok(())
 }
 
@@ -64,7 +70,7 @@ fn check(jobs: &[proto::JobContent], uid: u32, choice: &Choice) -> Result<()> {
         bail!(
             "{job} holds generation {}{step}, {}, which nobody could go on from any more: --force drops it",
             newest.generation,
-            binary(newest.bytes)
+            ApproxBytes(newest.bytes)
         );
     }
     Ok(())

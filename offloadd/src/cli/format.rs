@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
+use offload_support::outln;
+use offload_support::units::ApproxBytes;
 use offloadd::blocks::Blocks;
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, unreserved};
@@ -16,8 +18,8 @@ use offloadd::store::superblock::StoreId;
 use offloadd::store::wear::Wear;
 use offloadd::store::{self, DATA_OFFSET};
 
-use super::long_work::{Listener, LongWork, Unit};
-use super::{binary, follow_parent};
+use super::follow_parent;
+use offload_support::progress::{Audience, Progress, Unit};
 
 pub(crate) fn run(
     config: Option<PathBuf>,
@@ -80,9 +82,9 @@ fn make_store(
         .iter()
         .map(|path| {
             let what = format!("filling {}", path.display());
-            let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+            let mut work = Progress::new(what, Unit::Bytes, Audience::Person);
             Device::create_watched(path, file_bytes, force, &mut |done, total| {
-                work.at(done, total);
+                work.set(done, total);
             })
         })
         .collect::<Result<Vec<_>, _>>()?;
@@ -119,8 +121,8 @@ fn make_store(
         let (offset, blocks) = wear.encode(StoreId(id), superblock.number);
         DeviceBlocks(&devices).write(position, offset, &blocks)?;
     }
-    say!("store {}", StoreId(id));
-    say!(
+    outln!("store {}", StoreId(id));
+    outln!(
         "{:>6}  {:>12}  {:>10}  {:>10}  path",
         "device",
         "data",
@@ -128,10 +130,10 @@ fn make_store(
         "write"
     );
     for (device, superblock) in devices.iter().zip(superblocks) {
-        say!(
+        outln!(
             "{:>6}  {:>12}  {:>5.2} GB/s  {:>5.2} GB/s  {}",
             superblock.number,
-            binary(superblock.data_bytes),
+            ApproxBytes(superblock.data_bytes),
             superblock.read_bytes_per_s as f64 / 1e9,
             superblock.write_bytes_per_s as f64 / 1e9,
             device.path()

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use anyhow::Result;
 use offload_api::proto;
+use offload_support::units::ApproxBytes;
 use offloadd::core::{DeviceState, DeviceStatus};
 use offloadd::device::DeviceBlocks;
 use offloadd::store::content::JobContent;
@@ -11,8 +12,8 @@ use offloadd::store::recover;
 use serde_json::{Value, json};
 
 use super::connection::{refusal, runtime};
+use super::open_all;
 use super::store_access::{At, Holder, holder};
-use super::{binary, open_all};
 
 pub(crate) fn run(at: &At, as_json: bool) -> Result<()> {
     let content = runtime()?.block_on(async {
@@ -108,8 +109,8 @@ fn draw(content: &proto::InspectReply) -> String {
             text,
             "{}: {} of {} free",
             device.path,
-            binary(device.free_bytes),
-            binary(device.data_bytes)
+            ApproxBytes(device.free_bytes),
+            ApproxBytes(device.data_bytes)
         );
     }
     for job in &content.jobs {
@@ -117,7 +118,7 @@ fn draw(content: &proto::InspectReply) -> String {
             .map(|kind| {
                 format!(
                     "{} {} in {} tiles",
-                    binary(kind.bytes),
+                    ApproxBytes(kind.bytes),
                     kind_name(kind.kind),
                     kind.tile_count
                 )
@@ -129,7 +130,7 @@ fn draw(content: &proto::InspectReply) -> String {
             job.job,
             job.uid,
             kinds.join(", "),
-            binary(job.reserved_bytes),
+            ApproxBytes(job.reserved_bytes),
             durability_name(job.durability),
             job.nodes,
             if job.nodes == 1 { "" } else { "s" }
@@ -152,9 +153,9 @@ fn draw(content: &proto::InspectReply) -> String {
                 state(generation),
                 steps(&generation.ranks),
                 generation.ranks.len(),
-                binary(generation.bytes),
+                ApproxBytes(generation.bytes),
                 generation.tile_count,
-                binary(generation.new_bytes)
+                ApproxBytes(generation.new_bytes)
             );
         }
     }

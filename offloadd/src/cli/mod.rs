@@ -1,13 +1,5 @@
 //! What each command does, from its arguments to its output.
 
-/// As `println!`, but a reader that has gone (`| head -1`) is no reason to fail what is done.
-macro_rules! say {
-    ($($words:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stdout(), $($words)*);
-    }};
-}
-
 pub(crate) mod check_config;
 mod connection;
 pub(crate) mod device;
@@ -19,7 +11,6 @@ mod findings;
 pub(crate) mod format;
 pub(crate) mod inspect;
 mod log;
-pub(crate) mod long_work;
 mod reload;
 pub(crate) mod serve;
 mod service_manager;
@@ -30,9 +21,8 @@ pub(crate) mod verify;
 
 pub(crate) use store_access::At;
 
-use std::io::Write;
-
 use anyhow::{Context, Result, bail};
+use offload_support::console;
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, DeviceError};
 use offloadd::metrics::{Ratings, WearCount};
@@ -99,13 +89,14 @@ fn follow_parent() -> Result<Option<Pid>> {
     Ok(parent)
 }
 
-/// A reader that has gone is no error: `offloadd top --json | head -1`.
+/// Prints `text`, and ends the program when nobody reads it any more (`offloadd top --json | head -1`).
 fn print(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        result => Ok(result?),
+    console::out(format_args!("{text}"));
+    let written = console::finish();
+    if console::is_closed() {
+        std::process::exit(0);
     }
+    Ok(written?)
 }
 
 /// An error and what lies beneath it, each once: many name their cause themselves, for those who print nothing else.
@@ -120,19 +111,6 @@ pub(crate) fn whole(error: &anyhow::Error) -> String {
         }
     }
     said
-}
-
-/// Bytes for people: "12.3 GiB".
-fn binary(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["bytes", "KiB", "MiB", "GiB"] {
-        if value < 1024.0 {
-            let digits = usize::from(unit != "bytes");
-            return format!("{value:.digits$} {unit}");
-        }
-        value /= 1024.0;
-    }
-    format!("{value:.1} TiB")
 }
 
 #[cfg(test)]

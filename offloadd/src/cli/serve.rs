@@ -15,6 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
 use offload_api::ring::Reached;
+use offload_support::units::ApproxBytes;
 use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::blocks::BlockError;
 use offloadd::config::Config;
@@ -41,13 +42,13 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
 use super::log;
-use super::long_work::{Listener, LongWork, Unit};
 use super::reload::{self, Served};
 use super::service_manager::{
-    forget_kept, keep, keep_watchdog_quiet, say_ready, say_reloading, say_status, say_stopping,
-    somebody_keeps,
+    forget_kept, keep, keep_watchdog_quiet, report_progress, say_ready, say_reloading, say_status,
+    say_stopping, somebody_keeps,
 };
-use super::{binary, follow_parent, raise_descriptor_limit, ratings, whole, worn};
+use super::{follow_parent, raise_descriptor_limit, ratings, whole, worn};
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
@@ -71,8 +72,8 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     {
         bail!(
             "`arena_bytes_max` is {}, and there are {} of memory here: leave some for the processes and the system",
-            binary(config.arena_bytes_max),
-            binary(total_bytes)
+            ApproxBytes(config.arena_bytes_max),
+            ApproxBytes(total_bytes)
         );
     }
     let lock = lock_outlook(config.arena_bytes_max);
@@ -117,12 +118,12 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     // Sessions may hold room that the store does not know of.
     if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
-        let mut work = LongWork::new(what, Unit::Bytes, Listener::Service);
+        let mut work = Progress::new(what, Unit::Bytes, Audience::Service(report_progress));
         let moved = metadata_device::settle_watched(
             &mut DeviceBlocks(&devices),
             &mut store,
             &mut |done, total| {
-                work.at(done, total);
+                work.set(done, total);
             },
         );
         drop(work);
@@ -152,11 +153,11 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         .map(|(device, file)| DeviceLimits::of(file, &device.superblock.rates()))
         .collect();
     for (device, limits) in store.devices.iter().zip(&device_limits) {
-        let [reads, writes] = limits.window_bytes.map(binary);
+        let [reads, writes] = limits.window_bytes.map(|bytes| ApproxBytes(bytes));
         tracing::info!(
             "device {}: tiles move in pieces of {}, at most {reads} of reads and {writes} of writes at a time",
             device.path,
-            binary(limits.piece_bytes.into()),
+            ApproxBytes(limits.piece_bytes.into()),
         );
     }
     let descriptor_socket = config.descriptor_socket();
@@ -231,7 +232,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         device_count,
         running.engine,
         running.engine_reason,
-        binary(config.arena_bytes_max),
+        ApproxBytes(config.arena_bytes_max),
     );
     let started = Started {
         file: file.to_owned(),
@@ -258,10 +259,14 @@ fn recover_store(
     sessions_wait: bool,
 ) -> Result<(RecoveredStore, Option<BlockError>)> {
     say_status("recovering the store");
-    let mut work = LongWork::new("recovering the store", Unit::Jobs, Listener::Service);
+    let mut work = Progress::new(
+        "recovering the store",
+        Unit::Jobs,
+        Audience::Service(report_progress),
+    );
     let mut read = || {
         recover::read_watched(&mut DeviceBlocks(devices), &mut |done, total| {
-            work.at(done, total);
+            work.set(done, total);
         })
     };
     let mut store = read()?;
@@ -271,7 +276,7 @@ fn recover_store(
     } else {
         &retry::WAITS
     };
-    let mended = retry::patiently(waits, || {
+    let mended = retry::retry(waits.iter().copied(), || {
         // Of what was read before a flush that failed nothing is known any more.
         if !std::mem::replace(&mut is_fresh, false) {
             store = read()?;

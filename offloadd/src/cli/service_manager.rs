@@ -54,10 +54,11 @@ pub(super) fn say_status(words: &str) {
     tell(&[NotifyState::Status(words)], WAIT);
 }
 
-/// The same of work that takes long and progresses: it is not given up while it does.
-pub(super) fn say_progress(words: &str) {
+/// Logs `line`, shows it as systemd's status, and extends the start's time limit, as long as the work makes progress.
+pub(super) fn report_progress(line: &str) {
+    tracing::info!("{line}");
     let more = NotifyState::ExtendTimeoutUsec(MORE_TIME.as_micros() as u32);
-    tell(&[NotifyState::Status(words), more], WAIT);
+    tell(&[NotifyState::Status(line), more], WAIT);
 }
 
 /// Tells again and again that the daemon lives, as often as the unit's `WatchdogSec` asks for: each time after a whole

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
+use offload_support::units::{ApproxBytes, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
 use offloadd::store::verify::verify_watched;
@@ -14,9 +15,9 @@ use serde_json::{Value, json};
 use tonic::transport::Channel;
 
 use super::connection::{refusal, runtime};
-use super::long_work::{Listener, LongWork, Unit};
 use super::store_access::{At, Holder, holder};
-use super::{binary, open_all, ratings};
+use super::{open_all, ratings};
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
 pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
@@ -73,40 +74,19 @@ impl Found {
     }
 }
 
-/// "200MB/s" in bytes a second.
-pub(crate) fn rate(words: &str) -> Result<u64, String> {
-    let number = words.trim_end_matches("/s").trim();
-    let split = number
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(number.len());
-    let (digits, unit) = number.split_at(split);
-    let factor = match unit.trim() {
-        "kB" | "KB" => 1e3,
-        "MB" => 1e6,
-        "GB" => 1e9,
-        "MiB" => 1048576.0,
-        "GiB" => 1073741824.0,
-        other => {
-            return Err(format!(
-                "the unit `{other}` is none of kB, MB, GB, MiB, GiB a second"
-            ));
-        }
-    };
-    let number: f64 = digits
-        .parse()
-        .map_err(|_| format!("`{digits}` is no number"))?;
-    let rate = number * factor;
-    // What is slower never ends; what is faster no machine reads.
-    match (1048576.0..=1e13).contains(&rate) {
-        true => Ok(rate as u64),
-        false => Err("from 1MiB/s to 10000GB/s".into()),
+/// Reads the rate of a scrub, in bytes a second. A slower one never ends, and no machine reads faster.
+pub(crate) fn rate(text: &str) -> Result<u64, String> {
+    let rate = parse_rate(text).map_err(|error| error.to_string())?;
+    match (1 << 20..=10_000_000_000_000).contains(&rate) {
+        true => Ok(rate),
+        false => Err(format!("`{text}` is not between 1MiB/s and 10000GB/s")),
     }
 }
 
 pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
     let listener = match choice.json {
-        true => Listener::Nobody,
-        false => Listener::Person,
+        true => Audience::Nobody,
+        false => Audience::Person,
     };
     let found = runtime()?.block_on(async {
         match holder(&choice.at).await? {
@@ -125,15 +105,15 @@ pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
 }
 
 /// Under the store's lock.
-fn read(config: &Config, choice: &Choice, listener: Listener) -> Result<Found> {
+fn read(config: &Config, choice: &Choice, listener: Audience) -> Result<Found> {
     if choice.job.is_some() {
         bail!("--job is for a running daemon; without one all of the store is verified");
     }
     let devices = open_all(config)?;
-    let mut work = LongWork::new("verifying", Unit::Bytes, listener);
+    let mut work = Progress::new("verifying", Unit::Bytes, listener);
     let started = Instant::now();
     let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
-        work.at(done, total);
+        work.set(done, total);
         if let Some(rate) = choice.bytes_per_s {
             let due = Duration::from_secs_f64(done as f64 / rate as f64);
             std::thread::sleep(due.saturating_sub(started.elapsed()));
@@ -176,7 +156,7 @@ async fn scrub(
     socket: &Path,
     mut client: OffloadClient<Channel>,
     choice: &Choice,
-    listener: Listener,
+    listener: Audience,
 ) -> Result<Found> {
     let failed = |status: tonic::Status| refusal(socket, &status);
     let request = proto::ScrubRequest {
@@ -184,7 +164,7 @@ async fn scrub(
         job: choice.job.clone().unwrap_or_default(),
     };
     let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
-    let mut work = LongWork::new("scrubbing", Unit::Bytes, listener);
+    let mut work = Progress::new("scrubbing", Unit::Bytes, listener);
     let mut found = Found {
         by_daemon: true,
         ..Found::default()
@@ -195,7 +175,7 @@ async fn scrub(
         match reply.what {
             Some(proto::scrub_reply::What::Damaged(tile)) => found.damaged.push(tile),
             Some(proto::scrub_reply::What::Progress(progress)) => {
-                work.at(progress.done_bytes, progress.total_bytes);
+                work.set(progress.done_bytes, progress.total_bytes);
                 found.job_count = progress.job_count;
                 found.tile_count = progress.tile_count;
                 found.tile_bytes = progress.done_bytes;
@@ -209,7 +189,7 @@ async fn scrub(
                 if less && !std::mem::replace(&mut told_less, true) && !choice.json {
                     eprintln!(
                         "offloadd: {} a second is read: the daemon's `scrub_bytes_per_s_max` is for all users together",
-                        binary(progress.bytes_per_s)
+                        ApproxBytes(progress.bytes_per_s)
                     );
                 }
                 ended = progress.ended;
@@ -306,14 +286,14 @@ fn text(found: &Found) -> String {
         text += &format!(
             "{}: {} written since it was formatted{rated}\n",
             device.path,
-            binary(device.worn_bytes)
+            ApproxBytes(device.worn_bytes)
         );
     }
     text += &format!(
         "{} jobs, {} tiles, {} read{}: {}\n",
         found.job_count,
         found.tile_count,
-        binary(found.tile_bytes),
+        ApproxBytes(found.tile_bytes),
         if found.by_daemon {
             " by the daemon"
         } else {

@@ -339,7 +339,9 @@ impl Driver {
                     None => &retry::WAITS[..],
                     Some(_) => &[],
                 };
-                retry::patiently(waits, || begin_life(&mut driver.core, &opened))
+                retry::retry(waits.iter().copied(), || {
+                    begin_life(&mut driver.core, &opened)
+                })
             }
             Some(error) => Err(error),
         };

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use offload_support::outln;
+use offload_support::units::parse_bytes;
 use trainer::export::{Export, Numbers, export};
-use trainer::plan::parse_bytes;
 use trainer::run::CheckpointName;
-use trainer::say;
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -63,6 +63,6 @@ pub(crate) fn run(args: ExportArgs) -> anyhow::Result<()> {
         shard_bytes: args.shard_size,
         socket: args.socket,
     })?;
-    say!("{exported}");
+    outln!("{exported}");
     Ok(())
 }

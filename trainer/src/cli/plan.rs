@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use offload_support::console::out;
+use offload_support::{errln, outln};
 use serde_json::json;
 use trainer::config::RunSettings;
-use trainer::console::out;
 use trainer::plan::{
     Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
-    Refusal, parse_bytes, parse_count, parse_drives, parse_rate, places, read_model,
+    Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
 };
-use trainer::{say, say_beside};
 
 /// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -77,10 +77,10 @@ struct AskedArgs {
 #[derive(Args)]
 struct MachineArgs {
     /// Host memory for the run, as 128GiB; otherwise what is available here.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     host_memory: Option<u64>,
     /// Memory of each process's GPU, as 139GiB; 0 for none; otherwise what this machine has.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     gpu_memory: Option<u64>,
     /// Drives, and what each reads and writes, as 2x6.2GB/s:3.2GB/s; otherwise what the run measured.
     #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
@@ -92,7 +92,7 @@ struct MachineArgs {
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     write: Option<f64>,
     /// What each drive is rated to take over its life, as 1200TB.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     tbw: Option<u64>,
     /// Cores for the optimizer, of all processes together.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=65536))]
@@ -165,7 +165,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
     let settings = question.settings(&model, &args.sets)?;
     let hardware = Hardware::new(&settings, &args.machine.overrides());
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
-        say_beside!(
+        errln!(
             "note: {} processes on processors: say --gpu-memory for a machine with GPUs",
             question.ranks
         );
@@ -181,10 +181,10 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             "hardware": hardware,
             "places": places,
         });
-        say!("{}", serde_json::to_string_pretty(&report)?);
+        outln!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
     }
-    say!(
+    outln!(
         "model     {:.2} G parameters, {} tokens a step, {} {}",
         model.params_count() as f64 / 1e9,
         settings.step_tokens(),
@@ -195,7 +195,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
             "processes"
         }
     );
-    say!("{hardware}");
+    outln!("{hardware}");
     out(format_args!("{}", PlacesTable(&places)));
     Ok(())
 }
@@ -208,28 +208,28 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
             Ok(plan) => serde_json::to_string_pretty(&plan.report()),
             Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
         };
-        say!("{}", report?);
+        outln!("{}", report?);
         for warning in &settings.warnings {
-            say_beside!("warning: {warning}");
+            errln!("warning: {warning}");
         }
     } else {
         for warning in &settings.warnings {
-            say!("warning: {warning}");
+            outln!("warning: {warning}");
         }
         for note in &settings.notes {
-            say!("note: {note}");
+            outln!("note: {note}");
         }
         for line in settings.summary() {
-            say!("{line}");
+            outln!("{line}");
         }
         if let Ok(plan) = &plan {
-            say!("{plan}");
-            say!("elsewhere");
+            outln!("{plan}");
+            outln!("elsewhere");
             for line in PlacesTable(&places(settings, &hardware))
                 .to_string()
                 .lines()
             {
-                say!("  {line}");
+                outln!("  {line}");
             }
         }
     }

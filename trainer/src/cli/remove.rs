@@ -4,8 +4,8 @@ use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 use clap::Args;
+use offload_support::outln;
 use trainer::remove::Removal;
-use trainer::say;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer remove runs/demo                               # shows what would go, and asks
@@ -29,14 +29,14 @@ pub(crate) struct RemoveArgs {
 /// What the removal says; nobody is there to be asked.
 pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
     let removal = Removal::of(&args.run)?;
-    say!("deletes for good:\n{removal}");
+    outln!("deletes for good:\n{removal}");
     if !args.yes && !agreed()? {
-        say!("nothing was deleted");
+        outln!("nothing was deleted");
         return Ok(());
     }
     match removal.remove()? {
-        None => say!("deleted"),
-        Some(dir) => say!("deleted; {} holds other files, which stay", dir.display()),
+        None => outln!("deleted"),
+        Some(dir) => outln!("deleted; {} holds other files, which stay", dir.display()),
     }
     Ok(())
 }
@@ -47,7 +47,7 @@ fn agreed() -> anyhow::Result<bool> {
         stdin.is_terminal(),
         "nothing was deleted: nobody is there to be asked; --yes deletes without asking"
     );
-    trainer::console::out(format_args!("delete? [y/N] "));
+    offload_support::console::out(format_args!("delete? [y/N] "));
     // A question that is not seen is answered with no.
     let _ = std::io::stdout().flush();
     let mut answer = String::new();

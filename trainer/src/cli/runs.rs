@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use trainer::{runs, say};
+use offload_support::outln;
+use trainer::runs;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer runs                                  # below this directory
@@ -26,9 +27,9 @@ pub(crate) fn list(args: &RunsArgs) -> anyhow::Result<()> {
     let list = runs::list(&args.dir)
         .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.dir.display()))?;
     if args.json {
-        say!("{}", serde_json::to_string_pretty(&list)?);
+        outln!("{}", serde_json::to_string_pretty(&list)?);
     } else {
-        say!("{list}");
+        outln!("{list}");
     }
     Ok(())
 }

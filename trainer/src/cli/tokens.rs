@@ -1,9 +1,9 @@
 //! `trainer tokens`: what a run is about to learn, as text.
 
+use offload_support::{console, outln};
 use trainer::config::RunSettings;
 use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
-use trainer::{console, say};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer tokens RUN.toml                                  # the first three samples; what does not count in the loss is dim
@@ -13,10 +13,10 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// Makes the tokens where the run will look for them, and prints the first samples.
 pub(crate) fn tokens(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
     let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
-    say!("{}", corpus.describe());
-    corpus.prepare(settings, &mut |note| say!("{note}"))?;
+    outln!("{}", corpus.describe());
+    corpus.prepare(settings, &mut |note| outln!("{note}"))?;
     let data = corpus.open(settings)?;
-    say!("{}\n", data.describe());
+    outln!("{}\n", data.describe());
     let marks = if console::in_colour(&std::io::stdout()) {
         Marks::Colours
     } else {

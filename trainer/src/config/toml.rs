@@ -6,6 +6,7 @@
 
 use std::path::PathBuf;
 
+use offload_support::units::parse_bytes;
 use serde::{Deserialize, Serialize};
 
 use super::schema::{keys, typed};
@@ -437,32 +438,11 @@ pub enum ByteCount {
 }
 
 impl ByteCount {
-    /// The bytes, or `None` when the text is no number with KiB, MiB, GiB or TiB, or does not fit 64 bits.
+    /// The bytes, or `None` when the text is not a size.
     pub fn bytes(&self) -> Option<u64> {
-        let text = match self {
-            Self::Number(bytes) => return Some(*bytes),
-            Self::Text(text) => text.trim(),
-        };
-        let (number, shift) = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]
-            .iter()
-            .find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)))
-            .unwrap_or((text, 0));
-        let number: u64 = number.trim().parse().ok()?;
-        number.checked_mul(1 << shift)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_numbers_or_binary_units() {
-        let bytes = |text: &str| ByteCount::Text(text.into()).bytes();
-        assert_eq!(bytes("64MiB"), Some(64 << 20));
-        assert_eq!(bytes("2 GiB"), Some(2 << 30));
-        assert_eq!(bytes("4096"), Some(4096));
-        assert_eq!(bytes("64MB"), None);
-        assert_eq!(bytes("99999999999TiB"), None);
+        match self {
+            Self::Number(bytes) => Some(*bytes),
+            Self::Text(text) => parse_bytes(text).ok(),
+        }
     }
 }

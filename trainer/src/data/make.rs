@@ -9,7 +9,7 @@ use super::read::{self, Kind, PIECE_BYTES, Piece};
 use super::tokenize::Tokenizer;
 use super::{DataError, too_short};
 use crate::config::{LossOn, Packing};
-use crate::long_work::LongWork;
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// Text that is tokenized at a time, on all threads.
 const BATCH_BYTES: u64 = 64 * PIECE_BYTES as u64;
@@ -56,11 +56,8 @@ fn good(
         let Some(stored) = Stored::open(path, part.key)? else {
             return Ok(false);
         };
-        let mut work = LongWork::new(
-            "checking the tokens",
-            stored.header().elements_bytes(),
-            true,
-        );
+        let mut work = Progress::new("checking the tokens", Unit::Bytes, Audience::Person)
+            .with_total(stored.header().elements_bytes());
         stored.verify(&mut |bytes| work.add(bytes))?;
         Ok(true)
     };
@@ -122,7 +119,8 @@ fn make(
             corpus.shuffle,
         ),
     };
-    let mut work = LongWork::new("tokenizing", part.found.bytes(), true);
+    let mut work =
+        Progress::new("tokenizing", Unit::Bytes, Audience::Person).with_total(part.found.bytes());
     let mut kind = None;
     let mut before: Option<Piece> = None;
     for source in &part.found.sources {

@@ -16,17 +16,18 @@ use std::fmt;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxBytes;
 use serde_json::json;
 use test_hooks::kill_point::{Point, reach};
 
 use crate::compute::Dtype;
-use crate::long_work::LongWork;
 use crate::model::config_json;
 use crate::reader::RunReader;
 use crate::run::{CheckpointName, ModelFiles, make_dir};
-use crate::store::{Gib, free_bytes};
+use crate::store::free_bytes;
 use crate::train::TrainError;
 use crate::weights::{Element, INDEX_FILE};
+use offload_support::progress::{Audience, Progress, Unit};
 use shards::Shards;
 use write::Writer;
 
@@ -75,7 +76,7 @@ pub enum ExportError {
     Busy { partial: PathBuf },
     #[error(
         "the file system of {} has {} free, the weights take {}: free some, or use another one",
-        dir.display(), Gib(*free_bytes), Gib(*needed_bytes)
+        dir.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
     )]
     TooLittleSpace {
         dir: PathBuf,
@@ -179,7 +180,7 @@ pub(crate) fn write_weights(
     let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
     check_space(dir, shards.bytes())?;
     let mut writer = Writer::make(dir, &shards, reader.master)?;
-    let mut work = LongWork::new(what, shards.bytes(), true);
+    let mut work = Progress::new(what, Unit::Bytes, Audience::Person).with_total(shards.bytes());
     let mut failed = None;
     reader.visit(&mut |range, param, state| {
         if failed.is_none() {
@@ -331,7 +332,7 @@ impl fmt::Display for Exported {
             self.step,
             self.run_dir.display(),
             self.out.display(),
-            Gib(self.bytes),
+            ApproxBytes(self.bytes),
             if self.files == 1 {
                 "one file".to_owned()
             } else {

@@ -2,13 +2,13 @@
 
 use std::fmt;
 
+use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
 use super::text::{Of, Seconds};
 use super::{Figure, Plan};
 use crate::checkpoint_tap::BUFFERS;
 use crate::config::{RunSettings, TrainSettings};
-use crate::store::Gib;
 
 /// Checkpoints of a run, of all its processes together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -77,7 +77,11 @@ impl Plan {
 
 impl fmt::Display for CheckpointsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "checkpoints     {} each", Gib(self.checkpoint_bytes))?;
+        write!(
+            f,
+            "checkpoints     {} each",
+            ApproxBytes(self.checkpoint_bytes)
+        )?;
         match self.every {
             0 => write!(f, ", one at the end")?,
             every => write!(f, ", every {every} steps")?,
@@ -85,8 +89,8 @@ impl fmt::Display for CheckpointsPlan {
         write!(
             f,
             ", {} kept, {} while one is made; {} to write one at {}",
-            Gib(self.kept_bytes),
-            Gib(self.room_bytes),
+            ApproxBytes(self.kept_bytes),
+            ApproxBytes(self.room_bytes),
             Seconds(self.checkpoint_s),
             Of(&self.write_bytes_per_s, 1e9, "GB/s")
         )?;

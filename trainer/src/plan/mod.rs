@@ -33,7 +33,7 @@ use crate::compute::{Dtype, Keep};
 use crate::config::{RunSettings, Tier, UpdatePlace};
 use crate::model::{UnitLayout, unit_layouts};
 
-pub use amount::{Drives, parse_bytes, parse_count, parse_drives, parse_rate};
+pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 pub use choices::{Choice, keep_word, update_word};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};

@@ -10,7 +10,7 @@ use super::text::{Digits, Seconds};
 use super::{Hardware, Overrides, Plan};
 use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
 use crate::model::ModelConfig;
-use crate::store::Gib;
+use offload_support::units::ApproxBytes;
 
 /// More models than this are not a table.
 const MODELS_MAX: usize = 1000;
@@ -166,20 +166,20 @@ blocks' inputs in host memory (`offload.activations = \"host\"`): what a machine
             let cells = [
                 row.name.clone(),
                 Count(row.parameters as f64).to_string(),
-                Gib(gpu.gpu_bytes).to_string(),
-                Gib(host.gpu_bytes).to_string(),
-                Gib(host.host_bytes).to_string(),
-                Gib(drives.gpu_bytes).to_string(),
-                Gib(drives.host_bytes).to_string(),
-                Gib(drives.device_bytes).to_string(),
-                Gib(drives.step_read_bytes as u64).to_string(),
-                Gib(drives.step_written_bytes as u64).to_string(),
+                ApproxBytes(gpu.gpu_bytes).to_string(),
+                ApproxBytes(host.gpu_bytes).to_string(),
+                ApproxBytes(host.host_bytes).to_string(),
+                ApproxBytes(drives.gpu_bytes).to_string(),
+                ApproxBytes(drives.host_bytes).to_string(),
+                ApproxBytes(drives.device_bytes).to_string(),
+                ApproxBytes(drives.step_read_bytes as u64).to_string(),
+                ApproxBytes(drives.step_written_bytes as u64).to_string(),
                 Seconds(drives.step_s).to_string(),
                 format!("{:.0}", drives.tokens_per_s),
                 format!("{} TB", Digits(drives.outlook.written_bytes_per_day / 1e12)),
-                Gib(least.gpu_bytes).to_string(),
-                Gib(least.host_bytes).to_string(),
-                Gib(least.device_bytes).to_string(),
+                ApproxBytes(least.gpu_bytes).to_string(),
+                ApproxBytes(least.host_bytes).to_string(),
+                ApproxBytes(least.device_bytes).to_string(),
                 Seconds(least.step_s).to_string(),
             ];
             writeln!(f, "| {} |", cells.join(" | "))?;

@@ -2,13 +2,13 @@
 
 use std::fmt;
 
+use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
 use super::outlook::Span;
 use super::text::{Digits, Seconds};
 use super::{Hardware, Outlook, Plan};
 use crate::config::{Placement, ResidentFraction, RunSettings, Share, Stage, Tier, UpdatePlace};
-use crate::store::Gib;
 
 /// Where a run's parameters and state are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -123,7 +123,7 @@ impl PlaceReport {
     fn cells(&self) -> [String; CELLS] {
         let bytes = |bytes: u64| match bytes {
             0 => "-".into(),
-            bytes => Gib(bytes).to_string(),
+            bytes => ApproxBytes(bytes).to_string(),
         };
         let wear = match self.step_written_bytes {
             0.0 => "-".into(),

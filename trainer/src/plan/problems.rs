@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
 
@@ -9,7 +10,7 @@ use super::{Plan, update_word};
 use crate::compute::Keep;
 use crate::config::{DeviceChoice, RunSettings, UpdatePlace};
 use crate::run::{RunId, resolved};
-use crate::store::{Gib, StoreFiles};
+use crate::store::StoreFiles;
 
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -130,8 +131,8 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
         ProblemKind::GpuMemory,
         format!(
             "the run needs {} of GPU memory, {} is available",
-            Gib(needed),
-            Gib(gpu.memory_bytes)
+            ApproxBytes(needed),
+            ApproxBytes(gpu.memory_bytes)
         ),
         change,
     ))
@@ -146,8 +147,8 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
                 ProblemKind::HostMemory,
                 format!(
                     "the run needs {} of host memory, {} is {of}",
-                    Gib(needed),
-                    Gib(limit)
+                    ApproxBytes(needed),
+                    ApproxBytes(limit)
                 ),
                 change,
             )

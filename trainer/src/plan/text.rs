@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Figure, Hardware, Plan, update_word};
-use crate::store::Gib;
+use offload_support::units::ApproxBytes;
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -46,21 +46,25 @@ impl Plan {
         write!(
             f,
             "\nhost      {}: resident tiles {}, staging {}, gradients {}",
-            Gib(self.host_bytes()),
-            Gib(self.host_resident_bytes()),
-            Gib(self.memory.staging_bytes()),
-            Gib(self.host_grad_bytes()),
+            ApproxBytes(self.host_bytes()),
+            ApproxBytes(self.host_resident_bytes()),
+            ApproxBytes(self.memory.staging_bytes()),
+            ApproxBytes(self.host_grad_bytes()),
         )?;
         if self.hardware.gpu.is_none() {
             self.compute_parts(f)?;
         } else if self.compute.away_bytes > 0 {
-            write!(f, ", blocks' inputs {}", Gib(self.compute.away_bytes))?;
+            write!(
+                f,
+                ", blocks' inputs {}",
+                ApproxBytes(self.compute.away_bytes)
+            )?;
         }
         if let Some(checkpoints) = &self.checkpoints {
             write!(
                 f,
                 ", copies for checkpoints {}",
-                Gib(checkpoints.buffer_bytes)
+                ApproxBytes(checkpoints.buffer_bytes)
             )?;
         }
         if self.ranks > 1 {
@@ -81,7 +85,7 @@ impl Plan {
             ("libraries", compute.context_bytes),
         ] {
             if bytes > 0 {
-                write!(f, ", {what} {}", Gib(bytes))?;
+                write!(f, ", {what} {}", ApproxBytes(bytes))?;
             }
         }
         Ok(())
@@ -94,10 +98,10 @@ impl Plan {
         write!(
             f,
             "\nGPU       {} of {} ({}): tiles {}",
-            Gib(self.gpu_bytes()),
-            Gib(gpu.memory_bytes),
+            ApproxBytes(self.gpu_bytes()),
+            ApproxBytes(gpu.memory_bytes),
             gpu.name,
-            Gib(self.gpu_tiles.sum_bytes())
+            ApproxBytes(self.gpu_tiles.sum_bytes())
         )?;
         self.compute_parts(f)
     }
@@ -110,12 +114,12 @@ impl Plan {
         write!(
             f,
             "\ndevices   {} of tiles, both generations\na step    reads {} (forward {}, backward {}, update {}), writes {}",
-            Gib(self.device_bytes()),
-            Gib(bytes.read_bytes() as u64),
-            Gib(bytes.forward_read_bytes as u64),
-            Gib(bytes.backward_read_bytes as u64),
-            Gib(bytes.update_read_bytes as u64),
-            Gib(bytes.written_bytes as u64)
+            ApproxBytes(self.device_bytes()),
+            ApproxBytes(bytes.read_bytes() as u64),
+            ApproxBytes(bytes.forward_read_bytes as u64),
+            ApproxBytes(bytes.backward_read_bytes as u64),
+            ApproxBytes(bytes.update_read_bytes as u64),
+            ApproxBytes(bytes.written_bytes as u64)
         )
     }
 
@@ -164,14 +168,14 @@ impl fmt::Display for Hardware {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "machine   ")?;
         match &self.gpu {
-            Some(gpu) => write!(f, "GPU of {} ({})", Gib(gpu.memory_bytes), gpu.name)?,
+            Some(gpu) => write!(f, "GPU of {} ({})", ApproxBytes(gpu.memory_bytes), gpu.name)?,
             None => write!(f, "no GPU ({})", self.no_gpu)?,
         }
         match self.host_memory_bytes {
             Some(bytes) => write!(
                 f,
                 ", host memory {} ({})",
-                Gib(bytes),
+                ApproxBytes(bytes),
                 self.host_memory_source.word()
             )?,
             None => write!(f, ", host memory unknown")?,

@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
 /// Why a store cannot be in a directory, or not be started.
@@ -26,7 +27,7 @@ pub enum StoreError {
     NoDirect { path: PathBuf },
     #[error(
         "nvme_path: the file system of {} has {} free, the store needs {} there: free some, name directories on more drives, or keep more in host memory",
-        path.display(), Gib(*free_bytes), Gib(*needed_bytes)
+        path.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
     )]
     TooLittleSpace {
         path: PathBuf,
@@ -45,20 +46,6 @@ pub enum StoreError {
     Daemon(swapper::ClientError),
     #[error("{0}\nIf the run has nothing to lose, --fresh makes its store anew")]
     Private(swapper::ClientError),
-}
-
-/// Bytes as a person reads them.
-pub(crate) struct Gib(pub(crate) u64);
-
-impl std::fmt::Display for Gib {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let bytes = self.0 as f64;
-        match self.0 {
-            0..0x10_0000 => write!(f, "{:.1} KiB", bytes / 1024.0),
-            0x10_0000..0x4000_0000 => write!(f, "{:.1} MiB", bytes / f64::from(1 << 20)),
-            _ => write!(f, "{:.1} GiB", bytes / f64::from(1 << 30)),
-        }
-    }
 }
 
 /// Checks that the directories of `files` exist, take direct I/O and have room for a file of `file_bytes` each. The files may
@@ -216,7 +203,7 @@ mod tests {
         check_dirs(&files[..1], most_bytes).unwrap();
         let text = check_dirs(&files, most_bytes).unwrap_err().to_string();
         assert!(
-            text.contains(&format!("the store needs {}", Gib(2 * most_bytes))),
+            text.contains(&format!("the store needs {}", ApproxBytes(2 * most_bytes))),
             "{text}"
         );
     }

@@ -5,5 +5,5 @@ mod dir;
 
 pub use daemon::{StoreFiles, start_private};
 pub(crate) use daemon::{file_name, job_of, link_of, remove_files};
-pub(crate) use dir::{Gib, free_bytes};
+pub(crate) use dir::free_bytes;
 pub use dir::{StoreError, check_dirs, check_space};

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use offload_support::units::ApproxBytes;
 use serde_json::Value;
 use test_hooks::kill_point::{Point, reach};
 
@@ -26,7 +27,6 @@ use crate::ranks::Ranks;
 use crate::run::{
     CheckpointDescription, CheckpointError, Checkpoints, RunState, SavedFile, TileWriter,
 };
-use crate::store::Gib;
 
 /// Checkpoints of one run, and the one that is being made.
 pub(super) struct Checkpointer {
@@ -243,7 +243,7 @@ impl Checkpointer {
                 let (step, path) = (checkpoint.step, path.display());
                 say(&format!(
                     "saved step {step} in {path}: {}, {seconds:.1} s",
-                    Gib(bytes)
+                    ApproxBytes(bytes)
                 ));
             }
             self.newest = Some(checkpoint.step);

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
 use kernels_torch::collective::CollectiveError;
+use offload_support::units::ApproxBytes;
 use swapper::{SwapperError, TileError};
 
 use crate::accelerator::AcceleratorError;
@@ -16,7 +17,7 @@ use crate::metrics::MetricsError;
 use crate::monitor::MonitorError;
 use crate::plan::PlanError;
 use crate::run::{CheckpointError, DirError, StateError, daemon_dir, resolved};
-use crate::store::{Gib, StoreError};
+use crate::store::StoreError;
 use crate::trace::TraceError;
 use crate::weights::WeightsError;
 
@@ -118,7 +119,7 @@ pub enum TrainError {
     UnknownRun { dir: PathBuf, message: String },
     #[error(
         "the file system of {} has {} free, and {what} {}: {change}",
-        dir.display(), Gib(*free_bytes), Gib(*needed_bytes)
+        dir.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
     )]
     CheckpointSpace {
         dir: PathBuf,

@@ -37,11 +37,11 @@ use crate::overflow::{Outcome, OverflowState};
 use crate::plan::Measured;
 use crate::ranks::Ranks;
 use crate::run::CheckpointName;
-use crate::say;
 use crate::trace::Trace;
 use checkpointer::{Checkpointer, CheckpointerParts};
 use inputs::InputPlace;
 use mover::Shards;
+use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use progress::Progress;
 use step::{Gradients, Stepper};
@@ -72,11 +72,11 @@ pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, 
     let result = ranks.end(result);
     match trace.write() {
         Ok(Some(path)) if ranks.is_first() => {
-            say!("timeline: {}, for ui.perfetto.dev", path.display());
+            outln!("timeline: {}, for ui.perfetto.dev", path.display());
         }
         Ok(_) => {}
         // The run's own failure says more.
-        Err(error) if result.is_err() => say!("note: {error}"),
+        Err(error) if result.is_err() => outln!("note: {error}"),
         Err(error) => return Err(error.into()),
     }
     result
@@ -91,7 +91,7 @@ fn run_to_its_end(
 ) -> Result<u8, TrainError> {
     if *start != Start::Fresh {
         ranks.by_first("looking for the run", || {
-            mend(&settings, &mut |note| say!("{note}"))
+            mend(&settings, &mut |note| outln!("{note}"))
         })?;
     }
     let (corpus, mut prepared) = ranks.together("checking the run", || {
@@ -152,7 +152,7 @@ fn run_to_its_end(
     let first = ranks.is_first();
     let (run, resumed) = prepared.open(start, &mut |note| {
         if first {
-            say!("{note}");
+            outln!("{note}");
         }
     })?;
     if first {
@@ -192,12 +192,12 @@ fn run_to_its_end(
 /// The tokens of the run: the first rank makes them if they are not there, all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
     ranks.by_first("making the tokens", || {
-        let mut say = |note| say!("{note}");
+        let mut say = |note| outln!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;
     let data = ranks.together("opening the tokens", || Ok(corpus.open(settings)?))?;
     if ranks.is_first() {
-        say!("  data      {}", data.describe());
+        outln!("  data      {}", data.describe());
     }
     Ok(data)
 }

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::long_work::clock;
 use crate::metrics::StepMetrics;
-use crate::say;
+use offload_support::outln;
+use offload_support::units::ApproxTime;
 
 /// Lines on stdout, a bar on stderr if that is a terminal.
 pub(super) struct Progress {
@@ -84,8 +84,8 @@ impl Progress {
     /// Prints `line` above the bar.
     pub(super) fn say(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| say!("{line}")),
-            None => say!("{line}"),
+            Some(bar) => bar.suspend(|| outln!("{line}")),
+            None => outln!("{line}"),
         }
     }
 
@@ -115,7 +115,7 @@ impl Progress {
         let done = metrics.step - self.first_step;
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64
             * (self.steps - metrics.step) as f64;
-        line + &format!("  {} left", clock(Duration::from_secs_f64(left)))
+        line + &format!("  {} left", ApproxTime(Duration::from_secs_f64(left)))
     }
 }
 

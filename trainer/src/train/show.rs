@@ -6,7 +6,7 @@ use crate::data::Corpus;
 use crate::metrics::StepMetrics;
 use crate::overflow::OverflowState;
 use crate::plan::Plan;
-use crate::say;
+use offload_support::outln;
 
 /// Why a step changed nothing, and what is tried next.
 pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
@@ -21,45 +21,45 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
 
 /// What is going to happen, before it does.
 pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>) {
-    say!("settings");
+    outln!("settings");
     for line in settings.lines() {
-        say!("  {line}");
+        outln!("  {line}");
     }
     for note in &settings.notes {
-        say!("note: {note}");
+        outln!("note: {note}");
     }
     let placement = &settings.placement;
     let tiers = [placement.param, placement.optimizer];
     if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
-        say!(
+        outln!(
             "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
         );
     } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
-        say!(
+        outln!(
             "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
         );
     }
-    say!("plan");
+    outln!("plan");
     for line in settings.summary() {
-        say!("  {line}");
+        outln!("  {line}");
     }
     for line in plan.to_string().lines() {
-        say!("  {line}");
+        outln!("  {line}");
     }
     match corpus {
-        Some(corpus) => say!("  tokenizer {}", corpus.describe()),
-        None => say!("  data      none: the run has no steps"),
+        Some(corpus) => outln!("  tokenizer {}", corpus.describe()),
+        None => outln!("  data      none: the run has no steps"),
     }
     // Last, where they are seen.
     for warning in &settings.warnings {
-        say!("warning: {warning}");
+        outln!("warning: {warning}");
     }
 }
 
 /// What was found.
 pub(super) fn opened(run: &OpenRun, resumed: bool) {
     let opened = &run.opened;
-    say!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
+    outln!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
     for device in &opened.devices {
         let rate = |bytes: u64| {
             if bytes == 0 {
@@ -68,7 +68,7 @@ pub(super) fn opened(run: &OpenRun, resumed: bool) {
                 format!("{:.2} GB/s", bytes as f64 / 1e9)
             }
         };
-        say!(
+        outln!(
             "  device    {}: reads {}, writes {}",
             device.path,
             rate(device.read_bytes_per_s),
@@ -76,11 +76,11 @@ pub(super) fn opened(run: &OpenRun, resumed: bool) {
         );
     }
     for note in &opened.notes {
-        say!("note: {note}");
+        outln!("note: {note}");
     }
     if resumed {
-        say!("resumed at step {}", run.state.step);
+        outln!("resumed at step {}", run.state.step);
     } else {
-        say!("started with {}", run.started_with);
+        outln!("started with {}", run.started_with);
     }
 }

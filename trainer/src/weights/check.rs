@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::read::BLOCK_BYTES;
 use super::source::Stored;
 use super::{Weights, WeightsError};
-use crate::long_work::LongWork;
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// Elements that are read at a time, of any type at most a block.
 const BLOCK_ELEMS: usize = BLOCK_BYTES / 4;
@@ -31,7 +31,8 @@ impl Weights {
         let tensors = self.tensors();
         let bytes = |(stored, elems): &(&Stored, usize)| elems * stored.element.size_bytes();
         let total_bytes: usize = tensors.iter().map(bytes).sum();
-        let work = LongWork::new("checking the weights", total_bytes as u64, true);
+        let work = Progress::new("checking the weights", Unit::Bytes, Audience::Person)
+            .with_total(total_bytes as u64);
         let work = Mutex::new(work);
         let blocks = tensors.iter().flat_map(|&(stored, elems)| {
             let starts = (0..elems).step_by(BLOCK_ELEMS);

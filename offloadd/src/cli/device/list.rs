@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use anyhow::Result;
+use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
 use offloadd::core::DeviceState;
 use offloadd::store::catalog::Phase;
 use serde_json::{Value, json};
 
 use super::{at_most, open_stopped};
+use crate::cli::ratings;
 use crate::cli::top::Daemon;
-use crate::cli::{binary, ratings};
 
 /// How long two looks at tiles that move are apart.
 const LOOKS_APART: Duration = Duration::from_secs(1);
@@ -100,15 +101,15 @@ pub(super) fn table(lines: &[Line]) -> String {
         } = &line.state;
         let to_move = match status.left_bytes {
             0 => String::new(),
-            left => binary(left),
+            left => ApproxBytes(left).to_string(),
         };
         text += &format!(
             "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
             status.number,
             status.phase_name(),
-            binary(*data_bytes),
-            binary(*free_bytes),
-            binary(line.worn_bytes),
+            ApproxBytes(*data_bytes),
+            ApproxBytes(*free_bytes),
+            ApproxBytes(line.worn_bytes),
         );
     }
     for line in lines {

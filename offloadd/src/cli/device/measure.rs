@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use offload_api::proto;
+use offload_support::outln;
 use offloadd::config::Config;
 use offloadd::store::format::MeasuredRates;
 
@@ -25,11 +26,11 @@ pub(super) async fn served(daemon: &mut Daemon, path: &Path) -> Result<()> {
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
     if reply.busy {
-        say!(
+        outln!(
             "Jobs run or tiles move: these are the figures of a busy device. Alone it may be faster; measure it again then."
         );
     }
-    say!(
+    outln!(
         "New jobs go by it, and tiles of others move while they run; `offloadd device list` shows how far they are."
     );
     Ok(())
@@ -44,9 +45,9 @@ fn say(path: &Path, before: [u64; 2], now: [u64; 2]) {
             write as f64 / 1e9
         ),
     };
-    say!("{}", path.display());
-    say!("  before  {}", words(before));
-    say!("  now     {}", words(now));
+    outln!("{}", path.display());
+    outln!("  before  {}", words(before));
+    outln!("  now     {}", words(now));
 }
 
 pub(super) fn stopped(config: &Config, path: &Path) -> Result<()> {

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use offload_api::proto;
+use offload_support::outln;
+use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
 use offloadd::core::Reply;
 use offloadd::device::{DeviceBlocks, FileOwner};
@@ -19,9 +21,9 @@ use offloadd::store::recover;
 use offloadd::store_devices::StoreDevices;
 
 use super::connection::{refusal, runtime};
-use super::long_work::{Listener, LongWork, Unit};
+use super::open_all;
 use super::top::Daemon;
-use super::{binary, open_all};
+use offload_support::progress::{Audience, Progress, Unit};
 
 #[derive(Subcommand)]
 pub(crate) enum DeviceCommand {
@@ -39,7 +41,7 @@ where the store has it, and warns. What is cut off can be run again. With --rate
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
         /// Of the file, like 500GiB; a block device is taken whole
-        #[arg(long, value_name = "SIZE", value_parser = offloadd::config::parse_size)]
+        #[arg(long, value_name = "SIZE", value_parser = offload_support::units::parse_bytes)]
         size: Option<u64>,
         /// Overwrite what is on it
         #[arg(long)]
@@ -188,7 +190,7 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                 StoreAccess::Stopped(config) => list::lines_stopped(&config)?,
             };
             match json {
-                true => say!("{}", list::to_json(&lines)),
+                true => outln!("{}", list::to_json(&lines)),
                 false => print!("{}", list::table(&lines)),
             }
             Ok(())
@@ -234,7 +236,7 @@ async fn add_served(
         reply.data_bytes,
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
-    say!(
+    outln!(
         "Tiles move to it while jobs run{rate_limiter}; `offloadd device list` shows how far they are."
     );
     Ok(())
@@ -242,12 +244,12 @@ async fn add_served(
 
 fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
     let [read, write] = rates.map(|rate| rate as f64 / 1e9);
-    say!(
+    outln!(
         "device {number}: {}, {} for tiles, reads {read:.2} GB/s, writes {write:.2} GB/s",
         path.display(),
-        binary(data_bytes)
+        ApproxBytes(data_bytes)
     );
-    say!(
+    outln!(
         "Add it to `devices` in the settings: \"{}\"",
         path.display()
     );
@@ -260,9 +262,9 @@ async fn drain_served(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Re
     };
     let asked = daemon.client.drain_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
-    say!(
+    outln!(
         "{} leave {} while jobs run{}; `offloadd device list` shows how far they are.",
-        binary(reply.into_inner().left_bytes),
+        ApproxBytes(reply.into_inner().left_bytes),
         path.display(),
         at_most(rate)
     );
@@ -274,7 +276,7 @@ async fn limit_served(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
     let request = proto::LimitMovesRequest { bytes_per_s_max };
     let asked = daemon.client.limit_moves(request).await;
     asked.map_err(|status| refusal(&daemon.socket, &status))?;
-    say!(
+    outln!(
         "Tiles move{} from now on; `offloadd device list` shows how far they are.",
         at_most(Some(bytes_per_s_max))
     );
@@ -284,12 +286,12 @@ async fn limit_served(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
 /// ", at most 95.4 MiB a second"; nothing where there is no ceiling.
 fn at_most(bytes_per_s_max: Option<u64>) -> String {
     bytes_per_s_max.map_or_else(String::new, |rate| {
-        format!(", at most {} a second", binary(rate))
+        format!(", at most {} a second", ApproxBytes(rate))
     })
 }
 
 fn say_drained(path: &Path) {
-    say!(
+    outln!(
         "When it is of the store no more, take it from `devices` in the settings: \"{}\"",
         path.display()
     );
@@ -304,16 +306,16 @@ fn open_stopped(config: &Config) -> Result<Stopped> {
 /// The same, to change it; if the store's home is to move, it does.
 fn open_settled(config: &Config) -> Result<Stopped> {
     let what = "moving the store's catalog and records";
-    let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+    let mut work = Progress::new(what, Unit::Bytes, Audience::Person);
     let opened = Stopped::open_settled(open_all(config)?, &mut |done, total| {
-        work.at(done, total);
+        work.set(done, total);
     });
     drop(work);
     let (stopped, moved) = opened?;
     say_outsiders(&stopped);
     match moved {
         MetadataMove::NotDue => {}
-        MetadataMove::Moved { to, .. } => say!("the store's catalog and records moved to {to}"),
+        MetadataMove::Moved { to, .. } => outln!("the store's catalog and records moved to {to}"),
         MetadataMove::Failed(why) => {
             eprintln!("offloadd: the store's catalog and records cannot move: {why}");
         }
@@ -344,7 +346,7 @@ fn add_stopped(
     let name = utf8(path)?;
     let mut devices = stopped.devices().into_iter();
     if let Some(known) = devices.find(|device| is_known(path, device)) {
-        say!("{}", known_as(path, &known));
+        outln!("{}", known_as(path, &known));
         return move_all(&mut stopped, rate);
     }
     let AdmittedDevice {
@@ -423,12 +425,12 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         .iter()
         .any(|foreign_device| foreign_device.path == name)
     {
-        say!("{name} is of the store no more");
+        outln!("{name} is of the store no more");
         return Ok(());
     }
     match stopped.drain(&name) {
         Ok(Reply::DrainDevice { left_bytes }) => {
-            say!("{} leave {name}", binary(left_bytes));
+            outln!("{} leave {name}", ApproxBytes(left_bytes));
         }
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => bail!("{}", fault.message),
@@ -447,7 +449,7 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         let why = why.unwrap_or_else(|| "run the same again".into());
         bail!("{name} is not empty yet: {why}");
     }
-    say!("{name} is empty and of the store no more: take it from `devices` in the settings");
+    outln!("{name} is empty and of the store no more: take it from `devices` in the settings");
     Ok(())
 }
 
@@ -462,9 +464,9 @@ fn move_all(stopped: &mut Stopped, rate: Option<u64>) -> Result<()> {
     let left = stopped.devices().into_iter().map(|d| d.status.left_bytes);
     let total_bytes: u64 = left.sum();
     let what = format!("moving tiles{}", at_most(rate));
-    let mut work = LongWork::new(what, Unit::Bytes, Listener::Person);
+    let mut work = Progress::new(what, Unit::Bytes, Audience::Person);
     let moved = stopped.move_all(rate, &mut |moved_bytes| {
-        work.at(moved_bytes, total_bytes.max(moved_bytes));
+        work.set(moved_bytes, total_bytes.max(moved_bytes));
     });
     drop(work);
     if let Err(error) = stopped.keep_wear() {

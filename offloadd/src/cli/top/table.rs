@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use offload_support::units::{ApproxBytes, ApproxTime};
 use offloadd::core::{CommitState, DeviceStatus};
 use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
@@ -9,8 +10,6 @@ use offloadd::store::catalog::Phase;
 use super::between::{Moved, before_of_device, before_of_job, continued, since};
 use super::fit::{Part, Table};
 use super::users;
-use crate::cli::binary;
-use crate::cli::long_work::clock;
 
 /// The table, lines of plain text.
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
@@ -18,9 +17,9 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     let (sessions, s) = plural(now.session_count);
     let mut head = vec![format!(
         "offloadd up {}, {sessions} session{s}, host memory {} of {}",
-        clock(now.uptime),
-        binary(now.arena_used_bytes),
-        binary(now.arena_bytes_max)
+        ApproxTime(now.uptime),
+        ApproxBytes(now.arena_used_bytes),
+        ApproxBytes(now.arena_bytes_max)
     )];
     if let Some(why) = &now.reading_only {
         head.push(format!("READING ONLY: {why}"));
@@ -159,7 +158,7 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             Some(Phase::Draining) => "drained",
             _ => "filled",
         };
-        notes.push(format!("{what}, {} to move", binary(*left_bytes)));
+        notes.push(format!("{what}, {} to move", ApproxBytes(*left_bytes)));
         match (stuck, device.state.status.is_stuck()) {
             (Some(why), true) => notes.push(format!("STUCK: {why}")),
             (Some(why), false) => notes.push(why.clone()),

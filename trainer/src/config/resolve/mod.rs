@@ -11,7 +11,9 @@ mod schedule;
 
 use std::path::PathBuf;
 
-use swapper::{ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN};
+use swapper::{
+    ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN, TILE_ELEMS_MAX, TILE_ELEMS_STEP,
+};
 
 use super::toml::{ByteCount, ConfigToml};
 use super::{
@@ -335,14 +337,11 @@ fn resolve_offload(
     }
     let tile_elems = offload.tile_elems;
     if let Some(elems) = tile_elems
-        && (elems == 0 || elems % 4096 != 0 || elems > 1 << 28)
+        && (elems == 0 || elems % TILE_ELEMS_STEP != 0 || elems > TILE_ELEMS_MAX)
     {
         faults.0.push(value(
             "offload.tile_elems",
-            format!(
-                "{elems}: must be a multiple of 4096, at most {}",
-                1u64 << 28
-            ),
+            format!("{elems}: must be a multiple of {TILE_ELEMS_STEP}, at most {TILE_ELEMS_MAX}"),
         ));
     }
     let staging_bytes = faults.take(bytes(

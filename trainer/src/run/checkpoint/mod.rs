@@ -20,6 +20,7 @@ mod dir;
 mod read;
 mod write;
 
+use offload_support::units::ApproxBytes;
 use std::path::{Path, PathBuf};
 
 pub use description::{CheckpointDescription, SavedFile};
@@ -27,8 +28,6 @@ pub(crate) use dir::SLACK_BYTES;
 pub use dir::{CheckpointDir, CheckpointName, Checkpoints};
 pub use read::Checkpoint;
 pub use write::TileWriter;
-
-use crate::store::Gib;
 
 const MAGIC: &[u8; 8] = b"OFFLSAV1";
 /// Where the next tile's unit would be: a number that no unit has.
@@ -52,7 +51,7 @@ pub enum CheckpointError {
     },
     #[error(
         "the checkpoint {} takes {}, the file system has {} free: free some, keep fewer (train.checkpoints_kept), or move train.run_dir",
-        path.display(), Gib(*needed_bytes), Gib(*free_bytes)
+        path.display(), ApproxBytes(*needed_bytes), ApproxBytes(*free_bytes)
     )]
     TooLittleSpace {
         path: PathBuf,

@@ -8,7 +8,8 @@ use crate::config::RunSettings;
 use crate::metrics::MetricsFile;
 use crate::plan::Plan;
 use crate::run::{Checkpoints, DirError, SLACK_BYTES};
-use crate::store::{Gib, free_bytes};
+use crate::store::free_bytes;
+use offload_support::units::ApproxBytes;
 
 /// Checkpoints that a start will make.
 struct Wanted {
@@ -117,10 +118,10 @@ impl Wanted {
             format!(
                 "the file system of {} has {} free, and up to {} checkpoints of {} take {}: those that find no room are not made. Free some, or lower train.checkpoints_kept",
                 dir.display(),
-                Gib(free_bytes),
+                ApproxBytes(free_bytes),
                 self.most,
-                Gib(one_bytes),
-                Gib(all_bytes)
+                ApproxBytes(one_bytes),
+                ApproxBytes(all_bytes)
             )
         }))
     }

@@ -15,10 +15,10 @@ use super::super::TrainError;
 use super::first::First;
 use crate::backend::TileBackend;
 use crate::checkpoint_tap::CheckpointTap;
-use crate::long_work::LongWork;
 use crate::plan::Plan;
 use crate::ranks::Ranks;
 use crate::run::{Checkpoint, RunDir, RunState};
+use offload_support::progress::{Audience, Progress, Unit};
 
 /// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
 pub(crate) struct OpenRun {
@@ -56,7 +56,7 @@ impl OpenRun {
         let mut checkpoint = ranks.together("reading the checkpoint", || {
             let mut checkpoint = Checkpoint::open(dir, ranks.rank())?;
             let layout = self.plan.swapper.cut()?;
-            let mut work = self.long_work("checking the checkpoint");
+            let mut work = self.progress("checking the checkpoint");
             checkpoint.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
             Ok(checkpoint)
         })?;
@@ -67,7 +67,7 @@ impl OpenRun {
         ranks.together("filling the tiles", || {
             let blob = serde_json::to_vec(&checkpoint.description.state).expect("plain data");
             self.state = resume(&self.state, &blob, say)?;
-            let mut work = self.long_work("reading the checkpoint");
+            let mut work = self.progress("reading the checkpoint");
             let fill = |blanks: &mut [UninitTile]| {
                 for blank in blanks {
                     checkpoint.tile(blank.range, blank.param, blank.state)?;
@@ -83,7 +83,7 @@ impl OpenRun {
     pub(super) fn initialize(&mut self, first: &First) -> Result<(), TrainError> {
         let (units, master) = (&self.plan.units, self.plan.master);
         self.started_with = first.words();
-        let mut work = self.long_work("filling the tiles");
+        let mut work = self.progress("filling the tiles");
         // A weight's value follows from its place alone, so tiles may be filled side by side.
         let fill = |blanks: &mut [UninitTile]| {
             blanks.par_iter_mut().try_for_each(|blank| {
@@ -107,11 +107,14 @@ impl OpenRun {
         self.backend.initialize(fill, self.state.encode())
     }
 
-    /// What is done to all tiles of this rank, told by the first.
-    fn long_work(&self, what: &str) -> LongWork {
-        // The ranks have about as much each.
+    /// Progress over all tiles of this rank, shown by the first rank. Other ranks have about as many bytes.
+    fn progress(&self, what: &str) -> Progress {
         let bytes = self.plan.memory.table_bytes / u64::from(self.plan.swapper.ranks);
-        LongWork::new(what, bytes, self.ranks.is_first())
+        let audience = match self.ranks.is_first() {
+            true => Audience::Person,
+            false => Audience::Nobody,
+        };
+        Progress::new(what, Unit::Bytes, audience).with_total(bytes)
     }
 
     /// Ranges that this rank writes into a checkpoint: none where the first one has all that it has.

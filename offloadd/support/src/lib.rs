@@ -1,0 +1,18 @@
+//! What every program of this workspace needs and none of them should define for itself.
+//!
+//! - [`units`]: one grammar for sizes, rates and counts, and their texts;
+//! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;
+//! - [`console`]: output that survives a reader that closes the pipe;
+//! - [`retry`]: a bounded number of attempts;
+//! - [`aligned`]: memory for direct I/O.
+//!
+//! The crate depends on no other crate of the workspace and knows nothing of tiles.
+
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+pub mod aligned;
+pub mod console;
+pub mod progress;
+pub mod retry;
+pub mod units;
