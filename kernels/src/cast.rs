@@ -1,7 +1,7 @@
-//! Bytes seen as numbers. One of the files allowed to use `unsafe`.
+//! Views of bytes as numbers. One of the files that may use `unsafe`.
 //!
-//! Promise: a view is given only where length and alignment fit, whatever the caller passes. Tiles are little endian, and so is every
-//! machine this is built for (checked below), so a view needs no swapping.
+//! A view exists only where length and alignment fit. Tiles are little endian, as is every supported machine (checked
+//! below), so bytes are never swapped.
 #![allow(unsafe_code)]
 
 const _: () = assert!(cfg!(target_endian = "little"), "tiles are little endian");
@@ -14,25 +14,25 @@ pub unsafe trait Plain: Copy + Send + Sync {}
 
 // SAFETY: integers and floats have only valid bit patterns and no padding.
 unsafe impl Plain for u16 {}
-// SAFETY: as above.
+// SAFETY: as for u16.
 unsafe impl Plain for i16 {}
-// SAFETY: as above.
+// SAFETY: as for u16.
 unsafe impl Plain for f32 {}
 
-/// `bytes` as numbers.
+/// Views `bytes` as numbers.
 ///
-/// Panics if the length is no multiple of the number's size or the start is not aligned to it.
+/// Panics if the length is not a multiple of the number's size or the start is not aligned.
 pub fn view<T: Plain>(bytes: &[u8]) -> &[T] {
     let count = checked_count::<T>(bytes);
-    // SAFETY: checked_count saw the alignment and that count numbers fill the slice; Plain says every bit pattern is a T;
-    // the lifetime and the shared borrow are those of `bytes`.
+    // SAFETY: checked_count verified the alignment and that `count` numbers fill the slice; Plain makes every bit
+    // pattern a valid T; the lifetime and the shared borrow are those of `bytes`.
     unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<T>(), count) }
 }
 
-/// As [`view`], to write through.
+/// Views `bytes` as numbers to write. Panics like [`view`].
 pub fn view_mut<T: Plain>(bytes: &mut [u8]) -> &mut [T] {
     let count = checked_count::<T>(bytes);
-    // SAFETY: as in view; the borrow is exclusive as that of `bytes` is, and every T leaves valid bytes behind.
+    // SAFETY: as in view; the borrow is exclusive, and every T leaves valid bytes behind.
     unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast::<T>(), count) }
 }
 

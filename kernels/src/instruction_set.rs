@@ -1,9 +1,9 @@
-//! Which of the processor's vector instructions to use, asked once at run time. The choice changes speed, never a bit.
+//! The processor's vector instructions, detected once at run time. The choice changes speed and no bit of a result.
 
 /// A family of vector instructions a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionSet {
-    /// No vector instructions named: the definition itself.
+    /// The plain definition, without named vector instructions.
     Scalar,
     /// AVX2, FMA and F16C: eight fp32 lanes.
     Avx2,
@@ -12,10 +12,10 @@ pub enum InstructionSet {
 }
 
 impl InstructionSet {
-    /// All of them, slowest first.
+    /// All sets, slowest first.
     pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
-    /// Whether this machine can run it.
+    /// Whether this machine supports the set.
     #[cfg(target_arch = "x86_64")]
     pub fn available(self) -> bool {
         match self {
@@ -29,13 +29,13 @@ impl InstructionSet {
         }
     }
 
-    /// Whether this machine can run it.
+    /// Whether this machine supports the set.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn available(self) -> bool {
         self == Self::Scalar
     }
 
-    /// The fastest this machine can run.
+    /// The fastest set that this machine supports.
     pub fn best() -> Self {
         let mut fastest_first = Self::ALL.into_iter().rev();
         fastest_first

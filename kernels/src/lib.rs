@@ -1,5 +1,4 @@
-//! Arithmetic on memory: everything here takes bytes and gives bytes, and knows nothing of files or steps of a run, nor of torch
-//! (`kernels/torch` does).
+//! Arithmetic on bytes in memory. Nothing here knows files, the steps of a run, or torch (see `kernels/torch`).
 //!
 //! ```text
 //!   grad tile ──▶ reduce::sum_squares ──▶ (norm, clip) ──┐
@@ -7,13 +6,14 @@
 //!   param tile, state tile ─────────────────▶ adamw::step_tile ──▶ the same tiles, one step later
 //! ```
 //!
-//! `gpu` has the same arithmetic on a GPU, with its memory, streams and copies.
+//! `gpu` has the same arithmetic on a GPU, with device memory, streams and copies.
 //!
-//! Promise: a result is a function of its arguments alone. The instruction set, the number of threads and where a range is cut
-//! change no bit of it. The plain definitions in `adamw/scalar.rs` and `reduce/scalar.rs` say what the bits are.
+//! A result depends on its arguments alone: the instruction set, the number of threads and the cut into ranges change
+//! no bit. `adamw/scalar.rs` and `reduce/scalar.rs` define the bits.
 //!
-//! `unsafe` is denied but in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs` and `gpu`.
+//! `unsafe` is denied except in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs` and `gpu`.
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod adamw;
 pub mod cast;

@@ -1,27 +1,27 @@
-//! The 16-bit formats, and the split of a fp32 master into a bf16 parameter and a 16-bit residual.
+//! The 16-bit formats, and the split of an fp32 master into a bf16 parameter and a 16-bit residual.
 //!
-//! Promise: [`split`] and [`join`] are inverse on every number, so a master costs 16 bits beside its parameter and loses nothing; a NaN
-//! stays a NaN. All NaNs become one, [`CANONICAL_NAN`], because which NaN an instruction hands on depends on the order of its operands,
-//! which compilers choose.
+//! [`split`] and [`join`] are inverse on every number, so a master costs 16 bits beside its parameter and loses
+//! nothing. All NaNs become [`CANONICAL_NAN`], because which NaN an instruction returns depends on the order of its
+//! operands, which compilers choose.
 
 use half::f16;
 
-/// The bits of the only NaN that is ever stored: quiet, positive, no payload. Its upper half is the bf16 NaN 0x7FC0.
+/// Bits of the only NaN that is stored: quiet, positive, no payload. Its upper half is the bf16 NaN 0x7FC0.
 pub const CANONICAL_NAN: u32 = 0x7FC0_0000;
 
-/// `x`, or the canonical NaN where `x` is any NaN.
+/// Returns `x`, or the canonical NaN if `x` is any NaN.
 #[inline(always)]
 pub fn canonical(x: f32) -> f32 {
     let bits = x.to_bits();
-    // On the bits, as a compiler may not treat these as interchangeable NaNs.
+    // Compares bits: a compiler may treat NaN values as interchangeable.
     let is_nan = bits & 0x7FFF_FFFF > 0x7F80_0000;
     f32::from_bits(if is_nan { CANONICAL_NAN } else { bits })
 }
 
 /// Splits a master into the bits of its bf16 parameter and the residual.
 ///
-/// The parameter is the nearest bf16, halves away from zero. To nearest even would not be invertible: at a low half of 0x8000 two
-/// masters would share one pair.
+/// The parameter is the nearest bf16, halves away from zero. Rounding halves to even would not be invertible: at a low
+/// half of 0x8000 two masters would share one pair.
 #[inline(always)]
 pub fn split(master: f32) -> (u16, i16) {
     let bits = canonical(master).to_bits();
@@ -30,19 +30,19 @@ pub fn split(master: f32) -> (u16, i16) {
     (high, bits as u16 as i16)
 }
 
-/// The master that was split.
+/// Returns the master of a pair made by [`split`].
 #[inline(always)]
 pub fn join(param: u16, residual: i16) -> f32 {
     f32::from_bits((u32::from(param) << 16).wrapping_add_signed(i32::from(residual)))
 }
 
-/// The value of a bf16.
+/// Returns the value of a bf16.
 #[inline(always)]
 pub fn from_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// The nearest bf16, halves to even; for gradients, which need no inverse.
+/// Returns the nearest bf16, halves to even. Used for gradients, which need no inverse.
 #[inline(always)]
 pub fn to_bf16(x: f32) -> u16 {
     let bits = canonical(x).to_bits();
@@ -50,13 +50,13 @@ pub fn to_bf16(x: f32) -> u16 {
     ((bits + 0x7FFF + last_kept) >> 16) as u16
 }
 
-/// The value of a fp16.
+/// Returns the value of an fp16.
 #[inline(always)]
 pub fn from_fp16(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32()
 }
 
-/// The nearest fp16, halves to even; beyond 65,519 in magnitude infinity.
+/// Returns the nearest fp16, halves to even; infinity beyond 65,519 in magnitude.
 #[inline(always)]
 pub fn to_fp16(x: f32) -> u16 {
     f16::from_f32(canonical(x)).to_bits()
@@ -64,8 +64,9 @@ pub fn to_fp16(x: f32) -> u16 {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: a rounding that is not invertible for a few of the 2^32 masters, or that carries a NaN into infinity or
-    //! zero; so all 2^32 are tried. Roundings to nearest are tried at every upper half with the lower halves at which they turn.
+    //! What could go wrong: a rounding is not invertible for a few of the 2^32 masters, or turns a NaN into infinity or
+    //! zero. All 2^32 masters are tried. Roundings to nearest are tried for every upper half with the lower halves at
+    //! which the rounding changes.
     use super::*;
     use half::bf16;
     use rayon::prelude::*;
@@ -92,7 +93,7 @@ mod tests {
     #[test]
     fn every_master_comes_back_and_only_a_nan_is_a_nan() {
         (0..=u16::MAX).into_par_iter().for_each(|upper| {
-            // Counted and not asserted one by one, so that it is seconds and not minutes.
+            // Counted instead of asserted one by one: seconds instead of minutes.
             let wrong_count: u32 = (0..=u16::MAX)
                 .map(|lower| {
                     let master = with_lower_half(upper, lower);

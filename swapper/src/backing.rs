@@ -1,15 +1,14 @@
-//! Where slots come from and tiles go to: a daemon's session, or host memory alone.
+//! Source of slots and destination of tiles: a daemon's session, or host memory alone.
 
 use offload_client::{MemoryArena, Session, Slot};
 
-/// The two known cases.
 pub(crate) enum Arena {
     Memory(MemoryArena),
     Session(Box<Session>),
 }
 
 impl Arena {
-    /// All slots of a class: a kind's number. There are `count`, and nobody else takes any.
+    /// Takes all `count` slots of a class (a kind's number). Nobody else takes slots.
     pub(crate) fn take_all(&mut self, class: usize, count: u32) -> Vec<Option<Slot>> {
         (0..count)
             .map(|_| {

@@ -1,7 +1,7 @@
-//! How many bytes a step moves, and the shortest time it can take. One function for plans, benchmarks and reports.
+//! Bytes that a step moves, and a lower bound of its time. Plans, benchmarks and reports share these functions.
 //!
-//! Bytes are counted from the tiles themselves, padding included. What stays in staging over a turning point (the end of
-//! forward, the end of a step) is read once less; the bound leaves that out, so a run may come a little under it.
+//! Bytes are counted from the tiles, padding included. Tiles that stay in a staging slot across the end of forward or
+//! of a step are read once less; the bound ignores that, so a run may be slightly faster than its bound.
 
 use crate::layout::{Kind, Layout};
 use crate::settings::SwapperSettings;
@@ -10,46 +10,47 @@ use crate::{Schedule, SwapperError};
 /// Bytes one step moves to and from devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepBytes {
-    /// Read in forward: for gathers, and for updates when they are deferred; gradients are read for updates too.
+    /// Read in forward: for gathers and, if updates are deferred, for updates (gradients included).
     pub forward_read_bytes: f64,
     /// Read in backward.
     pub backward_read_bytes: f64,
     /// Read after backward, for updates at once.
     pub update_read_bytes: f64,
-    /// Written. What a commit writes of resident tiles is spread over the steps between commits.
+    /// Written. A commit's writes of resident tiles are spread over the steps between commits.
     pub written_bytes: f64,
-    /// Of what is written: gradients that do not stay in host memory, which come in backward and are read for the updates.
+    /// Gradients among the bytes written: those not kept in host memory. They are written in backward and read for the
+    /// updates.
     pub grad_written_bytes: f64,
 }
 
 impl StepBytes {
-    /// All that is read.
+    /// All bytes read.
     pub fn read_bytes(&self) -> f64 {
         self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
     }
 }
 
-/// What the bound of a step depends on besides its bytes.
+/// Rates and times that bound a step, beside its bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepRates {
     /// All devices together, bytes a second.
     pub read_bytes_per_s: f64,
     /// All devices together, bytes a second.
     pub write_bytes_per_s: f64,
-    /// Staging slots, which carry unwritten tiles into backward and read-ahead out of it.
+    /// Bytes of staging slots. They carry unwritten tiles into backward, and tiles read ahead into the next phase.
     pub staging_bytes: f64,
     /// Compute of the forward pass.
     pub forward_s: f64,
     /// Compute of the backward pass.
     pub backward_s: f64,
-    /// The optimizer over all tiles.
+    /// Time of the optimizer over all tiles.
     pub update_s: f64,
-    /// What crosses the bus to an accelerator; 0 without one.
+    /// Time of transfers over the bus to an accelerator; 0 without one.
     pub bus_s: f64,
 }
 
 impl SwapperSettings {
-    /// Bytes one step of training with these settings moves: two gathers, one scatter and one update of each unit.
+    /// Bytes of one training step with these settings: two gathers, one scatter and one update of each unit.
     pub fn step_bytes(&self) -> Result<StepBytes, SwapperError> {
         let layout = self.cut()?;
         Ok(self.step_bytes_of(&layout))
@@ -86,7 +87,7 @@ impl SwapperSettings {
     }
 }
 
-/// What keeps a step from being shorter.
+/// The resource that limits a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wall {
     /// Forward and backward.
@@ -102,7 +103,7 @@ pub enum Wall {
 }
 
 impl Wall {
-    /// For reports.
+    /// Name for reports.
     pub fn word(self) -> &'static str {
         match self {
             Self::Compute => "compute",
@@ -114,39 +115,39 @@ impl Wall {
     }
 }
 
-/// One way in which a step cannot be shorter.
+/// One lower bound of a step's time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Term {
-    /// What takes the time, or most of it.
+    /// The resource that takes most of the time.
     pub wall: Wall,
-    /// The term as people write it.
+    /// The term as a formula.
     pub what: &'static str,
     /// Seconds.
     pub s: f64,
 }
 
-/// The shortest time of a step, and why it is that.
+/// Lower bound of a step's time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bound {
     /// Seconds: the longest of the terms.
     pub s: f64,
-    /// Of the longest term.
+    /// Limiting resource of the longest term.
     pub wall: Wall,
-    /// All of them, the longest first.
+    /// All terms, the longest first.
     pub terms: Vec<Term>,
 }
 
-/// The shortest time a step of `schedule` can take, in seconds. See [`bound`].
+/// Lower bound in seconds of a step of `schedule`. See [`bound`].
 pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 {
     bound(schedule, bytes, rates).s
 }
 
-/// The shortest time a step of `schedule` can take, term by term.
+/// Lower bound of a step of `schedule`, term by term.
 ///
-/// Deferred, with W and R bytes at rates w and r and S bytes of staging:
-/// `max(W/w, R/r, bus, t_bwd + max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where of W only what the updates make counts in
-/// the last two terms, and `t_fwd + (G-S)/w` with G bytes of gradients, which backward makes. At once, the three phases follow each other,
-/// each as long as the longest of its compute, its reads and its writes.
+/// Deferred, with W bytes written and R read at rates w and r, and S bytes of staging: `max(W/w, R/r, bus, t_bwd +
+/// max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where W in the last two terms counts only the updates' writes; and
+/// `t_fwd + (G-S)/w` for the G bytes of gradients that backward writes. At once: the sum of three phases, each as long
+/// as the longest of its compute, its reads and its writes.
 pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound {
     let over = |bytes: f64, rate: f64| {
         if bytes <= 0.0 { 0.0 } else { bytes / rate }
@@ -197,13 +198,13 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
                 ],
             ];
             let longest = phases.map(|phase| longest(phase, |(_, s)| *s));
-            // The sum is the wall of whatever the longest phase waits for.
+            // The sum is limited by the resource of its longest phase.
             let (wall, _) = self::longest(longest, |(_, s)| *s);
             let sum = longest.iter().map(|(_, s)| s).sum();
             terms.push(term(wall, "forward + backward + update", sum));
         }
     }
-    // Stable: of equal terms the one named first, so that a bound by drives is called that.
+    // Stable: among equal terms the first one wins, so a bound by drives is called that.
     terms.sort_by(|a, b| b.s.total_cmp(&a.s));
     Bound {
         s: terms[0].s,
@@ -223,17 +224,15 @@ fn longest<T: Copy, const N: usize>(items: [T; N], s: impl Fn(&T) -> f64) -> T {
     best
 }
 
-/// Staging below which a deferred step takes longer than it must: with this much, unwritten tiles are carried into backward
-/// and read-ahead out of it until something else is the wall. `rates.staging_bytes` is not looked at. 0 when nothing moves.
-///
-/// What tiles in flight occupy comes on top.
+/// Smallest staging with which a deferred step is not limited by staging. `rates.staging_bytes` is ignored; 0 when
+/// nothing moves. Tiles in flight need space in addition.
 pub fn staging_needed_bytes(bytes: &StepBytes, rates: &StepRates) -> f64 {
     let endless = StepRates {
         staging_bytes: f64::INFINITY,
         ..*rates
     };
-    // With endless staging the terms with S vanish; they may take as long as the rest beside backward. That of gradients is
-    // left out: they are fewer than what updates write.
+    // With unlimited staging the terms with S vanish. Gradients are left out: they are fewer bytes than the updates
+    // write.
     let beside_s = bound_s(Schedule::Deferred, bytes, &endless) - rates.backward_s;
     let written =
         bytes.written_bytes - bytes.grad_written_bytes - beside_s * rates.write_bytes_per_s;
@@ -290,7 +289,7 @@ mod tests {
         let bytes = params_at_home.step_bytes().unwrap();
         assert_eq!(bytes.read_bytes() / elems, 10.0);
         assert_eq!(bytes.written_bytes / elems, 10.0 + 2.0 / 2.0);
-        // Gradients that do not stay: 2 written and 2 read, whenever the updates are.
+        // Gradients not kept: 2 bytes written and 2 read, under either schedule.
         for schedule in [Schedule::AtOnce, Schedule::Deferred] {
             let kept = settings(schedule, 0.0, 1);
             let mut spilled = kept.clone();
@@ -333,7 +332,7 @@ mod tests {
             6.0
         );
         assert_eq!(bound(StepRates { bus_s: 9.0, ..fast }), 9.0);
-        // 8 unstaged bytes at 2 a second in forward, then backward.
+        // 8 unstaged bytes at 2 bytes a second in forward, then backward.
         assert_eq!(
             bound(StepRates {
                 write_bytes_per_s: 2.0,
@@ -364,7 +363,7 @@ mod tests {
         assert_eq!(bound_s(Schedule::AtOnce, &none, &no_devices), 3.5);
     }
 
-    /// 1.345 G parameters, everything on drives, at the design's rates; `tflops` counts 6 a parameter and token, 16k tokens.
+    /// 1.345 G parameters, all state on drives; `tflops` counts 6 operations a parameter and token, 16k tokens.
     fn large(drives: f64, tflops: f64) -> (StepBytes, StepRates) {
         let params = 1.345e9;
         let bytes = StepBytes {
@@ -401,7 +400,7 @@ mod tests {
         assert_eq!((one.wall, one.terms[0].what), (Wall::Writes, "W/w"));
         assert!((one.s - bytes.written_bytes / 3.2e9).abs() < 1e-9);
         assert!(one.terms.is_sorted_by(|a, b| a.s >= b.s));
-        // TFLOPS at the bound: the design says 26 to 31 for one drive, 105 to 126 for four.
+        // TFLOPS at the bound: 26 to 31 for one drive, 105 to 126 for four.
         let tflops = |s: f64| 6.0 * 1.345e9 * 16384.0 / s / 1e12;
         assert!((26.0..31.0).contains(&tflops(one.s)), "{}", tflops(one.s));
         let none = StepBytes::default();
@@ -435,7 +434,7 @@ mod tests {
                 );
             }
         }
-        // A step that computes longer than its drives move needs none of it.
+        // A step that computes longer than its drives move needs no staging.
         let (bytes, rates) = large(1.0, 1.0);
         assert_eq!(staging_needed_bytes(&bytes, &rates), 0.0);
     }

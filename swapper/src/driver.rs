@@ -1,5 +1,5 @@
-//! The acting half: one owner thread between the trainer, the update worker and the session. It holds every slot that
-//! nobody else has and does what the core says. It decides nothing.
+//! The acting half: one owner thread between the trainer, the update workers and the session. It holds every slot
+//! that is not lent and executes the core's actions. It decides nothing.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,7 +18,6 @@ use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::stall::Stall;
 
-/// Starts moving a tile.
 type Swap = fn(&mut Session, TileIndex, Slot) -> Result<Ticket, (Slot, ClientError)>;
 
 /// An operation in flight.
@@ -34,35 +33,34 @@ pub(crate) struct Driver<H> {
     actions: Vec<Action>,
     layout: Arc<Layout>,
     arena: Arena,
-    /// By kind and slot number; `None` while the slot is lent, with the worker or with the kernel.
+    /// Slots by kind and number; `None` while a slot is lent, with a worker or in flight.
     slots: [Vec<Option<Slot>>; 3],
-    /// Of each range's gradients, where they do not stay in host memory.
+    /// Scratch tile of each range's gradients, unless they are kept in host memory.
     grad_tiles: Vec<Option<TileIndex>>,
-    /// Slot numbers of ranges that are away.
+    /// Slot numbers of lent ranges.
     away: HashMap<u32, [Option<SlotNumber>; 3]>,
-    /// By the daemon's tile index.
+    /// Operations in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, Moving>,
     stall: Stall,
     done: Vec<Done>,
 
     replies: Sender<Reply>,
     jobs: Sender<UpdateJob<H>>,
-    /// Of the newest steps that update: the core runs one step's updates at a time, the next one may wait.
+    /// Hyperparameters of the newest steps with updates: one step's updates run at a time, the next one may wait.
     hypers: VecDeque<(u64, H)>,
     steps: u64,
-    /// Updates with the workers, and since when there is any.
+    /// Updates with the workers, and since when there has been one.
     updating_count: usize,
     updating_since: Instant,
-    /// Of commits planned and not begun, in order.
+    /// Blobs of planned commits that have not begun, in order.
     blobs: VecDeque<Vec<u8>>,
     commit_begun: Option<Instant>,
 
-    /// Collected only while asked for.
     recording: bool,
     spans: Spans,
     /// Whether the trainer waits for an answer.
     asked: bool,
-    /// Since the start.
+    /// Counts from the start.
     io: StepIo,
 }
 
@@ -121,7 +119,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    /// Works until it is closed or something fails; a failure is told to the trainer's next or present request.
+    /// Works until it is closed or something fails; the trainer's present or next request gets the error.
     pub(crate) fn run(mut self, messages: &Receiver<Message<H>>) -> Result<(), SwapperError> {
         let error = match self.work(messages) {
             Ok(in_order) => return self.end(in_order),
@@ -132,7 +130,7 @@ impl<H: Clone> Driver<H> {
         while !self.asked {
             match messages.recv() {
                 Ok(Message::Request { .. }) => self.asked = true,
-                // Nobody was told: the caller of `close` is.
+                // The trainer has not seen the error yet: `close` returns it.
                 Ok(Message::Close { in_order: true }) => return Err(error),
                 Ok(Message::Close { in_order: false }) | Err(_) => return Ok(()),
                 Ok(_) => {}
@@ -143,7 +141,7 @@ impl<H: Clone> Driver<H> {
         Ok(())
     }
 
-    /// `true` when it was closed in order.
+    /// Returns `true` when it was closed in order.
     fn work(&mut self, messages: &Receiver<Message<H>>) -> Result<bool, SwapperError> {
         loop {
             let mut idle = true;
@@ -166,7 +164,7 @@ impl<H: Clone> Driver<H> {
                     Err(_) => return Ok(false),
                 },
                 Arena::Session(session) => {
-                    // Nothing had ended when it was polled just now, however long this process did not run before that.
+                    // Completions were polled just before, so a suspended process is not mistaken for a stall.
                     self.stall.check(self.inflight.len())?;
                     let round = self.stall.round();
                     let began = Instant::now();
@@ -179,7 +177,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    /// A stall with what the daemon says of its devices.
+    /// Adds the daemon's report about its devices to a stall.
     fn with_devices(&self, mut error: SwapperError) -> SwapperError {
         if let (SwapperError::Stalled { devices, .. }, Arena::Session(session)) =
             (&mut error, &self.arena)
@@ -268,7 +266,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    /// Takes in what the session has completed. `true` when there was something.
+    /// Polls the session's completions. Returns whether there were any.
     fn completions(&mut self) -> Result<bool, SwapperError> {
         let Arena::Session(session) = &mut self.arena else {
             return Ok(false);
@@ -370,7 +368,7 @@ impl<H: Clone> Driver<H> {
                 };
                 self.start(swap, tile, slot)
             }
-            Action::Hasten { tile } => {
+            Action::Promote { tile } => {
                 let index = self.index(tile);
                 let Arena::Session(session) = &mut self.arena else {
                     panic!("{tile:?} moves without a store");
@@ -379,7 +377,7 @@ impl<H: Clone> Driver<H> {
                     Some(moving) => session
                         .promote(moving.ticket)
                         .map_err(client("hastening a tile")),
-                    // It has ended, and the core will be told.
+                    // The operation has ended, and the core will get the event.
                     None => Ok(()),
                 }
             }
@@ -399,7 +397,7 @@ impl<H: Clone> Driver<H> {
                     self.updating_since = Instant::now();
                 }
                 self.updating_count += 1;
-                // A worker that is gone has panicked, and its message comes.
+                // A worker that is gone has panicked, and its message will come.
                 let _ = self.jobs.send(UpdateJob { lent, hyper });
                 Ok(())
             }
@@ -432,7 +430,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    /// The daemon's number of a tile.
+    /// The daemon's index of a tile.
     fn index(&self, tile: TileId) -> TileIndex {
         match tile.kind {
             Kind::Grad => {

@@ -1,4 +1,5 @@
-//! Why the swapper refused or gave up. After anything but a refused call it takes nothing more; what was committed stays.
+//! Errors of the swapper. After any error except a refused call the swapper serves nothing more; committed tiles
+//! stay.
 
 use offload_client::{ClientError, FaultKind};
 
@@ -7,29 +8,29 @@ use crate::schedule::Op;
 /// A refusal or failure of the swapper.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapperError {
-    /// Settings that cannot work; nothing was touched.
+    /// The settings cannot work. Nothing was touched.
     #[error("swapper settings: {what}")]
     Settings {
-        /// Which, why, and what would do.
+        /// The setting, why it is wrong, and what would work.
         what: String,
     },
-    /// The staging budget is below what two tiles of each kind need.
+    /// The staging budget is smaller than two tiles of each kind.
     #[error(
         "a staging budget of {budget_bytes} bytes is too small: two tiles of each kind need {needed_bytes} bytes; raise it or use smaller tiles"
     )]
     StagingTooSmall {
         /// As given.
         budget_bytes: u64,
-        /// The least that works.
+        /// The smallest budget that works.
         needed_bytes: u64,
     },
-    /// A program the swapper cannot follow.
+    /// The swapper cannot follow the program.
     #[error("step program: {what}")]
     Program {
-        /// Which operation, and why not.
+        /// The operation, and why it is refused.
         what: String,
     },
-    /// The trainer asked for something else than it announced.
+    /// The trainer asked for another operation than it announced.
     #[error("{asked:?} was asked, but the step's program has {}", match announced {
         Some(op) => format!("{op:?} next"),
         None => "nothing more".into(),
@@ -37,13 +38,13 @@ pub enum SwapperError {
     OutOfOrder {
         /// What was asked.
         asked: Op,
-        /// What the program has.
+        /// The program's next operation.
         announced: Option<Op>,
     },
     /// The tiles have no content yet.
     #[error("the tiles were never filled: call initialize first")]
     NotInitialized,
-    /// The job was made with another layout.
+    /// The job exists with another layout.
     #[error(
         "job {job:?} exists with another layout ({what}): resume with the settings it was made with, or start afresh under another job name"
     )]
@@ -56,17 +57,17 @@ pub enum SwapperError {
     /// The daemon refused a call or is gone.
     #[error("{doing}: {source}")]
     Client {
-        /// What was tried.
+        /// The call.
         doing: String,
-        /// The client's words.
+        /// The client's error.
         source: offload_client::ClientError,
     },
-    /// A tile could not be read or written, or came back damaged.
+    /// A tile could not be read or written, or its checksum was wrong.
     #[error("{doing} {kind:?} elements {elems:?} of unit {unit}: {source}")]
     Tile {
         /// `reading` or `writing`.
         doing: &'static str,
-        /// Of which kind the tile is.
+        /// Kind of the tile.
         kind: crate::Kind,
         /// Index of the unit.
         unit: usize,
@@ -85,17 +86,17 @@ pub enum SwapperError {
         /// The panic's message.
         message: String,
     },
-    /// Operations were in flight and none completed for too long.
+    /// Operations were in flight and none completed within the limit.
     #[error(
         "no device operation completed for {seconds} s with {inflight} in flight{}: look at the daemon's log and the drives",
         devices.iter().map(|device| format!("; {device}")).collect::<String>()
     )]
     Stalled {
-        /// How long was waited.
+        /// The limit in seconds.
         seconds: u64,
         /// Operations in flight.
         inflight: usize,
-        /// What the daemon says of devices that hang; none when it does not answer.
+        /// Devices that hang according to the daemon; empty when it does not answer.
         devices: Vec<String>,
     },
     /// Somebody called [`crate::Canceller::cancel`].
@@ -104,14 +105,14 @@ pub enum SwapperError {
         /// The caller's reason.
         why: String,
     },
-    /// An earlier failure, which was reported then, has ended this swapper.
+    /// An earlier failure has ended this swapper.
     #[error("the swapper stopped after an earlier error; what was committed before it is safe")]
     Stopped,
 }
 
 impl SwapperError {
-    /// Whether the daemon is gone, and with it perhaps the rank that started it. A private one ends in order when that rank
-    /// dies, and says so to whoever asks meanwhile.
+    /// Whether the daemon is gone, and with it perhaps the rank that started it: a private daemon ends when that rank
+    /// dies.
     pub fn is_of_a_gone_daemon(&self) -> bool {
         let Self::Client { source, .. } = self else {
             return false;
@@ -120,7 +121,7 @@ impl SwapperError {
             || source.fault() == Some(FaultKind::Stopping)
     }
 
-    /// Whether the job takes nothing more, perhaps because a rank of it is dead.
+    /// Whether the job takes nothing more, perhaps because one of its ranks is dead.
     pub fn is_of_a_poisoned_job(&self) -> bool {
         match self {
             Self::Client { source, .. } => source.fault() == Some(FaultKind::Poisoned),
@@ -132,7 +133,8 @@ impl SwapperError {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: an error that follows another rank's death is told as this rank's own, or the other way round.
+    //! What could go wrong: an error that follows another rank's death is reported as this rank's own, or the other
+    //! way round.
 
     use offload_client::Fault;
 

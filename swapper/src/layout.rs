@@ -1,4 +1,4 @@
-//! Tiles from units: which elements each tile holds, how many bytes it has, and which stay in host memory.
+//! Cuts units into tiles: which elements each tile holds, its bytes, and whether it stays in host memory.
 //!
 //! ```text
 //!   unit   | elements 0 .. n                                            |
@@ -6,39 +6,43 @@
 //!   shards | rank 0                      | rank 1                     |        equal in whole ranges, the last ones shorter
 //! ```
 //!
-//! Each range is one `param`, one `state` and one `grad` tile. The job's table lists all param tiles and then all state tiles,
-//! so that neighbours of one kind go to different devices. Gradients are in no table: those that do not stay in host memory
-//! go to tiles of the session alone, which end with it.
+//! Each range is one `param`, one `state` and one `grad` tile. The job's table lists all param tiles and then all
+//! state tiles, so that neighbours of one kind go to different devices. Gradients are in no table: those not kept in
+//! host memory are scratch tiles of the session.
 //!
-//! Ranges are cut without looking at the number of ranks, and a shard is whole ranges: so the table is the same for every
-//! number of ranks, and who owns a tile is a rule, not something stored. What one number of ranks has written another reads
-//! as it is. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`] picks
-//! sizes for which the usual numbers of ranks divide a unit's tiles.
+//! Ranges do not depend on the number of ranks, and a shard is whole ranges. The table is therefore the same for
+//! every number of ranks, ownership is a rule instead of stored data, and any number of ranks reads what another has
+//! written. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
+//! picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
 use std::ops::Range;
 
 use crate::error::SwapperError;
 
-/// Tiles and slots are multiples of this many bytes.
-const BLOCK_BYTES: u64 = 4096;
+/// Granularity of tiles and slots.
+const BLOCK_BYTES: u64 = offload_client::BLOCK_BYTES as u64;
 
 /// Ranges start at multiples of this many elements, so that a tile of any element size is whole blocks.
-pub const TILE_ELEMS_STEP: u64 = 4096;
+pub const TILE_ELEMS_STEP: u64 = BLOCK_BYTES;
 
-/// 512 KiB of bf16 parameters and 2.5 MiB of state: enough for a drive's full speed, and what is in flight stays in the last
-/// cache. With tiles of a million elements the same step on four drives of RAM, half of the state resident, took 8 % longer.
+/// Elements a tile may have at most: an element takes at least one byte.
+pub const TILE_ELEMS_MAX: u64 = offload_client::TILE_BYTES_MAX as u64;
+
+/// Tile size of most models: 512 KiB of bf16 parameters and 2.5 MiB of state reach a drive's full speed, and the tiles
+/// in flight fit in the last-level cache. With tiles of a million elements the same step on four drives of RAM, half of
+/// the state resident, took 8 % longer.
 const TILE_ELEMS_LARGE: u64 = 256 << 10;
 
-/// Smaller tiles than this cost more in operations than they give in overlap.
+/// Smaller tiles cost more in operations than they gain in overlap.
 const TILE_ELEMS_SMALL: u64 = 64 << 10;
 
-/// A small model is still cut into this many ranges, so that there is something to overlap.
+/// A small model is still cut into this many ranges, so that transfers and compute overlap.
 const RANGES_WANTED: u64 = 16;
 
-/// A large model has larger tiles instead of more ranges, so that the tables of tiles and a commit's record stay small.
+/// A large model gets larger tiles instead of more ranges, so that tables and commit records stay small.
 const RANGES_MAX: u64 = 64 << 10;
 
-/// Numbers of ranks whose shards should come out even.
+/// Numbers of ranks for which shards should be equal.
 const RANKS_USUAL: [u32; 5] = [1, 2, 3, 4, 8];
 
 /// Parameters gathered together.
@@ -48,18 +52,18 @@ pub struct UnitShape {
     pub elems: u64,
 }
 
-/// Bytes of a tile's three parts.
+/// Sizes of a tile's three parts.
 #[derive(Clone, Copy, Debug)]
 pub struct TileBytes {
     /// Bytes of one parameter.
     pub param_bytes_per_elem: usize,
-    /// Bytes of one gradient as it is kept in host memory.
+    /// Bytes of one gradient in host memory.
     pub grad_bytes_per_elem: usize,
-    /// Bytes of the state of a tile of so many elements.
+    /// Bytes of the state of a tile, from its element count.
     pub state_tile_bytes: fn(usize) -> usize,
 }
 
-/// A run of a unit's elements: what one tile of each kind holds.
+/// A contiguous part of a unit's elements: the content of one tile of each kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TileRange {
     /// Index of the unit.
@@ -68,22 +72,22 @@ pub struct TileRange {
     pub elems: Range<u64>,
 }
 
-/// What is swapped: the two kinds of a job's tiles, and the gradients between backward and update.
+/// Kinds of tiles: two stored kinds, and the gradients between backward and update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// Parameters as the model computes with them.
     Param = 0,
     /// Residual or master, momentum and variance.
     State = 1,
-    /// Gradients of the step at hand: part of no generation.
+    /// Gradients of the present step. No generation contains them.
     Grad = 2,
 }
 
 impl Kind {
-    /// In the order of every table indexed by kind.
+    /// All kinds, in the order of every table indexed by kind.
     pub const ALL: [Self; 3] = [Self::Param, Self::State, Self::Grad];
 
-    /// Those of the job's table, which generations are made of.
+    /// Kinds in the job's table, of which generations are made.
     pub const STORED: [Self; 2] = [Self::Param, Self::State];
 }
 
@@ -96,7 +100,7 @@ pub struct TableEntry {
     pub kind: Kind,
     /// First element, within the unit.
     pub elem_offset: u64,
-    /// Whole blocks.
+    /// Size in bytes, whole blocks.
     pub tile_bytes: u32,
 }
 
@@ -106,16 +110,16 @@ pub struct Layout {
     units: Vec<Range<u32>>,
     ranges: Vec<TileRange>,
     table: Vec<TableEntry>,
-    /// Index in `table` of each range's tiles, by stored kind.
+    /// Index in `table` of each range's tile, by stored kind.
     table_index: [Vec<u32>; 2],
     tile_bytes: TileBytes,
     tile_elems: u64,
-    /// Of each unit.
+    /// Elements of each unit's shard.
     shard_elems: Vec<u64>,
 }
 
 impl Layout {
-    /// Cuts `units` into ranges of `tile_elems` for `rank` of `ranks`.
+    /// Cuts `units` into ranges of `tile_elems` and selects those of `rank` among `ranks`.
     pub fn new(
         units: &[UnitShape],
         tile_bytes: TileBytes,
@@ -191,17 +195,17 @@ impl Layout {
         &self.units
     }
 
-    /// This rank's ranges, units in order and elements in order.
+    /// This rank's ranges, ordered by unit and element.
     pub fn ranges(&self) -> &[TileRange] {
         &self.ranges
     }
 
-    /// The tiles of all ranks; a tile's place here is its index for the daemon.
+    /// Tiles of all ranks; the position is the tile's index for the daemon.
     pub fn table(&self) -> &[TableEntry] {
         &self.table
     }
 
-    /// Where a range's tile of a stored `kind` stands in [`Layout::table`].
+    /// Position in [`Layout::table`] of a range's tile of a stored `kind`.
     pub fn table_index(&self, kind: Kind, range: u32) -> u32 {
         self.table_index[kind as usize][range as usize]
     }
@@ -212,13 +216,13 @@ impl Layout {
         elems.end - elems.start
     }
 
-    /// Elements of each rank's shard of `unit`, where the unit is padded at its end so that all shards are equal: what is
-    /// gathered from every rank has `ranks * shard_elems` elements.
+    /// Elements of each rank's shard of `unit`, padded so that all shards are equal. A gather over all ranks yields
+    /// `ranks * shard_elems` elements.
     pub fn shard_elems(&self, unit: usize) -> u64 {
         self.shard_elems[unit]
     }
 
-    /// Elements a tile has, except a unit's last.
+    /// Elements of a tile; the last tile of a unit may have fewer.
     pub fn tile_elems(&self) -> u64 {
         self.tile_elems
     }
@@ -228,19 +232,19 @@ impl Layout {
         self.bytes_of(kind, self.elems(range)) as usize
     }
 
-    /// Bytes a tile moves: its content padded to whole blocks.
+    /// Bytes of a tile on a device: its content padded to whole blocks.
     pub fn moved_bytes(&self, kind: Kind, range: u32) -> u64 {
         self.bytes_of(kind, self.elems(range))
             .next_multiple_of(BLOCK_BYTES)
     }
 
-    /// Bytes of a slot that takes any tile of `kind`.
+    /// Bytes of a slot that fits any tile of `kind`.
     pub fn slot_bytes(&self, kind: Kind) -> u64 {
         self.bytes_of(kind, self.tile_elems)
             .next_multiple_of(BLOCK_BYTES)
     }
 
-    /// Bytes of all tiles of all ranks, once.
+    /// Bytes of all ranks' tiles, each counted once.
     pub fn table_bytes(&self) -> u64 {
         self.table
             .iter()
@@ -257,7 +261,7 @@ impl Layout {
     }
 }
 
-/// Elements of each shard of a unit that is padded so that all shards are equal: whole tiles, or all of it for one rank.
+/// Elements of each shard of a padded unit: whole tiles, or the whole unit for one rank.
 pub fn shard_elems(unit_elems: u64, tile_elems: u64, ranks: u32) -> u64 {
     if ranks == 1 {
         return unit_elems;
@@ -266,16 +270,16 @@ pub fn shard_elems(unit_elems: u64, tile_elems: u64, ranks: u32) -> u64 {
     tiles_count.div_ceil(u64::from(ranks)) * tile_elems
 }
 
-/// The elements of a unit that `rank` of `ranks` owns: equal shards of whole tiles, the last ones shorter or empty.
+/// Elements of a unit that `rank` among `ranks` owns: equal shards of whole tiles, the last ones shorter or empty.
 pub fn shard_of(unit_elems: u64, tile_elems: u64, rank: u32, ranks: u32) -> Range<u64> {
     let shard_elems = shard_elems(unit_elems, tile_elems, ranks);
     let at = |rank: u32| unit_elems.min(shard_elems * u64::from(rank));
     at(rank)..at(rank + 1)
 }
 
-/// Elements a tile should have: a quarter of a million, fewer for a small model, more for a very large one, and such that
-/// little of the last tiles' slots stays empty and little of the shards of [`RANKS_USUAL`] is padding. The number of ranks
-/// that asks does not matter.
+/// Chooses the elements of a tile: a quarter of a million, fewer for a small model, more for a very large one, and so
+/// that the last tiles' slots and the shards of [`RANKS_USUAL`] need little padding. The result does not depend on the
+/// number of ranks.
 pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
     let units = units.iter().map(|unit| unit.elems);
     let units: Vec<u64> = units.filter(|&elems| elems > 0).collect();
@@ -284,8 +288,8 @@ pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
         .clamp(TILE_ELEMS_SMALL, TILE_ELEMS_LARGE)
         .max(total / RANGES_MAX)
         .next_multiple_of(TILE_ELEMS_STEP);
-    // Slots have one size, so a unit of a little more than a whole number of tiles wastes most of one, and of a little more
-    // than a whole number of tiles a rank most of a tile a rank.
+    // Slots have one size: a unit slightly larger than a whole number of tiles wastes most of a slot, and one slightly
+    // larger than a whole number of tiles a rank wastes most of a slot on every rank.
     let padded_elems = |tile_elems: u64| -> u64 {
         let of = |elems: u64, ranks: u32| {
             shard_elems(elems, tile_elems, ranks).next_multiple_of(tile_elems) * u64::from(ranks)
@@ -293,7 +297,7 @@ pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
         let of_unit = |&elems: &u64| RANKS_USUAL.map(|ranks| of(elems, ranks));
         units.iter().flat_map(of_unit).sum()
     };
-    // Candidates between three quarters and all of the target, the larger one where equal.
+    // Candidates between three quarters and all of the target; the larger one wins a tie.
     (0..=64)
         .map(|part| {
             (target - target * part / 256)
@@ -304,7 +308,7 @@ pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
         .unwrap_or(target)
 }
 
-/// Which of `count` ranges stay in host memory: `share` of them, spread evenly.
+/// Selects the `share` of `count` ranges that stays in host memory, spread evenly.
 pub fn resident(count: usize, share: f64) -> Vec<bool> {
     let chosen = (count as f64 * share).round() as u64;
     let count = count as u64;
@@ -342,7 +346,7 @@ mod tests {
                 let layout = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
                 for (range, tile) in layout.ranges().iter().enumerate() {
                     assert!(layout.units()[tile.unit].contains(&(range as u32)));
-                    // Within the rank's shard of the padded unit, which is where it is gathered to.
+                    // Within the rank's shard of the padded unit, where it is gathered to.
                     let shard_elems = layout.shard_elems(tile.unit);
                     let shard = shard_elems * u64::from(rank)..shard_elems * u64::from(rank + 1);
                     assert!(shard.contains(&tile.elems.start) && tile.elems.end <= shard.end);
@@ -387,7 +391,7 @@ mod tests {
 
     #[test]
     fn chosen_tiles_divide_evenly_among_the_usual_numbers_of_ranks() {
-        // Blocks of 1.3, 7 and 13 G parameters.
+        // Blocks of models with 1.3, 7 and 13 G parameters.
         for elems in [50_596_864, 202_383_360, 317_204_480] {
             let units = shapes(&[elems; 24]);
             let tile_elems = choose_tile_elems(&units);
@@ -425,7 +429,7 @@ mod tests {
         assert!(units[0].elems.next_multiple_of(small) - units[0].elems < small / 8);
         let tiny = choose_tile_elems(&shapes(&[3000]));
         assert!((TILE_ELEMS_SMALL / 2..=TILE_ELEMS_SMALL).contains(&tiny));
-        // A little over twelve tiles: a thirteenth of the naive size would be 8 % of nothing.
+        // Slightly more than twelve tiles: with the default size 8 % of the slots would be padding.
         let units = shapes(&[12 * TILE_ELEMS_LARGE + 4096; 32]);
         let large = choose_tile_elems(&units);
         let waste = units[0].elems.next_multiple_of(large) - units[0].elems;

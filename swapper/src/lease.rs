@@ -1,4 +1,4 @@
-//! What travels between the threads: requests to the owner, slots lent to trainer and worker, and slots coming back.
+//! Messages between the threads: requests to the owner, slots lent to trainer and workers, and slots that come back.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,16 @@ use crate::schedule::Op;
 use crate::span::Spans;
 use crate::{StepIo, SwapperError};
 
-/// One range's slots, away from the owner. Which are there depends on the use.
+/// One range's slots, lent by the owner. The use decides which of them are present.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) range: u32,
-    /// By kind.
+    /// Slots indexed by kind.
     pub(crate) slots: [Option<Slot>; 3],
 }
 
 impl Lease {
-    /// The bytes of a kind that this use must have.
+    /// The bytes of `kind`. Panics if the use has no slot of that kind.
     pub(crate) fn whole(&mut self, kind: Kind) -> &mut [u8] {
         self.slots[kind as usize]
             .as_mut()
@@ -28,7 +28,7 @@ impl Lease {
     }
 }
 
-/// To the owner.
+/// Messages to the owner.
 #[derive(Debug)]
 pub(crate) enum Message<H> {
     /// A step begins, or another pass of it that keeps its gradients. The blob goes with the plan's commit, if it has one.
@@ -43,7 +43,7 @@ pub(crate) enum Message<H> {
         hyper: Option<H>,
         blob: Option<Vec<u8>>,
     },
-    /// The trainer has done with a range.
+    /// The trainer returns a range.
     Returned(Lease),
     /// A worker has updated a range.
     Updated {
@@ -52,30 +52,30 @@ pub(crate) enum Message<H> {
         start: Instant,
         end: Instant,
     },
-    /// The optimizer panicked; the slots are lost with it.
+    /// The optimizer panicked; its slots are lost.
     UpdatePanicked { range: u32, message: String },
-    /// Whether spans are collected.
+    /// Starts or stops collecting spans.
     Record(bool),
-    /// How long nothing may complete.
+    /// Sets how long operations may be in flight without a completion.
     StallMax(Duration),
-    /// Somebody else knows that this cannot go on.
+    /// Another thread knows that the present request cannot be served.
     Cancel { why: String },
-    /// End. In order, the session is closed; otherwise it ends as in a crash.
+    /// Ends the owner thread. In order, the session is closed; otherwise the session ends as in a crash.
     Close { in_order: bool },
 }
 
-/// To the trainer.
+/// Answers to the trainer.
 #[derive(Debug)]
 pub(crate) enum Reply {
-    /// The next range of the unit that was asked for.
+    /// The next range of the requested unit.
     Lend(Lease),
-    /// The request is served. `io` counts since the start; `spans` are those since the answer before.
+    /// The request is served. `io` counts from the start; `spans` are those since the previous answer.
     Done { io: StepIo, spans: Spans },
-    /// Nothing more will be served.
+    /// The owner has failed and serves nothing more.
     Failed(SwapperError),
 }
 
-/// To the update workers.
+/// Work for an update worker.
 #[derive(Debug)]
 pub(crate) struct UpdateJob<H> {
     pub(crate) lent: Lease,

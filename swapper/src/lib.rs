@@ -20,6 +20,7 @@
 //! the trainer, the worker or the kernel.
 
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod backing;
 pub mod bound;
@@ -40,8 +41,8 @@ mod worker;
 pub use bound::{Bound, StepBytes, StepRates, Term, Wall, bound, bound_s, staging_needed_bytes};
 pub use error::SwapperError;
 pub use layout::{
-    Kind, Layout, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape, choose_tile_elems,
-    resident, shard_elems, shard_of,
+    Kind, Layout, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape,
+    choose_tile_elems, resident, shard_elems, shard_of,
 };
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX,

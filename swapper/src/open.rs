@@ -1,4 +1,5 @@
-//! Opening: memory, the job and the generation to go on from. A job made with another layout is refused.
+//! Opening: allocates memory, opens or creates the job, and finds the generation to resume from. Refuses a job with
+//! another layout.
 
 use std::path::Path;
 
@@ -12,7 +13,7 @@ use crate::backing::Arena;
 use crate::layout::{Kind, Layout};
 use crate::settings::{Backing, DeviceRates, MemoryPlan, Opened, StoreSettings, SwapperSettings};
 
-/// One node: committed is confirmed.
+/// The swapper runs on one node, so a commit needs no confirmation by others.
 const NODES: u32 = 1;
 
 pub(crate) fn open(
@@ -26,12 +27,13 @@ pub(crate) fn open(
     }
 }
 
-/// The description of its layout that the store behind `socket` keeps with `job`, if it has the job. Nothing is changed.
+/// Reads the layout description stored with `job` in the store behind `socket`; `None` if the store has no such job.
+/// Changes nothing.
 ///
 /// # Errors
-/// As [`Session::open`]: nobody listens, or somebody works with the job.
+/// As [`Session::open`]: no daemon listens, or another session has the job open.
 pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientError> {
-    // No tile moves.
+    // The session moves no tile.
     let slot = SlotClass {
         slot_bytes: u64::from(BLOCK_BYTES),
         slot_count: 1,
@@ -191,8 +193,8 @@ fn tiles(layout: &Layout) -> Vec<Tile> {
         .collect()
 }
 
-/// The blob of `generation`; `None` when nothing was ever committed. The first rank's: what a run goes on from is the same on
-/// all its ranks, and another number of them may have written it.
+/// Returns the first rank's blob of `generation`; `None` if nothing was ever committed. All ranks resume from the same
+/// blob, because the generation may have been written by another number of ranks.
 fn blob_of(
     info: &SessionInfo,
     generation: Generation,
@@ -211,7 +213,7 @@ fn blob_of(
     }
 }
 
-/// How an existing job differs from what is wanted, in words.
+/// Describes how an existing job differs from the wanted one.
 fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
     if record.layout != wanted.layout {
         return Some("its model or layout description is another one".into());

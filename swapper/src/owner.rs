@@ -1,4 +1,4 @@
-//! The owner thread as the others see it: how messages reach it, how it starts and how it ends.
+//! The owner thread's handle: how messages reach it, how it starts and how it ends.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use crate::settings::{Opened, SwapperSettings};
 use crate::swapper::Optimizer;
 use crate::worker;
 
-/// The way to the owner thread. What stands in it is bounded by what was lent: each slot away comes back once.
+/// Sending end of the owner's queue. The queue is bounded by the slots lent: each comes back once.
 #[derive(Debug)]
 pub(crate) struct Inbox<H> {
     sender: Sender<Message<H>>,
@@ -88,7 +88,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
             workers_count,
         );
         let thread = std::thread::spawn(move || {
-            // The driver ends with its way to the workers, which ends them. Their panics came as messages.
+            // The driver's end closes the job queue, which ends the workers. Their panics came as messages.
             let result = driver.run(&messages);
             for worker in workers {
                 let _ = worker.join();
@@ -104,7 +104,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
 }
 
 impl<H> Owner<H> {
-    /// Ends the session in order.
+    /// Closes the session and ends the thread.
     pub(crate) fn close(&mut self) -> Result<(), SwapperError> {
         self.end(Message::Close { in_order: true })
     }
@@ -113,7 +113,7 @@ impl<H> Owner<H> {
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
-        // An owner that has failed is gone already, and has said why.
+        // A failed owner has ended and reported why.
         let _ = self.inbox.send(message);
         thread.join().unwrap_or(Err(SwapperError::Stopped))
     }

@@ -1,70 +1,70 @@
-//! A step's program as data: in which order units are gathered, get gradients, are updated, and when a commit follows.
+//! A step's program as data: the order of gathers, scatters and updates, and the place of the commit.
 //!
 //! ```text
 //!   at once   | G0 G1 G2 | G2 S2 G1 S1 G0 S0 | U0 U1 U2 commit |
 //!   deferred  | U0 G0 U1 G1 U2 G2 commit | G2 S2 G1 S1 G0 S0 |           updates of the step before, the same bits
 //! ```
 //!
-//! Both end with what is expected to come next, so that reads go ahead over the end of a step.
+//! Both end with the operations expected next, so that read-ahead continues across the end of a step.
 
 use std::collections::{BTreeSet, HashSet};
 
 use crate::error::SwapperError;
 
-/// When the updates of a step run. Both give the same bits.
+/// When the updates of a step run. Both schedules give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Schedule {
-    /// All at the end of the step.
+    /// All updates at the end of the step.
     AtOnce,
-    /// Each unit's just before its first gather of the next step.
+    /// Each unit's update just before its first gather of the next step.
     Deferred,
 }
 
 /// One operation on one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// The trainer provides first contents of parameters and state.
+    /// The trainer provides the first content of parameters and state.
     Fill {
         /// Index of the unit.
         unit: usize,
     },
-    /// The optimizer runs, if the unit's gradients wait for it.
+    /// The optimizer updates the unit, if its gradients are there.
     Update {
         /// Index of the unit.
         unit: usize,
     },
-    /// The trainer takes the parameters.
+    /// The trainer reads the parameters.
     Gather {
         /// Index of the unit.
         unit: usize,
     },
-    /// Both, tile by tile: each is updated and then gathered, so that it is still in its slot.
+    /// Each tile is updated and then gathered while it is still in its slot.
     UpdateAndGather {
         /// Index of the unit.
         unit: usize,
     },
-    /// The trainer brings the gradients.
+    /// The trainer provides the gradients.
     Scatter {
         /// Index of the unit.
         unit: usize,
     },
-    /// The trainer looks at parameters and state.
+    /// The trainer reads parameters and state.
     Visit {
         /// Index of the unit.
         unit: usize,
     },
-    /// The next step is expected to use the unit here: something to read ahead for.
+    /// The next step is expected to use the unit here: a target for read-ahead.
     Expect {
         /// Index of the unit.
         unit: usize,
-        /// Whether it will be updated, or only gathered.
+        /// Whether the unit will be updated, or only gathered.
         update: bool,
     },
-    /// What was filled and updated before this becomes a generation.
+    /// All earlier fills and updates become a generation.
     Commit,
 }
 
-/// The uses a trainer announces for one pass: gathers and scatters, in the order it will ask for them.
+/// The gathers and scatters of one pass, in the order in which the trainer will ask for them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepProgram {
     ops: Vec<Op>,
@@ -84,7 +84,7 @@ impl StepProgram {
         }
     }
 
-    /// Forward over `units` units, then back: each is gathered again and then scattered.
+    /// Forward over `units` units, then backward: each unit is gathered again and then scattered.
     pub fn training(units: usize) -> Self {
         let forward = (0..units).map(|unit| Op::Gather { unit });
         let backward = (0..units)
@@ -102,12 +102,12 @@ impl StepProgram {
         }
     }
 
-    /// As announced.
+    /// The operations, in order.
     pub fn ops(&self) -> &[Op] {
         &self.ops
     }
 
-    /// The units in the order the same program would use them next, each with its update if it has gradients.
+    /// Units in the order of their first use in the next step, each with its update if it has gradients.
     fn first_uses(&self) -> impl Iterator<Item = Op> + '_ {
         let updated: HashSet<usize> = self.scattered().collect();
         let mut seen = HashSet::new();
@@ -120,7 +120,7 @@ impl StepProgram {
         })
     }
 
-    /// The updates that follow the program when they run at once, in the model's order.
+    /// The updates that follow the program under [`Schedule::AtOnce`], in the model's order.
     fn updates(&self) -> impl Iterator<Item = Op> + '_ {
         let units: BTreeSet<usize> = self.scattered().collect();
         let expect = |unit| Op::Expect { unit, update: true };
@@ -135,7 +135,8 @@ impl StepProgram {
     }
 }
 
-/// Updates of the `pending` units in the model's order, the commit, and then `program` as what comes next.
+/// Plans the updates of the `pending` units in the model's order, the commit, and `program` as the expected
+/// continuation.
 pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
     let mut pending = pending.to_vec();
     pending.sort_unstable();
@@ -149,7 +150,8 @@ pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op
     ops
 }
 
-/// `program` with each `pending` unit's update before its first use; the commit follows the last of them.
+/// Plans `program` with the update of each `pending` unit before the unit's first use, and the commit after the last
+/// update.
 pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
     let mut left: BTreeSet<usize> = pending.iter().copied().collect();
     let mut ops = Vec::with_capacity(program.ops.len() + 2 * pending.len() + 1);
@@ -171,7 +173,7 @@ pub fn deferred(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<O
             ops.push(op);
         }
     }
-    // Units the program does not use: their updates are due all the same.
+    // Units that the program does not use are updated at the end.
     if !left.is_empty() {
         ops.extend(left.into_iter().map(|unit| Op::Update { unit }));
         ops.extend(commit.then_some(Op::Commit));

@@ -1,4 +1,4 @@
-//! What a swapper is made from, and what it tells back.
+//! The settings of a swapper, the memory they need, and what opening returns.
 
 use std::path::PathBuf;
 
@@ -7,48 +7,48 @@ use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
 use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
 use crate::{Schedule, SwapperError};
 
-/// Slots of each kind a swapper cannot do without: one tile passes through while the next one comes.
+/// Fewest staging slots of each kind: one tile is in use while the next one moves.
 pub const STAGING_MIN: u32 = 2;
 
 /// Everything a swapper needs to know.
 #[derive(Clone, Debug)]
 pub struct SwapperSettings {
-    /// The model's units, in order.
+    /// Units of the model, in order.
     pub units: Vec<UnitShape>,
     /// Bytes of a tile's parts.
     pub tile_bytes: TileBytes,
-    /// Elements of a tile, see [`crate::choose_tile_elems`].
+    /// Elements of a tile. [`crate::choose_tile_elems`] picks a good value.
     pub tile_elems: u64,
-    /// Share of the `param` tiles kept in host memory, 0 to 1.
+    /// Fraction of the `param` tiles kept in host memory, 0 to 1.
     pub param_share: f64,
-    /// Share of the `state` tiles kept in host memory, 0 to 1.
+    /// Fraction of the `state` tiles kept in host memory, 0 to 1.
     pub state_share: f64,
-    /// Share of the gradients that stay in host memory between backward and update, 0 to 1.
+    /// Fraction of the gradients kept in host memory between backward and update, 0 to 1.
     pub grad_share: f64,
-    /// Slots the other tiles pass through.
+    /// Slots that the other tiles pass through.
     pub staging: Staging,
     /// When updates run.
     pub schedule: Schedule,
-    /// Steps between commits; 0: only at [`crate::Swapper::drain`].
+    /// Steps between commits; 0 commits only in [`crate::Swapper::drain`].
     pub commit_every: u64,
-    /// Operations in flight, half of them each way. At least [`IODEPTH_MIN`].
+    /// Operations in flight, half of them in each direction. At least [`IODEPTH_MIN`].
     pub iodepth: u32,
     /// Where tiles live.
     pub backing: Backing,
-    /// The job's own description of its layout. A job that was made with another one is refused.
+    /// Description of the layout, stored with the job. A job with another description is refused.
     pub layout: Vec<u8>,
-    /// This process among the job's.
+    /// Index of this process in the job.
     pub rank: u32,
     /// Processes of the job, all on this node.
     pub ranks: u32,
 }
 
-/// How many staging slots.
+/// Number of staging slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Staging {
-    /// As many as this many bytes allow.
+    /// As many slots as fit in this many bytes.
     Bytes(u64),
-    /// So many of each kind, at least [`STAGING_MIN`].
+    /// A number for each kind, at least [`STAGING_MIN`].
     Slots {
         /// For `param` tiles.
         param: u32,
@@ -60,7 +60,7 @@ pub enum Staging {
 }
 
 impl Default for Staging {
-    /// 1.4 GB keep one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters are trained.
+    /// 1.4 GB keep a drive of 6.2 GB/s read and 3.2 GB/s write busy while 1.3 G parameters are trained.
     fn default() -> Self {
         Self::Bytes(1_400_000_000)
     }
@@ -69,13 +69,13 @@ impl Default for Staging {
 /// Where tiles live.
 #[derive(Clone, Debug)]
 pub enum Backing {
-    /// In host memory, all of them; nothing is committed.
+    /// In host memory. Nothing is committed.
     Memory,
     /// In a daemon's store.
     Store(StoreSettings),
 }
 
-/// Which store, and how.
+/// A store and the job in it.
 #[derive(Clone, Debug)]
 pub struct StoreSettings {
     /// The daemon's control socket.
@@ -86,7 +86,7 @@ pub struct StoreSettings {
     pub durability: offload_client::Durability,
 }
 
-/// Host and device memory a swapper will take, known before it starts.
+/// Host and device memory of a swapper, known before it starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Slots of resident `param` tiles.
@@ -103,37 +103,37 @@ pub struct MemoryPlan {
     pub grad_staging_count: u32,
     /// Ranges of this rank.
     pub range_count: u32,
-    /// Of one slot.
+    /// Bytes of one `param` slot.
     pub param_slot_bytes: u64,
-    /// Of one slot.
+    /// Bytes of one `state` slot.
     pub state_slot_bytes: u64,
-    /// Of one slot.
+    /// Bytes of one `grad` slot.
     pub grad_slot_bytes: u64,
-    /// Bytes of all tiles of all ranks, once; a durable store holds them twice.
+    /// Bytes of all ranks' tiles, each counted once; a durable store holds two copies.
     pub table_bytes: u64,
     /// Tiles of all ranks.
     pub table_count: usize,
     /// Bytes of this rank's gradients that go to devices.
     pub scratch_bytes: u64,
-    /// Ranks that divide the tiles among themselves.
+    /// Ranks that share the tiles.
     pub ranks: u32,
 }
 
 impl MemoryPlan {
-    /// Of resident tiles.
+    /// Bytes of the slots of resident tiles.
     pub fn resident_bytes(&self) -> u64 {
         u64::from(self.param_resident_count) * self.param_slot_bytes
             + u64::from(self.state_resident_count) * self.state_slot_bytes
     }
 
-    /// Of staging slots.
+    /// Bytes of the staging slots.
     pub fn staging_bytes(&self) -> u64 {
         u64::from(self.param_staging_count) * self.param_slot_bytes
             + u64::from(self.state_staging_count) * self.state_slot_bytes
             + u64::from(self.grad_staging_count) * self.grad_slot_bytes
     }
 
-    /// Of gradients that stay.
+    /// Bytes of the gradients kept in host memory.
     pub fn grad_bytes(&self) -> u64 {
         u64::from(self.grad_resident_count) * self.grad_slot_bytes
     }
@@ -157,15 +157,15 @@ impl MemoryPlan {
         resident + self.staging_counts()[kind as usize]
     }
 
-    /// All host memory.
+    /// All host memory in bytes.
     pub fn host_bytes(&self) -> u64 {
         self.resident_bytes() + self.staging_bytes() + self.grad_bytes()
     }
 
-    /// What a session's arena takes: all of it, and the gaps between its parts.
+    /// Bytes of the session's arena: the slots and the gaps between their classes.
     ///
     /// # Errors
-    /// Slots too large or too many for an arena.
+    /// Slots are too large or too many for an arena.
     pub fn arena_bytes(&self) -> Result<u64, SwapperError> {
         offload_client::arena_bytes(&self.classes()).map_err(|source| SwapperError::Client {
             doing: "laying out the slots".into(),
@@ -173,14 +173,14 @@ impl MemoryPlan {
         })
     }
 
-    /// Slots of param, state and grad, in this order.
+    /// Slot classes of param, state and grad, in this order.
     pub(crate) fn classes(&self) -> [SlotClass; 3] {
         let class = |kind, slot_bytes| SlotClass {
             slot_bytes,
             slot_count: self.slot_count(kind),
         };
         let mut grad = class(Kind::Grad, self.grad_slot_bytes);
-        // A rank that owns nothing, because there are few tiles, takes part all the same; an arena has a slot at least.
+        // A rank that owns no tile takes part too, and an arena has at least one slot.
         grad.slot_count = grad.slot_count.max(1);
         [
             class(Kind::Param, self.param_slot_bytes),
@@ -189,8 +189,8 @@ impl MemoryPlan {
         ]
     }
 
-    /// Room the tiles of all ranks need on devices: two extents a tile, or one; and one for gradients that do not stay in host
-    /// memory.
+    /// Bytes that the tiles of all ranks need on devices: one or two extents a tile, and one for gradients that are not
+    /// kept in host memory.
     pub fn device_bytes(&self, durability: offload_client::Durability) -> u64 {
         let extents = match durability {
             offload_client::Durability::Committed => 2,
@@ -201,13 +201,13 @@ impl MemoryPlan {
 }
 
 impl SwapperSettings {
-    /// Checks the settings and says what memory they take. Touches nothing.
+    /// Checks the settings and computes their memory, without touching anything.
     pub fn plan(&self) -> Result<MemoryPlan, SwapperError> {
         let layout = self.cut()?;
         self.plan_of(&layout)
     }
 
-    /// How the units are cut for this rank.
+    /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
         Layout::new(
             &self.units,
@@ -295,8 +295,8 @@ impl SwapperSettings {
 }
 
 impl Staging {
-    /// Slots of each kind for `staged` tiles of each kind; none where there is nothing to stage, and never more than tiles.
-    /// A unit has at most `unit_max` ranges.
+    /// Staging slots of each kind for `staged` tiles of each kind, never more than there are tiles. A unit has at most
+    /// `unit_max` ranges.
     fn counts(
         self,
         staged: [u32; 3],
@@ -329,9 +329,9 @@ impl Staging {
                         needed_bytes: bytes(least),
                     });
                 }
-                // As many param and grad slots as state slots, but for more than two units only when all state has its slots:
-                // one unit is taken or brought while the next is read or written, parameters are written first, and what is
-                // to carry unwritten bytes into backward is state. Binary search for the most that fits.
+                // Param and grad get as many slots as state, but more than two units only when all state has slots: one
+                // unit is in use while the next one moves, parameters are written first, and the unwritten bytes
+                // carried into backward are state. A binary search finds the most that fits.
                 let of = |n: u32| {
                     let two_units = n.min(unit_max.saturating_mul(2));
                     let param = two_units + n.saturating_sub(staged[1]);
@@ -353,29 +353,29 @@ impl Staging {
     }
 }
 
-/// What [`crate::Swapper::open`] found and made.
+/// Result of [`crate::Swapper::open`].
 #[derive(Clone, Debug)]
 pub struct Opened {
-    /// The blob of the generation the tiles are at; `None`: the tiles are empty, call `initialize`.
+    /// Blob of the resumed generation; `None` if the tiles are empty and need `initialize`.
     pub resumed: Option<Vec<u8>>,
-    /// That generation, 0 for none.
+    /// The resumed generation, 0 for none.
     pub generation: u64,
-    /// Memory taken.
+    /// Memory in use.
     pub memory: MemoryPlan,
-    /// Where the slots lie, to register them with a GPU.
+    /// Address range of the slots, to register it with a GPU.
     pub arena: Option<ArenaMemory>,
-    /// Operations in flight granted.
+    /// Operations in flight that the daemon granted.
     pub iodepth: u32,
-    /// How the daemon moves bytes; `memory` without a store.
+    /// The daemon's I/O engine; `memory` without a store.
     pub engine: String,
-    /// The store's devices; none without a store.
+    /// Devices of the store; empty without a store.
     pub devices: Vec<DeviceRates>,
-    /// What a person should know: unlocked memory and its cure, and the like.
+    /// Notes for the person who runs this, such as unlocked memory and how to lock it.
     pub notes: Vec<String>,
 }
 
 impl Opened {
-    /// All devices together, bytes a second (read, written); `None` when one of them was never measured.
+    /// Rates of all devices together, bytes a second (read, write); `None` if a device was never measured.
     pub fn rates(&self) -> Option<(f64, f64)> {
         let sum = |rate: fn(&DeviceRates) -> u64| {
             let known = !self.devices.is_empty() && self.devices.iter().all(|d| rate(d) > 0);
@@ -388,39 +388,39 @@ impl Opened {
 /// One device of the store.
 #[derive(Clone, Debug)]
 pub struct DeviceRates {
-    /// Its path on the daemon's side.
+    /// Path as the daemon opened it.
     pub path: String,
-    /// Measured when it was formatted; 0: not known.
+    /// Measured read rate; 0 if unknown.
     pub read_bytes_per_s: u64,
-    /// Measured when it was formatted; 0: not known.
+    /// Measured write rate; 0 if unknown.
     pub write_bytes_per_s: u64,
 }
 
-/// What moved since the step before was finished, a drain between them included; since `initialize` for the first step.
+/// I/O since the previous step was finished, a drain included; since `initialize` for the first step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepIo {
-    /// From devices.
+    /// Bytes read from devices.
     pub read_bytes: u64,
-    /// To devices.
+    /// Bytes written to devices.
     pub written_bytes: u64,
-    /// Tiles from devices.
+    /// Tiles read from devices.
     pub read_count: u64,
-    /// Tiles to devices.
+    /// Tiles written to devices.
     pub written_count: u64,
     /// The newest committed generation.
     pub generation: u64,
-    /// Of what was read, gradients.
+    /// Bytes of gradients among the bytes read.
     pub grad_read_bytes: u64,
-    /// Of what was written, gradients.
+    /// Bytes of gradients among the bytes written.
     pub grad_written_bytes: u64,
     /// Time the trainer waited for tiles, updates and commits.
     pub waited_ns: u64,
-    /// Time in which any update ran.
+    /// Time in which at least one update ran.
     pub update_ns: u64,
 }
 
 impl StepIo {
-    /// What came after `before` was counted.
+    /// The difference to the earlier count `before`.
     pub(crate) fn since(&self, before: &Self) -> Self {
         Self {
             read_bytes: self.read_bytes - before.read_bytes,
@@ -481,13 +481,13 @@ mod tests {
                 "{budget} is not used up"
             );
         }
-        // Two units of parameters and then state alone; what all state leaves is for parameters again.
+        // Two units of parameters, then only state; once all state has slots, parameters get the rest.
         assert_eq!(counts(1000 << 20, [1000, 1000]).unwrap(), [40, 92]);
         assert_eq!(counts(1000 << 20, [1000, 50]).unwrap(), [250, 50]);
         assert_eq!(counts(1 << 40, [7, 3]).unwrap(), [7, 3]);
         assert_eq!(counts(1 << 30, [0, 0]).unwrap(), [0, 0]);
         assert_eq!(counts(2 << 20, [1, 0]).unwrap(), [1, 0]);
-        // Gradients are written as parameters are: two units of them at most.
+        // Gradients are written like parameters: two units of them at most.
         assert_eq!(with_grads(1000 << 20, [1000; 3]).unwrap(), [40, 84, 40]);
         assert_eq!(with_grads(28 << 20, [9; 3]).unwrap(), [2, 2, 2]);
         assert!(with_grads(27 << 20, [9; 3]).is_err());

@@ -1,14 +1,14 @@
-//! What happened when, for a timeline: plain values, collected only while somebody asks for them.
+//! What happened when, for a timeline. Spans are collected only while somebody asks for them.
 //!
-//! Spans of what ended before a step was finished are handed out with it, so the bytes of its reads and writes are those of
-//! its [`crate::StepIo`].
+//! Spans that ended before a step was finished are handed out with that step, so the bytes of their reads and writes
+//! are those of the step's [`crate::StepIo`].
 
 use std::ops::Range;
 use std::time::Instant;
 
 use crate::layout::Kind;
 
-/// Spans kept until they are taken: a step of 100 G parameters has some 300,000 tiles to move.
+/// Most spans kept until they are taken: a step of 100 G parameters moves about 300,000 tiles.
 pub const SPANS_MAX: usize = 1 << 19;
 
 /// What took the time.
@@ -30,20 +30,20 @@ pub enum SpanKind {
     Wait,
 }
 
-/// One thing that took time.
+/// One operation with its start and end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
     /// What it was.
     pub kind: SpanKind,
-    /// Index of the unit, if it is about one.
+    /// Index of the unit, if the operation concerns one.
     pub unit: Option<usize>,
-    /// Kind of the tile, if it is about one.
+    /// Kind of the tile, if the operation concerns one.
     pub tile: Option<Kind>,
     /// Elements of the tile, counted from the unit's first; empty otherwise.
     pub elems: Range<u64>,
     /// Bytes moved between host memory and devices.
     pub bytes: u64,
-    /// Which of the optimizers ran.
+    /// Index of the optimizer that ran.
     pub worker: u32,
     /// When it began.
     pub start: Instant,
@@ -52,7 +52,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// About nothing in particular, until now.
+    /// A span from `start` to now, without unit or tile.
     pub(crate) fn since(kind: SpanKind, start: Instant) -> Self {
         Self {
             kind,
@@ -67,12 +67,12 @@ impl Span {
     }
 }
 
-/// Spans, as many as were kept.
+/// Collected spans.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Spans {
-    /// In the order in which they ended, by thread.
+    /// Spans in the order in which they ended, by thread.
     pub list: Vec<Span>,
-    /// More there were, but no room: see [`SPANS_MAX`].
+    /// Spans dropped because the list was full, see [`SPANS_MAX`].
     pub dropped_count: u64,
 }
 

@@ -1,7 +1,7 @@
-//! Whether operations in flight have stalled: so many rounds of waiting, one after the other, in which none completed.
+//! Detects a stall: operations are in flight, and for a number of consecutive waiting rounds none completed.
 //!
-//! Rounds are counted, not time: a process that was suspended for an hour (Ctrl-Z, a frozen container, a sleeping machine) has
-//! waited one round when it runs again, and what completed meanwhile is polled before it is judged.
+//! Rounds are counted instead of time: a process that was suspended for an hour (Ctrl-Z, a frozen container, a
+//! sleeping machine) has waited one round when it resumes, and completions are polled before a stall is judged.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use offload_client::RESTART_WAIT;
 
 use crate::SwapperError;
 
-/// Longest round. The owner thread looks at the limit once a round.
+/// Longest round. The owner thread checks the limit once a round.
 const ROUND_MAX: Duration = Duration::from_secs(1);
 
-/// The limit, unless a trainer sets another. Drives retry for half a minute before they give up, and a planned restart of the
-/// daemon takes [`RESTART_WAIT`] at most.
+/// Default limit. Drives retry for half a minute before they give up, and a planned restart of the daemon takes at most
+/// [`RESTART_WAIT`].
 const LIMIT_DEFAULT: Duration = Duration::from_secs(240);
 
 const _: () = assert!(LIMIT_DEFAULT.as_secs() > RESTART_WAIT.as_secs());
@@ -40,18 +40,18 @@ impl Stall {
         ROUND_MAX.min(self.limit)
     }
 
-    /// An operation completed, or the first one was started.
+    /// Restarts the count: an operation completed, or the first one was started.
     pub(crate) fn moved(&mut self) {
         self.rounds = 0;
     }
 
-    /// A round has passed, however long it took.
+    /// Counts one round, however long it took.
     pub(crate) fn round_is_over(&mut self) {
         self.rounds = self.rounds.saturating_add(1);
     }
 
-    /// Judges `inflight` operations, after what has completed was polled. A commit is none of them: it waits for other ranks,
-    /// and its call has a deadline of its own.
+    /// Judges `inflight` operations, after completions were polled. A commit is not counted: it waits for other ranks
+    /// and its call has its own deadline.
     ///
     /// # Errors
     /// [`SwapperError::Stalled`].
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn a_process_that_was_suspended_has_waited_one_round() {
         let mut stall = Stall::new(Duration::from_secs(3));
-        // However long the process was suspended in it.
+        // One round, however long the process was suspended in it.
         stall.round_is_over();
         stall.check(1).unwrap();
         stall.moved();

@@ -1,7 +1,7 @@
-//! The trainer's side: blocking calls that ask the owner thread and pass lent slots to the caller's closures.
+//! The trainer's side: blocking calls that ask the owner thread, and closures that get the lent slots.
 //!
 //! A step is `begin_step`, then the announced gathers and scatters in order, then `finish_step` (or `skip_step`).
-//! Updates, reads ahead, writes behind and commits go on by themselves on the other threads.
+//! Updates, read-ahead, write-behind and commits run on the other threads meanwhile.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -18,10 +18,10 @@ use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::{SwapperError, open};
 
-/// One tile's update. It runs on a thread of its own, tiles in the program's order, and must be deterministic.
+/// Updates one tile. Runs on a thread of its own, tiles in the program's order, and must be deterministic.
 ///
-/// `param` and `state` are updated in place, `grad` is read; `hyper` is what `finish_step` was given. Slices start at
-/// multiples of 4096 bytes. A closure of the same arguments is an optimizer too.
+/// `param` and `state` are updated in place, `grad` is read; `hyper` is the argument of `finish_step`. Slices start at
+/// multiples of 4096 bytes. A closure with the same arguments is an optimizer too.
 pub trait Optimizer<H>: Send {
     /// Updates the tile of `range`.
     fn update(
@@ -50,39 +50,39 @@ where
     }
 }
 
-/// Ends the waiting of a swapper's calls, from any thread.
+/// Ends a swapper's waiting calls, from any thread.
 #[derive(Clone)]
 pub struct Canceller(Arc<dyn Fn(String) + Send + Sync>);
 
 impl Canceller {
-    /// The present call, or the next, answers [`SwapperError::Cancelled`] with `why`. A commit waits for all ranks of its job:
-    /// this is how to stop waiting for one that will not come.
+    /// Makes the present call, or the next one, return [`SwapperError::Cancelled`] with `why`. A commit waits for all
+    /// ranks of its job; this stops the wait for a rank that will not come.
     pub fn cancel(&self, why: String) {
         (self.0)(why);
     }
 }
 
-/// A range whose first content is to be written: every byte of `param` and `state`, which hold anything before.
+/// A range without content. Every byte of `param` and `state` must be written; they hold arbitrary bytes before.
 #[derive(Debug)]
 pub struct UninitTile<'a> {
-    /// Which.
+    /// The range.
     pub range: &'a TileRange,
-    /// Its parameters.
+    /// Parameters to write.
     pub param: &'a mut [u8],
-    /// Its state.
+    /// State to write.
     pub state: &'a mut [u8],
 }
 
 /// A range of a unit's elements, and its parameters.
 pub type Part<'a> = (Range<u64>, &'a [u8]);
 
-/// A range of a unit's elements, and its gradients to be written.
+/// A range of a unit's elements, and the gradients to write.
 pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 
-/// Looks at a range's `param` and `state`.
+/// Reads a range's `param` and `state`.
 pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
-/// Holds all tiles of one rank. `H` is what one step's updates share (learning rate and the like).
+/// Holds all tiles of one rank. `H` is what the updates of one step share, such as the learning rate.
 ///
 /// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
 /// Dropping it without [`Swapper::close`] is like a crash: what was not committed is lost.
@@ -100,21 +100,20 @@ pub struct Swapper<H: Clone + Send + 'static> {
     scattered: BTreeSet<usize>,
     /// Units whose updates may still be to run.
     pending: Vec<usize>,
-    /// Steps finished since a commit was last planned, and the blob of the newest.
+    /// Steps finished since a commit was last planned, and the newest step's blob.
     uncommitted_count: u64,
     blob: Vec<u8>,
     waited: Duration,
-    /// All that moved before the present step.
+    /// I/O counted before the present step.
     counted: StepIo,
-    /// Collected only while asked for.
     recording: bool,
     spans: Spans,
     stopped: bool,
 }
 
 impl<H: Clone + Send + 'static> Swapper<H> {
-    /// Takes memory, opens or makes the job, and goes to its newest generation. Each of `optimizers` gets a thread and
-    /// takes the next tile when it is free: which of them updates a tile must not matter.
+    /// Allocates memory, opens or creates the job, and resumes its newest generation. Each of `optimizers` gets a
+    /// thread and takes the next tile when it is idle, so the result must not depend on which one updates a tile.
     pub fn open(
         settings: SwapperSettings,
         optimizers: Vec<Box<dyn Optimizer<H>>>,
@@ -146,16 +145,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok((swapper, opened))
     }
 
-    /// How units are cut.
+    /// How the units are cut.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Gives every tile its first content and commits it with `blob`. `fill` gets the ranges in order, units and elements,
-    /// as many at a time as there is room for. Without a store this is also how saved contents come back.
+    /// Gives every tile its first content and commits it with `blob`. `fill` gets the ranges in order, as many at a
+    /// time as there are free slots. Without a store this also restores a checkpoint.
     ///
     /// # Errors
-    /// What `fill` returns, after which nothing more is served; the swapper's own.
+    /// The error of `fill`, after which nothing more is served, or one of the swapper.
     pub fn initialize<E: From<SwapperError>>(
         &mut self,
         mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
@@ -242,11 +241,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })
     }
 
-    /// Calls `take` with the parameters of `unit`'s ranges in order, as many at a time as are there, their pending updates
-    /// applied. Ranges are in elements from the unit's first.
+    /// Calls `take` with the parameters of `unit`'s ranges in order, as many at a time as are in slots, with pending
+    /// updates applied. Ranges count elements from the unit's first.
     ///
     /// # Errors
-    /// What `take` returns, after which nothing more is served; the swapper's own.
+    /// The error of `take`, after which nothing more is served, or one of the swapper.
     pub fn gather<E: From<SwapperError>>(
         &mut self,
         unit: usize,
@@ -272,7 +271,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// ([`Swapper::has_gradients`]).
     ///
     /// # Errors
-    /// What `fill` returns, after which nothing more is served; the swapper's own.
+    /// The error of `fill`, after which nothing more is served, or one of the swapper.
     pub fn scatter<E: From<SwapperError>>(
         &mut self,
         unit: usize,
@@ -295,15 +294,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
-    /// All gradients are there: updates the units that got some, with `hyper`.
+    /// Ends the pass: updates the scattered units with `hyper`.
     ///
-    /// At once: returns when all updates are done and, where one is due, the commit. Deferred: returns at once; the updates
-    /// run before each unit's next gather, and a due commit follows them. `blob` is committed with this step's tiles.
+    /// At once: returns after all updates and, if one is due, the commit. Deferred: returns immediately; each unit is
+    /// updated before its next gather, and a due commit follows. `blob` is committed with this step's tiles.
     pub fn finish_step(&mut self, hyper: H, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
         self.end_step(Some(hyper), Some(blob))
     }
 
-    /// Drops this step's gradients (they overflowed): no tile changes, but `blob` counts as a step for commits.
+    /// Drops this step's gradients after an overflow: no tile changes, but `blob` counts as a step for commits.
     pub fn skip_step(&mut self, blob: Vec<u8>) -> Result<StepIo, SwapperError> {
         self.end_step(None, Some(blob))
     }
@@ -347,8 +346,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
-    /// Drains, then calls `see` with `param` and `state` of each range, units and elements in order.
-    pub fn visit(&mut self, see: &mut TileVisitor) -> Result<(), SwapperError> {
+    /// Drains, then calls `visitor` with `param` and `state` of each range, ordered by unit and element.
+    pub fn visit(&mut self, visitor: &mut TileVisitor) -> Result<(), SwapperError> {
         self.drain()?;
         if !self.initialized {
             return Err(SwapperError::NotInitialized);
@@ -368,7 +367,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                         panic!("a visit needs param and state of its range");
                     };
                     let bytes = |kind| ..layout.content_bytes(kind, lent.range);
-                    see(
+                    visitor(
                         &layout.ranges()[lent.range as usize],
                         &param.as_slice()[bytes(Kind::Param)],
                         &state.as_slice()[bytes(Kind::State)],
@@ -380,7 +379,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
-    /// For a thread that learns before this swapper that it waits in vain.
+    /// A handle with which another thread can end this swapper's waiting.
     pub fn canceller(&self) -> Canceller {
         let inbox = self.inbox.clone();
         Canceller(Arc::new(move |why| {
@@ -389,15 +388,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }))
     }
 
-    /// How long operations may be in flight without one completing before the swapper gives up: four minutes, unless this
-    /// says otherwise. Time in which this process was suspended does not count.
+    /// Sets how long operations may be in flight without a completion before the swapper gives up; four minutes by
+    /// default. Time in which this process was suspended does not count.
     pub fn set_stall_max(&mut self, stall_max: Duration) -> Result<(), SwapperError> {
         self.check()?;
         self.send(Message::StallMax(stall_max))
     }
 
-    /// Begins or ends the collecting of spans; what was not taken is forgotten. Begun before a step is finished, and
-    /// [`Swapper::take_spans`] called after it, the spans of the next step are complete.
+    /// Starts or stops collecting spans and discards those not taken. If collection starts before a step is finished
+    /// and [`Swapper::take_spans`] is called after it, the spans of the next step are complete.
     pub fn record_spans(&mut self, recording: bool) -> Result<(), SwapperError> {
         self.check()?;
         self.recording = recording;
@@ -405,12 +404,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.send(Message::Record(recording))
     }
 
-    /// What was collected since it was taken before, up to the last call that was answered.
+    /// Takes the collected spans, up to the last answered call.
     pub fn take_spans(&mut self) -> Spans {
         std::mem::take(&mut self.spans)
     }
 
-    /// Ends in order. What was not drained is lost, as in a crash.
+    /// Closes the session. What was not drained is lost, as in a crash.
     pub fn close(mut self) -> Result<(), SwapperError> {
         self.owner.close()
     }
@@ -454,7 +453,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(io.since(&before))
     }
 
-    /// The program with the `pending` units' updates where this schedule has them.
+    /// The program with the updates of `pending` units where the schedule places them.
     fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
         match self.schedule {
             Schedule::AtOnce => schedule::at_once(pending, commit, program),
@@ -462,7 +461,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
     }
 
-    /// Follows `ops` to their end, with nothing pending and every commit acknowledged.
+    /// Follows `ops` until nothing is pending and every commit is acknowledged.
     fn settle(&mut self, ops: Vec<Op>, blob: Option<Vec<u8>>) -> Result<StepIo, SwapperError> {
         self.request(
             Request::Drain { ops },
@@ -483,7 +482,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             let (kind, unit) = match op {
                 Op::Gather { unit } => (SpanKind::Gather, unit),
                 Op::Scatter { unit } => (SpanKind::Scatter, unit),
-                // First fills and visits are no part of a step.
+                // Fills and visits before the first step belong to no step.
                 _ => return served.map(drop),
             };
             self.spans.push(Span {
@@ -494,7 +493,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         served.map(drop)
     }
 
-    /// Sends `request` and passes what is lent for it to `use_them`, all that is there at a time, until it is served.
+    /// Sends `request` and passes lent ranges to `use_them`, all available ones at a time, until it is served.
     fn request<E: From<SwapperError>>(
         &mut self,
         request: Request,
@@ -513,7 +512,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 Ok(reply) => Ok(reply),
                 Err(TryRecvError::Empty) if !lent.is_empty() => {
                     if let Err(error) = use_them(&mut lent) {
-                        // The pass cannot go on; its slots end with the owner.
+                        // The pass cannot continue; its slots are freed when the owner ends.
                         self.stopped = true;
                         return Err(error);
                     }
@@ -541,7 +540,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                     return Ok(StepIo { waited_ns, ..io });
                 }
                 Ok(Reply::Failed(error)) => {
-                    // A request out of order was refused and nothing happened; all else is final.
+                    // An out-of-order request was refused without effect; every other error is final.
                     self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
                     return Err(error.into());
                 }
@@ -556,7 +555,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     fn send(&mut self, message: Message<H>) -> Result<(), SwapperError> {
         self.inbox.send(message).map_err(|_| {
             self.stopped = true;
-            // The owner says why it ended before it does.
+            // The owner reports why before it ends.
             while let Ok(reply) = self.replies.try_recv() {
                 if let Reply::Failed(error) = reply {
                     return error;

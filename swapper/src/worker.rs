@@ -1,5 +1,5 @@
-//! An update worker: a thread that runs an optimizer, so that I/O goes on while an update computes. Several take tiles from
-//! one queue, each when it is free.
+//! An update worker: a thread that runs an optimizer while the owner thread keeps I/O going. Several workers take
+//! tiles from one queue.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
@@ -13,7 +13,7 @@ use crate::lease::{Message, UpdateJob};
 use crate::owner::Inbox;
 use crate::swapper::Optimizer;
 
-/// Updates what comes, in order, until the owner ends or an update panics.
+/// Updates tiles in queue order until the owner ends or an update panics.
 pub(crate) fn run<H>(
     worker: u32,
     layout: &Arc<Layout>,
@@ -22,7 +22,7 @@ pub(crate) fn run<H>(
     inbox: &Inbox<H>,
 ) {
     loop {
-        // The lock is held while waiting: one waits for the queue, the others for it.
+        // The lock is held while waiting: one worker waits for the queue, the others for the lock.
         let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(UpdateJob { mut lent, hyper }) = job else {
             return;

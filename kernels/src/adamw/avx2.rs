@@ -1,7 +1,8 @@
-//! The update of `scalar.rs` with AVX2, FMA and F16C, sixteen elements a turn. One of the files allowed to use `unsafe`.
+//! The update of `scalar.rs` with AVX2, FMA and F16C, sixteen elements at a time. One of the files that may use
+//! `unsafe`.
 //!
-//! Promise: the same bits as the definition. Each vector operation below stands for the scalar one on its line there; elements that fill
-//! no block go through the definition itself.
+//! Gives the same bits as the definition: each vector operation corresponds to the scalar one on its line there, and
+//! elements that do not fill a block use the definition itself.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -12,13 +13,13 @@ use crate::InstructionSet;
 use crate::cast::Plain;
 use crate::number::CANONICAL_NAN;
 
-/// Elements a turn: two vectors of fp32, one of 16-bit numbers, so that packing crosses lanes once for both.
+/// Elements of a block: two vectors of fp32, one of 16-bit numbers, so that packing crosses lanes once for both.
 const BLOCK: usize = 16;
 
-/// A step over one chunk. Panics without AVX2, FMA and F16C.
+/// Steps one chunk. Panics without AVX2, FMA and F16C.
 pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     assert!(InstructionSet::Avx2.available());
-    // SAFETY: the line above found every feature the function enables.
+    // SAFETY: the assertion above checked every feature the function enables.
     unsafe { step_blocks(s, elements) }
 }
 
@@ -96,20 +97,21 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
     );
 }
 
-/// Asks for the cache line 1 KiB after this block. The processor's own prefetch starts anew at each page of each plane. On the 16-core
-/// Xeon of an H200 host 1 to 2 KiB gave 10 to 20 % with one to four threads, 5 to 10 % with 16; 256 bytes gave nothing.
+/// Prefetches the cache line 1 KiB after this block, because the processor's own prefetch restarts at each page of each
+/// plane. On the 16-core Xeon of an H200 host 1 to 2 KiB gave 10 to 20 % with one to four threads, 5 to 10 % with 16;
+/// 256 bytes gave nothing.
 #[inline(always)]
 pub(super) fn prefetch_after<T>(block: &T) {
     const DISTANCE_BYTES: usize = 1024;
     let address = std::ptr::from_ref(block).wrapping_byte_add(DISTANCE_BYTES);
-    // SAFETY: a prefetch reads nothing a program can see and faults nowhere, also beyond the end of a plane.
+    // SAFETY: a prefetch has no visible effect and never faults, even beyond the end of a plane.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
 }
 
 /// A block of fp32.
 type Block = [__m256; 2];
 
-/// The scalars, one vector each.
+/// The scalars, each broadcast to a vector.
 struct Vectors {
     grad_scale: __m256,
     beta1: __m256,
@@ -139,7 +141,7 @@ impl Vectors {
         }
     }
 
-    /// The new masters; the moments are replaced in place.
+    /// Returns the new masters and replaces the moments in place.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     fn update(
@@ -159,7 +161,7 @@ impl Vectors {
         [low.0, high.0]
     }
 
-    /// `scalar::update`, line by line.
+    /// Corresponds to `scalar::update`, line by line.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     fn update_vector(

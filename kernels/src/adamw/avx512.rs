@@ -1,7 +1,7 @@
-//! The update of `scalar.rs` with AVX-512F, sixteen elements a turn. One of the files allowed to use `unsafe`.
+//! The update of `scalar.rs` with AVX-512F, sixteen elements at a time. One of the files that may use `unsafe`.
 //!
-//! Promise: the same bits as the definition. Each vector operation below stands for the scalar one on its line there; elements that fill
-//! no block go through the definition itself.
+//! Gives the same bits as the definition: each vector operation corresponds to the scalar one on its line there, and
+//! elements that do not fill a block use the definition itself.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -13,13 +13,13 @@ use crate::InstructionSet;
 use crate::cast::Plain;
 use crate::number::CANONICAL_NAN;
 
-/// Elements a turn: one vector of fp32, half a vector of 16-bit numbers.
+/// Elements of a block: one vector of fp32, half a vector of 16-bit numbers.
 const BLOCK: usize = 16;
 
-/// A step over one chunk. Panics without AVX-512F.
+/// Steps one chunk. Panics without AVX-512F.
 pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     assert!(InstructionSet::Avx512.available());
-    // SAFETY: the line above found every feature the function enables.
+    // SAFETY: the assertion above checked every feature the function enables.
     unsafe { step_blocks(s, elements) }
 }
 
@@ -97,7 +97,7 @@ fn step_blocks(s: &Scalars, elements: Elements<'_>) {
     );
 }
 
-/// The scalars, one vector each.
+/// The scalars, each broadcast to a vector.
 struct Vectors {
     grad_scale: __m512,
     beta1: __m512,
@@ -127,7 +127,7 @@ impl Vectors {
         }
     }
 
-    /// The new masters; the moments are replaced in place. `scalar::update`, line by line.
+    /// Returns the new masters and replaces the moments in place, like `scalar::update`, line by line.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn update(

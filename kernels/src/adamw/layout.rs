@@ -1,4 +1,4 @@
-//! Where a tile's numbers lie, and the tile cut into one slice a plane.
+//! The layout of a tile's numbers, and the tile cut into one slice per plane.
 //!
 //! ```text
 //!   param tile   [ parameter; n ]
@@ -6,7 +6,7 @@
 //!   grad tile    [ gradient; n ]
 //! ```
 //!
-//! Planes and not records: each kernel reads and writes whole cache lines of one type.
+//! The layout uses planes instead of records, so that each kernel reads and writes whole cache lines of one type.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::cast::{view, view_mut};
 use crate::number;
 use crate::reduce::GradType;
 
-/// Each plane starts at a multiple of this: a cache line, and the widest vector.
+/// Alignment of each plane: a cache line and the widest vector.
 pub(crate) const PLANE_ALIGN_BYTES: usize = 64;
 
 /// How a parameter's fp32 master is stored beside its two moments.
@@ -22,9 +22,9 @@ pub(crate) const PLANE_ALIGN_BYTES: usize = 64;
 pub enum Master {
     /// The bf16 parameter is the upper half of the master; the state begins with the i16 residual. Gradients are bf16.
     SplitBf16,
-    /// The parameter itself is fp32, and so are gradients; the state is the two moments only.
+    /// Both the parameter and the gradients are fp32; the state is the two moments only.
     Fp32,
-    /// The parameter is fp16, and so are gradients; the state begins with the whole fp32 master.
+    /// Both the parameter and the gradients are fp16; the state begins with the whole fp32 master.
     Fp16WholeMaster,
 }
 
@@ -37,12 +37,12 @@ impl Master {
         }
     }
 
-    /// Bytes of one gradient as it is kept in host memory.
+    /// Bytes of one gradient in host memory.
     pub fn grad_bytes(self) -> usize {
         self.grad_type().elem_bytes()
     }
 
-    /// How gradients of such parameters are stored.
+    /// Storage type of the gradients.
     pub fn grad_type(self) -> GradType {
         match self {
             Self::SplitBf16 => GradType::Bf16,
@@ -51,7 +51,7 @@ impl Master {
         }
     }
 
-    /// Bytes of state of one parameter, without the padding of planes.
+    /// Bytes of state per parameter, without the padding of planes.
     pub fn state_bytes(self) -> usize {
         self.first_plane_bytes() + 4 + 4
     }
@@ -69,13 +69,13 @@ impl Master {
 /// One tile's buffers. Each starts at a multiple of 64 bytes and may be longer than the tile needs.
 #[derive(Debug)]
 pub struct Tile<'a> {
-    /// How the buffers are laid out.
+    /// Layout of the buffers.
     pub master: Master,
-    /// `elems * param_bytes`, updated in place.
+    /// `elems * param_bytes` bytes, updated in place.
     pub param: &'a mut [u8],
-    /// [`state_tile_bytes`], updated in place.
+    /// [`state_tile_bytes`] bytes, updated in place.
     pub state: &'a mut [u8],
-    /// `elems * grad_bytes`.
+    /// `elems * grad_bytes` bytes.
     pub grad: &'a [u8],
     /// Elements of the tile.
     pub elems: usize,
@@ -86,7 +86,8 @@ pub fn state_tile_bytes(master: Master, elems: usize) -> usize {
     plane_bytes(master.first_plane_bytes(), elems) + 2 * plane_bytes(4, elems)
 }
 
-/// The three planes of the state of a tile of `elems` elements, in bytes and without padding; the first is empty in fp32.
+/// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty for
+/// fp32.
 pub fn state_planes(master: Master, elems: usize) -> [Range<usize>; 3] {
     let [momentum, variance] = moment_offsets_bytes(master, elems);
     [
@@ -96,13 +97,14 @@ pub fn state_planes(master: Master, elems: usize) -> [Range<usize>; 3] {
     ]
 }
 
-/// Where the momentum and the variance start within the state of a tile of `elems` elements.
+/// Offsets of the momentum and the variance within the state of a tile of `elems` elements.
 pub(crate) fn moment_offsets_bytes(master: Master, elems: usize) -> [usize; 2] {
     let momentum = plane_bytes(master.first_plane_bytes(), elems);
     [momentum, momentum + plane_bytes(4, elems)]
 }
 
-/// Makes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so equal masters give equal bytes.
+/// Initializes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so that equal masters give
+/// equal bytes.
 ///
 /// The tile has `masters.len()` elements. Panics if a slice is too short or does not start at a multiple of 64 bytes.
 pub fn init_tile(master: Master, masters: &[f32], param: &mut [u8], state: &mut [u8]) {
@@ -135,7 +137,7 @@ pub fn init_tile(master: Master, masters: &[f32], param: &mut [u8], state: &mut 
     }
 }
 
-/// The fp32 masters of a tile of `out.len()` elements, exactly.
+/// Reads the exact fp32 masters of a tile of `out.len()` elements.
 ///
 /// Panics if a slice is too short or does not start at a multiple of 64 bytes.
 pub fn read_masters(master: Master, param: &[u8], state: &[u8], out: &mut [f32]) {
@@ -156,14 +158,14 @@ pub fn read_masters(master: Master, param: &[u8], state: &[u8], out: &mut [f32])
     }
 }
 
-/// A run of elements, one slice a plane, all of one length.
+/// A range of elements: one slice per plane, all of one length.
 pub(super) struct Elements<'a> {
     pub(super) weights: Weights<'a>,
     pub(super) momentum: &'a mut [f32],
     pub(super) variance: &'a mut [f32],
 }
 
-/// The planes that depend on how the master is stored.
+/// The planes whose types depend on the storage of the master.
 pub(super) enum Weights<'a> {
     SplitBf16 {
         param: &'a mut [u16],
@@ -182,7 +184,7 @@ pub(super) enum Weights<'a> {
 }
 
 impl<'a> Elements<'a> {
-    /// The elements of `range` of a tile. Panics as `step_range` says.
+    /// Selects the elements of `range`. Panics as `step_range` says.
     pub(super) fn of(tile: Tile<'a>, range: Range<usize>) -> Self {
         let Tile {
             master,

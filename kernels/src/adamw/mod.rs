@@ -1,6 +1,6 @@
-//! AdamW on the CPU, over tiles: unscale and clip (one multiplier), update and cast in one pass over the bytes.
+//! AdamW on the CPU, over tiles: unscaling, clipping, update and cast in one pass over the bytes.
 //!
-//! Bytes per parameter and step, which are what limits the speed:
+//! Bytes per parameter and step, which limit the speed:
 //!
 //! | master | read | written |
 //! |---|---|---|
@@ -8,13 +8,14 @@
 //! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
 //! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
 //!
-//! Stores are plain ones. The update is in place, so its lines are in the cache when they are written and stores past the cache save no
-//! read: measured with AVX2 on four Zen 3 cores, they ran at a fifth to a half of the speed.
+//! Stores go through the cache. The update is in place, so the lines are in the cache when they are written, and
+//! non-temporal stores save no read: with AVX2 on four Zen 3 cores they ran at a fifth to a half of the speed.
 //!
-//! A step runs on the thread that calls it: tiles are many and small, so whoever wants more cores steps several tiles at a time.
+//! A step runs on the calling thread: tiles are many and small, so a caller that wants more cores steps several tiles
+//! at a time.
 //!
-//! Promise: the bits of a result depend on the arguments alone, not on instruction set or how a tile is cut into ranges. What
-//! they are is said in `scalar.rs`. The floating-point environment must be the default one (no flushing of denormals).
+//! The bits of a result depend on the arguments alone, not on the instruction set or the cut of a tile into ranges;
+//! `scalar.rs` defines them. The floating-point environment must be the default one (no flushing of denormals).
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -43,16 +44,16 @@ pub struct Hyper {
     pub beta2: f32,
     /// Added to the root of the variance.
     pub eps: f32,
-    /// Decoupled weight decay; a step takes `lr * weight_decay` of the weight away.
+    /// Decoupled weight decay: a step subtracts `lr * weight_decay` of the weight.
     pub weight_decay: f32,
-    /// The step being taken, counted from 1, for bias correction.
+    /// Number of the step, from 1, for bias correction.
     pub step: u64,
-    /// Multiplies each gradient first: one over the loss scale, times the clip factor.
+    /// Factor of each gradient: the inverse of the loss scale, times the clip factor.
     pub grad_scale: f32,
 }
 
 impl Hyper {
-    /// The same for elements that decay, or do not.
+    /// The same scalars for elements with weight decay, or without.
     pub fn of_part(&self, decays: bool) -> Self {
         Self {
             weight_decay: if decays { self.weight_decay } else { 0.0 },
@@ -61,10 +62,10 @@ impl Hyper {
     }
 }
 
-/// One AdamW step over a tile of `elems` elements: `param` and `state` in place, `grad` read.
+/// Takes one AdamW step over a tile of `elems` elements: updates `param` and `state` in place.
 ///
-/// The slices may be longer than the tile needs; the rest is left alone. Panics if one is shorter or does not start at a multiple of 64
-/// bytes, or if `hyper.step` is 0.
+/// The slices may be longer than the tile needs; the rest is not touched. Panics if one is shorter or does not start at
+/// a multiple of 64 bytes, or if `hyper.step` is 0.
 pub fn step_tile(
     master: Master,
     hyper: &Hyper,
@@ -76,9 +77,11 @@ pub fn step_tile(
     step_range(master, hyper, param, state, grad, elems, 0..elems);
 }
 
-/// As [`step_tile`], but only the elements of `range` are updated: for tensors of one tile that differ in weight decay or learning rate.
+/// Like [`step_tile`] for the elements of `range` alone: for tensors of one tile that differ in weight decay or
+/// learning rate.
 ///
-/// `tile_elems` is the whole tile's count, from which the planes' places follow. Panics if `range` reaches beyond it.
+/// `tile_elems` is the count of the whole tile, which determines the planes' offsets. Panics if `range` reaches beyond
+/// it.
 pub fn step_range(
     master: Master,
     hyper: &Hyper,
@@ -98,16 +101,16 @@ pub fn step_range(
     step_range_with(InstructionSet::best(), hyper, tile, range);
 }
 
-/// As [`step_range`], with instructions of the caller's choice: for tests and measurements.
+/// Like [`step_range`] with given instructions, for tests and measurements.
 ///
-/// Panics if this machine lacks them.
+/// Panics if this machine does not support them.
 pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range: Range<usize>) {
     assert!(set.available(), "this processor has no {set:?}");
     let scalars = Scalars::new(hyper);
     step_chunk(set, &scalars, Elements::of(tile, range));
 }
 
-/// A step's scalars in the order a GPU's kernel takes them (`gpu/source/adamw.cu`).
+/// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`).
 pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
     let s = Scalars::new(hyper);
     [

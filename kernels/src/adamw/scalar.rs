@@ -1,4 +1,4 @@
-//! The definition: what one AdamW step is, operation by operation. The vector files compute these same operations in this same order.
+//! Defines one AdamW step, operation by operation. The vector files compute these operations in this order.
 //!
 //! Kingma & Ba, "Adam", ICLR 2015, algorithm 1, with the decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay
 //! Regularization", ICLR 2019, algorithm 2 (the decay scaled by the learning rate, as every framework has it). For step t:
@@ -10,14 +10,15 @@
 //!   p = p - lr weight_decay p - lr/(1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 //! ```
 //!
-//! All of it in fp32, each line of [`update`] one rounding, division and square root as IEEE 754 has them. What depends on the step alone
-//! is computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the canonical NaN.
+//! All in fp32; each line of [`update`] is one rounding, with division and square root as in IEEE 754. Values that
+//! depend on the step alone are computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the
+//! canonical NaN.
 
 use super::Hyper;
 use super::layout::{Elements, Weights};
 use crate::number;
 
-/// A step's scalars as the kernels use them.
+/// Scalars derived from a step's hyperparameters.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scalars {
     pub(super) grad_scale: f32,
@@ -61,7 +62,7 @@ impl Scalars {
     }
 }
 
-/// `base^exponent` by squaring. The library's powers are not the same bits on every platform.
+/// Computes `base^exponent` by squaring: the library's powers differ in their bits between platforms.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut left) = (1.0, base, exponent);
     while left > 0 {
@@ -74,7 +75,7 @@ fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// New master, momentum and variance of one element.
+/// Returns the new master, momentum and variance of one element.
 #[inline(always)]
 fn update(s: &Scalars, master: f32, momentum: f32, variance: f32, grad: f32) -> (f32, f32, f32) {
     let grad = grad * s.grad_scale;
@@ -90,7 +91,7 @@ fn update(s: &Scalars, master: f32, momentum: f32, variance: f32, grad: f32) -> 
     )
 }
 
-// Inlined into the vector files, whose last elements they take: there `mul_add` is an instruction, here it may be a call.
+// Inlined into the vector files for their last elements: there `mul_add` is an instruction, here it may be a call.
 
 #[inline(always)]
 pub(super) fn step(s: &Scalars, elements: Elements<'_>) {

@@ -1,4 +1,4 @@
-//! Memory of a GPU, host memory pinned for it, and bytes moved between the two.
+//! GPU memory, pinned host memory, and copies between them.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -10,10 +10,10 @@ use super::{Gpu, GpuError, Stream};
 /// CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: pinned for every context of this process.
 const PORTABLE: u32 = 1;
 
-/// Plain memory of a GPU, not from torch's allocator, at a multiple of 256 bytes. A clone is the same memory; the last one frees it.
+/// Device memory outside torch's allocator, aligned to 256 bytes. Clones share the memory; the last one frees it.
 ///
-/// What it holds at first is undefined. Freeing waits for the device's work in flight, so a buffer may be dropped while a stream still
-/// uses it; it is nothing to do within a step.
+/// The initial content is undefined. Freeing waits for the device's work in flight, so a buffer may be dropped while a
+/// stream still uses it; do not free within a step.
 #[derive(Clone, Debug)]
 pub struct DeviceBuffer(Arc<RawBuffer>);
 
@@ -24,33 +24,33 @@ struct RawBuffer {
     bytes: usize,
 }
 
-/// A place in a buffer.
+/// A position in a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAt<'a> {
     /// The buffer.
     pub buffer: &'a DeviceBuffer,
-    /// Bytes from its start.
+    /// Offset from the buffer's start.
     pub offset_bytes: usize,
 }
 
-/// Host memory that is pinned for the GPU; copies from and to it run at the bus's full speed. Dropping it unpins.
+/// Pinned host memory: copies run at the bus's full speed. Dropping it unpins the memory.
 pub struct Registration {
     gpu: Gpu,
     address: usize,
     bytes: usize,
-    /// Keeps the memory mapped; dropped after unpinning.
+    /// Keeps the memory mapped until it is unpinned.
     _keep: Box<dyn Any + Send + Sync>,
 }
 
 impl Gpu {
-    /// Allocates `bytes` bytes of the device.
+    /// Allocates `bytes` bytes on the device.
     ///
     /// # Errors
     /// Too little memory is free (see [`GpuError::is_out_of_memory`]), or the call failed.
     pub fn alloc(&self, bytes: usize) -> Result<DeviceBuffer, GpuError> {
         let mut address = 0;
         self.make_current()?;
-        // SAFETY: the place is live for the call. None may be asked for of neither library, hence the least of 256.
+        // SAFETY: the address is live for the call. Neither library accepts zero bytes, hence the minimum of 256.
         let code = unsafe { (self.driver().alloc)(&mut address, bytes.max(256)) };
         self.check(code, || {
             let free = self.free_bytes().map_or_else(
@@ -67,12 +67,11 @@ impl Gpu {
         })))
     }
 
-    /// Pins `bytes` bytes of host memory at `address`, which this process has mapped, until the result is dropped.
-    ///
-    /// `keep` is what keeps them mapped; it is dropped after they are unpinned.
+    /// Pins `bytes` bytes of mapped host memory at `address` until the result is dropped. `keep` owns the mapping; it
+    /// is dropped after the memory is unpinned.
     ///
     /// # Errors
-    /// Nothing is mapped there, part of it is pinned already, or the system's limit of locked memory is too low.
+    /// Nothing is mapped there, part of it is already pinned, or the limit of locked memory is too low.
     pub fn register(
         &self,
         address: usize,
@@ -80,8 +79,8 @@ impl Gpu {
         keep: Box<dyn Any + Send + Sync>,
     ) -> Result<Registration, GpuError> {
         self.make_current()?;
-        // SAFETY: pinning writes nothing; the library refuses what is not mapped. The pages stay the kernel's to keep while pinned,
-        // even if they were unmapped, so nothing here can make memory of the process invalid.
+        // SAFETY: pinning writes nothing, and the library refuses unmapped memory. The kernel keeps pinned pages even
+        // if they are unmapped, so no memory of the process can become invalid.
         let code = unsafe { (self.driver().host_register)(address, bytes, PORTABLE) };
         self.check(code, || {
             format!("pinning {bytes} bytes of host memory at {address:#x}")
@@ -94,12 +93,12 @@ impl Gpu {
         })
     }
 
-    /// Copies each piece of host bytes to its offset in `to`, in order on `stream`, and waits until all have arrived.
+    /// Copies each slice of host bytes to its offset in `to`, in order on `stream`, and waits for all copies.
     ///
-    /// Panics if a piece is not within the buffer.
+    /// Panics if a slice does not fit in the buffer.
     ///
     /// # Errors
-    /// A call, or something enqueued before, failed; which pieces arrived is unknown then.
+    /// A call, or earlier work on the stream, failed; it is unknown which slices arrived.
     pub fn upload(
         &self,
         stream: &Stream,
@@ -107,17 +106,18 @@ impl Gpu {
         pieces: &[(usize, &[u8])],
     ) -> Result<(), GpuError> {
         let lent = HostLoan(stream);
-        // SAFETY: the host bytes are borrowed until this function returns, which `lent` lets it do only after the copies.
+        // SAFETY: the host bytes are borrowed until this function returns, and `lent` delays that until the copies are
+        // done.
         unsafe { self.enqueue_upload(stream, to, pieces)? };
         lent.settle()
     }
 
-    /// Copies bytes at each offset of `from` to host bytes, in order on `stream`, and waits until all have arrived.
+    /// Copies bytes at each offset of `from` to host slices, in order on `stream`, and waits for all copies.
     ///
-    /// Panics if a piece is not within the buffer.
+    /// Panics if a slice reaches beyond the buffer.
     ///
     /// # Errors
-    /// A call, or something enqueued before, failed; the host bytes may be written in part then.
+    /// A call, or earlier work on the stream, failed; the host bytes may be partly written.
     pub fn download(
         &self,
         stream: &Stream,
@@ -130,10 +130,10 @@ impl Gpu {
         lent.settle()
     }
 
-    /// As [`Gpu::upload`], without waiting.
+    /// Like [`Gpu::upload`], without waiting.
     ///
     /// # Safety
-    /// The host bytes stay where they are, and unchanged, until `stream` has been waited for. A [`HostLoan`] sees to the wait.
+    /// The host bytes must stay in place and unchanged until `stream` was waited for. A [`HostLoan`] ensures that.
     pub(super) unsafe fn enqueue_upload(
         &self,
         stream: &Stream,
@@ -143,7 +143,7 @@ impl Gpu {
         self.make_current()?;
         for (offset_bytes, piece) in pieces.iter().filter(|(_, piece)| !piece.is_empty()) {
             let address = to.at(*offset_bytes).address(piece.len());
-            // SAFETY: the range on the device is allocated (checked by `address`); the host's is the caller's promise.
+            // SAFETY: the device range is allocated (checked by `address`); the caller promises the host range.
             let code = unsafe {
                 let from = piece.as_ptr().cast::<c_void>();
                 (self.driver().copy_up)(address, from, piece.len(), stream.raw())
@@ -153,10 +153,10 @@ impl Gpu {
         Ok(())
     }
 
-    /// As [`Gpu::download`], without waiting.
+    /// Like [`Gpu::download`], without waiting.
     ///
     /// # Safety
-    /// The host bytes stay where they are, and nobody looks at them, until `stream` has been waited for. A [`HostLoan`] sees to the wait.
+    /// The host bytes must stay in place and unread until `stream` was waited for. A [`HostLoan`] ensures that.
     pub(super) unsafe fn enqueue_download(
         &self,
         stream: &Stream,
@@ -177,11 +177,11 @@ impl Gpu {
     }
 }
 
-/// Host memory is lent to the copies of a stream. On every way out, also by an error or a panic, the stream is waited for.
+/// Lends host memory to the copies of a stream. Dropping it waits for the stream, also after an error or a panic.
 pub(super) struct HostLoan<'a>(pub(super) &'a Stream);
 
 impl HostLoan<'_> {
-    /// Waits until all copies are done.
+    /// Waits for all copies.
     pub(super) fn settle(self) -> Result<(), GpuError> {
         let stream = self.0;
         std::mem::forget(self);
@@ -191,28 +191,28 @@ impl HostLoan<'_> {
 
 impl Drop for HostLoan<'_> {
     fn drop(&mut self) {
-        // The error that led here is the one to show.
+        // The error that led here is the one to report.
         let _ = self.0.synchronize();
     }
 }
 
 impl DeviceBuffer {
-    /// Bytes it holds.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
 
-    /// Whose memory it is.
+    /// The GPU that holds the memory.
     pub fn gpu(&self) -> &Gpu {
         &self.0.gpu
     }
 
-    /// The device's address of its first byte, for a library that takes one. It is good while a clone of this buffer lives.
+    /// Device address of the first byte, for a library that takes one. Valid while a clone of this buffer lives.
     pub fn address(&self) -> u64 {
         self.0.address
     }
 
-    /// A place `offset_bytes` from its start.
+    /// The position `offset_bytes` from the start.
     pub fn at(&self, offset_bytes: usize) -> DeviceAt<'_> {
         DeviceAt {
             buffer: self,
@@ -222,7 +222,7 @@ impl DeviceBuffer {
 }
 
 impl DeviceAt<'_> {
-    /// The device's address of this place. Panics unless `bytes` bytes from it on are within the buffer.
+    /// Device address of this position. Panics unless `bytes` bytes from it are within the buffer.
     pub fn address(self, bytes: usize) -> u64 {
         let end = self.offset_bytes.checked_add(bytes);
         assert!(
@@ -238,21 +238,21 @@ impl DeviceAt<'_> {
 impl Drop for RawBuffer {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // After a failure nothing runs any more, and the memory is given back all the same.
+            // After a failure nothing runs any more, and the memory is freed all the same.
             let _ = self.gpu.synchronize();
-            // SAFETY: the library gave this address out and this was its last owner.
+            // SAFETY: the library returned this address, and this was its last owner.
             let _ = unsafe { (self.gpu.driver().free)(self.address) };
         }
     }
 }
 
 impl Registration {
-    /// Where the pinned memory starts.
+    /// Start of the pinned memory.
     pub fn address(&self) -> usize {
         self.address
     }
 
-    /// How much is pinned.
+    /// Size of the pinned memory in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -270,8 +270,8 @@ impl fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // SAFETY: this address was pinned by `register` and is unpinned once; copies from and to it end before the functions
-            // above return.
+            // SAFETY: `register` pinned this address and it is unpinned once; copies from and to it end before the
+            // functions above return.
             let _ = unsafe { (self.gpu.driver().host_unregister)(self.address) };
         }
     }

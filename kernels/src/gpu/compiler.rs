@@ -1,4 +1,4 @@
-//! Kernels from source to device code: the vendors' run-time compilers.
+//! Run-time compilation of kernel sources to device code.
 
 use std::ffi::{CString, c_char};
 use std::path::PathBuf;
@@ -14,24 +14,24 @@ pub struct Compiler {
     table: CompilerTable,
 }
 
-/// How a source is compiled.
+/// Options of a compilation.
 #[derive(Clone, Debug, Default)]
 pub struct CompileOptions {
-    /// Names and values the source sees as macros.
+    /// Macros to define, with their values.
     pub defines: Vec<(String, String)>,
-    /// Lets the compiler fuse a multiplication and an addition. Off, each operation rounds as it is written.
+    /// Allows fusing a multiplication with an addition. Otherwise each operation rounds on its own.
     pub contract: bool,
 }
 
 impl Compiler {
-    /// The vendor's compiler: by name, beside a loaded torch, in the vendor's toolkit, then in `dirs`.
+    /// Opens the vendor's compiler: by name, beside a loaded torch, in the vendor's toolkit, then in `dirs`.
     ///
     /// # Errors
-    /// [`GpuError::NoCompiler`] with all that was tried.
+    /// [`GpuError::NoCompiler`] with everything that was tried.
     pub fn open(vendor: Vendor, dirs: &[PathBuf]) -> Result<Self, GpuError> {
         let names: &[&str] = match vendor {
             Vendor::Cuda => &["libnvrtc.so.13", "libnvrtc.so.12"],
-            // The last is the runtime itself, which contains the compiler up to ROCm 5.
+            // The last one is the runtime itself, which contains the compiler up to ROCm 5.
             Vendor::Hip => &[
                 "libhiprtc.so.7",
                 "libhiprtc.so.6",
@@ -57,22 +57,22 @@ impl Compiler {
         Ok(Self { vendor, table })
     }
 
-    /// Its version, major and minor.
+    /// Version, major and minor.
     ///
     /// # Errors
-    /// It does not say.
+    /// The call failed.
     pub fn version(&self) -> Result<(i32, i32), GpuError> {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both places are live for the call.
+        // SAFETY: both pointers are live for the call.
         let code = unsafe { (self.table.version)(&mut major, &mut minor) };
         self.check(code, "asking the compiler's version")?;
         Ok((major, minor))
     }
 
-    /// Device code of `source`, the prelude before it, for `arch` (`sm_90`, `gfx942`).
+    /// Compiles `source`, with the prelude before it, for `arch` (`sm_90`, `gfx942`).
     ///
     /// # Errors
-    /// [`GpuError::Compile`] with the compiler's log; or a call failed.
+    /// [`GpuError::Compile`] with the compiler's log, or a call failed.
     pub fn compile(
         &self,
         arch: &str,
@@ -93,7 +93,7 @@ impl Compiler {
             table: &self.table,
             handle: 0,
         };
-        // SAFETY: both texts end in a zero byte and live through the call; no headers are given, so none are read.
+        // SAFETY: both texts end in a zero byte and live through the call; no headers are given.
         let code = unsafe {
             let (headers, names) = (std::ptr::null(), std::ptr::null());
             (self.table.create)(
@@ -106,7 +106,7 @@ impl Compiler {
             )
         };
         self.check(code, "handing a source to the compiler")?;
-        // SAFETY: the program is live, and so are the options, as many as said.
+        // SAFETY: the program and as many options as stated are live.
         let compiled =
             unsafe { (self.table.compile)(program.handle, options.len() as i32, options.as_ptr()) };
         if compiled != 0 {
@@ -117,17 +117,17 @@ impl Compiler {
             });
         }
         let mut bytes = 0;
-        // SAFETY: the program is live, and so is the place.
+        // SAFETY: the program and the pointer are live.
         let code = unsafe { (self.table.code_bytes)(program.handle, &mut bytes) };
         self.check(code, "asking the size of compiled code")?;
         let mut compiled = vec![0u8; bytes];
-        // SAFETY: there is room for as many bytes as the compiler just said it has.
+        // SAFETY: the buffer has the size that the compiler reported.
         let code = unsafe { (self.table.code)(program.handle, compiled.as_mut_ptr().cast()) };
         self.check(code, "taking compiled code")?;
         Ok(compiled)
     }
 
-    /// Division, square root and denormals are IEEE's by default in both compilers; they are told all the same.
+    /// Both compilers follow IEEE in division, square root and denormals by default; the options state it explicitly.
     fn options(&self, arch: &str, options: &CompileOptions) -> Vec<String> {
         let mut all = match self.vendor {
             Vendor::Cuda => vec![
@@ -167,7 +167,7 @@ impl Compiler {
     }
 }
 
-/// Destroyed on every way out.
+/// A program that is destroyed when dropped.
 struct Program<'a> {
     table: &'a CompilerTable,
     handle: usize,
@@ -176,12 +176,12 @@ struct Program<'a> {
 impl Program<'_> {
     fn log(&self) -> String {
         let mut bytes = 0;
-        // SAFETY: the program is live, and so is the place.
+        // SAFETY: the program and the pointer are live.
         if unsafe { (self.table.log_bytes)(self.handle, &mut bytes) } != 0 {
             return "the compiler has no log".to_owned();
         }
         let mut log = vec![0u8; bytes.max(1)];
-        // SAFETY: there is room for as many bytes as the compiler just said it has.
+        // SAFETY: the buffer has the size that the compiler reported.
         unsafe { (self.table.log)(self.handle, log.as_mut_ptr().cast()) };
         String::from_utf8_lossy(&log)
             .trim_end_matches('\0')
@@ -199,14 +199,14 @@ impl Drop for Program<'_> {
     }
 }
 
-/// One thread at a time in the compilers: hipRTC of ROCm 5 crashed with several.
+/// Serializes compilations: hipRTC of ROCm 5 crashed with several threads.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// NVRTC looks for its other library by the plain name, which is found if it is loaded already. It need not be an error that none is
-/// found here: NVRTC may find it.
+/// Loads NVRTC's second library, which NVRTC finds by its plain name only if it is loaded already. Finding none here is
+/// no error: NVRTC may find it itself.
 fn open_other_part_of_nvrtc() {
     for dir in dirs_of_loaded("libnvrtc.so") {
         for part in files_starting_with(&dir, "libnvrtc-builtins.so.") {
@@ -223,7 +223,7 @@ fn files_starting_with(dir: &std::path::Path, prefix: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Panics on a zero byte within: names and sources are ours.
+/// Panics on a zero byte: names and sources are ours.
 pub(super) fn text(text: &str) -> CString {
     CString::new(text).expect("no zero byte within a name or a source")
 }

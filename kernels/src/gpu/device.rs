@@ -1,4 +1,4 @@
-//! One GPU: opened once a process, its context made current on whatever thread calls.
+//! One GPU: opened once per process; its context is made current on the calling thread.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -10,40 +10,40 @@ use super::runtime::{Runtime, runtime};
 use super::table::Driver;
 use super::{GpuError, Vendor};
 
-/// A GPU. Cheap to clone; the same device opened twice is the same `Gpu`.
+/// A GPU. Cheap to clone; opening a device twice returns the same `Gpu`.
 ///
 /// Devices stay open until the process ends, as the drivers' own threads do.
 #[derive(Clone)]
 pub struct Gpu(Arc<Device>);
 
-/// What is known of a GPU without asking it again.
+/// Properties of a GPU, read once.
 #[derive(Clone, Debug)]
 pub struct GpuInfo {
-    /// Whose it is.
+    /// Vendor.
     pub vendor: Vendor,
-    /// Its place among those this process sees.
+    /// Index among the devices that this process sees.
     pub index: u32,
-    /// As the vendor calls it.
+    /// The vendor's name of the model.
     pub name: String,
-    /// What its compiler calls it: `sm_90`, `gfx942:sramecc+:xnack-`.
+    /// The compiler's name of the architecture: `sm_90`, `gfx942:sramecc+:xnack-`.
     pub arch: String,
-    /// All of its memory.
+    /// Total memory.
     pub memory_bytes: u64,
-    /// The driver API's version: `CUDA 13.0`.
+    /// Version of the driver API: `CUDA 13.0`.
     pub driver: String,
 }
 
 struct Device {
     info: GpuInfo,
     runtime: &'static Runtime,
-    /// CUDA's primary context, which torch uses too; 0 with HIP, where a device is chosen by number.
+    /// CUDA's primary context, which torch uses too; 0 with HIP, which selects devices by number.
     context: usize,
     compiler: OnceLock<Compiler>,
     kernels: OnceLock<Kernels>,
 }
 
 impl Gpu {
-    /// Opens device `index` of this process: CUDA's if there is one, HIP's otherwise.
+    /// Opens device `index` of this process: CUDA's if there is one, else HIP's.
     ///
     /// # Errors
     /// [`GpuError::NoLibrary`], [`GpuError::NoDevice`] (see [`GpuError::is_absent`]), or a call that failed.
@@ -58,7 +58,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// How many GPUs this process sees.
+    /// Number of GPUs that this process sees.
     ///
     /// # Errors
     /// As [`Gpu::open`]; no device at all is an error, not zero.
@@ -67,49 +67,48 @@ impl Gpu {
         runtime.device_count()
     }
 
-    /// What it is.
+    /// Properties.
     pub fn info(&self) -> &GpuInfo {
         &self.0.info
     }
 
-    /// Bytes of its memory that nobody holds now, other processes included.
+    /// Free memory in bytes, as all processes see it.
     ///
     /// # Errors
     /// The call failed.
     pub fn free_bytes(&self) -> Result<u64, GpuError> {
         let (mut free, mut total) = (0usize, 0usize);
         self.make_current()?;
-        // SAFETY: both places are live for the call.
+        // SAFETY: both pointers are live for the call.
         let code = unsafe { (self.driver().memory_info)(&mut free, &mut total) };
         self.check(code, || "asking for free memory".to_owned())?;
         Ok(free as u64)
     }
 
-    /// Waits until all work of this process on this device is done, spinning. Streams and events wait asleep.
+    /// Waits, spinning, until all work of this process on this device is done. Streams and events wait without
+    /// spinning.
     ///
     /// # Errors
-    /// Something enqueued failed.
+    /// Enqueued work failed.
     pub fn synchronize(&self) -> Result<(), GpuError> {
         self.make_current()?;
-        // SAFETY: takes nothing; the context is current.
+        // SAFETY: no arguments; the context is current.
         let code = unsafe { (self.driver().synchronize)() };
         self.check(code, || "work enqueued on the device".to_owned())
     }
 
-    /// Our own kernels, compiled for this device on the first call (0.1 to 1 s).
+    /// This crate's kernels, compiled for this device on the first call (0.1 to 1 s).
     ///
     /// # Errors
-    /// No run-time compiler, or it refused a source.
+    /// There is no run-time compiler, or it refused a source.
     pub fn kernels(&self) -> Result<&Kernels, GpuError> {
         self.once(&self.0.kernels, || Kernels::compile(self))
     }
 
-    /// Compiles `source` for this device. What every source may use is in `source/prelude.h`, which is put before it.
-    ///
-    /// `name` is for messages.
+    /// Compiles `source` for this device, with `source/prelude.h` before it. `name` appears in messages.
     ///
     /// # Errors
-    /// No run-time compiler; or it refused the source, and its log is in the error.
+    /// There is no run-time compiler, or it refused the source; the error contains its log.
     pub fn compile(
         &self,
         name: &str,
@@ -129,7 +128,7 @@ impl Gpu {
         if let Some(made) = place.get() {
             return Ok(made);
         }
-        // Two threads may both make it; one of the two is kept.
+        // Two threads may both create it; one result is kept.
         let made = make()?;
         Ok(place.get_or_init(|| made))
     }
@@ -138,7 +137,8 @@ impl Gpu {
         &self.0.runtime.driver
     }
 
-    /// Makes this device the calling thread's; every call to the driver, also by a library on top of it, comes after one of these.
+    /// Makes this device current on the calling thread. Precedes every call to the driver, also those of a library
+    /// above it.
     ///
     /// # Errors
     /// The call failed.
@@ -148,7 +148,7 @@ impl Gpu {
             .make_current(self.0.info.index, self.0.context)
     }
 
-    /// The driver's answer as a result; `op` is built only for an error.
+    /// Turns a driver's code into a result; `op` is evaluated only for an error.
     pub(super) fn check(&self, code: i32, op: impl FnOnce() -> String) -> Result<(), GpuError> {
         self.0.runtime.check(code, op)
     }
@@ -173,7 +173,7 @@ impl Device {
             });
         }
         let mut handle = 0;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (runtime.driver.device)(&mut handle, index as i32) };
         runtime.check(code, || format!("opening device {index}"))?;
         let context = runtime.context(index, handle)?;

@@ -1,10 +1,10 @@
-//! What can go wrong between a GPU and us.
+//! Errors of GPU calls.
 
 use std::fmt;
 
 use super::Vendor;
 
-/// Why a GPU could not do what was asked.
+/// Why a GPU call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
     /// No usable library of either vendor was found.
@@ -13,53 +13,53 @@ pub enum GpuError {
         Listed(tried)
     )]
     NoLibrary {
-        /// Each name that was looked for, with the loader's answer.
+        /// Each name tried, with the loader's answer.
         tried: Vec<String>,
     },
-    /// A library answered, but it has no such device.
+    /// A library is available, but has no such device.
     #[error("no GPU found: {message}")]
     NoDevice {
-        /// Which library said so.
+        /// The library's answer.
         message: String,
     },
     /// A call failed.
     #[error("the GPU failed in {op}: {text} (error {code})")]
     Call {
-        /// What was tried, with sizes.
+        /// The call, with sizes.
         op: String,
-        /// The library's number; CUDA and HIP agree on the common ones.
+        /// The library's error code; CUDA and HIP agree on the common ones.
         code: i32,
-        /// The library's words.
+        /// The library's error text.
         text: String,
     },
     /// The run-time compiler refused a source.
     #[error("the GPU's compiler refused {name} for {arch}:\n{log}")]
     Compile {
-        /// Which source.
+        /// Name of the source.
         name: String,
-        /// For which device.
+        /// Architecture of the device.
         arch: String,
-        /// The compiler's own words.
+        /// The compiler's log.
         log: String,
     },
-    /// A device of one vendor was found, but not its run-time compiler.
+    /// A vendor's device was found, but not the run-time compiler.
     #[error("no run-time compiler for {vendor} GPUs: {}", Listed(tried))]
     NoCompiler {
-        /// Whose compiler.
+        /// Vendor of the compiler.
         vendor: Vendor,
-        /// Each name that was looked for, with the loader's answer.
+        /// Each name tried, with the loader's answer.
         tried: Vec<String>,
     },
 }
 
 impl GpuError {
-    /// Whether less memory asked for might have worked.
+    /// Whether the call might have succeeded with less memory.
     pub fn is_out_of_memory(&self) -> bool {
         // CUDA_ERROR_OUT_OF_MEMORY and hipErrorOutOfMemory.
         matches!(self, Self::Call { code: 2, .. })
     }
 
-    /// Whether this machine has no GPU for us, as opposed to one that fails.
+    /// Whether this machine has no usable GPU, as opposed to a failing one.
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::NoLibrary { .. } | Self::NoDevice { .. })
     }

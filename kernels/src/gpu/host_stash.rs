@@ -1,4 +1,5 @@
-//! Contents of device memory that wait in host memory, by number: put away while computing goes on, fetched before they are wanted.
+//! Parks contents of device memory in host memory, by number: stored while computing continues, fetched before they are
+//! needed.
 //!
 //! ```text
 //!   compute   | fill | fill |  ...                        | use | use |
@@ -6,42 +7,42 @@
 //!   up                                      | take 1 | take 0 |          the next one comes while this one is used
 //! ```
 //!
-//! Two buffers of the device are all that passes, whatever number of pieces. They are ours and not the allocator's of whoever
-//! computes, so nothing is freed or reused while a copy is under way. The host memory is pinned, taken once, and seen by copies
-//! only. At 50 GB/s a piece of 64 MiB takes 1.3 ms, a block that makes it some ten times as long.
+//! All pieces pass through two device buffers. They are not torch's memory, so nothing is freed or reused while a copy
+//! is in progress. The host memory is pinned and allocated once. At 50 GB/s a piece of 64 MiB takes 1.3 ms; the block
+//! that produces it computes about ten times as long.
 
 use super::buffer::Registration;
 use super::{DeviceBuffer, Event, Gpu, GpuError, Stream};
 
-/// Pages that are pinned must not be another piece of memory's too.
+/// Pinned pages must not contain other memory.
 const PAGE_BYTES: usize = 4096;
 
-/// One content is used or filled while the other is copied.
+/// One buffer is in use while the other one is copied.
 const BUFFERS: usize = 2;
 
-/// Room for numbered contents of one size.
+/// Storage for numbered pieces of one size.
 pub struct HostStash {
     gpu: Gpu,
     down: Stream,
     up: Stream,
     piece_bytes: usize,
     buffers: [Buffer; BUFFERS],
-    /// The buffer whose turn it is.
+    /// The buffer to use next.
     turn: usize,
-    /// Of each piece: when its bytes are in host memory.
+    /// For each piece, the event after which its bytes are in host memory.
     put: Vec<Option<Event>>,
     host: Host,
 }
 
 struct Buffer {
     memory: DeviceBuffer,
-    /// Behind it nothing uses what is in it.
+    /// After this event nothing uses the buffer's content.
     free: Option<Event>,
-    /// A piece that comes or is here, and when it is.
+    /// The piece that is arriving or present, and the event of its arrival.
     holds: Option<(usize, Event)>,
 }
 
-/// Pinned memory; the registration ends before the bytes go.
+/// Pinned memory; the registration ends before the bytes are freed.
 struct Host {
     _registration: Registration,
     bytes: Box<[u8]>,
@@ -49,10 +50,10 @@ struct Host {
 }
 
 impl HostStash {
-    /// Room for `pieces` of `piece_bytes`, in host memory and two of them on `gpu`.
+    /// Allocates `pieces` of `piece_bytes` in host memory, and two on `gpu`.
     ///
     /// # Errors
-    /// Too little memory on the device; the host's cannot be pinned.
+    /// The device has too little memory, or the host memory cannot be pinned.
     pub fn new(gpu: &Gpu, pieces: usize, piece_bytes: usize) -> Result<Self, GpuError> {
         let buffer = || {
             Ok::<_, GpuError>(Buffer {
@@ -73,12 +74,12 @@ impl HostStash {
         })
     }
 
-    /// Bytes of host memory it takes.
+    /// Host memory in bytes.
     pub fn host_bytes(&self) -> usize {
         self.host.bytes.len()
     }
 
-    /// A buffer that `stream` may write the next content to, for [`HostStash::put`].
+    /// Returns a buffer to which `stream` may write the next piece, for [`HostStash::put`].
     ///
     /// # Errors
     /// A call failed.
@@ -91,17 +92,17 @@ impl HostStash {
         Ok(&buffer.memory)
     }
 
-    /// What `stream` has written to the buffer of [`HostStash::room`] becomes the content of `piece`.
+    /// Stores what `stream` has written to the buffer of [`HostStash::room`] as `piece`.
     ///
     /// # Errors
     /// A call failed.
     pub fn put(&mut self, piece: usize, stream: &Stream) -> Result<(), GpuError> {
         let buffer = &mut self.buffers[self.turn];
         self.down.wait(&stream.record()?)?;
-        // Its content of before may still be on its way up: both copies touch the same host bytes.
+        // The piece's previous content may still be on its way to the device: both copies touch the same host bytes.
         let to = self.host.piece(piece, self.piece_bytes);
-        // SAFETY: the bytes are ours until `Drop`, which waits for both streams, and nothing but copies of these streams touches
-        // them; those are ordered by the events of `put` and `fetch`.
+        // SAFETY: the host bytes are ours until `Drop`, which waits for both streams, and only copies of these streams
+        // touch them; the events of `put` and `fetch` order those copies.
         unsafe {
             self.gpu
                 .enqueue_download(&self.down, &buffer.memory, &mut [(0, to)])?;
@@ -112,9 +113,10 @@ impl HostStash {
         Ok(())
     }
 
-    /// Begins to bring `piece` back, if it does not come already. At most two pieces come or wait to be used at a time.
+    /// Starts fetching `piece`, unless it is already being fetched. At most two pieces may be in transit or waiting for
+    /// use.
     ///
-    /// Panics if it was not put, or if both buffers hold pieces.
+    /// Panics if the piece was not stored, or if both buffers hold pieces.
     ///
     /// # Errors
     /// A call failed.
@@ -141,7 +143,7 @@ impl HostStash {
         Ok(())
     }
 
-    /// The buffer with the content of `piece`, which `stream` may use until [`HostStash::taken`].
+    /// Returns the buffer with the content of `piece`. `stream` may use it until [`HostStash::taken`].
     ///
     /// # Errors
     /// A call failed.
@@ -154,7 +156,7 @@ impl HostStash {
         Ok(&buffer.memory)
     }
 
-    /// `stream` needs no more of what [`HostStash::take`] gave, once what is enqueued there is done. The piece is gone.
+    /// Ends the use of [`HostStash::take`]'s buffer, after the work enqueued on `stream`. The piece is gone.
     ///
     /// # Errors
     /// A call failed.
@@ -162,7 +164,7 @@ impl HostStash {
         let at = self.buffer_with(piece).expect("a piece was taken before");
         let buffer = &mut self.buffers[at];
         let (_, arrived) = buffer.holds.take().expect("it holds it");
-        // The next content of the piece goes where this one lay in host memory.
+        // The piece's next content goes to the same host bytes.
         self.down.wait(&arrived)?;
         buffer.free = Some(stream.record()?);
         self.put[piece] = None;
@@ -182,7 +184,7 @@ impl HostStash {
 
 impl Drop for HostStash {
     fn drop(&mut self) {
-        // Copies may be under way. The error of one that failed was, or will be, seen by who waits for what it copied.
+        // Copies may be in progress. Whoever waits for a failed copy sees its error.
         let _ = self.down.synchronize();
         let _ = self.up.synchronize();
     }

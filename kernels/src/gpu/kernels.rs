@@ -1,7 +1,8 @@
-//! Our own kernels, compiled once a device: the optimizer and the reductions, over ranges of device memory.
+//! This crate's kernels, compiled once per device: the optimizer and the reductions over ranges of device memory.
 //!
-//! Every length is checked here, before a launch; nothing waits for the device. The bits are those of the functions of the same names on
-//! the CPU. Bytes an element are the same as there too, and the device's memory is the wall: `kernels/tests/gpu` prints the GB/s reached.
+//! Lengths are checked before a launch; nothing waits for the device. Results have the bits of the CPU functions of the
+//! same names, and move as many bytes per element. The device's memory is the bottleneck: `kernels/tests/gpu` prints
+//! the GB/s reached.
 
 use std::ops::Range;
 
@@ -11,14 +12,14 @@ use crate::adamw::{
 };
 use crate::reduce::{CHUNK_ELEMS, GradType};
 
-/// Threads of a block, as the sources have it.
+/// Threads of a block, as in the sources.
 const BLOCK_THREADS: usize = 256;
-/// Elements a thread of `adamw`, `accumulate` and `store` takes.
+/// Elements per thread of `adamw`, `accumulate` and `store`.
 const THREAD_ELEMS: usize = 4;
-/// Chunks a block of `chunk_squares` takes: one a warp.
+/// Chunks per block of `chunk_squares`: one per warp.
 const BLOCK_CHUNKS: usize = 8;
 
-/// The compiled kernels. [`Gpu::kernels`] gives them out.
+/// The compiled kernels, see [`Gpu::kernels`].
 #[derive(Debug)]
 pub struct Kernels {
     adamw: [Function; 3],
@@ -28,21 +29,21 @@ pub struct Kernels {
     store: [Function; 3],
 }
 
-/// Bytes [`Kernels::sum_squares`] needs beside the gradients of `elems` elements.
+/// Scratch memory of [`Kernels::sum_squares`] for `elems` elements, bytes.
 pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
     elems.div_ceil(CHUNK_ELEMS).max(1) * size_of::<f64>()
 }
 
-/// A tile in device memory, its planes laid out as in host memory.
+/// A tile in device memory, with the layout it has in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TileAt<'a> {
-    /// How the parts are laid out.
+    /// Layout of the parts.
     pub master: Master,
-    /// Like the two below, at a multiple of 64 bytes. Updated in place.
+    /// Parameters, at a multiple of 64 bytes, updated in place.
     pub param: DeviceAt<'a>,
-    /// Updated in place.
+    /// State, at a multiple of 64 bytes, updated in place.
     pub state: DeviceAt<'a>,
-    /// Read.
+    /// Gradients, at a multiple of 64 bytes.
     pub grad: DeviceAt<'a>,
     /// Elements of the tile.
     pub elems: usize,
@@ -78,7 +79,7 @@ impl Kernels {
         })
     }
 
-    /// What the compiler needed for each kernel, by name.
+    /// Registers and local memory of each kernel, by name.
     ///
     /// # Errors
     /// The call failed.
@@ -98,11 +99,12 @@ impl Kernels {
             .collect()
     }
 
-    /// Enqueues one AdamW step over the elements `range` of a tile, as [`crate::adamw::step_range`] takes it.
+    /// Enqueues one AdamW step over the elements `range` of a tile, like [`crate::adamw::step_range`].
     ///
-    /// Moves 26 bytes an element (split bf16), 28 (fp32, fp16).
+    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16).
     ///
-    /// Panics if a range is not within its buffer or its tile, a place is not aligned as [`TileAt`] says, or `hyper.step` is 0.
+    /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says, or
+    /// `hyper.step` is 0.
     ///
     /// # Errors
     /// The launch failed.
@@ -155,14 +157,15 @@ impl Kernels {
             Master::Fp32 => &self.adamw[1],
             Master::Fp16WholeMaster => &self.adamw[2],
         };
-        // SAFETY: the kernel takes these arguments, and writes elements of `range` only, whose planes were found within their buffers
-        // above. Freeing a buffer waits for the device.
+        // SAFETY: the arguments match the kernel, which writes elements of `range` only; their planes are within their
+        // buffers (checked above). Freeing a buffer waits for the device.
         unsafe { launch(function, groups.div_ceil(BLOCK_THREADS), stream, &args) }
     }
 
-    /// Enqueues the sum of the squares of `elems` elements into the f64 at `out`, as [`crate::reduce::sum_squares`] adds them.
+    /// Enqueues the sum of the squares of `elems` elements into the f64 at `out`, in the order of
+    /// [`crate::reduce::sum_squares`].
     ///
-    /// `scratch` has room for [`sum_squares_scratch_bytes`] and is this call's alone until it has run.
+    /// `scratch` has [`sum_squares_scratch_bytes`] and belongs to this call until it has run.
     ///
     /// Panics if a range is not within its buffer or not aligned to its elements.
     ///
@@ -184,16 +187,17 @@ impl Kernels {
         if chunks > 0 {
             let args = [Arg::Ptr(grad), Arg::U64(elems as u64), Arg::Ptr(scratch)];
             let function = &self.chunk_squares[type_index(grad_type)];
-            // SAFETY: the kernel takes these arguments, reads `elems` elements and writes one f64 a chunk; both were found within
-            // their buffers above. Freeing a buffer waits for the device.
+            // SAFETY: the arguments match the kernel, which reads `elems` elements and writes one f64 per chunk; both
+            // are within their buffers (checked above). Freeing a buffer waits for the device.
             unsafe { launch(function, chunks.div_ceil(BLOCK_CHUNKS), stream, &args)? };
         }
         let args = [Arg::Ptr(scratch), Arg::U64(chunks as u64), Arg::Ptr(out)];
-        // SAFETY: the kernel takes these arguments, reads one f64 a chunk and writes one at `out`, all found within their buffers above.
+        // SAFETY: the arguments match the kernel, which reads one f64 per chunk and writes one at `out`, all within
+        // their buffers.
         unsafe { launch(&self.add_chunks, 1, stream, &args) }
     }
 
-    /// Enqueues `sum[i] += x[i]` over `elems` elements, the sum in fp32, as [`crate::reduce::accumulate`] does.
+    /// Enqueues `sum[i] += x[i]` over `elems` elements, the sum in fp32, like [`crate::reduce::accumulate`].
     ///
     /// Panics if a range is not within its buffer or not aligned to its elements.
     ///
@@ -210,11 +214,11 @@ impl Kernels {
         let function = &self.accumulate[type_index(x_type)];
         let sum = (elements(sum, elems, 4), 4);
         let x = (elements(x, elems, x_type.elem_bytes()), x_type.elem_bytes());
-        // SAFETY: `elements` found both ranges within their buffers.
+        // SAFETY: `elements` checked that both ranges are within their buffers.
         unsafe { launch_pairs(function, stream, sum, x, elems) }
     }
 
-    /// Enqueues the cast of `elems` fp32 elements to stored gradients, as [`crate::reduce::store_grad`] does.
+    /// Enqueues the cast of `elems` fp32 elements to stored gradients, like [`crate::reduce::store_grad`].
     ///
     /// Panics if a range is not within its buffer or not aligned to its elements.
     ///
@@ -232,12 +236,12 @@ impl Kernels {
         let elem_bytes = grad_type.elem_bytes();
         let from = (elements(from, elems, 4), 4);
         let out = (elements(out, elems, elem_bytes), elem_bytes);
-        // SAFETY: `elements` found both ranges within their buffers.
+        // SAFETY: `elements` checked that both ranges are within their buffers.
         unsafe { launch_pairs(function, stream, from, out, elems) }
     }
 }
 
-/// The address of `elems` elements. Panics unless they are within the buffer and aligned.
+/// Returns the address of `elems` elements. Panics unless they are within the buffer and aligned.
 fn elements(at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> u64 {
     assert!(
         at.offset_bytes.is_multiple_of(elem_bytes),
@@ -247,7 +251,7 @@ fn elements(at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> u64 {
     at.address(elems * elem_bytes)
 }
 
-/// Launches a kernel over pairs of elements, given as address and bytes an element.
+/// Launches a kernel over pairs of elements, each given as address and bytes per element.
 ///
 /// # Safety
 /// `function` takes two addresses, a count and a flag; both ranges are device memory that stays allocated until it has run.

@@ -1,4 +1,5 @@
-//! Finding and opening the vendors' libraries at run time. Nothing of a GPU is linked, so one program runs with and without.
+//! Finds and opens the vendors' libraries at run time. No GPU library is linked, so one program runs with and without a
+//! GPU.
 
 use std::path::{Path, PathBuf};
 
@@ -6,11 +7,11 @@ use super::Vendor;
 use libloading::Library;
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 
-/// Opens the first of `names` that is there: by its plain name (what is loaded already, LD_LIBRARY_PATH, the system), then in each of
-/// `dirs`. It stays loaded for good: drivers start threads that outlive any owner.
+/// Opens the first available library of `names`: by its plain name (already loaded, LD_LIBRARY_PATH, the system), then
+/// in each of `dirs`. It stays loaded, because drivers start threads that outlive any owner.
 ///
 /// # Errors
-/// Each place that was tried, with the loader's answer.
+/// Each place tried, with the loader's answer.
 pub fn open_first(
     names: &[&str],
     dirs: &[PathBuf],
@@ -33,7 +34,7 @@ pub fn open_first(
     Err(tried)
 }
 
-/// Opens one library for good.
+/// Opens one library permanently.
 ///
 /// # Errors
 /// The loader's answer, which names the file.
@@ -45,13 +46,13 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, String> {
     }
 }
 
-/// Directories of the libraries that are loaded and whose file name starts with `prefix`.
+/// Directories of the loaded libraries whose file name starts with `prefix`.
 pub fn dirs_of_loaded(prefix: &str) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     dirs_in_maps(&maps, prefix)
 }
 
-/// Where pip puts the run-time compiler beside a loaded torch: `torch/lib/../../nvidia/cu13/lib`.
+/// Directories where pip installs the run-time compiler beside a loaded torch: `torch/lib/../../nvidia/cu13/lib`.
 pub(super) fn dirs_beside_torch() -> Vec<PathBuf> {
     let mut dirs: Vec<PathBuf> = ["libc10", "libtorch"]
         .iter()
@@ -69,7 +70,7 @@ pub(super) fn dirs_beside_torch() -> Vec<PathBuf> {
     dirs
 }
 
-/// Where a vendor's toolkit lies: as its environment variables say, else where its installer puts it.
+/// Directories of a vendor's toolkit: from its environment variables, else the installer's default.
 pub fn dirs_of_toolkit(vendor: Vendor) -> Vec<PathBuf> {
     let (variables, usual, lib): (&[&str], &str, &str) = match vendor {
         Vendor::Cuda => (&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", "lib64"),
@@ -97,7 +98,7 @@ fn dirs_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {
     dirs
 }
 
-/// The loader's words; they name the file in most cases, so it is put before them only where they do not.
+/// The loader's message. Most name the file; the path is prepended to those that do not.
 fn said(path: &Path, error: &libloading::Error) -> String {
     let words = match error {
         libloading::Error::DlOpen { source } => source.to_string(),

@@ -1,4 +1,4 @@
-//! The GPU: device memory, streams, copies, and kernels compiled at run time. No torch is needed, and no GPU to build.
+//! GPU memory, streams, copies, and kernels compiled at run time. Needs no torch, and no GPU to build.
 //!
 //! ```text
 //!   Gpu::open ──▶ Gpu ──┬─▶ alloc ──▶ DeviceBuffer ──▶ at(offset) ──▶ DeviceAt ──┐
@@ -11,10 +11,10 @@
 //!   runtime.rs   the driver, initialised once a process                    compiler.rs, module.rs   source to kernels
 //! ```
 //!
-//! CUDA and HIP are one code path: the same functions under other names. The libraries are opened when they are first needed; a machine
-//! without them gets [`GpuError::NoLibrary`], never a panic.
+//! CUDA and HIP share one code path: the same functions under other names. The libraries are opened on first use;
+//! without them calls return [`GpuError::NoLibrary`].
 //!
-//! Promise: results have the same bits as on the CPU (`adamw/scalar.rs`, `reduce/scalar.rs`).
+//! Results have the same bits as on the CPU (`adamw/scalar.rs`, `reduce/scalar.rs`).
 
 mod buffer;
 mod compiler;
@@ -41,10 +41,10 @@ pub use module::{Arg, Function, FunctionUse, Module};
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;
 
-/// What every source may use; put before each when it is compiled.
+/// Declarations for every source; prepended to each when it is compiled.
 pub const PRELUDE: &str = include_str!("source/prelude.h");
 
-/// Name and text of every kernel source, for checks that compile them all.
+/// Name and text of every kernel source, for checks that compile all of them.
 pub const SOURCES: &[(&str, &str)] = &[
     ("adamw", include_str!("source/adamw.cu")),
     ("reduce", include_str!("source/reduce.cu")),
@@ -59,7 +59,7 @@ pub const SOURCES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Who made a GPU.
+/// Vendor of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vendor {
     /// NVIDIA, through libcuda and NVRTC.

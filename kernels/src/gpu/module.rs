@@ -1,4 +1,4 @@
-//! Compiled kernels on a device: modules, functions and their launch.
+//! Compiled kernels on a device: modules, functions and launches.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,19 +17,19 @@ struct RawModule {
     handle: usize,
 }
 
-/// A kernel of a module, which it keeps loaded.
+/// A kernel. Keeps its module loaded.
 #[derive(Clone, Debug)]
 pub struct Function {
     module: Module,
     handle: usize,
 }
 
-/// What the compiler needed for a kernel, each thread.
+/// Resources that the compiler assigned to each thread of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FunctionUse {
     /// Registers.
     pub register_count: u32,
-    /// Bytes of the thread's own memory: more than 0 means registers were spilled, or an array is indexed at run time.
+    /// Bytes of local memory: more than 0 means spilled registers or an array indexed at run time.
     pub local_bytes: u32,
 }
 
@@ -56,7 +56,7 @@ impl Module {
     pub(super) fn load(gpu: &Gpu, name: &str, code: &[u8]) -> Result<Self, GpuError> {
         let mut handle = 0;
         gpu.make_current()?;
-        // SAFETY: the code is what the compiler for this device made, whole; the place is live for the call.
+        // SAFETY: the code is the complete output of this device's compiler; the pointer is live for the call.
         let answer =
             unsafe { (gpu.driver().module_load)(&mut handle, code.as_ptr().cast::<c_void>()) };
         gpu.check(answer, || format!("loading the compiled {name}"))?;
@@ -67,16 +67,16 @@ impl Module {
         })))
     }
 
-    /// The kernel of that name (`extern "C"` in the source).
+    /// Returns the kernel `name` (`extern "C"` in the source).
     ///
     /// # Errors
-    /// The module has none of that name.
+    /// The module has no such kernel.
     pub fn function(&self, name: &str) -> Result<Function, GpuError> {
         let gpu = &self.0.gpu;
         let label = text(name);
         let mut handle = 0;
         gpu.make_current()?;
-        // SAFETY: the module is live, the name ends in a zero byte, the place is live for the call.
+        // SAFETY: the module is live, the name ends in a zero byte, the pointer is live for the call.
         let code =
             unsafe { (gpu.driver().module_function)(&mut handle, self.0.handle, label.as_ptr()) };
         gpu.check(code, || format!("finding {name} in {}", self.0.name))?;
@@ -90,14 +90,14 @@ impl Module {
 impl Drop for RawModule {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // SAFETY: every Function keeps its module, so none is left.
+            // SAFETY: every Function keeps its module, so no function is left.
             let _ = unsafe { (self.gpu.driver().module_unload)(self.handle) };
         }
     }
 }
 
 impl Function {
-    /// What the compiler needed for it.
+    /// Resources of the kernel.
     ///
     /// # Errors
     /// The call failed.
@@ -113,7 +113,7 @@ impl Function {
         let gpu = &self.module.0.gpu;
         let mut value = 0;
         gpu.make_current()?;
-        // SAFETY: the place is live for the call, and the module keeps the function.
+        // SAFETY: the pointer is live for the call, and the module keeps the function.
         let code = unsafe { (gpu.driver().function_attribute)(&mut value, attribute, self.handle) };
         gpu.check(code, || "asking what a kernel needs".to_owned())?;
         Ok(value.max(0) as u32)
@@ -122,11 +122,11 @@ impl Function {
     /// Enqueues `grid` blocks of `block` threads with `shared_bytes` of shared memory beyond what the kernel declares.
     ///
     /// # Errors
-    /// The call failed: a shape the device does not take, or earlier work that broke the context.
+    /// The call failed: the device does not support the shape, or earlier work broke the context.
     ///
     /// # Safety
-    /// `args` are as many and of such types as the kernel declares; every address among them is of device memory that is long enough
-    /// for what the kernel does with it and stays allocated until it has run.
+    /// `args` match the kernel's parameters in number and types; every address among them is device memory that is long
+    /// enough for the kernel and stays allocated until it has run.
     pub unsafe fn launch(
         &self,
         grid: [u32; 3],
@@ -136,15 +136,15 @@ impl Function {
         args: &[Arg],
     ) -> Result<(), GpuError> {
         let gpu = &self.module.0.gpu;
-        // Little endian, as `cast.rs` asserts: an argument of four bytes is the first four of its place.
+        // Little endian, as `cast.rs` asserts: an argument of four bytes is the first four of its eight.
         let mut places: Vec<u64> = args.iter().map(|arg| arg.bits()).collect();
         let mut pointers: Vec<*mut c_void> = places
             .iter_mut()
             .map(|place| std::ptr::from_mut(place).cast())
             .collect();
         gpu.make_current()?;
-        // SAFETY: each pointer leads to a place as large as the largest argument, live for the call, which copies them; the rest is
-        // the caller's promise.
+        // SAFETY: each pointer leads to a value as large as the largest argument, live for the call, which copies it;
+        // the caller promises the rest.
         let code = unsafe {
             (gpu.driver().launch)(
                 self.handle,

@@ -1,4 +1,4 @@
-//! A vendor's driver library: found, opened and initialised once a process; its answers as results.
+//! A vendor's driver library: found, opened and initialised once per process.
 
 use std::ffi::{CStr, c_char};
 use std::path::PathBuf;
@@ -22,7 +22,8 @@ pub(super) struct Runtime {
     differences: Differences,
 }
 
-/// The process's runtime: the first vendor's that has a device. A failure is not kept, so a driver that comes up late is found.
+/// Returns the process's runtime: the first vendor's that has a device. A failure is not cached, so a driver that
+/// appears later is found.
 pub(super) fn runtime() -> Result<&'static Runtime, GpuError> {
     static RUNTIME: Mutex<Option<&'static Runtime>> = Mutex::new(None);
     let mut known = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -38,7 +39,7 @@ pub(super) fn runtime() -> Result<&'static Runtime, GpuError> {
     Ok(runtime)
 }
 
-/// Which of two vendors' answers to show: that of a library that is there, both where neither is.
+/// Chooses which of two vendors' errors to report: that of an available library, both if neither is available.
 fn worse(cuda: GpuError, hip: GpuError) -> GpuError {
     match (cuda, hip) {
         (GpuError::NoLibrary { mut tried }, GpuError::NoLibrary { tried: more }) => {
@@ -57,7 +58,7 @@ impl Runtime {
             Vendor::Hip => &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"],
         };
         let dirs = match vendor {
-            // The driver's own library is never part of a toolkit; one found there would be a stub.
+            // The driver library is never part of a toolkit; one found there would be a stub.
             Vendor::Cuda => Vec::new(),
             Vendor::Hip => dirs_of_toolkit(vendor),
         };
@@ -83,10 +84,10 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// At least 1.
+    /// Number of devices, at least 1.
     pub(super) fn device_count(&self) -> Result<u32, GpuError> {
         let mut count = 0;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.device_count)(&mut count) };
         self.none_or(code, "counting devices")?;
         match count {
@@ -95,8 +96,8 @@ impl Runtime {
         }
     }
 
-    /// As `check`, but "no device" is an error of its own: on a machine without a GPU that has a vendor's library all the same, as
-    /// a dependency of another package, it is the expected answer.
+    /// Like `check`, with "no device" as its own error: on a machine without a GPU that has the vendor's library as a
+    /// dependency of another package, it is the expected answer.
     fn none_or(&self, code: i32, op: &str) -> Result<(), GpuError> {
         if NO_DEVICE.contains(&code) {
             return Err(self.none());
@@ -113,7 +114,7 @@ impl Runtime {
     pub(super) fn context(&self, index: u32, handle: i32) -> Result<usize, GpuError> {
         let mut context = 0;
         if let Differences::Cuda { context_retain, .. } = &self.differences {
-            // SAFETY: the place is live for the call. It is never released: torch in this process shares it.
+            // SAFETY: the pointer is live for the call. The context is never released: torch in this process shares it.
             let code = unsafe { context_retain(&mut context, handle) };
             self.check(code, || format!("taking the context of device {index}"))?;
         }
@@ -133,13 +134,13 @@ impl Runtime {
     pub(super) fn info(&self, index: u32, handle: i32) -> Result<GpuInfo, GpuError> {
         let mut name: [c_char; 256] = [0; 256];
         let (mut bytes, mut version) = (0usize, 0i32);
-        // SAFETY: the name has room for 256 bytes, its end included, which is the length given.
+        // SAFETY: the buffer has room for 256 bytes, the terminator included, which is the length given.
         let code = unsafe { (self.driver.device_name)(name.as_mut_ptr(), 256, handle) };
         self.check(code, || format!("asking the name of device {index}"))?;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.device_total_bytes)(&mut bytes, handle) };
         self.check(code, || format!("asking the memory of device {index}"))?;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.version)(&mut version) };
         self.check(code, || "asking the driver's version".to_owned())?;
         let driver = match self.vendor {
@@ -171,7 +172,7 @@ impl Runtime {
                 // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
                 let mut capability = [0, 0];
                 for (number, attribute) in capability.iter_mut().zip([75, 76]) {
-                    // SAFETY: the place is live for the call.
+                    // SAFETY: the pointer is live for the call.
                     let code = unsafe { device_attribute(number, attribute, handle) };
                     self.check(code, op)?;
                 }
@@ -181,7 +182,7 @@ impl Runtime {
                 device_properties, ..
             } => {
                 let mut bytes = vec![0u64; HIP_PROPERTIES_BYTES_MAX / 8];
-                // SAFETY: every release's structure fits many times over and is aligned to 8 bytes.
+                // SAFETY: the buffer is much larger than every release's structure and aligned to 8 bytes.
                 let code = unsafe { device_properties(bytes.as_mut_ptr().cast(), index as i32) };
                 self.check(code, op)?;
                 let bytes: Vec<u8> = bytes.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -206,7 +207,7 @@ impl Runtime {
     fn text(&self, code: i32) -> String {
         let mut text: *const c_char = std::ptr::null();
         match &self.differences {
-            // SAFETY: the place is live for the call; the library leaves NULL or a constant text in it.
+            // SAFETY: the pointer is live for the call; the library sets it to NULL or a constant text.
             Differences::Cuda { error_text, .. } => unsafe {
                 error_text(code, &mut text);
             },
@@ -216,21 +217,21 @@ impl Runtime {
         if text.is_null() {
             return "the library has no text for this".to_owned();
         }
-        // SAFETY: not NULL, so a constant text of the library, which stays loaded.
+        // SAFETY: not NULL, hence a constant text of the library, which stays loaded.
         unsafe { CStr::from_ptr(text) }
             .to_string_lossy()
             .into_owned()
     }
 }
 
-/// The architecture in a hipDeviceProp_t, whose layout differs from release to release: the last text in it that starts with `gfx`,
-/// since the first may be the device's name.
+/// Finds the architecture in a hipDeviceProp_t, whose layout differs between releases: the last text in it that starts
+/// with `gfx`, since the first one may be the device's name.
 fn gfx_name(properties: &[u8]) -> Option<String> {
     let at = properties.windows(3).rposition(|three| three == b"gfx")?;
     Some(text_of(&properties[at..]))
 }
 
-/// The text up to the first zero byte.
+/// Returns the text up to the first zero byte.
 fn text_of(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0);
     String::from_utf8_lossy(&bytes[..end.unwrap_or(bytes.len())]).into_owned()
@@ -260,7 +261,7 @@ mod tests {
                 panic!("{missing:?}");
             };
             assert!(tried[0].contains("libnot-here.so.1"), "{tried:?}");
-            // A library that is there and has none of the functions.
+            // A library without any of the functions.
             let other = Runtime::open_of(vendor, &["libc.so.6"], &[]).err();
             let Some(GpuError::NoLibrary { tried }) = other else {
                 panic!("{other:?}");
@@ -280,7 +281,7 @@ mod tests {
                 println!("skipped: a HIP runtime without a device: libamdhip64 is not installed");
             }
             Some(GpuError::NoDevice { message }) => {
-                // Quietly: no operation that failed, no number.
+                // No failed operation and no error code in the message.
                 assert!(
                     message.starts_with("libamdhip64.so") && message.ends_with(" knows none"),
                     "{message}"

@@ -1,11 +1,11 @@
-//! Streams and events: what is enqueued on one stream runs in order; events order streams against each other and against the host.
+//! Streams and events: work on one stream runs in order; events order streams against each other and against the host.
 
 use std::sync::Arc;
 
 use super::buffer::DeviceAt;
 use super::{Gpu, GpuError};
 
-/// CU_EVENT_BLOCKING_SYNC, hipEventBlockingSync: a thread that waits sleeps. The optimizer needs the cores.
+/// CU_EVENT_BLOCKING_SYNC, hipEventBlockingSync: a waiting thread sleeps, because the optimizer needs the cores.
 const BLOCKING_SYNC: u32 = 1;
 /// CU_EVENT_DISABLE_TIMING, hipEventDisableTiming.
 const DISABLE_TIMING: u32 = 2;
@@ -14,9 +14,9 @@ const NON_BLOCKING: u32 = 1;
 /// CUDA_ERROR_NOT_READY, hipErrorNotReady.
 const NOT_READY: i32 = 600;
 
-/// A queue of work of one GPU. A clone is the same queue.
+/// A queue of work of one GPU. Clones share the queue.
 ///
-/// Work enqueued here on memory that another stream uses is ordered by events only ([`Stream::wait`]).
+/// Only events order work on memory that another stream uses ([`Stream::wait`]).
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<RawStream>);
 
@@ -35,14 +35,14 @@ pub struct Event {
 }
 
 impl Gpu {
-    /// A new stream that does not wait for the default stream, nor that one for it.
+    /// Creates a stream that is independent of the default stream.
     ///
     /// # Errors
     /// The call failed.
     pub fn stream(&self) -> Result<Stream, GpuError> {
         let mut handle = 0;
         self.make_current()?;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver().stream_create)(&mut handle, NON_BLOCKING) };
         self.check(code, || "making a stream".to_owned())?;
         Ok(Stream(Arc::new(RawStream {
@@ -61,17 +61,18 @@ impl Gpu {
 }
 
 impl Stream {
-    /// Whose it is.
+    /// The stream's GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.0.gpu
     }
 
-    /// The library's own handle (`cudaStream_t`, `hipStream_t`) as an address, for a library that takes one. 0 is the default stream.
+    /// The library's handle (`cudaStream_t`, `hipStream_t`) as an address, for a library that takes one. 0 is the
+    /// default stream.
     pub fn raw(&self) -> usize {
         self.0.handle
     }
 
-    /// An event that is done when everything enqueued here so far is.
+    /// Records an event that is reached when everything enqueued so far is done.
     ///
     /// # Errors
     /// The call failed.
@@ -79,7 +80,7 @@ impl Stream {
         self.record_with(BLOCKING_SYNC | DISABLE_TIMING)
     }
 
-    /// As [`Stream::record`], with the time it was reached; it costs a little more.
+    /// Like [`Stream::record`], with the time at which it is reached; slightly slower.
     ///
     /// # Errors
     /// The call failed.
@@ -91,7 +92,7 @@ impl Stream {
         let mut handle = 0;
         let driver = self.gpu().driver();
         self.gpu().make_current()?;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (driver.event_create)(&mut handle, flags) };
         self.gpu().check(code, || "making an event".to_owned())?;
         let event = Event {
@@ -104,7 +105,7 @@ impl Stream {
         Ok(event)
     }
 
-    /// What is enqueued here from now on starts after `event`. The host does not wait. The event may be dropped at once.
+    /// Makes later work on this stream start after `event`. The host does not wait. The event may be dropped at once.
     ///
     /// # Errors
     /// The call failed.
@@ -116,15 +117,16 @@ impl Stream {
             .check(code, || "letting a stream wait for an event".to_owned())
     }
 
-    /// Waits, asleep, until all that was enqueued here is done.
+    /// Waits, without spinning, until all enqueued work is done.
     ///
     /// # Errors
-    /// Something enqueued failed.
+    /// Enqueued work failed.
     pub fn synchronize(&self) -> Result<(), GpuError> {
         if self.record().and_then(|event| event.synchronize()).is_ok() {
             return Ok(());
         }
-        // Without memory for an event, or after a failure: host memory may still be in use by a copy, so this must wait all the same.
+        // No memory for an event, or an earlier failure. Copies may still use host memory, so this must wait all the
+        // same.
         self.gpu().make_current()?;
         // SAFETY: the handle is live.
         let code = unsafe { (self.gpu().driver().stream_synchronize)(self.raw()) };
@@ -134,7 +136,7 @@ impl Stream {
 
     /// Enqueues a copy within the device.
     ///
-    /// Panics if a range is not within its buffer, or if they overlap: a device copies in no order.
+    /// Panics if a range is not within its buffer, or if the ranges overlap: a device copies in no defined order.
     ///
     /// # Errors
     /// The call failed.
@@ -154,7 +156,7 @@ impl Stream {
             .check(code, || format!("copying {bytes} bytes within the device"))
     }
 
-    /// Enqueues zeros over `bytes` bytes.
+    /// Enqueues writing zeros to `bytes` bytes.
     ///
     /// Panics if they are not within the buffer.
     ///
@@ -178,13 +180,14 @@ impl Drop for RawStream {
         if self.handle == 0 || self.gpu.make_current().is_err() {
             return;
         }
-        // SAFETY: this was the last owner. Work still enqueued runs to its end; a failure of it is seen by who waits for its event.
+        // SAFETY: this was the last owner. Enqueued work still runs to its end; whoever waits for its event sees a
+        // failure.
         let _ = unsafe { (self.gpu.driver().stream_destroy)(self.handle) };
     }
 }
 
 impl Event {
-    /// Whether it has been reached.
+    /// Whether the event was reached.
     ///
     /// # Errors
     /// Work before it failed.
@@ -200,7 +203,7 @@ impl Event {
             .map(|()| true)
     }
 
-    /// Waits, asleep, until it is reached.
+    /// Waits, without spinning, until the event is reached.
     ///
     /// # Errors
     /// Work before it failed.
@@ -211,14 +214,14 @@ impl Event {
         self.gpu.check(code, || "work before an event".to_owned())
     }
 
-    /// Milliseconds between `earlier` and this, both from [`Stream::record_timed`] and both reached.
+    /// Milliseconds from `earlier` to this event, both from [`Stream::record_timed`] and both reached.
     ///
     /// # Errors
-    /// One is not reached yet or was recorded without a time.
+    /// An event is not reached yet or was recorded without a time.
     pub fn elapsed_ms_since(&self, earlier: &Event) -> Result<f32, GpuError> {
         let mut elapsed_ms = 0.0;
         self.gpu.make_current()?;
-        // SAFETY: the place is live for the call, and so are both handles.
+        // SAFETY: the pointer and both handles are live for the call.
         let code = unsafe {
             (self.gpu.driver().event_elapsed)(&mut elapsed_ms, earlier.handle, self.handle)
         };
@@ -231,7 +234,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // SAFETY: this was the only owner; streams that wait for it keep waiting.
+            // SAFETY: this was the only owner; streams that wait for the event keep waiting.
             let _ = unsafe { (self.gpu.driver().event_destroy)(self.handle) };
         }
     }

@@ -1,8 +1,8 @@
-//! The functions we call, as the libraries have them: one table for both vendors.
+//! The library functions in use: one table for both vendors.
 //!
-//! CUDA's driver API and HIP's module API have the same functions with the same arguments under other names, and so have NVRTC and
-//! hipRTC. Handles (contexts, streams, events, modules, functions, programs) are pointers; here they are `usize`, which is passed the
-//! same way and may be sent to other threads. Device pointers are `u64`, as CUDA has them.
+//! CUDA's driver API and HIP's module API have the same functions with the same arguments under other names, and so
+//! have NVRTC and hipRTC. Handles (contexts, streams, events, modules, functions, programs) are pointers; here they are
+//! `usize`, which is passed the same way and may be sent to other threads. Device pointers are `u64`, as in CUDA.
 
 use std::ffi::{c_char, c_void};
 
@@ -18,7 +18,7 @@ macro_rules! table {
         }
 
         impl $table {
-            /// Finds every function, or says which one the library lacks. The library must stay loaded for good.
+            /// Finds every function, or reports the one that the library lacks. The library must stay loaded.
             pub(super) fn of(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
                 Ok(Self {
                     $($field: {
@@ -37,7 +37,7 @@ macro_rules! table {
 }
 
 table! {
-    /// The driver's half: devices, memory, streams, launches. 0 is success.
+    /// Driver functions: devices, memory, streams, launches. 0 is success.
     Driver {
         init(u32) = "cuInit", "hipInit";
         version(*mut i32) = "cuDriverGetVersion", "hipDriverGetVersion";
@@ -75,7 +75,7 @@ table! {
 }
 
 table! {
-    /// The run-time compiler's half. 0 is success.
+    /// Functions of the run-time compiler. 0 is success.
     CompilerTable {
         version(*mut i32, *mut i32) = "nvrtcVersion", "hiprtcVersion";
         create(*mut usize, *const c_char, *const c_char, i32, *const *const c_char, *const *const c_char)
@@ -89,16 +89,16 @@ table! {
     }
 }
 
-/// The few functions in which the vendors differ.
+/// Functions in which the vendors differ.
 pub(super) enum Differences {
-    /// Contexts are made current, and errors give their text through an argument.
+    /// Contexts are made current, and error texts are returned through an argument.
     Cuda {
         context_retain: unsafe extern "C" fn(*mut usize, i32) -> i32,
         context_set: unsafe extern "C" fn(usize) -> i32,
         device_attribute: unsafe extern "C" fn(*mut i32, i32, i32) -> i32,
         error_text: unsafe extern "C" fn(i32, *mut *const c_char) -> i32,
     },
-    /// Devices are chosen by number.
+    /// Devices are selected by number.
     Hip {
         device_set: unsafe extern "C" fn(i32) -> i32,
         device_properties: unsafe extern "C" fn(*mut c_void, i32) -> i32,
@@ -108,8 +108,9 @@ pub(super) enum Differences {
 
 impl Differences {
     pub(super) fn of(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
-        // SAFETY: as in `table!`: names, arguments and results are those of the vendors' headers. hipGetDeviceProperties fills a
-        // structure whose length depends on the release, for which the caller leaves room.
+        // SAFETY: as in `table!`: names, arguments and results are those of the vendors' headers.
+        // hipGetDeviceProperties fills a structure whose length depends on the release, for which the caller leaves
+        // room.
         unsafe {
             Ok(match vendor {
                 Vendor::Cuda => Self::Cuda {
@@ -133,7 +134,7 @@ impl Differences {
 /// # Safety
 /// `T` is a function pointer of the type that `name` has in `library`.
 unsafe fn symbol<T: Copy>(library: &'static Library, name: &str) -> Result<T, String> {
-    // SAFETY: the caller's promise; the library is never unloaded, so the copy stays good.
+    // SAFETY: the caller's promise; the library is never unloaded, so the copy stays valid.
     unsafe { library.get::<T>(name) }
         .map(|symbol| *symbol)
         .map_err(|_| format!("it lacks {name}: its version is not one we know"))

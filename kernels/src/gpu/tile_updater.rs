@@ -1,8 +1,9 @@
-//! Updates of tiles that live in host memory, computed on the GPU: up, one step, down.
+//! Updates of tiles in host memory, computed on the GPU: upload, one step, download.
 //!
-//! Each thread that updates has one of these, with a stream and device memory of its own. Three of them keep the bus busy both ways and
-//! hide the kernel, whose 26 bytes a parameter pass the device's memory some sixty times faster than the bus: up 14 bytes a parameter and
-//! down 12 (split bf16), so 55 GB/s each way are 3.9 G parameters a second, if the host memory is pinned ([`Gpu::register`]).
+//! Each updating thread has an updater with its own stream and device memory. Three updaters keep the bus busy in both
+//! directions and hide the kernel, whose 26 bytes per parameter pass the device's memory about sixty times faster than
+//! the bus. Upload is 14 bytes per parameter and download 12 (split bf16): 55 GB/s each way are 3.9 G parameters a
+//! second, if the host memory is pinned ([`Gpu::register`]).
 
 use std::ops::Range;
 
@@ -10,7 +11,7 @@ use super::buffer::HostLoan;
 use super::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use crate::adamw::{Hyper, Master, Tile, state_tile_bytes};
 
-/// One thread's stream and device memory for streamed updates.
+/// One thread's stream and device memory.
 #[derive(Debug)]
 pub struct TileUpdater {
     gpu: Gpu,
@@ -18,14 +19,14 @@ pub struct TileUpdater {
     tile: DeviceBuffer,
 }
 
-/// Where a tile's three parts lie in the device's memory, each at a multiple of this.
+/// Alignment of a tile's three parts in the device's memory.
 const PART_ALIGN_BYTES: usize = 256;
 
 impl TileUpdater {
-    /// For tiles of `master` of up to `elems_max` elements; takes [`TileUpdater::device_bytes`] of the device.
+    /// Creates an updater for tiles of `master` of up to `elems_max` elements; it takes [`TileUpdater::device_bytes`].
     ///
     /// # Errors
-    /// Too little device memory, the kernels do not compile, or a call failed.
+    /// The device has too little memory, the kernels do not compile, or a call failed.
     pub fn new(gpu: &Gpu, master: Master, elems_max: usize) -> Result<Self, GpuError> {
         gpu.kernels()?;
         Ok(Self {
@@ -35,19 +36,19 @@ impl TileUpdater {
         })
     }
 
-    /// Bytes of device memory one updater takes.
+    /// Device memory of one updater, bytes.
     pub fn device_bytes(master: Master, elems_max: usize) -> usize {
         parts(master, elems_max)[3]
     }
 
-    /// One AdamW step over the parts of a tile; those that do not decay are stepped without weight decay. Elements of no part
-    /// stay as they are. The bytes are final when this returns, and those of [`crate::adamw::step_range`].
+    /// Takes one AdamW step over the parts of a tile, each with or without weight decay. Elements outside all parts are
+    /// unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`].
     ///
-    /// The slices may be longer than the tile needs. Panics if one is shorter, or the tile is larger than this was made for, or a part
-    /// is not within the tile.
+    /// The slices may be longer than the tile needs. Panics if one is shorter, the tile is larger than `elems_max`, or
+    /// a part is not within the tile.
     ///
     /// # Errors
-    /// A call failed. The tile is lost then: some of its bytes may be of the next step and some not.
+    /// A call failed. The tile is then lost: some of its bytes may be of the next step and others not.
     pub fn update(
         &mut self,
         hyper: &Hyper,
@@ -73,8 +74,8 @@ impl TileUpdater {
         let kernels = self.gpu.kernels()?;
         let lent = HostLoan(&self.stream);
         let up = [(param_at, &*param), (state_at, &*state), (grad_at, grad)];
-        // SAFETY: the slices are borrowed until this function returns, which `lent` lets it do only after the copies. The copies down
-        // are enqueued behind those up.
+        // SAFETY: the slices are borrowed until this function returns, and `lent` delays that until the copies are
+        // done. Downloads are enqueued after uploads.
         unsafe { self.gpu.enqueue_upload(&self.stream, &self.tile, &up)? };
         let at = TileAt {
             master,
@@ -87,7 +88,7 @@ impl TileUpdater {
             kernels.adamw_range(&self.stream, &hyper.of_part(*decays), at, range.clone())?;
         }
         let mut down = [(param_at, param), (state_at, state)];
-        // SAFETY: as above; the borrows of these two are exclusive.
+        // SAFETY: as above; these two borrows are exclusive.
         unsafe {
             self.gpu
                 .enqueue_download(&self.stream, &self.tile, &mut down)?
@@ -96,7 +97,7 @@ impl TileUpdater {
     }
 }
 
-/// Where `param`, `state` and `grad` start, and where the last one ends.
+/// Offsets of `param`, `state` and `grad`, and the end of the last one.
 fn parts(master: Master, elems: usize) -> [usize; 4] {
     let mut places = [0; 4];
     let bytes = [

@@ -1,7 +1,7 @@
-//! The functions of `scalar.rs` with AVX2, FMA and F16C. One of the files allowed to use `unsafe`.
+//! The functions of `scalar.rs` with AVX2, FMA and F16C. One of the files that may use `unsafe`.
 //!
-//! Where a plain loop compiles to good vectors (bf16 and fp32, elementwise) the definition itself is compiled again with these features;
-//! written out are the fp16 conversions, and the norm, whose 32 lanes a compiler does not keep in registers by itself.
+//! Where the definition's loop vectorizes well (bf16 and fp32, elementwise) it is compiled again with these features.
+//! Written by hand are the fp16 conversions, and the norm, whose 32 lanes a compiler does not keep in registers.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
@@ -11,24 +11,24 @@ use super::{Grads, GradsMut};
 use crate::InstructionSet;
 use crate::number::{CANONICAL_NAN, from_bf16, from_fp16};
 
-/// As `scalar::sum_squares`. Panics without AVX2, FMA and F16C, as all here do.
+/// Same result as `scalar::sum_squares`. Like all functions here it panics without AVX2, FMA and F16C.
 pub(super) fn sum_squares(x: Grads<'_>) -> f64 {
     assert!(InstructionSet::Avx2.available());
-    // SAFETY: the line above found every feature the function enables.
+    // SAFETY: the assertion above checked every feature the function enables.
     unsafe { sum_squares_blocks(x) }
 }
 
-/// As `scalar::accumulate`.
+/// Same result as `scalar::accumulate`.
 pub(super) fn accumulate(sum: &mut [f32], x: Grads<'_>) {
     assert!(InstructionSet::Avx2.available());
-    // SAFETY: the line above found every feature the function enables.
+    // SAFETY: the assertion above checked every feature the function enables.
     unsafe { accumulate_blocks(sum, x) }
 }
 
-/// As `scalar::store`.
+/// Same result as `scalar::store`.
 pub(super) fn store(from: &[f32], out: GradsMut<'_>) {
     assert!(InstructionSet::Avx2.available());
-    // SAFETY: the line above found every feature the function enables.
+    // SAFETY: the assertion above checked every feature the function enables.
     unsafe { store_blocks(from, out) }
 }
 

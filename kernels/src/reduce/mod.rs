@@ -1,9 +1,9 @@
-//! Gradients on the CPU: their norm, their sum over micro-batches, and the cast to what is stored.
+//! Gradients on the CPU: norm, sum over micro-batches, and cast to their storage type.
 //!
-//! Bytes an element: `sum_squares` reads 2 or 4; `accumulate` reads 2 or 4 and 4, writes 4; `store_grad` reads 4, writes 2 or 4. A few
-//! cores with AVX2 load memory fully with these, so there is no wider version.
+//! Bytes per element: `sum_squares` reads 2 or 4; `accumulate` reads 2 or 4 and 4, writes 4; `store_grad` reads 4,
+//! writes 2 or 4. A few cores with AVX2 saturate memory, so there is no wider version.
 //!
-//! Promise: the bits of a result depend on the arguments alone; `scalar.rs` says what they are.
+//! The bits of a result depend on the arguments alone; `scalar.rs` defines them.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -15,16 +15,17 @@ use crate::InstructionSet;
 use crate::adamw::Master;
 use crate::cast::{view, view_mut};
 
-/// Elements whose squares are added in one lane tree. A part of the definition of the norm: another number gives other bits.
+/// Elements whose squares are added in one tree of lanes. Part of the norm's definition: another value gives other
+/// bits.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
-/// Elements one thread takes at a time in the elementwise functions: 128 KB of fp32 read or written.
+/// Elements that one thread takes at a time in the elementwise functions: 128 KB of fp32.
 const PIECE_ELEMS: usize = 16 * 1024;
 
-/// How a gradient is stored.
+/// Storage type of a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GradType {
-    /// Two bytes: the upper half of a fp32.
+    /// Two bytes: the upper half of an fp32.
     Bf16,
     /// Two bytes: IEEE 754 binary16.
     Fp16,
@@ -33,7 +34,7 @@ pub enum GradType {
 }
 
 impl GradType {
-    /// What gradients are stored as beside such a master.
+    /// Storage type of gradients for a kind of master.
     pub fn of(master: Master) -> Self {
         match master {
             Master::SplitBf16 => Self::Bf16,
@@ -59,7 +60,7 @@ enum Grads<'a> {
     Fp32(&'a [f32]),
 }
 
-/// The same, to write.
+/// A typed slice of stored gradients to write.
 enum GradsMut<'a> {
     Bf16(&'a mut [u16]),
     Fp16(&'a mut [u16]),
@@ -76,17 +77,17 @@ impl<'a> Grads<'a> {
     }
 }
 
-/// Sum of the squares of all elements, in f64.
+/// Sums the squares of all elements in f64.
 ///
-/// In one fixed order: chunks of 4096 elements, within a chunk 32 lanes (element i adds to lane i mod 32), the lanes folded in halves, the
-/// chunks' sums added first to last. A NaN among the elements gives NaN, an infinity infinity.
+/// The order is fixed: chunks of 4096 elements, within a chunk 32 lanes (element i adds to lane i mod 32), the lanes
+/// folded in halves, the chunks' sums added from first to last. NaN elements give NaN, infinities infinity.
 ///
-/// Panics if `grad` is no whole count of elements or not aligned to them.
+/// Panics if `grad` is not a whole number of elements or not aligned to them.
 pub fn sum_squares(grad_type: GradType, grad: &[u8]) -> f64 {
     sum_squares_with(InstructionSet::best(), grad_type, grad)
 }
 
-/// As [`sum_squares`], with instructions of the caller's choice: for tests and measurements.
+/// Like [`sum_squares`] with given instructions, for tests and measurements.
 pub fn sum_squares_with(set: InstructionSet, grad_type: GradType, grad: &[u8]) -> f64 {
     assert!(set.available(), "this processor has no {set:?}");
     let chunk_sums: Vec<f64> = grad
@@ -103,20 +104,20 @@ pub fn sum_squares_with(set: InstructionSet, grad_type: GradType, grad: &[u8]) -
             }
         })
         .collect();
-    // Not iter().sum(), which is -0 for no gradients at all.
+    // Not `iter().sum()`, which returns -0 for no gradients.
     let sum = chunk_sums.iter().fold(0.0, |sum, chunk| sum + chunk);
-    // Which NaN an addition hands on is the processor's affair; callers get one.
+    // Which NaN an addition returns depends on the processor; callers get one.
     if sum.is_nan() { f64::NAN } else { sum }
 }
 
-/// Adds stored gradients to a fp32 sum: `sum[i] += x[i]`.
+/// Adds stored gradients to an fp32 sum: `sum[i] += x[i]`.
 ///
 /// Panics if `x_bytes` does not hold exactly `sum.len()` elements or is not aligned to them.
 pub fn accumulate(sum: &mut [f32], x_bytes: &[u8], x_type: GradType) {
     accumulate_with(InstructionSet::best(), sum, x_bytes, x_type);
 }
 
-/// As [`accumulate`], with instructions of the caller's choice: for tests and measurements.
+/// Like [`accumulate`] with given instructions, for tests and measurements.
 pub fn accumulate_with(set: InstructionSet, sum: &mut [f32], x_bytes: &[u8], x_type: GradType) {
     assert!(set.available(), "this processor has no {set:?}");
     check_bytes(x_bytes.len(), sum.len(), x_type);
@@ -134,14 +135,14 @@ pub fn accumulate_with(set: InstructionSet, sum: &mut [f32], x_bytes: &[u8], x_t
         });
 }
 
-/// Casts fp32 to stored gradients: to nearest, halves to even; every NaN becomes one NaN.
+/// Casts fp32 to stored gradients: to nearest, halves to even; every NaN becomes the canonical one.
 ///
 /// Panics if `out` does not hold exactly `from.len()` elements or is not aligned to them.
 pub fn store_grad(grad_type: GradType, from: &[f32], out: &mut [u8]) {
     store_grad_with(InstructionSet::best(), grad_type, from, out);
 }
 
-/// As [`store_grad`], with instructions of the caller's choice: for tests and measurements.
+/// Like [`store_grad`] with given instructions, for tests and measurements.
 pub fn store_grad_with(set: InstructionSet, grad_type: GradType, from: &[f32], out: &mut [u8]) {
     assert!(set.available(), "this processor has no {set:?}");
     check_bytes(out.len(), from.len(), grad_type);

@@ -1,4 +1,4 @@
-//! The definitions: what the norm, the sum and the cast are, element by element.
+//! Defines the norm, the sum and the cast, element by element.
 
 use super::{Grads, GradsMut};
 use crate::number::{canonical, from_bf16, from_fp16, to_bf16, to_fp16};
@@ -16,7 +16,8 @@ pub(super) fn sum_squares(x: Grads<'_>) -> f64 {
     fold(lanes)
 }
 
-/// Adds element i squared to lane i mod [`LANES`]. The square of a fp32 is exact in f64, so a fused multiplication changes nothing.
+/// Adds the square of element i to lane i mod [`LANES`]. The square of an fp32 is exact in f64, so fusing the
+/// multiplication changes nothing.
 #[inline(always)]
 pub(super) fn add_squares<T: Copy>(lanes: &mut [f64; LANES], x: &[T], value: impl Fn(T) -> f32) {
     for row in x.chunks(LANES) {
@@ -27,7 +28,7 @@ pub(super) fn add_squares<T: Copy>(lanes: &mut [f64; LANES], x: &[T], value: imp
     }
 }
 
-/// The upper half of the lanes is added to the lower half, until one is left.
+/// Adds the upper half of the lanes to the lower half until one is left.
 pub(super) fn fold(mut lanes: [f64; LANES]) -> f64 {
     let mut width = LANES / 2;
     while width > 0 {
@@ -40,7 +41,7 @@ pub(super) fn fold(mut lanes: [f64; LANES]) -> f64 {
     lanes[0]
 }
 
-// The elementwise ones are inlined into the vector file too: they are the same code with wider registers there.
+// The elementwise functions are inlined into the vector file too, where the same code gets wider registers.
 
 #[inline(always)]
 pub(super) fn accumulate(sum: &mut [f32], x: Grads<'_>) {

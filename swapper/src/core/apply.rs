@@ -1,9 +1,9 @@
-//! What an event changes. Nothing is started here: `select.rs` looks afterwards at what has become possible.
+//! State changes of each event. Nothing is started here: `select.rs` then finds what has become possible.
 
 use std::collections::VecDeque;
 
 use super::plan::UseKind;
-use super::tiles::{NO_GENERATION, Place};
+use super::tiles::{NO_GENERATION, TileState};
 use super::{Action, COMMITS_MAX, Core, Kind, Op, Request, Serving, TileId, Waiting};
 
 impl Core {
@@ -32,7 +32,7 @@ impl Core {
             }
             Request::Finish { ops, update, wait } => {
                 if self.pending_count > 0 {
-                    // The trainer left its program early. Updates behind gathers that never come would want their slots.
+                    // The trainer left its program early: updates behind gathers that never come must not claim slots.
                     let left: Vec<Op> = (0..self.units.len())
                         .map(|unit| Op::Update { unit })
                         .collect();
@@ -48,7 +48,7 @@ impl Core {
         };
     }
 
-    /// The use at `position` is over: its tiles' next uses come up.
+    /// Ends the use at `position`: its tiles' next uses become current.
     pub(super) fn complete(&mut self, position: u32) {
         let one = self.plan.uses[position as usize];
         for kind in Kind::ALL {
@@ -60,9 +60,9 @@ impl Core {
         }
     }
 
-    /// A tile is back in its slot; if its content is newer than its device's, it joins those to write.
+    /// Puts a tile back into its slot, and queues it for writing if its content is newer than its device's.
     pub(super) fn put_back(&mut self, kind: Kind, range: u32) {
-        self.tiles(kind).set_place(range, Place::Here);
+        self.tiles(kind).set_state(range, TileState::Idle);
         if kind == Kind::Grad {
             if self.tiles(kind).dirty(range).is_some() {
                 self.grads_to_write.push_back(range);
@@ -97,7 +97,7 @@ impl Core {
             }
             UseKind::Fill => {
                 self.fills_left -= 1;
-                // The plan's own commit is counted already.
+                // The plan's own commit is already counted.
                 let generation = working - u64::from(self.plan.commits);
                 for kind in Kind::STORED {
                     let dirty = self.durable.then_some(generation);
@@ -134,16 +134,16 @@ impl Core {
 
     pub(super) fn moved(&mut self, tile: TileId) {
         let tiles = &mut self.tiles[tile.kind as usize];
-        match tiles.place(tile.range) {
-            Place::Reading => {
+        match tiles.state(tile.range) {
+            TileState::Reading => {
                 self.reads_inflight -= 1;
                 self.reads_ahead.retain(|&other| other != tile);
             }
-            Place::Writing => {
+            TileState::Writing => {
                 self.writes_inflight[tile.kind as usize] -= 1;
                 tiles.set_dirty(tile.range, None);
             }
-            place => panic!("{tile:?} moved while {place:?}"),
+            state => panic!("{tile:?} moved while {state:?}"),
         }
         tiles.stop_moving(tile.range);
     }
@@ -153,13 +153,13 @@ impl Core {
         self.acknowledged += 1;
         self.commits -= 1;
         for queues in &mut self.to_write {
-            // Only stale entries are left of it.
+            // Only stale entries are left in the queue.
             queues.remove(&self.acknowledged);
         }
     }
 
     pub(super) fn advance_request(&mut self, actions: &mut Vec<Action>) {
-        // The updates of the step before share one generation and one hyper: they go first.
+        // Updates of the previous step share one generation and one set of hyperparameters: they go first.
         if matches!(self.waiting, Waiting::Finishing { .. })
             && self.pending_count == 0
             && self.commits < COMMITS_MAX
@@ -178,7 +178,7 @@ impl Core {
         }
     }
 
-    /// What was scattered becomes pending in the working generation, under a new plan.
+    /// Makes the scattered ranges pending in the working generation, under a new plan.
     pub(super) fn finish(&mut self) {
         let Waiting::Finishing { ops, update, wait } =
             std::mem::replace(&mut self.waiting, Waiting::Nothing)

@@ -1,61 +1,61 @@
-//! The core's words: what happened, what is to be done, and what the trainer may ask.
+//! The core's interface: events, actions and the trainer's requests.
 
 use std::ops::Range;
 
 use super::{Kind, Op};
 
-/// One tile: a range's param, state or gradients.
+/// One tile: a range and a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TileId {
-    /// Which of them.
+    /// Kind of the tile.
     pub kind: Kind,
     /// Index of the range.
     pub range: u32,
 }
 
-/// A slot's place among the slots of its kind.
+/// Position of a slot among the slots of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotNumber(pub u32);
 
-/// What the core is made from.
+/// Settings of a core.
 #[derive(Clone, Debug)]
 pub struct CoreSettings {
-    /// Each unit's ranges: consecutive, from 0.
+    /// Ranges of each unit: consecutive, from 0.
     pub units: Vec<Range<u32>>,
     /// Whether each range's tile stays in host memory, by kind.
     pub resident: [Vec<bool>; 3],
-    /// Slots for the others, by kind. At least 2 where there are two or more others.
+    /// Slots for the other tiles, by kind. At least 2 where two or more tiles are not resident.
     pub staging: [u32; 3],
     /// Operations in flight, at least 2.
     pub iodepth: u32,
     /// Updates that run at a time, at least 1.
     pub workers: usize,
-    /// Whether there is a store. Without one every tile is resident, nothing moves and commits need nobody.
+    /// Whether there is a store. Without one every tile is resident, nothing moves and commits end at once.
     pub durable: bool,
 }
 
-/// What the trainer waits for.
+/// A request for which the trainer waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Its next operation: `Fill`, `Gather`, `Scatter` or `Visit` of a unit.
+    /// The trainer's next operation: `Fill`, `Gather`, `Scatter` or `Visit` of a unit.
     Serve(Op),
     /// The step's gradients are complete.
     Finish {
         /// The new plan.
         ops: Vec<Op>,
-        /// Whether what was scattered is to be updated; otherwise it is dropped.
+        /// Whether the scattered units are updated; otherwise their gradients are dropped.
         update: bool,
         /// Whether to answer only when nothing is pending and all commits are acknowledged.
         wait: bool,
     },
-    /// Follow a new plan; answer when nothing is pending and all commits are acknowledged.
+    /// Follow a new plan and answer when nothing is pending and all commits are acknowledged.
     Drain {
         /// The new plan.
         ops: Vec<Op>,
     },
 }
 
-/// What happened.
+/// Inputs of the core.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A step begins: a new plan. It must hold an update of every unit that has one pending. Gradients of a step that was
@@ -65,9 +65,9 @@ pub enum Event {
     Pass(Vec<Op>),
     /// The trainer waits; there is never a second request.
     Request(Request),
-    /// The trainer has done with what it was lent first.
+    /// The trainer returns the range lent to it first.
     Returned {
-        /// The range it was lent.
+        /// The lent range.
         range: u32,
     },
     /// A worker has updated a range.
@@ -75,69 +75,69 @@ pub enum Event {
         /// The range.
         range: u32,
     },
-    /// A tile is in its slot, or on its device.
+    /// A tile has arrived in its slot or on its device.
     Moved {
-        /// Which.
+        /// The tile.
         tile: TileId,
     },
-    /// The commit under way is acknowledged.
+    /// The commit in progress is acknowledged.
     Committed,
-    /// Something failed for good: nothing more is done.
+    /// A permanent failure: the core does nothing more.
     Failed,
 }
 
-/// What is to be done.
+/// Outputs of the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Bring a tile into a slot. What the slot held before is given up. Gradients are read only where they were written before.
+    /// Read a tile into a slot, whose content is discarded. Gradients are read only after they were written.
     Read {
-        /// Which.
+        /// The tile.
         tile: TileId,
-        /// Where to.
+        /// Its destination.
         slot: SlotNumber,
-        /// The trainer's present operation or its next one uses it: before what is read ahead.
+        /// Whether the trainer's present or next operation needs the tile. Such reads go before read-ahead.
         wanted: bool,
     },
-    /// A tile on its way in, read ahead, is wanted now.
-    Hasten {
-        /// Which.
+    /// Raise the priority of a read-ahead that the trainer now needs.
+    Promote {
+        /// The tile.
         tile: TileId,
     },
-    /// Bring a slot's content to its tile's device.
+    /// Write a slot's content to its tile's device.
     Write {
-        /// Which.
+        /// The tile.
         tile: TileId,
-        /// Where from.
+        /// Its source.
         slot: SlotNumber,
     },
-    /// Give the workers a range: param, state and gradients.
+    /// Give a range's param, state and gradients to a worker.
     Update {
         /// The range.
         range: u32,
-        /// Of each kind.
+        /// Slots by kind.
         slots: [SlotNumber; 3],
-        /// Which step's update it is: the finishes with updates are counted from 1.
+        /// The step of the update, counting steps with updates from 1.
         step: u64,
     },
-    /// Give the trainer a range.
+    /// Lend a range to the trainer.
     Lend {
         /// The range.
         range: u32,
-        /// Of the kinds the use needs.
+        /// Slots of the kinds that the use needs.
         slots: [Option<SlotNumber>; 3],
     },
     /// Make a generation durable.
     Commit {
-        /// Counted from 1 since the core was made.
+        /// Number of the generation, from 1 since the core was created.
         generation: u64,
     },
-    /// The trainer's request is served.
+    /// Answer the trainer's request.
     Done,
-    /// The trainer asked for something else than the plan has next. Nothing happened.
+    /// The trainer asked for another operation than the plan's next one. Nothing happened.
     Refused {
-        /// What it asked.
+        /// The trainer's operation.
         asked: Op,
-        /// What comes next.
+        /// The plan's next operation.
         announced: Option<Op>,
     },
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!                    take_slot, Read              Update               Write (staged: soon; resident: for a commit)
-//!   Device ─────────────────────────▶ Here ◀──────────────▶ Updating      │
+//!   Device ─────────────────────────▶ Idle ◀──────────────▶ Updating      │
 //!     ▲                              │  ▲ ◀────────────────▶ Lent         │
 //!     └── evicted: clean, used later ┘  └────── Writing ◀─────────────────┘
 //! ```
@@ -10,13 +10,13 @@
 //! **Order.** The plan is the program expanded to uses of single ranges. The trainer's uses are served in order, updates
 //! run in order, and each tile's uses complete in order because a use waits until it is its tile's next.
 //!
-//! **Slots.** Reads are issued in the order of the plan as far as slots allow, one cursor a kind. The use at position p may
-//! take the slot of a clean tile whose next use is later than p; the furthest one is taken (Belady's rule over the known
-//! program). So the tiles of the earliest unfinished use always get slots, whatever waits behind them: with two slots
-//! of each kind everything still moves.
+//! **Slots.** Reads are issued in plan order as far as slots allow, with one cursor a kind. The use at position p may
+//! take the slot of a clean tile whose next use is later than p; the tile used furthest in the future is evicted
+//! (Belady's rule over a known program). The tiles of the earliest unfinished use therefore always get slots: two slots
+//! of each kind suffice for progress.
 //!
-//! **Generations.** What is filled or updated belongs to the working generation. No write of generation k+1 starts before
-//! commit k is acknowledged, and a tile that still holds unwritten content of k is not updated for k+1. A commit starts when
+//! **Generations.** Fills and updates belong to the working generation. No write of generation k+1 starts before
+//! commit k is acknowledged, and a tile with unwritten content of k is not updated for k+1. A commit starts when
 //! nothing of its generation is pending, dirty or being written.
 //!
 //! **Gradients** come with a scatter into an empty slot, are written as soon as they are there unless they are resident, and
@@ -25,8 +25,9 @@
 //! gradients in the slot and add to them. Gradients that are not updated are dropped when the next step begins; passes of
 //! one step keep them.
 //!
-//! **Bounds.** Operations in flight: half of iodepth each way, since drives read and write at the same time. Updates in flight:
-//! one more than workers, so that none waits for a message; they start in the order of the plan and end in any. Commits outstanding: two.
+//! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
+//! Updates in flight: one more than workers, so that no worker waits for a message; they start in plan order and end in
+//! any order. Outstanding commits: two.
 
 mod apply;
 mod events;
@@ -44,10 +45,10 @@ pub use events::{Action, CoreSettings, Event, Request, SlotNumber, TileId};
 use plan::{NEVER, Plan, UseKind};
 use tiles::Tiles;
 
-/// Commits planned and not acknowledged: one under way, one whose updates are running.
+/// Commits planned and not acknowledged: one in progress, and one whose updates are running.
 const COMMITS_MAX: usize = 2;
 
-/// A served operation under way.
+/// An operation that is being served.
 #[derive(Debug)]
 struct Serving {
     /// Positions still to lend.
@@ -66,13 +67,13 @@ enum Waiting {
         update: bool,
         wait: bool,
     },
-    /// Until nothing is pending and no commit is outstanding.
+    /// Waits until nothing is pending and no commit is outstanding.
     Settling,
-    /// Nothing more: answer.
+    /// Nothing is left to do before the answer.
     Finished,
 }
 
-/// Everything the swapper decides with.
+/// The swapper's decision state.
 #[derive(Debug)]
 pub struct Core {
     units: Vec<Range<u32>>,
@@ -82,40 +83,41 @@ pub struct Core {
     reads_max: usize,
     writes_max: usize,
     reads_inflight: usize,
-    /// Of them, those read ahead.
+    /// Read-ahead operations among the reads in flight.
     reads_ahead: Vec<TileId>,
-    /// By kind.
+    /// Writes in flight, by kind.
     writes_inflight: [usize; 3],
 
     plan: Plan,
-    /// Position of the first use each kind's reading has not passed.
+    /// Read cursor of each kind: position of the first use not passed yet.
     ahead: [usize; 3],
-    /// Next of `plan.updates` to start, next of `plan.served` to serve.
+    /// Index of the next entry of `plan.updates` to start, and of `plan.served` to serve.
     next_update: usize,
     next_served: usize,
-    /// The trainer's present operation and its next one use what comes before this position.
+    /// Uses before this position belong to the trainer's present or next operation.
     wanted: usize,
-    /// Fills of the plan not yet done: its commit waits for them.
+    /// Fills of the plan not done yet: its commit waits for them.
     fills_left: usize,
     /// Ranges with the workers, with their position in this plan.
     updating: BTreeMap<u32, Option<u32>>,
 
-    /// Ranges whose gradients came in this step.
+    /// Ranges scattered in this step.
     scattered: Vec<bool>,
-    /// Ranges whose update is still to run, and the generation it belongs to.
+    /// Ranges whose update is still to run, and its generation.
     pending: Vec<bool>,
     pending_count: usize,
     pending_generation: u64,
-    /// Finishes with updates so far.
+    /// Steps with updates so far.
     step: u64,
 
-    /// Generation of the newest acknowledged commit; commits planned after it; whether the first of them is under way.
+    /// Generation of the newest acknowledged commit; commits planned after it; whether the first of them is in
+    /// progress.
     acknowledged: u64,
     commits: usize,
     committing: bool,
-    /// Dirty tiles by generation, staged and resident, then by kind, oldest first. Entries that became stale are skipped.
+    /// Dirty tiles by generation, staged and resident, then by kind, oldest first. Stale entries are skipped.
     to_write: [BTreeMap<u64, [VecDeque<TileId>; 2]>; 2],
-    /// Ranges whose gradients are in a staged slot and nowhere else, oldest first, and some that were.
+    /// Ranges whose gradients are only in a staging slot, oldest first; may contain stale entries.
     grads_to_write: VecDeque<u32>,
 
     waiting: Waiting,
@@ -124,7 +126,7 @@ pub struct Core {
 }
 
 impl Core {
-    /// A core whose tiles are all on their devices, or nowhere.
+    /// Creates a core whose tiles are all on their devices, or have no content.
     pub fn new(settings: CoreSettings) -> Self {
         let CoreSettings {
             units,
@@ -178,7 +180,7 @@ impl Core {
         }
     }
 
-    /// Takes one event and appends what is to be done, in order.
+    /// Processes one event and appends the resulting actions, in order.
     pub fn on_event(&mut self, event: Event, actions: &mut Vec<Action>) {
         if self.failed {
             return;
@@ -218,7 +220,7 @@ impl Core {
         }
     }
 
-    /// What is unfinished, for a message about a stall.
+    /// Describes unfinished work, for an error about a stall.
     pub fn describe(&self) -> String {
         format!(
             "{} reads, {} writes, {} updates in flight; {} updates pending; {} commits planned, under way: {}; {:?}",
@@ -232,12 +234,12 @@ impl Core {
         )
     }
 
-    /// The generation that what is filled or updated now will belong to.
+    /// Generation of present fills and updates.
     fn working(&self) -> u64 {
         self.acknowledged + self.commits as u64 + 1
     }
 
-    /// Looks how far the operation reaches that the trainer asks for next; behind the last one nothing is wanted.
+    /// Advances `wanted` to the end of the trainer's next operation.
     fn want(&mut self) {
         let next = self.plan.served.get(self.next_served);
         if let Some(&last) = next.and_then(|(_, positions)| positions.last()) {

@@ -1,16 +1,16 @@
-//! A program expanded to uses of single ranges, each knowing where the same tile is used next.
+//! A program expanded to uses of single ranges. Each use knows where its tiles are used next.
 //!
-//! Positions count uses from the plan's start. The order of a plan is a promise that its uses can end in that order: the
-//! trainer must not wait for a later use before it asks for an earlier one.
+//! Positions count uses from the plan's start. The plan's order must allow its uses to end in that order: the trainer
+//! must not wait for a later use before it asks for an earlier one.
 
 use std::ops::Range;
 
 use super::{Kind, Op};
 
-/// A position no use has: the tile is not used again in this plan.
+/// Not a position: the tile is not used again in this plan.
 pub(super) const NEVER: u32 = u32::MAX;
 
-/// What is done with one range.
+/// What a use does with its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseKind {
     Fill,
@@ -41,11 +41,11 @@ impl UseKind {
 pub(super) struct Use {
     pub(super) what: UseKind,
     pub(super) range: u32,
-    /// Where the range's tile of each kind is used next, or [`NEVER`].
+    /// Next position at which the range's tile of each kind is used, or [`NEVER`].
     pub(super) next: [u32; 3],
 }
 
-/// What is to come, in order.
+/// All uses, in order.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) uses: Vec<Use>,
@@ -53,7 +53,7 @@ pub(super) struct Plan {
     pub(super) updates: Vec<u32>,
     /// The trainer's operations and the positions of their ranges, in order.
     pub(super) served: Vec<(Op, Vec<u32>)>,
-    /// Whether a commit ends it.
+    /// Whether the plan ends with a commit.
     pub(super) commits: bool,
 }
 
@@ -131,7 +131,7 @@ impl Plan {
         plan
     }
 
-    /// Adds the trainer's operation on a unit, with `before` each of its ranges.
+    /// Adds the trainer's operation on a unit, with `before` ahead of each of its ranges.
     fn serve(
         &mut self,
         op: Op,
@@ -182,7 +182,7 @@ mod tests {
             },
         ];
         let mut first = [(); 3].map(|()| vec![0; 3]);
-        // Range 2's update has run already.
+        // Range 2 is already updated.
         let units = vec![0..1, 1..3];
         let plan = Plan::new(&ops, &units, |range| range == 1, vec![false; 3], &mut first);
         use UseKind::*;

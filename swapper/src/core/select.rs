@@ -1,11 +1,11 @@
-//! What can be started now. Each function starts all it can and leaves the rest for later.
+//! What can be started now. Each function starts as much as it can.
 
 use super::plan::UseKind;
-use super::tiles::{NO_GENERATION, Place, Tiles};
+use super::tiles::{NO_GENERATION, TileState, Tiles};
 use super::{Action, Core, Kind, TileId, Waiting};
 
 impl Core {
-    /// Lends the trainer, in order, what its operation needs and is ready.
+    /// Lends the trainer, in order, the ready ranges of its operation.
     pub(super) fn lease(&mut self, actions: &mut Vec<Action>) {
         while let Waiting::Serving(serving) = &mut self.waiting {
             let Some(&position) = serving.left.front() else {
@@ -14,11 +14,11 @@ impl Core {
             let one = self.plan.uses[position as usize];
             let range = one.range;
             let from = match one.what {
-                UseKind::Fill | UseKind::Scatter => Place::Claimed,
-                _ => Place::Here,
+                UseKind::Fill | UseKind::Scatter => TileState::Claimed,
+                _ => TileState::Idle,
             };
             let ready =
-                |tiles: &Tiles| tiles.place(range) == from && tiles.next_use(range) == position;
+                |tiles: &Tiles| tiles.state(range) == from && tiles.next_use(range) == position;
             let needed = Kind::ALL.map(|kind| one.what.needs(kind));
             if Kind::ALL
                 .iter()
@@ -33,7 +33,7 @@ impl Core {
             let slots = Kind::ALL.map(|kind| {
                 needed[kind as usize].then(|| {
                     let tiles = &mut self.tiles[kind as usize];
-                    tiles.set_place(range, Place::Lease);
+                    tiles.set_state(range, TileState::Lent);
                     tiles.slot(range)
                 })
             });
@@ -42,7 +42,7 @@ impl Core {
         }
     }
 
-    /// Gives the workers the next updates whose tiles are in their slots.
+    /// Starts the next updates whose tiles are in their slots.
     pub(super) fn start_updates(&mut self, actions: &mut Vec<Action>) {
         while self.updating.len() < self.updates_max
             && let Some(&position) = self.plan.updates.get(self.next_update)
@@ -52,7 +52,7 @@ impl Core {
             let of_its_time =
                 |dirty: Option<u64>| dirty.is_none_or(|of| of == generation || of == NO_GENERATION);
             let ready = self.tiles.iter().all(|tiles| {
-                tiles.place(range) == Place::Here
+                tiles.state(range) == TileState::Idle
                     && tiles.next_use(range) == position
                     && of_its_time(tiles.dirty(range))
             });
@@ -60,7 +60,7 @@ impl Core {
                 return;
             }
             let slots = Kind::ALL.map(|kind| {
-                self.tiles(kind).set_place(range, Place::Updating);
+                self.tiles(kind).set_state(range, TileState::Updating);
                 self.tiles(kind).slot(range)
             });
             self.updating.insert(range, Some(position));
@@ -71,15 +71,14 @@ impl Core {
         }
     }
 
-    /// Gradients first: backward waits for the slots of those before, and they wait for no commit. Then what belongs to the
-    /// generation.
+    /// Writes gradients first, because backward waits for their slots and they wait for no commit; then the generation.
     pub(super) fn start_writes(&mut self, actions: &mut Vec<Action>) {
         while self.may_write()
             && let Some(range) = self.grads_to_write.pop_front()
         {
-            // Used up or written since, or with a worker already.
+            // Skips entries that were consumed or written since, or are with a worker.
             let grads = &self.tiles[Kind::Grad as usize];
-            if grads.place(range) == Place::Here && grads.dirty(range).is_some() {
+            if grads.state(range) == TileState::Idle && grads.dirty(range).is_some() {
                 let tile = grads.id(range);
                 self.write(tile, actions);
             }
@@ -92,18 +91,20 @@ impl Core {
     }
 
     fn write(&mut self, tile: TileId, actions: &mut Vec<Action>) {
-        self.tiles(tile.kind).set_place(tile.range, Place::Writing);
+        self.tiles(tile.kind)
+            .set_state(tile.range, TileState::Writing);
         self.writes_inflight[tile.kind as usize] += 1;
         let slot = self.tiles(tile.kind).slot(tile.range);
         actions.push(Action::Write { tile, slot });
         self.changed = true;
     }
 
-    /// Writes what belongs to the generation after the acknowledged one: staged tiles soon, since their slots are wanted,
-    /// resident ones only for a commit, and only once no update will change them before it.
+    /// Writes tiles of the generation after the acknowledged one: staged tiles early, since their slots are needed,
+    /// resident ones only for a commit and only once no update will change them before it.
     ///
-    /// Parameters first: backward gathers them again and wants their slots, while unwritten state may wait in its own until
-    /// the next forward. In the order of their updates, backward's reads were as slow as the writes of the state before them.
+    /// Parameters go first: backward gathers them again and needs their slots, while unwritten state may stay in its
+    /// slot until the next forward. When writes followed the order of the updates, backward's reads were as slow as the
+    /// state writes before them.
     fn write_generation(&mut self, actions: &mut Vec<Action>) {
         let generation = self.acknowledged + 1;
         let updates_left = self.pending_generation == generation;
@@ -117,9 +118,9 @@ impl Core {
                 && let Some(tile) = params.pop_front().or_else(|| states.pop_front())
             {
                 let tiles = &self.tiles[tile.kind as usize];
-                // Lent, updated again or written since it was put here: it comes back to the queue when it must.
+                // Lent, updated again or written since it was queued: it is queued again when needed.
                 let stale = tiles.dirty(tile.range) != Some(generation)
-                    || tiles.place(tile.range) != Place::Here
+                    || tiles.state(tile.range) != TileState::Idle
                     || (resident && updates_left && self.pending[tile.range as usize]);
                 if stale {
                     continue;
@@ -129,7 +130,8 @@ impl Core {
         }
     }
 
-    /// Reads along the plan, the earliest of all kinds' next misses first. What the trainer fills is given a slot here too.
+    /// Reads along the plan, the earliest miss of all kinds first. Tiles that the trainer fills get their slots here
+    /// too.
     pub(super) fn start_reads(&mut self, actions: &mut Vec<Action>) {
         let mut out_of_slots = [false; 3];
         loop {
@@ -156,9 +158,9 @@ impl Core {
                 continue;
             }
             if fill {
-                tiles.set_place(one.range, Place::Claimed);
+                tiles.set_state(one.range, TileState::Claimed);
             } else {
-                tiles.set_place(one.range, Place::Reading);
+                tiles.set_state(one.range, TileState::Reading);
                 self.reads_inflight += 1;
                 let (tile, slot) = (tiles.id(one.range), tiles.slot(one.range));
                 let wanted = position < self.wanted;
@@ -171,33 +173,34 @@ impl Core {
         }
     }
 
-    /// What was read ahead and has become what the trainer waits for, now or next.
+    /// Promotes read-ahead that the trainer's present or next operation now needs.
     pub(super) fn promote(&mut self, actions: &mut Vec<Action>) {
         let (tiles, wanted) = (&self.tiles, self.wanted);
         self.reads_ahead.retain(|&tile| {
             let soon = (tiles[tile.kind as usize].next_use(tile.range) as usize) < wanted;
             if soon {
-                actions.push(Action::Hasten { tile });
+                actions.push(Action::Promote { tile });
             }
             !soon
         });
     }
 
-    /// Moves a kind's cursor to the next use whose tile is on its device. `false`: it stands where gradients will come when those
-    /// of the step before are used up, and passes nothing until then.
+    /// Moves a kind's cursor to the next use whose tile is on its device. Returns `false` when the cursor waits for
+    /// gradients whose slot still holds those of the previous step.
     pub(super) fn skip_present(&mut self, kind: Kind) -> bool {
         let tiles = &self.tiles[kind as usize];
         let ahead = &mut self.ahead[kind as usize];
         while let Some(one) = self.plan.uses.get(*ahead) {
-            if one.what.needs(kind) && tiles.place(one.range) == Place::Device {
+            if one.what.needs(kind) && tiles.state(one.range) == TileState::Device {
                 let next_use = tiles.next_use(one.range);
                 assert!(next_use as usize >= *ahead, "a tile was given up too early");
-                // Otherwise the use is over: it found the tile before the cursor came by.
+                // Otherwise the use is over: it found the tile before the cursor reached it.
                 if next_use as usize == *ahead {
                     return true;
                 }
             } else if one.what == UseKind::Scatter && kind == Kind::Grad {
-                let claimed = matches!(tiles.place(one.range), Place::Claimed | Place::Lease);
+                let claimed =
+                    matches!(tiles.state(one.range), TileState::Claimed | TileState::Lent);
                 if !claimed && tiles.next_use(one.range) as usize <= *ahead {
                     return false;
                 }
@@ -220,7 +223,7 @@ impl Core {
         {
             return;
         }
-        // Only this generation was allowed to be written, and what is being written is still dirty.
+        // Only this generation may be written, and a tile that is being written is still dirty.
         assert_eq!(writing, [0; 2]);
         self.committing = true;
         self.changed = true;

@@ -1,43 +1,42 @@
-//! Where each tile is, and which slots are free. Every change of place goes through here, so the counts always agree.
+//! The state of each tile and the free slots. Every state change goes through here, so the counts always agree.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::plan::NEVER;
 use super::{Kind, SlotNumber, TileId};
 
-/// What unwritten gradients belong to: no commit waits for them.
+/// Generation of unwritten gradients: no commit waits for them.
 pub(super) const NO_GENERATION: u64 = u64::MAX;
 
-/// Where a tile is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// On its device only (or nowhere yet). A resident tile's slot waits for it.
+pub(super) enum TileState {
+    /// On its device only, or without content. A resident tile keeps its slot.
     Device,
-    /// Its slot is taken and empty: the trainer will fill it, with first contents or with gradients.
+    /// Its slot is assigned and empty: the trainer will fill it.
     Claimed,
-    /// On the way in.
+    /// Being read.
     Reading,
-    /// In its slot, and nobody uses it.
-    Here,
-    /// In its slot, the trainer has it.
-    Lease,
-    /// In its slot, the optimizer has it.
+    /// In its slot and idle.
+    Idle,
+    /// In its slot, lent to the trainer.
+    Lent,
+    /// In its slot, with the optimizer.
     Updating,
-    /// In its slot, on the way out.
+    /// In its slot, being written.
     Writing,
 }
 
 #[derive(Clone, Debug)]
 struct Tile {
-    place: Place,
-    /// Always there for a resident tile, otherwise unless `place` is `Device`.
+    state: TileState,
+    /// Always present for a resident tile, otherwise unless `state` is `Device`.
     slot: Option<SlotNumber>,
     resident: bool,
-    /// The generation it was changed in, until that content is on its device.
+    /// Generation of content that is not on its device yet.
     dirty: Option<u64>,
-    /// Position of its next use in the plan, or `NEVER`.
+    /// Position of its next use in the plan, or [`NEVER`].
     next_use: u32,
-    /// Nobody wants its content any more; it is cleared when it has stopped moving.
+    /// The content was abandoned during a transfer; the tile is cleared when the transfer ends.
     dead: bool,
 }
 
@@ -47,20 +46,20 @@ pub(super) struct Tiles {
     kind: Kind,
     tiles: Vec<Tile>,
     free: Vec<SlotNumber>,
-    /// Staged, clean, idle tiles by next use: the last one is given up first.
+    /// Staged, clean, idle tiles by next use; the last one is evicted first.
     evictable: BTreeSet<(u32, u32)>,
     /// Tiles of each generation whose content is not on a device.
     dirty_counts: BTreeMap<u64, usize>,
 }
 
 impl Tiles {
-    /// Slots `0..staging` are shared; resident tiles have those after them.
+    /// Slots `0..staging` are shared; each resident tile has one of the slots after them.
     pub(super) fn new(kind: Kind, resident: &[bool], staging: u32) -> Self {
         let mut next_resident = staging;
         let tiles = resident
             .iter()
             .map(|&resident| Tile {
-                place: Place::Device,
+                state: TileState::Device,
                 slot: resident.then(|| {
                     next_resident += 1;
                     SlotNumber(next_resident - 1)
@@ -80,8 +79,8 @@ impl Tiles {
         }
     }
 
-    pub(super) fn place(&self, range: u32) -> Place {
-        self.tiles[range as usize].place
+    pub(super) fn state(&self, range: u32) -> TileState {
+        self.tiles[range as usize].state
     }
 
     pub(super) fn next_use(&self, range: u32) -> u32 {
@@ -108,10 +107,10 @@ impl Tiles {
         self.dirty_counts.get(&generation).copied().unwrap_or(0)
     }
 
-    /// Moves a tile to `place`, in its slot.
-    pub(super) fn set_place(&mut self, range: u32, place: Place) {
+    /// Moves a tile to `state`. It keeps its slot.
+    pub(super) fn set_state(&mut self, range: u32, state: TileState) {
         self.unlist(range);
-        self.tiles[range as usize].place = place;
+        self.tiles[range as usize].state = state;
         self.list(range);
     }
 
@@ -140,53 +139,55 @@ impl Tiles {
         self.list(range);
     }
 
-    /// Takes a new plan's first uses.
+    /// Sets the first uses of a new plan.
     pub(super) fn replan(&mut self, first: &[u32]) {
         for (range, &first) in first.iter().enumerate() {
             let range = range as u32;
             assert_ne!(
-                self.place(range),
-                Place::Claimed,
+                self.state(range),
+                TileState::Claimed,
                 "a plan is replaced while it fills"
             );
             self.set_next_use(range, first);
         }
     }
 
-    /// A tile has arrived in its slot or on its device.
+    /// Ends a tile's transfer to its slot or device.
     pub(super) fn stop_moving(&mut self, range: u32) {
         match self.tiles[range as usize].dead {
             true => self.clear(range),
-            false => self.set_place(range, Place::Here),
+            false => self.set_state(range, TileState::Idle),
         }
     }
 
-    /// Gives up a tile's content, which nobody uses: at once, or when it has stopped moving.
+    /// Drops the content of an unused tile, at once or when its transfer ends.
     pub(super) fn abandon(&mut self, range: u32) {
-        match self.place(range) {
-            Place::Device => {}
-            Place::Claimed | Place::Here => self.clear(range),
-            Place::Reading | Place::Writing => self.tiles[range as usize].dead = true,
-            place @ (Place::Lease | Place::Updating) => panic!("{place:?} content is abandoned"),
+        match self.state(range) {
+            TileState::Device => {}
+            TileState::Claimed | TileState::Idle => self.clear(range),
+            TileState::Reading | TileState::Writing => self.tiles[range as usize].dead = true,
+            state @ (TileState::Lent | TileState::Updating) => {
+                panic!("{state:?} content is abandoned")
+            }
         }
     }
 
-    /// The tile has no content any more, in its slot or elsewhere. Its slot is free.
+    /// Frees a tile's slot; its content is gone.
     pub(super) fn clear(&mut self, range: u32) {
         self.set_dirty(range, None);
         self.unlist(range);
         let tile = &mut self.tiles[range as usize];
-        tile.place = Place::Device;
+        tile.state = TileState::Device;
         tile.dead = false;
         if !tile.resident {
             self.free.extend(tile.slot.take());
         }
     }
 
-    /// Gives a tile that is on its device a slot for the use at `position`: its own, a free one, or that of the tile
-    /// whose next use is furthest away and later than `position`. `false` when there is none.
+    /// Assigns a slot to a tile on its device for the use at `position`: its own, a free one, or that of the tile whose
+    /// next use is furthest away and later than `position`. Returns whether there was one.
     pub(super) fn take_slot(&mut self, range: u32, position: u32) -> bool {
-        assert_eq!(self.place(range), Place::Device);
+        assert_eq!(self.state(range), TileState::Device);
         if self.resident(range) {
             return true;
         }
@@ -212,14 +213,14 @@ impl Tiles {
         self.unlist(range);
         let tile = &mut self.tiles[range as usize];
         assert!(tile.dirty.is_none(), "an unwritten tile was given up");
-        assert!(tile.place == Place::Here && !tile.resident);
-        tile.place = Place::Device;
+        assert!(tile.state == TileState::Idle && !tile.resident);
+        tile.state = TileState::Device;
         self.free.extend(tile.slot.take());
     }
 
     fn evictable_key(&self, range: u32) -> Option<(u32, u32)> {
         let tile = &self.tiles[range as usize];
-        let may = !tile.resident && tile.place == Place::Here && tile.dirty.is_none();
+        let may = !tile.resident && tile.state == TileState::Idle && tile.dirty.is_none();
         may.then_some((tile.next_use, range))
     }
 

@@ -18,7 +18,7 @@ struct Bench {
     reads: Vec<(u32, bool)>,
     /// Reads do not end by themselves.
     reads_stay: bool,
-    hastened: Vec<u32>,
+    promoted: Vec<u32>,
     done: usize,
 }
 
@@ -44,7 +44,7 @@ impl Bench {
             writes: None,
             reads: Vec::new(),
             reads_stay: false,
-            hastened: Vec::new(),
+            promoted: Vec::new(),
             done: 0,
         }
     }
@@ -65,7 +65,7 @@ impl Bench {
                         self.event(Event::Moved { tile });
                     }
                 }
-                Action::Hasten { tile } => self.hastened.push(tile.range),
+                Action::Promote { tile } => self.promoted.push(tile.range),
                 Action::Write { tile, .. } => {
                     self.event(Event::Moved { tile });
                 }
@@ -206,7 +206,7 @@ fn what_is_read_ahead_is_hastened_when_its_operation_comes_next() {
     bench.reads_stay = true;
     bench.event(four_gathers());
     assert_eq!(bench.reads, [(0, true), (1, false), (2, false)]);
-    assert_eq!(bench.hastened, [0; 0]);
+    assert_eq!(bench.promoted, [0; 0]);
     let param = |range| {
         let kind = Kind::Param;
         Event::Moved {
@@ -215,16 +215,16 @@ fn what_is_read_ahead_is_hastened_when_its_operation_comes_next() {
     };
     // The first is asked for: the second comes next, once.
     bench.event(Event::Request(Request::Serve(Op::Gather { unit: 0 })));
-    assert_eq!(bench.hastened, [1]);
+    assert_eq!(bench.promoted, [1]);
     bench.event(param(0));
     let range = bench.lent.remove(0);
     bench.event(Event::Returned { range });
-    assert_eq!(bench.hastened, [1]);
+    assert_eq!(bench.promoted, [1]);
     // The third ends before anybody waits for it.
     bench.event(param(2));
     bench.event(param(1));
     assert!(bench.serve(Op::Gather { unit: 1 }));
-    assert_eq!(bench.hastened, [1]);
+    assert_eq!(bench.promoted, [1]);
 }
 
 #[test]

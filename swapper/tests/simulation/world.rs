@@ -319,7 +319,7 @@ impl<'a> Life<'a> {
                 self.ios.push(Io::Read(tile, slot));
                 self.check_iodepth();
             }
-            Action::Hasten { tile } => {
+            Action::Promote { tile } => {
                 let reading = |io: &Io| matches!(io, Io::Read(other, _) if *other == tile);
                 assert!(
                     self.ios.iter().any(reading),
