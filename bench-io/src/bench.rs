@@ -1,4 +1,4 @@
-//! Jobs side by side: a thread for each, with a target of its own that stays open from one measurement to the next.
+//! Parallel jobs: one thread per job, with a target that stays open between measurements.
 //!
 //! ```text
 //!   Bench::open ──▶ thread: DeviceTarget or DaemonTarget        (engines and sessions belong to one thread)
@@ -27,10 +27,10 @@ use crate::targets::daemon::{DaemonTarget, job_name};
 use crate::targets::device::{Claim, DeviceFiles, DeviceTarget};
 use crate::watch::{Watch, Watched};
 
-/// Between giving an order and its start, so that all threads begin together.
+/// Delay between an order and its start, so that all threads begin together.
 const START_DELAY: Duration = Duration::from_millis(5);
 
-/// What is opened for every job.
+/// What to open for every job.
 #[derive(Clone, Debug)]
 pub(crate) struct BenchPlan {
     pub(crate) target: TargetPlan,
@@ -38,11 +38,11 @@ pub(crate) struct BenchPlan {
     /// Operations in flight of one job, over all its streams.
     pub(crate) depth: u32,
     pub(crate) jobs: u32,
-    /// Checks what is read, instead of only moving it.
+    /// Fills written blocks with this pattern and checks blocks that are read.
     pub(crate) pattern: Option<Pattern>,
 }
 
-/// On what.
+/// What bytes are moved to.
 #[derive(Clone, Debug)]
 pub(crate) enum TargetPlan {
     Device {
@@ -51,14 +51,14 @@ pub(crate) enum TargetPlan {
     },
     Daemon {
         socket: PathBuf,
-        /// Of each job.
+        /// Tiles of each job.
         tile_count: u32,
-        /// On to a GPU.
+        /// Whether tiles continue to a GPU.
         gpu: bool,
     },
 }
 
-/// Open targets, one a job.
+/// Open targets, one per job.
 pub(crate) struct Bench {
     plan: BenchPlan,
     workers: Vec<Worker>,
@@ -67,7 +67,7 @@ pub(crate) struct Bench {
     devices: Vec<DeviceInfo>,
     daemon_pid: Option<u32>,
     drives: Vec<Drive>,
-    /// What jobs write to.
+    /// Keeps other programs away from the files that jobs write.
     _claim: Option<Claim>,
 }
 
@@ -81,7 +81,7 @@ struct Order {
     start: Instant,
     timing: Timing,
     moved: Arc<[AtomicU64; 2]>,
-    /// Another job failed: there is nothing to measure any more.
+    /// Set when a job failed: the others stop.
     failed: Arc<AtomicBool>,
     pattern: Option<Pattern>,
 }
@@ -91,7 +91,7 @@ struct Ended {
     wrong: WrongBlocks,
 }
 
-/// How a target answers when it is open.
+/// A target's answer after opening.
 struct Opened {
     about: String,
     devices: Vec<DeviceInfo>,
@@ -99,9 +99,6 @@ struct Opened {
 
 impl Bench {
     /// Opens a target for every job.
-    ///
-    /// # Errors
-    /// One of them cannot be opened.
     pub(crate) fn open(plan: BenchPlan) -> Result<Self> {
         let claim = match &plan.target {
             TargetPlan::Device { files, .. } => Some(files.claim()?),
@@ -118,7 +115,7 @@ impl Bench {
                 .name(format!("job-{index}"))
                 .spawn(move || {
                     let worked = || work(&plan, index, &say_opened, &to_do, &say_ended);
-                    // Others of its kind go on, so that only a word tells of its end.
+                    // The other threads keep their senders, so that a panic is noticed only through a message.
                     if catch_unwind(AssertUnwindSafe(worked)).is_err() {
                         let panicked = || anyhow!("the thread of job {index} panicked");
                         let _ = say_opened.send(Err(panicked()));
@@ -156,21 +153,18 @@ impl Bench {
         Ok(bench)
     }
 
-    /// The daemon's devices; nothing without one.
+    /// Devices of the daemon; empty without one.
     pub(crate) fn devices(&self) -> &[DeviceInfo] {
         &self.devices
     }
 
-    /// What is written and expected from now on, in a bench that was opened to check.
+    /// Sets the pattern of later writes and checks, in a bench that was opened with one.
     pub(crate) fn set_pattern(&mut self, pattern: Pattern) {
         assert!(self.plan.pattern.is_some(), "opened to check");
         self.plan.pattern = Some(pattern);
     }
 
-    /// Writes everything once, unmeasured. Through a daemon twice, as a tile has two extents.
-    ///
-    /// # Errors
-    /// As of [`Bench::run`].
+    /// Writes everything once without measuring; through a daemon twice, because a tile has two extents.
     pub(crate) fn fill(&self, streams: &[Vec<StreamPlan>], progress: &Progress) -> Result<()> {
         let all_written = |plan: &StreamPlan| StreamPlan {
             reads: false,
@@ -196,10 +190,10 @@ impl Bench {
         Ok(())
     }
 
-    /// Runs `streams`, a list for each job, and measures. `what` is for whoever watches.
+    /// Runs `streams`, one list per job, and measures. `what` is shown as progress.
     ///
     /// # Errors
-    /// An operation fails, or a signal came.
+    /// An operation fails, or a signal arrived.
     pub(crate) fn run(
         &self,
         streams: &[Vec<StreamPlan>],
@@ -267,7 +261,7 @@ impl Drop for Bench {
         }
         for worker in &mut self.workers {
             if let Some(thread) = worker.thread.take() {
-                // A panic was printed by its thread.
+                // The thread has printed its panic.
                 let _ = thread.join();
             }
         }
@@ -360,7 +354,7 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
     })
 }
 
-/// Each once.
+/// Drives below the paths, each once.
 fn drives_below(paths: Vec<&PathBuf>) -> Vec<Drive> {
     let mut found = Vec::new();
     for drive in paths.into_iter().flat_map(|path| Drive::below(path)) {
@@ -371,7 +365,7 @@ fn drives_below(paths: Vec<&PathBuf>) -> Vec<Drive> {
     found
 }
 
-/// Who listens at `socket`.
+/// Process that listens at `socket`.
 fn peer_pid(socket: &std::path::Path) -> Option<u32> {
     let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
     let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;

@@ -1,8 +1,8 @@
-//! Programs that this one starts and that end with it, whatever ends it: a trainer nobody waits for keeps its drives, a fio
-//! goes on writing, and the next measurement measures them too.
+//! Starts programs that end with this one, however it ends: a trainer left behind keeps its drives, a fio left behind
+//! keeps writing, and the next measurement would measure them too.
 //!
-//! The kernel sends a signal to whoever asked for it when the thread ends that started it. Only a process itself can ask, and
-//! it stays asked for when it becomes another program. So this program starts itself, asks, and becomes the other.
+//! The kernel can signal a process when the thread that started it ends. Only the process itself can request that, and
+//! the request survives `exec`. So this program starts itself, makes the request, and becomes the other program.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -12,12 +12,13 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
-/// The command of this program that becomes another one; not for people.
+/// Hidden subcommand that becomes another program.
 pub(crate) const WORD: &str = "end-with";
 
-/// Starts `program`, to be killed when this process dies. From the main thread, as it goes with the thread that starts it.
+/// Builds a command for `program` that is killed when this process dies. Start it from the main thread, because it ends
+/// with the starting thread.
 pub(crate) fn command(program: &Path) -> Command {
-    // Of this very file, also when another was built over it.
+    // This very file, even if another one was built over it.
     let mut command = Command::new("/proc/self/exe");
     command
         .arg0("bench-io")
@@ -26,15 +27,15 @@ pub(crate) fn command(program: &Path) -> Command {
     command
 }
 
-/// In the process that was started: becomes the other program.
+/// Becomes the other program, in the started process.
 ///
 /// # Errors
-/// `parent` is gone already, or there is no such program.
+/// `parent` is gone, or there is no such program.
 pub(crate) fn become_program(parent: u32, words: &[OsString]) -> Result<()> {
     let (program, words) = words.split_first().context("what to run")?;
     set_parent_process_death_signal(Some(Signal::KILL))
         .context("asking for a signal when the parent process ends")?;
-    // It may have died before that was asked for.
+    // The parent may have died before the request.
     let now = getppid().map(|pid| pid.as_raw_nonzero().get());
     ensure!(
         now.is_some_and(|now| u32::try_from(now) == Ok(parent)),

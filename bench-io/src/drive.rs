@@ -1,16 +1,16 @@
-//! The drives under a path, as Linux describes them: what they are, who orders their operations, and what they moved for anybody.
+//! The drives below a path, as Linux describes them: model, scheduler, and bytes moved for all processes.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Of /proc/diskstats and the like, whatever the drive's own blocks are.
+/// Unit of /proc/diskstats, whatever the drive's block size.
 const SECTOR_BYTES: u64 = 512;
 
-/// Partitions on mirrors on encrypted volumes: further down nobody stacks.
+/// Most levels of devices on devices, such as partitions on mirrors on encrypted volumes.
 const DEPTH_MAX: usize = 8;
 
-/// Words in the models of disks that a hypervisor or a cloud makes.
+/// Parts of model names of disks made by a hypervisor or a cloud.
 const VIRTUAL_MODELS: [&str; 5] = ["qemu", "virtual", "vbox", "elastic block", "persistentdisk"];
 
 /// A whole drive: its directory in sysfs.
@@ -18,7 +18,7 @@ const VIRTUAL_MODELS: [&str; 5] = ["qemu", "virtual", "vbox", "elastic block", "
 pub(crate) struct Drive(PathBuf);
 
 impl Drive {
-    /// Those that a file, directory or block device lies on; none for memory, the network and what does not say.
+    /// Drives below a file, directory or block device; empty for memory, the network and unknown devices.
     pub(crate) fn below(path: &Path) -> Vec<Self> {
         let Ok(found) = fs::metadata(path) else {
             return Vec::new();
@@ -32,7 +32,7 @@ impl Drive {
         if !drives.is_empty() {
             return drives;
         }
-        // Some file systems have a number of their own; what they are mounted from has the drive's.
+        // Some file systems have their own device number; their mount source has the drive's.
         let source = mount(number).and_then(|(_, source)| fs::metadata(source).ok());
         match source {
             Some(source) if source.file_type().is_block_device() => drives_of(sys, source.rdev()),
@@ -40,7 +40,7 @@ impl Drive {
         }
     }
 
-    /// Made by a hypervisor: what is behind it is shared, and cached elsewhere.
+    /// Whether a hypervisor made it: it is shared, and cached elsewhere.
     pub(crate) fn is_virtual(&self) -> bool {
         let path = self.0.to_string_lossy();
         let model = self.model().unwrap_or_default().to_ascii_lowercase();
@@ -50,13 +50,13 @@ impl Drive {
             || VIRTUAL_MODELS.iter().any(|word| model.contains(word))
     }
 
-    /// As the kernel calls it.
+    /// The kernel's name.
     pub(crate) fn name(&self) -> String {
         let name = self.0.file_name().unwrap_or_default();
         name.to_string_lossy().into_owned()
     }
 
-    /// Bytes read and written up to now, by anybody.
+    /// Bytes read and written so far, by all processes.
     pub(crate) fn moved_bytes(&self) -> Option<[u64; 2]> {
         let text = self.line("stat")?;
         let mut words = text.split_whitespace();
@@ -87,7 +87,7 @@ impl std::fmt::Display for Drive {
             (None, false) => {}
         }
         if let Some(schedulers) = self.line("queue/scheduler") {
-            // "none [mq-deadline] kyber", or the only one there is.
+            // "none [mq-deadline] kyber", or the only scheduler.
             let chosen = schedulers
                 .split_once('[')
                 .and_then(|(_, rest)| rest.split_once(']'));
@@ -104,7 +104,7 @@ impl std::fmt::Display for Drive {
     }
 }
 
-/// The first of `paths` that is another one before it by another name, and that one: a file, a directory or a block device.
+/// Finds the first path that names the same file, directory or block device as an earlier one.
 pub(crate) fn named_twice(paths: &[PathBuf]) -> Option<(&Path, &Path)> {
     let which = |path: &Path| {
         let found = fs::metadata(path).ok()?;
@@ -121,7 +121,7 @@ pub(crate) fn named_twice(paths: &[PathBuf]) -> Option<(&Path, &Path)> {
     })
 }
 
-/// What lies under a file or block device: its file system, and the drives with their settings.
+/// Describes what is below a file or block device: its file system, and the drives with their settings.
 pub(crate) fn under(path: &Path) -> String {
     let Ok(found) = fs::metadata(path) else {
         return "unknown".into();
@@ -140,7 +140,7 @@ pub(crate) fn under(path: &Path) -> String {
     }
 }
 
-/// What kind of file system has this number, and where it is mounted from.
+/// Type and mount source of the file system with this device number.
 fn mount(number: u64) -> Option<(String, String)> {
     let numbers = numbers(number);
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
@@ -173,7 +173,7 @@ fn descend(device: &Path, depth: usize, found: &mut Vec<Drive>) {
     if depth == 0 {
         return;
     }
-    // A partition's directory lies in its disk's.
+    // A partition's directory is within its disk's.
     if device.join("partition").exists()
         && let Some(disk) = device.parent()
     {
@@ -200,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    /// A mirror of two NVMe drives' partitions and a virtual disk, as sysfs shows them.
+    /// A mirror of two NVMe partitions and a virtual disk, as in sysfs.
     fn machine() -> tempfile::TempDir {
         let sys = tempfile::tempdir().unwrap();
         let put = |path: &str, text: &str| {

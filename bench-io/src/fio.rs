@@ -1,4 +1,4 @@
-//! fio in the same run, on the same drives: what people trust, with its command printed so that they can repeat it.
+//! Runs fio on the same drives in the same run. Its command is printed so that the result can be reproduced.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -12,24 +12,24 @@ use serde::Serialize;
 
 use crate::{child, shell, stop};
 
-/// Whether it has ended, and whether it is to end.
+/// Interval of checks for the end of fio and for a stop.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// Where fio is, and its version.
+/// A fio program and its version.
 #[derive(Clone, Debug)]
 pub(crate) struct Fio {
     program: PathBuf,
     pub(crate) version: String,
 }
 
-/// What fio is to do.
+/// A job for fio.
 #[derive(Clone, Debug)]
 pub(crate) struct FioJob<'a> {
-    /// What is done, in fio's word, to which files: on each file a job of its own.
+    /// fio's name of each access and the files it applies to, one job per file.
     pub(crate) streams: &'a [(&'static str, &'a [PathBuf])],
-    /// Of mixed operations, how many in a hundred read.
+    /// Percentage of reads in a mix.
     pub(crate) read_percent: Option<u32>,
-    /// On each file, each with a part of its bytes.
+    /// Jobs per file, each with its part of the bytes.
     pub(crate) jobs: u32,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
@@ -39,22 +39,22 @@ pub(crate) struct FioJob<'a> {
     pub(crate) runtime: Duration,
 }
 
-/// What it found.
+/// Results of fio.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FioFigures {
     pub(crate) command: String,
     pub(crate) read: FioWay,
     pub(crate) write: FioWay,
-    /// Processor seconds for 10^9 bytes.
+    /// Processor seconds per 10^9 bytes.
     pub(crate) cpu_s_per_gb: f64,
 }
 
-/// One direction.
+/// Results of one direction.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct FioWay {
-    /// Of all files together.
+    /// Rate of all files together.
     pub(crate) bytes_per_s: f64,
-    /// From submission to completion, of all jobs together.
+    /// Time from submission to completion, over all jobs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) latency_ns: Option<FioLatency>,
 }
@@ -69,17 +69,17 @@ pub(crate) struct FioLatency {
 }
 
 impl FioFigures {
-    /// Both ways.
+    /// Rate of both directions.
     pub(crate) fn bytes_per_s(&self) -> f64 {
         self.read.bytes_per_s + self.write.bytes_per_s
     }
 }
 
 impl Fio {
-    /// The program `named`, or the one in PATH; nothing with the name `none` or where there is none.
+    /// Finds the program `named`, or the one in PATH; `None` for the name `none` or if there is none.
     ///
     /// # Errors
-    /// The named one does not run.
+    /// The named program does not run.
     pub(crate) fn find(named: Option<&Path>) -> Result<Option<Self>> {
         if named == Some(Path::new("none")) {
             return Ok(None);
@@ -98,10 +98,10 @@ impl Fio {
         }
     }
 
-    /// Runs it to its end.
+    /// Runs a job to its end.
     ///
     /// # Errors
-    /// It fails, or says what nobody understands.
+    /// fio fails, or its output cannot be parsed.
     pub(crate) fn run(&self, job: &FioJob) -> Result<FioFigures> {
         let words = words(job);
         let child = child::command(&self.program)
@@ -113,7 +113,7 @@ impl Fio {
             .spawn()
             .with_context(|| format!("starting {}", self.program.display()))?;
         let pid = rustix::process::Pid::from_child(&child);
-        // It says more than a pipe holds.
+        // The output exceeds a pipe's capacity.
         let reading = std::thread::spawn(move || child.wait_with_output());
         while !reading.is_finished() {
             if stop::check().is_err() {
@@ -154,7 +154,7 @@ fn words(job: &FioJob) -> Vec<OsString> {
         "--fallocate=none".into(),
         "--thread=1".into(),
         "--lat_percentiles=1".into(),
-        // Percentiles of several jobs do not add up; fio adds their histograms.
+        // Percentiles of several jobs do not add up; fio merges their histograms.
         "--group_reporting=1".into(),
     ];
     if job.jobs > 1 {
@@ -175,7 +175,7 @@ fn words(job: &FioJob) -> Vec<OsString> {
     words
 }
 
-/// `file` behind `option` as fio takes it: a colon would end its name and begin another file's.
+/// Builds the option for one file: an unescaped colon would begin another file's name.
 fn one_file(option: &str, file: &Path) -> OsString {
     let bytes = file.as_os_str().as_bytes().iter();
     let escaped = bytes.flat_map(|byte| match byte {
@@ -186,7 +186,7 @@ fn one_file(option: &str, file: &Path) -> OsString {
 }
 
 fn figures(said: &str, command: String) -> Result<FioFigures> {
-    // It may complain before its JSON.
+    // fio may print warnings before its JSON.
     let start = said.find('{').context("fio printed no JSON")?;
     let found: serde_json::Value =
         serde_json::from_str(&said[start..]).context("what fio printed")?;
@@ -217,7 +217,7 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
     Ok(figures)
 }
 
-/// Nothing where nothing was moved.
+/// `None` if nothing was moved.
 fn latency(said: &serde_json::Value) -> Option<FioLatency> {
     let at = |percent: &str| said["percentile"][percent].as_u64();
     Some(FioLatency {

@@ -1,4 +1,4 @@
-//! The same job by fio, in turns with ours: what the daemon adds, on the same drive in the same minutes.
+//! The same job by fio, alternating with ours, to show what the daemon adds on the same drive at the same time.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,15 +16,15 @@ use crate::report::Figures;
 use crate::rounds::median;
 use crate::units::Micros;
 
-/// fio, and files for it.
+/// fio and the files it uses.
 pub(crate) struct Beside {
     fio: Fio,
     files: Vec<PathBuf>,
-    /// Of files of its own.
+    /// Directories of files made for fio.
     _dirs: Vec<WorkDir>,
 }
 
-/// Ours beside fio's, a number a round.
+/// Our figures beside fio's, one per round.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct BesideReport {
     pub(crate) fio_version: String,
@@ -32,7 +32,7 @@ pub(crate) struct BesideReport {
     pub(crate) rows: Vec<Row>,
 }
 
-/// One figure of all rounds, in their order.
+/// One figure of all rounds, in order.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     /// "read" or "write".
@@ -42,7 +42,7 @@ pub(crate) struct Row {
     pub(crate) fio: Vec<f64>,
 }
 
-/// What a row counts.
+/// What a row contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Figure {
@@ -52,10 +52,10 @@ pub(crate) enum Figure {
 }
 
 impl Beside {
-    /// Whether fio can do `job`: `fio`, if it can.
+    /// Checks whether fio can do `job`.
     ///
     /// # Errors
-    /// There is no fio; the job has no time; or its drives are a running daemon's.
+    /// There is no fio; the job has no runtime; or its drives belong to a running daemon.
     pub(crate) fn can(job: &Job, fio: Option<Fio>) -> Result<Fio> {
         let fio = fio.context("rounds: there is no fio to take turns with; name it with --fio")?;
         ensure!(
@@ -71,10 +71,10 @@ impl Beside {
         Ok(fio)
     }
 
-    /// Makes files for `fio`, which can do `job`, where the job has none that it may use.
+    /// Makes files for `fio`, unless the job has files that it may use.
     ///
     /// # Errors
-    /// No room.
+    /// Not enough space.
     pub(crate) fn new(
         job: &Job,
         prepared: &Prepared,
@@ -99,10 +99,10 @@ impl Beside {
         })
     }
 
-    /// fio's turn.
+    /// Runs fio's turn.
     ///
     /// # Errors
-    /// It fails.
+    /// fio fails.
     pub(crate) fn turn(&self, job: &Job, size: u64) -> Result<FioFigures> {
         self.fio.run(&FioJob {
             streams: &[(job.rw.word(), &self.files)],
@@ -117,7 +117,7 @@ impl Beside {
         })
     }
 
-    /// What came of all rounds.
+    /// Compares all rounds.
     pub(crate) fn report(&self, rounds: &[(Figures, FioFigures)]) -> BesideReport {
         let mut rows = Vec::new();
         for way in ["read", "write"] {

@@ -1,6 +1,6 @@
-//! What to move: fio's words, as flags and as keys of a file ([`JobWords`]), and what is left after the checks ([`Job`]).
+//! Job description: fio's options as flags and as keys of a file ([`JobWords`]), and the checked result ([`Job`]).
 //!
-//! A flag wins over the file. Nothing here touches a device.
+//! A flag overrides the file. Nothing here touches a device.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,17 +13,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Switch};
 
-/// Threads, each with an engine or a session of its own.
+/// Threads, each with its own engine or session.
 const JOBS_MAX: u32 = 64;
 
-/// Which way, and in what order.
+/// Direction and order of access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[value(rename_all = "lower")]
 pub(crate) enum Access {
     Read,
     Write,
-    /// Reads and writes mixed, in order
+    /// Mixed reads and writes, in order
     #[value(alias = "readwrite")]
     #[serde(alias = "readwrite")]
     Rw,
@@ -33,7 +33,7 @@ pub(crate) enum Access {
 }
 
 impl Access {
-    /// As fio and we write it.
+    /// The name in fio and here.
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -62,63 +62,63 @@ impl Access {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum TargetKind {
-    /// A device or file, by the engine alone
+    /// The I/O engine alone, on a device or file
     Device,
-    /// The same through offloadd and shared memory, with checksums
+    /// Through offloadd and shared memory, with checksums
     Daemon,
-    /// Through offloadd into a GPU's memory, and out of it
+    /// Through offloadd into and out of a GPU's memory
     Gpu,
 }
 
-/// A job as it is asked for, unchecked. Field names are fio's.
+/// An unchecked job. Field names are fio's.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct JobWords {
     /// What is measured [default: daemon]
     #[arg(long, value_enum)]
     target: Option<TargetKind>,
-    /// Which way, and in what order [default: read]
+    /// Direction and order of access [default: read]
     #[arg(long, value_enum)]
     rw: Option<Access>,
-    /// Of mixed operations, how many in a hundred read [default: 50]
+    /// Percentage of reads in a mix [default: 50]
     #[arg(long, value_name = "N")]
     rwmixread: Option<u32>,
-    /// Bytes of one operation, as 4m: a tile, through the daemon [default: 4m]
+    /// Size of an operation, such as 4m; through the daemon, of a tile [default: 4m]
     #[arg(long, value_name = "BYTES")]
     bs: Option<Bytes>,
     /// Operations in flight of each job [default: 32]
     #[arg(long, value_name = "N")]
     iodepth: Option<u32>,
-    /// Threads, each with an engine or session and a part of the bytes of its own [default: 1]
+    /// Threads, each with its own engine or session and part of the bytes [default: 1]
     #[arg(long, value_name = "N")]
     numjobs: Option<u32>,
-    /// Seconds to measure; 0 is until all bytes were moved once [default: 5]
+    /// Seconds to measure; 0 moves all bytes once [default: 5]
     #[arg(long, value_name = "SECONDS")]
     runtime: Option<f64>,
-    /// Seconds before them that do not count [default: 0.5; 0 when runtime is 0]
+    /// Seconds to run before measuring [default: 0.5; 0 when runtime is 0]
     #[arg(long = "ramp_time", alias = "ramp-time", value_name = "SECONDS")]
     ramp_time: Option<f64>,
-    /// auto, uring, aio or psync: how bytes are moved [default: auto]
+    /// I/O engine: auto, uring, aio or psync [default: auto]
     #[arg(long, value_name = "NAME")]
     ioengine: Option<String>,
-    /// Bytes of each file or device that are used, as 1g [default: 1g; of a file that exists, all]
+    /// Bytes used of each file or device, such as 1g [default: 1g; all of an existing file]
     #[arg(long, value_name = "BYTES")]
     size: Option<Bytes>,
-    /// 1: past the page cache; 0: through it, which measures memory [default: 1]
+    /// 1 bypasses the page cache; 0 uses it, which measures memory [default: 1]
     #[arg(long, value_name = "0|1")]
     direct: Option<Switch>,
-    /// A file or block device, measured as it is; may come several times
+    /// Existing file or block device; repeatable
     #[arg(long, value_name = "PATH")]
     #[serde(default, deserialize_with = "one_or_many")]
     filename: Vec<PathBuf>,
-    /// A directory on a drive, in which files are made and taken away again; may come several times [default: .]
+    /// Directory on a drive for temporary files; repeatable [default: .]
     #[arg(long, value_name = "DIR")]
     #[serde(default, deserialize_with = "one_or_many")]
     directory: Vec<PathBuf>,
-    /// The socket of a running daemon; without it one is started for this run
+    /// Socket of a running daemon [default: start one for this run]
     #[arg(long, value_name = "PATH", conflicts_with = "directory")]
     socket: Option<PathBuf>,
-    /// Let writes destroy what is in --filename
+    /// Allow writes to destroy the content of --filename
     #[arg(long)]
     #[serde(default)]
     overwrite: bool,
@@ -137,57 +137,57 @@ fn one_or_many<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<PathBuf>
     })
 }
 
-/// A job that holds together.
+/// A checked job.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
     pub(crate) rw: Access,
-    /// Of mixed operations, how many in a hundred read.
+    /// Percentage of reads in a mix.
     pub(crate) read_percent: u32,
     pub(crate) bs: u32,
-    /// Of each of `numjobs`.
+    /// Operations in flight of each of `numjobs`.
     pub(crate) iodepth: u32,
     pub(crate) numjobs: u32,
-    /// Zero: once over all bytes.
+    /// Zero moves all bytes once.
     pub(crate) runtime: Duration,
     pub(crate) ramp: Duration,
     pub(crate) engine: EngineChoice,
-    /// The setting's word for it.
+    /// The engine's name in the settings.
     pub(crate) engine_word: String,
-    /// Of each file or device; `None`: all there is.
+    /// Bytes used of each file or device; `None` uses all.
     pub(crate) size: Option<u64>,
     pub(crate) direct: bool,
     pub(crate) place: Place,
-    /// Bytes end and begin in a GPU's memory, not in host memory.
+    /// Whether tiles continue to a GPU's memory.
     pub(crate) gpu: bool,
 }
 
-/// Where the bytes are.
+/// Location of the bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// The engine alone, on files or block devices that are there. Writing was allowed if the job writes.
+    /// The engine alone, on existing files or block devices. Writing was allowed if the job writes.
     Files(Vec<PathBuf>),
     /// The engine alone, on files made for this run.
     NewFiles(Vec<PathBuf>),
     /// A private daemon with a device in each directory.
     Private(Vec<PathBuf>),
-    /// A daemon that runs already.
+    /// A running daemon.
     Socket(PathBuf),
 }
 
 impl JobWords {
-    /// The words of the file at `path`.
+    /// Reads the file at `path`.
     ///
     /// # Errors
-    /// It cannot be read, is no TOML, or has a key nobody reads.
+    /// It cannot be read, is not TOML, or has an unknown key.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("the job file {}", path.display()))?;
         toml::from_str(&text).with_context(|| format!("the job file {}", path.display()))
     }
 
-    /// These words, and those of `file` where these say nothing.
+    /// Takes missing options from `file`.
     pub(crate) fn over(self, file: Self) -> Self {
-        // A place is one thing, however it is named.
+        // The options that name a location override each other.
         let is_placed =
             self.socket.is_some() || !self.filename.is_empty() || !self.directory.is_empty();
         let (filename, directory, socket) = match is_placed {
@@ -213,7 +213,7 @@ impl JobWords {
         }
     }
 
-    /// The same with `rw` and once over all bytes, whatever was said.
+    /// Returns the same job with access `rw`, once over all bytes.
     pub(crate) fn once(self, rw: Access) -> Self {
         Self {
             rw: Some(rw),
@@ -223,10 +223,10 @@ impl JobWords {
         }
     }
 
-    /// Refuses what cannot be done, naming the word.
+    /// Checks the options.
     ///
     /// # Errors
-    /// The first word that is wrong.
+    /// The first option that is wrong.
     pub(crate) fn check(self) -> Result<Job> {
         let target = self.target.unwrap_or(match self.filename.is_empty() {
             true => TargetKind::Daemon,
@@ -262,7 +262,7 @@ impl JobWords {
             "ramp_time: with runtime = 0 every byte counts, so it must be 0 too"
         );
         let word = self.ioengine.unwrap_or_else(|| "auto".into());
-        // fio's names for the same.
+        // fio's names for the same engines.
         let word = match word.as_str() {
             "io_uring" => "uring".to_owned(),
             "libaio" => "aio".to_owned(),
@@ -364,7 +364,7 @@ impl JobWords {
     }
 }
 
-/// Up to a day: more is a mistake in the unit.
+/// At most a day: more is a wrong unit.
 fn seconds(word: &str, value: f64) -> Result<Duration> {
     ensure!(
         (0.0..=86_400.0).contains(&value),

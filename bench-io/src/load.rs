@@ -1,12 +1,12 @@
-//! The load: streams of operations that keep a target busy, and what came of them.
+//! Generates load: streams of operations that keep a target busy, and their results.
 //!
 //! ```text
 //!   prepare | ramp (not counted) | measured .......... | what is in flight ends | flush
 //!           ^ all jobs together  ^ begin               ^ end
 //! ```
 //!
-//! A stream goes one way, or mixes both, over a part of the blocks, in order or not, with a depth of its own. What counts is
-//! what ended between `begin` and `end`, with the time between, so that neither a cold start nor a tail is measured.
+//! A stream reads, writes, or mixes both over a range of blocks, in order or randomly, with its own depth. Only
+//! operations that end between `begin` and `end` count, over that time, so neither the start nor the tail is measured.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,56 +19,56 @@ use crate::shuffle;
 use crate::stop;
 use crate::targets::{Flight, Target, Way};
 
-/// A device that answers nothing for so long is not coming back.
+/// A device that answers nothing for so long is considered lost.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Longest sleep: the end of the time must be seen.
+/// Longest sleep, so that the end of the time is noticed.
 const WAIT: Duration = Duration::from_millis(50);
 
-/// Latencies up to this are told apart.
+/// Longest latency that the histogram distinguishes.
 const LATENCY_NS_MAX: u64 = 100_000_000_000;
 
-/// Operations of one kind.
+/// A stream of operations.
 #[derive(Debug)]
 pub(crate) struct Stream {
     device: u32,
     depth: u32,
     read_percent: u32,
-    /// Where reads go and where writes go; a stream that goes one way has one of them.
+    /// Blocks for reads and for writes; a stream in one direction has one of them.
     parts: [Option<Part>; 2],
     started: [u64; 2],
     inflight_count: u32,
 }
 
-/// Blocks in the order in which they are used, again and again.
+/// A range of blocks, used repeatedly in one order.
 #[derive(Debug)]
 struct Part {
     first: u64,
     count: u64,
-    /// Or in order.
+    /// Random order; otherwise sequential.
     random: bool,
-    /// Of those in flight, so never more than the stream's depth.
+    /// Blocks in flight, never more than the stream's depth.
     busy: HashSet<u64>,
     next: u64,
 }
 
-/// What a stream is to do.
+/// Plan of a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct StreamPlan {
     pub(crate) device: u32,
-    /// First block and how many.
+    /// First block and count.
     pub(crate) blocks: (u64, u64),
     pub(crate) reads: bool,
     pub(crate) writes: bool,
-    /// When it does both.
+    /// Percentage of reads in a stream that does both.
     pub(crate) read_percent: u32,
     pub(crate) random: bool,
     pub(crate) depth: u32,
 }
 
 impl Stream {
-    /// A stream that does both reads in the first half of its blocks and writes in the second: two operations on one block
-    /// would wait for each other.
+    /// Creates the stream. With both directions it reads the first half of its blocks and writes the second, because
+    /// two operations on one block would wait for each other.
     pub(crate) fn new(plan: &StreamPlan) -> Self {
         let (first, count) = plan.blocks;
         let part = |first, count| Some(Part::new(first, count, plan.random));
@@ -90,7 +90,7 @@ impl Stream {
         }
     }
 
-    /// The next operation, unless its block is still in use. With `once` no block is used twice.
+    /// Returns the next operation, unless its block is in flight. With `once` no block is used twice.
     fn next(&mut self, once: bool) -> Option<(Way, u64)> {
         let done = |part: &Option<Part>| match part {
             None => true,
@@ -101,7 +101,7 @@ impl Stream {
             (false, true) => Way::Read,
             (true, false) => Way::Write,
             (false, false) => {
-                // Keeps the shares at every moment, without chance.
+                // Keeps the ratio of reads at every moment, deterministically.
                 let all = self.started[0] + self.started[1];
                 match self.started[0] * 100 <= all * u64::from(self.read_percent) {
                     true => Way::Read,
@@ -149,15 +149,15 @@ impl Part {
     }
 }
 
-/// When to count.
+/// When to measure.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timing {
     pub(crate) ramp: Duration,
-    /// Zero: once over all blocks.
+    /// Zero runs once over all blocks.
     pub(crate) runtime: Duration,
 }
 
-/// What one direction reached.
+/// Results of one direction.
 #[derive(Clone, Debug)]
 pub(crate) struct Tally {
     pub(crate) ops: u64,
@@ -174,11 +174,11 @@ impl Tally {
     }
 }
 
-/// What a job reached, reading and writing.
+/// Results of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
     pub(crate) ways: [Tally; 2],
-    /// Between `begin` and `end`, or until the last flush when the load went once over all blocks.
+    /// Between `begin` and `end`, or until the last flush if the load ran once over all blocks.
     pub(crate) seconds: f64,
 }
 
@@ -190,22 +190,22 @@ impl Outcome {
         }
     }
 
-    /// Jobs that ran at the same time, taken together.
+    /// Adds a job that ran at the same time.
     pub(crate) fn add(&mut self, other: &Self) {
         for (mine, theirs) in self.ways.iter_mut().zip(&other.ways) {
             mine.ops += theirs.ops;
-            // The bounds are the same.
+            // Both histograms have the same bounds.
             let _ = mine.latency_ns.add(&theirs.latency_ns);
         }
         self.seconds = self.seconds.max(other.seconds);
     }
 }
 
-/// Runs `streams` on `target` from `start` on. `moved` counts operations for whoever shows progress; `failed` is of a job beside
-/// this one.
+/// Runs `streams` on `target` from `start`. `moved` counts operations for the progress display; `failed` is set by a
+/// parallel job.
 ///
 /// # Errors
-/// The first operation that fails; or none ends for a minute; or the other job failed.
+/// An operation fails, none ends for a minute, or a parallel job failed.
 pub(crate) fn run(
     target: &mut dyn Target,
     streams: &mut [Stream],
@@ -284,7 +284,7 @@ mod tests {
     use super::*;
     use crate::pattern::{Pattern, WrongBlocks};
 
-    /// Ends operations in the order they came, two at a time, and remembers them.
+    /// Ends operations in order, two at a time, and records them.
     #[derive(Default)]
     struct Fake {
         waiting: Vec<Flight>,
@@ -377,7 +377,7 @@ mod tests {
         assert_eq!(outcome.ways.map(|tally| tally.ops), [20, 20]);
         let reads = fake.seen.iter().filter(|(way, _)| *way == Way::Read);
         assert!(reads.clone().all(|(_, block)| (10..30).contains(block)));
-        // Until the reads are through, three of four read.
+        // Until the reads are exhausted, three of four operations read.
         let early = fake.seen[..24].iter().filter(|(way, _)| *way == Way::Read);
         assert_eq!(early.count(), 18);
     }

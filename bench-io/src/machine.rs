@@ -1,4 +1,4 @@
-//! The machine as a report names it: hardware, how busy it is, who used the processor.
+//! The machine in a report: hardware, load, and processor time of processes.
 
 use std::fs;
 use std::time::Duration;
@@ -8,14 +8,13 @@ use nix::unistd::Pid;
 use offloadd::doctor;
 use serde::Serialize;
 
-/// For a report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
     pub(crate) processor: String,
     pub(crate) cores: usize,
     pub(crate) memory_bytes: u64,
     pub(crate) kernel: String,
-    /// Whether arenas get huge pages, in the kernel's word.
+    /// The kernel's setting for huge pages of shared memory.
     pub(crate) huge_pages: Option<String>,
     /// UTC.
     pub(crate) date: String,
@@ -59,21 +58,21 @@ pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |count| count.get())
 }
 
-/// Processes that wait for a processor or a drive, over the last minute.
+/// Processes waiting for a processor or a drive, averaged over the last minute.
 pub(crate) fn load_average() -> Option<f64> {
     let text = fs::read_to_string("/proc/loadavg").ok()?;
     text.split(' ').next()?.parse().ok()
 }
 
-/// Processor seconds of a process since it began, of all its threads, those that have ended too; nothing when it is gone. By its
-/// clock, in nanoseconds: /proc counts in ticks of 10 ms, which a short measurement has few of.
+/// Processor seconds of a process with all its threads, ended ones included; `None` if it is gone. Read from its clock
+/// in nanoseconds: /proc counts in ticks of 10 ms, too coarse for a short measurement.
 pub(crate) fn cpu_seconds(pid: u32) -> Option<f64> {
     let pid = Pid::from_raw(i32::try_from(pid).ok()?);
     let time = clock_gettime(clock_getcpuclockid(pid).ok()?).ok()?;
     Some(Duration::from(time).as_secs_f64())
 }
 
-/// Seconds that all processors together were idle, and seconds in all.
+/// Idle and total seconds of all processors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IdleTime {
     idle: u64,
@@ -89,13 +88,13 @@ impl IdleTime {
             .filter_map(|word| word.parse().ok())
             .collect();
         Some(Self {
-            // Waiting for a drive is idle.
+            // Waiting for a drive is idle time.
             idle: ticks.get(3)? + ticks.get(4)?,
             all: ticks.iter().take(8).sum(),
         })
     }
 
-    /// Of the time since `earlier`, the share that was idle.
+    /// Fraction of the time since `earlier` that was idle.
     pub(crate) fn share_since(self, earlier: Self) -> Option<f64> {
         let all = self.all.checked_sub(earlier.all).filter(|all| *all > 0)?;
         Some(self.idle.saturating_sub(earlier.idle) as f64 / all as f64)
@@ -124,7 +123,7 @@ mod tests {
 
     #[test]
     fn what_takes_less_than_a_tick_is_counted_also_of_another_process() {
-        // In ticks all but every hundredth such look would see nothing.
+        // A clock that counts in ticks would see nothing in most of these intervals.
         let used = |pid: u32, work: &mut dyn FnMut()| {
             let before = cpu_seconds(pid).unwrap();
             work();
@@ -140,7 +139,7 @@ mod tests {
         let seen = (0..20).filter(|_| used(me, &mut short) > 0.0).count();
         assert_eq!((seen, state == 0), (20, false));
 
-        // A shell that does a little for each line and says so.
+        // A shell that works a little for each line.
         let mut other = std::process::Command::new("sh")
             .args(["-c", "while read -r line; do echo $line; done"])
             .stdin(std::process::Stdio::piped())

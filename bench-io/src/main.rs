@@ -1,4 +1,4 @@
-//! What drives can do for tiles, directly and through the daemon, and with which settings.
+//! Measures drives with tiles, directly and through the daemon, and finds good settings.
 //!
 //! ```text
 //!   cli ──▶ job (fio's words) ──▶ bench ──▶ load ──▶ target: the engine alone, or a session of the daemon
@@ -53,11 +53,11 @@ use crate::cli::training::TrainingArgs;
 use crate::cli::tune::TuneArgs;
 use crate::cli::verify::VerifyArgs;
 
-/// Measures what drives do for tiles, directly and through offloadd.
+/// Measures drives with tiles, directly and through offloadd.
 ///
-/// Without a command: writes whole tiles in order through a daemon of its own, commits them, reads them back, checksums on;
-/// then moves the same bytes through the same engine without the daemon. All was written once before, unmeasured. Needs two
-/// and a half times SIZE of space in FOLDER, and frees it.
+/// Without a command: writes tiles in order through a private daemon, commits them, reads them back with checksums, and
+/// then moves the same bytes through the same engine without the daemon. Everything is written once before, unmeasured.
+/// Needs two and a half times SIZE of free space in the directory.
 #[derive(Parser)]
 #[command(
     version,
@@ -77,25 +77,25 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure one job, given in fio's words, on a device or through the daemon
+    /// Measure one job, described by fio's options, on a device or through the daemon
     #[command(after_help = cli::run::EXAMPLES)]
     Run(RunArgs),
-    /// Measure whether 1 to N drives add up, beside fio; table, JSON, picture
+    /// Measure whether the rates of 1 to N drives add up, compared with fio
     #[command(after_help = cli::scale::EXAMPLES)]
     Scale(ScaleArgs),
-    /// Find the settings these directories' drives like, in less than a minute
+    /// Find good settings for drives in less than a minute
     #[command(after_help = cli::tune::EXAMPLES)]
     Tune(TuneArgs),
-    /// Predict a training step's time from drives' rates, for DeepSpeed's bytes and for ours; or run it and compare
+    /// Predict a training step's time from the rates of drives, or train and compare
     #[command(after_help = cli::training::EXAMPLES)]
     Training(TrainingArgs),
-    /// Write patterns that name their own offset, read them back, and name every block that is wrong
+    /// Write patterns that contain their own position, read them back, and report every wrong block
     #[command(after_help = cli::verify::EXAMPLES)]
     Verify(VerifyArgs),
     /// Create and destroy drives of a known speed in memory, as root
     #[command(after_help = cli::testdrives::EXAMPLES)]
     Testdrives(TestdrivesArgs),
-    /// Become PROGRAM, and be killed when process PARENT, which started this one, dies
+    /// Become PROGRAM and be killed when the parent process PARENT dies
     #[command(name = child::WORD, hide = true)]
     EndWith {
         parent: u32,
@@ -106,7 +106,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    // Lost output is an error of a command that went well otherwise.
+    // Lost output fails a command that succeeded otherwise.
     match run(arguments).and_then(|()| Ok(console::finish()?)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -117,7 +117,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: Arguments) -> Result<()> {
-    // Another program listens for itself.
+    // The other program handles its own signals.
     if !matches!(arguments.command, Some(Command::EndWith { .. })) {
         stop::listen()?;
     }

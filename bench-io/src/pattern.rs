@@ -1,10 +1,11 @@
-//! Bytes that name where they belong, so that a block read back wrong says what it is.
+//! Blocks that contain their own position, so that a wrong block shows where it came from.
 //!
 //! ```text
 //!   each 4096 bytes   | "offloadp" | pass | device | offset | noise made from these three ... |
 //! ```
 //!
-//! A drive can return another place's bytes (misdirected), an earlier pass's (stale or lost writes), zeros, or damage.
+//! A drive can return another position's block (misdirected), an earlier pass's (stale or lost writes), zeros, or
+//! damaged data.
 
 use std::fmt;
 
@@ -13,51 +14,51 @@ use serde::Serialize;
 
 use crate::random_data;
 
-/// What a pattern is checked in: the smallest thing a device writes whole.
+/// Unit of checks: the smallest unit that a device writes whole.
 const BLOCK: usize = BLOCK_BYTES as usize;
 const MAGIC: u64 = u64::from_le_bytes(*b"offloadp");
 const WORDS: usize = BLOCK / 8;
 
-/// Makes and checks the bytes of one pass over a device.
+/// Generates and checks the data of one pass over a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pattern {
-    /// Differs between passes and runs, so that old bytes show.
+    /// Differs between passes and runs, so that stale data is detected.
     pub(crate) pass: u64,
 }
 
-/// One block that is not what was written.
+/// A wrong block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct WrongBlock {
-    /// Of the target's files; through a daemon the job's number.
+    /// Index of the target's file; through a daemon, the job's number.
     pub(crate) device: u64,
-    /// From the file's start, or the first tile's.
+    /// Offset from the start of the file or the first tile.
     pub(crate) offset: u64,
     pub(crate) found: Found,
 }
 
-/// What lay there instead.
+/// What the block contained instead.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Found {
     Zeros,
-    /// Whole, and of another place.
+    /// A valid block of another position.
     OtherPlace {
         device: u64,
         offset: u64,
     },
-    /// Whole, of this place, and of another pass.
+    /// A valid block of this position and another pass.
     OtherPass {
         pass: u64,
     },
-    /// The first byte that differs, from the block's start.
+    /// Offset of the first wrong byte in the block.
     Damage {
         byte: usize,
     },
-    /// No block of ours.
+    /// Not a block of this program.
     Foreign,
 }
 
-/// Blocks that are wrong: all of them counted, the first ones kept, as a drive can be wrong everywhere.
+/// Wrong blocks: all are counted, the first ones are kept.
 #[derive(Debug, Default)]
 pub(crate) struct WrongBlocks {
     pub(crate) kept: Vec<WrongBlock>,
@@ -65,7 +66,7 @@ pub(crate) struct WrongBlocks {
 }
 
 impl WrongBlocks {
-    /// 64 MiB of them.
+    /// 64 MiB of entries.
     pub(crate) const KEPT_MAX: usize = 1 << 20;
 
     pub(crate) fn add(&mut self, other: Self) {
@@ -98,7 +99,7 @@ impl fmt::Display for WrongBlock {
 }
 
 impl Pattern {
-    /// Fills whole blocks that belong at `offset` of `device`.
+    /// Fills whole blocks for `offset` of `device`.
     pub(crate) fn fill(&self, bytes: &mut [u8], device: u64, offset: u64) {
         for (index, block) in bytes.chunks_exact_mut(BLOCK).enumerate() {
             let words = self.words(device, offset + (index * BLOCK) as u64);
@@ -108,7 +109,7 @@ impl Pattern {
         }
     }
 
-    /// Every block of `bytes` that does not belong at `offset` of `device`.
+    /// Finds every block of `bytes` that is not the one of its position from `offset` of `device`.
     pub(crate) fn check(&self, bytes: &[u8], device: u64, offset: u64) -> Vec<WrongBlock> {
         let mut wrong = Vec::new();
         for (index, block) in bytes.chunks_exact(BLOCK).enumerate() {
@@ -165,7 +166,7 @@ impl Pattern {
     }
 }
 
-/// The first byte of `block` that is not `words`.
+/// Index of the first byte of `block` that differs from `words`.
 fn differs(block: &[u8], words: impl Iterator<Item = u64>) -> Option<usize> {
     for (index, (bytes, word)) in block.chunks_exact(8).zip(words).enumerate() {
         let expected = word.to_le_bytes();

@@ -1,4 +1,4 @@
-//! Pictures: panels with lines over the number of drives. SVG by hand, so that they open anywhere.
+//! Line charts over the number of drives, as plain SVG.
 
 use std::fmt::Write;
 
@@ -6,18 +6,18 @@ const PANEL_WIDTH: f64 = 300.0;
 const PANEL_HEIGHT: f64 = 220.0;
 const MARGIN: f64 = 56.0;
 
-/// The title, and the panels' names; lines that say what it is of come between.
+/// Height of the title and the panels' names; description lines come between them.
 const HEAD: f64 = 46.0;
 const LINE_HEIGHT: f64 = 18.0;
 
-/// Of a letter, on the average.
+/// Average width of a letter.
 const LETTER_WIDTH: f64 = 6.2;
 const LEGEND_WIDTH: f64 = 180.0;
 
 /// The legend must fit.
 const WIDTH_MIN: f64 = 760.0;
 
-/// A line of a panel: its name, colour, dashes, and points.
+/// A line of a chart.
 pub(crate) struct Line {
     pub(crate) name: &'static str,
     pub(crate) colour: &'static str,
@@ -25,7 +25,7 @@ pub(crate) struct Line {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// A panel for each of `panels`, a title, lines of what it was taken on and how, and what the panels' lines mean.
+/// Draws a title, description lines, one chart per panel, and a legend.
 pub(crate) fn svg(title: &str, about: &[String], panels: &[(&str, Vec<Line>)]) -> String {
     let width = panels.len() as f64 * (PANEL_WIDTH + MARGIN) + MARGIN;
     let letters = about.iter().map(|line| line.chars().count()).max();
@@ -83,7 +83,7 @@ fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
     let x = |drives: f64| left + PANEL_WIDTH * drives / drives_max;
     let y = |rate: f64| head + PANEL_HEIGHT * (1.0 - rate / top);
     let mut out = String::new();
-    // Writing to a String does not fail.
+    // Writing to a String cannot fail.
     let _ = write!(
         out,
         r##"<text x="{}" y="{}" font-size="13">{name}</text><path d="M{left} {head} V{} H{}" fill="none" stroke="#222"/>"##,
@@ -136,7 +136,7 @@ fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
     out
 }
 
-/// Two or three figures.
+/// Formats with two or three significant digits.
 fn short(rate: f64) -> String {
     match rate {
         rate if rate >= 10.0 => format!("{rate:.0}"),
@@ -146,7 +146,7 @@ fn short(rate: f64) -> String {
     }
 }
 
-/// As text of HTML and SVG.
+/// Escapes text for HTML and SVG.
 pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(height(&lines) - height(&lines[..1]), LINE_HEIGHT);
         let said = svg("title", &lines, &panels());
         assert!(said.contains("second &amp; third"), "{said}");
-        // The panel begins below the last of them.
+        // The panel begins below the description lines.
         let top = HEAD + 2.0 * LINE_HEIGHT;
         assert!(said.contains(&format!(r#"d="M{MARGIN} {top} V"#)), "{said}");
         let long = svg("title", &["x".repeat(300)], &panels());

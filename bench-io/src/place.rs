@@ -1,4 +1,4 @@
-//! Directories and stores made for one measurement, and gone with it.
+//! Directories and stores of one measurement, removed with it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,15 +9,15 @@ use offload_support::retry::retry;
 
 use crate::random_data;
 
-/// Of a store's file, beside two extents a tile: records and catalog.
+/// Space in a store's file besides two extents per tile: records and catalog.
 const STORE_SLACK_BYTES: u64 = 64 << 20;
 
-/// Tiles go to devices by their measured rates, so a device may get more than an equal part.
+/// Size of a store's file. Tiles are placed by measured rates, so a device may get more than an equal part.
 pub(crate) const fn store_file_bytes(tile_bytes: u64) -> u64 {
     2 * tile_bytes + tile_bytes / 2 + STORE_SLACK_BYTES
 }
 
-/// Of the arena, beside the slots: the gaps between pieces.
+/// Space in the arena besides the slots: gaps between pieces.
 const ARENA_SLACK_BYTES: u64 = 64 << 20;
 
 /// Pauses while a process that has ended releases its files: its io_uring is gone about 0.1 s later, under load up to
@@ -26,15 +26,12 @@ pub(crate) fn release_waits() -> impl Iterator<Item = Duration> {
     std::iter::repeat_n(Duration::from_millis(20), 500)
 }
 
-/// A directory of this run's own; gone with it, or with the next run on the same drive where this one was killed.
+/// A directory of this run. Removed with it, or, if this run is killed, by the next one on the same drive.
 #[derive(Debug)]
 pub(crate) struct WorkDir(OwnDir);
 
 impl WorkDir {
-    /// In `parent`, which must exist.
-    ///
-    /// # Errors
-    /// It cannot be made.
+    /// Makes a directory in `parent`, which must exist.
     pub(crate) fn make(parent: &Path) -> Result<Self> {
         let made = OwnDir::new(parent, ".bench-io-").with_context(|| {
             format!(
@@ -50,7 +47,7 @@ impl WorkDir {
     }
 }
 
-/// Real bytes: what is only reserved reads at the speed of memory.
+/// Writes real data: space that is only reserved reads at the speed of memory.
 pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
     use std::io::Write;
     let wrote = || -> std::io::Result<()> {
@@ -69,21 +66,21 @@ pub(crate) fn write_file(path: &Path, bytes: u64) -> Result<()> {
     crate::stop::check()
 }
 
-/// A private daemon with a device in each of some directories.
+/// A private daemon with a device in each of several directories.
 #[derive(Debug)]
 pub(crate) struct OwnDaemon {
-    /// `None` while it is taken away.
+    /// `None` while it is being stopped.
     daemon: Option<PrivateDaemon>,
     devices: Vec<PathBuf>,
     _dirs: Vec<WorkDir>,
 }
 
 impl OwnDaemon {
-    /// Formats and starts it: room for `tile_bytes` of tiles on each device, twice, and `slot_bytes` of slots in all;
-    /// `iodepth` is what a session may ask for.
+    /// Formats a store and starts a daemon: each device has space for `tile_bytes` of tiles, twice, and the arena for
+    /// `slot_bytes` of slots; `iodepth` is the largest that a session may request.
     ///
     /// # Errors
-    /// No room, or no daemon program.
+    /// Not enough space, or the daemon's program is missing.
     pub(crate) fn start(
         parents: &[PathBuf],
         tile_bytes: u64,
@@ -120,7 +117,7 @@ impl OwnDaemon {
         daemon.socket()
     }
 
-    /// Its files, in the order of the directories.
+    /// Its device files, in the order of the directories.
     pub(crate) fn devices(&self) -> &[PathBuf] {
         &self.devices
     }
@@ -134,7 +131,7 @@ impl Drop for OwnDaemon {
             let Ok(file) = std::fs::File::open(device) else {
                 continue;
             };
-            // A file that stays busy holds up nobody but the next measurement.
+            // A file that stays busy affects only the next measurement.
             let _ = retry(release_waits(), || file.try_lock());
         }
     }

@@ -1,4 +1,4 @@
-//! What a job needs to run: files, directories, a store of its own; made before it and gone after it.
+//! Files, directories and the store of a job: made before it, removed after it.
 
 use std::path::PathBuf;
 
@@ -15,13 +15,13 @@ use crate::targets::daemon::drop_left;
 use crate::targets::device::{DeviceFiles, bytes_of};
 use crate::units::Bytes;
 
-/// What a job runs on. Dropping it takes away what was made, after the bench on it.
+/// What a job runs on. Dropping it removes what was made.
 pub(crate) struct Prepared {
     pub(crate) plan: BenchPlan,
     pub(crate) word: &'static str,
-    /// Files that are read and written by the engine alone.
+    /// Files for the engine alone.
     pub(crate) files: Vec<PathBuf>,
-    /// Of each file or device.
+    /// Bytes used of each file or device.
     pub(crate) size: u64,
     /// Blocks of each job: of each file, or of all devices together.
     job_blocks: u64,
@@ -31,10 +31,10 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Makes it. With a `pattern`, what is moved is checked.
+    /// Prepares `job`. With a `pattern`, the data is checked.
     ///
     /// # Errors
-    /// No room, no file, no daemon; or sizes that do not go together.
+    /// Not enough space, a missing file or daemon, or sizes that do not fit together.
     pub(crate) fn new(job: &Job, pattern: Option<Pattern>, progress: &Progress) -> Result<Self> {
         let (bs, jobs) = (u64::from(job.bs), u64::from(job.numjobs));
         let slot_bytes = bs * u64::from(job.iodepth) * jobs;
@@ -86,7 +86,7 @@ impl Prepared {
                     files.push(path);
                     dirs.push(dir);
                 }
-                // Written already, so that opening them for reading alone is enough.
+                // Already written, so a read-only open suffices.
                 to_fill = false;
             }
             Place::Private(parents) => {
@@ -164,13 +164,13 @@ impl Prepared {
         })
     }
 
-    /// The job's files, or the devices of the daemon that `bench` found.
+    /// The job's files, or the devices of the daemon.
     pub(crate) fn devices(&self, bench: &Bench) -> Vec<PathBuf> {
         let from_daemon = bench.devices().iter().map(|device| device.path.clone());
         self.files.iter().cloned().chain(from_daemon).collect()
     }
 
-    /// Where fewer operations can be in flight than were asked for.
+    /// A note if fewer operations can be in flight than requested.
     pub(crate) fn too_shallow(&self, job: &Job) -> Option<String> {
         let streams = self.streams(job);
         let stream = streams.iter().flatten().next()?;
@@ -186,7 +186,8 @@ impl Prepared {
         })
     }
 
-    /// What is not moved of files and devices that were there: they are larger than the smallest, or not whole operations.
+    /// Notes on existing files that are not fully used: larger than the smallest one, or not a whole number of
+    /// operations.
     pub(crate) fn left_out(&self, job: &Job) -> Result<Vec<String>> {
         let moved = self.job_blocks * u64::from(job.bs) * u64::from(job.numjobs);
         let mut left_out = Vec::new();
@@ -205,7 +206,7 @@ impl Prepared {
         Ok(left_out)
     }
 
-    /// A stream for each file of each job; one for each job through the daemon, which spreads tiles itself.
+    /// One stream per file and job; through the daemon, which places tiles itself, one per job.
     pub(crate) fn streams(&self, job: &Job) -> Vec<Vec<StreamPlan>> {
         let stream = |device, first, depth| StreamPlan {
             device,
@@ -229,7 +230,7 @@ impl Prepared {
     }
 }
 
-/// A job's depth is shared by its files, each having one operation at least.
+/// Divides a job's depth among its files, at least one operation each.
 pub(crate) fn depth_of_file(job: &Job, files: usize) -> u32 {
     (job.iodepth / files as u32).max(1)
 }

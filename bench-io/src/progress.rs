@@ -1,11 +1,11 @@
-//! One line that shows that something moves, on a terminal only.
+//! A status line on a terminal.
 
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use offload_support::units::ApproxRate;
 
-/// The line. Gone when this is.
+/// The status line. Dropping it clears the line.
 pub(crate) struct Progress {
     bar: ProgressBar,
 }
@@ -18,13 +18,13 @@ impl Progress {
         }
     }
 
-    /// What is being done that has no rate.
+    /// Shows an activity without a rate.
     pub(crate) fn say(&self, what: &str) {
         self.bar.set_message(what.to_owned());
         self.bar.tick();
     }
 
-    /// `what`, how fast so far, and how long still.
+    /// Shows an activity with its rates so far and the remaining time.
     pub(crate) fn show(&self, what: &str, bytes: [u64; 2], start: Instant, end: Option<Instant>) {
         let now = Instant::now();
         let seconds = now.saturating_duration_since(start).as_secs_f64().max(0.1);

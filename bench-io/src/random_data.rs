@@ -1,6 +1,5 @@
-//! Bytes no drive can compress, the same in every run.
+//! Incompressible bytes, the same in every run.
 
-/// Fills `bytes` from `seed`.
 pub(crate) fn fill(bytes: &mut [u8], seed: u64) {
     // xorshift stays at 0.
     let mut state = seed | 1;
@@ -10,7 +9,7 @@ pub(crate) fn fill(bytes: &mut [u8], seed: u64) {
     }
 }
 
-/// xorshift64: the number after `state`, which is not 0.
+/// The xorshift64 successor of `state`, which is not 0.
 pub(crate) fn next(mut state: u64) -> u64 {
     state ^= state << 13;
     state ^= state >> 7;

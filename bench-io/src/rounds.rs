@@ -1,17 +1,17 @@
-//! The same measurement several times, in turns with what it is compared with: drives that others use answer differently each time.
+//! Repeated measurements, alternating with what they are compared with, because other load on the drives varies.
 
 use serde::Serialize;
 
 use crate::report::Figures;
 
-/// The least and the most of several rounds.
+/// Minimum and maximum of several rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Range {
     pub(crate) min: f64,
     pub(crate) max: f64,
 }
 
-/// The round whose rate is the median, the lower one of an even number; and how far the others are.
+/// Returns the round with the median rate (the lower one of an even number) and the range of all rates.
 pub(crate) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<(T, Range)> {
     rounds.sort_by(|a, b| rate(a).total_cmp(&rate(b)));
     let range = Range {
@@ -22,7 +22,7 @@ pub(crate) fn median<T>(mut rounds: Vec<T>, rate: impl Fn(&T) -> f64) -> Option<
     Some((rounds.swap_remove(middle), range))
 }
 
-/// Both directions.
+/// Rate of both directions.
 pub(crate) fn rate_of(figures: &Figures) -> f64 {
     figures.ways().map(|(_, way)| way.bytes_per_s).sum()
 }

@@ -1,10 +1,10 @@
-//! Commands as a shell takes them: what a report prints can be repeated, whatever its paths are called.
+//! Quotes commands for a shell, so that a printed command can be repeated.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;
 
-/// Its words in one line, quoted where a shell would read them otherwise.
+/// Joins the words in one line, quoted where a shell would interpret them.
 pub(crate) fn command<W: AsRef<OsStr>>(words: impl IntoIterator<Item = W>) -> String {
     let words = words.into_iter().map(|word| quoted(word.as_ref()));
     words.collect::<Vec<_>>().join(" ")
@@ -17,11 +17,11 @@ fn quoted(word: &OsStr) -> String {
         Some(text) if !text.chars().any(char::is_control) => {
             format!("'{}'", text.replace('\'', r"'\''"))
         }
-        // What a terminal does not show, and what is no text: byte by byte.
+        // Unprintable characters and bytes that are not text are quoted byte by byte.
         _ => {
             let mut out = String::from("$'");
             for byte in word.as_bytes() {
-                // Writing to a String does not fail.
+                // Writing to a String cannot fail.
                 let _ = match byte {
                     byte if is_plain(byte) || *byte == b' ' => write!(out, "{}", char::from(*byte)),
                     byte => write!(out, "\\x{byte:02x}"),

@@ -1,10 +1,10 @@
-//! Every block once, in an order that no drive and no cache can guess: computed for each place, so that a terabyte in blocks of
-//! 4 KiB takes no more memory and no more time to begin than a megabyte. The same in every run.
+//! A pseudo-random permutation of blocks, the same in every run. Each position is computed on demand, so a terabyte in
+//! blocks of 4 KiB needs no memory and no preparation.
 //!
-//! A Feistel network is a permutation of all numbers with so many bits, whatever its rounds do. Where it leads out of the blocks
-//! it is applied again, until it leads back: less than four times on average, some 10 ns each.
+//! A Feistel network permutes all numbers with a given number of bits. Results beyond the last block are permuted again
+//! until they are within: fewer than four times on average, about 10 ns each.
 
-/// One a round; four are enough that neighbours have nothing in common.
+/// One key per round; four rounds suffice to separate neighbours.
 const KEYS: [u64; 4] = [
     0x9E37_79B9_7F4A_7C15,
     0xBF58_476D_1CE4_E5B9,
@@ -31,7 +31,7 @@ pub(crate) fn block(place: u64, count: u64) -> u64 {
     }
 }
 
-/// Each bit of it depends on all of `value`.
+/// A round function: each bit of the result depends on all of `value`.
 fn mixed(value: u64, key: u64) -> u64 {
     let mixed = (value ^ key).wrapping_mul(KEYS[0]);
     let mixed = (mixed ^ (mixed >> 32)).wrapping_mul(KEYS[1]);
@@ -62,7 +62,7 @@ mod tests {
     fn what_follows_cannot_be_guessed() {
         for count in [1 << 16, 100_000_u64, (1 << 30) + 7] {
             let blocks: Vec<u64> = (0..50_000).map(|place| block(place, count)).collect();
-            // Not near, not in the same direction, and spread over drives in any of the usual ways.
+            // Not near each other, not in one direction, and spread over drives in any of the usual ways.
             let near = |pair: &&[u64]| pair[0].abs_diff(pair[1]) < count / 100;
             let near = blocks.windows(2).filter(near).count() as f64 / 50_000.0;
             assert!((near - 0.02).abs() < 0.005, "{count}: {near}");

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and a terminal that goes end a measurement in order: what was made for it is taken away.
+//! Ends a measurement in order on Ctrl-C, SIGTERM or the end of the terminal: everything made for it is removed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -7,10 +7,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// From now on signals are noted instead of ending this process. A second one ends it.
+/// Starts recording signals instead of ending the process. A second signal ends it.
 ///
 /// # Errors
-/// No thread is to be had.
+/// No thread can be started.
 pub(crate) fn listen() -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
@@ -53,21 +53,18 @@ async fn recv(hangup: &mut Option<Signal>) {
     }
 }
 
-/// Under nohup it outlives its terminal.
+/// Under nohup the process outlives its terminal.
 fn ignores_hangup() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status
         .lines()
         .find_map(|line| line.strip_prefix("SigIgn:"))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    // Signals are numbered from 1 on, bits from 0 on.
+    // Signals are numbered from 1, bits from 0.
     ignored.is_some_and(|mask| mask & 1 << (SignalKind::hangup().as_raw_value() - 1) != 0)
 }
 
-/// Fails once a signal came.
-///
-/// # Errors
-/// It came.
+/// Fails once a signal arrived.
 pub(crate) fn check() -> Result<()> {
     if STOPPED.load(Ordering::Relaxed) {
         bail!("stopped");

@@ -1,4 +1,4 @@
-//! Short trials of an engine alone: on each of some drives a file to read and one to write.
+//! Short trials of an engine alone, with one file to read and one to write on each drive.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -15,29 +15,29 @@ use crate::report::Figures;
 use crate::scale::Load;
 use crate::targets::device::DeviceFiles;
 
-/// One combination, and what it reached.
+/// A combination of settings and its results.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Trial {
     pub(crate) engine: String,
     pub(crate) bs: u32,
-    /// Of each drive and direction.
+    /// Operations in flight per drive and direction.
     pub(crate) iodepth: u32,
     pub(crate) load: Load,
     pub(crate) figures: Figures,
-    /// Until the engine was open and its buffers filled.
+    /// Seconds until the engine was open and its buffers filled.
     pub(crate) open_s: f64,
-    /// From then until the last operation had ended.
+    /// Seconds from then until the last operation had ended.
     pub(crate) run_s: f64,
 }
 
 impl Trial {
-    /// Read and written.
+    /// Rates of reading and writing.
     pub(crate) fn rates(&self) -> [f64; 2] {
         [&self.figures.read, &self.figures.write]
             .map(|way| way.as_ref().map_or(0.0, |way| way.bytes_per_s))
     }
 
-    /// Of both directions. Nothing where one of them that was to move bytes moved none: then it is not what was tried.
+    /// Rate of both directions. `None` if a requested direction moved nothing.
     pub(crate) fn bytes_per_s(&self) -> Option<f64> {
         let [read, write] = self.rates();
         let missing = self.load.reads() && read == 0.0 || self.load.writes() && write == 0.0;
@@ -45,7 +45,7 @@ impl Trial {
     }
 }
 
-/// Files to try on: one to read and one to write on each drive.
+/// Files for trials: one to read and one to write on each drive.
 #[derive(Debug)]
 pub(crate) struct TrialFiles {
     _dirs: Vec<WorkDir>,
@@ -54,23 +54,23 @@ pub(crate) struct TrialFiles {
     timing: Timing,
 }
 
-/// Of a file, to see how fast a drive takes it.
+/// Size of the first part of a file, which shows how fast a drive is.
 const PIECE_BYTES: u64 = 16 << 20;
 
-/// Less is no file to try on.
+/// Smallest useful file.
 const FILE_BYTES_MIN: u64 = 4 << 20;
 
-/// What can be written in `limit`, in whole blocks.
+/// Bytes that can be written in `limit`, in whole blocks.
 fn bytes_within(limit: Duration, s_per_byte: f64) -> u64 {
     let bytes = limit.as_secs_f64() / s_per_byte.max(1e-15);
     (bytes as u64 / 4096 * 4096).max(FILE_BYTES_MIN)
 }
 
 impl TrialFiles {
-    /// Makes them in `parents`, for trials of `runtime`.
+    /// Makes files in `parents` for trials of `runtime`.
     ///
     /// # Errors
-    /// No room.
+    /// Not enough space.
     pub(crate) fn make(
         parents: &[PathBuf],
         size: u64,
@@ -85,11 +85,11 @@ impl TrialFiles {
         Ok(Self::fill(dirs, size, runtime)?.0)
     }
 
-    /// The same, with files so small that making them ends in about `limit`, as a first piece of each drive shows. Also the
-    /// seconds that drives need for each byte in flight on all of them.
+    /// Like [`TrialFiles::make`], with files small enough to be written in about `limit`, judged by a first part on
+    /// each drive. Also returns the seconds per byte in flight on all drives.
     ///
     /// # Errors
-    /// No room.
+    /// Not enough space.
     pub(crate) fn make_within(
         parents: &[PathBuf],
         size: u64,
@@ -111,11 +111,11 @@ impl TrialFiles {
         }
         let size = size.min(bytes_within(limit, 2.0 * s_per_byte));
         let (trial_files, slowest_s_per_byte) = Self::fill(dirs, size, runtime)?;
-        // Files are made one after the other; what is in flight ends on all drives at once.
+        // Files are written one after the other; bytes in flight end on all drives at once.
         Ok((trial_files, slowest_s_per_byte / parents.len() as f64))
     }
 
-    /// Also what a byte took on the slowest of them.
+    /// Fills the files and returns the slowest drive's seconds per byte.
     fn fill(dirs: Vec<WorkDir>, size: u64, runtime: Duration) -> Result<(Self, f64)> {
         let (mut files, mut slowest_s) = (Vec::new(), 0.0_f64);
         for dir in &dirs {
@@ -144,18 +144,18 @@ impl TrialFiles {
         self.size
     }
 
-    /// Memory that a trial takes.
+    /// Memory of a trial's buffers.
     pub(crate) fn buffer_bytes(&self, bs: u32, depth: u32) -> u64 {
         u64::from(bs) * u64::from(depth) * self.files.len() as u64
     }
 
-    /// Bytes of a trial that end after its time: a file's blocks are moved once at a time.
+    /// Bytes in flight at the end of a trial: each block of a file is in flight at most once.
     pub(crate) fn inflight_bytes(&self, bs: u32, depth: u32) -> u64 {
         let of_file = u64::from(bs) * u64::from(depth);
         of_file.min(self.size) * self.files.len() as u64
     }
 
-    /// What one trial takes, beside opening it and the end of what is in flight.
+    /// Duration of a trial, without opening and the end of bytes in flight.
     pub(crate) fn trial_time(&self) -> Duration {
         self.timing.ramp + self.timing.runtime
     }
@@ -229,7 +229,7 @@ mod tests {
     fn files_are_as_large_as_a_drive_takes_in_time() {
         let ten = Duration::from_secs(10);
         assert_eq!(bytes_within(ten, 1.0 / 50e6), 500_000_000 / 4096 * 4096);
-        // A drive that takes nothing still has a file to try on, and one that takes all has no end.
+        // A very slow drive still gets a file, and a very fast one is bounded.
         assert_eq!(bytes_within(ten, 1.0), FILE_BYTES_MIN);
         assert!(bytes_within(ten, 0.0) > 1 << 50);
     }

@@ -1,12 +1,12 @@
-//! Which engine, block size and depth the drives like, found one after the other: each stage keeps what the one before it chose.
+//! Finds the best engine, block size and depth, one after the other: each stage keeps the choices before it.
 //!
 //! ```text
 //!   engines in turns (4 MiB, 32) ─▶ block size ─▶ depth ─▶ read, write and both with what was chosen
 //! ```
 //!
-//! What counts is reading and writing at the same time, as training does. Of settings that are nearly as good the smaller one
-//! is taken: it needs less memory, and waits less. Time is bounded: before each trial it is known what trials took so far for
-//! the bytes they had in flight, which end after the measured time.
+//! The criterion is reading and writing at the same time, as in training. Among settings that are nearly as good the
+//! smaller one wins: it needs less memory and has lower latency. Time is bounded: earlier trials show how long bytes in
+//! flight take after the measured time, so each trial's duration is known before it starts.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -20,44 +20,44 @@ use crate::rounds::median;
 use crate::scale::Load;
 use crate::trial::{Trial, TrialFiles};
 
-/// So near to the best is as good.
+/// Fraction of the best rate that counts as equally good.
 const NEAR: f64 = 0.97;
 
 const BLOCKS_BYTES: [u32; 4] = [1 << 20, 2 << 20, 4 << 20, 16 << 20];
 const DEPTHS: [u32; 4] = [4, 8, 16, 32];
 
-/// Each engine so often, in turns with the others: what others do on a drive comes and goes.
+/// Trials per engine, alternating, because other load on the drives varies.
 const TURNS: usize = 3;
 
-/// Buffers take at most this part of the memory that is to be had: a trial must not push others out.
+/// Part of the available memory that buffers may take, so that no other program is swapped out.
 const MEMORY_PART: u64 = 4;
 
-/// Threads and rings take this however many bytes there are.
+/// Seconds for threads and rings, whatever the bytes.
 const SWITCHING_S: f64 = 0.1;
 
-/// Of the time, what making files may take.
+/// Part of the time for making files.
 const MAKING_PART: u32 = 5;
 
 const FIRST_BLOCK_BYTES: u32 = 4 << 20;
 
-/// What was tried, and what was chosen.
+/// The trials and the choice.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Tuned {
     pub(crate) engine: String,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
-    /// Bytes of each file: fewer than asked for on a slow drive.
+    /// Bytes of each file: fewer than requested on a slow drive.
     pub(crate) file_bytes: u64,
     pub(crate) trials: Vec<Tried>,
-    /// Engines that do not run here, and why.
+    /// Engines that do not run here, with the reason.
     pub(crate) without: Vec<String>,
-    /// What was not tried, and why.
+    /// Settings that were not tried, with the reason.
     pub(crate) untried: Vec<String>,
-    /// Of `engine`, `bs` and `iodepth`, those that no trial chose.
+    /// Those of `engine`, `bs` and `iodepth` that no trial chose.
     pub(crate) defaults: Vec<&'static str>,
 }
 
-/// A trial, and what it was for.
+/// A trial and its stage.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Tried {
     pub(crate) stage: Stage,
@@ -65,27 +65,28 @@ pub(crate) struct Tried {
     pub(crate) trial: Trial,
 }
 
-/// What trials choose, one after the other.
+/// Stages of the search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Stage {
     Engine,
     Bs,
     Iodepth,
-    /// Nothing: this is what was chosen.
+    /// Measures the final choice.
     Chosen,
 }
 
-/// What a trial found, both ways together.
+/// A trial's rate in both directions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Reached {
     bytes_per_s: f64,
-    /// One operation more or less each way, as chance has it at both ends of the time: much of few large ones.
+    /// Rate of one operation more or less in each direction: the uncertainty of a trial, large for few large
+    /// operations.
     step_bytes_per_s: f64,
 }
 
 impl Tuned {
-    /// The last trial of what was chosen this way that moved bytes, whatever it was for.
+    /// The last trial of the chosen settings with this load.
     pub(crate) fn chosen(&self, load: Load) -> Option<&Trial> {
         let chosen = self.tries(&self.engine, (self.bs, self.iodepth), load);
         chosen.filter(|trial| trial.bytes_per_s().is_some()).last()
@@ -98,7 +99,7 @@ impl Tuned {
         })
     }
 
-    /// Both ways at once; said once, and not of what was tried for another choice.
+    /// Records settings that are not tried, once.
     fn leave_out(&mut self, engine: &str, (bs, depth): (u32, u32), why: &str) {
         let said = format!("{} KiB, iodepth {depth}: {why}", bs >> 10);
         let is_tried = self.tries(engine, (bs, depth), Load::Both).next().is_some();
@@ -108,19 +109,19 @@ impl Tuned {
     }
 }
 
-/// What is tried with.
+/// State of the search.
 struct Trying<'a> {
     trial_files: TrialFiles,
     deadline: Instant,
-    /// What bytes in flight take after the measured time, at most so far.
+    /// Largest seconds per byte in flight after the measured time so far.
     tail_s_per_byte: f64,
-    /// What buffers take to be made, at most so far.
+    /// Largest seconds per byte for making buffers so far.
     open_s_per_byte: f64,
     progress: &'a Progress,
     tuned: Tuned,
 }
 
-/// Tries each for `runtime`, and until `limit` has passed at the latest.
+/// Tries settings for `runtime` each, and ends within `limit`.
 ///
 /// # Errors
 /// No engine runs here, or an operation fails.
@@ -169,18 +170,18 @@ pub(crate) fn tune(
 }
 
 impl Trying<'_> {
-    /// Whether drives move what is in flight in about the time of a trial: otherwise little of it ends within.
+    /// Whether drives move the bytes in flight within about a trial's time; otherwise few operations would end in it.
     fn is_seen(&self, bs: u32, depth: u32) -> bool {
         self.tail(bs, depth) <= 2 * self.trial_files.trial_time()
     }
 
-    /// As deep as a trial sees.
+    /// The largest depth that a trial can measure.
     fn first_depth(&self) -> u32 {
         let fits = |depth: &&u32| self.is_seen(FIRST_BLOCK_BYTES, **depth);
         *DEPTHS.iter().rev().find(fits).unwrap_or(&DEPTHS[0])
     }
 
-    /// What ends after a trial's time.
+    /// Time of the bytes in flight after a trial.
     fn tail(&self, bs: u32, depth: u32) -> Duration {
         seconds(
             self.tail_s_per_byte,
@@ -188,7 +189,7 @@ impl Trying<'_> {
         )
     }
 
-    /// A whole trial.
+    /// Duration of a whole trial.
     fn expected(&self, bs: u32, depth: u32) -> Duration {
         let opening = seconds(
             self.open_s_per_byte,
@@ -197,7 +198,7 @@ impl Trying<'_> {
         opening + self.trial_files.trial_time() + self.tail(bs, depth)
     }
 
-    /// What it reached, if both ways that it goes moved bytes; and what its bytes took beside the measured time is known then.
+    /// Runs a trial and updates the estimates. `None` if a direction moved nothing.
     fn try_one(
         &mut self,
         stage: Stage,
@@ -221,7 +222,7 @@ impl Trying<'_> {
         Ok(reached)
     }
 
-    /// In turns, as often as half of the time allows and once at least; by the medians of what they reached.
+    /// Tries the engines in turns, as often as half of the time allows and at least once, and chooses by the median.
     fn engines(&mut self) -> Result<()> {
         let (bs, depth) = (self.tuned.bs, self.tuned.iodepth);
         let half = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
@@ -258,7 +259,7 @@ impl Trying<'_> {
             let (middle, _) = median(found.clone(), |one| one.bytes_per_s)?;
             Some((*name, middle))
         });
-        // The first named is the one to prefer.
+        // Engines are listed in order of preference.
         match smallest_near_best(&medians.collect::<Vec<_>>()) {
             Some(name) => name.clone_into(&mut self.tuned.engine),
             None => {
@@ -269,13 +270,13 @@ impl Trying<'_> {
         Ok(())
     }
 
-    /// Tries each (block size, depth), smallest first; the smallest that is nearly as good as the best.
+    /// Tries each (block size, depth), smallest first, and chooses the smallest that is nearly as good as the best.
     fn stage(&mut self, stage: Stage, settings: &[(u32, u32)]) -> Result<Option<(u32, u32)>> {
         let memory = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
         let engine = self.tuned.engine.clone();
         let mut found = Vec::new();
         for &(bs, depth) in settings {
-            // Three more at the end, with what is chosen until then.
+            // Three trials of the choice follow at the end.
             let last = 3 * self.expected(self.tuned.bs, self.tuned.iodepth);
             let buffer_bytes = self.trial_files.buffer_bytes(bs, depth);
             let why_not = if u64::from(bs) > self.trial_files.file_bytes() {
@@ -305,7 +306,7 @@ impl Trying<'_> {
         Ok(smallest_near_best(&found))
     }
 
-    /// What was chosen, each way.
+    /// Measures the choice in each direction.
     fn last(&mut self) -> Result<()> {
         let (engine, bs, depth) = (self.tuned.engine.clone(), self.tuned.bs, self.tuned.iodepth);
         for load in Load::ALL {
@@ -323,7 +324,7 @@ impl Trying<'_> {
     }
 }
 
-/// At most an hour, which is as good as any time that is too long.
+/// Capped at an hour, which is longer than any limit.
 fn seconds(s_per_byte: f64, bytes: u64) -> Duration {
     Duration::from_secs_f64((s_per_byte * bytes as f64).min(3600.0))
 }
@@ -423,7 +424,7 @@ mod tests {
 
     #[test]
     fn one_operation_more_within_the_time_chooses_nothing() {
-        // Of a slow drive: four operations of 4 MiB, or five.
+        // On a slow drive: four operations of 4 MiB, or five.
         assert_eq!(chosen(&[33.6, 33.6, 37.8], 8.4), Some(0));
         assert_eq!(chosen(&[33.6, 33.6, 67.2], 8.4), Some(2));
     }

@@ -1,5 +1,5 @@
-//! Looks at the clock, the processor and the drives while jobs run: the processor time that counts is of the same seconds as the bytes,
-//! and so is what others moved on the drives.
+//! Samples the clock, the processor and the drives while jobs run, so that processor time and the drives' traffic cover
+//! the same seconds as the bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,13 @@ use crate::machine::{self, IdleTime};
 use crate::progress::Progress;
 use crate::report::Meanwhile;
 
-/// What is looked at.
+/// What to sample.
 #[derive(Clone, Debug)]
 pub(crate) struct Watched {
-    /// Nothing without a daemon.
+    /// `None` without a daemon.
     pub(crate) daemon_pid: Option<u32>,
     pub(crate) block_bytes: u32,
-    /// All that bytes lie on.
+    /// All drives below the measured files.
     pub(crate) drives: Vec<Drive>,
 }
 
@@ -32,7 +32,7 @@ impl Watched {
     }
 }
 
-/// Of one measurement.
+/// Samples of one measurement.
 pub(crate) struct Watch<'a> {
     watched: Watched,
     progress: &'a Progress,
@@ -45,7 +45,7 @@ pub(crate) struct Watch<'a> {
     moved: Arc<[AtomicU64; 2]>,
 }
 
-/// Processor time used, and bytes that drives moved, up to a moment.
+/// Processor time and drive traffic up to a moment.
 #[derive(Clone, Copy, Debug)]
 struct Moment {
     mine_s: f64,
@@ -79,7 +79,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Until the next moment that matters, or the next look of whoever watches.
+    /// Sleeps until the next sample or progress update.
     pub(crate) fn sleep(&self) -> Duration {
         let next = match (self.at_begin, self.at_end, self.end) {
             (None, _, _) => Some(self.begin),
@@ -130,7 +130,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// By all of them together; nothing where one does not say, or there is none.
+/// Bytes moved by all drives; `None` if one does not report it, or there is none.
 fn moved(drives: &[Drive]) -> Option<[u64; 2]> {
     let mut all = (!drives.is_empty()).then_some([0; 2])?;
     for drive in drives {

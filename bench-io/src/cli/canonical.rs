@@ -1,4 +1,4 @@
-//! `bench-io` without a command: one canonical workload, two numbers, beside what the same engine does without a daemon.
+//! `bench-io` without a command: one canonical workload, compared with the same engine without a daemon.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -21,10 +21,9 @@ use crate::report::{DeviceReport, Figures, Head, warnings};
 use crate::rounds::rate_of;
 use crate::units::Bytes;
 
-/// The canonical workload's settings.
 #[derive(Args)]
 pub(crate) struct CanonicalArgs {
-    /// Where the drive is mounted
+    /// Directory on the drive to measure
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// Bytes to move in each direction
@@ -36,18 +35,15 @@ pub(crate) struct CanonicalArgs {
     /// Operations in flight
     #[arg(long, default_value_t = 16)]
     iodepth: u32,
-    /// auto, uring, aio or psync
+    /// I/O engine: auto, uring, aio or psync
     #[arg(long, default_value = "auto")]
     engine: String,
-    /// One JSON object instead of lines to read
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Runs it and prints its numbers.
-///
-/// # Errors
-/// Settings that cannot be, or an operation that failed.
+/// Runs the workload and prints its report.
 pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     let choice = EngineChoice::from_name(&args.engine).with_context(|| {
         format!(
@@ -89,7 +85,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     };
     let dirs = vec![args.dir.clone()];
     let progress = Progress::new();
-    // One after the other, so that the first one's room is the second one's.
+    // One after the other, so that the second one uses the space of the first.
     let daemon = passes(&job(Place::Private(dirs.clone())), &progress)?;
     let engine_alone = passes(&job(Place::NewFiles(dirs)), &progress)?;
     drop(progress);
@@ -115,13 +111,12 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     Ok(())
 }
 
-/// All of it.
 #[derive(Debug, Serialize)]
 struct CanonicalReport {
     #[serde(flatten)]
     head: Head<Settings>,
     daemon: Passes,
-    /// The same bytes without a daemon, shared rings and checksums.
+    /// The same bytes without daemon, shared rings and checksums.
     engine_alone: Passes,
 }
 
@@ -133,10 +128,10 @@ struct Settings {
     ioengine: String,
 }
 
-/// Everything once each way.
+/// One write and one read of all bytes.
 #[derive(Debug, Serialize)]
 struct Passes {
-    /// Up to and with the flush: through the daemon, the commit.
+    /// Includes the flush; through the daemon, the commit.
     write: Figures,
     read: Figures,
 }
@@ -147,7 +142,7 @@ impl Passes {
     }
 }
 
-/// Writes and reads all bytes of `job`, on what was written before.
+/// Writes and reads all bytes of `job`, over previously written data.
 fn passes(job: &Job, progress: &Progress) -> Result<Passes> {
     let prepared = Prepared::new(job, None, progress)?;
     let bench = Bench::open(prepared.plan.clone())?;

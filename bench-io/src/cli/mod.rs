@@ -1,4 +1,4 @@
-//! One module a command: what it takes, and what it prints.
+//! One module per command: its options and its output.
 
 pub(crate) mod canonical;
 pub(crate) mod run;

@@ -16,7 +16,6 @@ use crate::report;
 use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
 
-/// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io run --directory /mnt/nvme0 --directory /mnt/nvme1            # through a daemon of its own, checksums on
   bench-io run --target device --directory /mnt/nvme0 --rw randread --bs 64k
@@ -31,29 +30,25 @@ A job file has the same keys:
   iodepth = 64
   directory = [\"/mnt/nvme0\", \"/mnt/nvme1\"]";
 
-/// Measures one job.
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// A file with the keys below
+    /// Read the options below from this TOML file
     #[arg(value_name = "JOB.toml")]
     file: Option<PathBuf>,
     #[command(flatten)]
     words: JobWords,
-    /// Do it N times in turns with fio, the same job on the same drives, and say what is between us
+    /// Measure N times, alternating with fio on the same drives, and compare
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: Option<u32>,
-    /// fio's program, when it is not in PATH
+    /// Path of fio [default: search PATH]
     #[arg(long, value_name = "PROGRAM", requires = "rounds")]
     fio: Option<PathBuf>,
-    /// One JSON object instead of lines to read
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Runs it and prints its report.
-///
-/// # Errors
-/// Settings that cannot be, or an operation that failed.
+/// Runs the job and prints its report.
 pub(crate) fn run(args: RunArgs) -> Result<()> {
     let words = match &args.file {
         Some(path) => args.words.over(JobWords::read(path)?),
@@ -72,7 +67,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prepares what `job` needs, runs it, takes it away again. With `turns` so many times, and fio as often.
+/// Prepares what `job` needs, runs it and cleans up. With `turns`, alternates that often with fio.
 fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<Report> {
     let mut warnings = warnings::before();
     let prepared = Prepared::new(job, None, progress)?;

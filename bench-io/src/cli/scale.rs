@@ -1,4 +1,4 @@
-//! `bench-io scale`: what it takes, and the files it leaves.
+//! `bench-io scale`: options and output files.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,7 +15,6 @@ use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
 use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
 
-/// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io scale --directory .                                              # this machine's disk, three rounds in turns with fio
   bench-io scale --directory /mnt/nvme0 --directory /mnt/nvme1 --out target/scale
@@ -24,13 +23,12 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io scale --testdrives 4 --slow-last --drives 4                        # unequal drives: the sum is the limit
   bench-io scale --testdrives 2 --read 60MB/s --write 30MB/s --size 32m --runtime 1 --tolerance 5     # as a test: fails when it is off";
 
-/// Of a drive: its file system's own blocks, the daemon's log.
+/// Space on a drive for its file system's metadata and the daemon's log.
 const DRIVE_SLACK_BYTES: u64 = 64 << 20;
 
-/// Measures 1 to N drives.
 #[derive(Args)]
 pub(crate) struct ScaleArgs {
-    /// A directory on a drive; one for each drive
+    /// Directory on a drive; give one for each drive
     #[arg(
         long = "directory",
         value_name = "DIR",
@@ -38,10 +36,10 @@ pub(crate) struct ScaleArgs {
         conflicts_with = "testdrives"
     )]
     dirs: Vec<PathBuf>,
-    /// Make N rate-limited drives for this and take them away again; needs root
+    /// Create N rate-limited drives for the measurement; needs root
     #[arg(long, value_name = "N")]
     testdrives: Option<u32>,
-    /// Of each rate-limited drive, bytes a second
+    /// Read limit of each rate-limited drive
     #[arg(
         long,
         value_name = "RATE",
@@ -49,7 +47,7 @@ pub(crate) struct ScaleArgs {
         conflicts_with = "dirs"
     )]
     read: Rate,
-    /// Of each rate-limited drive, bytes a second
+    /// Write limit of each rate-limited drive
     #[arg(
         long,
         value_name = "RATE",
@@ -57,16 +55,16 @@ pub(crate) struct ScaleArgs {
         conflicts_with = "dirs"
     )]
     write: Rate,
-    /// Loop devices of each rate-limited drive; above some 4 GB/s one is not enough
+    /// Loop devices that make up each rate-limited drive; one moves about 5 GB/s
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "dirs")]
     loop_devices: u32,
     /// Limit the last drive to half the rate of the others
     #[arg(long)]
     slow_last: bool,
-    /// How many drives at a time, with commas between [default: 1 to all]
+    /// Numbers of drives to measure, separated by commas [default: 1 to all]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     drives: Vec<usize>,
-    /// Bytes of one operation, a tile; several with commas between
+    /// Sizes of an operation (a tile), separated by commas
     #[arg(
         long,
         value_name = "BYTES",
@@ -74,40 +72,37 @@ pub(crate) struct ScaleArgs {
         value_delimiter = ','
     )]
     bs: Vec<Bytes>,
-    /// Operations in flight of each file and direction; through the daemon at most 1024 in all, and one a tile
-    /// [default: fio's 32; through the daemon 8 MiB of them a drive, two at least, so that tiles stay in the processor's cache]
+    /// Operations in flight per file and direction; through the daemon one per tile, at most 1024 in all [default: 32
+    /// for fio; 8 MiB per drive and at least two through the daemon]
     #[arg(long, value_name = "N")]
     iodepth: Option<u32>,
-    /// Bytes used of each drive; it needs five times that
+    /// Bytes used of each drive; the drive needs five times as much free space
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
     /// Seconds of each measurement
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     runtime: f64,
-    /// How often all is measured, in turns, for a median [default: 3, of rate-limited drives 1]
+    /// Rounds to take the median of [default: 3; 1 for rate-limited drives]
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
-    /// auto, uring, aio or psync: the daemon's engine
+    /// The daemon's I/O engine: auto, uring, aio or psync
     #[arg(long, value_name = "NAME", default_value = "auto")]
     ioengine: String,
-    /// The program, when it is not in PATH; or "none"
+    /// Path of fio, or "none" [default: search PATH]
     #[arg(long, value_name = "PROGRAM")]
     fio: Option<PathBuf>,
     /// Fail when a row is further than this from the rate limit
     #[arg(long, value_name = "PERCENT")]
     tolerance: Option<f64>,
-    /// Leave scale.json, scale.svg and scale.html in this directory
+    /// Write scale.json, scale.svg and scale.html to this directory
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// One JSON object instead of a table
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Measures, prints, and leaves files.
-///
-/// # Errors
-/// Settings that cannot be, something failed, or a row is off with `--tolerance`.
+/// Measures, prints the report and writes the files.
 pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     check(&args)?;
     let fio = Fio::find(args.fio.as_deref())?;
@@ -125,7 +120,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         )?,
     };
     drop(progress);
-    // A full drive takes only one of both.
+    // Printing and writing files may fail independently on a full drive; do both.
     let said = report::print(&report, args.json);
     if let Some(out) = &args.out {
         leave(out, &report)?;
@@ -197,7 +192,7 @@ fn check(args: &ScaleArgs) -> Result<()> {
 }
 
 fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, dirs_per_drive: u32) -> ScalePlan {
-    // The picture's lines go from few to many.
+    // Ascending, for the lines of the picture.
     let mut drives = args.drives.clone();
     drives.sort_unstable();
     drives.dedup();
@@ -219,7 +214,7 @@ fn plan(args: &ScaleArgs, dirs: Vec<PathBuf>, dirs_per_drive: u32) -> ScalePlan 
     }
 }
 
-/// Of each directory.
+/// Bytes used of each directory.
 fn part_bytes(args: &ScaleArgs) -> u64 {
     let dirs = match args.testdrives {
         Some(_) => u64::from(args.loop_devices),
@@ -243,7 +238,7 @@ fn on_testdrives(
     let drives = OwnDrives::create(&DrivesPlan {
         name: format!("scale-{}", std::process::id()),
         count,
-        // Beside the store, a file to read and one to write.
+        // The store, a file to read and a file to write.
         bytes: u64::from(args.loop_devices)
             * (store_file_bytes(part_bytes(args)) + 2 * part_bytes(args) + DRIVE_SLACK_BYTES),
         limit,

@@ -10,7 +10,6 @@ use offload_support::{errln, outln};
 use crate::testdrives::{self, Drives, DrivesPlan, RateLimit};
 use crate::units::{Bytes, Rate};
 
-/// Shown below the commands.
 pub(crate) const EXAMPLES: &str = "Examples, as root:
   bench-io testdrives create 4 8g 6.2GB/s 3.2GB/s --loop-devices 2   # four drives of 6.2 GB/s read and 3.2 GB/s write
   bench-io testdrives exec -- trainer train RUN.toml                 # only processes started by exec are limited

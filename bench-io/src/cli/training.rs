@@ -1,4 +1,4 @@
-//! `bench-io training`: what it takes, and the files it leaves.
+//! `bench-io training`: options and output files.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,7 +18,6 @@ use crate::training::{
 use crate::trial::TrialFiles;
 use crate::units::Rate;
 
-/// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2GB/s --write 3.2GB/s
   bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # of another machine
@@ -27,19 +26,18 @@ pub(crate) const EXAMPLES: &str = "Examples:
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
 Ours is asked from `trainer plan`, the trainer beside this program.";
 
-/// Predicts, or runs and compares.
 #[derive(Args)]
 pub(crate) struct TrainingArgs {
-    /// A run file whose step is predicted; its state must be on drives
+    /// Predict a step of this run file; its state must be on drives
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "run"], conflicts_with_all = ["model", "run"])]
     file: Option<PathBuf>,
-    /// A model's config.json, or its directory; all of its state on drives
+    /// Predict a step of this model (config.json or its directory) with all state on drives
     #[arg(long, value_name = "config.json", conflicts_with = "run")]
     model: Option<PathBuf>,
-    /// Train this run file on rate-limited drives, and compare; needs root
+    /// Train this run file on rate-limited drives and compare; needs root
     #[arg(long, value_name = "RUN.toml")]
     run: Option<PathBuf>,
-    /// Of one drive, bytes a second
+    /// Read rate of one drive
     #[arg(
         long,
         value_name = "RATE",
@@ -47,7 +45,7 @@ pub(crate) struct TrainingArgs {
         conflicts_with = "dirs"
     )]
     read: Rate,
-    /// Of one drive, bytes a second
+    /// Write rate of one drive
     #[arg(
         long,
         value_name = "RATE",
@@ -55,13 +53,13 @@ pub(crate) struct TrainingArgs {
         conflicts_with = "dirs"
     )]
     write: Rate,
-    /// Measure the rates here instead: a directory on each drive
+    /// Measure the rates in these directories, one for each drive
     #[arg(long = "directory", value_name = "DIR", conflicts_with = "run")]
     dirs: Vec<PathBuf>,
-    /// How many drives, with commas between [default: 1,2,3,4; with --directory 1 to all]
+    /// Numbers of drives, separated by commas [default: 1,2,3,4; with --directory 1 to all]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     drives: Vec<u32>,
-    /// What one process computes, 10^12 operations a second [default: what the plan takes]
+    /// Compute of one process in TFLOPS [default: taken from the plan]
     #[arg(long, value_name = "N", conflicts_with = "run")]
     tflops: Option<f64>,
     #[command(flatten)]
@@ -69,39 +67,36 @@ pub(crate) struct TrainingArgs {
     /// With --model: tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
-    /// With --model: sequences computed at a time
+    /// With --model: sequences of a micro-batch
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "run"])]
     micro_batch: u64,
     /// Micro-batches of a step [default: 1, or the run file's gradient_accumulation_steps]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     accumulation: Option<u64>,
-    /// Replace a setting of the run file, as trainer does
+    /// Override a setting of the run file
     #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "model")]
     sets: Vec<String>,
     /// With --run: steps of each run; the first three do not count
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u64).range(5..=1000))]
     steps: u64,
-    /// With --run: loop devices of each rate-limited drive
+    /// With --run: loop devices that make up each rate-limited drive
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with_all = ["file", "model"], value_parser = clap::value_parser!(u32).range(1..=64))]
     loop_devices: u32,
-    /// With --run: seconds that one run may take
+    /// With --run: time limit of one run in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, conflicts_with_all = ["file", "model"])]
     timeout: u64,
-    /// The trainer's program, when it is not beside this one
+    /// Path of the trainer [default: beside this program]
     #[arg(long, value_name = "PROGRAM")]
     trainer: Option<PathBuf>,
-    /// Leave training.json and training.svg in this directory
+    /// Write training.json and training.svg to this directory
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// One JSON object instead of a table
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Predicts, prints, and leaves files.
-///
-/// # Errors
-/// Settings that cannot be, a plan that is refused, or a run that fails.
+/// Predicts or trains, prints the report and writes the files.
 pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     let counts = counts(args)?;
     if let Some(tflops) = args.tflops {
@@ -111,7 +106,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         );
     }
     let trainer = Trainer::find(args.trainer.as_deref())?;
-    // What cannot be left is known before minutes were spent on it.
+    // Fails before minutes are spent on measuring.
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
     }
@@ -162,7 +157,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         rates,
         rows,
     };
-    // A full drive takes only one of both.
+    // Printing and writing files may fail independently on a full drive; do both.
     let said = report::print(&report, args.json);
     if let Some(out) = &args.out {
         for (name, text) in [
@@ -214,7 +209,7 @@ fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
     Ok(args.drives.clone())
 }
 
-/// What is laid over the run file.
+/// Settings that override the run file.
 fn sets(args: &TrainingArgs) -> Vec<String> {
     let accumulation = args
         .accumulation
@@ -295,7 +290,7 @@ fn trained(
         timeouts: Duration::from_secs(args.timeout),
     };
     let ran = training::run(&plan, trainer, progress)?;
-    // Each run has drives of its own, and of the largest number all are named.
+    // Each run has its own drives; those of the largest run are reported.
     if ran.devices.len() > devices.len() {
         devices.clone_from(&ran.devices);
     }

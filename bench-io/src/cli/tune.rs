@@ -1,4 +1,4 @@
-//! `bench-io tune`: the settings these drives like, as a file that the daemon's reader took.
+//! `bench-io tune`: finds good settings for drives and prints them as a checked settings file.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -22,45 +22,40 @@ use crate::trial::Trial;
 use crate::tune::{self, Tried, Tuned};
 use crate::units::Bytes;
 
-/// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io tune --directory /mnt/nvme0 --directory /mnt/nvme1
   bench-io tune --directory /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file
 Drives are tried directly, with the engines that the daemon has; `bench-io run --target` measures through one, and on to a GPU.";
 
-/// All of it ends before this.
+/// Time limit of the whole search.
 const TIME: Duration = Duration::from_secs(50);
 
-/// Host memory the printed settings give out, where half of what is here is more: the person who pastes them decides.
+/// Largest arena in the printed settings, if half of the memory here is more.
 const ARENA_BYTES_MAX: u64 = 64 << 30;
 
-/// The trainer takes whole steps of them only.
+/// The trainer's tiles are multiples of this.
 const TILE_ELEMS_STEP: u64 = 4096;
 
-/// Finds settings.
 #[derive(Args)]
 pub(crate) struct TuneArgs {
-    /// A directory on a drive; one for each drive
+    /// Directory on a drive; give one for each drive
     #[arg(long = "directory", value_name = "DIR", required = true)]
     dirs: Vec<PathBuf>,
     /// Bytes used of each drive, twice
     #[arg(long, value_name = "BYTES", default_value = "256m")]
     size: Bytes,
-    /// Seconds of each of some 20 trials
+    /// Seconds of each of about 20 trials
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
     runtime: f64,
-    /// Leave the settings in this file, which must not exist
+    /// Write the daemon's settings to this file, which must not exist
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// One JSON object instead of lines to read
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// Tries, and prints what was chosen.
-///
-/// # Errors
-/// Nothing could be tried.
+/// Tries settings and prints the choice.
 pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     ensure!(
         args.size.0 >= 4 << 20,
@@ -115,7 +110,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         format_first: stores.into_iter().filter(|path| !path.exists()).collect(),
         daemon_file,
     };
-    // What was found is not lost with one of both that cannot be written.
+    // Printing and writing the file may fail independently; do both.
     let said = report::print(&report, args.json);
     if let Some(path) = &args.config {
         std::fs::write(path, &report.daemon_file)
@@ -124,29 +119,28 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     said
 }
 
-/// All of it.
 #[derive(Debug, Serialize)]
 struct TuneReport {
     #[serde(flatten)]
     head: Head<Settings>,
     tuned: Tuned,
-    /// To paste.
+    /// Settings of the daemon, to copy.
     daemon_file: String,
-    /// To paste into a run's, for the trainer: what the daemon leaves to those who use it.
+    /// Settings of a run, to copy: what the daemon leaves to its clients.
     run_file: String,
-    /// Its devices that are not there yet.
+    /// Devices of those settings that do not exist yet.
     format_first: Vec<PathBuf>,
 }
 
 #[derive(Debug, Serialize)]
 struct Settings {
-    /// Of each file, unless the drive is too slow for it.
+    /// Bytes of each file, unless the drive is too slow for it.
     size: u64,
-    /// Of each trial.
+    /// Seconds of each trial.
     runtime_s: f64,
 }
 
-/// What makes the choice mean little.
+/// Reasons for which the choice means little.
 fn caveats(tuned: &Tuned) -> Vec<String> {
     let mut found = Vec::new();
     if !tuned.defaults.is_empty() {
@@ -235,7 +229,7 @@ impl fmt::Display for TuneReport {
     }
 }
 
-/// What the daemon could not have as devices is known before a minute was spent on it.
+/// Refuses directories that the daemon could not use, before a minute is spent.
 fn check_dirs(dirs: &[PathBuf]) -> Result<()> {
     let real = dirs.iter().map(|dir| {
         std::fs::canonicalize(dir).with_context(|| format!("--directory {}", dir.display()))
@@ -248,7 +242,7 @@ fn check_dirs(dirs: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// The daemon's devices in `dirs`, as its file names them.
+/// The daemon's devices in `dirs`, as its settings file names them.
 fn devices(dirs: &[PathBuf]) -> Result<String> {
     let texts = dirs.iter().map(|dir| {
         let device = store(dir)?;
@@ -263,18 +257,18 @@ fn devices(dirs: &[PathBuf]) -> Result<String> {
     ))
 }
 
-/// Its device in `dir`.
+/// The daemon's device in `dir`.
 fn store(dir: &Path) -> Result<PathBuf> {
     let dir = std::path::absolute(dir).with_context(|| dir.display().to_string())?;
     Ok(dir.join("offloadd.tiles"))
 }
 
-/// A whole file for the daemon, checked by the daemon's own reader.
+/// The daemon's settings, checked by the daemon's own parser.
 fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let devices = devices(dirs)?;
     let memory = offloadd::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
-    // Both ways on every drive; what sessions ask for where nobody says more must be granted in any case.
+    // Both directions on every drive. The default that sessions ask for must be granted in any case.
     let drives = dirs.len() as u32;
     let iodepth = inflight(drives, tuned).clamp(IODEPTH_DEFAULT, IODEPTH_MAX);
     let reached = |load: Load| {
@@ -301,12 +295,12 @@ fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
     Ok(text)
 }
 
-/// Operations in flight both ways on all drives.
+/// Operations in flight in both directions on all drives.
 fn inflight(drives: u32, tuned: &Tuned) -> u32 {
     tuned.iodepth.saturating_mul(2 * drives)
 }
 
-/// A line that says which of `words` no trial chose.
+/// A comment that lists those of `words` that no trial chose.
 fn not_measured(tuned: &Tuned, words: &[&str]) -> String {
     let defaults: Vec<&str> = (tuned.defaults.iter().copied())
         .filter(|default| words.contains(default))
@@ -317,7 +311,7 @@ fn not_measured(tuned: &Tuned, words: &[&str]) -> String {
     }
 }
 
-/// Block size and depth as a run asks the daemon for them.
+/// Settings with which a run asks for this block size and depth.
 fn run_file(drives: u32, tuned: &Tuned) -> String {
     let elems = tile_elems(tuned.bs);
     format!(
@@ -334,7 +328,7 @@ fn state_bytes(elems: u64) -> u64 {
     state_tile_bytes(Master::SplitBf16, elems as usize) as u64
 }
 
-/// As many as have a state of at most `bs` bytes.
+/// Most elements whose state is at most `bs` bytes.
 fn tile_elems(bs: u32) -> u64 {
     let steps = u64::from(bs) / state_bytes(TILE_ELEMS_STEP);
     steps.max(1) * TILE_ELEMS_STEP

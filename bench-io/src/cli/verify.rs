@@ -1,4 +1,4 @@
-//! `bench-io verify`: whether what was written comes back, each block from its own place.
+//! `bench-io verify`: checks that written data comes back, each block from its own position.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,7 +17,6 @@ use crate::progress::Progress;
 use crate::report;
 use crate::report::{DeviceReport, Figures, Head, SettingsReport, warnings};
 
-/// Shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io verify --directory /mnt/nvme0                             # through a daemon of its own
   bench-io verify --target device --directory /mnt/nvme0 --size 64g --bs 1m
@@ -26,24 +25,23 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io verify --filename F --only read --pass 7
 Ends with 1 if anything is wrong. Words about time, order and mixing have no effect: everything is moved once a pass.";
 
-/// Checks drives.
 #[derive(Args)]
 pub(crate) struct VerifyArgs {
-    /// A file with the keys below, as of `bench-io run`
+    /// Read the options below from this TOML file, as in `bench-io run`
     #[arg(value_name = "JOB.toml")]
     file: Option<PathBuf>,
     #[command(flatten)]
     words: JobWords,
-    /// How often everything is written and read; each time with other bytes
+    /// How often everything is written and read, each time with other data
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1000))]
     passes: u64,
-    /// Only write, or only read what an earlier call wrote: with --filename and --pass
+    /// Only write, or only read what an earlier call wrote; needs --filename and --pass
     #[arg(long, value_enum, requires = "pass", requires = "filename")]
     only: Option<Only>,
-    /// The number that the first pass's bytes carry; otherwise chosen by chance
+    /// Number in the first pass's data [default: random]
     #[arg(long, value_name = "N")]
     pass: Option<u64>,
-    /// One JSON object instead of lines to read
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -54,19 +52,18 @@ enum Only {
     Write,
 }
 
-/// What came of it.
 #[derive(Debug, Serialize)]
 struct VerifyReport {
     #[serde(flatten)]
     head: Head<VerifySettings>,
-    /// Checked, of all passes together.
+    /// Bytes checked in all passes.
     bytes: u64,
-    /// Of all passes together: a place that is wrong in two of them counts twice.
+    /// Wrong blocks of all passes: a block that is wrong in two passes counts twice.
     wrong_blocks: u64,
-    /// Of these, not in the ranges: there were too many.
+    /// Wrong blocks that are in no range, because there were too many.
     unnamed_blocks: u64,
     wrong: Vec<WrongRange>,
-    /// How each pass went. Making and checking the bytes is in its processor time.
+    /// One report per pass. Generating and checking the data is part of its processor time.
     passes: Vec<PassReport>,
 }
 
@@ -76,11 +73,11 @@ struct VerifySettings {
     #[serde(flatten)]
     job: SettingsReport,
     passes: u64,
-    /// The number of the first.
+    /// Number of the first pass.
     pass: u64,
 }
 
-/// One time over all bytes.
+/// One pass over all bytes.
 #[derive(Debug, Serialize)]
 struct PassReport {
     pass: u64,
@@ -88,10 +85,10 @@ struct PassReport {
     check: Option<Figures>,
 }
 
-/// Neighbouring blocks that are wrong in the same way in one pass.
+/// Adjacent blocks that are wrong in the same way in one pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct WrongRange {
-    /// In which pass.
+    /// Number of the pass.
     pass: u64,
     bytes: u64,
     #[serde(flatten)]
@@ -99,10 +96,10 @@ struct WrongRange {
     file: String,
 }
 
-/// Writes, reads, and names what is wrong.
+/// Writes, reads, and reports what is wrong.
 ///
 /// # Errors
-/// Something is wrong, or an operation failed.
+/// A block is wrong, or an operation failed.
 pub(crate) fn run(args: VerifyArgs) -> Result<()> {
     let words = match &args.file {
         Some(path) => args.words.over(JobWords::read(path)?),
@@ -208,18 +205,18 @@ fn random() -> Result<u64> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// What is wrong, pass after pass.
+/// Wrong blocks of all passes.
 #[derive(Debug, Default)]
 struct AllWrong {
     ranges: Vec<WrongRange>,
     count: u64,
-    /// Of all, those in the ranges.
+    /// Wrong blocks that are in a range.
     named: u64,
 }
 
 impl AllWrong {
-    /// Neighbours in one range. Passes stay apart: in one the drive may do what it did not in another. So many passes, so
-    /// many blocks: what is named is bounded over all of them.
+    /// Merges adjacent blocks into ranges, each pass on its own because drives may fail differently. The number of
+    /// ranges is bounded over all passes.
     fn add(&mut self, pass: u64, mut wrong: WrongBlocks, files: &[PathBuf]) {
         self.count += wrong.count;
         let room = WrongBlocks::KEPT_MAX - self.named as usize;
@@ -253,7 +250,7 @@ fn goes_on(range: &WrongRange, block: &WrongBlock) -> bool {
             },
             Found::OtherPlace { device: b, offset },
         ) => a == b && *offset == from + range.bytes,
-        // Where in each block does not matter then.
+        // The position of the damage within the blocks does not matter.
         (Found::Damage { .. }, Found::Damage { .. }) => true,
         (a, b) => a == b,
     };
@@ -265,7 +262,7 @@ impl fmt::Display for VerifyReport {
         write!(f, "{}", self.head)?;
         let settings = &self.head.settings;
         writeln!(f, "target={} {}", settings.target, settings.job)?;
-        // Of many passes only the last, which is like the others.
+        // The last pass stands for all.
         if let Some(last) = self.passes.last() {
             let ways = [("writing", &last.write), ("checking", &last.check)];
             for (what, figures) in ways

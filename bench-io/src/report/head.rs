@@ -1,4 +1,4 @@
-//! What every report begins with: which program said it, asked how, on what machine and devices, and what makes it mean little.
+//! The head of every report: program, command, machine, devices and warnings.
 
 use std::fmt;
 use std::path::Path;
@@ -10,12 +10,12 @@ use crate::drive;
 use crate::machine::Machine;
 use crate::shell;
 
-/// The same in all reports; flattened into each. `S` is how it was measured, in the words of its command.
+/// Fields common to all reports, flattened into each. `S` are the settings of the command.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Head<S> {
-    /// Of the names in the JSON, and their meaning.
+    /// Version of the JSON fields.
     pub(crate) version: u32,
-    /// And its own version.
+    /// Name and version.
     pub(crate) program: &'static str,
     pub(crate) command: String,
     pub(crate) machine: Machine,
@@ -24,7 +24,7 @@ pub(crate) struct Head<S> {
     pub(crate) warnings: Vec<String>,
 }
 
-/// What was measured.
+/// A measured device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct DeviceReport {
     pub(crate) path: String,
@@ -33,7 +33,7 @@ pub(crate) struct DeviceReport {
 }
 
 impl<S> Head<S> {
-    /// Of this run, here and now; each warning once.
+    /// Describes this run on this machine; removes duplicate warnings.
     pub(crate) fn new(settings: S, devices: Vec<DeviceReport>, warnings: Vec<String>) -> Self {
         let mut once: Vec<String> = Vec::new();
         for warning in warnings {
@@ -54,7 +54,7 @@ impl<S> Head<S> {
 }
 
 impl DeviceReport {
-    /// What lies at `path`, now: what was made for a measurement is gone after it.
+    /// Describes `path` now: files made for a measurement are gone after it.
     pub(crate) fn of(path: &Path) -> Self {
         Self {
             path: path.display().to_string(),
@@ -69,7 +69,7 @@ impl fmt::Display for DeviceReport {
     }
 }
 
-/// All but the settings, which each report has a place of its own for.
+/// All but the settings, which each report prints itself.
 impl<S> fmt::Display for Head<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for warning in &self.warnings {

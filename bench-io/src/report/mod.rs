@@ -1,4 +1,4 @@
-//! What a measurement says: figures, what they were taken on, and what makes them mean little.
+//! Reports: figures, the machine and devices they were measured on, and warnings.
 
 use std::fmt;
 
@@ -47,20 +47,20 @@ pub(crate) struct WayReport {
     pub(crate) latency_ns_max: u64,
 }
 
-/// Processor time while it was measured.
+/// Processor time during a measurement.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct CpuReport {
-    /// Of this process: submitting, checksums.
+    /// This process: submission and checksums.
     pub(crate) bench_io_s: f64,
-    /// Of the daemon; nothing without one.
+    /// The daemon; `None` without one.
     pub(crate) daemon_s: Option<f64>,
-    /// Of both together, for 10^9 bytes.
+    /// Both together, per 10^9 bytes.
     pub(crate) s_per_gb: f64,
-    /// Of the whole machine's time, what nobody used.
+    /// Fraction of the whole machine's time that was idle.
     pub(crate) idle_share: Option<f64>,
 }
 
-/// What the drives moved in the same seconds, whoever asked, as the kernel counts it.
+/// Bytes that the drives moved during the measurement for all processes, as the kernel counts them.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct DrivesReport {
     pub(crate) read_bytes_per_s: f64,
@@ -74,13 +74,12 @@ pub(crate) struct Figures {
     pub(crate) read: Option<WayReport>,
     pub(crate) write: Option<WayReport>,
     pub(crate) cpu: CpuReport,
-    /// Nothing where no drive says.
+    /// `None` if no drive reports it.
     pub(crate) drives: Option<DrivesReport>,
-    /// How bytes were moved, and why so.
+    /// Name of the engine, and why it was chosen.
     pub(crate) engine: String,
 }
 
-/// A whole report of `bench-io run`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
     #[serde(flatten)]
@@ -92,7 +91,7 @@ pub(crate) struct Report {
     pub(crate) beside: Option<BesideReport>,
 }
 
-/// The job, with fio's names.
+/// The job, in fio's terms.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct SettingsReport {
     pub(crate) rw: &'static str,
@@ -109,12 +108,12 @@ pub(crate) struct SettingsReport {
 }
 
 impl SettingsReport {
-    /// With what `job` was given.
+    /// The settings of `job` with their effective values.
     pub(crate) fn new(job: &Job, prepared: &Prepared) -> Self {
         Self {
             rw: job.rw.word(),
             bs: job.bs,
-            // Of several files each has one at least, and as many as the others.
+            // Several files share the depth equally, at least one operation each.
             iodepth: prepared.plan.depth,
             numjobs: job.numjobs,
             runtime: job.runtime.as_secs_f64(),
@@ -127,7 +126,7 @@ impl SettingsReport {
     }
 }
 
-/// In fio's words.
+/// Formats the settings as fio's options.
 impl fmt::Display for SettingsReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -151,7 +150,7 @@ impl fmt::Display for SettingsReport {
 }
 
 impl WayReport {
-    /// Nothing when nothing went that way.
+    /// `None` if nothing was moved in this direction.
     pub(crate) fn new(tally: &Tally, block_bytes: u32, seconds: f64) -> Option<Self> {
         if tally.ops == 0 {
             return None;
@@ -171,7 +170,7 @@ impl WayReport {
         })
     }
 
-    /// p50, p99, p99.9 and the most, for a cell of a table.
+    /// p50, p99, p99.9 and maximum, for a cell of a table.
     pub(crate) fn latencies(&self) -> String {
         let all = [
             self.latency_ns_p50,
@@ -224,7 +223,7 @@ impl Figures {
     }
 }
 
-/// Processor time that was used, and bytes that drives moved for anybody, between two moments.
+/// Processor time and drive traffic between two moments.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Meanwhile {
     pub(crate) bench_io_s: f64,

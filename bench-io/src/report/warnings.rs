@@ -1,4 +1,4 @@
-//! When a result means little, and why: said beside every figure, never left for the reader to find out.
+//! Warnings for results that mean little, printed beside every figure.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -13,19 +13,19 @@ use crate::job::Place;
 use crate::machine;
 use crate::report::Figures;
 
-/// More than this share of our bytes, moved by others or by no drive, is worth a word.
+/// Traffic of others, or by no drive, above this fraction of our bytes causes a warning.
 const STRANGE_SHARE: f64 = 0.05;
 
-/// Below this share of idle time the processor is measured, not the drive.
+/// Below this fraction of idle time the processor is measured instead of the drive.
 pub(crate) const IDLE_SHARE_MIN: f64 = 0.1;
 
-/// Shorter says little: throttles and caches work in slices of a tenth of a second.
+/// Shorter measurements mean little: throttles and caches work in slices of a tenth of a second.
 pub(crate) const SECONDS_MIN: f64 = 1.0;
 
-/// For a p99.9 that is more than one operation.
+/// Fewest operations for a meaningful p99.9.
 const OPS_FOR_P999: u64 = 1000;
 
-/// What is known before the measurement begins.
+/// Warnings known before the measurement.
 pub(crate) fn before() -> Vec<String> {
     let mut found = Vec::new();
     if cfg!(debug_assertions) {
@@ -40,7 +40,7 @@ pub(crate) fn before() -> Vec<String> {
     found
 }
 
-/// What is known of the drives under `paths`.
+/// Warnings about the drives under `paths`.
 pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String> {
     let mut found = Vec::new();
     for drive in paths.flat_map(Drive::below).filter(Drive::is_virtual) {
@@ -55,11 +55,11 @@ pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String
     found
 }
 
-/// Directories or files that lie in one file system, which is one drive or one set of them, whatever they are counted as.
+/// Warns of directories or files in one file system, which is one drive or one set of drives.
 pub(crate) fn of_one_drive(dirs: &[PathBuf]) -> Option<String> {
     let device = |path: &PathBuf| {
         let found = path.metadata().ok()?;
-        // All block devices' own files lie in one.
+        // The special files of all block devices are in one file system.
         (!found.file_type().is_block_device()).then_some(found.dev())
     };
     let same = |(place, one): (usize, &PathBuf)| {
@@ -74,16 +74,16 @@ pub(crate) fn of_one_drive(dirs: &[PathBuf]) -> Option<String> {
     dirs.iter().enumerate().find_map(same)
 }
 
-/// What drives moved beside what was asked of them.
+/// Traffic that differs from our requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Beside {
-    /// By others.
+    /// Moved for others.
     pub(crate) others_bytes_per_s: f64,
-    /// Asked of them, and answered from elsewhere.
+    /// Requested by us, and served by something else than the drives.
     pub(crate) elsewhere_bytes_per_s: f64,
 }
 
-/// Of one measurement. What may have been on its way at its begin or end counts as neither.
+/// Compares a measurement with the drives' counts. Operations in flight at its begin or end count as neither.
 pub(crate) fn beside(figures: &Figures) -> Beside {
     let mut beside = Beside::default();
     let Some(drives) = &figures.drives else {
@@ -92,7 +92,7 @@ pub(crate) fn beside(figures: &Figures) -> Beside {
     let counted = [drives.read_bytes_per_s, drives.write_bytes_per_s];
     for (way, counted) in [&figures.read, &figures.write].into_iter().zip(counted) {
         let (ours, underway) = way.as_ref().map_or((0.0, 0.0), |way| {
-            // Little's law, spread over the measured time.
+            // Little's law, over the measured time.
             let underway_bytes = way.bytes_per_s * way.latency_ns_mean / 1e9;
             (way.bytes_per_s, underway_bytes / figures.seconds)
         });
@@ -111,10 +111,10 @@ pub(crate) fn beside(figures: &Figures) -> Beside {
     beside
 }
 
-/// What the figures say of a job at `place`.
+/// Warnings from the figures of a job at `place`.
 pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
     let mut found = after(figures);
-    // Of a daemon of its own all is this job's.
+    // All traffic of a private daemon is this job's.
     if matches!(place, Place::Socket(_)) && beside(figures).others_bytes_per_s > 0.0 {
         found.push(
             "offloadd served others meanwhile, or others used its drives: what it did for them is in its processor time and in \
@@ -125,7 +125,7 @@ pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
     found
 }
 
-/// What the figures themselves say.
+/// Warnings from the figures alone.
 pub(crate) fn after(figures: &Figures) -> Vec<String> {
     let mut found = Vec::new();
     let beside = beside(figures);
@@ -164,25 +164,24 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     found
 }
 
-/// Whether the processor was the wall.
+/// Whether the processor was the bottleneck.
 pub(crate) fn is_busy(figures: &Figures) -> bool {
     let share = figures.cpu.idle_share;
     share.is_some_and(|share| share < IDLE_SHARE_MIN)
 }
 
-/// Reading through the page cache.
 pub(crate) fn page_cache() -> String {
     "direct = 0: through the page cache, so this is the speed of memory".into()
 }
 
-/// Whether parts of what is read were never written: such parts come from no drive and read at 20 to 50 GB/s.
+/// Warns of unwritten parts of a file: no drive serves them, so they read at 20 to 50 GB/s.
 pub(crate) fn never_written(path: &Path, bytes: u64) -> Option<String> {
     let file = File::open(path).ok()?;
     if !file.metadata().ok()?.is_file() {
-        // Block devices do not tell.
+        // Block devices do not report holes.
         return None;
     }
-    // File systems call preallocated extents that were never written holes, which is what is asked for here.
+    // File systems report preallocated, unwritten extents as holes.
     let hole = match rustix::fs::seek(&file, SeekFrom::Hole(0)) {
         Ok(hole) => hole,
         Err(Errno::NXIO) => 0,
@@ -230,7 +229,7 @@ mod tests {
             }),
             engine: String::new(),
         };
-        // A tenth of a second's bytes may be on their way at either end.
+        // Up to a tenth of a second's bytes may be in flight at each end.
         assert_eq!(beside(&figures(1e9, [1.09e9, 0.0])), Beside::default());
         assert_eq!(beside(&figures(1e9, [0.91e9, 0.01e9])), Beside::default());
         let others = beside(&figures(1e9, [1.3e9, 0.1e9]));

@@ -1,16 +1,16 @@
-//! What makes rows mean little, as far as the rows themselves show it.
+//! Warnings that follow from the rows of a scaling report.
 
 use super::{Load, Row};
 use crate::report::warnings;
 use offload_support::units::ApproxRate;
 
-/// The instrument is off when one drive alone is further from its limit.
+/// Largest deviation of one drive alone from its limit; beyond it the instrument is wrong.
 const ONE_DRIVE_SHARE: f64 = 0.02;
 
-/// Of rounds that differ by more, the medians say little of a single run.
+/// Ratio between rounds above which a median says little about a single run.
 const SPREAD_MAX: f64 = 1.2;
 
-/// All of it, a line each.
+/// All warnings, one line each.
 pub(super) fn of(rows: &[Row]) -> Vec<String> {
     let mut found = off_the_limit(rows);
     found.extend(busy(rows));
@@ -21,7 +21,7 @@ pub(super) fn of(rows: &[Row]) -> Vec<String> {
     found
 }
 
-/// One drive alone must be at its limit, or the limit is not what was set. fio says it best, where it is.
+/// Warns if one drive alone misses its limit: then the limit is not what was set. Uses fio's figure if there is one.
 fn off_the_limit(rows: &[Row]) -> Vec<String> {
     let alone = rows
         .iter()
@@ -58,14 +58,14 @@ fn busy(rows: &[Row]) -> Option<String> {
     })
 }
 
-/// Throttles and caches work in slices of a tenth of a second.
+/// Warns of measurements shorter than the slices of throttles and caches, a tenth of a second.
 fn short(rows: &[Row]) -> Option<String> {
     let seconds = rows.first()?.daemon.seconds;
     (seconds < warnings::SECONDS_MIN)
         .then(|| format!("{seconds:.2} s a measurement are too short; say --runtime 3"))
 }
 
-/// Others that use the drives, and caches between.
+/// Warns of other processes on the drives, and of caches between.
 fn others(rows: &[Row]) -> Vec<String> {
     let beside = rows.iter().map(|row| warnings::beside(&row.daemon));
     let beside: Vec<_> = beside.collect();
@@ -91,8 +91,8 @@ fn others(rows: &[Row]) -> Vec<String> {
     .collect()
 }
 
-/// One thread that waits for each operation gets no more from more drives, unless drives answer at memory's speed and only
-/// their sum is held to a pace, as in slices of the block cgroup.
+/// Warns if one synchronous thread gets more from more drives. That happens only when drives answer at memory speed and
+/// only their sum is limited, as in slices of the block cgroup.
 fn control_scales(rows: &[Row]) -> Option<String> {
     let of = |row: &Row| Some((row.one_thread_bytes_per_s?, row.drives as f64));
     rows.iter().find_map(|row| {
@@ -110,7 +110,7 @@ fn control_scales(rows: &[Row]) -> Option<String> {
     })
 }
 
-/// Says how far rounds were apart, where that is far.
+/// Reports rounds that were far apart.
 fn apart(rows: &[Row]) -> Option<String> {
     let far = rows.iter().filter_map(|row| {
         let rounds = row.rounds.as_ref()?;

@@ -1,4 +1,4 @@
-//! The negative control: one synchronous thread that goes round over the drives. It must not scale.
+//! The negative control: one synchronous thread, round robin over the drives. It must not scale.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -11,7 +11,7 @@ use rustix::fs::OFlags;
 
 use crate::targets::Way;
 
-/// Bytes a second of one direction over `files`, each of `file_bytes`, past the page cache.
+/// Measures the rate in one direction over `files` of `file_bytes` each, past the page cache. Bytes a second.
 pub(super) fn run(
     files: &[PathBuf],
     way: Way,

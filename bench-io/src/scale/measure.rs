@@ -15,10 +15,10 @@ use crate::rounds::{median, rate_of};
 use crate::targets::Way;
 use crate::testdrives::{Drives, RateLimit};
 
-/// For the negative control.
+/// Duration of the negative control.
 const CONTROL_TIME: Duration = Duration::from_secs(1);
 
-/// fio's and the control's own files on one drive.
+/// Files of fio and of the control on one drive.
 struct OwnFiles {
     _dir: WorkDir,
     read: PathBuf,
@@ -26,9 +26,6 @@ struct OwnFiles {
 }
 
 /// Measures all rows of `plan`; `testdrives` are the drives whose rate limit can be lifted.
-///
-/// # Errors
-/// A drive, the daemon or fio fails.
 pub(crate) fn measure(
     plan: &ScalePlan,
     testdrives: Option<(&Drives, RateLimit)>,
@@ -59,18 +56,17 @@ pub(crate) fn measure(
     })
 }
 
-/// All that is measured with.
 struct Measuring<'a> {
     plan: &'a ScalePlan,
     testdrives: Option<(&'a Drives, RateLimit)>,
     fio: Option<&'a Fio>,
     progress: &'a Progress,
-    /// Of each directory.
+    /// Files in each directory.
     files: Vec<OwnFiles>,
 }
 
 impl<'a> Measuring<'a> {
-    /// Makes fio's and the control's files, as fast as the drives are.
+    /// Makes the files of fio and the control, without rate limits.
     fn begin(
         plan: &'a ScalePlan,
         testdrives: Option<(&'a Drives, RateLimit)>,
@@ -101,7 +97,7 @@ impl<'a> Measuring<'a> {
         Ok(measuring)
     }
 
-    /// All drives that there are.
+    /// Number of all drives.
     fn all(&self) -> usize {
         self.plan.dirs.len() / self.plan.dirs_per_drive
     }
@@ -169,7 +165,7 @@ impl<'a> Measuring<'a> {
         })
     }
 
-    /// Ours, fio, and one synchronous thread, one after the other.
+    /// Measures through the daemon, by fio, and by one synchronous thread, one after the other.
     fn round(&self, store: &Store, load: Load, unlimited: bool) -> Result<Round> {
         let Self { plan, progress, .. } = *self;
         let suffix = if unlimited { ", unlimited" } else { "" };
@@ -234,7 +230,7 @@ impl<'a> Measuring<'a> {
     }
 }
 
-/// What one round of a row found.
+/// Results of one round of a row.
 struct Round {
     daemon: Figures,
     fio: Option<FioFigures>,

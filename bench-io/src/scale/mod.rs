@@ -1,13 +1,13 @@
-//! Whether drives add up: 1 to N of them, reading, writing and both at once, through the daemon and by fio.
+//! Whether the rates of drives add up: 1 to N drives, reading, writing and both at once, through the daemon and by fio.
 //!
 //! ```text
 //!   for n in 1..=N:  a store on n drives ─ fill ─▶ read, write, both     beside fio, and one synchronous thread
 //!   then:            the same on all N without rate limits: the maximum of this machine
 //! ```
 //!
-//! "Both" reads and writes with streams and depths of their own, so that neither waits for the other's turn; fio does
-//! the same with a job each way and drive. The one thread is a negative control: it must not scale, or nothing here does.
-//! Drives without a rate limit are measured in several rounds, because other load on them comes and goes.
+//! "Both" reads and writes with separate streams and depths, so that neither waits for the other; fio does the same
+//! with a job per direction and drive. The single thread is a negative control: if it scales, the result means nothing.
+//! Drives without a rate limit are measured in several rounds, because other load on them varies.
 
 mod caveats;
 mod control;
@@ -29,7 +29,7 @@ use crate::testdrives::RateLimit;
 
 pub(crate) use measure::measure;
 
-/// Which way a row goes.
+/// Direction of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Load {
@@ -58,52 +58,52 @@ impl Load {
     }
 }
 
-/// What to measure.
 #[derive(Clone, Debug)]
 pub(crate) struct ScalePlan {
-    /// A directory on each drive.
+    /// Directories to use, one or more per drive.
     pub(crate) dirs: Vec<PathBuf>,
     /// Directories that make up one drive.
     pub(crate) dirs_per_drive: usize,
-    /// How many at a time; empty: 1 to all.
+    /// Numbers of drives to measure; empty means 1 to all.
     pub(crate) drives: Vec<usize>,
-    /// The last rate-limited drive is half as fast as the others.
+    /// Limits the last drive to half the rate of the others.
     pub(crate) slow_last: bool,
     pub(crate) blocks_bytes: Vec<u32>,
-    /// Of each directory and direction. `None`: fio's own depth, and what drives need through the daemon.
+    /// Operations in flight per directory and direction. `None` uses fio's default, and through the daemon what drives
+    /// need.
     pub(crate) iodepth: Option<u32>,
     pub(crate) size: u64,
     pub(crate) ramp: Duration,
     pub(crate) runtime: Duration,
     pub(crate) engine: String,
-    /// How often everything is measured.
+    /// Repetitions of every measurement.
     pub(crate) rounds: usize,
 }
 
-/// Through the daemon, one way, of each drive: 1.4 ms of a drive of 6.2 GB/s. Slots of more do not stay in the processor's
-/// cache, which others may use too: 4 drives of 6.2 and 3.2 GB/s kept their rate both ways with this on each of three 16-core
-/// Xeons (300 MiB of cache), on the busiest one 91 to 96 % of it with twice as much, and 69 to 85 % on all with 16 times
-/// (2026-11-22).
+/// Bytes in flight through the daemon per drive and direction: 1.4 ms of a drive of 6.2 GB/s. Throughput depends on
+/// whether the slots fit in the last-level cache: 4 drives of 6.2 and 3.2 GB/s kept their rates in both directions on
+/// each of three 16-core Xeons (300 MiB of cache); with twice as much they reached 91 to 96 % on the busiest one, and
+/// with 16 times as much 69 to 85 % on all (2026-11-22).
 const OWN_INFLIGHT_BYTES: u64 = 8 << 20;
 
-/// The next operation is there when one ends.
+/// One operation is in flight when another one ends.
 const OWN_DEPTH_MIN: u64 = 2;
 
-/// Of each file, unless something else is asked for.
+/// fio's default depth per file.
 const FIO_DEPTH: u32 = 32;
 
 impl ScalePlan {
-    /// fio's operations in flight of each file and direction.
+    /// fio's operations in flight per file and direction.
     fn fio_depth(&self) -> u32 {
         self.iodepth.unwrap_or(FIO_DEPTH)
     }
 
-    /// Operations of `bs` bytes in flight through the daemon in one direction, of `dirs` directories.
+    /// Operations of `bs` bytes in flight through the daemon in one direction, over `dirs` directories.
     fn own_depth(&self, bs: u32, dirs: usize) -> u64 {
         let drives = (dirs / self.dirs_per_drive) as u64;
         match self.iodepth {
             Some(depth) => u64::from(depth) * dirs as u64,
-            // Less than one each, and some have nothing to do.
+            // With less than one per directory some would be idle.
             None => {
                 let of_drive = (OWN_INFLIGHT_BYTES / u64::from(bs)).max(OWN_DEPTH_MIN);
                 (of_drive * drives).max(dirs as u64)
@@ -112,33 +112,33 @@ impl ScalePlan {
     }
 }
 
-/// How it was measured, for a report.
+/// Settings in a report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Settings {
     /// Bytes used of each drive.
     pub(crate) size: u64,
-    /// fio's, of each file; ours stand in the rows.
+    /// fio's depth per file; the rows contain the daemon's.
     pub(crate) fio_iodepth: u32,
     pub(crate) ioengine: String,
-    /// Of each measurement.
+    /// Seconds of each measurement.
     pub(crate) runtime_s: f64,
     pub(crate) rounds: usize,
 }
 
-/// How far rounds were apart, bytes a second.
+/// Ranges of the rounds, bytes a second.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Rounds {
     pub(crate) daemon: Range,
     pub(crate) fio: Option<Range>,
 }
 
-/// One measurement, of several rounds the median.
+/// One measurement; of several rounds the median.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     pub(crate) drives: usize,
     pub(crate) load: Load,
     pub(crate) bs: u32,
-    /// In flight through the daemon.
+    /// Operations in flight through the daemon.
     pub(crate) iodepth: u32,
     /// Whether the drives' rate limits were lifted, to find the machine's own maximum.
     pub(crate) unlimited: bool,
@@ -148,7 +148,7 @@ pub(crate) struct Row {
     pub(crate) fio: Option<FioFigures>,
     /// One synchronous thread, round robin over the drives.
     pub(crate) one_thread_bytes_per_s: Option<f64>,
-    /// Nothing of a single one.
+    /// `None` for a single round.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rounds: Option<Rounds>,
 }
@@ -162,7 +162,7 @@ impl Row {
         Some(self.fio.as_ref()?.bytes_per_s())
     }
 
-    /// Of the directions that this row goes.
+    /// Limit in the row's directions.
     pub(crate) fn limit(&self) -> Option<f64> {
         let [read, write] = self.limit_bytes_per_s?;
         Some(match self.load {
@@ -173,10 +173,9 @@ impl Row {
     }
 }
 
-/// All of it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ScaleReport {
-    /// Its devices are what lies under each directory.
+    /// Its devices are those below each directory.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
     /// Rate limit of one drive.
@@ -186,7 +185,7 @@ pub(crate) struct ScaleReport {
 }
 
 impl ScaleReport {
-    /// Rows that are further from their limit than `share`, one line each.
+    /// Describes the rows that deviate from their limit by more than `share`, one line each.
     pub(crate) fn outside(&self, share: f64) -> Vec<String> {
         let rows = self.rows.iter().filter(|row| !row.unlimited);
         rows.filter_map(|row| {
@@ -225,9 +224,9 @@ mod tests {
             rounds: 1,
         };
         let depths = |plan: ScalePlan, dirs| [1, 4, 16].map(|mib| plan.own_depth(mib << 20, dirs));
-        // 8 MiB a drive, though not less than two operations.
+        // 8 MiB per drive, and at least two operations.
         assert_eq!(depths(plan(None, 1), 4), [32, 8, 8]);
-        // A drive of four loop devices is one drive, though each of them has one operation at least.
+        // A drive of four loop devices is one drive; each loop device has at least one operation.
         assert_eq!(depths(plan(None, 4), 16), [32, 16, 16]);
         assert_eq!(plan(None, 4).fio_depth(), 32);
         assert_eq!(depths(plan(Some(3), 4), 16), [48; 3]);

@@ -1,4 +1,4 @@
-//! One page of HTML with the picture and the table in it: nothing to fetch, opens from a mail.
+//! A self-contained HTML page with the chart and the table.
 
 use std::fmt::Write;
 
@@ -11,12 +11,11 @@ const STYLE: &str = "body { font: 14px/1.5 sans-serif; margin: 2em auto; max-wid
 table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }
 code { background: #f4f4f4; padding: .1em .3em; overflow-wrap: anywhere } .warning { color: #a33 }";
 
-/// The page.
 pub(crate) fn html(report: &ScaleReport) -> String {
     let mut out = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>bench-io scale</title><style>{STYLE}</style></head><body>\n"
     );
-    // Writing to a String does not fail.
+    // Writing to a String cannot fail.
     let mut put = |text: String| {
         let _ = writeln!(out, "{text}");
     };

@@ -1,10 +1,10 @@
-//! The picture of a scaling: for each load a panel with GB/s over the number of drives.
+//! The chart of a scaling report: one panel per load with GB/s over the number of drives.
 
 use super::{Load, Row, ScaleReport};
 use crate::picture::{self, Line};
 use crate::units::Bytes;
 
-/// Of the block size that was measured last.
+/// Draws the block size that was measured last.
 pub(crate) fn svg(report: &ScaleReport) -> String {
     let bs = report.rows.last().map_or(0, |row| row.bs);
     let of = |load: Load| -> Vec<&Row> {

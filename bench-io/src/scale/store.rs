@@ -1,4 +1,4 @@
-//! What is measured through the daemon: a store of its own on the first drives, and the streams that go through it.
+//! The daemon's side of a scaling measurement: a private store on the first drives, and the streams on it.
 
 use anyhow::{Context, Result, ensure};
 use offloadd::api::IODEPTH_MAX;
@@ -11,15 +11,15 @@ use crate::progress::Progress;
 use crate::report::Figures;
 use crate::targets::Way;
 
-/// A store on some drives, filled, with a session open on it.
+/// A filled store on some drives, with an open session.
 pub(super) struct Store {
-    /// Before the daemon.
+    /// Dropped before the daemon.
     bench: Bench,
     _daemon: OwnDaemon,
     pub(super) drives: usize,
     pub(super) bs: u32,
     tile_count: u64,
-    /// What a session may ask for, and a tile is moved once at a time: both bound these.
+    /// Operations in flight, bounded by the session's limit and by the number of tiles (a tile moves once at a time).
     one_way_depth: u32,
     depth: u32,
 }
@@ -104,7 +104,7 @@ impl Store {
         }
     }
 
-    /// Moves tiles for as long as the plan says.
+    /// Moves tiles for the duration of the plan.
     ///
     /// # Errors
     /// The daemon or an operation fails.

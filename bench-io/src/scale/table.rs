@@ -1,4 +1,4 @@
-//! The report as a table in Markdown: it is read in a terminal and pasted into a document.
+//! The report as a Markdown table.
 
 use std::fmt;
 
@@ -39,7 +39,7 @@ impl ScaleReport {
         ))
     }
 
-    /// How it was measured.
+    /// The settings in one line.
     pub(super) fn settings_line(&self) -> String {
         let settings = &self.head.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
@@ -61,7 +61,7 @@ const HEAD: &str = "\
 | drives | bs | in flight | | through offloadd | of the limit | p50, p99, p99.9, max | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
 |---|---|---|---|---|---|---|---|---|---|---|";
 
-/// One line. Its cells are also the HTML page's.
+/// One row of the table.
 struct RowText<'a>(&'a Row);
 
 impl fmt::Display for RowText<'_> {
@@ -70,7 +70,7 @@ impl fmt::Display for RowText<'_> {
     }
 }
 
-/// What the columns are called.
+/// Column heads.
 pub(super) const COLUMNS: [&str; 11] = [
     "drives",
     "bs",
@@ -85,7 +85,7 @@ pub(super) const COLUMNS: [&str; 11] = [
     "CPU s/GB: offloadd, bench-io, fio",
 ];
 
-/// What stands in them.
+/// Cells of a row, shared with the HTML page.
 pub(super) fn cells(row: &Row) -> [String; 11] {
     let nothing = String::new;
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);

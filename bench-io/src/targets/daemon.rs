@@ -1,5 +1,5 @@
-//! A session of a daemon: shared rings, an arena, checksums. Blocks are the tiles of a job of its own; where a GPU is measured too,
-//! they end and begin there.
+//! A session of a daemon with shared rings, arena and checksums. Blocks are the tiles of the session's own job; with a
+//! GPU they continue to its memory.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,12 +19,12 @@ use crate::units::Bytes;
 
 const JOB_PREFIX: &str = "bench-io-";
 
-/// What job `index` of this process's measurement is called in a daemon's store.
+/// Name of job `index` of this process in a daemon's store.
 pub(crate) fn job_name(index: u32) -> String {
     format!("{JOB_PREFIX}{}-{index}", std::process::id())
 }
 
-/// Whose job it is, by its name; none of a measurement's where that is no such name.
+/// Process of a measurement's job; `None` for other jobs' names.
 fn process_of(job: &str) -> Option<u32> {
     let (process, index) = job.strip_prefix(JOB_PREFIX)?.split_once('-')?;
     let whole = |number: &str| number.bytes().all(|byte| byte.is_ascii_digit());
@@ -33,12 +33,12 @@ fn process_of(job: &str) -> Option<u32> {
 }
 
 fn is_left(job: &str, open: bool) -> bool {
-    // Between two passes a living one's is closed.
+    // A living process closes its job between two passes.
     let lives = |process| Path::new(&format!("/proc/{process}")).exists();
     !open && process_of(job).is_some_and(|process| !lives(process))
 }
 
-/// Drops what measurements left in the daemon's store that were killed: nobody else would, and room in it is others'.
+/// Deletes jobs that killed measurements left in the daemon's store, because nobody else would free their space.
 ///
 /// # Errors
 /// There is no daemon.
@@ -46,7 +46,7 @@ pub(crate) fn drop_left(socket: &Path) -> Result<()> {
     let daemon = Daemon::connect(socket)?;
     let left = daemon.jobs()?.into_iter();
     for job in left.filter(|job| is_left(&job.job, job.open)) {
-        // Another measurement may have come first.
+        // Another measurement may have deleted it already.
         if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
             errln!(
                 "bench-io: dropped {}, which a killed measurement left: {} are free",
@@ -58,9 +58,9 @@ pub(crate) fn drop_left(socket: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A session and the tiles it moves.
+/// A session and its tiles in flight.
 pub(crate) struct DaemonTarget {
-    /// Before the session: its copiers hold slots.
+    /// Dropped before the session: its copiers hold slots.
     gpu: Option<GpuMemory>,
     /// `None` while it is closed.
     session: Option<Session>,
@@ -69,7 +69,7 @@ pub(crate) struct DaemonTarget {
     info: SessionInfo,
     tile_bytes: u32,
     pattern: Option<Pattern>,
-    /// By slot.
+    /// Operations by slot.
     flights: Vec<Option<Flight>>,
     done: Vec<Done>,
     wrong: WrongBlocks,
@@ -77,10 +77,11 @@ pub(crate) struct DaemonTarget {
 }
 
 impl DaemonTarget {
-    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes`, `depth` in flight; with `gpu` they go on to a GPU.
+    /// Opens a session for job `job` of `tile_count` tiles of `tile_bytes` with `depth` operations in flight; with
+    /// `gpu` tiles continue to a GPU.
     ///
     /// # Errors
-    /// The daemon is not there, has no room, or grants less than `depth`; there is no GPU.
+    /// The daemon is missing, has no space, or grants less than `depth`; or there is no GPU.
     pub(crate) fn open(
         socket: &Path,
         job: &str,
@@ -112,7 +113,7 @@ impl DaemonTarget {
             info.job.is_none(),
             "the daemon's store has a job `{job}` already, of a bench-io that was killed: drop it, or wait for the other to end"
         );
-        // Before the job is defined: from then on it holds room in the store, and only a whole target gives it back.
+        // Before the job is defined: from then on only a complete target frees the job's space.
         let gpu = match gpu {
             true => Some(GpuMemory::open(&session, depth, tile_bytes)?),
             false => None,
@@ -147,12 +148,12 @@ impl DaemonTarget {
         Ok(target)
     }
 
-    /// What the daemon granted.
+    /// Limits that the daemon granted.
     pub(crate) fn info(&self) -> &SessionInfo {
         &self.info
     }
 
-    /// The GPU at the end of the way.
+    /// Name of the GPU, if one is used.
     pub(crate) fn gpu(&self) -> Option<&str> {
         self.gpu.as_ref().map(GpuMemory::about)
     }
@@ -173,7 +174,7 @@ impl DaemonTarget {
         Ok(())
     }
 
-    /// Between its slot and its device.
+    /// Starts moving a tile between its slot and its device.
     fn swap(&mut self, slot: Slot, flight: Flight) -> Result<()> {
         let (index, tile) = (slot.index().0 as usize, TileIndex(flight.block as u32));
         let session = self.session()?;
@@ -191,7 +192,7 @@ impl DaemonTarget {
         Ok(())
     }
 
-    /// It is where it was to go.
+    /// Completes an operation whose tile has arrived.
     fn end(&mut self, slot: Slot, flight: Flight, ended: &mut Vec<Flight>) -> Result<()> {
         if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
             let offset = flight.block * u64::from(self.tile_bytes);
@@ -222,7 +223,7 @@ impl Target for DaemonTarget {
 
     fn wait(&mut self, limit: Duration, ended: &mut Vec<Flight>) -> Result<()> {
         let mut done = std::mem::take(&mut self.done);
-        // A copy takes less than a tile takes on a device: while there are any, they are what ends next.
+        // A copy to the GPU is shorter than a device operation: while copies are in flight, they end next.
         let copying = self.gpu.as_ref().is_some_and(GpuMemory::is_busy);
         let session = self.session()?;
         session.poll(&mut done)?;
@@ -280,7 +281,7 @@ impl Target for DaemonTarget {
     }
 }
 
-/// Gives the job's room back: a store that others use keeps nothing of a measurement.
+/// Deletes the job, to free its space in a shared store.
 impl Drop for DaemonTarget {
     fn drop(&mut self) {
         // Its copiers hold slots of the session.
@@ -293,7 +294,7 @@ impl Drop for DaemonTarget {
             Daemon::connect(&self.socket)?.drop_job(&self.job)?;
             Ok(())
         };
-        // The next one drops it.
+        // The next measurement deletes the job.
         if let Err(error) = give_back() {
             errln!(
                 "bench-io: {} stays in the daemon's store: {error:#}",
@@ -309,7 +310,7 @@ mod tests {
 
     #[test]
     fn only_what_a_dead_measurement_called_so_is_left() {
-        // Above every number that a process can have.
+        // Above the largest process number.
         let dead = "bench-io-4194305-0";
         assert!(is_left(dead, false));
         assert!(!is_left(dead, true), "somebody has it open");

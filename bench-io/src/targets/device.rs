@@ -1,4 +1,4 @@
-//! The engine alone: no daemon, no shared rings, no checksums.
+//! The I/O engine alone, without daemon, shared rings and checksums.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io;
@@ -22,7 +22,7 @@ use super::{Flight, Target, Way};
 use crate::pattern::{Pattern, WrongBlocks};
 use crate::random_data;
 
-/// Where a target's files are, and how they are opened.
+/// A target's files, and how to open them.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceFiles {
     pub(crate) paths: Vec<PathBuf>,
@@ -30,15 +30,16 @@ pub(crate) struct DeviceFiles {
     pub(crate) writes: bool,
 }
 
-/// Files that nobody else may write to, or mount, while this is held.
+/// Files that no other program may write or mount meanwhile.
 #[derive(Debug)]
 pub(crate) struct Claim(#[expect(dead_code, reason = "held")] Vec<File>);
 
 impl DeviceFiles {
-    /// Keeps others away from what will be written, once for all jobs: a store that is served, a drive that is mounted, and
-    /// another measurement's files are in use.
+    /// Locks the files that will be written, once for all jobs, against a daemon's store, a mounted drive and another
+    /// measurement.
     ///
     /// # Errors
+    /// A file is in use, or cannot be opened for writing.
     /// One of them is in use, or cannot be opened for writing.
     pub(crate) fn claim(&self) -> Result<Claim> {
         let written = if self.writes { &self.paths[..] } else { &[] };
@@ -46,10 +47,10 @@ impl DeviceFiles {
         Ok(Claim(claimed.collect::<Result<_>>()?))
     }
 
-    /// Opens them for an engine.
+    /// Opens the files for an engine.
     ///
     /// # Errors
-    /// A file is not there or not ours.
+    /// A file is missing or not accessible.
     pub(crate) fn open(&self) -> Result<Vec<Arc<File>>> {
         self.paths.iter().map(|path| self.open_one(path)).collect()
     }
@@ -85,7 +86,7 @@ fn claim_one(path: &Path) -> Result<File> {
     let shown = path.display();
     let mut flags = OFlags::CLOEXEC;
     if kind_of(path)?.is_block_device() {
-        // The kernel gives it to one holder: a file system, swap, a RAID, or this.
+        // The kernel grants exclusive use to one holder: a file system, swap, a RAID, or this program.
         flags |= OFlags::EXCL;
     }
     let opened = OpenOptions::new()
@@ -110,7 +111,7 @@ fn claim_one(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Of a file or a block device. Nothing else is opened: a pipe would wait for a writer.
+/// Accepts files and block devices. Nothing else is opened: a pipe would wait for a writer.
 fn kind_of(path: &Path) -> Result<FileType> {
     let shown = path.display();
     let kind = std::fs::metadata(path)
@@ -123,19 +124,19 @@ fn kind_of(path: &Path) -> Result<FileType> {
     Ok(kind)
 }
 
-/// Its size, also of a block device.
+/// Size of a file or block device.
 ///
 /// # Errors
-/// It is neither a file nor a block device, or cannot be asked.
+/// It is neither, or its size cannot be read.
 pub(crate) fn bytes_of(path: &Path) -> Result<u64> {
     kind_of(path)?;
     let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;
-    // A block device's metadata says 0; its end says it.
+    // A block device's metadata reports 0; its end is its size.
     rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
         .with_context(|| format!("asking for the size of {}", path.display()))
 }
 
-/// One engine on some files, with a buffer for each operation in flight.
+/// An engine on some files, with one buffer per operation in flight.
 pub(crate) struct DeviceTarget {
     engine: Engine,
     files: Vec<Arc<File>>,
@@ -149,19 +150,19 @@ pub(crate) struct DeviceTarget {
     wrong: WrongBlocks,
 }
 
-/// What operations read into and write from.
+/// Buffers of the operations.
 enum Buffers {
-    /// Registered with the kernel, as the daemon's are. Nobody looks at the bytes.
+    /// Registered with the kernel like the daemon's. The bytes are not examined.
     Arena(Arc<Arena>, Geometry),
     /// Filled before each write and checked after each read.
     Checked(Pattern, Vec<Option<AlignedBytes>>),
 }
 
 impl DeviceTarget {
-    /// For `depth` operations of `block_bytes` each. Call it on the thread that will use it.
+    /// Opens an engine for `depth` operations of `block_bytes`. Call it on the thread that will use it.
     ///
     /// # Errors
-    /// The files, the engine or the memory are not to be had.
+    /// The files, the engine or the memory are not available.
     pub(crate) fn open(
         files: &DeviceFiles,
         choice: EngineChoice,
@@ -204,7 +205,7 @@ impl DeviceTarget {
         })
     }
 
-    /// The engine and why it was chosen.
+    /// Name of the engine, and why it was chosen.
     pub(crate) fn about(&self) -> &str {
         &self.about
     }
@@ -317,7 +318,7 @@ impl Target for DeviceTarget {
     }
 }
 
-/// Through the memory file: the mapping is the engine's alone.
+/// Fills the arena through its memory file, because the mapping belongs to the engine.
 fn fill(arena: &Arena, geometry: &Geometry) -> Result<()> {
     let file = File::from(arena.as_fd().try_clone_to_owned()?);
     let mut bytes = vec![0; 1 << 20];

@@ -1,11 +1,11 @@
-//! The last part of a tile's way: from its slot into a GPU's memory before it counts as read, out of it before it is written.
+//! The last part of a tile's way: into a GPU's memory before it counts as read, and out of it before it is written.
 //!
 //! ```text
 //!   read    device ──▶ slot ──▶ GPU          a session moves tiles between devices and slots; copiers, threads with a
 //!   write   GPU ──▶ slot ──▶ device          stream each, between slots and the GPU, while more tiles are on their way
 //! ```
 //!
-//! Tiles that are checked go through the GPU and come back from it into a slot that was emptied, so that what is compared was there.
+//! Checked tiles are copied to the GPU and back into a cleared slot, so that the compared bytes were on the GPU.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,40 +18,40 @@ use offload_client::{Session, Slot};
 
 use super::{Flight, Way};
 
-/// Two keep the bus busy both ways.
+/// Two copiers keep the bus busy in both directions.
 const COPIERS: usize = 2;
 
-/// A slot on its way to or from the GPU, with the operation it is for.
+/// A slot to copy to or from the GPU, with its operation.
 struct Copy {
     slot: Slot,
     flight: Flight,
     checked: bool,
 }
 
-/// The same when it is there.
+/// A completed copy.
 pub(crate) struct Copied {
     pub(crate) slot: Slot,
     pub(crate) flight: Flight,
     pub(crate) result: Result<(), GpuError>,
 }
 
-/// A GPU's memory, a place in it for each slot, and who copies.
+/// A GPU's memory with a place for each slot, and the copying threads.
 pub(crate) struct GpuMemory {
     about: String,
     outstanding: usize,
-    /// `None` once it is to end.
+    /// `None` once the copiers are to end.
     orders: Option<Sender<Copy>>,
     copied: Receiver<Copied>,
     copiers: Vec<JoinHandle<()>>,
-    /// The slots' memory, pinned; unpinned after the copiers ended.
+    /// The slots' memory, pinned until the copiers have ended.
     _pinned: Registration,
 }
 
 impl GpuMemory {
-    /// A place for each of `slots` slots of `slot_bytes`, and `session`'s arena pinned for copies.
+    /// Allocates a place for each of `slots` slots of `slot_bytes`, and pins `session`'s arena.
     ///
     /// # Errors
-    /// There is no GPU, it lacks the memory, or pinning is refused.
+    /// There is no GPU, it has too little memory, or pinning is refused.
     pub(crate) fn open(session: &Session, slots: u32, slot_bytes: u32) -> Result<Self> {
         let gpu = Gpu::open(0).context("--target gpu")?;
         let arena = session.memory();
@@ -88,17 +88,17 @@ impl GpuMemory {
         })
     }
 
-    /// The GPU and its driver.
+    /// Name of the GPU and its driver.
     pub(crate) fn about(&self) -> &str {
         &self.about
     }
 
-    /// Whether a copy is on its way.
+    /// Whether a copy is in flight.
     pub(crate) fn is_busy(&self) -> bool {
         self.outstanding > 0
     }
 
-    /// Starts the GPU's part of `flight`. With `checked` its bytes go there and back.
+    /// Starts the GPU's part of `flight`. With `checked` the bytes go there and back.
     ///
     /// # Errors
     /// The copiers ended.
@@ -114,7 +114,7 @@ impl GpuMemory {
         Ok(())
     }
 
-    /// What is there by now; waits at most `limit` for the first.
+    /// Returns completed copies; waits at most `limit` for the first.
     ///
     /// # Errors
     /// The copiers ended.
@@ -136,7 +136,7 @@ impl Drop for GpuMemory {
     fn drop(&mut self) {
         drop(self.orders.take());
         for copier in self.copiers.drain(..) {
-            // A panic was printed by its thread.
+            // The thread has printed its panic.
             let _ = copier.join();
         }
     }
@@ -155,7 +155,7 @@ struct Copier {
 impl Copier {
     fn run(self) {
         loop {
-            // The lock is held while waiting: one waits for the queue, the other for it.
+            // The lock is held while waiting: one copier waits for the queue, the other for the lock.
             let next = self
                 .to_do
                 .lock()

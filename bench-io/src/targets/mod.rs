@@ -1,13 +1,13 @@
-//! What is measured: something that moves blocks, many at a time.
+//! Targets of a measurement: they move blocks, many at a time.
 //!
 //! ```text
 //!   load ── start(Flight) ──▶ Target ──▶ engine on a file, or a session of the daemon
 //!        ◀── the same Flight ── wait ──
 //! ```
 //!
-//! Two implementations: [`device::DeviceTarget`] is an engine alone, [`daemon::DaemonTarget`] a session with its shared rings and
-//! checksums, to which [`gpu::GpuMemory`] adds the way into a GPU. Both keep one buffer an operation in flight, so what they cost beside
-//! the drive can be compared.
+//! [`device::DeviceTarget`] is an engine alone, [`daemon::DaemonTarget`] a session with shared rings and checksums, to
+//! which [`gpu::GpuMemory`] adds a GPU. Both keep one buffer per operation in flight, so their overheads can be
+//! compared.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub(crate) mod daemon;
 pub(crate) mod device;
 pub(crate) mod gpu;
 
-/// One direction.
+/// Direction of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Read,
@@ -35,43 +35,44 @@ impl Way {
     }
 }
 
-/// One operation on its way. It comes back as it was.
+/// One operation in flight. It is returned unchanged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flight {
     pub(crate) way: Way,
-    /// Of the target's files; through a daemon, which places tiles itself, the job's number, so that a pattern names it.
+    /// Index of the target's file; through a daemon, which places tiles itself, the job's number, which a pattern
+    /// contains.
     pub(crate) device: u32,
-    /// In blocks of the job's size, from the file's start or the first tile.
+    /// Position in blocks of the job's size, from the start of the file or the first tile.
     pub(crate) block: u64,
-    /// Of the load's streams.
+    /// Index of the load's stream.
     pub(crate) stream: usize,
-    /// When it was started.
+    /// Start time.
     pub(crate) since: Instant,
 }
 
 /// Moves blocks.
 pub(crate) trait Target {
-    /// Starts an operation. There are never more than the depth it was opened for, and never two on one block unless both read.
+    /// Starts an operation. There are never more than the target's depth, and never two on one block unless both read.
     ///
     /// # Errors
-    /// The target does not take it.
+    /// The target refuses the operation.
     fn start(&mut self, flight: Flight) -> Result<()>;
 
-    /// Appends what has ended, waiting at most `limit` for the first.
+    /// Appends ended operations; waits at most `limit` for the first.
     ///
     /// # Errors
-    /// An operation failed, and nothing measured after it would mean anything.
+    /// An operation failed, so later figures would mean nothing.
     fn wait(&mut self, limit: Duration, ended: &mut Vec<Flight>) -> Result<()>;
 
-    /// Makes what was written durable, as this target does.
+    /// Makes written data durable.
     ///
     /// # Errors
     /// The flush failed.
     fn flush(&mut self) -> Result<()>;
 
-    /// What is written and expected from now on, by a target that was opened to check.
+    /// Sets the pattern of later writes and checks, in a target that was opened with one.
     fn expect(&mut self, pattern: Pattern);
 
-    /// What did not come back as it was written, where the target was opened to check.
+    /// Takes the wrong blocks found so far.
     fn wrong(&mut self) -> WrongBlocks;
 }

@@ -1,4 +1,4 @@
-//! Making the drives and taking them away.
+//! Creates and destroys rate-limited drives.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -16,10 +16,10 @@ use crate::place::release_waits;
 use crate::stop;
 use crate::units::Bytes;
 
-/// Of the memory that holds drives, beside them.
+/// Space in the tmpfs besides the drives' files.
 const RAM_SLACK_BYTES: u64 = 64 << 20;
 
-/// Touched at a time by one thread.
+/// Bytes that one thread writes at a time.
 const TOUCH_BYTES: u64 = 256 << 20;
 
 /// A set of rate-limited drives.
@@ -31,15 +31,15 @@ pub(crate) struct Drives {
 }
 
 impl Drives {
-    /// Makes them. On failure nothing is left.
+    /// Creates the drives. Leaves nothing after a failure.
     ///
     /// # Errors
-    /// What is missing here, or which step failed.
+    /// A requirement is missing, or a step failed.
     pub(crate) fn create(plan: &DrivesPlan) -> Result<Self> {
         Ok(Self::create_with(plan, |_| Ok(()))?.0)
     }
 
-    /// The same; `begin` is called with the directory before anything is listed in it.
+    /// Like [`Drives::create`]; `begin` is called with the directory before anything is listed in it.
     pub(super) fn create_with<T>(
         plan: &DrivesPlan,
         begin: impl FnOnce(&Path) -> Result<T>,
@@ -48,7 +48,7 @@ impl Drives {
         if let Some(what) = missing(plan.raid0) {
             bail!("rate-limited drives need {what}");
         }
-        // Their memory may be what is missing. What cannot be taken away is said where it is in the way.
+        // Frees memory of orphaned drives. A failure is reported where it matters.
         let _ = super::destroy_orphaned();
         let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
         let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
@@ -94,10 +94,10 @@ impl Drives {
         }
     }
 
-    /// The set `name`, made by an earlier `up`.
+    /// Opens the set `name`, created earlier.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such set.
     pub(crate) fn open(name: &str) -> Result<Self> {
         check_name(name)?;
         let dir = dir_of(name);
@@ -120,17 +120,11 @@ impl Drives {
     }
 
     /// Sets every device's rate limit; `None` lifts it.
-    ///
-    /// # Errors
-    /// The group does not take it.
     pub(crate) fn set_limit(&self, limit: Option<RateLimit>) -> Result<()> {
         self.set_limit_of(0..self.state.devices.len(), limit)
     }
 
-    /// The same for some devices, by their place among all.
-    ///
-    /// # Errors
-    /// The group does not take it.
+    /// Sets the rate limit of a range of devices.
     pub(crate) fn set_limit_of(
         &self,
         devices: Range<usize>,
@@ -142,9 +136,6 @@ impl Drives {
     }
 
     /// Limits this process and every process it starts.
-    ///
-    /// # Errors
-    /// The group does not take it.
     pub(crate) fn enter(&self) -> Result<Entered> {
         Group::at(&self.state.group).enter()
     }
@@ -153,7 +144,7 @@ impl Drives {
         self.note()?;
         let ram = self.dir.join("ram");
         let size = format!("size={}", u64::from(count) * bytes + RAM_SLACK_BYTES);
-        // A loop device copies with one thread, faster from large pages. Kernels without them refuse the option.
+        // A loop device copies with one thread, faster from huge pages. Kernels without them refuse the option.
         let mount = |options: &str| {
             call(
                 "mount",
@@ -182,7 +173,7 @@ impl Drives {
         } else {
             for device in &devices {
                 stop::check()?;
-                // Few inodes and no lazy work later: this file system holds some large files.
+                // Few inodes and no lazy initialization: the file system holds some large files.
                 let options = [
                     "-q",
                     "-F",
@@ -214,21 +205,21 @@ impl Drives {
         call("mount", ["-o", options, &text(device), &text(&dir)]).map(drop)
     }
 
-    /// Before it is made: whoever is killed leaves a list of all that may be there.
+    /// Writes the state file before a step, so that an interrupted creation can be destroyed.
     fn note(&self) -> Result<()> {
         let path = state_file(&self.dir);
         let text = serde_json::to_vec_pretty(&self.state)?;
-        // Whole or not at all: half of it could not be taken away any more.
+        // Atomically: a partial file could not be used to destroy the drives.
         let new = path.with_extension("new");
         fs::write(&new, text)
             .and_then(|()| fs::rename(&new, &path))
             .with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Takes away whatever was made. Waits a little for files that are about to be closed.
+    /// Destroys everything that was created. Waits a little for files that are about to be closed.
     ///
     /// # Errors
-    /// What still uses them. Calling it again goes on.
+    /// Something still uses the drives. Call again after it has ended.
     pub(crate) fn destroy(&self) -> Result<()> {
         let mut trouble = Vec::new();
         for dir in &self.state.dirs {
@@ -243,7 +234,7 @@ impl Drives {
         };
         trouble.extend(retry(release_waits(), detach).err());
         if trouble.is_empty() {
-            // A maker's `losetup` that outlived it by a moment may attach one more.
+            // A creator's `losetup` may have outlived it and attach one more device.
             let unmount = || {
                 detach()?;
                 call_unless_gone("umount", &[&text(&ram)])
@@ -274,7 +265,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// A loop device over `file`; past the page cache where the kernel can.
+/// Attaches a loop device to `file`; past the page cache if the kernel supports it.
 fn attach(file: &Path) -> Result<String> {
     let file = text(file);
     let one = |more: &[&str]| {
@@ -287,8 +278,8 @@ fn attach(file: &Path) -> Result<String> {
     one(&["--direct-io=on"]).or_else(|_| one(&[]))
 }
 
-/// The loop devices over files in `ram`, noted or not: who was killed between attaching one and noting it knew no more of it,
-/// and a number that was noted may be somebody else's device by now.
+/// Finds the loop devices over files in `ram`, listed or not: a killed creator may not have listed its last one, and
+/// the number of a listed one may have been reused.
 fn attached(ram: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir("/sys/block").into_iter().flatten().flatten();
     let over = entries.filter(|entry| {
@@ -340,7 +331,7 @@ fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
     stop::check()
 }
 
-/// Runs a tool to its end. What it printed; its words are in the error.
+/// Runs a tool and returns its output; a failure contains its error text.
 fn call<'a>(tool: &str, words: impl IntoIterator<Item = &'a str>) -> Result<String> {
     let words: Vec<&str> = words.into_iter().collect();
     let output = Command::new(tool)
@@ -359,7 +350,7 @@ fn call<'a>(tool: &str, words: impl IntoIterator<Item = &'a str>) -> Result<Stri
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// What an earlier `down` took away already is no trouble.
+/// Runs a tool and ignores what an earlier call has already removed.
 fn call_unless_gone(tool: &str, words: &[&str]) -> Result<(), String> {
     let gone = [
         "not mounted",

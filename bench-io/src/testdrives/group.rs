@@ -11,14 +11,14 @@ use super::{RateLimit, full_name};
 const VERSION2: &str = "/sys/fs/cgroup";
 const VERSION1: &str = "/sys/fs/cgroup/blkio";
 
-/// A group's directory.
+/// The directory of a control group.
 #[derive(Clone, Debug)]
 pub(crate) struct Group {
     dir: PathBuf,
 }
 
 impl Group {
-    /// Where the group of the set `name` lies or would lie; nothing where the kernel has no such controller.
+    /// Location of the group of the set `name`, existing or not; `None` if the kernel has no such controller.
     pub(crate) fn place(name: &str) -> Option<Self> {
         let controllers = fs::read_to_string(Path::new(VERSION2).join("cgroup.controllers"));
         let parent = if controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == "io")) {
@@ -33,7 +33,7 @@ impl Group {
         })
     }
 
-    /// The group in a directory that was noted.
+    /// The group in a recorded directory.
     pub(super) fn at(dir: &Path) -> Self {
         Self {
             dir: dir.to_owned(),
@@ -60,7 +60,7 @@ impl Group {
         }
     }
 
-    /// Sets what `device` (as /dev/loop0) may move a second; `None` takes the limit away.
+    /// Limits what `device` (such as /dev/loop0) may move a second; `None` lifts the limit.
     pub(super) fn set(&self, device: &Path, limit: Option<RateLimit>) -> Result<()> {
         let name = device.file_name().context("a device has a name")?;
         let numbers = Path::new("/sys/block").join(name).join("dev");
@@ -79,7 +79,7 @@ impl Group {
                 &format!("{numbers} rbps={read} wbps={write_}"),
             );
         }
-        // 0 is no limit.
+        // 0 means no limit.
         let RateLimit {
             read,
             write: written,
@@ -89,7 +89,7 @@ impl Group {
         write(&file("write"), &format!("{numbers} {written}"))
     }
 
-    /// Puts this process into the group, with all it will start.
+    /// Moves this process, and every process it will start, into the group.
     pub(crate) fn enter(&self) -> Result<Entered> {
         let controller = if self.is_version2() { "" } else { "blkio" };
         let before = fs::read_to_string("/proc/self/cgroup")
@@ -115,7 +115,7 @@ impl Group {
         })
     }
 
-    /// Removes it, unless processes are left in it.
+    /// Removes the group unless it contains processes.
     pub(super) fn remove(&self) -> Result<(), String> {
         match fs::remove_dir(&self.dir) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -139,7 +139,7 @@ pub(crate) struct Entered {
 }
 
 impl Entered {
-    /// For a process that becomes another program.
+    /// Keeps the process in the group, for a process that becomes another program.
     pub(crate) fn stay(self) {
         std::mem::forget(self);
     }
@@ -147,7 +147,7 @@ impl Entered {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        // The group can then not be removed, and who tries says why.
+        // On failure the group cannot be removed, and that attempt reports why.
         let _ = write(
             &self.before.join("cgroup.procs"),
             &std::process::id().to_string(),
@@ -155,7 +155,7 @@ impl Drop for Entered {
     }
 }
 
-/// Control files take one whole write.
+/// Writes a control file in one call, as the kernel requires.
 fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("writing \"{text}\" to {}", path.display()))
 }

@@ -6,16 +6,18 @@
 //!   cgroup testdrives[-NAME]              blkio.throttle (v1) or io.max (v2): limits only the processes in it
 //! ```
 //!
-//! How it is exact, and where not:
-//! - The kernel charges a request on a raw loop device twice when it must be split (more than 128 segments, 1 MiB of 4 KiB
+//! Accuracy:
+//! - The kernel charges a request on a raw loop device twice when it must be split (more than 128 segments, 1 MiB of 4
+//! KiB
 //!   pages), which halves the rate. Files on ext4 are exact at 512 KiB to 4 MiB, so each drive has an ext4 without a journal.
-//! - The pace is kept in slices of 100 ms: rates over a second are right, latencies are not.
-//! - A copying thread a device does the moving, some 5 GB/s both ways together: several devices, each at its share of the
-//!   pace, can stand for one faster drive (`parts`).
-//! - Memory is written before use: an untouched page costs seconds a GiB on machines that get their memory lazily.
+//! - Limits apply to slices of 100 ms: rates over a second are right, latencies are not.
+//! - One thread per loop device copies the data, about 5 GB/s in both directions together. Several loop devices, each
+//! with
+//!   its part of the limit, can stand for one faster drive (`loop_devices`).
+//! - Memory is written before use: the first touch of a page costs seconds per GiB on machines that get memory lazily.
 //!
-//! What `up` makes stands in a state file before it is there, so that `down` takes it away also after half of it failed or its
-//! maker was killed. Which loop devices are a set's the kernel knows: those over files in its directory.
+//! A state file lists everything before it is created, so that `destroy` also works after a failed or killed `create`.
+//! The loop devices of a set are those over files in its directory.
 
 mod drives;
 mod group;
@@ -30,29 +32,29 @@ pub(crate) use drives::Drives;
 pub(crate) use group::Group;
 pub(crate) use own::{OwnDrives, destroy_orphaned, is_orphaned};
 
-/// More loop devices than a machine usually has room for.
+/// More loop devices than machines usually allow.
 const DEVICES_MAX: u32 = 64;
 
-/// Where all rate-limited drives of this machine are listed.
+/// Directory of all sets on this machine.
 const RUN: &str = "/run";
 const PREFIX: &str = "testdrives";
 
-/// What to make.
+/// Plan of a set.
 #[derive(Clone, Debug)]
 pub(crate) struct DrivesPlan {
-    /// Several sets can exist side by side; the empty name is the usual one.
+    /// Name of the set; the empty name is the default set.
     pub(crate) name: String,
     pub(crate) count: u32,
-    /// Of each drive.
+    /// Bytes of each drive.
     pub(crate) bytes: u64,
     pub(crate) limit: RateLimit,
-    /// Loop devices, and so directories, of each drive.
+    /// Loop devices, each with its directory, that make up one drive.
     pub(crate) loop_devices: u32,
-    /// One directory over all of them (btrfs), for programs that take a single path.
+    /// Joins all drives in one btrfs directory, for programs that take a single path.
     pub(crate) raid0: bool,
 }
 
-/// Bytes a second of one drive, each way.
+/// Limits of one drive, bytes a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RateLimit {
     #[serde(rename = "read_bps")]
@@ -61,13 +63,13 @@ pub(crate) struct RateLimit {
     pub(crate) write: u64,
 }
 
-/// What was made so far. Other programs read it too: names stay.
+/// What was created so far. Other programs read it, so field names stay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct State {
     pub(crate) group: PathBuf,
     pub(crate) devices: Vec<PathBuf>,
     pub(crate) dirs: Vec<PathBuf>,
-    /// Of each device.
+    /// Limit of each device.
     #[serde(flatten)]
     pub(crate) limit: RateLimit,
 }
@@ -82,7 +84,7 @@ impl DrivesPlan {
             self.count,
             self.loop_devices
         );
-        // What mkfs.ext4 makes without complaint.
+        // The smallest size that mkfs.ext4 accepts without warnings.
         let least = 16 << 20;
         ensure!(
             self.bytes / u64::from(self.loop_devices) >= least,
@@ -103,7 +105,7 @@ fn check_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The directory and the group of the set `name`.
+/// Name of the directory and the group of the set `name`.
 fn full_name(name: &str) -> String {
     match name {
         "" => PREFIX.into(),
@@ -119,7 +121,7 @@ fn state_file(dir: &Path) -> PathBuf {
     dir.join("state.json")
 }
 
-/// The state in `dir`; nothing when there is none.
+/// Reads the state in `dir`; `None` if there is none.
 fn read_state(dir: &Path) -> Result<Option<State>> {
     let path = state_file(dir);
     let text = match std::fs::read(&path) {
@@ -133,7 +135,7 @@ fn read_state(dir: &Path) -> Result<Option<State>> {
     })?))
 }
 
-/// The names of all sets on this machine, the usual one as "".
+/// Names of all sets on this machine; the default set is "".
 pub(crate) fn names() -> Vec<String> {
     let entries = std::fs::read_dir(RUN).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -151,7 +153,7 @@ pub(crate) fn names() -> Vec<String> {
     names
 }
 
-/// What this machine or user lacks for rate-limited drives; nothing when they can be made.
+/// Names what this machine or user lacks for rate-limited drives; `None` if nothing.
 pub(crate) fn missing(raid0: bool) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         return Some("root".into());

@@ -1,4 +1,4 @@
-//! Drives of one measurement: gone with it, and where it was killed, with the next one or with `bench-io testdrives down`.
+//! Drives of one measurement, destroyed with it; if it is killed, by the next one or by `bench-io testdrives destroy`.
 
 use std::fs::{self, File};
 use std::ops::Deref;
@@ -10,10 +10,10 @@ use offload_support::errln;
 
 use super::{Drives, DrivesPlan, dir_of, names};
 
-/// In a set's directory, locked while the process lives whose drives they are. Drives that a person made have none.
+/// File in a set's directory, locked while the owning process lives. Sets created by a person have none.
 const LOCK: &str = "lock";
 
-/// Drives for one measurement: taken away whatever happens.
+/// Drives that are destroyed when dropped.
 #[derive(Debug)]
 pub(crate) struct OwnDrives {
     drives: Drives,
@@ -21,12 +21,9 @@ pub(crate) struct OwnDrives {
 }
 
 impl OwnDrives {
-    /// Makes them. On failure nothing is left.
-    ///
-    /// # Errors
-    /// What is missing here, or which step failed.
+    /// Creates the drives. Leaves nothing after a failure.
     pub(crate) fn create(plan: &DrivesPlan) -> Result<Self> {
-        // Before there is a list of them: whoever finds one finds it locked.
+        // Locked before the drives are listed, so that nobody takes them for orphaned.
         let lock = |dir: &Path| -> Result<File> {
             let path = dir.join(LOCK);
             let file = File::create(&path).and_then(|file| {
@@ -59,30 +56,29 @@ impl Drop for OwnDrives {
     }
 }
 
-/// The lock of the set in `dir`, taken, where the measurement lives no more whose drives they are.
+/// Takes the lock of the set in `dir`, if the measurement that owns it is dead.
 fn left(dir: &Path) -> Option<File> {
     let path = dir.join(LOCK);
     let lock = File::open(&path).ok()?;
     lock.try_lock().ok()?;
-    // Another may have taken them away since it was opened, and a third made some of that name.
+    // The set may have been destroyed since, and another one of that name created.
     let (taken, there) = (lock.metadata().ok()?, fs::metadata(&path).ok()?);
     ((taken.dev(), taken.ino()) == (there.dev(), there.ino())).then_some(lock)
 }
 
-/// Whether the set `name` is of a measurement that was killed.
+/// Whether the set `name` belongs to a killed measurement.
 pub(crate) fn is_orphaned(name: &str) -> bool {
     left(&dir_of(name)).is_some()
 }
 
-/// Takes away what killed measurements left: their memory is gone from the machine, and their names mean nothing to anybody.
-/// How many sets that were.
+/// Destroys the drives of killed measurements and returns the number of sets.
 ///
 /// # Errors
-/// What still uses them; the others are gone.
+/// Something still uses one; the others are destroyed.
 pub(crate) fn destroy_orphaned() -> Result<usize> {
     let (mut count, mut failed) = (0, Ok(()));
     for name in names() {
-        // Held until they are gone: nobody else takes them away meanwhile.
+        // Held until the set is destroyed.
         let Some(_held) = left(&dir_of(&name)) else {
             continue;
         };

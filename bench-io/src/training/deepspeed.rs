@@ -1,18 +1,18 @@
-//! What DeepSpeed moves in a step with optimizer and parameters on drives, and how long that takes it.
+//! Bytes and time of a DeepSpeed step with optimizer and parameters on drives.
 //!
-//! Counted in its source: fp32 gradients are written in backward (4 bytes a parameter) and read again with the 12 of master and
-//! moments, which are written back; 16-bit parameters are read in forward and backward of each micro-batch and written once.
-//! It reads and writes one way at a time, and neither beside the optimizer's step; a sum of reading, writing and computing was
-//! within 6 % of four published runs.
+//! Counted in its source: fp32 gradients are written in backward (4 bytes a parameter) and read again with the 12 of
+//! master and moments, which are written back; 16-bit parameters are read in forward and backward of each micro-batch
+//! and written once. It reads and writes in one direction at a time, and neither during the optimizer's step. The sum
+//! of reading, writing and computing was within 6 % of four published runs.
 
-/// Bytes of a step, and seconds.
+/// Bytes and seconds of a step.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct DeepSpeedStep {
     pub(crate) read_bytes: f64,
     pub(crate) written_bytes: f64,
-    /// If everything overlapped.
+    /// Seconds if everything overlapped.
     pub(crate) bound_s: f64,
-    /// As it works.
+    /// Seconds as implemented.
     pub(crate) step_s: f64,
 }
 
@@ -45,8 +45,8 @@ mod tests {
 
     #[test]
     fn a_published_run_comes_out() {
-        // 68.61 G parameters, optimizer and fp32 gradients alone on 6.9/5.3 GB/s: 370.6 s were measured, so the 4 bytes of
-        // parameters read and 2 written are taken off here.
+        // 68.61 G parameters, optimizer and fp32 gradients alone on 6.9/5.3 GB/s: 370.6 s were measured, so the 4 bytes
+        // of parameters read and 2 written are subtracted.
         let step = DeepSpeedStep::new(68.61e9, 0.0, 0.0, 6.9e9, 5.3e9);
         let without_params = step.step_s - 2.0 * 68.61e9 / 5.3e9;
         assert!(

@@ -1,4 +1,4 @@
-//! The machine that a step is planned for: this one, as far as nothing else was said.
+//! The machine that a step is planned for: this one, unless options describe another.
 
 use std::fmt;
 
@@ -9,16 +9,15 @@ use serde_json::Value;
 
 use crate::units::Bytes;
 
-/// What was said of another machine.
 #[derive(Args, Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct OtherMachine {
-    /// Plan for so much host memory, as 512GiB [default: what is available here]
+    /// Plan for this much host memory, such as 512GiB [default: what is available here]
     #[arg(long, value_name = "BYTES", conflicts_with = "run")]
     pub(crate) host_memory: Option<Bytes>,
-    /// Plan for GPUs with so much memory, as 80GiB; 0: without [default: the GPU of this machine]
+    /// Plan for GPUs with this much memory, such as 80GiB; 0 plans without a GPU [default: the GPU of this machine]
     #[arg(long, value_name = "BYTES", conflicts_with = "run", value_parser = bytes_or_none)]
     pub(crate) gpu_memory: Option<u64>,
-    /// Plan for so many cores for the optimizer [default: this machine's]
+    /// Plan for this number of cores for the optimizer [default: this machine's]
     #[arg(long, value_name = "N", conflicts_with = "run", value_parser = clap::value_parser!(u64).range(1..=65536))]
     pub(crate) cores: Option<u64>,
 }
@@ -31,7 +30,7 @@ fn bytes_or_none(text: &str) -> Result<u64, String> {
 }
 
 impl OtherMachine {
-    /// For `trainer plan`.
+    /// Arguments of `trainer plan`.
     pub(super) fn words(&self) -> Vec<String> {
         let bytes = |bytes: u64| format!("{bytes}B");
         let words = [
@@ -48,22 +47,19 @@ impl OtherMachine {
     }
 }
 
-/// What a plan was made for.
+/// The machine that a plan was made for.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct PlannedMachine {
-    /// For the run; nothing where the kernel does not say.
+    /// Host memory of the run; `None` if the kernel does not report it.
     pub(crate) host_memory_bytes: Option<u64>,
-    /// Of each process's GPU; nothing without one.
+    /// Memory of each process's GPU; `None` without one.
     pub(crate) gpu_memory_bytes: Option<u64>,
-    /// For the optimizer.
+    /// Cores of the optimizer.
     pub(crate) cores: u64,
 }
 
 impl PlannedMachine {
-    /// From what `trainer plan` says.
-    ///
-    /// # Errors
-    /// It does not say.
+    /// Reads the answer of `trainer plan`.
     pub(super) fn read(plan: &Value) -> Result<Self> {
         let hardware = &plan["hardware"];
         Ok(Self {
@@ -74,7 +70,7 @@ impl PlannedMachine {
     }
 }
 
-/// What was planned for, and what of it was said.
+/// The planned machine, and which of its values were given.
 pub(super) struct Shown<'a>(pub(super) &'a PlannedMachine, pub(super) &'a OtherMachine);
 
 impl fmt::Display for Shown<'_> {

@@ -1,4 +1,4 @@
-//! What drives mean for training: a step's bytes and its time, on 1 to N drives, for DeepSpeed's byte counts and for ours.
+//! A training step on 1 to N drives: its bytes and time, for DeepSpeed's byte counts and for the trainer's.
 //!
 //! ```text
 //!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
@@ -25,57 +25,55 @@ pub(crate) use machine::{OtherMachine, PlannedMachine};
 pub(crate) use planner::{Given, Planned, Subject, Trainer};
 pub(crate) use trial::{Trial, TrialPlan, run};
 
-/// One number of drives.
+/// Results for one number of drives.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrainingRow {
     pub(crate) drives: u32,
-    /// Of all of them, both at once.
+    /// Rate of all drives, both directions at once.
     pub(crate) read_bytes_per_s: f64,
     pub(crate) write_bytes_per_s: f64,
     pub(crate) deepspeed: DeepSpeedStep,
     pub(crate) ours: Planned,
-    /// What the rates are from, where they were measured.
+    /// Measurement of the rates, if they were measured.
     pub(crate) drives_measured: Option<crate::trial::Trial>,
     /// With `--run`.
     pub(crate) measured: Option<Trial>,
 }
 
-/// All of it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrainingReport {
-    /// Its devices are those that were measured; none where rates are given.
+    /// Its devices are the measured ones; none if the rates are given.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
-    /// Where the rates are from.
+    /// Origin of the rates.
     pub(crate) rates: String,
     pub(crate) rows: Vec<TrainingRow>,
 }
 
-/// What is predicted or run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Settings {
-    /// A run file, or a model's config.json. As text: JSON takes no path that is not.
+    /// A run file or a model's config.json, as text: JSON cannot contain other paths.
     pub(crate) subject: String,
-    /// Laid over the run file.
+    /// Settings that override the run file.
     pub(crate) sets: Vec<String>,
-    /// Of a model alone.
+    /// For a model alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) seq_len: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) micro_batch: Option<u64>,
     pub(crate) accumulation: Option<u64>,
-    /// What was said that a process computes.
+    /// Given compute of a process.
     pub(crate) tflops: Option<f64>,
-    /// What was said of the machine that is planned for.
+    /// Given properties of the planned machine.
     #[serde(flatten)]
     pub(crate) machine: OtherMachine,
-    /// Of each run, with `--run`.
+    /// Steps of each run, with `--run`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) steps: Option<u64>,
 }
 
 impl TrainingRow {
-    /// 6 operations a parameter and token, in 10^12 a second.
+    /// TFLOPS at 6 operations a parameter and token.
     fn tflops(&self, step_s: f64) -> f64 {
         6.0 * self.ours.parameters * self.ours.tokens / step_s / 1e12
     }
@@ -135,7 +133,7 @@ impl fmt::Display for TrainingReport {
     }
 }
 
-/// A prediction that takes a number from the run beside it must say so.
+/// Note on predictions that use the measured compute time.
 const COMPUTING: &str = "\
 what computing takes is each run's own, as measured, in all predictions of its row: they predict what drives add to it";
 
@@ -143,7 +141,7 @@ const HEAD: &str = "\
 | drives | read + written | computing | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | wall | ours, measured | of the bound | measured bytes read + written |
 |---|---|---|---|---|---|---|---|---|---|";
 
-/// Operations in 10^12 a second, for people.
+/// A number of operations a second in TFLOPS.
 struct Flops(f64);
 
 impl fmt::Display for Flops {
@@ -155,7 +153,7 @@ impl fmt::Display for Flops {
     }
 }
 
-/// What is trained in a step.
+/// Describes a step's work.
 fn step_line(ours: &Planned) -> String {
     format!(
         "{:.1} M parameters, {} tokens a step in {} micro-batches",
@@ -165,7 +163,7 @@ fn step_line(ours: &Planned) -> String {
     )
 }
 
-/// Operations a second over drives.
+/// Draws operations a second over the number of drives.
 pub(crate) fn svg(report: &TrainingReport) -> String {
     let line = |name, colour, dashes, step_s: &dyn Fn(&TrainingRow) -> Option<f64>| Line {
         name,

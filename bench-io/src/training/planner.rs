@@ -1,4 +1,4 @@
-//! Ours is asked from `trainer plan`: one function computes a step's bytes and bound, and it lives there.
+//! Asks `trainer plan`, which computes a step's bytes and bound.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,12 +16,12 @@ pub(crate) struct Trainer {
     program: PathBuf,
 }
 
-/// Of what the plan is asked.
+/// Subject of a plan.
 #[derive(Clone, Debug)]
 pub(crate) enum Subject {
-    /// A run file, with settings laid over it.
+    /// A run file, with settings that override it.
     Run { file: PathBuf, sets: Vec<String> },
-    /// A model's config.json alone, everything on drives.
+    /// A model's config.json alone, with all state on drives.
     Model {
         config: PathBuf,
         seq_len: u64,
@@ -30,7 +30,7 @@ pub(crate) enum Subject {
     },
 }
 
-/// Drives, all together, what one process computes, and what else is not of this machine.
+/// Rates of all drives together, compute of one process, and properties of another machine.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Given {
     pub(crate) read_bytes_per_s: f64,
@@ -40,7 +40,7 @@ pub(crate) struct Given {
 }
 
 impl Given {
-    /// Of all drives together, both directions at once.
+    /// Measured rates of all drives together, both directions at once.
     pub(crate) fn measured(trial: &Trial, tflops: Option<f64>) -> Self {
         let [read_bytes_per_s, write_bytes_per_s] = trial.rates();
         Self {
@@ -52,7 +52,7 @@ impl Given {
     }
 }
 
-/// A step as it is planned.
+/// A planned step.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Planned {
     pub(crate) parameters: f64,
@@ -60,18 +60,18 @@ pub(crate) struct Planned {
     pub(crate) micro_batches: f64,
     pub(crate) read_bytes: f64,
     pub(crate) written_bytes: f64,
-    /// The bound, which is what it predicts.
+    /// The bound, which is the prediction.
     pub(crate) step_s: f64,
     pub(crate) wall: String,
-    /// Forward and backward, computing alone.
+    /// Compute of forward and backward alone.
     pub(crate) compute_s: f64,
-    /// Room on devices.
+    /// Space on devices.
     pub(crate) device_bytes: u64,
     pub(crate) machine: PlannedMachine,
 }
 
 impl Trainer {
-    /// The one named, or the one beside this program.
+    /// Finds the named trainer, or the one beside this program.
     ///
     /// # Errors
     /// There is none.
@@ -92,15 +92,15 @@ impl Trainer {
         Ok(Self { program })
     }
 
-    /// Ends with this process.
+    /// A command that ends with this process.
     pub(crate) fn command(&self) -> Command {
         child::command(&self.program)
     }
 
-    /// Asks for a plan.
+    /// Makes a plan.
     ///
     /// # Errors
-    /// It refuses, or says what nobody understands.
+    /// The trainer refuses, or its output cannot be parsed.
     pub(crate) fn plan(&self, subject: &Subject, given: Given) -> Result<Planned> {
         let mut command = self.command();
         command.arg("plan").arg("--json");
@@ -148,7 +148,7 @@ impl Trainer {
     }
 }
 
-/// What a report says, of a run or of a model whose state is all on drives.
+/// Reads the plan of a run, or of a model with all state on drives.
 fn planned(plan: &Value) -> Result<Planned> {
     let number = |value: &Value, name: &str| {
         value[name]

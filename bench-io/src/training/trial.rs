@@ -1,4 +1,4 @@
-//! Running the trainer on rate-limited drives: what a step takes there, beside what it was predicted to take.
+//! Runs the trainer on rate-limited drives and compares the measured step with the predicted one.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -17,17 +17,16 @@ use crate::scale::Load;
 use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::trial::TrialFiles;
 
-/// Fresh weights, first extents and empty read-ahead: the first steps are not like the others.
+/// Steps that do not count: fresh weights, first extents and empty read-ahead.
 const WARM_STEPS: usize = 3;
 
-/// Of a drive, beside its tiles: an eighth more than an equal part, records, the file system's own blocks.
+/// Size of a drive relative to its part of the tiles: unequal placement, records, file system metadata.
 const DRIVE_SHARE: f64 = 1.2;
 const DRIVE_SLACK_BYTES: u64 = 192 << 20;
 
-/// What the rates are measured with.
+/// Bytes of the files for measuring rates.
 const BED_FILE_BYTES: u64 = 32 << 20;
 
-/// What is run, and on what.
 #[derive(Clone, Debug)]
 pub(crate) struct TrialPlan {
     pub(crate) file: PathBuf,
@@ -36,11 +35,11 @@ pub(crate) struct TrialPlan {
     pub(crate) drives: u32,
     pub(crate) limit: RateLimit,
     pub(crate) loop_devices: u32,
-    /// A run that takes longer is ended.
+    /// Time limit of the run.
     pub(crate) timeouts: Duration,
 }
 
-/// The median step of those after the first ones, and the mean of their bytes.
+/// Medians of the steps after the first ones, and means of their bytes.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Trial {
     pub(crate) step_s: f64,
@@ -50,9 +49,9 @@ pub(crate) struct Trial {
     pub(crate) steps: usize,
 }
 
-/// What came of a run on drives of its own.
+/// Results of a run on its own drives.
 pub(crate) struct Ran {
-    /// Rates that were measured, and what the run computed.
+    /// Measured rates, and the run's compute.
     pub(crate) given: Given,
     pub(crate) planned: Planned,
     pub(crate) drives: crate::trial::Trial,
@@ -60,10 +59,10 @@ pub(crate) struct Ran {
     pub(crate) trial: Trial,
 }
 
-/// Makes drives, measures them, trains on them, takes them away.
+/// Creates drives, measures them, trains on them, destroys them.
 ///
 /// # Errors
-/// No drives, a run that fails, or one that is refused.
+/// No drives, or a run that fails or is refused.
 pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> Result<Ran> {
     let count = f64::from(plan.drives);
     let as_set = Given {
@@ -72,7 +71,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         tflops: None,
         machine: OtherMachine::default(),
     };
-    // The plan needs no directory that exists.
+    // The plan does not need existing directories.
     let dirs: Vec<PathBuf> = (0..plan.drives * plan.loop_devices)
         .map(|index| format!("/drive{index}").into())
         .collect();
@@ -101,7 +100,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     let measured = measured(&dirs, progress)?;
     let subject = subject(plan, &dirs, run_dir.path());
     let trial = train(plan, trainer, &subject, run_dir.path(), progress)?;
-    // What computing takes was seen in the run; the rest is predicted.
+    // The compute time comes from the run; the rest is predicted.
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
     let given = Given::measured(&measured, Some(flops / 1e12));
     Ok(Ran {
@@ -113,7 +112,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     })
 }
 
-/// Both at once, as a step moves them.
+/// Measures both directions at once, as in a step.
 fn measured(dirs: &[PathBuf], progress: &Progress) -> Result<crate::trial::Trial> {
     let trial_files = TrialFiles::make(dirs, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
     trial_files.try_one("auto", 1 << 20, 16, Load::Both, progress)
@@ -134,7 +133,7 @@ fn subject(plan: &TrialPlan, dirs: &[PathBuf], run_dir: &Path) -> Subject {
         "train.run_dir={}",
         toml::Value::from(run_dir.join("run").display().to_string())
     ));
-    // What the person sets wins.
+    // The person's settings take precedence.
     sets.extend(plan.sets.iter().cloned());
     Subject::Run {
         file: plan.file.clone(),
@@ -214,12 +213,12 @@ fn trial(metrics: &str) -> Result<Trial> {
             .collect::<Option<Vec<f64>>>()
             .with_context(|| format!("the run's metrics have no `{key}`"))
     };
-    // Of one step: on a busy machine another one's computing may take longer than the median step as a whole.
+    // Of one step: on a busy machine another step's compute may take longer than the median step.
     let computing = values("forward_s")?.into_iter().zip(values("backward_s")?);
     let steps = values("step_s")?.into_iter().zip(computing).collect();
     let ((step_s, (forward_s, backward_s)), _) =
         rounds::median(steps, |(step_s, _)| *step_s).context("two steps")?;
-    // Writes behind a step may be counted with the next one: a mean, where times want a median.
+    // Writes behind a step may be counted with the next one, so bytes are averaged, while times use the median.
     let mean =
         |key: &str| -> Result<f64> { Ok(values(key)?.iter().sum::<f64>() / steady.len() as f64) };
     Ok(Trial {
@@ -252,10 +251,10 @@ mod tests {
             (1.5, 3, 12.0)
         );
         assert!((found.compute_s - 0.3).abs() < 1e-9);
-        // Of an even number, the lower one, as in every report.
+        // Of an even number the lower one, as in every report.
         let even = trial(&lines[..5].join("\n")).unwrap();
         assert_eq!(even.step_s, 1.0);
-        // Computing of the same step, however long others took.
+        // Compute of the same step, however long other steps took.
         let step = |step_s: f64, computing_s: f64| {
             line(step_s).replace("0.2", &(computing_s - 0.1).to_string())
         };

@@ -1,5 +1,5 @@
-//! The vector-Jacobian product: `tch` can only start a backward pass from a scalar, block by block training
-//! starts it from the gradient of a block's output.
+//! The vector-Jacobian product: `tch` can start a backward pass only from a scalar; training block by block starts it
+//! from the gradient of a block's output.
 
 use std::ptr;
 
@@ -8,13 +8,13 @@ use tch::Tensor;
 use super::TorchError;
 use super::ffi::{self, RawTensor};
 
-/// The gradients of `sum over i of <outputs[i], grad_outputs[i]>` with respect to each of `inputs`.
+/// Computes the gradients of `sum over i of <outputs[i], grad_outputs[i]>` with respect to each of `inputs`.
 ///
-/// Each `grad_outputs[i]` has the shape and kind of `outputs[i]`; each result has the shape and kind of its
-/// input. The graph is freed. On CPU tensors all work is done on the calling thread and torch's pool.
+/// Each `grad_outputs[i]` has the shape and kind of `outputs[i]`; each result has the shape and kind of its input. The
+/// graph is freed. On CPU tensors all work runs on the calling thread and torch's pool.
 ///
 /// # Errors
-/// What torch throws: out of memory, an input the outputs do not depend on, a graph already freed.
+/// torch's error: out of memory, an input that the outputs do not depend on, a graph already freed.
 pub fn vjp(
     outputs: &[&Tensor],
     grad_outputs: &[&Tensor],
@@ -34,8 +34,8 @@ pub fn vjp(
     };
     let (raw_outputs, raw_grads, raw_inputs) = (raw(outputs), raw(grad_outputs), raw(inputs));
     let mut results: Vec<RawTensor> = vec![ptr::null_mut(); inputs.len()];
-    // SAFETY: the pointers come from live `Tensor`s borrowed for the whole call; the counts are the vectors'
-    // lengths (equal for outputs and gradients, asserted above); `results` has `inputs.len()` places.
+    // SAFETY: the pointers come from live `Tensor`s borrowed for the whole call; the counts are the vectors' lengths
+    // (equal for outputs and gradients, asserted above); `results` has `inputs.len()` elements.
     let message = unsafe {
         ffi::offload_vjp(
             raw_outputs.as_ptr(),
@@ -46,13 +46,13 @@ pub fn vjp(
             results.as_mut_ptr(),
         )
     };
-    // SAFETY: `message` is what the shim just returned, and is used only here.
+    // SAFETY: the shim has just returned `message`, and it is used only here.
     unsafe { ffi::check("the backward pass", message) }?;
     Ok(results
         .into_iter()
         .map(|raw| {
             assert!(!raw.is_null(), "the shim filled every result");
-            // SAFETY: a new `at::Tensor` the shim released to us, owned by nobody else.
+            // SAFETY: a new `at::Tensor` that the shim released to us.
             unsafe { Tensor::from_ptr(raw.cast()) }
         })
         .collect())

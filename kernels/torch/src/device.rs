@@ -1,7 +1,7 @@
-//! torch on a GPU: its GPU half opened at run time, and device memory of ours seen as tensors.
+//! torch on a GPU: opens its GPU half at run time, and views device memory as tensors.
 //!
-//! The program links torch's CPU half only, so that it starts without a GPU's libraries. torch asks once whether its GPU half is there,
-//! so that has to be opened before the first question about a GPU: [`use_gpu`] does both in this order.
+//! The program links only torch's CPU half, so that it starts without a GPU's libraries. torch checks once whether its
+//! GPU half is loaded, so that must happen before the first question about a GPU: [`use_gpu`] does both in this order.
 
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -14,21 +14,22 @@ use super::{TorchError, set_deterministic};
 use kernels::gpu::library::{dirs_of_loaded, open_first};
 use kernels::gpu::{DeviceBuffer, Gpu};
 
-/// The library that makes torch's CPU half know GPUs, of either vendor.
+/// Library that adds GPUs of either vendor to torch's CPU half.
 const GPU_HALVES: [&str; 2] = ["libtorch_cuda.so", "libtorch_hip.so"];
 
-/// Read by cuBLAS when it starts. Only with one of [`CUBLAS_WORKSPACES`] does it give the same bits each time.
+/// Variable that cuBLAS reads when it starts. Only one of [`CUBLAS_WORKSPACES`] makes its results reproducible.
 pub const CUBLAS_WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
 
-/// Buffers cuBLAS may choose from that make it deterministic; the first is as large as torch's own choice for Hopper.
+/// Values of [`CUBLAS_WORKSPACE`] that make cuBLAS deterministic; the first one is as large as torch's own choice for
+/// Hopper.
 pub const CUBLAS_WORKSPACES: [&str; 2] = [":4096:8", ":16:8"];
 
-/// Makes torch compute on `gpu` in this process: opens its GPU half, makes the GPU the calling thread's, chooses deterministic algorithms,
-/// and products of fp32 numbers in fp32.
+/// Makes torch compute on `gpu` in this process: opens its GPU half, makes the GPU current, and selects deterministic
+/// algorithms and fp32 products of fp32 numbers.
 ///
 /// # Errors
-/// No GPU half of torch in reach; a torch that does not see the GPU; [`CUBLAS_WORKSPACE`] is not set as it must be, which only who
-/// starts the process can do; what torch throws.
+/// torch's GPU half is missing; torch does not see the GPU; [`CUBLAS_WORKSPACE`] has a wrong value, which must be set
+/// before the process starts; an error of torch.
 pub fn use_gpu(gpu: &Gpu) -> Result<Device, TorchError> {
     check_workspace(std::env::var(CUBLAS_WORKSPACE).unwrap_or_default())?;
     load_gpu_half()?;
@@ -51,15 +52,16 @@ fn check_workspace(found: String) -> Result<(), TorchError> {
     }
 }
 
-/// The device as torch names it; a HIP device is called by the same name.
+/// torch's name of the device, the same for CUDA and HIP.
 pub fn device_of(gpu: &Gpu) -> Device {
     Device::Cuda(gpu.info().index as usize)
 }
 
-/// Opens torch's GPU half: by its plain name (a RUNPATH, LD_LIBRARY_PATH), then beside the loaded CPU half. Once a process.
+/// Opens torch's GPU half, once per process: by its plain name (a RUNPATH, LD_LIBRARY_PATH), then beside the loaded CPU
+/// half.
 ///
 /// # Errors
-/// It is not there, or what it needs is not; each place that was tried is named.
+/// It or one of its dependencies is missing; the error names each place tried.
 pub fn load_gpu_half() -> Result<(), TorchError> {
     static LOADED: Mutex<bool> = Mutex::new(false);
     let mut loaded = LOADED
@@ -73,15 +75,15 @@ pub fn load_gpu_half() -> Result<(), TorchError> {
     Ok(())
 }
 
-/// A tensor over `shape` elements of `kind` of a buffer, from element `offset_elems` on, contiguous. No copy; the buffer's memory stays
-/// allocated while the tensor or a view of it lives.
+/// Creates a contiguous tensor over `shape` elements of `kind` of a buffer, from element `offset_elems`. It does not
+/// copy; the buffer stays allocated while the tensor or a view of it lives.
 ///
-/// What is computed with it on torch's stream (the default stream) is not ordered against other streams: that is the caller's.
+/// Work on torch's stream (the default stream) is not ordered against other streams: that is the caller's task.
 ///
 /// Panics if the elements are not within the buffer.
 ///
 /// # Errors
-/// What torch throws.
+/// torch's error.
 pub fn device_view(
     buffer: &DeviceBuffer,
     kind: Kind,
@@ -102,9 +104,9 @@ pub fn device_view(
     let strides = contiguous(shape);
     let owner = Box::into_raw(Box::new(buffer.clone()));
     let mut result: RawTensor = std::ptr::null_mut();
-    // SAFETY: the elements are device memory within the buffer (asserted above; its start is aligned to 256 bytes, so every element is to
-    // its size), which the clone in `owner` keeps allocated until torch calls `release` with it. `sizes` and `strides` have
-    // `shape.len()` numbers each. The message is checked below and used nowhere else.
+    // SAFETY: the elements are device memory within the buffer (asserted above; its start is aligned to 256 bytes,
+    // hence every element to its size), which the clone in `owner` keeps allocated until torch calls `release` with it.
+    // `sizes` and `strides` have `shape.len()` numbers each. The message is checked below and used nowhere else.
     let message = unsafe {
         ffi::offload_gpu_tensor(
             address as *mut c_void,
@@ -120,15 +122,15 @@ pub fn device_view(
     };
     // SAFETY: as above.
     if let Err(error) = unsafe { ffi::check("a tensor over device memory", message) } {
-        // SAFETY: on an error the shim never calls `release`, so this is still the only owner of what `into_raw` gave.
+        // SAFETY: on an error the shim never calls `release`, so this is the only owner of the pointer from `into_raw`.
         drop(unsafe { Box::from_raw(owner) });
         return Err(error);
     }
-    // SAFETY: a new `at::Tensor` the shim released to us, owned by nobody else.
+    // SAFETY: a new `at::Tensor` that the shim released to us.
     Ok(unsafe { Tensor::from_ptr(result.cast()) })
 }
 
-/// torch's number of a kind, as in its `ScalarType.h`.
+/// torch's number of a kind, from its `ScalarType.h`.
 fn scalar_type(kind: Kind) -> i32 {
     match kind {
         Kind::Uint8 => 0,
@@ -141,29 +143,29 @@ fn scalar_type(kind: Kind) -> i32 {
     }
 }
 
-/// Called by torch when the last tensor over a buffer goes.
+/// torch calls this when the last tensor over a buffer is freed.
 extern "C" fn release(owner: *mut c_void) {
-    // SAFETY: `owner` is what `device_view` got from `into_raw`, and torch calls this once.
+    // SAFETY: `owner` comes from `into_raw` in `device_view`, and torch calls this once.
     drop(unsafe { Box::from_raw(owner.cast::<DeviceBuffer>()) });
 }
 
-/// What torch's own memory of a GPU reached.
+/// Peaks of torch's own GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TorchMemory {
-    /// The most bytes of tensors at a time since the last reset. Buffers of [`kernels::gpu`] are not among them.
+    /// Most bytes of tensors at a time since the last reset, without buffers of [`kernels::gpu`].
     pub allocated_bytes_peak: u64,
-    /// The most bytes it had taken from the device, which it keeps for later tensors.
+    /// Most bytes taken from the device, cached ones included.
     pub reserved_bytes_peak: u64,
 }
 
-/// torch's memory on `gpu`, counted anew from now on if `reset`.
+/// Reads torch's memory on `gpu`, and resets the peaks if `reset`.
 ///
 /// # Errors
 /// torch has not used the GPU yet.
 pub fn gpu_memory(gpu: &Gpu, reset: bool) -> Result<TorchMemory, TorchError> {
     let (mut allocated, mut reserved) = (0u64, 0u64);
     let index = gpu.info().index as i32;
-    // SAFETY: both places are live for the call; the message is checked here and used nowhere else.
+    // SAFETY: both pointers are live for the call; the message is checked here and used nowhere else.
     unsafe {
         let message = ffi::offload_gpu_memory(index, &mut allocated, &mut reserved, reset.into());
         ffi::check("asking for the GPU's memory", message)?;
@@ -174,10 +176,10 @@ pub fn gpu_memory(gpu: &Gpu, reset: bool) -> Result<TorchMemory, TorchError> {
     })
 }
 
-/// Gives back to the device what torch keeps for later tensors. Waits for the device.
+/// Frees torch's cached device memory. Waits for the device.
 ///
 /// # Errors
-/// What torch throws.
+/// torch's error.
 pub fn empty_gpu_cache() -> Result<(), TorchError> {
     // SAFETY: no pointer goes in; the message is checked here and used nowhere else.
     unsafe {
@@ -207,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_missing_gpu_half_is_named_with_the_places_looked_at() {
-        // The directory of the CPU half that this machine's torch may or may not have a GPU half in: both answers are looked at.
+        // Whether the CPU half's directory contains a GPU half depends on the machine: both results are checked.
         match load_gpu_half() {
             Ok(()) => assert!(!dirs_of_loaded("libtorch_").is_empty()),
             Err(error) => {

@@ -1,4 +1,4 @@
-//! The C functions of shim.cpp, as they are. Callers beside this file check what each one asks for.
+//! Declarations of the C functions of shim.cpp. Callers in the neighbouring files uphold their requirements.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -8,7 +8,7 @@ use super::{TorchError, first_line};
 pub(crate) type RawTensor = *mut c_void;
 
 unsafe extern "C" {
-    /// Fills `results` (`input_count` places) with new tensors. NULL, or a message to free.
+    /// Fills `results` (`input_count` elements) with new tensors. Returns NULL, or a message to free.
     pub(crate) fn offload_vjp(
         outputs: *const RawTensor,
         grad_outputs: *const RawTensor,
@@ -18,17 +18,17 @@ unsafe extern "C" {
         results: *mut RawTensor,
     ) -> *mut c_char;
 
-    /// How many tensors share the memory of `tensor`, itself included: clones and views.
+    /// Number of tensors that share the memory of `tensor`, itself included: clones and views.
     pub(crate) fn offload_share_count(tensor: RawTensor) -> usize;
 
     pub(crate) fn offload_set_deterministic(on: c_int) -> *mut c_char;
 
     pub(crate) fn offload_set_threads(count: c_int) -> *mut c_char;
 
-    /// Makes GPU number `index` the calling thread's, and sets torch to plain IEEE products on it.
+    /// Makes GPU number `index` current on the calling thread, and sets torch to plain IEEE products on it.
     pub(crate) fn offload_use_gpu(index: c_int) -> *mut c_char;
 
-    /// The most bytes torch had allocated, and reserved, since the last reset.
+    /// Most bytes that torch had allocated, and reserved, since the last reset.
     pub(crate) fn offload_gpu_memory(
         index: c_int,
         allocated_peak: *mut u64,
@@ -38,8 +38,8 @@ unsafe extern "C" {
 
     pub(crate) fn offload_gpu_empty_cache() -> *mut c_char;
 
-    /// A tensor over device memory; when its storage goes `release(owner)` is called, on whatever thread that is. On an
-    /// error it is never called.
+    /// Creates a tensor over device memory; freeing its storage calls `release(owner)` on any thread. After an error it
+    /// is never called.
     pub(crate) fn offload_gpu_tensor(
         address: *mut c_void,
         scalar_type: c_int,
@@ -58,7 +58,7 @@ unsafe extern "C" {
 /// Turns a shim's message into an error and frees it.
 ///
 /// # Safety
-/// `message` is NULL or came from a shim function just now and is used nowhere else.
+/// `message` is NULL, or a shim function has just returned it and it is used nowhere else.
 pub(crate) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(), TorchError> {
     // SAFETY: the caller's promise is the same.
     match unsafe { take_message(message) } {
@@ -67,10 +67,10 @@ pub(crate) unsafe fn check(op: &'static str, message: *mut c_char) -> Result<(),
     }
 }
 
-/// The first line of a shim's message, which is freed; `None` for NULL.
+/// Takes the first line of a shim's message and frees the message; `None` for NULL.
 ///
 /// # Safety
-/// `message` is NULL or came from a shim function just now and is used nowhere else.
+/// `message` is NULL, or a shim function has just returned it and it is used nowhere else.
 pub(crate) unsafe fn take_message(message: *mut c_char) -> Option<String> {
     if message.is_null() {
         return None;

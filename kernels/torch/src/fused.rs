@@ -1,26 +1,27 @@
-//! Fused kernels of a Llama block and its head, over torch's tensors: each does in one pass over memory what torch's operators do in
-//! several. Everything is enqueued on the default stream, where torch computes; nothing waits.
+//! Fused kernels of a Llama block and its head over torch's tensors: each does in one pass over memory what torch's
+//! operators do in several. Everything is enqueued on the default stream, where torch computes; nothing waits.
 //!
-//! All of them are bound by memory; the bytes an element are in the sources. The arithmetic is fp32, rounded where the operators round.
-//! Sums are added in one order, which depends on the shape only: the same bits each time.
+//! All kernels are memory-bound; the sources state the bytes per element. The arithmetic is fp32, rounded where the
+//! operators round. Sums are added in an order that depends on the shape alone, so the bits are the same each time.
 //!
-//! A tensor of another device, kind, shape or layout than said is our own mistake: these functions panic.
+//! A tensor on another device, or of another kind, shape or layout than documented is a bug of this program: these
+//! functions panic.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::TorchError;
 use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, Module, SOURCES, Stream};
 
-/// Lanes that shuffle with one another, as the sources have it.
+/// Lanes of a warp, as in the sources.
 const WARP_LANES: usize = 32;
-/// Threads of a block where each thread has its own elements.
+/// Threads of a block in which each thread has its own elements.
 const BLOCK_THREADS: usize = 256;
-/// The most threads a block may have.
+/// Most threads of a block.
 const BLOCK_THREADS_MAX: usize = 1024;
-/// Into so many parts rows are cut at most where a weight's gradient is summed over them: enough blocks for any GPU, and the parts (fp32)
-/// stay small beside the rows.
+/// Most parts into which rows are cut when a weight's gradient is summed over them: enough blocks for any GPU, while
+/// the parts (fp32) stay small beside the rows.
 const NORM_PARTS_MAX: usize = 1024;
-/// Threads for a row of logits: 8 passes over 32,000 words.
+/// Threads for a row of logits: 8 passes over a vocabulary of 32,000.
 const LOSS_THREADS: usize = 512;
 /// Bytes of the widest access.
 const ACCESS_BYTES: usize = 16;
@@ -39,40 +40,40 @@ pub struct Fused {
     cross_entropy: Variants,
 }
 
-/// A kernel for either kind, with wide accesses or without.
+/// The variants of a kernel: per kind, with wide accesses or without.
 #[derive(Debug)]
 struct Variants {
     bf16: [Function; 2],
     fp32: [Function; 2],
 }
 
-/// A norm's result and what its backward pass takes.
+/// A norm's result, and the inputs of its backward pass.
 #[derive(Debug)]
 pub struct Normed {
-    /// What was normed where it was a sum; of the input's shape.
+    /// The normed input where it was a sum; of the input's shape.
     pub sum: Option<Tensor>,
-    /// Of the input's shape, weight applied.
+    /// The result with the weight applied, of the input's shape.
     pub output: Tensor,
     /// 1 / rms of each row, [rows, 1], fp32.
     pub scale: Tensor,
 }
 
-/// Which way rotary positions turn.
+/// Direction of a rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// By the position's angle.
     Forward,
-    /// Back: the gradient's way.
+    /// By its negative, for gradients.
     Backward,
-    /// Only copied.
+    /// No rotation, only a copy.
     Not,
 }
 
 impl Fused {
-    /// Compiles the kernels for `gpu` (some 2 s), which torch calls `device` ([`crate::use_gpu`]).
+    /// Compiles the kernels for `gpu` (about 2 s), which is torch's `device` ([`crate::use_gpu`]).
     ///
     /// # Errors
-    /// No run-time compiler, or it refused the source.
+    /// There is no run-time compiler, or it refused the source.
     pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
         let (name, source) = SOURCES
             .iter()
@@ -96,10 +97,11 @@ impl Fused {
         })
     }
 
-    /// `weight * x / rms(x)` of each row of `x` [rows, columns], or of `x + added` where there is one. The quotient is rounded before the
-    /// weight [columns] is applied, and so is the sum before it is normed.
+    /// Computes `weight * x / rms(x)` for each row of `x` [rows, columns], or of `x + added` if given. The sum is
+    /// rounded before it is normed, and the quotient before the weight [columns] is applied.
     ///
     /// # Errors
+    /// Out of memory, or the launch failed.
     /// Out of memory, or the launch failed.
     pub fn rms_norm(
         &self,
@@ -127,16 +129,17 @@ impl Fused {
             Arg::U32(columns as u32),
             Arg::F32(eps as f32),
         ]);
-        // SAFETY: the kernel takes these arguments and touches `rows` rows of `columns` elements, which `operand` found the tensors to
-        // have (no `added` and no `sum` are null, which it knows).
+        // SAFETY: the arguments match the kernel, which touches `rows` rows of `columns` elements; `operand` verified
+        // the tensors' sizes (without `added` and `sum` they are null, which the kernel handles).
         unsafe { self.launch(function, rows, row_threads(columns, lanes), &args)? };
         Ok(Normed { sum, output, scale })
     }
 
-    /// The gradients of a norm's input and weight from that of its output, all [rows, columns] but the weight's. `beside` is added to the
-    /// input's, after rounding.
+    /// Computes the gradients of a norm's input and weight from that of its output, all [rows, columns] but the
+    /// weight's. `beside` is added to the input's gradient, after rounding.
     ///
     /// # Errors
+    /// Out of memory, or a launch failed.
     /// Out of memory, or a launch failed.
     pub fn rms_norm_backward(
         &self,
@@ -178,8 +181,8 @@ impl Fused {
             Arg::U32(rows_each as u32),
             Arg::U32(columns as u32),
         ];
-        // SAFETY: the kernel takes these arguments; block b works on rows b * rows_each up to at most `rows`, and on part b, of which there
-        // are as many as blocks. `operand` found the tensors to have them.
+        // SAFETY: the arguments match the kernel; block b works on rows from b * rows_each, at most to `rows`, and on
+        // part b, with as many parts as blocks. `operand` verified the tensors' sizes.
         unsafe { self.launch(function, parts_count, row_threads(columns, lanes), &args)? };
         let function = &self.sum_parts[usize::from(kind == Kind::Float)];
         let args = [
@@ -188,7 +191,8 @@ impl Fused {
             Arg::U32(parts_count as u32),
             Arg::U32(columns as u32),
         ];
-        // SAFETY: the kernel takes these arguments, reads the parts and writes `columns` elements, as `operand` found them.
+        // SAFETY: the arguments match the kernel, which reads the parts and writes `columns` elements; `operand`
+        // verified the sizes.
         unsafe {
             self.launch(
                 function,
@@ -200,10 +204,12 @@ impl Fused {
         Ok((grad_x, grad_weight))
     }
 
-    /// Turns the pairs (i, i + half of a head) of `from` into `to`, both [sequences, tokens, heads, head_dim] with a head's elements side
-    /// by side, of one kind with the tables `cos` and `sin` [positions, head_dim], whose halves are equal. `to` may be `from`.
+    /// Rotates the pairs (i, i + half of a head) of `from` into `to`, both [sequences, tokens, heads, head_dim] with
+    /// contiguous heads, of one kind with the tables `cos` and `sin` [positions, head_dim], whose halves are equal.
+    /// `to` may be `from`.
     ///
     /// # Errors
+    /// The launch failed.
     /// The launch failed.
     pub fn rotary(
         &self,
@@ -230,7 +236,7 @@ impl Fused {
             .iter()
             .flat_map(|t| t.stride()[..3].to_vec())
             .collect();
-        // Wide accesses need every head to start on one.
+        // Wide accesses require every head to start at a multiple of their width.
         let lanes_wide = ACCESS_BYTES / kind.elt_size_in_bytes();
         let regular = strides.iter().all(|s| *s % lanes_wide as i64 == 0);
         let unit = if regular { half } else { 1 };
@@ -256,8 +262,8 @@ impl Fused {
                 Turn::Not => 0.0,
             }),
         ]);
-        // SAFETY: the kernel takes these arguments and touches the elements that shape and strides name, which are torch's own for these
-        // tensors; the tables have `tokens` rows of `head_dim` (asserted above).
+        // SAFETY: the arguments match the kernel, which touches the elements given by shape and strides, which are
+        // torch's own for these tensors; the tables have `tokens` rows of `head_dim` (asserted above).
         unsafe {
             self.launch(
                 function,
@@ -269,7 +275,8 @@ impl Fused {
         Ok(())
     }
 
-    /// silu(gate) * up of `gate_up` [rows, 2 * columns], gate in the first half of each row: [rows, columns].
+    /// Computes silu(gate) * up for `gate_up` [rows, 2 * columns], with gate in the first half of each row: [rows,
+    /// columns].
     ///
     /// # Errors
     /// Out of memory, or the launch failed.
@@ -280,15 +287,16 @@ impl Fused {
             self.operand(gate_up, kind, rows * columns * 2),
             self.operand(&output, kind, rows * columns),
         ];
-        // SAFETY: the kernel takes these arguments and touches the elements that `operand` found the tensors to have.
+        // SAFETY: the arguments match the kernel; `operand` verified the tensors' sizes.
         unsafe { self.launch_pairs(&self.gated, kind, addresses, rows, columns)? };
         Ok(output)
     }
 
-    /// Goes back through [`Fused::gated`] in place: `grad` [rows, columns], the gradient of its result, becomes that result again, and
-    /// `gate_up` [rows, 2 * columns] becomes its own gradient.
+    /// Runs [`Fused::gated`] backward in place: `grad` [rows, columns], the gradient of its result, becomes that result
+    /// again, and `gate_up` [rows, 2 * columns] becomes its own gradient.
     ///
     /// # Errors
+    /// The launch failed.
     /// The launch failed.
     pub fn gated_backward(
         &self,
@@ -300,14 +308,16 @@ impl Fused {
             self.operand(grad, kind, rows * columns),
             self.operand(gate_up, kind, rows * columns * 2),
         ];
-        // SAFETY: the kernel takes these arguments and touches the elements that `operand` found the tensors to have.
+        // SAFETY: the arguments match the kernel; `operand` verified the tensors' sizes.
         unsafe { self.launch_pairs(&self.gated_backward, kind, addresses, rows, columns) }
     }
 
-    /// Each row's loss into `losses` [rows] (fp32): cross entropy of `logits` [rows, words] and the row's number in `targets` [rows]
-    /// (i64, less than `words`), 0 where that is negative. With `weight` the logits become the gradient of it times the losses' sum.
+    /// Writes each row's loss to `losses` [rows] (fp32): the cross entropy of `logits` [rows, words] and the row's
+    /// number in `targets` [rows] (i64, less than `words`), 0 where that is negative. With `weight` the logits become
+    /// the gradient of `weight` times the sum of the losses.
     ///
     /// # Errors
+    /// The launch failed.
     /// The launch failed.
     pub fn cross_entropy(
         &self,
@@ -327,13 +337,14 @@ impl Fused {
             Arg::U32(weight.is_some().into()),
             Arg::F32(weight.unwrap_or(0.0) as f32),
         ];
-        // SAFETY: the kernel takes these arguments and touches `rows` rows, which `operand` found the tensors to have; targets are less
-        // than `words` (this function's contract, checked where tokens come in: `trainer::compute::Tokens`).
+        // SAFETY: the arguments match the kernel, which touches `rows` rows; `operand` verified the tensors' sizes.
+        // Targets are less than `words` (this function's contract, checked where tokens come in:
+        // `trainer::compute::Tokens`).
         unsafe { self.launch(function, rows, LOSS_THREADS, &args)? };
         Ok(())
     }
 
-    /// The address of a tensor of ours: on this GPU, of this kind, of so many elements that lie side by side.
+    /// Address of a tensor on this GPU, of this kind, with this number of contiguous elements.
     fn operand(&self, tensor: &Tensor, kind: Kind, elems: usize) -> u64 {
         assert!(
             tensor.is_contiguous(),
@@ -343,7 +354,7 @@ impl Fused {
         self.strided(tensor, kind)
     }
 
-    /// The same for one whose last dimension alone lies side by side.
+    /// Address of a tensor of which only the last dimension is contiguous.
     fn strided(&self, tensor: &Tensor, kind: Kind) -> u64 {
         assert_eq!(tensor.device(), self.device, "a tensor on this GPU");
         assert_eq!(tensor.kind(), kind, "a tensor of one kind with the others");
@@ -385,8 +396,8 @@ impl Fused {
     }
 
     /// # Safety
-    /// As [`Function::launch`]. Memory of tensors stays theirs until the kernel has run: torch gives it to others in the order of the
-    /// default stream, and freeing a [`kernels::gpu::DeviceBuffer`] waits for the device.
+    /// As [`Function::launch`]. Tensors keep their memory until the kernel has run: torch reuses memory in the order of
+    /// the default stream, and freeing a [`kernels::gpu::DeviceBuffer`] waits for the device.
     unsafe fn launch(
         &self,
         function: &Function,
@@ -418,7 +429,8 @@ impl Variants {
         })
     }
 
-    /// The kernel for rows of `columns` elements at these addresses (0: none), and how many elements it takes at a time.
+    /// Selects the kernel for rows of `columns` elements at these addresses (0: none), and the number of elements it
+    /// takes at a time.
     fn pick(&self, kind: Kind, columns: usize, addresses: &[u64]) -> (&Function, usize) {
         let pair = match kind {
             Kind::BFloat16 => &self.bf16,
@@ -437,7 +449,7 @@ impl Variants {
     }
 }
 
-/// Threads for a row of `columns`, `lanes` each: all columns at once while a block has so many.
+/// Threads for a row of `columns` elements, `lanes` each: all columns at once if a block has so many threads.
 fn row_threads(columns: usize, lanes: usize) -> usize {
     (columns / lanes)
         .next_multiple_of(WARP_LANES)

@@ -1,6 +1,5 @@
-//! What needs libtorch, apart from `kernels` so that who wants arithmetic or a GPU's memory alone is not linked with it. That is everything
-//! unsafe of torch, behind safe functions (what the trainer computes with torch it computes with `tch`'s safe half; what that half lacks is
-//! here), and what uses it: ranks that work together and fused kernels over tensors.
+//! Everything that needs libtorch, apart from `kernels` so that other users are not linked with it: safe functions over
+//! unsafe parts of torch that `tch` lacks, collectives between ranks, and fused kernels over tensors.
 //!
 //! ```text
 //! autograd.rs  vjp()                gradients for given output gradients, by shim.cpp
@@ -13,9 +12,9 @@
 //! fused.rs     Fused                kernels that do at once what torch's operators do in several passes
 //! ```
 //!
-//! A C++ exception never crosses into Rust: each shim function catches and returns its text.
+//! A C++ exception never crosses into Rust: each shim function catches it and returns its text.
 //!
-//! `unsafe` is denied but in the files beside this and in `collective/{comm,gloo,nccl}`.
+//! `unsafe` is denied except in the files beside this one and in `collective/{comm,gloo,nccl}`.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code)]
@@ -40,66 +39,66 @@ pub use device::{
 pub use memory::{HostBuffer, is_shared, with_tensor_over};
 pub use settings::{set_deterministic, set_threads};
 
-/// What can go wrong between torch and us.
+/// Errors of torch and of this crate's GPU calls.
 #[derive(Debug, thiserror::Error)]
 pub enum TorchError {
-    /// torch threw. Out of memory comes this way too; so do shapes that do not fit, which is our bug.
+    /// torch threw: out of memory, or a bug of ours such as shapes that do not fit.
     #[error("torch failed in {op}: {message}")]
     Torch {
-        /// What was tried.
+        /// The operation.
         op: &'static str,
-        /// torch's own words.
+        /// torch's message.
         message: String,
     },
-    /// A kernel of ours could not be launched.
+    /// A kernel could not be launched.
     #[error(transparent)]
     Gpu(#[from] kernels::gpu::GpuError),
-    /// torch's GPU half is not in reach.
+    /// torch's GPU half is missing.
     #[error(
         "torch's half for GPUs is not in reach ({}): install a torch 2.11 with it and put its torch/lib into LD_LIBRARY_PATH, or train on the CPU",
         tried.join("; ")
     )]
     NoGpuHalf {
-        /// Each place that was tried, with the loader's answer.
+        /// Each place tried, with the loader's answer.
         tried: Vec<String>,
     },
-    /// torch's GPU half is there, but it sees fewer GPUs than the driver.
+    /// torch's GPU half sees fewer GPUs than the driver.
     #[error(
         "torch sees {seen} GPUs and was to use number {index}, counted from 0: its CUDA or ROCm version may not fit the driver"
     )]
     UnseenGpu {
-        /// Which was asked for.
+        /// The requested GPU.
         index: i32,
-        /// How many torch sees.
+        /// GPUs that torch sees.
         seen: i64,
     },
-    /// cuBLAS would not give the same bits each time.
+    /// cuBLAS would not give reproducible results.
     #[error(
         "{CUBLAS_WORKSPACE} is \"{found}\": set it to {} before the process starts, or products on a GPU differ from run to run",
         CUBLAS_WORKSPACES[0]
     )]
     Workspace {
-        /// What it is, empty if it is not set.
+        /// The variable's value, empty if it is not set.
         found: String,
     },
-    /// A buffer's length is not the number of bytes its shape and kind need.
+    /// A buffer's length does not match its shape and kind.
     #[error(
         "a tensor of {elems} elements of {elem_bytes} bytes does not fit a buffer of {bytes} bytes exactly"
     )]
     Length {
-        /// Elements asked for.
+        /// Elements of the shape.
         elems: usize,
         /// Bytes of one element.
         elem_bytes: usize,
-        /// Bytes given.
+        /// Bytes of the buffer.
         bytes: usize,
     },
-    /// A buffer does not start on a multiple of its element's size.
+    /// A buffer is not aligned to its elements.
     #[error(
         "a buffer at address {address:#x} cannot hold elements of {elem_bytes} bytes: align it"
     )]
     Alignment {
-        /// Where the buffer starts.
+        /// Start of the buffer.
         address: usize,
         /// Bytes of one element.
         elem_bytes: usize,
@@ -116,7 +115,7 @@ impl From<tch::TchError> for TorchError {
     }
 }
 
-/// torch appends a C++ backtrace to its messages; the first line says what is wrong.
+/// torch appends a C++ backtrace to its messages; the first line contains the error.
 fn first_line(message: &str) -> String {
     message.lines().next().unwrap_or_default().to_owned()
 }

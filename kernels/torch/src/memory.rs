@@ -1,15 +1,13 @@
-//! Memory seen by torch and by us: torch's own as bytes, and foreign bytes as a tensor.
+//! Shared memory between torch and Rust: torch's own as bytes, and foreign bytes as a tensor.
 //!
-//! Both directions could let a tensor outlive the bytes, or let two sides write at once, because a `Tensor` is
-//! cheaply cloned and its clones share memory. Each function therefore asks torch how many tensors share it
-//! at the moment where it must be one.
+//! A `Tensor` is cheaply cloned and its clones share memory, so a tensor could outlive the bytes, or both sides could
+//! write at once. Each function therefore asks torch how many tensors share the memory when it must be exclusive.
 
 use tch::{Device, Kind, Tensor};
 
 use super::{TorchError, ffi};
 
-/// A flat buffer on the host in memory that torch allocated (64-byte aligned): written as bytes, computed with
-/// as tensors.
+/// A flat host buffer in memory that torch allocated (64-byte aligned): written as bytes, used as tensors.
 pub struct HostBuffer {
     flat: Tensor,
     kind: Kind,
@@ -17,7 +15,7 @@ pub struct HostBuffer {
 }
 
 impl Default for HostBuffer {
-    /// No memory at all.
+    /// An empty buffer.
     fn default() -> Self {
         HostBuffer {
             flat: Tensor::new(),
@@ -28,16 +26,16 @@ impl Default for HostBuffer {
 }
 
 impl HostBuffer {
-    /// A buffer of `elems` zeros.
+    /// Allocates `elems` zeros.
     ///
     /// # Errors
-    /// What torch throws: out of memory.
+    /// torch's error: out of memory.
     pub fn zeros(kind: Kind, elems: usize) -> Result<Self, TorchError> {
         let flat = Tensor::f_zeros([elems as i64], (kind, Device::Cpu))?;
         Ok(HostBuffer { flat, kind, elems })
     }
 
-    /// Elements in the buffer.
+    /// Number of elements.
     pub fn elems(&self) -> usize {
         self.elems
     }
@@ -47,30 +45,30 @@ impl HostBuffer {
         self.kind.elt_size_in_bytes()
     }
 
-    /// The buffer's memory, native byte order.
+    /// The buffer's bytes in native byte order.
     ///
-    /// Panics when a tensor from [`HostBuffer::view`] is still alive: it would see the bytes change.
+    /// Panics if a tensor from [`HostBuffer::view`] is still alive: it would see the bytes change.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         assert!(!self.is_shared(), "a view of this buffer is still in use");
         let bytes = self.elems * self.kind.elt_size_in_bytes();
         if bytes == 0 {
             return &mut [];
         }
-        // SAFETY: torch allocated `bytes` initialised bytes for `flat` (zeros of this kind and length, contiguous),
-        // which live as long as `self`. No other tensor shares them (asserted above), and none can come into
-        // being while `self` is borrowed mutably.
+        // SAFETY: torch allocated `bytes` initialized bytes for `flat` (zeros of this kind and length, contiguous),
+        // which live as long as `self`. No other tensor shares them (asserted above), and none can be created while
+        // `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.flat.data_ptr().cast::<u8>(), bytes) }
     }
 
-    /// Whether a tensor from [`HostBuffer::view`] is still alive, or something of a graph that saved one.
+    /// Whether a tensor from [`HostBuffer::view`] is still alive, or a graph that saved one.
     pub fn is_shared(&self) -> bool {
         is_shared(&self.flat)
     }
 
-    /// A tensor of `shape` that shares the buffer's memory from element `offset_elems` on.
+    /// A tensor of `shape` that shares the buffer's memory from element `offset_elems`.
     ///
     /// # Errors
-    /// What torch throws: a shape that does not fit into the buffer.
+    /// torch's error: the shape does not fit into the buffer.
     pub fn view(&self, offset_elems: usize, shape: &[i64]) -> Result<Tensor, TorchError> {
         let elems: i64 = shape.iter().product();
         Ok(self
@@ -80,13 +78,13 @@ impl HostBuffer {
     }
 }
 
-/// Calls `f` with a tensor over `bytes`: no copy, elements of `kind`, `shape` contiguous, on the CPU.
+/// Calls `f` with a tensor over `bytes` without copying: elements of `kind`, contiguous `shape`, on the CPU.
 ///
-/// The tensor and all that shares its memory must be gone when `f` returns; the process is aborted otherwise,
-/// since they would go on using memory that is no longer theirs.
+/// The tensor and everything that shares its memory must be gone when `f` returns; otherwise the process is aborted,
+/// since they would use memory that is no longer theirs.
 ///
 /// # Errors
-/// `bytes` has not exactly the length `shape` needs, or is not aligned to an element; what torch throws; what `f` returns.
+/// `bytes` does not have exactly the length of `shape`, or is not aligned to an element; an error of torch or of `f`.
 pub fn with_tensor_over<R, E: From<TorchError>>(
     bytes: &mut [u8],
     kind: Kind,
@@ -115,8 +113,8 @@ pub fn with_tensor_over<R, E: From<TorchError>>(
         .into());
     }
     // SAFETY: the memory has the length and alignment checked above, is borrowed mutably for this whole call, and
-    // `Lent` sees to it that no tensor over it is left when the call ends, also by a panic. Every bit pattern is a
-    // value of a numeric kind.
+    // `Lent` ensures that no tensor over it is left when the call ends, also by a panic. Every bit pattern is a value
+    // of a numeric kind.
     let tensor = unsafe {
         Tensor::f_from_blob(
             bytes.as_mut_ptr(),
@@ -130,7 +128,7 @@ pub fn with_tensor_over<R, E: From<TorchError>>(
     f(&mut lent.0)
 }
 
-/// A tensor over borrowed memory; aborts the process when others still share it at the end.
+/// A tensor over borrowed memory; aborts the process if others still share it at the end.
 struct Lent(Tensor);
 
 impl Drop for Lent {
@@ -144,7 +142,8 @@ impl Drop for Lent {
     }
 }
 
-/// Whether another tensor shares the memory of `tensor`: a clone, a view, or what a graph saved of them for its backward pass.
+/// Whether another tensor shares the memory of `tensor`: a clone, a view, or one saved in a graph for its backward
+/// pass.
 pub fn is_shared(tensor: &Tensor) -> bool {
     share_count(tensor) != 1
 }
@@ -196,7 +195,7 @@ mod tests {
     fn what_a_graph_saved_shares_a_buffer_until_the_graph_is_gone() {
         let buffer = HostBuffer::zeros(Kind::Float, 8).unwrap();
         let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
-        // The tensors themselves are gone with this statement.
+        // The tensors themselves are freed by this statement.
         let graph = &x * buffer.view(2, &[2]).unwrap().detach();
         assert!(buffer.is_shared());
         drop(graph);
@@ -206,7 +205,7 @@ mod tests {
     #[test]
     fn a_tensor_over_bytes_writes_into_them() {
         let mut memory = [0f32; 6];
-        // Views as bytes without unsafe: written through a tensor, read back from the bytes.
+        // A view as bytes without unsafe: written through a tensor, read from the bytes.
         let mut bytes = [0u8; 24 + 4];
         let skip = (4 - bytes.as_ptr() as usize % 4) % 4;
         let aligned = &mut bytes[skip..skip + 24];
@@ -229,7 +228,7 @@ mod tests {
         const ESCAPE: &str = "KERNELS_TEST_LET_A_TENSOR_ESCAPE";
         const NAME: &str = "memory::tests::a_tensor_that_outlives_its_loan_stops_the_process";
         if std::env::var_os(ESCAPE).is_some() {
-            // In the child: reaching the end of this function would be a success.
+            // In the child process: reaching the end of this function would be a success.
             let mut escaped = None;
             let mut bytes = HostBuffer::zeros(Kind::Float, 4).unwrap();
             let _ = with_tensor_over::<_, TorchError>(bytes.bytes_mut(), Kind::Float, &[4], |t| {

@@ -1,21 +1,21 @@
-//! torch's settings of the whole process.
+//! Process-wide settings of torch.
 
 use super::{TorchError, ffi};
 
-/// How many threads torch's operators use, the calling thread included. For the whole process, now.
+/// Sets the number of threads of torch's operators, the calling thread included, for the whole process.
 ///
 /// # Errors
-/// What torch throws.
+/// torch's error.
 pub fn set_threads(count: usize) -> Result<(), TorchError> {
     let count = i32::try_from(count.max(1)).unwrap_or(i32::MAX);
     // SAFETY: no pointer goes in; the message is checked here and used nowhere else.
     unsafe { ffi::check("setting the threads", ffi::offload_set_threads(count)) }
 }
 
-/// Makes torch choose only algorithms that give the same bits each time, and fail where there is none.
+/// Makes torch use only deterministic algorithms, and fail where there is none.
 ///
 /// # Errors
-/// What torch throws.
+/// torch's error.
 pub fn set_deterministic(on: bool) -> Result<(), TorchError> {
     // SAFETY: no pointer goes in; the message is checked here and used nowhere else.
     unsafe {
@@ -35,7 +35,7 @@ mod tests {
     fn threads_and_determinism_reach_torch() {
         set_threads(2).unwrap();
         assert_eq!(tch::get_num_threads(), 2);
-        // An operation torch knows no deterministic form of must now be refused.
+        // An operation without a deterministic form must now be refused.
         set_deterministic(true).unwrap();
         let x = Tensor::ones([4], (Kind::Float, Device::Cpu));
         let indices = Tensor::from_slice(&[0i64, 0]);

@@ -1,4 +1,4 @@
-//! A rank's calls. One of the places allowed to use `unsafe`: it gives Gloo pointers into buffers that a [`Pending`] then owns.
+//! A rank's collective calls. May use `unsafe`: Gloo gets pointers into buffers that a [`Pending`] then owns.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,23 +11,23 @@ use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
 use kernels::reduce::GradType;
 
-/// Bytes of one broadcast at most, so that a wrong length is refused before memory is sized by it.
+/// Largest broadcast, so that a wrong length is refused before memory is allocated for it.
 const BROADCAST_BYTES_MAX: u64 = 1 << 30;
 
 /// This rank's connection with all others.
 ///
-/// All ranks make the same calls in the same order; within a rank that is the order of the calls that start them. After the first error
-/// every call returns that error. A run of one process needs no network and has no errors.
+/// All ranks make the same calls in the same order; within a rank that is the order of the calls that start them. After
+/// the first error every call returns that error. A run of one process needs no network and has no errors.
 pub struct Comm {
     world: World,
     link: Option<Arc<Link>>,
 }
 
 impl Comm {
-    /// Connects this rank with all others; returns when all are connected.
+    /// Connects this rank with all others and returns when all are connected.
     ///
     /// # Errors
-    /// A directory or address that cannot be used; ranks that do not come or are gone, by their numbers; what torch or Gloo says.
+    /// A directory or address that cannot be used; missing or dead ranks, by number; an error of torch or Gloo.
     pub fn connect(
         world: World,
         at: &Rendezvous,
@@ -43,7 +43,7 @@ impl Comm {
         Ok(Comm { world, link })
     }
 
-    /// A run of one process.
+    /// The connection of a run with one process.
     pub fn alone() -> Comm {
         Comm {
             world: World::ALONE,
@@ -51,14 +51,15 @@ impl Comm {
         }
     }
 
-    /// Which rank this is.
+    /// This rank and the number of ranks.
     pub fn world(&self) -> &World {
         &self.world
     }
 
-    /// Fills the first `elems` elements of `buffer` with every rank's shard, one after the other; this rank's own is in its place already.
+    /// Starts filling the first `elems` elements of `buffer` with every rank's shard, in rank order; this rank's own
+    /// shard is already in place.
     ///
-    /// Panics if `elems` is not a whole shard a rank, or a view of the buffer is alive.
+    /// Panics if `elems` is not one whole shard per rank, or a view of the buffer is alive.
     ///
     /// # Errors
     /// The first failure of this connection. The buffer is lost.
@@ -75,9 +76,9 @@ impl Comm {
         let shard_bytes = bytes / self.world.ranks as usize;
         let name = format!("an all-gather of {bytes} bytes");
         let started = link.start(name, |group| {
-            // SAFETY: `memory` has `bytes` = ranks x shard_bytes bytes (checked_bytes). The buffer goes to the Pending below, which neither
-            // touches nor frees it before the operation has ended, and leaks it when that cannot be known. When starting itself fails
-            // Gloo has not taken it up.
+            // SAFETY: `memory` has `bytes` = ranks x shard_bytes bytes (checked_bytes). The buffer goes to the Pending
+            // below, which neither touches nor frees it before the operation has ended, and leaks it when that cannot
+            // be known. If starting fails, Gloo does not use it.
             unsafe { group.all_gather(memory, shard_bytes) }
         })?;
         Ok(Pending::started(
@@ -87,10 +88,11 @@ impl Comm {
         ))
     }
 
-    /// Puts, in place of this rank's shard of the first `elems` elements of `buffer`, the sum of all ranks' values there: added in fp32
-    /// in the ranks' order and rounded once. The other shards are as they were.
+    /// Starts replacing this rank's shard of the first `elems` elements of `buffer` by the sum of all ranks' values
+    /// there, added in fp32 in rank order and rounded once. The other shards are unchanged.
     ///
-    /// Panics if `elems` is not a whole shard a rank, a view of the buffer is alive, or the buffer's elements are not of `grad_type`.
+    /// Panics if `elems` is not one whole shard per rank, a view of the buffer is alive, or the buffer's elements are
+    /// not of `grad_type`.
     ///
     /// # Errors
     /// The first failure of this connection; out of memory. The buffer is lost.
@@ -117,8 +119,8 @@ impl Comm {
         let from = buffer.bytes_mut().as_mut_ptr();
         let to = scratch.bytes_mut().as_mut_ptr();
         let started = link.start(name, |group| {
-            // SAFETY: both have `bytes` bytes or more (checked_bytes; asked for above), a multiple of the ranks, in separate buffers,
-            // which go to the Pending below as in all_gather_start.
+            // SAFETY: both have at least `bytes` bytes (checked_bytes; requested above), a multiple of the ranks, in
+            // separate buffers, which go to the Pending below as in all_gather_start.
             unsafe { group.all_to_all(from, to, bytes) }
         })?;
         Ok(Pending::started(
@@ -133,7 +135,7 @@ impl Comm {
         ))
     }
 
-    /// Replaces each value by its sum over the ranks, added in the ranks' order: the same bits on every rank.
+    /// Replaces each value by its sum over the ranks, added in rank order: the same bits on every rank.
     ///
     /// # Errors
     /// The first failure of this connection; out of memory.
@@ -153,7 +155,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Every rank's bytes, in the ranks' order. All give equally many.
+    /// Returns every rank's bytes in rank order. All ranks pass the same number of bytes.
     ///
     /// # Errors
     /// The first failure of this connection; out of memory.
@@ -170,7 +172,7 @@ impl Comm {
         Ok(parts.map(<[u8]>::to_vec).collect())
     }
 
-    /// Rank `root`'s bytes, on every rank; what the others give is not looked at.
+    /// Returns rank `root`'s bytes on every rank; those of other ranks are ignored.
     ///
     /// Panics if there are more than 1 GiB.
     ///
@@ -205,7 +207,7 @@ impl Comm {
         Ok(pending.wait()?.bytes_mut().to_vec())
     }
 
-    /// Returns when every rank has come here.
+    /// Waits until every rank has called it.
     ///
     /// # Errors
     /// The first failure of this connection.
@@ -213,10 +215,10 @@ impl Comm {
         self.all_gather_bytes(&[0]).map(|_| ())
     }
 
-    /// Checks that every rank has the same `value`, shown in the error.
+    /// Checks that every rank has the same `value`.
     ///
     /// # Errors
-    /// A rank that has another one than rank 0; the first failure of this connection.
+    /// A rank whose value differs from rank 0's; the first failure of this connection.
     pub fn same_everywhere(&self, what: &str, value: &str) -> Result<(), CollectiveError> {
         let lengths = self.all_gather_bytes(&(value.len() as u64).to_le_bytes())?;
         let lengths = lengths
@@ -241,20 +243,20 @@ impl Comm {
         Ok(())
     }
 
-    /// What has become of a rank that is gone, if one is: for a thread that looks while another waits for something else than
-    /// an operation of this connection.
+    /// The error of a rank that is gone, if one is: for a thread that checks while another waits for something other
+    /// than an operation of this connection.
     pub fn gone(&self) -> Option<CollectiveError> {
         self.link.as_ref()?.gone("looking after the ranks")
     }
 
-    /// Tells the others that this rank gives up, and why: their calls return that within seconds.
+    /// Tells the other ranks that this rank gives up, and why: their calls return that within seconds.
     pub fn give_up(&self, reason: &str) {
         if let Some(link) = &self.link {
             link.end(reason);
         }
     }
 
-    /// Ends the connection together with all others.
+    /// Closes the connection together with all other ranks.
     ///
     /// # Errors
     /// The first failure of this connection.

@@ -1,4 +1,4 @@
-//! How the ranks of a run come together: heartbeats first, so that whoever does not come is named; then Gloo.
+//! How the ranks of a run connect: heartbeats first, so that a missing rank is named; then Gloo.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::Path;
@@ -9,18 +9,18 @@ use super::gloo::{Group, Interface, Store};
 use super::heartbeat::{DirHeartbeatStore, Heartbeat, TcpHeartbeatStore};
 use super::{CollectiveError, Rendezvous, Timeouts, World};
 
-/// Between two looks at who is gone, while something else is waited for.
+/// Interval of checks for dead ranks during other waits.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
-/// What a rank has when all are connected. Dropped in this order.
+/// A rank's connections. Dropped in this order.
 pub(super) struct Connected {
     pub(super) group: Group,
     pub(super) heartbeat: Heartbeat,
-    /// The store itself, where this rank runs it: it goes last.
+    /// The store's server, if this rank runs it; dropped last.
     pub(super) store: Option<Store>,
 }
 
-/// Brings this rank together with all others.
+/// Connects this rank with all others.
 pub(super) fn connect(
     world: World,
     at: &Rendezvous,
@@ -84,11 +84,11 @@ fn over_tcp(
             Ok((server, heartbeat_store))
         }
     };
-    // Resolving a name and waiting for the store have no bound of their own that can be relied on.
+    // Resolving a name and waiting for the store have no reliable timeouts of their own.
     let (server, heartbeat_store) = bounded(deadline, opening, || None)
         .unwrap_or_else(|| Err(absent(vec![0], timeouts, &place)))
         .map_err(|error| match error {
-            // Nobody listens where rank 0 should.
+            // No server listens where rank 0 should.
             CollectiveError::Rendezvous { .. } if ours && !serves && left(deadline).is_zero() => {
                 absent(vec![0], timeouts, &place)
             }
@@ -118,7 +118,7 @@ fn over_tcp(
     })
 }
 
-/// Waits until all ranks beat, then connects them.
+/// Waits until all ranks send heartbeats, then connects them.
 fn meet(
     world: World,
     timeouts: Timeouts,
@@ -139,7 +139,7 @@ fn meet(
             }
             std::thread::sleep(LOOK);
         }
-        // All are there, so connecting takes no time but for a rank that is stopped just now.
+        // All ranks are there, so connecting is quick unless a rank has just stopped.
         let last = deadline.max(Instant::now() + timeouts.attribute());
         let operation = 2 * timeouts.operation + timeouts.connect;
         let connecting = move || {
@@ -164,7 +164,7 @@ fn meet(
     met
 }
 
-/// After something failed: who is gone, once that is known; `None` when all are there.
+/// After a failure: the error of the rank that is gone, once that is known; `None` if all are alive.
 pub(super) fn attribute(
     heartbeat: &Heartbeat,
     timeouts: Timeouts,
@@ -182,7 +182,7 @@ pub(super) fn attribute(
     }
 }
 
-/// What `f` returns on a thread of its own, within `time`; or an error that `verdict` finds before.
+/// Runs `f` on a thread of its own, for at most `time`; returns its result, or an error that `verdict` finds before.
 pub(super) fn left_alone<T: Send + 'static>(
     time: Duration,
     op: &str,
@@ -197,8 +197,8 @@ pub(super) fn left_alone<T: Send + 'static>(
     })
 }
 
-/// What `f` returns on a thread of its own, or an error that `verdict` finds before; `None` after the deadline. The thread is then left
-/// to its own timeouts.
+/// Runs `f` on a thread of its own; returns its result, or an error that `verdict` finds before; `None` after the
+/// deadline. The thread is then left to its own timeouts.
 fn bounded<T: Send + 'static>(
     deadline: Instant,
     f: impl FnOnce() -> Result<T, CollectiveError> + Send + 'static,
@@ -206,7 +206,7 @@ fn bounded<T: Send + 'static>(
 ) -> Option<Result<T, CollectiveError>> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(f()));
-    // A little longer than what `f` was given, as its own error says more.
+    // Slightly longer than the timeout of `f`, whose own error is more specific.
     let deadline = deadline + Duration::from_secs(1);
     loop {
         match receiver.recv_timeout(LOOK) {
@@ -225,7 +225,7 @@ fn bounded<T: Send + 'static>(
     }
 }
 
-/// On that address only: c10d by itself would listen on every interface.
+/// Listens on that address only: c10d by itself would listen on every interface.
 fn listen(host: &str, port: u16, place: &str) -> Result<TcpListener, CollectiveError> {
     TcpListener::bind((host, port)).map_err(|error| CollectiveError::Rendezvous {
         op: "listening",
@@ -234,14 +234,14 @@ fn listen(host: &str, port: u16, place: &str) -> Result<TcpListener, CollectiveE
     })
 }
 
-/// This node's address on the way to `host`.
+/// This node's address on the route to `host`.
 fn route_to(host: &str, port: u16, place: &str) -> Result<IpAddr, CollectiveError> {
     let local = |to: SocketAddr| {
         let any: IpAddr = match to {
             SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
-        // Connecting a UDP socket sends nothing; it only asks for the route.
+        // Connecting a UDP socket sends nothing; it only determines the route.
         let socket = UdpSocket::bind((any, 0))?;
         socket.connect(to)?;
         Ok(socket.local_addr()?.ip())
@@ -275,7 +275,7 @@ fn left(deadline: Instant) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    //! Ranks as threads of this process: what is tried here does not need one to die.
+    //! Ranks as threads of this process, for cases in which no rank dies.
     use super::*;
     use crate::collective::Comm;
 
@@ -329,7 +329,7 @@ mod tests {
             }
         });
         assert_eq!(comms[0].gone(), None);
-        // With the launcher the run ends.
+        // The run ends with the launcher.
         drop(launcher);
         let until = Instant::now() + Duration::from_secs(5);
         while comms[0].gone().is_none() && !left(until).is_zero() {

@@ -1,9 +1,9 @@
-//! What can go wrong between ranks. The one who is to blame is named by its rank.
+//! Errors between ranks. They name the responsible rank.
 
-/// What can go wrong between ranks.
+/// Errors between ranks.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CollectiveError {
-    /// A variable of the environment is not there, though others that go with it are.
+    /// An environment variable is missing although others that belong to it are set.
     #[error(
         "{name} is not set: start the run with `trainer launch` or torchrun, which set it, or unset RANK and WORLD_SIZE to run one process"
     )]
@@ -11,24 +11,24 @@ pub enum CollectiveError {
         /// The variable.
         name: &'static str,
     },
-    /// A variable of the environment holds what cannot be.
+    /// An environment variable has an invalid value.
     #[error("{name}={value:?} {problem}: start the run with `trainer launch` or torchrun")]
     Environment {
         /// The variable.
         name: &'static str,
-        /// What it holds.
+        /// Its value.
         value: String,
-        /// Why that cannot be.
+        /// Why the value is invalid.
         problem: String,
     },
-    /// The directory or address where ranks meet cannot be used.
+    /// The directory or address of the rendezvous cannot be used.
     #[error("{op} at the rendezvous {place} failed: {message}")]
     Rendezvous {
-        /// What was tried.
+        /// The operation.
         op: &'static str,
         /// Directory, or host and port.
         place: String,
-        /// The system's or torch's words.
+        /// The system's or torch's message.
         message: String,
     },
     /// Two processes have the same rank, or a directory was used before.
@@ -47,21 +47,21 @@ pub enum CollectiveError {
         list(ranks), if ranks.len() == 1 { "is" } else { "are" }
     )]
     Absent {
-        /// Those that did not come.
+        /// The missing ranks.
         ranks: Vec<u32>,
-        /// How long was waited.
+        /// Seconds waited.
         waited_s: f64,
         /// Directory, or host and port.
         place: String,
     },
-    /// A rank's process is gone.
+    /// A rank's process is dead.
     #[error(
         "rank {rank} died (noticed in {op}): look at its last output, and whether it was killed or ran out of memory"
     )]
     Died {
         /// The rank that died.
         rank: u32,
-        /// What this rank was waiting for.
+        /// The operation in which this rank noticed it.
         op: String,
     },
     /// A rank sends no heartbeat.
@@ -71,9 +71,9 @@ pub enum CollectiveError {
     Silent {
         /// The rank that does not answer.
         rank: u32,
-        /// Since when.
+        /// Seconds since its last heartbeat.
         silent_s: f64,
-        /// What this rank was waiting for.
+        /// The operation in which this rank noticed it.
         op: String,
     },
     /// A rank gave up, or ended before the others.
@@ -83,66 +83,66 @@ pub enum CollectiveError {
         rank: u32,
         /// This rank.
         waiting: u32,
-        /// What this rank was waiting for.
+        /// The operation in which this rank noticed it.
         op: String,
-        /// What the other rank said at its end.
+        /// The other rank's reason.
         reason: String,
     },
-    /// All ranks are alive, but some have not come to an operation.
+    /// All ranks are alive, but some have not reached an operation.
     #[error(
         "{op} was not done after {waited_s:.0} s: rank{} {} not there yet, though alive; if that is only slow, raise the timeout of operations",
         list(ranks), if ranks.len() == 1 { "is" } else { "are" }
     )]
     Behind {
-        /// Those behind this rank.
+        /// The ranks behind this one.
         ranks: Vec<u32>,
-        /// How long was waited.
+        /// Seconds waited.
         waited_s: f64,
         /// The operation.
         op: String,
     },
-    /// All ranks are alive and in the same operation, but its bytes take too long.
+    /// All ranks are alive and in the same operation, but the transfer takes too long.
     #[error(
         "{op} was not done after {waited_s:.0} s though every rank is in it: the network is too slow; raise the timeout of operations"
     )]
     Slow {
-        /// How long was waited.
+        /// Seconds waited.
         waited_s: f64,
         /// The operation.
         op: String,
     },
-    /// Ranks that must be alike are not.
+    /// A value that must be equal on all ranks differs.
     #[error("{what} is not the same on all ranks: rank 0 has {expected}, rank {rank} has {found}")]
     Disagree {
-        /// What was compared.
+        /// Name of the value.
         what: String,
         /// A rank that differs from rank 0.
         rank: u32,
-        /// Rank 0's.
+        /// Rank 0's value.
         expected: String,
-        /// The other's.
+        /// The other rank's value.
         found: String,
     },
-    /// Neither NCCL nor RCCL is in reach.
+    /// Neither NCCL nor RCCL is available.
     #[error(
         "no NCCL or RCCL for work of several GPUs together ({}): install the one that torch brings and put its directory into LD_LIBRARY_PATH",
         tried.join("; ")
     )]
     NoLibrary {
-        /// Each place that was tried, with the loader's answer.
+        /// Each place tried, with the loader's answer.
         tried: Vec<String>,
     },
-    /// The library that carries the bytes failed, and no rank is to blame.
+    /// The communication library failed without a dead rank.
     #[error("{op} failed: {message}")]
     Backend {
         /// The operation.
         op: String,
-        /// The library's words.
+        /// The library's message.
         message: String,
     },
 }
 
-/// " 3", "s 1, 2 and 5".
+/// Formats ranks as " 3" or "s 1, 2 and 5".
 fn list(ranks: &[u32]) -> String {
     let texts: Vec<String> = ranks.iter().map(u32::to_string).collect();
     match texts.as_slice() {

@@ -1,4 +1,4 @@
-//! What all calls of a rank share: the group, the heartbeats, the operation they have come to, and the first failure.
+//! State shared by all calls of a rank: the group, the heartbeats, the operation counter and the first failure.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
@@ -9,32 +9,32 @@ use super::heartbeat::Heartbeat;
 use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
 
-/// Operations in flight at most: every one holds a buffer of a unit.
+/// Most operations in flight: each holds a buffer of a unit.
 const IN_FLIGHT_MAX: usize = 16;
 
-/// What all calls of a rank share.
+/// State shared by all calls of a rank.
 pub(super) struct Link {
     pub(super) world: World,
     pub(super) timeouts: Timeouts,
     state: Mutex<State>,
     heartbeat: Heartbeat,
-    /// The store itself, where this rank runs it.
+    /// The store's server, if this rank runs it.
     store: Mutex<Option<Store>>,
 }
 
 struct State {
-    /// `None` once it was given up.
+    /// `None` after giving up.
     group: Option<Group>,
-    /// Operations started, by all ranks in the same order.
+    /// Operations started, in the same order on all ranks.
     started: u64,
     in_flight: usize,
-    /// What broke the group. Ranks that go on after it would not be in the same operation any more.
+    /// The first failure. Ranks that continued after it would no longer be in the same operation.
     broken: Option<CollectiveError>,
-    /// Buffers to receive into, to be used again.
+    /// Receive buffers for reuse.
     scratch: Vec<HostBuffer>,
 }
 
-/// An operation under way.
+/// An operation in progress.
 pub(super) struct Started {
     op: Operation,
     /// Its number.
@@ -68,7 +68,7 @@ impl Link {
         })
     }
 
-    /// Starts an operation with `start`, as the next in this rank's order.
+    /// Starts an operation as the next in this rank's order.
     pub(super) fn start(
         &self,
         name: String,
@@ -98,7 +98,7 @@ impl Link {
         }
     }
 
-    /// Waits until `started` has ended well. After an error the operation may be under way still.
+    /// Waits until `started` has succeeded. After an error the operation may still be in progress.
     pub(super) fn wait(&self, started: &Started) -> Result<(), CollectiveError> {
         let ended = self.wait_for(started);
         let mut state = self.lock();
@@ -118,7 +118,7 @@ impl Link {
                 Some(Err(message)) => return Err(self.fail(&started.name, message)),
                 None => {}
             }
-            // Somebody waited for an earlier one already: not as long again.
+            // An earlier operation has already waited that long.
             if let Some(error) = &broken {
                 return Err(error.clone());
             }
@@ -143,7 +143,7 @@ impl Link {
         }
     }
 
-    /// What a failure of Gloo's comes from: a rank that is gone, or else Gloo itself.
+    /// The cause of a Gloo failure: a dead rank, or else Gloo itself.
     fn fail(&self, name: &str, message: String) -> CollectiveError {
         let error = attribute(&self.heartbeat, self.timeouts, name).unwrap_or_else(|| {
             CollectiveError::Backend {
@@ -154,7 +154,7 @@ impl Link {
         self.lock().broken.get_or_insert(error).clone()
     }
 
-    /// A buffer of at least `bytes` bytes to receive into, if one is left from before.
+    /// A receive buffer of at least `bytes` bytes, if one is left over.
     pub(super) fn take_scratch(&self, bytes: usize) -> Option<HostBuffer> {
         let scratch = &mut self.lock().scratch;
         let found = scratch.iter().position(|buffer| buffer.elems() >= bytes)?;
@@ -162,21 +162,21 @@ impl Link {
     }
 
     pub(super) fn give_scratch(&self, buffer: HostBuffer) {
-        // No more than operations were in flight at a time.
+        // Never more than were in flight at a time.
         self.lock().scratch.push(buffer);
     }
 
-    /// The rank that is gone, if one is known to be.
+    /// The error of a dead rank, if one is known.
     pub(super) fn gone(&self, op: &str) -> Option<CollectiveError> {
         self.heartbeat.verdict(op)
     }
 
-    /// After something failed: the rank that is gone, once that is known.
+    /// After a failure: the error of the dead rank, once it is known.
     pub(super) fn attribute(&self, op: &str) -> Option<CollectiveError> {
         attribute(&self.heartbeat, self.timeouts, op)
     }
 
-    /// Tells the others that this rank ends.
+    /// Tells the other ranks that this rank ends.
     pub(super) fn end(&self, reason: &str) {
         self.heartbeat.end(reason);
     }
@@ -194,13 +194,13 @@ impl Drop for Link {
             "it ended early, without saying why"
         });
         if self.store.get_mut().is_ok_and(|store| store.is_some()) {
-            // The others read in it why this rank ends.
+            // The other ranks read there why this rank ends.
             self.heartbeat.wait_for_ends();
         }
         let state = self.state.get_mut().unwrap_or_else(|e| e.into_inner());
         if let (Some(_), Some(group)) = (&state.broken, state.group.take()) {
-            // Gloo's threads may sit in an operation that nobody will complete, until its timeout. Nobody has to wait for them: what
-            // they touch was leaked.
+            // Gloo's threads may wait until the timeout of an operation that nobody will complete. Nobody waits for
+            // them: the memory they touch was leaked.
             std::thread::spawn(move || drop(group));
         }
     }

@@ -1,19 +1,19 @@
-//! Several processes as one: gathering, summing and waiting for each other, and noticing when one of them is gone.
+//! Collective operations between processes, and detection of dead ranks.
 //!
 //! ```text
 //!   environment ──▶ World (who am I)  ──┐
 //!                   Rendezvous (where) ─┴─▶ Comm::connect ──▶ Comm ── all_gather, reduce_scatter, ... ──▶ Pending ──▶ buffer
 //!                                                              │                                          │
-//!                                            Pulse: every rank's heartbeat, each half second ─────────────┘ who is gone?
+//!                                            Heartbeat of every rank, each half second ───────────────────┘ who is gone?
 //! ```
 //!
-//! Bytes between CPUs go through Gloo as libtorch has it, between GPUs through NCCL or RCCL, opened at run time.
+//! Bytes between CPUs go through libtorch's Gloo, bytes between GPUs through NCCL or RCCL, opened at run time.
 //!
-//! Promises:
-//! - No call waits for ever. When a rank dies, is stopped or gives up, every other rank's call returns an error that names it, within
-//!   seconds; when ranks do not answer for another reason, the error names those that have not come as far.
-//! - Sums are taken in the order of the ranks, so their bits depend on the values alone, never on timing.
-//! - Memory that an operation may still touch is never given back: a [`Pending`] owns its buffer and returns it, or leaks it.
+//! Guarantees:
+//! - No call waits forever. When a rank dies, is stopped or gives up, every other rank's call returns an error that names
+//!   it, within seconds; when ranks do not answer for another reason, the error names those that are behind.
+//! - Sums are added in rank order, so their bits depend on the values alone, never on timing.
+//! - Memory that an operation may still touch is never freed: a [`Pending`] owns its buffer and returns or leaks it.
 
 mod comm;
 mod connect;

@@ -1,4 +1,4 @@
-//! An operation under way, with the memory it works on.
+//! An operation in progress, with the memory it works on.
 
 use std::sync::Arc;
 
@@ -8,9 +8,9 @@ use super::sum::sum_ranks;
 use crate::HostBuffer;
 use kernels::reduce::GradType;
 
-/// An operation under way. It owns the buffer that it works on; [`Pending::wait`] gives it back.
+/// An operation in progress. It owns its buffer; [`Pending::wait`] returns it.
 ///
-/// Dropped without a wait it waits all the same. When it fails the buffer is leaked, since it may be touched still.
+/// Dropping it waits too. After a failure the buffer is leaked, since it may still be in use.
 #[must_use = "the buffer comes back by wait()"]
 pub struct Pending {
     link: Option<Arc<Link>>,
@@ -18,22 +18,22 @@ pub struct Pending {
     memory: Option<Memory>,
 }
 
-/// What an operation works on, and what is to be done with it at the end.
+/// Memory of an operation, and what remains to be done with it at the end.
 pub(super) enum Memory {
-    /// The buffer has the result.
+    /// The buffer receives the result.
     Whole(HostBuffer),
-    /// Every rank's part for this rank is in `scratch`; their sum goes to this rank's place in `buffer`.
+    /// `scratch` receives every rank's part for this rank; their sum goes to this rank's place in `buffer`.
     Parts {
         buffer: HostBuffer,
         scratch: HostBuffer,
-        /// Of the buffer, in use.
+        /// Bytes of the buffer in use.
         bytes: usize,
         grad_type: GradType,
     },
 }
 
 impl Pending {
-    /// Of a run of one process, where nothing is to be done.
+    /// An operation of a single process, which has nothing to do.
     pub(super) fn done(buffer: HostBuffer) -> Pending {
         Pending {
             link: None,
@@ -50,10 +50,10 @@ impl Pending {
         }
     }
 
-    /// Waits until it is done; the buffer, with the result in it.
+    /// Waits for the end and returns the buffer with the result.
     ///
     /// # Errors
-    /// The rank that is gone or does not come, by its number; what Gloo says otherwise. The buffer is lost.
+    /// The rank that is dead or does not come, by number; otherwise Gloo's error. The buffer is lost.
     pub fn wait(mut self) -> Result<HostBuffer, CollectiveError> {
         self.end()?;
         let memory = self.memory.take().expect("waited for once");
@@ -90,7 +90,7 @@ impl Pending {
         };
         let ended = link.wait(&started);
         if ended.is_err() {
-            // Never given back: it may be written to or read from until the process ends.
+            // Never freed: it may be written or read until the process ends.
             std::mem::forget(self.memory.take());
         }
         ended
@@ -99,7 +99,7 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        // An error here is not lost: the next operation returns it.
+        // The next operation returns this error again.
         let _ = self.end();
     }
 }

@@ -1,19 +1,20 @@
-//! Where the ranks of a run find each other: a directory on one node, or a TCP address.
+//! Where the ranks of a run meet: a directory on one node, or a TCP address.
 
 use std::path::PathBuf;
 
 use super::world::{lossy, number};
 use super::{CollectiveError, World};
 
-/// Names the directory in which the ranks of one node meet. `trainer launch` makes a fresh one, readable by its user only.
+/// Variable with the directory in which the ranks of one node meet. `trainer launch` creates it, readable by its user
+/// only.
 pub const DIR_VARIABLE: &str = "OFFLOADD_RENDEZVOUS";
 
-/// Where the ranks of a run find each other.
+/// Where the ranks of a run meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
-    /// One process: nowhere.
+    /// One process: no rendezvous.
     Alone,
-    /// An empty directory, made for this one launch. All ranks are on this node.
+    /// An empty directory, created for this launch. All ranks are on this node.
     Dir(PathBuf),
     /// A store that listens at an address.
     Tcp {
@@ -21,29 +22,27 @@ pub enum Rendezvous {
         host: String,
         /// TCP port.
         port: u16,
-        /// Whether rank 0 runs the store; otherwise the launcher does already.
+        /// Whether rank 0 runs the store; otherwise the launcher does.
         ours: bool,
-        /// What sets this launch's keys apart from those of an earlier one in the same store.
+        /// Prefix that separates this launch's keys from those of an earlier one in the same store.
         prefix: String,
-        /// The network interface Gloo is to use; without one, that of the route to `host`.
+        /// Network interface for Gloo; without one, that of the route to `host`.
         interface: Option<String>,
     },
 }
 
 impl Rendezvous {
-    /// From the environment: the directory named by [`DIR_VARIABLE`], else torchrun's `MASTER_ADDR` and `MASTER_PORT`. A store of the
-    /// launcher (`TORCHELASTIC_USE_AGENT_STORE=True`) is used as it is. `GLOO_SOCKET_IFNAME` names the interface, as for torch.
+    /// Reads the environment: the directory in [`DIR_VARIABLE`], else torchrun's `MASTER_ADDR` and `MASTER_PORT`. A
+    /// store of the launcher (`TORCHELASTIC_USE_AGENT_STORE=True`) is used as it is. `GLOO_SOCKET_IFNAME` names the
+    /// interface, as for torch.
     ///
     /// # Errors
-    /// A variable that is missing or holds no directory, host or port.
+    /// A variable is missing or is not a directory, host or port.
     pub fn from_env(world: &World) -> Result<Rendezvous, CollectiveError> {
         Rendezvous::from_variables(world, &mut |name| std::env::var_os(name).map(lossy))
     }
 
-    /// As [`Rendezvous::from_env`], with the variables given by `get`.
-    ///
-    /// # Errors
-    /// As there.
+    /// Like [`Rendezvous::from_env`], with the variables from `get`.
     pub fn from_variables(
         world: &World,
         get: &mut dyn FnMut(&str) -> Option<String>,
@@ -78,7 +77,7 @@ impl Rendezvous {
         }
         let port = number("MASTER_PORT", get("MASTER_PORT"), 1, u16::MAX.into())? as u16;
         let agent = get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-        // The launcher's store lives through restarts of its workers, with their old keys.
+        // The launcher's store survives restarts of its workers, with their old keys.
         let mut part = |name| get(name).unwrap_or_default();
         let prefix = format!(
             "offloadd/{}/{}",

@@ -1,6 +1,6 @@
-//! Sums over ranks, in the order of the ranks.
+//! Sums over ranks, in rank order.
 //!
-//! Bytes: reads `ranks` shards and writes one. Memory's speed is the wall, far above that of the network the shards came over.
+//! Reads `ranks` shards and writes one. Memory bandwidth is the bottleneck, far above that of the network.
 
 use rayon::prelude::*;
 
@@ -8,12 +8,13 @@ use kernels::cast::{view, view_mut};
 use kernels::number::{canonical, from_bf16, from_fp16, to_bf16, to_fp16};
 use kernels::reduce::GradType;
 
-/// Elements one thread takes at a time.
+/// Elements that one thread takes at a time.
 const PIECE_ELEMS: usize = 16 * 1024;
 
-/// `out[i]` = the sum over ranks of `shards[rank][i]`, with `shards` one after the other, each as long as `out`.
+/// Sets `out[i]` to the sum over ranks of `shards[rank][i]`; the shards are consecutive and as long as `out`.
 ///
-/// Added in fp32 from rank 0 on and rounded once, so the bits depend on the values alone. Every NaN becomes one NaN.
+/// Added in fp32 from rank 0 and rounded once, so the bits depend on the values alone. Every NaN becomes the canonical
+/// one.
 pub(super) fn sum_ranks(grad_type: GradType, shards: &[u8], out: &mut [u8]) {
     assert!(
         !out.is_empty() && shards.len().is_multiple_of(out.len()),
@@ -57,7 +58,8 @@ fn sum<T: Copy + Send + Sync>(
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: an order of adding that depends on threads or pieces, a rounding after each addition, a lost tail.
+    //! What could go wrong: an order of addition that depends on threads or pieces, a rounding after each addition, a
+    //! lost tail.
     use super::*;
     use proptest::prelude::*;
 
@@ -65,7 +67,7 @@ mod tests {
         values.iter().flat_map(|value| to(*value)).collect()
     }
 
-    /// The sum as bytes. malloc aligns them for any number.
+    /// Returns the sum as bytes. malloc aligns them for any number.
     fn summed(grad_type: GradType, shards: &[u8], shard_elems: usize) -> Vec<u8> {
         let mut out = vec![0; shard_elems * grad_type.elem_bytes()];
         sum_ranks(grad_type, shards, &mut out);
@@ -79,7 +81,7 @@ mod tests {
 
     #[test]
     fn bf16_is_rounded_once_at_the_end() {
-        // Eight times 2^-9 beside 1: each alone would round away, together they are two of bf16's steps.
+        // Eight times 2^-9 beside 1: each alone would be rounded away, together they are two steps of bf16.
         let mut shards = vec![to_bf16(1.0)];
         shards.extend([to_bf16(1.0 / 512.0); 8]);
         let out = summed(GradType::Bf16, &bytes(&shards, u16::to_le_bytes), 1);

@@ -2,18 +2,19 @@
 
 use std::time::Duration;
 
-/// How long ranks wait for each other. All ranks of a run use the same.
+/// How long ranks wait for each other. All ranks of a run use the same values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For all ranks to come to the rendezvous. Ranks may start seconds apart.
+    /// Time for all ranks to come to the rendezvous. Ranks may start seconds apart.
     pub connect: Duration,
-    /// For one operation, while all ranks are alive. Longer than any rank works between two operations, its commits included, and than
-    /// a swapper waits for a drive that stalls (two minutes): what the drive's rank says of it is worth more than that it did not come.
-    /// Ranks that are dead or stopped are known by their heartbeats long before.
+    /// Time for one operation while all ranks are alive. Longer than any rank works between two operations, its commits
+    /// included, and than a swapper waits for a stalled drive, whose own error is more useful. Dead or stopped ranks
+    /// are detected by their heartbeats much earlier.
     pub operation: Duration,
-    /// Without a heartbeat after which a rank counts as stopped. A busy machine delays a thread by tenths of a second, not by seconds.
+    /// Time without a heartbeat after which a rank counts as stopped. A busy machine delays a thread by tenths of a
+    /// second, not by seconds.
     pub silence: Duration,
-    /// Between two heartbeats of a rank.
+    /// Interval of a rank's heartbeats.
     pub beat: Duration,
 }
 
@@ -29,8 +30,8 @@ impl Default for Timeouts {
 }
 
 impl Timeouts {
-    /// For finding out which rank is to blame for a broken connection: a stopped one is known after `silence`, seen by one more beat
-    /// of each side.
+    /// Time to find the rank responsible for a broken connection: a stopped rank is detected after `silence` and one
+    /// more heartbeat of each side.
     pub(super) fn attribute(&self) -> Duration {
         self.silence + 3 * self.beat
     }

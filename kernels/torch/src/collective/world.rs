@@ -1,18 +1,18 @@
-//! Which rank this process is, by torchrun's names.
+//! This process's rank, from torchrun's variables.
 
 use super::CollectiveError;
 
-/// Ranks a run may have. A mistyped WORLD_SIZE is refused before anything is sized by it.
+/// Most ranks of a run. Refuses a mistyped WORLD_SIZE before memory is allocated for it.
 const RANKS_MAX: u32 = 4096;
 
-/// This process among all of a run.
+/// This process among all processes of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct World {
-    /// This process, from 0.
+    /// Number of this process, from 0.
     pub rank: u32,
     /// Processes of the run.
     pub ranks: u32,
-    /// This process among those of its node, from 0: which GPU is its own.
+    /// Number of this process on its node, from 0: selects its GPU.
     pub local_rank: u32,
     /// Processes on this node.
     pub local_ranks: u32,
@@ -27,19 +27,16 @@ impl World {
         local_ranks: 1,
     };
 
-    /// From `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which torchrun and `trainer launch` set. A process in whose
-    /// environment neither of the first two is found runs alone.
+    /// Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which torchrun and `trainer launch` set.
+    /// Without the first two the process runs alone.
     ///
     /// # Errors
-    /// A variable that is missing beside the others, is no number, or does not fit them.
+    /// A variable is missing beside the others, is not a number, or contradicts them.
     pub fn from_env() -> Result<World, CollectiveError> {
         World::from_variables(&mut |name| std::env::var_os(name).map(lossy))
     }
 
-    /// As [`World::from_env`], with the variables given by `get`.
-    ///
-    /// # Errors
-    /// As there.
+    /// Like [`World::from_env`], with the variables from `get`.
     pub fn from_variables(
         get: &mut dyn FnMut(&str) -> Option<String>,
     ) -> Result<World, CollectiveError> {
@@ -51,7 +48,7 @@ impl World {
             ),
         };
         let (local_rank, local_ranks) = match (get("LOCAL_RANK"), get("LOCAL_WORLD_SIZE")) {
-            // Nothing to tell apart on a node of one process.
+            // A node with one process needs no local rank.
             (None, None) if ranks == 1 => (0, 1),
             (local_rank, local_ranks) => (
                 number("LOCAL_RANK", local_rank, 0, u32::MAX)?,
@@ -88,12 +85,12 @@ impl World {
     }
 }
 
-/// A value that is not UTF-8 is refused later, where it is read as what it should be.
+/// A value that is not UTF-8 is refused where it is parsed.
 pub(super) fn lossy(value: std::ffi::OsString) -> String {
     value.to_string_lossy().into_owned()
 }
 
-/// The number in a variable, within bounds.
+/// Parses a number within bounds.
 pub(super) fn number(
     name: &'static str,
     value: Option<String>,
@@ -102,7 +99,7 @@ pub(super) fn number(
 ) -> Result<u32, CollectiveError> {
     let value = value.ok_or(CollectiveError::Missing { name })?;
     match value.parse::<u32>() {
-        // `parse` takes a sign; torchrun writes none.
+        // `parse` accepts a sign; torchrun writes none.
         Ok(number) if (min..=max).contains(&number) && !value.starts_with('+') => Ok(number),
         _ => Err(CollectiveError::Environment {
             name,
@@ -132,7 +129,7 @@ fn below(
 mod tests {
     use super::*;
 
-    /// The variables as torchrun sets them, some changed (`None`: taken out).
+    /// The variables as torchrun sets them, with some changed (`None`: removed).
     fn world(changes: &[(&str, Option<&str>)]) -> Result<World, String> {
         let mut variables = [
             ("RANK", Some("5")),

@@ -1,4 +1,4 @@
-//! The C functions of shim.cpp, as they are. Callers beside this file keep what each one asks for.
+//! Declarations of the C functions of shim.cpp. Callers in the neighbouring files uphold their requirements.
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
 
@@ -10,7 +10,7 @@ unsafe extern "C" {
         store: *mut *mut c_void,
     ) -> *mut c_char;
 
-    /// Takes `listen_fd` over; without a listening socket (-1) it connects as a client.
+    /// Takes over `listen_fd`; without a listening socket (-1) it connects as a client.
     pub(super) fn offload_store_tcp(
         host: *const c_char,
         port: c_int,
@@ -27,7 +27,7 @@ unsafe extern "C" {
         count: usize,
     ) -> *mut c_char;
 
-    /// Copies at most `room` bytes; `count` becomes their number, or `usize::MAX` without such a key.
+    /// Copies at most `room` bytes; `count` becomes the length of the value, or `usize::MAX` without such a key.
     pub(super) fn offload_store_get(
         store: *mut c_void,
         key: *const c_char,

@@ -1,6 +1,7 @@
-//! Gloo and its stores as libtorch has them, behind safe functions. One of the places allowed to use `unsafe`.
+//! Safe functions over libtorch's Gloo and its stores. May use `unsafe`.
 //!
-//! An [`Operation`] works on memory of its caller, who keeps that memory until [`Operation::wait`] says that it ended; `comm.rs` sees to it.
+//! An [`Operation`] works on its caller's memory, which must stay until [`Operation::wait`] reports the end; `comm.rs`
+//! ensures that.
 #![allow(unsafe_code)]
 
 mod ffi;
@@ -17,20 +18,20 @@ pub(super) use store::Store;
 use super::{CollectiveError, World};
 use crate::ffi::take_message;
 
-/// All ranks, connected with each other.
+/// The connected ranks.
 pub(super) struct Group {
     raw: NonNull<c_void>,
     world: World,
 }
 
-// SAFETY: the C++ object behind it has no thread of its own that it must stay on; Gloo's threads lock what they share.
+// SAFETY: the C++ object is not bound to a thread; Gloo's threads lock what they share.
 unsafe impl Send for Group {}
 
 impl Group {
     /// Connects this rank with all others; blocks until that is done.
     ///
     /// # Errors
-    /// What torch or Gloo throws, among it that `connect` has passed.
+    /// torch's or Gloo's error, such as a timeout.
     pub(super) fn connect(
         store: &Store,
         world: World,
@@ -43,7 +44,8 @@ impl Group {
             Interface::Name(name) => (text(""), Some(text(name))),
         };
         let mut raw = ptr::null_mut();
-        // SAFETY: the store is live and borrowed for the call; both texts end with NUL and live through it; `raw` has room for a pointer.
+        // SAFETY: the store is live and borrowed for the call; both texts end with NUL and live through it; `raw` has
+        // room for a pointer.
         let message = unsafe {
             ffi::offload_gloo_connect(
                 store.raw(),
@@ -70,7 +72,7 @@ impl Group {
         })
     }
 
-    /// Starts to fill `bytes` (a shard a rank, each as long; this rank's own in its place) with every rank's shard.
+    /// Starts filling `bytes` (one shard per rank, this rank's own in place) with every rank's shard.
     ///
     /// # Safety
     /// `bytes` points to `ranks * shard_bytes` bytes that nobody else touches or frees until the operation has ended.
@@ -95,7 +97,8 @@ impl Group {
         unsafe { Operation::started(message, raw) }
     }
 
-    /// Starts to send part r of `from` to rank r, and to receive rank r's part in part r of `to`; both of `bytes` bytes, in equal parts.
+    /// Starts sending part r of `from` to rank r, and receiving rank r's part in part r of `to`; both have `bytes`
+    /// bytes in equal parts.
     ///
     /// # Safety
     /// Both point to `bytes` bytes each, a multiple of the ranks, that nobody else touches or frees until the operation has ended, and
@@ -114,7 +117,7 @@ impl Group {
         unsafe { Operation::started(message, raw) }
     }
 
-    /// Starts to bring rank `root`'s `bytes` to all.
+    /// Starts sending rank `root`'s `bytes` to all ranks.
     ///
     /// # Safety
     /// `bytes` points to `count` bytes that nobody else touches or frees until the operation has ended.
@@ -136,24 +139,24 @@ impl Group {
 }
 
 impl Drop for Group {
-    /// Waits for Gloo's threads, which an operation in flight holds for as long as the timeout it was started with.
+    /// Waits for Gloo's threads, which an operation in flight may occupy until its timeout.
     fn drop(&mut self) {
-        // SAFETY: ours alone, and not used again.
+        // SAFETY: owned here, and not used again.
         unsafe { ffi::offload_gloo_free(self.raw.as_ptr()) };
     }
 }
 
-/// Which network interface Gloo uses.
+/// The network interface for Gloo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Interface {
-    /// The one with this address.
+    /// The interface with this address.
     Address(String),
-    /// The one of this name.
+    /// The interface of this name.
     Name(String),
 }
 
 fn text(text: &str) -> CString {
-    // Environment variables hold no NUL, and paths neither.
+    // Neither environment variables nor paths contain NUL.
     CString::new(text).expect("no NUL inside")
 }
 

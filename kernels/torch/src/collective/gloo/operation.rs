@@ -1,4 +1,4 @@
-//! An operation that Gloo's threads work on.
+//! An operation on which Gloo's threads work.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::NonNull;
@@ -7,16 +7,16 @@ use std::time::Duration;
 use super::{ffi, milliseconds};
 use crate::ffi::take_message;
 
-/// An operation that Gloo's threads work on. Dropping it neither ends it nor waits for it.
+/// An operation on which Gloo's threads work. Dropping it neither ends it nor waits for it.
 pub(in crate::collective) struct Operation {
     raw: NonNull<c_void>,
 }
 
-// SAFETY: what it points to is locked by the C++ side whenever it is used.
+// SAFETY: the C++ side locks the object on every use.
 unsafe impl Send for Operation {}
 
 impl Operation {
-    /// What a shim function that starts one returned.
+    /// Wraps the results of a shim function that starts an operation.
     ///
     /// # Safety
     /// Both come from one call of such a function and are used nowhere else.
@@ -30,7 +30,7 @@ impl Operation {
         }
     }
 
-    /// Waits at most `time`. `None`: still under way. Otherwise it has ended, and Gloo touches its memory no more.
+    /// Waits at most `time`. `None` means in progress. After any other result Gloo no longer touches its memory.
     pub(in crate::collective) fn wait(&self, time: Duration) -> Option<Result<(), String>> {
         let mut done = 0;
         // SAFETY: the operation is live until this is dropped; `done` has room for a C int.
@@ -44,7 +44,7 @@ impl Operation {
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        // SAFETY: ours alone, and not used again. The C++ side keeps what its threads still need.
+        // SAFETY: owned here, and not used again. The C++ side keeps what its threads still need.
         unsafe { ffi::offload_gloo_operation_free(self.raw.as_ptr()) };
     }
 }

@@ -1,4 +1,4 @@
-//! c10d's stores: small values by name, seen by all ranks.
+//! c10d's stores: small named values shared by all ranks.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::TcpListener;
@@ -11,20 +11,20 @@ use super::{ffi, milliseconds, text};
 use crate::collective::CollectiveError;
 use crate::ffi::take_message;
 
-/// Small values by name, seen by all ranks.
+/// Small named values shared by all ranks.
 pub(in crate::collective) struct Store {
     raw: NonNull<c_void>,
     place: String,
 }
 
-// SAFETY: c10d's stores lock what they share and belong to no thread.
+// SAFETY: c10d's stores lock what they share and are not bound to a thread.
 unsafe impl Send for Store {}
 
 impl Store {
-    /// A store in a file of `dir`, for ranks of one node.
+    /// Opens a store in a file of `dir`, for ranks of one node.
     ///
     /// # Errors
-    /// What torch throws.
+    /// torch's error.
     pub(in crate::collective) fn in_dir(
         dir: &Path,
         ranks: u32,
@@ -44,10 +44,10 @@ impl Store {
         })
     }
 
-    /// A store at a TCP address: run here on `listener`, or elsewhere.
+    /// Opens a store at a TCP address: served here on `listener`, or elsewhere.
     ///
     /// # Errors
-    /// What torch throws, among it that nobody answers within `timeout`.
+    /// torch's error, such as no answer within `timeout`.
     pub(in crate::collective) fn over_tcp(
         host: &str,
         port: u16,
@@ -58,8 +58,8 @@ impl Store {
         let listen_fd = listener.map_or(-1, TcpListener::into_raw_fd);
         Store::made(format!("{host}:{port}"), |raw| {
             let (host, prefix) = (text(host), text(prefix));
-            // SAFETY: the texts end with NUL and live through the call; the socket was given up to the store just now; `raw` has room
-            // for a pointer.
+            // SAFETY: the texts end with NUL and live through the call; the socket now belongs to the store; `raw` has
+            // room for a pointer.
             unsafe {
                 ffi::offload_store_tcp(
                     host.as_ptr(),
@@ -94,10 +94,10 @@ impl Store {
         &self.place
     }
 
-    /// Puts `bytes` under `key`.
+    /// Sets the value of `key`.
     ///
     /// # Errors
-    /// A store that is gone.
+    /// The store is gone.
     pub(in crate::collective) fn set(
         &self,
         key: &str,
@@ -111,10 +111,10 @@ impl Store {
         self.check("writing to the store", message)
     }
 
-    /// Copies what is under `key` into `bytes`, as far as there is room; how many bytes there are, or `None` without such a key.
+    /// Copies the value of `key` into `bytes` as far as it fits; returns its length, or `None` without such a key.
     ///
     /// # Errors
-    /// A store that is gone.
+    /// The store is gone.
     pub(in crate::collective) fn get(
         &self,
         key: &str,
@@ -122,7 +122,7 @@ impl Store {
     ) -> Result<Option<usize>, CollectiveError> {
         let key = text(key);
         let mut count = 0;
-        // SAFETY: the store is live; the key lives through the call; `bytes` has the room that is said.
+        // SAFETY: the store is live; the key lives through the call; `bytes` has the stated length.
         let message = unsafe {
             ffi::offload_store_get(
                 self.raw.as_ptr(),
@@ -136,10 +136,10 @@ impl Store {
         Ok((count != usize::MAX).then_some(count))
     }
 
-    /// Adds `amount` to the number under `key` (0 without one); the sum.
+    /// Adds `amount` to the number of `key` (0 without one) and returns the sum.
     ///
     /// # Errors
-    /// A store that is gone.
+    /// The store is gone.
     pub(in crate::collective) fn add(
         &self,
         key: &str,
@@ -169,7 +169,7 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // SAFETY: ours alone, and not used again; a group keeps its own reference.
+        // SAFETY: owned here, and not used again; a group keeps its own reference.
         unsafe { ffi::offload_store_free(self.raw.as_ptr()) };
     }
 }

@@ -1,7 +1,7 @@
-//! Beats in a directory of one node: a file a rank, which its process keeps locked.
+//! Heartbeats in a directory of one node: one file per rank, which the rank's process keeps locked.
 //!
-//! The lock goes with the process, so a dead rank is known at the next beat. c10d's FileStore would not do: it grows with every write,
-//! and a rank stopped inside its lock would stop all others.
+//! The lock ends with the process, so a dead rank is detected at the next heartbeat. c10d's FileStore is unsuitable: it
+//! grows with every write, and a rank stopped inside its lock would block all others.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
 use super::{CollectiveError, World};
 
-/// Beats as locked files in a directory.
+/// Heartbeats as locked files in a directory.
 pub(crate) struct DirHeartbeatStore {
     dir: PathBuf,
     own: File,
@@ -19,17 +19,17 @@ pub(crate) struct DirHeartbeatStore {
 }
 
 impl DirHeartbeatStore {
-    /// Takes this rank's place in `dir`.
+    /// Claims this rank's file in `dir`.
     ///
     /// # Errors
-    /// A directory that is not there or not writable; a place already taken.
+    /// The directory is missing or not writable, or the rank is taken.
     pub(crate) fn open(world: &World, dir: &Path) -> Result<Self, CollectiveError> {
         let failed = |op, error: io::Error| CollectiveError::Rendezvous {
             op,
             place: dir.display().to_string(),
             message: error.to_string(),
         };
-        // Under another name until it is locked and written: nobody may see it unlocked while its rank lives.
+        // Under a temporary name until it is locked and written: nobody may see it unlocked while its rank lives.
         let name = beat_path(dir, world.rank);
         let new = name.with_extension(format!("new-{}", std::process::id()));
         let own = OpenOptions::new()
@@ -76,7 +76,8 @@ impl DirHeartbeatStore {
 
 impl Drop for DirHeartbeatStore {
     fn drop(&mut self) {
-        // A process that was just started may still have a copy of the file: others must not wait for that one's beats.
+        // A process that was just started may still have a copy of the file: other ranks must not wait for its
+        // heartbeats.
         let _ = self.own.unlock();
     }
 }
@@ -97,7 +98,8 @@ impl HeartbeatStore for DirHeartbeatStore {
             }
         }
         let file = self.peers[rank as usize].as_ref().expect("opened above");
-        // Shared, so that two who look at the same time both see it. The lock before the beat: what a dead rank wrote last is final.
+        // A shared lock, so that concurrent readers both see it. Locking before reading makes a dead rank's last
+        // heartbeat final.
         let dead = match file.try_lock_shared() {
             Ok(()) => {
                 let _ = file.unlock();
@@ -163,7 +165,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = DirHeartbeatStore::open(&world(1), dir.path()).unwrap();
         drop(first);
-        // Also when its process is gone: what it left would mislead the others.
+        // Also when its process is gone: its leftover would mislead the others.
         let again = DirHeartbeatStore::open(&world(1), dir.path()).map(|_| ());
         assert!(matches!(again, Err(CollectiveError::Taken { rank: 1, .. })));
     }

@@ -1,42 +1,42 @@
-//! What ranks write for each other to read: a beat, as a line of text.
+//! Storage of heartbeats, which ranks write for each other as lines of text.
 
 use super::CollectiveError;
 
-/// Bytes of a beat as written, always the same, so that a later one covers an earlier one whole.
+/// Fixed size of a written heartbeat, so that a new one overwrites the old one completely.
 pub(super) const BEAT_BYTES: usize = 512;
 
-/// Where ranks leave their beats for each other.
+/// Where ranks publish their heartbeats.
 pub(crate) trait HeartbeatStore: Send {
-    /// Leaves this rank's beat in place of its last one.
+    /// Replaces this rank's heartbeat.
     fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError>;
-    /// The last beat of `rank`.
+    /// Reads the last heartbeat of `rank`.
     fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError>;
 }
 
-/// A rank on the board. A beat is `None` where what stands there cannot be read.
+/// What is known of a rank. A heartbeat is `None` if it cannot be parsed.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Seen {
-    /// It has not come yet.
+    /// The rank has not come yet.
     Nothing,
-    /// Its last beat; whether it is alive the next one will tell.
+    /// The last heartbeat; the next one will show whether the rank is alive.
     Beat(Option<Beat>),
-    /// Its last beat, and its process is gone for certain.
+    /// The last heartbeat of a rank whose process is certainly dead.
     Dead(Option<Beat>),
 }
 
-/// What a rank says of itself.
+/// A heartbeat.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Beat {
-    /// Goes up with each.
+    /// Incremented with each heartbeat.
     pub(crate) count: u64,
-    /// The number of the operation it has come to.
+    /// Number of the operation that the rank has reached.
     pub(crate) reached: u64,
-    /// Why it ended, once it does.
+    /// Why the rank ended, once it does.
     pub(crate) end: Option<String>,
 }
 
 impl Beat {
-    /// As written: `COUNT REACHED =REASON`, or `-` in place of the reason, filled up with line ends.
+    /// Encodes as `COUNT REACHED =REASON`, or `-` in place of the reason, padded with line ends.
     pub(crate) fn encode(&self) -> [u8; BEAT_BYTES] {
         let end = match &self.end {
             Some(reason) => format!("={}", reason.replace('\n', " ")),
@@ -53,7 +53,8 @@ impl Beat {
         bytes
     }
 
-    /// `None` for anything but what [`Beat::encode`] writes: another process may be writing, or have written nonsense.
+    /// Returns `None` for anything that [`Beat::encode`] does not write: another process may be writing, or have
+    /// written garbage.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Beat> {
         let text = std::str::from_utf8(bytes).ok()?;
         let mut parts = text.trim_end_matches('\n').splitn(3, ' ');

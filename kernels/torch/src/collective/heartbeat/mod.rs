@@ -1,13 +1,14 @@
-//! Every rank's heartbeat, and from them: who is gone.
+//! Heartbeats of all ranks, and the detection of dead ranks from them.
 //!
 //! ```text
-//!   thread, each beat:   write own count ──▶ board ──▶ read the others' counts ──▶ Shared ──▶ verdict()
+//!   thread, each beat:   write own count ──▶ store ──▶ read the others' counts ──▶ Shared ──▶ verdict()
 //! ```
 //!
-//! A thread of its own, so that a rank that computes for long still beats, and one that is stopped or dead does not. Beats are counted in
-//! rounds of this thread, not on a clock: a node that sleeps for a minute blames nobody when it wakes.
+//! Heartbeats have their own thread, so that a rank in a long computation still sends them and a stopped or dead one
+//! does not. Silence is measured in rounds of this thread instead of time: a node that sleeps for a minute accuses
+//! nobody when it wakes.
 //!
-//! The rank to blame is the one whose beat stopped first: those that give up because of it stop later.
+//! The responsible rank is the one whose heartbeat stopped first: ranks that give up because of it stop later.
 
 mod dir;
 mod heartbeat_store;
@@ -23,23 +24,24 @@ pub(super) use store::TcpHeartbeatStore;
 
 use super::{CollectiveError, Timeouts, World};
 
-/// Rounds without a beat after which a rank may be the one that stopped first. Two may pass between two beats of threads that take turns.
+/// Rounds without a heartbeat after which a rank may be the first that stopped. Two rounds may pass between two
+/// heartbeats of alternating threads.
 const SUSPECT_ROUNDS: u64 = 4;
 
-/// Rounds a rank that ended may be behind us before it is blamed: what it sent before its end may still arrive.
+/// Rounds that an ended rank may be behind before it is held responsible: its last messages may still arrive.
 const END_ROUNDS: u64 = 2;
 
-/// This rank's heartbeat and its view of the others'.
+/// This rank's heartbeat and its view of the others.
 pub(super) struct Heartbeat {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread and the callers share.
+/// State shared by the thread and the callers.
 struct Shared {
     world: World,
     timeouts: Timeouts,
-    /// The rank in whose process the board lives, or what to say when it is nobody's.
+    /// The rank whose process runs the store, or the error to report if none does.
     host: Option<u32>,
     place: String,
     state: Mutex<State>,
@@ -51,28 +53,28 @@ struct State {
     peers: Vec<Peer>,
     /// Rounds done.
     round: u64,
-    /// When the round under way began; `None` between rounds.
+    /// Start of the round in progress; `None` between rounds.
     began: Option<Instant>,
-    /// The board answers no longer.
+    /// The store no longer answers.
     lost: Option<CollectiveError>,
-    /// Something of `own` is not on the board yet.
+    /// Part of `own` is not in the store yet.
     unwritten: bool,
     stop: bool,
     stopped: bool,
 }
 
-/// A rank as seen from here.
+/// Another rank as seen from here.
 #[derive(Clone, Default)]
 struct Peer {
     present: bool,
     beat: Beat,
-    /// In which of our rounds its count last changed.
+    /// Our round in which its count last changed.
     beat_round: u64,
     dead: bool,
 }
 
 impl Heartbeat {
-    /// Begins to beat on `heartbeat_store`. `host`: the rank in whose process the board lives, if it is a rank's.
+    /// Starts sending heartbeats to `heartbeat_store`. `host` is the rank whose process runs the store, if one does.
     pub(super) fn start(
         world: World,
         timeouts: Timeouts,
@@ -108,7 +110,7 @@ impl Heartbeat {
         }
     }
 
-    /// Ranks that have not come to the rendezvous, as far as is known.
+    /// Ranks that have not come to the rendezvous, as far as known.
     pub(super) fn absent(&self) -> Vec<u32> {
         let state = self.shared.lock();
         self.shared
@@ -117,14 +119,14 @@ impl Heartbeat {
             .collect()
     }
 
-    /// Notes that this rank has come to its operation number `reached`.
+    /// Records that this rank has reached operation number `reached`.
     pub(super) fn reached(&self, reached: u64) {
         let mut state = self.shared.lock();
         state.own.reached = reached;
         state.unwritten = true;
     }
 
-    /// Ranks that have not come to operation number `reached`, as far as is known.
+    /// Ranks that have not reached operation number `reached`, as far as known.
     pub(super) fn behind(&self, reached: u64) -> Vec<u32> {
         let state = self.shared.lock();
         self.shared
@@ -133,12 +135,12 @@ impl Heartbeat {
             .collect()
     }
 
-    /// The rank that is gone, as an error for a caller in `op`; `None` while nobody is known to be.
+    /// The error of a dead rank, for a caller in `op`; `None` while none is known.
     pub(super) fn verdict(&self, op: &str) -> Option<CollectiveError> {
         self.shared.verdict(op)
     }
 
-    /// Tells the others that this rank ends, and why. Returns when that is written, or after two beats.
+    /// Tells the other ranks that this rank ends, and why. Returns when that is written, or after two heartbeats.
     pub(super) fn end(&self, reason: &str) {
         let mut state = self.shared.lock();
         if state.own.end.is_some() {
@@ -156,7 +158,7 @@ impl Heartbeat {
         );
     }
 
-    /// Waits until all others have ended too, or for as many rounds as they need to see that this rank has.
+    /// Waits until all other ranks have ended, or for the rounds that they need to notice that this rank has.
     pub(super) fn wait_for_ends(&self) {
         let state = self.shared.lock();
         let enough = state.round + END_ROUNDS + 2;
@@ -187,7 +189,7 @@ impl Drop for Heartbeat {
             .expect("the thread does not panic");
         let stopped = state.stopped;
         drop(state);
-        // A thread that hangs in a board whose host is gone is left behind; it ends with the process.
+        // A thread that hangs in a store whose host is gone is left behind; it ends with the process.
         if let (true, Some(thread)) = (stopped, self.thread.take()) {
             let _ = thread.join();
         }
@@ -204,7 +206,6 @@ impl Shared {
         (0..self.world.ranks).filter(move |&rank| rank != own)
     }
 
-    /// The thread.
     fn beat(&self, mut heartbeat_store: Box<dyn HeartbeatStore>) {
         let mut state = self.lock();
         loop {
@@ -260,7 +261,7 @@ impl Shared {
                 let peer = &state.peers[rank as usize];
                 peer.dead || peer.beat.end.is_some() || quiet(peer) >= SUSPECT_ROUNDS
             })
-            // Of two found gone at once, one that said why it ended may have meant the other.
+            // Of two ranks found dead in one round, one that gave a reason may refer to the other.
             .min_by_key(|&rank| {
                 let peer = &state.peers[rank as usize];
                 (peer.beat_round, peer.beat.end.is_some())
@@ -293,7 +294,7 @@ impl Shared {
         self.board_verdict(&state, op)
     }
 
-    /// Whether the board itself is gone, and with it the rank that has it.
+    /// The error of a store that is gone, and with it the rank that runs it.
     fn board_verdict(&self, state: &State, op: &str) -> Option<CollectiveError> {
         if let Some(error) = &state.lost {
             return Some(match self.host {
@@ -332,7 +333,7 @@ impl State {
                 Seen::Beat(beat) => (beat, false),
                 Seen::Dead(beat) => (beat, true),
             };
-            // A beat that cannot be read is none: the next one says more.
+            // A heartbeat that cannot be parsed is ignored: the next one will follow.
             if let Some(beat) = beat
                 && (!peer.present || beat.count != peer.beat.count)
             {

@@ -1,20 +1,20 @@
-//! Beats in a TCP store, for runs over several nodes or under torchrun. A dead rank is known by its silence.
+//! Heartbeats in a TCP store, for runs over several nodes or under torchrun. A dead rank is detected by its silence.
 
 use super::CollectiveError;
 use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
 use crate::collective::gloo::Store;
 
-/// Beats as keys of a store, over a connection of its own.
+/// Heartbeats as keys of a store, over a connection of their own.
 pub(crate) struct TcpHeartbeatStore {
     store: Store,
     rank: u32,
 }
 
 impl TcpHeartbeatStore {
-    /// Takes `rank`'s place in `store`.
+    /// Claims `rank`'s keys in `store`.
     ///
     /// # Errors
-    /// A place already taken; a store that does not answer.
+    /// The rank is taken, or the store does not answer.
     pub(crate) fn open(store: Store, rank: u32) -> Result<Self, CollectiveError> {
         if store.add(&format!("taken-{rank}"), 1)? != 1 {
             return Err(CollectiveError::Taken {

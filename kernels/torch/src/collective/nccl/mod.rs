@@ -1,12 +1,12 @@
-//! Collectives between GPUs: NCCL, or RCCL for AMD, opened at run time. One of the places allowed to use `unsafe`.
+//! Collectives between GPUs: NCCL, or RCCL for AMD, opened at run time. May use `unsafe`.
 //!
 //! ```text
 //!   Comm (Gloo) ── the communicator's id ──▶ GpuComm ── all_gather, reduce_scatter ──▶ a Stream
 //!       └── heartbeats ──▶ watchdog: a rank is gone, or NCCL failed ──▶ abort, so that no stream waits for ever
 //! ```
 //!
-//! The calls enqueue and return. After an abort what the stream leaves in memory is no result: [`GpuComm::check`] says so, and is asked
-//! after waiting for a stream and before its results are used for good.
+//! Calls enqueue work and return. After an abort the stream's memory contains no result: call [`GpuComm::check`] after
+//! waiting for a stream and before its results are used.
 #![allow(unsafe_code)]
 
 mod table;
@@ -21,9 +21,9 @@ use super::{CollectiveError, Comm};
 use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
 use kernels::reduce::GradType;
 
-/// All ranks' GPUs, connected with each other.
+/// The connected GPUs of all ranks.
 ///
-/// All ranks make the same calls in the same order. Dropped last on every rank, or by all after a failure.
+/// All ranks make the same calls in the same order. Drop it last on every rank, or on all ranks after a failure.
 pub struct GpuComm {
     shared: Arc<Shared>,
     gpu: Gpu,
@@ -32,7 +32,7 @@ pub struct GpuComm {
     _watchdog: Watchdog,
 }
 
-/// How numbers are stored in device memory.
+/// Number formats in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Number {
     U8 = 1,
@@ -43,10 +43,10 @@ enum Number {
 }
 
 impl GpuComm {
-    /// Connects `gpu` with those of all other ranks of `comm`; each has its own.
+    /// Connects `gpu` with those of all other ranks of `comm`; each rank has its own.
     ///
     /// # Errors
-    /// No library ([`CollectiveError::NoLibrary`]); a rank that is gone; what NCCL says.
+    /// No library ([`CollectiveError::NoLibrary`]); a dead rank; an error of NCCL.
     pub fn connect(comm: &Comm, gpu: &Gpu) -> Result<GpuComm, CollectiveError> {
         const OP: &str = "connecting the GPUs";
         let table = Table::open(gpu.info().vendor)?;
@@ -54,18 +54,18 @@ impl GpuComm {
         let mut id = UniqueId([0; 128]);
         let world = *comm.world();
         if world.rank == 0 {
-            // SAFETY: the place is live for the call.
+            // SAFETY: the pointer is live for the call.
             let code = unsafe { (table.unique_id)(&mut id) };
             table.check(code, "making a communicator's id")?;
         }
         let id = comm.broadcast_bytes(0, id.0.to_vec())?;
         let id = UniqueId(id[..].try_into().expect("as many as were sent"));
-        // On a thread, as it blocks until all ranks have come, and one may die on the way.
+        // On a thread: it blocks until all ranks have come, and one may die meanwhile.
         let its_gpu = gpu.clone();
         let connecting = move || {
             current(&its_gpu)?;
             let mut handle = 0;
-            // SAFETY: the place is live for the call; rank and ranks are a world's.
+            // SAFETY: the pointer is live for the call; rank and ranks come from a World.
             let code = unsafe {
                 (table.init_rank)(&mut handle, world.ranks as i32, id, world.rank as i32)
             };
@@ -85,10 +85,10 @@ impl GpuComm {
         Ok(made)
     }
 
-    /// Enqueues on `stream`: fills `elems` elements of `elem_bytes` bytes from `at` on with every rank's shard, one after the other; this
-    /// rank's own is in its place already.
+    /// Enqueues on `stream` filling `elems` elements of `elem_bytes` bytes from `at` with every rank's shard, in rank
+    /// order; this rank's own shard is already in place.
     ///
-    /// Panics if that is not a whole shard a rank, or is not within the buffer.
+    /// Panics if that is not one whole shard per rank, or is not within the buffer.
     ///
     /// # Errors
     /// The first failure of this connection.
@@ -103,8 +103,9 @@ impl GpuComm {
         let shard_bytes = shard * elem_bytes;
         let own = address + (self.rank * shard_bytes) as u64;
         self.enqueue(shard_bytes, |table, handle| {
-            // SAFETY: the communicator is live; all of the memory is allocated (place) and the caller's buffer outlives the stream's work,
-            // since freeing it waits for the device. Own lies where NCCL has it for a gather in place.
+            // SAFETY: the communicator is live; the memory is allocated (place), and the caller's buffer outlives the
+            // stream's work, since freeing it waits for the device. This rank's shard is where NCCL expects it for an
+            // in-place gather.
             unsafe {
                 let number = Number::U8 as i32;
                 (table.all_gather)(own, address, shard_bytes, number, handle, stream.raw())
@@ -112,8 +113,9 @@ impl GpuComm {
         })
     }
 
-    /// Enqueues on `stream`: puts, in place of this rank's shard of the `elems` elements from `at` on, the sum of all ranks' values there.
-    /// The other shards are undefined after. The order of adding is NCCL's, the same in every run on the same machines.
+    /// Enqueues on `stream` replacing this rank's shard of the `elems` elements from `at` by the sum of all ranks'
+    /// values there. The other shards are undefined afterwards. NCCL chooses the order of addition, the same in every
+    /// run on the same machines.
     ///
     /// Panics as [`GpuComm::all_gather`].
     ///
@@ -142,7 +144,7 @@ impl GpuComm {
         })
     }
 
-    /// Enqueues on `stream`: replaces `count` f64 from `at` on by their sums over the ranks.
+    /// Enqueues on `stream` replacing `count` f64 from `at` by their sums over the ranks.
     ///
     /// Panics if they are not within the buffer.
     ///
@@ -164,15 +166,15 @@ impl GpuComm {
         })
     }
 
-    /// Whether all went well so far; asked after waiting for a stream, before what it left in memory counts.
+    /// Checks that no operation has failed so far. Call it after waiting for a stream, before its results are used.
     ///
     /// # Errors
-    /// The rank that is gone, or what NCCL says: the results of the streams are none.
+    /// A dead rank, or an error of NCCL: the streams have no valid results.
     pub fn check(&self) -> Result<(), CollectiveError> {
         self.shared.check()
     }
 
-    /// Its address, and elements of a shard.
+    /// Address of a buffer, and elements of a shard.
     fn place(&self, at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> (u64, usize) {
         assert!(
             elems.is_multiple_of(self.ranks),
@@ -194,7 +196,8 @@ impl GpuComm {
         self.shared.enqueue(call)
     }
 
-    /// The first operation of a kind connects what it needs, and may wait for a rank that is gone: here and not within a step.
+    /// Runs the first operation of each kind, which establishes connections and may wait for a dead rank: here instead
+    /// of within a step.
     fn warm_up(&self, comm: &Comm) -> Result<(), CollectiveError> {
         let failed = |error: GpuError| failed("warming up", &error);
         let stream = self.gpu.stream().map_err(failed)?;
@@ -204,7 +207,7 @@ impl GpuComm {
         self.all_gather(&stream, buffer.at(0), bytes, 1)?;
         self.reduce_scatter(&stream, buffer.at(0), bytes / 4, GradType::Fp32)?;
         self.all_reduce_sum_f64(&stream, buffer.at(0), bytes / 8)?;
-        // The watchdog ends it when a rank is gone.
+        // The watchdog ends it when a rank is dead.
         stream.synchronize().map_err(failed)?;
         self.check()?;
         comm.barrier()

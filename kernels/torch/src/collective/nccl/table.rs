@@ -12,7 +12,7 @@ use crate::collective::CollectiveError;
 use kernels::gpu::Vendor;
 use kernels::gpu::library::{dirs_of_loaded, dirs_of_toolkit, open_first};
 
-/// NCCL's ncclUniqueId: where the ranks of a communicator meet.
+/// NCCL's ncclUniqueId: the meeting point of a communicator's ranks.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
@@ -22,14 +22,14 @@ pub(super) const SUM: i32 = 0;
 
 macro_rules! table {
     ($($field:ident($($argument:ty),*) = $name:literal;)*) => {
-        /// The functions we call. 0 is success.
+        /// Library functions in use. 0 is success.
         pub(super) struct Table {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> i32,)*
             error_text: unsafe extern "C" fn(i32) -> *const c_char,
         }
 
         impl Table {
-            /// Finds every function, or says which one the library lacks. The library must stay loaded for good.
+            /// Finds every function, or reports the one that the library lacks. The library must stay loaded.
             fn of(library: &'static Library) -> Result<Self, String> {
                 Ok(Self {
                     // SAFETY: nccl.h and rccl.h declare functions of these names with these arguments, an int-sized enum as result
@@ -58,10 +58,10 @@ table! {
 }
 
 impl Table {
-    /// The library for GPUs of `vendor`, opened once.
+    /// Opens the library for GPUs of `vendor`, once.
     ///
     /// # Errors
-    /// [`CollectiveError::NoLibrary`] with every place that was tried; a library that is not the one we know.
+    /// [`CollectiveError::NoLibrary`] with every place that was tried; an unknown library.
     pub(super) fn open(vendor: Vendor) -> Result<&'static Table, CollectiveError> {
         static CUDA: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
         static HIP: OnceLock<Result<Table, CollectiveError>> = OnceLock::new();
@@ -72,12 +72,12 @@ impl Table {
         opened.as_ref().map_err(Clone::clone)
     }
 
-    /// An answer of the library as a result.
+    /// Turns an answer of the library into a result.
     pub(super) fn check(&self, code: i32, op: &str) -> Result<(), CollectiveError> {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: the library answers every number with static text.
+        // SAFETY: the library returns static text for every number.
         let text = unsafe { (self.error_text)(code) };
         let text = if text.is_null() {
             "no text".into()
@@ -91,10 +91,10 @@ impl Table {
         })
     }
 
-    /// Such as 22809 for 2.28.9.
+    /// Version, such as 22809 for 2.28.9.
     pub(super) fn version(&self) -> Result<u32, CollectiveError> {
         let mut version = 0;
-        // SAFETY: the place is live for the call.
+        // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.version)(&mut version) };
         self.check(code, "asking NCCL's version")?;
         Ok(version.unsigned_abs())
@@ -109,7 +109,7 @@ pub(super) fn load(names: &[&str], dirs: &[PathBuf]) -> Result<Table, Collective
     })
 }
 
-/// Where pip puts NCCL beside a loaded torch, torch's own directory (RCCL is in it), and the toolkit's.
+/// Directories where pip installs NCCL beside a loaded torch, torch's own directory (RCCL is in it), and the toolkit's.
 fn dirs(vendor: Vendor) -> Vec<PathBuf> {
     let beside = dirs_of_loaded("libc10")
         .into_iter()
@@ -120,7 +120,7 @@ fn dirs(vendor: Vendor) -> Vec<PathBuf> {
 /// # Safety
 /// `T` is a function pointer of the type that `name` has in `library`.
 unsafe fn symbol<T: Copy>(library: &'static Library, name: &str) -> Result<T, String> {
-    // SAFETY: the caller's promise; the library is never unloaded, so the copy stays good.
+    // SAFETY: the caller's promise; the library is never unloaded, so the copy stays valid.
     unsafe { library.get::<T>(name) }
         .map(|symbol| *symbol)
         .map_err(|_| format!("it lacks {name}: its version is not one we know"))
@@ -136,7 +136,7 @@ mod tests {
         let text = error.unwrap_err().to_string();
         assert!(text.contains("libnccl-not-here.so.2"), "{text}");
         assert!(text.contains("/nowhere-at-all"), "{text}");
-        // The C library is there, and is none of ours.
+        // The C library exists and has none of these functions.
         let text = load(&["libc.so.6"], &[])
             .map(|_| ())
             .unwrap_err()

@@ -1,7 +1,7 @@
-//! Ends a communicator when a rank is gone or NCCL failed, and at the end.
+//! Ends a communicator when a rank is dead or NCCL failed, and at the end of a run.
 //!
-//! NCCL's kernels wait for their peers without a bound. Aborting is the only way to end them, from another thread than the one that may
-//! sit in a call.
+//! NCCL's kernels wait for their peers without a limit. Aborting is the only way to end them, from another thread than
+//! the one that may be in a call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
@@ -12,31 +12,31 @@ use super::table::Table;
 use crate::collective::CollectiveError;
 use crate::collective::link::Link;
 
-/// Between two looks.
+/// Interval of checks.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// For a thread to come out of a call before the communicator is aborted under it; it would never come out by itself then.
+/// Time for a thread to return from a call before the communicator is aborted under it.
 const CALL_MAX: Duration = Duration::from_secs(2);
 
-/// For NCCL to end an idle communicator. It is left behind after.
+/// Time for NCCL to end an idle communicator; after it the communicator is left behind.
 const END_MAX: Duration = Duration::from_secs(5);
 
 const OP: &str = "work of the GPUs together";
 
-/// What the callers and the watchdog share.
+/// State shared by the callers and the watchdog.
 pub(super) struct Shared {
     table: &'static Table,
-    /// The communicator, until it is ended. Held during a call.
+    /// The communicator, until it is ended. Locked during a call.
     handle: Mutex<Option<usize>>,
-    /// The same, for aborting under a call that does not return.
+    /// The same, to abort during a call that does not return.
     raw: usize,
     broken: OnceLock<CollectiveError>,
     stop: AtomicBool,
-    /// With several ranks: their heartbeats.
+    /// Heartbeats, with several ranks.
     link: Option<Arc<Link>>,
 }
 
-/// The thread; dropping it ends the communicator.
+/// The watchdog's thread; dropping it ends the communicator.
 pub(super) struct Watchdog {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -54,7 +54,7 @@ impl Shared {
         }
     }
 
-    /// One call that enqueues.
+    /// Makes one call that enqueues.
     pub(super) fn enqueue(
         &self,
         call: impl FnOnce(&Table, usize) -> i32,
@@ -65,7 +65,7 @@ impl Shared {
         drop(handle);
         let called = self.table.check(code, OP);
         if let Err(error) = called {
-            // NCCL's own words say nothing of who is gone.
+            // NCCL's error does not name the dead rank.
             let gone = self.link.as_ref().and_then(|link| link.attribute(OP));
             self.end(gone.unwrap_or(error));
         }
@@ -80,15 +80,15 @@ impl Shared {
         self.handle.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// What makes it useless, if anything does.
+    /// The error that makes the communicator useless, if there is one.
     fn trouble(&self) -> Option<CollectiveError> {
         if let Some(gone) = self.link.as_ref().and_then(|link| link.gone(OP)) {
             return Some(gone);
         }
-        // Not waited for: a call under way says itself how it ended.
+        // Does not wait: a call in progress reports its own end.
         let handle = self.handle.try_lock().ok()?;
         let mut code = 0;
-        // SAFETY: the communicator is live while its handle is held; the place is live for the call.
+        // SAFETY: the communicator is live while its handle is locked; the pointer is live for the call.
         let asked = unsafe { (self.table.async_error)((*handle)?, &mut code) };
         let failed = self.table.check(asked, OP).and(self.table.check(code, OP));
         drop(handle);
@@ -97,7 +97,7 @@ impl Shared {
         Some(gone.unwrap_or(error))
     }
 
-    /// Aborts the communicator, once. What is enqueued ends without a result.
+    /// Aborts the communicator, once. Enqueued work ends without a result.
     fn end(&self, error: CollectiveError) {
         if self.broken.set(error).is_err() {
             return;
@@ -113,8 +113,8 @@ impl Shared {
             Err(_) => Some(self.raw),
         };
         if let Some(handle) = handle {
-            // SAFETY: it is ended here only, once (`broken` is set once, and the drop below looks at it). A thread that still sits in a
-            // call with it would never return otherwise; NCCL allows an abort from another thread for this.
+            // SAFETY: it is ended only here, once (`broken` is set once, and the drop below checks it). A thread that
+            // is still in a call would never return otherwise; NCCL allows an abort from another thread for this.
             let _ = unsafe { (self.table.abort)(handle) };
         }
     }
@@ -154,7 +154,7 @@ impl Drop for Watchdog {
         if self.shared.check().is_err() {
             return;
         }
-        // Unwinding, work may be enqueued that the others never join.
+        // During unwinding, work may be enqueued that the other ranks never join.
         let table = self.shared.table;
         let end = if std::thread::panicking() {
             table.abort
@@ -163,7 +163,7 @@ impl Drop for Watchdog {
         };
         let (ended, waiting) = mpsc::channel();
         std::thread::spawn(move || {
-            // SAFETY: taken out above, so it is ended here only.
+            // SAFETY: taken out above, so it is ended only here.
             let _ = unsafe { end(handle) };
             let _ = ended.send(());
         });
